@@ -1,0 +1,67 @@
+"""Every exception tigon raises on purpose, as one tree.
+
+    TigonError
+      x UsageError            the caller passed something the op or command cannot take   (also a ValueError)
+        + ShapeError          shapes that do not belong together
+        + DtypeError          a dtype the op has no defined result for
+        + OptionError         an option value or a combination of options
+        + LabelError          a label outside [0, vocab) that is not ignore_index         (also an IndexError)
+      x RecipeError           a run recipe that cannot be carried out
+        + DataError           a data file, named with its line
+        + RunFolderError      a run folder or checkpoint that cannot be written or resumed
+      x PatchError            a model the patcher must not, or cannot, change
+      x KernelError           a kernel that cannot run here                             (also a RuntimeError)
+      x DoubleBackwardError   create_graph=True through an op without a second derivative  (also a RuntimeError)
+
+Messages name the value, the limit and the next step, because the command line prints them alone.
+"""
+
+from __future__ import annotations
+
+
+class TigonError(Exception):
+    """Root of everything raised on purpose; `except TigonError` catches no bug of ours."""
+
+
+class UsageError(TigonError, ValueError):
+    """A value the caller can correct."""
+
+
+class ShapeError(UsageError):
+    """Tensor shapes that do not belong together."""
+
+
+class DtypeError(UsageError):
+    """A dtype, or a mix of dtypes, without a defined result."""
+
+
+class OptionError(UsageError):
+    """An option value, or a combination of options, that has no meaning."""
+
+
+class LabelError(UsageError, IndexError):
+    """A label outside [0, vocab) that is not `ignore_index`. An IndexError too, as PyTorch raises on the CPU."""
+
+
+class RecipeError(TigonError):
+    """A run recipe that cannot be carried out as written."""
+
+
+class DataError(RecipeError):
+    """A data file that cannot be used; the message names file and line."""
+
+
+class RunFolderError(RecipeError):
+    """A run folder or checkpoint that cannot be written to or resumed from."""
+
+
+class PatchError(TigonError):
+    """A model the patcher must not, or cannot, change; nothing has been changed when it is raised."""
+
+
+class KernelError(TigonError, RuntimeError):
+    """A kernel that cannot run here."""
+
+
+class DoubleBackwardError(TigonError, RuntimeError):
+    """`create_graph=True` through an op whose backward is not itself differentiable."""

@@ -1,0 +1,328 @@
+"""RMSNorm, add + RMSNorm and LayerNorm: one forward and one backward, switched by constexpr flags.
+
+    s  = x + r                                   (HAS_RESIDUAL; rounded to x's dtype, as the unfused sum is)
+    m  = mean(s) if CENTER else 0
+    r̂  = 1 / sqrt(mean((s - m)^2) + eps)         ("rstd")
+    x̂  = (s - m) · rstd
+    y  = x̂ · (w + offset) + b                    (ROUND_XHAT: x̂ is rounded to x's dtype before the product)
+
+    g  = dy · (w + offset)
+    dx = rstd · (g - x̂ · mean(g · x̂) - [CENTER] mean(g)) + ds
+    dw = Σ_rows dy · x̂        db = Σ_rows dy
+
+Saved: s (or x), rstd and, when centred, the mean; the last two in fp32. x̂ is recomputed: storing it would cost as much
+as x. The weight gradient is summed in two steps without atomics: each program keeps fp32 sums of its rows in registers,
+then a second kernel adds the programs' partial rows in a fixed order, so runs repeat bit for bit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tigon.kernels import _device
+
+# M rows, H columns; a program handles ROWS rows at a time and BLOCK columns.
+
+# Widest row held in registers. Wider rows are read tile by tile, twice, the second time mostly from L2.
+MAX_BLOCK = 16384
+# Elements a program works on at once; below this width several rows share a program.
+TILE = 4096
+# Programs per SM of the backward pass: each keeps its own fp32 row of partial sums.
+PROGRAMS_PER_SM = 2
+
+
+@triton.jit
+def norm_fwd_kernel(
+    X, R, W, B, Y, S, Mean, Rstd, M, H, stride_x, stride_r, eps, offset,
+    CENTER: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROUND_XHAT: tl.constexpr, ONE_TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    row_mask = rows < M
+    mean = tl.zeros([ROWS, 1], dtype=tl.float32)
+    if ONE_TILE:
+        mask = row_mask & (cols < H)
+        s = tl.load(X + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            s += tl.load(R + rows * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
+            rounded = s.to(S.dtype.element_ty)
+            tl.store(S + rows * H + cols, rounded, mask=mask)
+            s = rounded.to(tl.float32)
+        if CENTER:
+            mean = tl.sum(s, axis=1, keep_dims=True) / H
+            # The rounded mean is off by half an ulp, 4e-6 at 100 standard deviations; what it leaves behind is taken off.
+            s = tl.where(mask, s - mean, 0.0)
+            left = tl.sum(s, axis=1, keep_dims=True) / H
+            s = tl.where(mask, s - left, 0.0)
+            mean += left
+        rstd = tl.rsqrt(tl.sum(s * s, axis=1, keep_dims=True) / H + eps)
+        _store_normed(s * rstd, W, B, Y, X, rows, cols, mask, H, offset, HAS_WEIGHT, HAS_BIAS, ROUND_XHAT)
+    else:
+        total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+        for start in range(0, H, BLOCK):
+            mask = row_mask & (cols + start < H)
+            s = tl.load(X + rows * stride_x + start + cols, mask=mask, other=0.0).to(tl.float32)
+            if HAS_RESIDUAL:
+                s += tl.load(R + rows * stride_r + start + cols, mask=mask, other=0.0).to(tl.float32)
+                rounded = s.to(S.dtype.element_ty)
+                tl.store(S + rows * H + start + cols, rounded, mask=mask)
+                s = rounded.to(tl.float32)
+            total += s if CENTER else s * s
+        if CENTER:
+            mean = tl.sum(total, axis=1, keep_dims=True) / H
+            # A pass of its own: E[x^2] - mean^2 loses the variance when the mean is 100 standard deviations away.
+            total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+            left = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+            for start in range(0, H, BLOCK):
+                mask = row_mask & (cols + start < H)
+                s = tl.load(X + rows * stride_x + start + cols, mask=mask, other=0.0).to(tl.float32)
+                s = tl.where(mask, s - mean, 0.0)
+                total += s * s
+                left += s
+            mean += tl.sum(left, axis=1, keep_dims=True) / H
+        rstd = tl.rsqrt(tl.sum(total, axis=1, keep_dims=True) / H + eps)
+        for start in range(0, H, BLOCK):
+            mask = row_mask & (cols + start < H)
+            if HAS_RESIDUAL:
+                s = tl.load(S + rows * H + start + cols, mask=mask, other=0.0).to(tl.float32)
+            else:
+                s = tl.load(X + rows * stride_x + start + cols, mask=mask, other=0.0).to(tl.float32)
+            _store_normed(
+                (s - mean) * rstd, W, B, Y, X, rows, start + cols, mask, H, offset, HAS_WEIGHT, HAS_BIAS, ROUND_XHAT
+            )
+    tl.store(Rstd + rows, rstd, mask=row_mask)
+    if CENTER:
+        tl.store(Mean + rows, mean, mask=row_mask)
+
+
+@triton.jit
+def _store_normed(
+    xhat, W, B, Y, X, rows, cols, mask, H, offset,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROUND_XHAT: tl.constexpr,
+):  # fmt: skip
+    if ROUND_XHAT:
+        xhat = xhat.to(X.dtype.element_ty).to(tl.float32)
+    y = xhat
+    if HAS_WEIGHT:
+        y = xhat * (tl.load(W + cols, mask=cols < H, other=0.0).to(tl.float32) + offset)
+    if HAS_BIAS:
+        y += tl.load(B + cols, mask=cols < H, other=0.0).to(tl.float32)
+    tl.store(Y + rows * H + cols, y.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def norm_bwd_kernel(
+    DY, DS, X, W, Mean, Rstd, DX, DW, DB, M, H, stride_dy, stride_ds, stride_x, offset,
+    CENTER: tl.constexpr, HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_XHAT: tl.constexpr,
+    WANT_DX: tl.constexpr, WANT_DW: tl.constexpr, WANT_DB: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A persistent program walks over rows; DW and DB are (programs, H) fp32 partial sums."""
+    program = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)[None, :]
+    col_mask = cols < H
+    if HAS_WEIGHT:
+        w = tl.load(W + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
+    dw = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    db = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for start in range(program * ROWS, M, tl.num_programs(0) * ROWS):
+        rows = start + tl.arange(0, ROWS)[:, None]
+        mask = (rows < M) & col_mask
+        dy = tl.load(DY + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(X + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(Rstd + rows, mask=rows < M, other=0.0)
+        if CENTER:
+            s = tl.where(mask, s - tl.load(Mean + rows, mask=rows < M, other=0.0), 0.0)
+        xhat = s * rstd
+        # Before dx, so that the rounded x̂ dies early.
+        if WANT_DW:
+            if ROUND_XHAT:
+                dw += dy * xhat.to(X.dtype.element_ty).to(tl.float32)
+            else:
+                dw += dy * xhat
+        if WANT_DB:
+            db += dy
+        if WANT_DX:
+            g = dy * w if HAS_WEIGHT else dy
+            dx = g - xhat * (tl.sum(g * xhat, axis=1, keep_dims=True) / H)
+            if CENTER:
+                dx -= tl.sum(g, axis=1, keep_dims=True) / H
+            dx *= rstd
+            if HAS_DS:
+                dx += tl.load(DS + rows * stride_ds + cols, mask=mask, other=0.0).to(tl.float32)
+            tl.store(DX + rows * H + cols, dx.to(DX.dtype.element_ty), mask=mask)
+    if WANT_DW:
+        tl.store(DW + program * H + cols, tl.sum(dw, axis=0, keep_dims=True), mask=col_mask)
+    if WANT_DB:
+        tl.store(DB + program * H + cols, tl.sum(db, axis=0, keep_dims=True), mask=col_mask)
+
+
+@triton.jit
+def norm_bwd_dx_wide_kernel(
+    DY, DS, X, W, Mean, Rstd, DX, H, stride_dy, stride_ds, stride_x, offset,
+    CENTER: tl.constexpr, HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dx of rows wider than MAX_BLOCK: one pass for the two means, one for dx."""
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    rstd = tl.load(Rstd + row)
+    mean = tl.load(Mean + row) if CENTER else 0.0
+    sum_gx = tl.zeros([BLOCK], dtype=tl.float32)
+    sum_g = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, H, BLOCK):
+        cols = start + offs
+        g = tl.load(DY + row * stride_dy + cols, mask=cols < H, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            g *= tl.load(W + cols, mask=cols < H, other=0.0).to(tl.float32) + offset
+        s = tl.load(X + row * stride_x + cols, mask=cols < H, other=0.0).to(tl.float32)
+        sum_gx += g * (s - mean) * rstd
+        sum_g += g
+    mean_gx = tl.sum(sum_gx, axis=0) / H
+    mean_g = tl.sum(sum_g, axis=0) / H
+    for start in range(0, H, BLOCK):
+        cols = start + offs
+        g = tl.load(DY + row * stride_dy + cols, mask=cols < H, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            g *= tl.load(W + cols, mask=cols < H, other=0.0).to(tl.float32) + offset
+        s = tl.load(X + row * stride_x + cols, mask=cols < H, other=0.0).to(tl.float32)
+        dx = g - (s - mean) * rstd * mean_gx
+        if CENTER:
+            dx -= mean_g
+        dx *= rstd
+        if HAS_DS:
+            dx += tl.load(DS + row * stride_ds + cols, mask=cols < H, other=0.0).to(tl.float32)
+        tl.store(DX + row * H + cols, dx.to(DX.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit
+def norm_bwd_dw_wide_kernel(
+    DY, X, Mean, Rstd, DW, DB, M, H, stride_dy, stride_x,
+    CENTER: tl.constexpr, ROUND_XHAT: tl.constexpr, WANT_DW: tl.constexpr, WANT_DB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Partial dw and db of rows wider than MAX_BLOCK: a program owns a column tile and every P-th row."""
+    program = tl.program_id(1).to(tl.int64)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    dw = tl.zeros([BLOCK], dtype=tl.float32)
+    db = tl.zeros([BLOCK], dtype=tl.float32)
+    for row in range(program, M, tl.num_programs(1)):
+        dy = tl.load(DY + row * stride_dy + cols, mask=cols < H, other=0.0).to(tl.float32)
+        if WANT_DW:
+            s = tl.load(X + row * stride_x + cols, mask=cols < H, other=0.0).to(tl.float32)
+            if CENTER:
+                s -= tl.load(Mean + row)
+            xhat = s * tl.load(Rstd + row)
+            if ROUND_XHAT:
+                xhat = xhat.to(X.dtype.element_ty).to(tl.float32)
+            dw += dy * xhat
+        db += dy
+    if WANT_DW:
+        tl.store(DW + program * H + cols, dw, mask=cols < H)
+    if WANT_DB:
+        tl.store(DB + program * H + cols, db, mask=cols < H)
+
+
+@triton.jit
+def sum_rows_kernel(P, Out, rows, H, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+    """Out[h] = Σ_r P[r, h], in a fixed order, cast to Out's dtype."""
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK_R, BLOCK], dtype=tl.float32)
+    for start in range(0, rows, BLOCK_R):
+        r = start + tl.arange(0, BLOCK_R)
+        mask = (r < rows)[:, None] & (cols < H)[None, :]
+        total += tl.load(P + r.to(tl.int64)[:, None] * H + cols[None, :], mask=mask, other=0.0)
+    tl.store(Out + cols, tl.sum(total, axis=0).to(Out.dtype.element_ty), mask=cols < H)
+
+
+def row_view(x, width):
+    """`x` (..., width) as (rows, width) with unit stride along the row; a copy only where no view exists."""
+    x = x.reshape(-1, width)
+    return x if x.stride(1) == 1 or width == 1 else x.contiguous()
+
+
+def tile(width):
+    """(ROWS, BLOCK, num_warps) for rows of `width`; the backward uses the same tile."""
+    block = min(triton.next_power_of_2(width), MAX_BLOCK)
+    rows = max(1, TILE // 2 // block)
+    # 16 values a thread: two 16-byte loads of bf16. Fewer warps leave loads serial, more split them below 16 bytes.
+    warps = 4 if block * rows <= 2048 else 8 if block <= 4096 else 16
+    return rows, block, _device.clamp_warps(warps)
+
+
+def norm_fwd(x, residual, weight, bias, eps, offset, center, fp32_weight):
+    """Launch the forward; returns (y, s, mean, rstd), with empty tensors for what the flags leave out."""
+    width = x.shape[-1]
+    x_MH = row_view(x, width)
+    residual_MH = x_MH if residual is None else row_view(residual, width)
+    y, s, mean, rstd = norm_outputs(x, residual, weight, center, fp32_weight)
+    rows, block, warps = tile(width)
+    if x.numel():
+        with _device.on_device(x):
+            norm_fwd_kernel[(triton.cdiv(x_MH.shape[0], rows),)](
+                x_MH, residual_MH, weight, bias, y, s, mean, rstd, x_MH.shape[0], width,
+                x_MH.stride(0), residual_MH.stride(0), eps, offset,
+                CENTER=center, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
+                HAS_BIAS=bias is not None, ROUND_XHAT=not fp32_weight, ONE_TILE=width <= block,
+                ROWS=rows, BLOCK=block, num_warps=warps,
+            )  # fmt: skip
+    return y, s, mean, rstd
+
+
+def norm_outputs(x, residual, weight, center, fp32_weight):
+    """Uninitialised outputs of the forward. Kept apart so that the fake makes exactly what the launcher makes."""
+    y_dtype = x.dtype if fp32_weight or weight is None else torch.promote_types(x.dtype, weight.dtype)
+    stats = x.shape[:-1]
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
+    return (
+        torch.empty(x.shape, dtype=y_dtype, device=x.device),
+        torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device),
+        torch.empty(stats if center else (0,), dtype=acc_dtype, device=x.device),
+        torch.empty(stats, dtype=acc_dtype, device=x.device),
+    )
+
+
+def norm_bwd(dy, ds, x, weight, mean, rstd, offset, center, fp32_weight, want_dx, want_dw, want_db):
+    """Launch the backward; returns (dx, dw, db), with empty tensors for what is not wanted."""
+    width = x.shape[-1]
+    x_MH, dy_MH = row_view(x, width), row_view(dy, width)
+    ds_MH = dy_MH if ds is None else row_view(ds, width)
+    M = x_MH.shape[0]
+    dx = torch.empty(x.shape if want_dx else (0,), dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return dx, *(_parameter_grad(weight, x, width, want).zero_() for want in (want_dw, want_db))
+    rows, block, warps = tile(width)
+    programs = min(triton.cdiv(M, rows), PROGRAMS_PER_SM * _device.multiprocessors(x.device.index))
+    partial = torch.empty((want_dw + want_db, programs, width), dtype=torch.float32, device=x.device)
+    partial_dw, partial_db = partial[0] if want_dw else partial, partial[-1] if want_db else partial
+    with _device.on_device(x):
+        if width <= block:
+            norm_bwd_kernel[(programs,)](
+                dy_MH, ds_MH, x_MH, weight, mean, rstd, dx, partial_dw, partial_db, M, width,
+                dy_MH.stride(0), ds_MH.stride(0), x_MH.stride(0), offset,
+                CENTER=center, HAS_DS=ds is not None, HAS_WEIGHT=weight is not None, ROUND_XHAT=not fp32_weight,
+                WANT_DX=want_dx, WANT_DW=want_dw, WANT_DB=want_db, ROWS=rows, BLOCK=block, num_warps=warps,
+            )  # fmt: skip
+        else:
+            if want_dx:
+                norm_bwd_dx_wide_kernel[(M,)](
+                    dy_MH, ds_MH, x_MH, weight, mean, rstd, dx, width,
+                    dy_MH.stride(0), ds_MH.stride(0), x_MH.stride(0), offset,
+                    CENTER=center, HAS_DS=ds is not None, HAS_WEIGHT=weight is not None, BLOCK=4096, num_warps=8,
+                )  # fmt: skip
+            if want_dw or want_db:
+                norm_bwd_dw_wide_kernel[(triton.cdiv(width, 1024), programs)](
+                    dy_MH, x_MH, mean, rstd, partial_dw, partial_db, M, width, dy_MH.stride(0), x_MH.stride(0),
+                    CENTER=center, ROUND_XHAT=not fp32_weight, WANT_DW=want_dw, WANT_DB=want_db,
+                    BLOCK=1024, num_warps=4,
+                )  # fmt: skip
+        sums = []
+        for want, p in ((want_dw, partial_dw), (want_db, partial_db)):
+            out = _parameter_grad(weight, x, width, want)
+            if want:
+                sum_rows_kernel[(triton.cdiv(width, 64),)](p, out, programs, width, BLOCK_R=32, BLOCK=64, num_warps=4)
+            sums.append(out)
+    return dx, *sums
+
+
+def _parameter_grad(weight, x, width, want):
+    dtype = x.dtype if weight is None else weight.dtype
+    return torch.empty(width if want else 0, dtype=dtype, device=x.device)

@@ -1,0 +1,153 @@
+"""The two primitives behind rms_norm, add_rms_norm and layer_norm, and their PyTorch reference.
+
+The formulas stand at the top of `kernels/norm.py`; the reference below is the same algorithm with whole tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tigon.errors import ShapeError
+from tigon.ops._dispatch import Primitive
+
+
+def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
+    """Raise `ShapeError` unless `parameter` is None or (H,) on x's device."""
+    if x.ndim == 0:
+        raise ShapeError("x has no dimensions; the norm is taken over the last one. Pass (..., H).")
+    if parameter is not None and (parameter.ndim != 1 or parameter.shape[0] != x.shape[-1]):
+        raise ShapeError(f"{name} is {tuple(parameter.shape)}, x is {tuple(x.shape)}; {name} must be ({x.shape[-1]},).")
+
+
+def _fwd_reference(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    center: bool,
+    fp32_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    s = x if residual is None else x + residual
+    wide = s.to(torch.promote_types(x.dtype, torch.float32))
+    mean, centred = wide.new_empty(0), wide
+    if center:
+        mean = wide.mean(-1)
+        centred = wide - mean.unsqueeze(-1)
+        # The rounded mean is off by half an ulp; what it leaves behind is taken off, as in the kernel.
+        left = centred.mean(-1)
+        centred, mean = centred - left.unsqueeze(-1), mean + left
+    rstd = torch.rsqrt(centred.square().mean(-1) + eps)
+    y = centred * rstd.unsqueeze(-1)
+    y_dtype = x.dtype
+    if not fp32_weight:
+        y = y.to(x.dtype).to(wide.dtype)
+        y_dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+    if weight is not None:
+        y = y * (weight.to(wide.dtype) + offset)
+    if bias is not None:
+        y = y + bias.to(wide.dtype)
+    # A torch.library output may not be an input: no residual, no sum.
+    return y.to(y_dtype), s if residual is not None else x.new_empty(0), mean, rstd
+
+
+def _bwd_reference(
+    dy: Tensor,
+    ds: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    offset: float,
+    center: bool,
+    fp32_weight: bool,
+    want_dx: bool,
+    want_dw: bool,
+    want_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    acc = rstd.dtype
+    dy = dy.to(acc)
+    wide = x.to(acc)
+    xhat = (wide - mean.unsqueeze(-1) if center else wide) * rstd.unsqueeze(-1)
+    dx = x.new_empty(0)
+    if want_dx:
+        g = dy if weight is None else dy * (weight.to(acc) + offset)
+        grad = g - xhat * (g * xhat).mean(-1, keepdim=True)
+        if center:
+            grad = grad - g.mean(-1, keepdim=True)
+        grad = grad * rstd.unsqueeze(-1)
+        dx = (grad if ds is None else grad + ds.to(acc)).to(x.dtype)
+    parameter = x if weight is None else weight
+    rows = tuple(range(x.ndim - 1))
+    rounded = xhat if fp32_weight else xhat.to(x.dtype).to(acc)
+    dw = _sum_rows(dy * rounded, rows).to(parameter.dtype) if want_dw else parameter.new_empty(0)
+    db = _sum_rows(dy, rows).to(parameter.dtype) if want_db else parameter.new_empty(0)
+    return dx, dw, db
+
+
+def _sum_rows(t: Tensor, rows: tuple[int, ...]) -> Tensor:
+    # sum(dim=()) would sum over everything; a 1-D x has no rows to sum, but must still own its memory.
+    return t.sum(rows) if rows else t.clone()
+
+
+def _fwd_fake(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    center: bool,
+    fp32_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y_dtype = x.dtype if fp32_weight or weight is None else torch.promote_types(x.dtype, weight.dtype)
+    acc = torch.promote_types(x.dtype, torch.float32)
+    return (
+        x.new_empty(x.shape, dtype=y_dtype),
+        x.new_empty(x.shape if residual is not None else (0,)),
+        x.new_empty(x.shape[:-1] if center else (0,), dtype=acc),
+        x.new_empty(x.shape[:-1], dtype=acc),
+    )
+
+
+def _bwd_fake(
+    dy: Tensor,
+    ds: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    offset: float,
+    center: bool,
+    fp32_weight: bool,
+    want_dx: bool,
+    want_dw: bool,
+    want_db: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    parameter = x if weight is None else weight
+    return (
+        x.new_empty(x.shape if want_dx else (0,)),
+        parameter.new_empty(x.shape[-1:] if want_dw else (0,)),
+        parameter.new_empty(x.shape[-1:] if want_db else (0,)),
+    )
+
+
+norm_fwd = Primitive(
+    "norm_fwd",
+    "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float offset, bool center, bool fp32_weight)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    reference=_fwd_reference,
+    kernel="tigon.kernels.norm:norm_fwd",
+    fake=_fwd_fake,
+)
+norm_bwd = Primitive(
+    "norm_bwd",
+    "(Tensor dy, Tensor? ds, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, float offset, bool center,"
+    " bool fp32_weight, bool want_dx, bool want_dw, bool want_db) -> (Tensor, Tensor, Tensor)",
+    reference=_bwd_reference,
+    kernel="tigon.kernels.norm:norm_bwd",
+    fake=_bwd_fake,
+)
+

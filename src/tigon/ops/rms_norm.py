@@ -1,0 +1,210 @@
+"""RMSNorm and add + RMSNorm (Zhang & Sennrich 2019, arXiv 1910.07467, eq. 4).
+
+    y = x̂ · (w + offset),   x̂ = s · rstd,   rstd = 1 / sqrt(mean(s²) + eps),   s = x  or  x + residual
+
+Statistics are fp32 whatever the inputs. `casting` says where the normalised value is rounded, which is all that
+differs between the families (191 RMSNorm classes of transformers 5.23 have five such bodies):
+
+    llama    x̂ is rounded to x's dtype, then multiplied by w; the result has the promoted dtype of x and w
+    gemma    x̂ · (w + offset) in fp32, rounded once, to x's dtype; Gemma's offset is 1, Gemma 4's and OLMo-2's is 0
+    fp32     another name for gemma's order, for families that do not add an offset
+
+Saved for backward: x (or the sum) and rstd.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tigon.errors import OptionError, ShapeError
+from tigon.ops import _norm
+from tigon.ops._dispatch import Differentiable, check_dtype, first_order
+from tigon.ops._op import Case, Cost, Op, randn
+
+Casting = Literal["llama", "gemma", "fp32"]
+# casting -> is the product with the weight taken in fp32?
+_FP32_WEIGHT = {"llama": False, "gemma": True, "fp32": True}
+
+
+class RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, fp32_weight: bool) -> Tensor:
+        y, _, _, rstd = _norm.norm_fwd(x, None, weight, None, eps, offset, False, fp32_weight)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset, ctx.fp32_weight = offset, fp32_weight
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        want_dx, want_dw = ctx.needs_input_grad[:2]
+        dx, dw, _ = _norm.norm_bwd(
+            dy, None, x, weight, rstd, rstd, ctx.offset, False, ctx.fp32_weight, want_dx, want_dw, False
+        )
+        return dx if want_dx else None, dw if want_dw else None, None, None, None
+
+
+class AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, fp32_weight: bool
+    ) -> tuple[Tensor, Tensor]:
+        y, s, _, rstd = _norm.norm_fwd(x, residual, weight, None, eps, offset, False, fp32_weight)
+        ctx.save_for_backward(s, weight, rstd)
+        ctx.offset, ctx.fp32_weight = offset, fp32_weight
+        ctx.set_materialize_grads(False)
+        return y, s
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+        s, weight, rstd = ctx.saved_tensors
+        want_dx, want_dr, want_dw = ctx.needs_input_grad[:3]
+        if dy is None:
+            return ds if want_dx else None, ds if want_dr else None, None, None, None, None
+        dx, dw, _ = _norm.norm_bwd(
+            dy, ds, s, weight, rstd, rstd, ctx.offset, False, ctx.fp32_weight, want_dx or want_dr, want_dw, False
+        )
+        # x and residual enter only through their sum, so they share one gradient tensor.
+        return dx if want_dx else None, dx if want_dr else None, dw if want_dw else None, None, None, None
+
+
+_rms_norm = Differentiable(
+    "rms_norm", "(Tensor x, Tensor? weight, float eps, float offset, bool fp32_weight) -> Tensor", RMSNorm.apply
+)
+_add_rms_norm = Differentiable(
+    "add_rms_norm",
+    "(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, bool fp32_weight) -> (Tensor, Tensor)",
+    AddRMSNorm.apply,
+)
+
+
+def _check(x: Tensor, weight: Tensor | None, casting: str) -> bool:
+    check_dtype(x, weight)
+    _norm.check_parameter("weight", weight, x)
+    if casting not in _FP32_WEIGHT:
+        raise OptionError(f"casting={casting!r} is not known; choose one of {', '.join(_FP32_WEIGHT)}.")
+    return _FP32_WEIGHT[casting]
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting: Casting = "llama"
+) -> Tensor:
+    """RMSNorm over the last dimension.
+
+    Args:
+        x: (..., H), fp16, bf16, fp32 or fp64, any strides; never written to.
+        weight: (H,) or None. May be wider than x, as under fp32 master weights.
+        eps: added to the mean square.
+        offset: added to the weight; 1 for Gemma.
+        casting: where the normalised value is rounded; see the module's text.
+
+    Returns:
+        (..., H), in x's dtype; with casting="llama" in the promoted dtype of x and weight.
+
+    Raises:
+        ShapeError: weight is not (H,). DtypeError: not a supported float. OptionError: an unknown casting.
+    """
+    return _rms_norm(x, weight, eps, offset, _check(x, weight, casting))  # type: ignore[no-any-return]
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: Casting = "llama",
+) -> tuple[Tensor, Tensor]:
+    """`s = x + residual` and `rms_norm(s)` in one pass; returns (normed, s), s in x's dtype.
+
+    Args and errors as `rms_norm`; residual has x's shape and dtype.
+    """
+    fp32_weight = _check(x, weight, casting)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ShapeError(
+            f"residual is {tuple(residual.shape)} {residual.dtype}, x is {tuple(x.shape)} {x.dtype}; they must agree."
+        )
+    return _add_rms_norm(x, residual, weight, eps, offset, fp32_weight)  # type: ignore[no-any-return]
+
+
+def rms_norm_oracle(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting: Casting = "llama"
+) -> Tensor:
+    """The unfused formula, as the model families write it."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    xhat = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if not _FP32_WEIGHT[casting]:
+        xhat = xhat.to(x.dtype)
+        return xhat if weight is None else xhat * (weight + offset if offset else weight)
+    return (xhat if weight is None else xhat * (weight.to(wide.dtype) + offset)).to(x.dtype)
+
+
+def _add_rms_norm_oracle(x: Tensor, residual: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    s = x + residual
+    return rms_norm_oracle(s, *args, **options), s
+
+
+def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    options = dict(case.options)
+    weighted = options.pop("weighted", True)
+    weight_dtype = options.pop("weight_dtype", dtype)
+    width = case.shape[-1]
+    weight = randn(width, dtype=weight_dtype, device=device) if weighted else None
+    return {"x": randn(*case.shape, dtype=dtype, device=device), "weight": weight, **options}
+
+
+def _make_add(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    inputs = _make(case, dtype, device)
+    return {"x": inputs.pop("x"), "residual": randn(*case.shape, dtype=dtype, device=device), **inputs}
+
+
+def _cost(x: Tensor, weight: Tensor | None = None, *_: Any, **__: Any) -> Cost:
+    # forward x -> y; backward dy, x -> dx
+    return Cost(moved_bytes=5 * x.nbytes, saved_bytes=x.nbytes + 4 * x.shape[:-1].numel())
+
+
+def _add_cost(x: Tensor, residual: Tensor, weight: Tensor | None = None, *_: Any, **__: Any) -> Cost:
+    # forward x, r -> s, y; backward dy, ds, s -> dx
+    return Cost(moved_bytes=8 * x.nbytes, saved_bytes=x.nbytes + 4 * x.shape[:-1].numel())
+
+
+_CASES = (
+    Case(id="llama", shape=(3, 37, 64)),
+    Case(id="gemma", shape=(5, 100), options={"casting": "gemma", "offset": 1.0}),
+    Case(id="fp32-order", shape=(2, 3, 192), options={"casting": "fp32"}),
+    Case(id="no-weight", shape=(7, 80), options={"weighted": False}),
+    Case(id="fp32-weight", shape=(6, 128), options={"weight_dtype": torch.float32}),
+    Case(id="width-1", shape=(9, 1), options={"eps": 1e-3}),
+    Case(id="width-7", shape=(11, 7)),
+    Case(id="qk-norm", shape=(2, 33, 4, 128)),
+    Case(id="odd-wide", shape=(5, 4097)),
+    Case(id="wider-than-a-tile", shape=(3, 20000)),
+    Case(id="wide-65537", shape=(3, 65537), options={"casting": "gemma", "offset": 1.0}, small=False),
+    Case(id="llama-1b", shape=(4, 512, 2048), small=False),
+)
+
+RMS_NORM = Op(
+    name="rms_norm",
+    call=rms_norm,
+    oracle=rms_norm_oracle,
+    make=_make,
+    grads=("x", "weight"),
+    cases=_CASES,
+    cost=_cost,
+)
+
+ADD_RMS_NORM = Op(
+    name="add_rms_norm",
+    call=add_rms_norm,
+    oracle=_add_rms_norm_oracle,
+    make=_make_add,
+    grads=("x", "residual", "weight"),
+    cases=tuple(c for c in _CASES if c.id != "fp32-weight"),
+    cost=_add_cost,
+)

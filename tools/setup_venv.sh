@@ -1,0 +1,30 @@
+#!/bin/sh
+# Make the virtual environment $1 with everything the demo and the tests need; called by the Makefile.
+# PYTHON names the interpreter to build it from.
+set -eu
+venv=$1
+python=${PYTHON:-python3}
+# The CPU-capable release the tests are written against, for machines that have no torch yet.
+torch="torch==2.13.0"
+# CPU builds of torch bring no Triton; this is the one whose interpreter the kernels' tests are written against.
+triton="triton==3.6.0"
+
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+    echo "tigon needs Python 3.10 or newer, and $python is $("$python" --version). Name another: make PYTHON=python3.12 ..." >&2
+    exit 2
+fi
+options=
+if "$python" -c 'import sys, torch; sys.exit(not (torch.version.cuda or torch.version.hip))' 2>/dev/null; then
+    echo "using the GPU build of torch that $python has"
+    options=--system-site-packages
+fi
+# shellcheck disable=SC2086
+"$python" -m venv $options "$venv"
+pip="$venv/bin/python -m pip --disable-pip-version-check --quiet"
+# Before anything that depends on torch: asked for by another package, pip would bring the newest build it finds.
+"$venv/bin/python" -c 'import torch' 2>/dev/null || $pip install "$torch"
+if [ "$(uname -s)" = Linux ]; then
+    "$venv/bin/python" -c 'import triton' 2>/dev/null || $pip install "$triton"
+fi
+$pip install --editable '.[train,dev]'
+touch "$venv/.ready"
