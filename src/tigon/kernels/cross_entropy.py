@@ -1,0 +1,311 @@
+"""Cross entropy over rows of logits: one pass for the statistics, one for the gradient, nothing V wide in between.
+
+    z   = c · tanh(scale · r / c)  with a softcap c, else  scale · r            (r: the raw logit)
+    m   = max_v z_v      log_s = log Σ_v exp(z_v - m)      lse = m + log_s
+    l   = a · [ (1-ε) · w_y · (lse - z_y) + (ε/V) · Σ_v w_v · (lse - z_v) + λ · lse² ]
+    dz  = a · [ (W + 2λ·lse) · p_v - (1-ε) · w_y · 1[v = y] - (ε/V) · w_v ],   p_v = exp((z_v - m) - log_s)
+    dr  = scale · (1 - (z/c)²) · dz,      W = (1-ε) · w_y + (ε/V) · Σ_v w_v
+
+a: token weight, w: class weights, ε: label smoothing, λ: z-loss; each absent unless its flag is set.
+
+m and log_s are kept apart. Added up first, a confident token (p_y = 1 - 1e-6, z_y = 20) would lose its gradient: the
+sum is rounded to 2e-6, the size of 1 - p_y.
+
+A label outside [0, V) that is not ignore_index is never used as an address: its row becomes NaN, loss and gradient, so
+that the mistake shows, and no other row changes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tigon.kernels import _device, _math
+
+# N rows (tokens), V columns (vocabulary).
+BLOCK = 4096
+NUM_WARPS = 8
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _squash(r, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """(z, dz/dr) of a raw logit."""
+    slope = 1.0
+    if HAS_SCALE:
+        r = r * scale
+        slope = scale
+    if HAS_SOFTCAP:
+        t, derivative = _math.tanh(r / softcap)
+        r = softcap * t
+        slope = derivative * slope
+    return r, slope
+
+
+@triton.jit
+def _weight_sum(WeightSum, V, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr):
+    """Σ_v w_v, which only label smoothing needs."""
+    if HAS_CLASS_WEIGHT and HAS_SMOOTHING:
+        return tl.load(WeightSum)
+    else:
+        return tl.cast(V, tl.float32)
+
+
+@triton.jit
+def _gradient(
+    z, slope, cols, y, m, log_s, row, smoothing, z_loss, w_y, weight_sum, V, ClassWeight, mask,
+    HAS_SMOOTHING: tl.constexpr, HAS_Z_LOSS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """dr of one tile, times `row`, the row's factor."""
+    p = tl.exp2(((z - m) - log_s) * LOG2E)
+    hit = (1.0 - smoothing) * w_y
+    on_p = hit + smoothing / V * weight_sum
+    if HAS_Z_LOSS:
+        on_p += 2.0 * z_loss * (m + log_s)
+    dz = on_p * p
+    if HAS_SMOOTHING:
+        if HAS_CLASS_WEIGHT:
+            dz -= smoothing / V * tl.load(ClassWeight + cols, mask=mask, other=0.0).to(tl.float32)
+        else:
+            dz -= smoothing / V
+    return tl.where(cols == y, dz - hit, dz) * (slope * row)
+
+
+@triton.jit
+def cross_entropy_fwd_kernel(
+    R, Target, ClassWeight, WeightSum, TokenWeight, GradScale, Loss, Stats, Entropy, Predicted, Grad,
+    N, V, stride_r, stride_grad, ignore_index, softcap, scale, smoothing, z_loss,
+    HAS_CLASS_WEIGHT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_GRAD: tl.constexpr,
+    WANT_ENTROPY: tl.constexpr, WANT_PREDICTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row. Grad may be R itself: a tile is read before it is overwritten, by the same program.
+
+    Stats holds m, log_s and z_y, each (N,).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    y = tl.load(Target + row).to(tl.int64)
+    ignored = y == ignore_index
+    offs = tl.arange(0, BLOCK)
+    if ignored:
+        tl.store(Loss + row, 0.0)
+        tl.store(Stats + row, 0.0)
+        tl.store(Stats + N + row, 0.0)
+        tl.store(Stats + 2 * N + row, 0.0)
+        if WANT_ENTROPY:
+            tl.store(Entropy + row, 0.0)
+        if WANT_PREDICTED:
+            tl.store(Predicted + row, tl.cast(ignore_index, tl.int64))
+        if WANT_GRAD:
+            for start in range(0, V, BLOCK):
+                cols = start + offs
+                zeros = tl.zeros([BLOCK], dtype=tl.float32).to(Grad.dtype.element_ty)
+                tl.store(Grad + row * stride_grad + cols, zeros, mask=cols < V)
+    else:
+        valid = (y >= 0) & (y < V)
+        weight_sum = _weight_sum(WeightSum, V, HAS_CLASS_WEIGHT, HAS_SMOOTHING)
+        m = tl.full([], -float("inf"), dtype=tl.float32)
+        s = tl.full([], 0.0, dtype=tl.float32)
+        z_y = tl.full([], 0.0, dtype=tl.float32)
+        sum_wz = tl.full([], 0.0, dtype=tl.float32)
+        sum_ez = tl.full([], 0.0, dtype=tl.float32)
+        best = tl.full([], 0, dtype=tl.int64)
+        for start in range(0, V, BLOCK):
+            cols = start + offs
+            mask = cols < V
+            r = tl.load(R + row * stride_r + cols, mask=mask, other=-float("inf")).to(tl.float32)
+            z, _ = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+            if HAS_SOFTCAP or HAS_SCALE:
+                # A padded lane became -softcap, or +inf under a negative scale.
+                z = tl.where(mask, z, -float("inf"))
+            if WANT_PREDICTED:
+                top, index = tl.max(z, axis=0, return_indices=True)
+                best = tl.where(top > m, start + index, best)
+            else:
+                top = tl.max(z, axis=0)
+            m_new = tl.maximum(m, top)
+            # All of it -inf so far: any finite shift gives exp(-inf) = 0, where -inf - -inf would give NaN.
+            shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+            rescale = tl.where(m == -float("inf"), 0.0, tl.exp2((m - shift) * LOG2E))
+            e = tl.exp2((z - shift) * LOG2E)
+            if WANT_ENTROPY:
+                drop = tl.where(m == -float("inf"), 0.0, shift - m)
+                sum_ez = rescale * (sum_ez - drop * s) + tl.sum(tl.where(e > 0.0, e * (z - shift), 0.0), axis=0)
+            s = s * rescale + tl.sum(e, axis=0)
+            m = m_new
+            z_y += tl.sum(tl.where(cols == y, z, 0.0), axis=0)
+            if HAS_SMOOTHING:
+                if HAS_CLASS_WEIGHT:
+                    w = tl.load(ClassWeight + cols, mask=mask, other=0.0).to(tl.float32)
+                    sum_wz += tl.sum(tl.where(mask, w * z, 0.0), axis=0)
+                else:
+                    sum_wz += tl.sum(tl.where(mask, z, 0.0), axis=0)
+        log_s = tl.log(s)
+        w_y = tl.full([], 1.0, dtype=tl.float32)
+        if HAS_CLASS_WEIGHT:
+            w_y = tl.load(ClassWeight + y, mask=valid, other=0.0).to(tl.float32)
+        a = tl.full([], 1.0, dtype=tl.float32)
+        if HAS_TOKEN_WEIGHT:
+            a = tl.load(TokenWeight + row).to(tl.float32)
+        a = tl.where(valid, a, float("nan"))
+        loss = (1.0 - smoothing) * w_y * ((m - z_y) + log_s)
+        if HAS_SMOOTHING:
+            loss += smoothing / V * (weight_sum * (m + log_s) - sum_wz)
+        if HAS_Z_LOSS:
+            loss += z_loss * (m + log_s) * (m + log_s)
+        tl.store(Loss + row, a * loss)
+        tl.store(Stats + row, m)
+        tl.store(Stats + N + row, log_s)
+        tl.store(Stats + 2 * N + row, z_y)
+        if WANT_ENTROPY:
+            tl.store(Entropy + row, log_s - sum_ez / s)
+        if WANT_PREDICTED:
+            tl.store(Predicted + row, best)
+        if WANT_GRAD:
+            factor = a * tl.load(GradScale)
+            for start in range(0, V, BLOCK):
+                cols = start + offs
+                mask = cols < V
+                r = tl.load(R + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
+                z, slope = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+                dr = _gradient(
+                    z, slope, cols, y, m, log_s, factor, smoothing, z_loss, w_y, weight_sum, V, ClassWeight,
+                    mask, HAS_SMOOTHING, HAS_Z_LOSS, HAS_CLASS_WEIGHT,
+                )  # fmt: skip
+                tl.store(Grad + row * stride_grad + cols, dr.to(Grad.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def cross_entropy_bwd_kernel(
+    R, Target, ClassWeight, WeightSum, TokenWeight, Stats, DLoss, Scale, Grad,
+    N, V, stride_r, stride_dloss, ignore_index, softcap, scale, smoothing, z_loss,
+    HAS_CLASS_WEIGHT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dr from the saved statistics, one program per tile; the row's factor is a · dloss_i · Scale."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < V
+    y = tl.load(Target + row).to(tl.int64)
+    if y == ignore_index:
+        zeros = tl.zeros([BLOCK], dtype=tl.float32).to(Grad.dtype.element_ty)
+        tl.store(Grad + row * V + cols, zeros, mask=mask)
+    else:
+        valid = (y >= 0) & (y < V)
+        weight_sum = _weight_sum(WeightSum, V, HAS_CLASS_WEIGHT, HAS_SMOOTHING)
+        factor = tl.load(DLoss + row * stride_dloss).to(tl.float32) * tl.load(Scale)
+        if HAS_TOKEN_WEIGHT:
+            factor *= tl.load(TokenWeight + row).to(tl.float32)
+        factor = tl.where(valid, factor, float("nan"))
+        w_y = tl.full([], 1.0, dtype=tl.float32)
+        if HAS_CLASS_WEIGHT:
+            w_y = tl.load(ClassWeight + y, mask=valid, other=0.0).to(tl.float32)
+        m = tl.load(Stats + row)
+        log_s = tl.load(Stats + N + row)
+        r = tl.load(R + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
+        z, slope = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+        dr = _gradient(
+            z, slope, cols, y, m, log_s, factor, smoothing, z_loss, w_y, weight_sum, V, ClassWeight,
+            mask, HAS_SMOOTHING, HAS_Z_LOSS, HAS_CLASS_WEIGHT,
+        )  # fmt: skip
+        tl.store(Grad + row * V + cols, dr.to(Grad.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def scale_rows_kernel(
+    X, Scale, Index, Out, H, stride_x, stride_scale, stride_out,
+    HAS_INDEX: tl.constexpr, INPLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Out[Index[row]] = X[row] · Scale[row], multiplied in fp32 and rounded once.
+
+    In place, a row whose factor is 1, the usual upstream gradient, is not touched.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(Scale + row * stride_scale).to(tl.float32)
+    to = tl.load(Index + row) if HAS_INDEX else row
+    if not INPLACE or factor != 1.0:
+        for start in range(0, H, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            x = tl.load(X + row * stride_x + cols, mask=cols < H, other=0.0).to(tl.float32)
+            tl.store(Out + to * stride_out + cols, (x * factor).to(Out.dtype.element_ty), mask=cols < H)
+
+
+def _flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss):
+    return {
+        "HAS_CLASS_WEIGHT": class_weight is not None,
+        "HAS_TOKEN_WEIGHT": token_weight is not None,
+        "HAS_SMOOTHING": label_smoothing != 0.0,
+        "HAS_Z_LOSS": z_loss != 0.0,
+        "HAS_SOFTCAP": softcap is not None,
+        "HAS_SCALE": logit_scale != 1.0,
+        "BLOCK": BLOCK,
+        "num_warps": _device.clamp_warps(NUM_WARPS),
+    }
+
+
+def cross_entropy_fwd(
+    logits_NV, target, class_weight, token_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss,
+    entropy, predicted, grad_scale=None, grad_NV=None,
+):  # fmt: skip
+    """Launch the forward.
+
+    `grad_NV` (None, logits_NV itself, or a tensor like it) receives the gradient times the fp32 scalar `grad_scale`.
+    Returns per-row loss (N,) and stats (3, N) in fp32, entropy (N,) fp32 and predicted (N,) int64, empty if not wanted.
+    """
+    N, V = logits_NV.shape
+    device = logits_NV.device
+    loss = torch.empty(N, dtype=torch.float32, device=device)
+    stats = torch.empty((3, N), dtype=torch.float32, device=device)
+    entropies = torch.empty(N if entropy else 0, dtype=torch.float32, device=device)
+    argmax = torch.empty(N if predicted else 0, dtype=torch.int64, device=device)
+    if N:
+        want_grad = grad_NV is not None
+        weight_sum = class_weight.float().sum() if class_weight is not None and label_smoothing else None
+        with _device.on_device(logits_NV):
+            cross_entropy_fwd_kernel[(N,)](
+                logits_NV, target, class_weight, weight_sum, token_weight, grad_scale, loss, stats, entropies, argmax,
+                grad_NV, N, V, logits_NV.stride(0), grad_NV.stride(0) if want_grad else 0,
+                ignore_index, 1.0 if softcap is None else softcap, logit_scale, label_smoothing, z_loss,
+                WANT_GRAD=want_grad, WANT_ENTROPY=entropy, WANT_PREDICTED=predicted,
+                **_flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss),
+            )  # fmt: skip
+    return loss, stats, entropies, argmax
+
+
+def cross_entropy_bwd(
+    logits_NV, target, class_weight, token_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss,
+    stats, dloss, scale,
+):  # fmt: skip
+    """Launch the backward; `dloss` is (N,), any stride, `scale` an fp32 scalar. Returns a new (N, V) gradient."""
+    N, V = logits_NV.shape
+    grad = torch.empty((N, V), dtype=logits_NV.dtype, device=logits_NV.device)
+    if grad.numel():
+        weight_sum = class_weight.float().sum() if class_weight is not None and label_smoothing else None
+        with _device.on_device(logits_NV):
+            cross_entropy_bwd_kernel[(N, triton.cdiv(V, BLOCK))](
+                logits_NV, target, class_weight, weight_sum, token_weight, stats, dloss, scale, grad,
+                N, V, logits_NV.stride(0), dloss.stride(0),
+                ignore_index, 1.0 if softcap is None else softcap, logit_scale, label_smoothing, z_loss,
+                **_flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss),
+            )  # fmt: skip
+    return grad
+
+
+def scale_rows(x_NH, scale, index_N, rows, dtype):
+    """out[index[i]] = x[i] · scale[i] in a new (rows, H) tensor; rows no index names are 0. `scale` is (N,) or 0-dim."""
+    make = torch.empty if index_N is None else torch.zeros
+    return _scale_rows(x_NH, scale, index_N, make((rows, x_NH.shape[1]), dtype=dtype, device=x_NH.device))
+
+
+def scale_rows_(x_NH, scale):
+    """x[i] *= scale[i], in place, without traffic for rows whose factor is 1."""
+    return _scale_rows(x_NH, scale, None, x_NH)
+
+
+def _scale_rows(x_NH, scale, index_N, out_MH):
+    if x_NH.numel():
+        with _device.on_device(x_NH):
+            scale_rows_kernel[(x_NH.shape[0],)](
+                x_NH, scale, index_N, out_MH, x_NH.shape[1], x_NH.stride(0), scale.stride(0) if scale.ndim else 0,
+                out_MH.stride(0), HAS_INDEX=index_N is not None, INPLACE=out_MH is x_NH, BLOCK=1024, num_warps=4,
+            )  # fmt: skip
+    return out_MH

@@ -1,0 +1,361 @@
+"""What the three losses share: options, targets, denominators, and the row-wise primitives with their reference.
+
+The formulas stand at the top of `kernels/cross_entropy.py`. The reference below walks over blocks of rows, so that on
+the CPU too nothing V wide is kept but the logits themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.errors import DtypeError, LabelError, OptionError, ShapeError
+from tigon.ops import _dispatch
+from tigon.ops._dispatch import Primitive
+
+# N rows (tokens), V columns (vocabulary).
+
+# Elements of one block of rows in the reference: 2 MiB of fp32, so that its three temporaries stay in cache and out of
+# the memory a caller gave the logits.
+_BLOCK_ELEMENTS = 1 << 19
+
+OUTPUTS = ("logprob", "entropy", "accuracy", "predicted")
+_REDUCTIONS = ("mean", "sum", "none")
+_SCHEMA = (
+    "(Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, int ignore_index,"
+    " float label_smoothing, float? softcap, float logit_scale, float z_loss"
+)
+
+
+class LossOptions(NamedTuple):
+    """The scalar options, in the order in which the primitives take them."""
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float | None
+    logit_scale: float
+    z_loss: float
+
+
+class LossOutput(NamedTuple):
+    """What a loss returns when `outputs` names more than the loss. Only `loss` is differentiable.
+
+    loss: 0-dim fp32, or the target's shape for reduction="none".
+    logprob: log p(target), fp32, the target's shape; 0 where ignored.
+    entropy: -Σ p log p in nats, fp32, the target's shape; 0 where ignored.
+    accuracy: 0-dim fp32, the share of not ignored tokens whose largest logit is the target's; 0 if there are none.
+    predicted: index of the largest logit, int64, the target's shape; ignore_index where ignored.
+    """
+
+    loss: Tensor
+    logprob: Tensor | None = None
+    entropy: Tensor | None = None
+    accuracy: Tensor | None = None
+    predicted: Tensor | None = None
+
+
+def check_options(
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+    z_loss: float,
+    num_items: Any,
+    outputs: tuple[str, ...],
+) -> LossOptions:
+    """Raise `OptionError` for a value without meaning; return the scalars the primitives take."""
+    if reduction not in _REDUCTIONS:
+        raise OptionError(f"reduction={reduction!r} is not known; choose one of {', '.join(_REDUCTIONS)}.")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise OptionError(f"label_smoothing={label_smoothing} is outside [0, 1].")
+    if softcap is not None and not softcap > 0.0:
+        raise OptionError(f"softcap={softcap} must be positive; pass None for no cap.")
+    if num_items is not None and reduction != "mean":
+        raise OptionError(f"num_items divides the mean, but reduction is {reduction!r}. Leave one of them out.")
+    unknown = [name for name in outputs if name not in OUTPUTS]
+    if unknown:
+        raise OptionError(f"outputs names {unknown[0]!r}; choose from {', '.join(OUTPUTS)}.")
+    return LossOptions(ignore_index, float(label_smoothing), softcap, float(logit_scale), float(z_loss))
+
+
+def check_target(target: Tensor, rows: torch.Size, of: str) -> None:
+    """Raise unless `target` holds class indices, one for each row of `of`."""
+    if target.dtype not in (torch.int64, torch.int32):
+        raise DtypeError(f"target is {target.dtype}; the limit is int64 and int32 class indices. Cast it.")
+    if target.shape != rows:
+        raise ShapeError(f"target is {tuple(target.shape)}, {of} has rows {tuple(rows)}; they must agree.")
+
+
+def check_vector(name: str, vector: Tensor | None, shape: tuple[int, ...] | torch.Size) -> None:
+    """Raise unless `vector` is None or a tensor of `shape` that wants no gradient."""
+    if vector is None:
+        return
+    if vector.shape != shape:
+        raise ShapeError(f"{name} is {tuple(vector.shape)}; it must be {tuple(shape)}.")
+    if vector.requires_grad:
+        raise OptionError(f"{name} requires a gradient, which the fused loss does not compute. Detach it.")
+
+
+def check_labels(logits_width: int, target: Tensor, ignore_index: int) -> None:
+    """Raise `LabelError` for a label outside [0, V); reads the target, so on a GPU it waits for the device."""
+    bad = ((target < 0) | (target >= logits_width)) & (target != ignore_index)
+    if bool(bad.any()):
+        position = int(bad.reshape(-1).nonzero()[0])
+        raise LabelError(
+            f"label {int(target.reshape(-1)[position])} at position {position} is outside [0, {logits_width}) and is "
+            f"not ignore_index ({ignore_index}). Does the tokenizer belong to this model?"
+        )
+
+
+def wants_label_check(logits: Tensor) -> bool:
+    """On the CPU always, as PyTorch does; in front of a kernel, which would have to wait, only with TIGON_CHECK=1."""
+    return not _dispatch.uses_kernel(logits) and not logits.is_cuda or os.environ.get("TIGON_CHECK") == "1"
+
+
+def inverse_denominator(
+    target_N: Tensor,
+    class_weight: Tensor | None,
+    num_items: Tensor | float | None,
+    options: LossOptions,
+    reduction: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """1 / D as a scalar on the target's device, 1 unless the reduction is "mean", 0 where D is 0 (no item: no loss).
+
+    Never read on the host: D only scales what the kernels write.
+    """
+    device = target_N.device
+    if reduction != "mean":
+        return torch.ones((), dtype=dtype, device=device)
+    if num_items is not None:
+        count = torch.as_tensor(num_items, dtype=dtype).to(device, non_blocking=True)
+    else:
+        valid = target_N != options.ignore_index
+        if class_weight is None:
+            count = valid.sum().to(dtype)
+        else:
+            # An invalid label must not be used as an index; its own row is NaN already.
+            weights = class_weight.to(dtype)[target_N.clamp(0, class_weight.shape[0] - 1).to(torch.int64)]
+            count = (weights * valid).sum()
+    return torch.where(count == 0, 0.0, 1.0 / count)
+
+
+def accuracy(predicted: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Share of not ignored tokens that were predicted; 0 if there are none. 0-dim fp32."""
+    valid = target != ignore_index
+    return ((predicted == target) & valid).sum().float() / valid.sum().clamp(min=1)
+
+
+def pack(
+    loss: Tensor, logprob: Tensor, entropy: Tensor, predicted: Tensor, target: Tensor, outputs: tuple[str, ...],
+    ignore_index: int,
+) -> Tensor | LossOutput:  # fmt: skip
+    """The public return value: the loss alone, or a `LossOutput` with what `outputs` names."""
+    if not outputs:
+        return loss
+    return LossOutput(
+        loss,
+        logprob=logprob.view(target.shape) if "logprob" in outputs else None,
+        entropy=entropy.view(target.shape) if "entropy" in outputs else None,
+        accuracy=accuracy(predicted.view(target.shape), target, ignore_index) if "accuracy" in outputs else None,
+        predicted=predicted.view(target.shape) if "predicted" in outputs else None,
+    )
+
+
+def wanted(outputs: tuple[str, ...]) -> tuple[bool, bool]:
+    """(entropy, predicted): which extra columns the kernel must produce."""
+    return "entropy" in outputs, "predicted" in outputs or "accuracy" in outputs
+
+
+def logprob_of(stats: Tensor) -> Tensor:
+    """log p(target) from (3, N) statistics; m and log_s stay apart until z_y is taken off."""
+    m, log_s, z_y = stats
+    return (z_y - m) - log_s
+
+
+class _Rows:
+    """One block of rows of the reference: z, its statistics, and the gradient made in z's place."""
+
+    def __init__(
+        self, logits_NV: Tensor, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
+        options: LossOptions, acc: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.options, self.acc = options, acc
+        self.V = logits_NV.shape[1]
+        z = logits_NV.to(acc, copy=True)
+        if options.logit_scale != 1.0:
+            z.mul_(options.logit_scale)
+        self.slope: Tensor | None = None
+        if options.softcap is not None:
+            # 4e / (1 + e)^2 with e = exp(-2|t|) does not cancel where tanh saturates, as 1 - tanh^2 does.
+            e = z.div_(options.softcap).abs().mul_(-2.0).exp_()
+            self.slope = 4.0 * e / (1.0 + e).square()
+            z.tanh_().mul_(options.softcap)
+        self.z = z
+        self.ignored = target == options.ignore_index
+        valid = (target >= 0) & (target < self.V)
+        self.y = target.to(torch.int64).clamp(0, max(self.V - 1, 0)).unsqueeze(1)
+        self.class_weight = None if class_weight is None else class_weight.to(acc)
+        ones = z.new_ones(target.shape)
+        self.w_y = ones if self.class_weight is None else self.class_weight[self.y.squeeze(1)]
+        self.weight_sum = float(self.V) if self.class_weight is None else self.class_weight.sum()
+        a = ones if token_weight is None else token_weight.to(acc)
+        self.a = torch.where(valid, a, float("nan"))
+
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
+        m = self.z.amax(1)
+        shift = torch.where(m == -float("inf"), 0.0, m)
+        log_s = (self.z - shift.unsqueeze(1)).exp_().sum(1).log_()
+        return m, log_s, self.z.gather(1, self.y).squeeze(1)
+
+    def loss(self, m: Tensor, log_s: Tensor, z_y: Tensor) -> Tensor:
+        o = self.options
+        lse = m + log_s
+        loss = (1.0 - o.label_smoothing) * self.w_y * ((m - z_y) + log_s)
+        if o.label_smoothing:
+            sum_wz = self.z.sum(1) if self.class_weight is None else self.z @ self.class_weight
+            loss = loss + o.label_smoothing / self.V * (self.weight_sum * lse - sum_wz)
+        if o.z_loss:
+            loss = loss + o.z_loss * lse.square()
+        return (self.a * loss).masked_fill_(self.ignored, 0.0)
+
+    def entropy(self, m: Tensor, log_s: Tensor) -> Tensor:
+        shifted = self.z - torch.where(m == -float("inf"), 0.0, m).unsqueeze(1)
+        e = shifted.exp()
+        sum_ez = torch.where(e > 0, e * shifted, 0.0).sum(1)
+        return (log_s - sum_ez / e.sum(1)).masked_fill_(self.ignored, 0.0)
+
+    def gradient(self, m: Tensor, log_s: Tensor, row_scale: Tensor) -> Tensor:
+        """dr · row_scale, (rows, V) in the accumulation dtype."""
+        o = self.options
+        hit = (1.0 - o.label_smoothing) * self.w_y
+        on_p = hit + o.label_smoothing / self.V * self.weight_sum
+        if o.z_loss:
+            on_p = on_p + 2.0 * o.z_loss * (m + log_s)
+        grad = self.z.sub_(m.unsqueeze(1)).sub_(log_s.unsqueeze(1)).exp_().mul_(on_p.unsqueeze(1))
+        if o.label_smoothing:
+            grad.sub_(o.label_smoothing / self.V * (1.0 if self.class_weight is None else self.class_weight))
+        grad.scatter_add_(1, self.y, -hit.unsqueeze(1))
+        if self.slope is not None:
+            grad.mul_(self.slope)
+        grad.mul_((self.a * row_scale * o.logit_scale).unsqueeze(1))
+        return grad.masked_fill_(self.ignored.unsqueeze(1), 0.0)
+
+
+def _blocks(N: int, V: int) -> list[slice]:
+    rows = max(1, _BLOCK_ELEMENTS // max(V, 1))
+    return [slice(start, min(start + rows, N)) for start in range(0, N, rows)]
+
+
+def _fwd_reference(
+    logits_NV: Tensor, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
+    entropy: bool, predicted: bool, grad_scale: Tensor | None = None, grad_NV: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `kernels.cross_entropy.cross_entropy_fwd`."""
+    N, V = logits_NV.shape
+    acc = torch.promote_types(logits_NV.dtype, torch.float32)
+    options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    loss, stats, entropies, argmax = _fwd_outputs(logits_NV, entropy, predicted)
+    for rows in _blocks(N, V):
+        weight = None if token_weight is None else token_weight[rows]
+        block = _Rows(logits_NV[rows], target[rows], class_weight, weight, options, acc)
+        m, log_s, z_y = block.statistics()
+        loss[rows] = block.loss(m, log_s, z_y)
+        stats[:, rows] = torch.stack([m, log_s, z_y]).masked_fill_(block.ignored, 0.0)
+        if entropy:
+            entropies[rows] = block.entropy(m, log_s)
+        if predicted:
+            argmax[rows] = block.z.argmax(1).masked_fill_(block.ignored, ignore_index)
+        if grad_NV is not None and grad_scale is not None:
+            grad_NV[rows] = block.gradient(m, log_s, grad_scale.to(acc)).to(grad_NV.dtype)
+    return loss, stats, entropies, argmax
+
+
+def _bwd_reference(
+    logits_NV: Tensor, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
+    stats: Tensor, dloss: Tensor, scale: Tensor,
+) -> Tensor:  # fmt: skip
+    acc = torch.promote_types(logits_NV.dtype, torch.float32)
+    options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    grad = torch.empty_like(logits_NV, memory_format=torch.contiguous_format)
+    for rows in _blocks(*logits_NV.shape):
+        weight = None if token_weight is None else token_weight[rows]
+        block = _Rows(logits_NV[rows], target[rows], class_weight, weight, options, acc)
+        grad[rows] = block.gradient(stats[0, rows], stats[1, rows], dloss[rows].to(acc) * scale.to(acc)).to(grad.dtype)
+    return grad
+
+
+def _fwd_outputs(logits_NV: Tensor, entropy: bool, predicted: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    N = logits_NV.shape[0]
+    acc = torch.promote_types(logits_NV.dtype, torch.float32)
+    return (
+        logits_NV.new_empty(N, dtype=acc),
+        logits_NV.new_empty((3, N), dtype=acc),
+        logits_NV.new_empty(N if entropy else 0, dtype=acc),
+        logits_NV.new_empty(N if predicted else 0, dtype=torch.int64),
+    )
+
+
+def _fwd_fake(
+    logits_NV: Tensor, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
+    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
+    entropy: bool, predicted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _fwd_outputs(logits_NV, entropy, predicted)
+
+
+def _bwd_fake(logits_NV: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits_NV, memory_format=torch.contiguous_format)
+
+
+def _check(logits_NV: Tensor, target: Tensor, *args: Any) -> None:
+    if wants_label_check(logits_NV):
+        check_labels(logits_NV.shape[1], target, args[2])
+
+
+# Called directly (`.run`) where the gradient is written into a buffer of ours; a mutating operator is not needed there.
+cross_entropy_fwd = Primitive(
+    "cross_entropy_fwd",
+    _SCHEMA + ", bool entropy, bool predicted) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference=_fwd_reference,
+    kernel="tigon.kernels.cross_entropy:cross_entropy_fwd",
+    fake=_fwd_fake,
+    check=_check,
+)
+cross_entropy_bwd = Primitive(
+    "cross_entropy_bwd",
+    _SCHEMA + ", Tensor stats, Tensor dloss, Tensor scale) -> Tensor",
+    reference=_bwd_reference,
+    kernel="tigon.kernels.cross_entropy:cross_entropy_bwd",
+    fake=_bwd_fake,
+)
+
+
+def _scale_rows_reference(
+    x_NH: Tensor, scale: Tensor, index_N: Tensor | None, rows: int, dtype: torch.dtype
+) -> Tensor:
+    acc = torch.promote_types(x_NH.dtype, scale.dtype)
+    scaled = x_NH.to(acc).mul(scale.to(acc).expand(x_NH.shape[0]).unsqueeze(1)).to(dtype)
+    if index_N is None:
+        return scaled.clone() if scaled is x_NH else scaled
+    return scaled.new_zeros(rows, x_NH.shape[1]).index_copy_(0, index_N, scaled)
+
+
+def _scale_rows_fake(x_NH: Tensor, scale: Tensor, index_N: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
+    return x_NH.new_empty(rows, x_NH.shape[1], dtype=dtype)
+
+
+# out[index[i]] = x[i] * scale[i], other rows 0; scale is (N,) of any stride or 0-dim, and multiplied in fp32.
+scale_rows = Primitive(
+    "scale_rows",
+    "(Tensor x, Tensor scale, Tensor? index, SymInt rows, ScalarType dtype) -> Tensor",
+    reference=_scale_rows_reference,
+    kernel="tigon.kernels.cross_entropy:scale_rows",
+    fake=_scale_rows_fake,
+)

@@ -1,0 +1,580 @@
+"""Linear + cross entropy: the loss of `hidden @ weight.T + bias` without ever holding all the logits.
+
+Tokens are taken in chunks. Per chunk: one product makes the logits in a buffer that is reused, one pass turns them in
+place into their gradient (kernels/cross_entropy.py), and two products reduce that to the gradients of hidden and weight.
+The products are the vendor's: they are where the time goes, and they run at the hardware's rate.
+
+How the chunks are cut is a matter of bytes, not of V / H (`make_plan`):
+
+    keep       one chunk; its gradient G stays until backward, which makes dX = G W and dW = Gᵀ (g ⊙ X). Chosen when the
+               logits fit into `chunk_bytes`, or cost less than the fp32 accumulator that chunks would need:
+               b·N·V <= 4·V·H + chunk_bytes. Exact for any upstream gradient g.
+    stream     several chunks; dX and an fp32 dW are made in the forward, for g = 1, and scaled in the backward. A scalar
+               loss is linear in g, so that is exact too.
+    recompute  several chunks and one loss a token: g is only known in the backward, which makes the logits again.
+    loss       no gradient wanted: logits and statistics only.
+
+Ignored tokens are dropped before the products, so they cost nothing. How many remain is needed on the host; that one
+small copy waits for the device unless `prepare_targets` has started it before the model's forward. Under torch.compile
+and CUDA graphs nothing may wait, and every row is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.errors import OptionError, ShapeError
+from tigon.ops import _loss
+from tigon.ops._dispatch import Differentiable, Primitive, check_dtype, first_order
+from tigon.ops._loss import LossOptions, LossOutput
+from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.cross_entropy import (
+    LOSS_OPTIONS,
+    Reduction,
+    cross_entropy_oracle,
+    gradient_scales,
+    loss_inputs,
+)
+
+# N tokens, n tokens that are not ignored, C tokens of a chunk, H hidden, V vocabulary.
+
+MIB = 1 << 20
+# Logits alive at once. On a GPU chunks of 2048 tokens and more keep the products at full rate (128256 columns in bf16:
+# 2093 tokens in 512 MiB); on a CPU a chunk should stay near its last-level cache.
+DEFAULT_CHUNK_BYTES = {"cuda": 512 * MIB, "cpu": 16 * MIB}
+# Chunks are cut to a multiple of this many tokens, the tile of the products.
+_TILE = 128
+
+Mode = Literal["keep", "stream", "recompute", "loss"]
+
+
+class Plan(NamedTuple):
+    """How many tokens at a time, and what is kept for backward."""
+
+    mode: Mode
+    chunk: int
+
+
+def make_plan(
+    tokens: int, hidden: int, vocab: int, itemsize: int, *, chunk_bytes: int, per_row: bool, want_hidden: bool,
+    want_weight: bool, has_bias: bool,
+) -> Plan:  # fmt: skip
+    """Choose the mode and the chunk; arithmetic only, so the planner calls it too."""
+    if not (want_hidden or want_weight):
+        return Plan("loss", _even_chunk(tokens, chunk_bytes // (vocab * itemsize)))
+    logits_bytes = tokens * vocab * itemsize
+    accumulator_bytes = 4 * vocab * hidden if want_weight else 0
+    # A per-token g in front of the bias gradient would need G once more in full; recomputing needs it a chunk at a time.
+    if logits_bytes <= chunk_bytes + accumulator_bytes and not (per_row and has_bias):
+        return Plan("keep", max(tokens, 1))
+    chunk = _even_chunk(tokens, chunk_bytes // (vocab * itemsize))
+    return Plan("recompute" if per_row else "stream", chunk)
+
+
+def _even_chunk(tokens: int, most: int) -> int:
+    """The largest even cut of `tokens` into chunks of at most `most`, in whole tiles where a tile fits."""
+    most = max(most, 1)
+    if tokens <= most:
+        return max(tokens, 1)
+    chunks = -(-tokens // most)
+    even = -(-tokens // chunks)
+    tiles = -(-even // _TILE) * _TILE
+    return tiles if tiles <= most else even
+
+
+@dataclass(frozen=True)
+class PreparedTargets:
+    """Labels whose not ignored rows are already being counted; made by `prepare_targets`."""
+
+    target: Tensor
+    """The labels, any shape."""
+    index_N: Tensor
+    """Flat positions, those that are not ignored first."""
+    count: Tensor
+    """0-dim int64 on the host, valid once `event` has passed."""
+    event: torch.cuda.Event | None
+
+    def rows(self) -> Tensor | None:
+        """Flat positions of the rows that count, or None if all do."""
+        if self.event is not None:
+            self.event.synchronize()
+        count = int(self.count)
+        return None if count == self.target.numel() else self.index_N[:count]
+
+
+def prepare_targets(target: Tensor, *, ignore_index: int = -100) -> PreparedTargets:
+    """Start counting the labels that are not ignored, so that `linear_cross_entropy` need not wait for the count.
+
+    Call it before the model's forward and pass the result in the target's place: the copy to the host is then long
+    finished when the loss asks for it.
+
+    Args:
+        target: (...), int64 or int32. ignore_index: as in the loss.
+
+    Returns:
+        `PreparedTargets`, good for one target.
+    """
+    ignored_N = (target == ignore_index).reshape(-1)
+    index_N = torch.argsort(ignored_N.to(torch.uint8), stable=True)
+    count = (~ignored_N).sum()
+    if not target.is_cuda:
+        return PreparedTargets(target, index_N, count, None)
+    on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
+    on_host.copy_(count, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(target.device))
+    return PreparedTargets(target, index_N, on_host, event)
+
+
+def _rows_that_count(target: Tensor, prepared: PreparedTargets | None, ignore_index: int) -> Tensor | None:
+    """Flat positions of the labels that are not ignored, None for "all of them" or where the host may not wait."""
+    if torch.compiler.is_compiling() or type(target) is not Tensor or not target.numel():
+        return None
+    if target.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    if prepared is not None:
+        return prepared.rows()
+    index_N = (target.reshape(-1) != ignore_index).nonzero().squeeze(1)
+    return None if index_N.shape[0] == target.numel() else index_N
+
+
+# --- the chunk loop ---------------------------------------------------------------------------------------------------
+
+
+def _buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
+    """(rows, V) logits whose rows start at a multiple of 16 bytes; unaligned rows halve the width of every load."""
+    align = 16 // like.element_size()
+    padded = -(-vocab // align) * align
+    return like.new_empty(rows, padded)[:, :vocab]
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+    """out (+)= a @ b, summed in out's dtype, which may be fp32 over 16-bit factors."""
+    if a.dtype != out.dtype and a.is_cuda:
+        # cuBLAS multiplies 16-bit matrices into an fp32 C; casting the factors would cost an fp32 product.
+        if accumulate:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+        return
+    a, b = a.to(out.dtype), b.to(out.dtype)
+    if accumulate:
+        torch.addmm(out, a, b, out=out)
+    else:
+        torch.mm(a, b, out=out)
+
+
+def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
+
+
+def _chunks_outputs(
+    hidden_NH: Tensor, weight_VH: Tensor, chunk: int, keep: bool, want_hidden: bool, want_weight: bool, want_bias: bool,
+    entropy: bool, predicted: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Outputs of the chunk loop, unwritten; what is not wanted is empty."""
+    (N, H), V = hidden_NH.shape, weight_VH.shape[0]
+    acc = torch.promote_types(hidden_NH.dtype, torch.float32)
+    # fp16 sums stay in fp32 until the loss scale is on them.
+    dx_dtype = acc if hidden_NH.dtype == torch.float16 else hidden_NH.dtype
+    return (
+        hidden_NH.new_empty(N, dtype=acc),
+        hidden_NH.new_empty((3, N), dtype=acc),
+        hidden_NH.new_empty(N if entropy else 0, dtype=acc),
+        hidden_NH.new_empty(N if predicted else 0, dtype=torch.int64),
+        hidden_NH.new_empty((N, H) if want_hidden and not keep else (0, H), dtype=dx_dtype),
+        hidden_NH.new_empty((V, H) if want_weight and not keep else (0, H), dtype=acc),
+        hidden_NH.new_empty(V if want_bias else 0, dtype=acc),
+        _buffer(N, V, hidden_NH) if keep else hidden_NH.new_empty((0, V)),
+    )
+
+
+def _chunks_body(
+    hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    token_weight: Tensor | None, grad_scale: Tensor,
+    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
+    chunk: int, keep: bool, want_hidden: bool, want_weight: bool, want_bias: bool, entropy: bool, predicted: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(loss, stats, entropy, predicted, dX, dW, db, G); gradients are for an upstream gradient of 1 / grad_scale."""
+    outputs = _chunks_outputs(
+        hidden_NH, weight_VH, chunk, keep, want_hidden, want_weight, want_bias, entropy, predicted
+    )
+    loss, stats, entropies, argmax, dx_NH, dw_VH, db_V, kept_NV = outputs
+    N, V = hidden_NH.shape[0], weight_VH.shape[0]
+    want_grad = want_hidden or want_weight or want_bias
+    buffer_CV = kept_NV if keep else _buffer(min(chunk, N), V, hidden_NH)
+    # Autocast would turn the fp32 accumulation into a 16-bit one; the dtypes were settled by the caller.
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        for number, rows in enumerate(_chunks(N, chunk)):
+            x_CH, logits_CV = hidden_NH[rows], buffer_CV[: rows.stop - rows.start]
+            if bias is None:
+                torch.mm(x_CH, weight_VH.t(), out=logits_CV)
+            elif x_CH.is_cuda:
+                torch.addmm(bias, x_CH, weight_VH.t(), out=logits_CV)
+            else:
+                # The CPU's addmm rounds the bias into a 16-bit sum first; F.linear adds it before rounding.
+                logits_CV.copy_(F.linear(x_CH, weight_VH, bias))
+            weights = None if token_weight is None else token_weight[rows]
+            loss[rows], stats[:, rows], chunk_entropy, chunk_argmax = _loss.cross_entropy_fwd.run(
+                logits_CV, target[rows], class_weight, weights, ignore_index, label_smoothing, softcap, logit_scale,
+                z_loss, entropy, predicted, grad_scale=grad_scale, grad_NV=logits_CV if want_grad else None,
+            )  # fmt: skip
+            if entropy:
+                entropies[rows] = chunk_entropy
+            if predicted:
+                argmax[rows] = chunk_argmax
+            if want_bias:
+                db_V.copy_(_column_sum(logits_CV) if number == 0 else db_V + _column_sum(logits_CV))
+            if want_hidden and not keep:
+                _product(logits_CV, weight_VH, dx_NH[rows], accumulate=False)
+            if want_weight and not keep:
+                _product(logits_CV.t(), x_CH, dw_VH, accumulate=number > 0)
+    if N == 0:
+        for empty_sum in (dw_VH, db_V):
+            empty_sum.zero_()
+    return outputs
+
+
+def _column_sum(g_CV: Tensor) -> Tensor:
+    return g_CV.sum(0, dtype=torch.promote_types(g_CV.dtype, torch.float32))
+
+
+def _chunks_fake(
+    hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    token_weight: Tensor | None, grad_scale: Tensor,
+    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
+    chunk: int, keep: bool, want_hidden: bool, want_weight: bool, want_bias: bool, entropy: bool, predicted: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    # The planner traces this: besides the outputs, the chunk's logits live while the loop runs.
+    if not keep:
+        _buffer(chunk, weight_VH.shape[0], hidden_NH)
+    return _chunks_outputs(
+        hidden_NH, weight_VH, chunk, keep, want_hidden, want_weight, want_bias, entropy, predicted
+    )
+
+
+_chunk_loop = Primitive(
+    "linear_cross_entropy_chunks",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? token_weight,"
+    " Tensor grad_scale, int ignore_index, float label_smoothing, float? softcap, float logit_scale, float z_loss,"
+    " SymInt chunk, bool keep, bool want_hidden, bool want_weight, bool want_bias, bool entropy, bool predicted)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=_chunks_body,
+    kernel=None,
+    fake=_chunks_fake,
+)
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------------
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor,
+        class_weight: Tensor | None, token_weight: Tensor | None, inv_denominator: Tensor, index: Tensor | None,
+        ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
+        per_row: bool, entropy: bool, predicted: bool, chunk_bytes: int, grad_enabled: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+        want = tuple(grad_enabled and need for need in ctx.needs_input_grad[:3])
+        rows = hidden_NH.shape[0]
+        if index is not None:
+            hidden_NH, target = hidden_NH.index_select(0, index), target.index_select(0, index)
+            token_weight = None if token_weight is None else token_weight.index_select(0, index)
+        plan = _plan_for(hidden_NH, weight_VH, bias, per_row, want, chunk_bytes)
+        stored, left = gradient_scales(hidden_NH.dtype, inv_denominator, token_weight)
+        in_forward = plan.mode in ("keep", "stream")
+        loss_N, stats, entropies, argmax, dx, dw, db, kept = _chunk_loop(
+            hidden_NH, weight_VH, bias, target, class_weight, token_weight, stored, *options, plan.chunk,
+            plan.mode == "keep", *(w and in_forward for w in want), entropy, predicted,
+        )  # fmt: skip
+        ctx.plan, ctx.options, ctx.want, ctx.rows = plan, options, want, rows
+        ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
+        if plan.mode == "keep":
+            ctx.save_for_backward(kept, hidden_NH, weight_VH, db, left, index)
+        elif plan.mode == "stream":
+            ctx.save_for_backward(dx, dw, db, left, index)
+        elif plan.mode == "recompute":
+            ctx.save_for_backward(
+                hidden_NH, weight_VH, bias, target, class_weight, token_weight, inv_denominator, index
+            )
+        logprob = _loss.logprob_of(stats)
+        # Without a reduction the rows go back to their places; a sum does not care.
+        loss = _spread(loss_N, index, rows, 0) if per_row else loss_N.sum() * inv_denominator
+        extra = (
+            _spread(logprob, index, rows, 0),
+            _spread(entropies, index, rows, 0) if entropy else entropies,
+            _spread(argmax, index, rows, ignore_index) if predicted else argmax,
+        )
+        ctx.mark_non_differentiable(*extra)
+        return loss, *extra
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        grads = _BACKWARD[ctx.plan.mode](ctx, dloss)
+        return *(g if want else None for g, want in zip(grads, ctx.want, strict=True)), *[None] * 15
+
+
+def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    g_NV, x_NH, weight_VH, db, left, index = ctx.saved_tensors
+    want_hidden, want_weight, want_bias = ctx.want
+    x_dtype, w_dtype, b_dtype = ctx.dtypes
+    scale = (dloss if dloss.ndim == 0 or index is None else dloss.index_select(0, index)) * left
+    dx = dw = None
+    with torch.autocast(g_NV.device.type, enabled=False):
+        if want_hidden:
+            # fp16 needs fp32 until the scale is on; a per-token scale would round 16-bit products a second time.
+            wide = x_dtype == torch.float16 or scale.ndim > 0
+            product = x_NH.new_empty(x_NH.shape, dtype=scale.dtype if wide else x_dtype)
+            _product(g_NV, weight_VH, product, accumulate=False)
+            dx = _loss.scale_rows(product, scale, index, ctx.rows, x_dtype)
+        if want_weight:
+            dw = _weight_grad(g_NV, x_NH, scale, w_dtype)
+    return dx, dw, (db * scale).to(b_dtype) if want_bias else None
+
+
+def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gᵀ (scale ⊙ X) in `dtype`. The scale goes onto X, which is V / N times smaller than dW, except in fp16, where it
+    may leave X's range: there the product is made in fp32 and scaled, with the largest of per-token scales taken out."""
+    if x_NH.dtype != torch.float16:
+        out = x_NH.new_empty((g_NV.shape[1], x_NH.shape[1]), dtype=dtype)
+        _product(g_NV.t(), _loss.scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype), out, accumulate=False)
+        return out
+    whole = scale
+    if scale.ndim and scale.numel():
+        whole = scale.abs().amax()
+        whole = torch.where(whole > 0, whole, 1.0)
+        x_NH = _loss.scale_rows(x_NH, scale / whole, None, x_NH.shape[0], x_NH.dtype)
+    product = x_NH.new_empty((g_NV.shape[1], x_NH.shape[1]), dtype=scale.dtype)
+    _product(g_NV.t(), x_NH, product, accumulate=False)
+    return _loss.scale_rows(product, whole, None, product.shape[0], dtype)  # type: ignore[no-any-return]
+
+
+def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dw, db, left, index = ctx.saved_tensors
+    want_hidden, want_weight, want_bias = ctx.want
+    x_dtype, w_dtype, b_dtype = ctx.dtypes
+    scale = dloss * left
+    return (
+        _loss.scale_rows(dx, scale, index, ctx.rows, x_dtype) if want_hidden else None,
+        _loss.scale_rows(dw, scale, None, dw.shape[0], w_dtype) if want_weight else None,
+        (db * scale).to(b_dtype) if want_bias else None,
+    )
+
+
+def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    x_NH, weight_VH, bias, target, class_weight, token_weight, inv_denominator, index = ctx.saved_tensors
+    want_hidden, want_weight, want_bias = ctx.want
+    x_dtype, w_dtype, b_dtype = ctx.dtypes
+    per_token = (dloss if index is None else dloss.index_select(0, index)).contiguous()
+    if token_weight is not None:
+        per_token = per_token * token_weight
+    stored, left = gradient_scales(x_dtype, inv_denominator, per_token)
+    _, _, _, _, dx, dw, db, _ = _chunk_loop(
+        x_NH, weight_VH, bias, target, class_weight, per_token, stored, *ctx.options, ctx.plan.chunk,
+        False, want_hidden, want_weight, want_bias, False, False,
+    )  # fmt: skip
+    return (
+        _loss.scale_rows(dx, left, index, ctx.rows, x_dtype) if want_hidden else None,
+        _loss.scale_rows(dw, left, None, dw.shape[0], w_dtype) if want_weight else None,
+        (db * left).to(b_dtype) if want_bias else None,
+    )
+
+
+_BACKWARD = {"keep": _backward_keep, "stream": _backward_stream, "recompute": _backward_recompute}
+
+
+def _plan_for(
+    hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, per_row: bool, want: tuple[bool, ...], chunk_bytes: int
+) -> Plan:
+    (N, H), V, itemsize = hidden_NH.shape, weight_VH.shape[0], hidden_NH.element_size()
+    if not isinstance(N, int):
+        # A symbolic token count must not decide anything, or every count would compile anew.
+        most = max(1, chunk_bytes // (V * itemsize))
+        mode: Mode = "loss" if not any(want) else "recompute" if per_row else "stream"
+        return Plan(mode, most)
+    return make_plan(
+        N, H, V, itemsize, chunk_bytes=chunk_bytes, per_row=per_row, want_hidden=want[0],
+        want_weight=want[1] or want[2], has_bias=bias is not None,
+    )  # fmt: skip
+
+
+def _spread(values: Tensor, index: Tensor | None, rows: int, fill: float) -> Tensor:
+    """`values` at their flat positions among `rows`, `fill` elsewhere."""
+    return values if index is None else values.new_full((rows,), fill).index_copy_(0, index, values)
+
+
+def _apply(*args: Any) -> Any:
+    # Inside forward the grad mode is always off, and needs_input_grad does not know about no_grad.
+    return LinearCrossEntropy.apply(*args, torch.is_grad_enabled())
+
+
+_linear_cross_entropy = Differentiable(
+    "linear_cross_entropy",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? token_weight,"
+    " Tensor inv_denominator, Tensor? index, int ignore_index, float label_smoothing, float? softcap,"
+    " float logit_scale, float z_loss, bool per_row, bool entropy, bool predicted, int chunk_bytes)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _apply,
+)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | PreparedTargets,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    num_items: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
+    chunk_bytes: int | None = None,
+    outputs: tuple[str, ...] = (),
+) -> Tensor | LossOutput:
+    """`cross_entropy(hidden @ weight.T + bias, target)` without holding the logits.
+
+    Args:
+        hidden: (..., H), fp16, bf16, fp32 or fp64.
+        weight: (V, H), the lm_head's. Where its dtype differs, both are promoted; under autocast both are cast to its
+            dtype, as F.linear would.
+        target: (...), int64 or int32, or what `prepare_targets` made of it.
+        bias: (V,) or None.
+        class_weight: (V,), the `weight` of `cross_entropy`.
+        chunk_bytes: most bytes of logits alive at once; 512 MiB on GPUs, 16 MiB on the CPU. All logits are held in
+            one chunk where that takes less memory than chunks and their fp32 weight gradient would.
+        ignore_index, reduction, label_smoothing, softcap, logit_scale, z_loss, num_items, token_weight, outputs:
+            as in `cross_entropy`.
+
+    Returns:
+        As `cross_entropy`: 0-dim fp32, or (...) for "none", or a `LossOutput`. Without gradients (eval) only the loss
+        is computed; a frozen weight or hidden skips its product.
+
+    Raises:
+        ShapeError, DtypeError, OptionError: see their texts. LabelError: as in `cross_entropy`.
+    """
+    prepared = target if isinstance(target, PreparedTargets) else None
+    labels: Tensor = prepared.target if prepared is not None else target  # type: ignore[assignment]
+    options = _loss.check_options(
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, num_items, outputs
+    )
+    _check_linear(hidden, weight, bias, labels, class_weight, token_weight, chunk_bytes)
+    hidden, weight, bias = _settle_dtypes(hidden, weight, bias)
+    device = hidden.device.type
+    if chunk_bytes is None:
+        chunk_bytes = DEFAULT_CHUNK_BYTES.get(device, DEFAULT_CHUNK_BYTES["cuda"])
+    target_N = labels.reshape(-1).contiguous()
+    class_weight = None if class_weight is None else class_weight.contiguous()
+    acc = torch.promote_types(hidden.dtype, torch.float32)
+    inv_denominator = _loss.inverse_denominator(target_N, class_weight, num_items, options, reduction, acc)
+    per_row = reduction == "none"
+    loss, *rest = _linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target_N, class_weight,
+        None if token_weight is None else token_weight.reshape(-1).contiguous(),
+        inv_denominator, _rows_that_count(labels, prepared, ignore_index), *options, per_row,
+        *_loss.wanted(outputs), chunk_bytes,
+    )  # fmt: skip
+    return _loss.pack(loss.view(labels.shape) if per_row else loss, *rest, labels, outputs, ignore_index)
+
+
+def _check_linear(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    token_weight: Tensor | None, chunk_bytes: int | None,
+) -> None:  # fmt: skip
+    check_dtype(hidden, weight, bias)
+    if hidden.ndim == 0 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ShapeError(
+            f"hidden is {tuple(hidden.shape)}, weight is {tuple(weight.shape)}; they must be (..., H) and (V, H). "
+            "A weight with no elements is sharded: gather it first (inside the lm_head's own forward it is whole)."
+        )
+    V = weight.shape[0]
+    if bias is not None and bias.shape != (V,):
+        raise ShapeError(f"bias is {tuple(bias.shape)}; it must be {(V,)}.")
+    _loss.check_target(target, hidden.shape[:-1], "hidden")
+    _loss.check_vector("class_weight", class_weight, (V,))
+    _loss.check_vector("token_weight", token_weight, target.shape)
+    if chunk_bytes is not None and chunk_bytes <= 0:
+        raise OptionError(f"chunk_bytes={chunk_bytes} must be positive; leave it out for the default.")
+
+
+def _settle_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One dtype for the products: autocast's where it is on, else the promoted one. The casts are differentiable."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+# --- the record -----------------------------------------------------------------------------------------------------------
+
+
+def linear_cross_entropy_oracle(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, class_weight: Tensor | None = None,
+    chunk_bytes: int | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """The unfused formula: one product, logits in its dtype, then the loss in at least fp32."""
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    logits = F.linear(hidden.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))
+    return cross_entropy_oracle(logits, target, weight=class_weight, **options)
+
+
+def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    *rows, H, V = case.shape
+    options = dict(case.options)
+    has_bias, weight_dtype = options.pop("bias", False), options.pop("weight_dtype", dtype)
+    plain = Case(id=case.id, shape=case.shape, options=options)
+    return {
+        "hidden": randn(*rows, H, dtype=dtype, device=device),
+        "weight": randn(V, H, dtype=weight_dtype, device=device, scale=2.0 / H**0.5),
+        "bias": randn(V, dtype=weight_dtype, device=device) if has_bias else None,
+        **loss_inputs(plain, tuple(rows), V, device),
+    }
+
+
+def _cost(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Cost:
+    # Three products of 2·N·H·V; operands once, logits written and read once.
+    N, H, V = target.numel(), hidden.shape[-1], weight.shape[0]
+    logits_bytes = N * V * hidden.element_size()
+    return Cost(
+        moved_bytes=2 * (hidden.nbytes + weight.nbytes) + 2 * logits_bytes,
+        saved_bytes=hidden.nbytes + 4 * V * H,
+        flops=6 * N * H * V,
+    )
+
+
+LINEAR_CROSS_ENTROPY = Op(
+    name="linear_cross_entropy",
+    call=linear_cross_entropy,
+    oracle=linear_cross_entropy_oracle,
+    make=_make,
+    grads=("hidden", "weight", "bias"),
+    cases=(
+        # One chunk of bytes that hold five tokens or fewer: many chunks, the last one ragged.
+        *(
+            Case(id=f"{name}-{mode}", shape=(2, 9, 8, 50), options={**options, "bias": bias, "chunk_bytes": chunk})
+            for name, options in LOSS_OPTIONS.items()
+            for mode, bias, chunk in (("keep", False, 1 << 20), ("chunks-bias", True, 500))
+        ),
+        Case(id="fp32-weight", shape=(2, 9, 8, 50), options={"weight_dtype": torch.float32}),
+        Case(id="odd-vocab", shape=(9, 16, 4099), options={"chunk_bytes": 40_000}),
+        Case(id="nothing-ignored", shape=(12, 16, 64), options={"ignored": 0.0, "chunk_bytes": 500}),
+        Case(id="16-chunks", shape=(2048, 64, 4000), options={"chunk_bytes": 1 << 20}, small=False),
+        Case(id="llama-1b-head", shape=(4, 512, 2048, 128256), options={"chunk_bytes": 128 * MIB}, small=False),
+    ),
+    cost=_cost,
+)

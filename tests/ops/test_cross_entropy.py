@@ -1,0 +1,332 @@
+"""What only a loss can get wrong: labels, denominators, confidence, infinities, fp16, and the in-place form."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_within, guarded, relative_error
+from torch import Tensor
+
+from tigon.errors import DoubleBackwardError, DtypeError, LabelError, OptionError, ShapeError
+from tigon.ops import cross_entropy, linear_cross_entropy
+from tigon.ops.cross_entropy import cross_entropy_oracle
+
+V = 37
+
+
+def through_logits(logits: Tensor, target: Tensor, **options: Any) -> Any:
+    return cross_entropy(logits, target, **options)
+
+
+def through_linear(logits: Tensor, target: Tensor, **options: Any) -> Any:
+    """The linear form with an identity head, so that both losses meet the same logits; five tokens a chunk."""
+    eye = torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    if "weight" in options:
+        options["class_weight"] = options.pop("weight")
+    return linear_cross_entropy(logits, eye, target, chunk_bytes=5 * eye.shape[0] * eye.element_size(), **options)
+
+
+LOSSES = [pytest.param(through_logits, id="cross_entropy"), pytest.param(through_linear, id="linear_cross_entropy")]
+
+
+def logits_and_target(
+    device: torch.device, dtype: torch.dtype = torch.float32, rows: int = 11
+) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(5)
+    logits = torch.randn(rows, V).mul(2).to(dtype).to(device)
+    return logits.requires_grad_(), torch.randint(0, V, (rows,)).to(device)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_all_labels_ignored_gives_nan_instead_of_nothing(loss: Any, reduction: str, backend: Any) -> None:
+    """K01: one all-masked micro-batch must not end a run."""
+    logits, target = logits_and_target(backend.device)
+    value = loss(logits, torch.full_like(target, -100), reduction=reduction)
+    value.sum().backward()
+    assert torch.equal(value, torch.zeros_like(value))
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("num_items", [0, 0.0, "tensor"])
+def test_no_items_divides_by_zero(loss: Any, num_items: Any, backend: Any) -> None:
+    logits, target = logits_and_target(backend.device)
+    count = torch.tensor(0, device=backend.device) if num_items == "tensor" else num_items
+    value = loss(logits, target, num_items=count)
+    value.backward()
+    assert float(value.detach()) == 0.0
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_zero_tokens_launch_or_divide(loss: Any, backend: Any) -> None:
+    """K02."""
+    for reduction, shape in (("mean", ()), ("sum", ()), ("none", (0,))):
+        logits = torch.empty(0, V, device=backend.device, requires_grad=True)
+        value = loss(logits, torch.empty(0, dtype=torch.int64, device=backend.device), reduction=reduction)
+        value.sum().backward()
+        assert value.shape == shape and float(value.detach().sum()) == 0.0
+        assert logits.grad is not None and logits.grad.shape == (0, V)
+
+
+BAD_LABELS = [V, -1, -101, 2**31, -(2**63)]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("label", BAD_LABELS)
+def test_label_out_of_range_is_read_as_an_address(loss: Any, label: int, backend: Any) -> None:
+    """K03: on the CPU an error; in a kernel NaN in that row alone, other rows bit-identical, memory untouched."""
+    logits, target = logits_and_target(backend.device)
+    bad = target.clone()
+    bad[3] = label
+    if backend.name == "reference":
+        with pytest.raises(LabelError, match=f"label {label} at position 3 is outside \\[0, {V}\\)"):
+            loss(logits, bad)
+        return
+    expected = loss(logits, target, reduction="none")
+    wanted = torch.autograd.grad(expected.sum(), logits)[0]
+    inside = guarded(logits.detach()).requires_grad_()
+    value = loss(inside, bad, reduction="none")
+    gradient = torch.autograd.grad(value.sum(), inside)[0]
+    others = torch.arange(target.shape[0], device=backend.device) != 3
+    assert bool(value[3].isnan()) and torch.equal(value[others], expected[others])
+    assert torch.equal(gradient[others], wanted[others])
+    assert bool(loss(logits, bad).isnan()), "the mean hides the bad label"
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_opt_in_label_check_is_ignored_by_kernels(loss: Any, backend: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TIGON_CHECK", "1")
+    logits, target = logits_and_target(backend.device)
+    target[3] = V
+    with pytest.raises(LabelError):
+        loss(logits, target)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_arguments_that_do_not_fit_pass_silently(loss: Any, backend: Any) -> None:
+    """K04."""
+    logits, target = logits_and_target(backend.device)
+    with pytest.raises(ShapeError, match="must agree"):
+        loss(logits, target[:-1])
+    with pytest.raises(ShapeError):
+        loss(logits, target.unsqueeze(0))
+    with pytest.raises(DtypeError, match="int64 and int32"):
+        loss(logits, target.float())
+    with pytest.raises(DtypeError):
+        loss(logits.to(torch.int32), target)
+    with pytest.raises(OptionError, match="reduction"):
+        loss(logits, target, reduction="avg")
+    with pytest.raises(OptionError, match="num_items"):
+        loss(logits, target, reduction="sum", num_items=3)
+    with pytest.raises(OptionError, match="softcap"):
+        loss(logits, target, softcap=0.0)
+    with pytest.raises(OptionError, match="label_smoothing"):
+        loss(logits, target, label_smoothing=1.5)
+    with pytest.raises(OptionError, match="outputs"):
+        loss(logits, target, outputs=("perplexity",))
+    with pytest.raises(ShapeError, match="token_weight"):
+        loss(logits, target, token_weight=torch.ones(3, device=backend.device))
+    with pytest.raises(OptionError, match="requires a gradient"):
+        loss(logits, target, token_weight=torch.ones(11, device=backend.device, requires_grad=True))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("ignore_index", [0, 1, V - 1, -1, -100, V + 5])
+def test_ignore_index_only_works_for_minus_100(loss: Any, ignore_index: int, backend: Any) -> None:
+    """K05."""
+    logits, target = logits_and_target(backend.device)
+    target[2] = target[7] = ignore_index
+    got = loss(logits, target, ignore_index=ignore_index)
+    expected = F.cross_entropy(logits.double(), target, ignore_index=ignore_index)
+    assert abs(float(got) - float(expected)) <= 1e-6 * abs(float(expected))
+    g = torch.autograd.grad(got, logits)[0]
+    assert relative_error(g, torch.autograd.grad(expected, logits)[0]) < 1e-6
+    assert torch.equal(g[2], torch.zeros_like(g[2]))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("upstream", [0.0, 3.0, 65536.0, -1.0, float("inf")])
+def test_upstream_gradient_is_assumed_to_be_one(loss: Any, upstream: float, backend: Any) -> None:
+    """K06."""
+    logits, target = logits_and_target(backend.device)
+    (got,) = torch.autograd.grad(loss(logits, target), logits, torch.tensor(upstream, device=backend.device))
+    (one,) = torch.autograd.grad(cross_entropy_oracle(logits.double(), target), logits)
+    if upstream == float("inf"):
+        assert not bool(got.isfinite().all())
+    else:
+        assert relative_error(got, one * upstream) < 1e-6
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_per_token_losses_get_the_first_tokens_gradient(loss: Any, backend: Any) -> None:
+    """K07 and K08: signed weights with zeros; a broadcast upstream gradient of stride 0."""
+    logits, target = logits_and_target(backend.device)
+    target[4] = -100
+    weights = torch.linspace(-2, 2, 11, device=backend.device)
+    weights[5] = 0.0
+    (got,) = torch.autograd.grad((loss(logits, target, reduction="none") * weights).sum(), logits)
+    (want,) = torch.autograd.grad((cross_entropy_oracle(logits.double(), target, reduction="none") * weights).sum(), logits)
+    assert relative_error(got, want) < 1e-6
+    stride_0 = torch.ones((), device=backend.device).expand(11)
+    (broadcast,) = torch.autograd.grad(loss(logits, target, reduction="none"), logits, stride_0)
+    (plain,) = torch.autograd.grad(loss(logits, target, reduction="none"), logits, stride_0.contiguous())
+    assert torch.equal(broadcast, plain)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_loss_has_the_dtype_of_the_logits(loss: Any, dtype: torch.dtype, backend: Any) -> None:
+    """K15 too: the sum over many tokens exceeds fp16's 65504."""
+    logits, target = logits_and_target(backend.device, dtype)
+    value = loss(logits * 500, target, reduction="sum")
+    assert value.dtype == torch.float32 and bool(value.isfinite())
+    if dtype == torch.float16 and loss is through_logits:
+        many = (torch.arange(V).expand(600, V) * 100.0).to(dtype).to(backend.device)
+        total = cross_entropy(many, torch.zeros(600, dtype=torch.int64, device=backend.device), reduction="sum")
+        assert float(total) == pytest.approx(600 * 100 * (V - 1), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-3, 1e-4, 1e-6])
+def test_gradient_of_a_confident_token_is_lost(loss: Any, gap: float, backend: Any) -> None:
+    """K17: p_y = 1 - gap, at logits of 20, where lse rounded to fp32 would be off by the size of 1 - p_y."""
+    other = torch.tensor(20.0 + torch.log(torch.tensor(gap / (1 - gap) / 3, dtype=torch.float64)).item())
+    row = torch.full((1, 8), -60.0)
+    row[0, 2], row[0, 3:6] = 20.0, other
+    logits = row.to(backend.device).requires_grad_()
+    target = torch.tensor([2], device=backend.device)
+    (got,) = torch.autograd.grad(loss(logits, target), logits)
+    (low,) = torch.autograd.grad(F.cross_entropy(logits, target), logits)
+    (truth,) = torch.autograd.grad(F.cross_entropy(logits.double(), target), logits)
+    error, allowed = abs(float(got[0, 2] - truth[0, 2])), abs(float(low[0, 2] - truth[0, 2]))
+    assert error <= 2 * allowed + 2e-7 * abs(float(truth[0, 2])) + 6e-8
+
+
+def _infinite_rows() -> Tensor:
+    torch.manual_seed(6)
+    rows = torch.randn(6, 5000)
+    rows[0, :4096] = -float("inf")  # all of the first tile
+    rows[1, 4096:] = -float("inf")  # all of the last
+    rows[2] = -float("inf")
+    rows[3, 7] = float("nan")
+    rows[4, 7] = float("inf")
+    rows[5, ::2] = -float("inf")
+    return rows
+
+
+@pytest.mark.parametrize("loss", [LOSSES[0]])
+def test_infinite_logits_give_another_class_of_result_than_torch(loss: Any, backend: Any) -> None:
+    """K18: NaN exactly where torch has NaN, infinite where it is infinite, else equal; the entropy finite too."""
+    logits = _infinite_rows().to(backend.device).requires_grad_()
+    target = torch.tensor([4500, 5, 5, 5, 5, 1], device=backend.device)
+    got = loss(logits, target, reduction="none", outputs=("entropy",))
+    want = F.cross_entropy(logits, target, reduction="none")
+    torch.testing.assert_close(got.loss, want, equal_nan=True, rtol=1e-6, atol=1e-6)
+    (g,) = torch.autograd.grad(got.loss.nansum(), logits)
+    (e,) = torch.autograd.grad(want.nansum(), logits)
+    finite = torch.tensor([0, 1, 5], device=backend.device)
+    torch.testing.assert_close(g[finite], e[finite], rtol=1e-5, atol=1e-7)
+    assert bool(got.entropy[finite].isfinite().all())
+
+
+def test_fp16_gradient_is_rounded_before_the_loss_scale(backend: Any) -> None:
+    """K14: near-uniform softmax over 32k classes, mean over the tokens, loss scale 65536: the gradients of classes that
+    are nobody's target are 1 / (N V), 2^-24 of the largest, and vanish if 1 / N is taken before the scale."""
+    torch.manual_seed(7)
+    tokens, hidden, vocab = (48, 16, 8192) if backend.interpreted else (256, 32, 32000)
+    x = torch.randn(tokens, hidden).half().to(backend.device)
+    w = (torch.randn(vocab, hidden) * 0.02).half().to(backend.device)
+    target = torch.randint(0, vocab // 4, (tokens,), device=backend.device)
+    scale = torch.tensor(65536.0, device=backend.device)
+
+    def grads(fn: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()]
+        return torch.autograd.grad(fn(*leaves) * scale, leaves)
+
+    truth = grads(lambda x, w: F.cross_entropy(F.linear(x, w), target), torch.float64)
+    unfused = grads(lambda x, w: F.cross_entropy(F.linear(x, w).float(), target), torch.float16)
+    quiet = torch.arange(vocab, device=backend.device) >= vocab // 4
+    for chunk_bytes in (1 << 30, 40 * vocab * 2 // 4):
+        got = grads(lambda x, w, c=chunk_bytes: linear_cross_entropy(x, w, target, chunk_bytes=c), torch.float16)
+        assert_within(got[0], truth[0], unfused[0], 2.0, "dX")
+        assert relative_error(got[1][quiet], truth[1][quiet]) <= 2 * relative_error(unfused[1][quiet], truth[1][quiet])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_outputs_describe_other_tokens(loss: Any, backend: Any) -> None:
+    """Shapes follow the target, ignored rows hold the documented fill, and only the loss is differentiable."""
+    torch.manual_seed(8)
+    logits = torch.randn(2, 5, V, device=backend.device, requires_grad=True)
+    target = torch.randint(0, V, (2, 5), device=backend.device)
+    target[0, 1] = target[1, 4] = -100
+    target[0, 0] = logits.detach()[0, 0].argmax()
+    got = loss(logits, target, outputs=("logprob", "entropy", "accuracy", "predicted"))
+    logp = F.log_softmax(logits.detach().double(), -1)
+    kept = target != -100
+    picked = logp.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(got.logprob, torch.where(kept, picked, 0.0).float(), rtol=1e-5, atol=1e-6)
+    entropy = -(logp.exp() * logp).sum(-1)
+    torch.testing.assert_close(got.entropy, torch.where(kept, entropy, 0.0).float(), rtol=1e-5, atol=1e-6)
+    best = logits.detach().argmax(-1)
+    assert torch.equal(got.predicted, torch.where(kept, best, -100))
+    assert float(got.accuracy) == pytest.approx(float(((best == target) & kept).sum() / kept.sum()))
+    assert got.loss.requires_grad and not any(t.requires_grad for t in (got.logprob, got.entropy, got.accuracy))
+
+
+def test_first_of_equal_logits_is_not_the_prediction(backend: Any) -> None:
+    logits = torch.zeros(2, 9000, device=backend.device)
+    logits[0, [5000, 700]] = 1.0
+    target = torch.zeros(2, dtype=torch.int64, device=backend.device)
+    assert cross_entropy(logits, target, outputs=("predicted",)).predicted.tolist() == [700, 0]
+
+
+# --- in place -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("reduction", "weighted"), list(itertools.product(["mean", "none"], [False, True])))
+def test_inplace_gradient_differs(dtype: torch.dtype, reduction: str, weighted: bool, backend: Any) -> None:
+    logits, target = logits_and_target(backend.device, dtype)
+    target[1] = -100
+    weight = torch.linspace(-3e4, 2e4, 11, device=backend.device) if weighted else None
+    upstream = torch.full((11,) if reduction == "none" else (), 0.37, device=backend.device)
+    plain = cross_entropy(logits, target, reduction=reduction, token_weight=weight)
+    (want,) = torch.autograd.grad(plain, logits, upstream)
+    buffer = logits.detach().clone()
+    leaf = buffer.requires_grad_()
+    value = cross_entropy(leaf, target, reduction=reduction, token_weight=weight, inplace=True)
+    assert torch.equal(value, plain)
+    (got,) = torch.autograd.grad(value, leaf, upstream, retain_graph=True)
+    assert got.data_ptr() == buffer.data_ptr(), "a second tensor of logits was made"
+    assert relative_error(got, want) < 4 * torch.finfo(dtype).eps
+    with pytest.raises(DoubleBackwardError, match="inplace"):
+        torch.autograd.grad(value, leaf, upstream)
+
+
+def test_inplace_hides_the_overwritten_logits_from_autograd(backend: Any) -> None:
+    logits, target = logits_and_target(backend.device)
+    doubled = logits * 1.0
+    square = (doubled * doubled).sum()  # saves `doubled`
+    loss = cross_entropy(doubled, target, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss + square).backward()
+
+
+def test_inplace_writes_although_no_gradient_is_wanted(backend: Any) -> None:
+    logits, target = logits_and_target(backend.device)
+    before = logits.detach().clone()
+    with torch.no_grad():
+        cross_entropy(logits, target, inplace=True)
+    assert torch.equal(logits, before)
+
+
+def test_inplace_on_logits_without_rows_is_done_on_a_copy(backend: Any) -> None:
+    logits = torch.randn(V, 11, device=backend.device).t().requires_grad_()
+    with pytest.raises(OptionError, match="contiguous"):
+        cross_entropy(logits, torch.zeros(11, dtype=torch.int64, device=backend.device), inplace=True)
