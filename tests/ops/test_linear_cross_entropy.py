@@ -1,0 +1,324 @@
+"""Chunks, budgets, what is skipped, and dtypes of the linear loss; its values are checked with every op's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_within, relative_error
+from torch import Tensor
+
+from tigon.errors import LabelError, OptionError, ShapeError
+from tigon.ops import _dispatch, _loss, linear_cross_entropy, prepare_targets
+from tigon.ops.linear_cross_entropy import make_plan
+
+N, H, V = 24, 16, 53
+
+
+def head(device: torch.device, dtype: torch.dtype = torch.float32, ignored: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(9)
+    x = torch.randn(N, H).to(dtype).to(device).requires_grad_()
+    w = (torch.randn(V, H) / 2).to(dtype).to(device).requires_grad_()
+    target = torch.randint(0, V, (N,)).to(device)
+    target[torch.randperm(N)[:ignored].to(device)] = -100
+    return x, w, target
+
+
+def bytes_for(rows: int, dtype: torch.dtype = torch.float32) -> int:
+    return rows * V * dtype.itemsize
+
+
+# Rows in a chunk; with so small a head the budget, not the accumulator, decides, except at the largest.
+CHUNKS = [1, 5, 7, 12, 24]
+
+
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_result_depends_on_the_chunk_size(reduction: str, backend: Any) -> None:
+    """K16: the loss within 1e-6, relative, in fp32; gradients within rounding; every budget, both halves frozen once."""
+    x, w, target = head(backend.device, ignored=6)
+    upstream = torch.linspace(-1, 2, N, device=backend.device) if reduction == "none" else torch.tensor(0.7)
+    upstream = upstream.to(backend.device)
+    losses, grads = [], []
+    for rows in CHUNKS:
+        for frozen in (None, "weight", "hidden"):
+            a = x.detach().requires_grad_(frozen != "hidden")
+            b = w.detach().requires_grad_(frozen != "weight")
+            loss = linear_cross_entropy(a, b, target, reduction=reduction, chunk_bytes=bytes_for(rows))
+            loss.backward(upstream)
+            losses.append(loss.detach())
+            grads.append((a.grad, b.grad))
+            assert (a.grad is None) == (frozen == "hidden") and (b.grad is None) == (frozen == "weight")
+    for loss in losses:
+        torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=1e-6 if reduction == "none" else 0.0)
+    for dx, dw in grads:
+        assert dx is None or relative_error(dx, grads[0][0]) < 5e-7
+        assert dw is None or relative_error(dw, grads[0][1]) < 5e-7
+
+
+def test_many_bf16_chunks_drift(backend: Any) -> None:
+    """K16: 16 chunks and more in bf16 against fp64, at most twice the unfused op's error, in every mode."""
+    if backend.interpreted:
+        pytest.skip("the interpreter cuts bf16 off instead of rounding; the reference and GPUs run this")
+    torch.manual_seed(10)
+    tokens, hidden, vocab = 2048, 64, 1000
+    x = torch.randn(tokens, hidden).bfloat16().to(backend.device).requires_grad_()
+    w = (torch.randn(vocab, hidden) / 8).bfloat16().to(backend.device).requires_grad_()
+    target = torch.randint(0, vocab, (tokens,)).to(backend.device)
+    truth_x, truth_w = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    truth = torch.autograd.grad(F.cross_entropy(truth_x @ truth_w.t(), target), (truth_x, truth_w))
+    unfused = torch.autograd.grad(F.cross_entropy((x @ w.t()).float(), target), (x, w))
+    one = torch.tensor(1.0, device=backend.device)
+    for chunk_bytes in (1 << 30, 2 * vocab * 128):
+        for reduction, upstream in (("mean", one), ("none", (one / tokens).expand(tokens))):
+            loss = linear_cross_entropy(x, w, target, reduction=reduction, chunk_bytes=chunk_bytes)
+            for got, exact, base, name in zip(
+                torch.autograd.grad(loss, (x, w), upstream), truth, unfused, ("dX", "dW"), strict=True
+            ):
+                assert_within(got, exact, base, 2.0, f"{name}, {reduction}, {chunk_bytes} bytes")
+
+
+class Shapes:
+    """Records the largest first-dimension-times-vocabulary tensor that reaches the row-wise pass, and the products."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.logits_rows: list[int] = []
+        self.products: list[tuple[int, ...]] = []
+        inner = _loss.cross_entropy_fwd.run
+
+        def run(logits: Tensor, *args: Any, **extra: Any) -> Any:
+            self.logits_rows.append(logits.shape[0])
+            return inner(logits, *args, **extra)
+
+        monkeypatch.setattr(_loss.cross_entropy_fwd, "run", run)
+        for name in ("mm", "addmm"):
+            real = getattr(torch, name)
+
+            def product(*args: Any, _real: Any = real, **options: Any) -> Tensor:
+                factors = [a for a in args if isinstance(a, Tensor)][-2:]
+                self.products.append((factors[0].shape[0], factors[0].shape[1], factors[1].shape[1]))
+                return _real(*args, **options)
+
+            monkeypatch.setattr(torch, name, product)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 7])
+def test_logits_exceed_the_budget(rows: int, backend: Any, monkeypatch: Any) -> None:
+    x, w, target = head(backend.device)
+    shapes = Shapes(monkeypatch)
+    linear_cross_entropy(x, w.detach(), target, chunk_bytes=bytes_for(rows)).backward()
+    assert max(shapes.logits_rows) <= rows and sum(shapes.logits_rows) == N
+
+
+def test_ignored_tokens_are_multiplied(backend: Any, monkeypatch: Any) -> None:
+    """Both with a plain target and with a prepared one."""
+    for prepare in (False, True):
+        x, w, target = head(backend.device, ignored=15)
+        shapes = Shapes(monkeypatch)
+        linear_cross_entropy(x, w, prepare_targets(target) if prepare else target).backward()
+        assert sum(shapes.logits_rows) == N - 15
+        assert all(N not in product for product in shapes.products)
+        kept = target != -100
+        assert torch.equal(x.grad[~kept], torch.zeros_like(x.grad[~kept])) and bool((x.grad[kept] != 0).any(1).all())
+        monkeypatch.undo()
+
+
+def test_all_ignored_still_multiplies(backend: Any, monkeypatch: Any) -> None:
+    x, w, target = head(backend.device, ignored=N)
+    shapes = Shapes(monkeypatch)
+    linear_cross_entropy(x, w, target).backward()
+    assert sum(shapes.logits_rows) == 0
+    assert torch.equal(w.grad, torch.zeros_like(w)) and torch.equal(x.grad, torch.zeros_like(x))
+
+
+def test_prepared_targets_give_another_result(backend: Any) -> None:
+    x, w, target = head(backend.device, ignored=7)
+    for shape in ((N,), (2, N // 2)):
+        hidden, labels = x.view(*shape, H), target.view(shape)
+        plain = linear_cross_entropy(hidden, w, labels, reduction="none")
+        prepared = linear_cross_entropy(hidden, w, prepare_targets(labels), reduction="none")
+        assert torch.equal(plain, prepared) and plain.shape == shape
+    renamed = torch.where(target == -100, 3, target)
+    plain = linear_cross_entropy(x, w, renamed, ignore_index=3)
+    assert torch.equal(linear_cross_entropy(x, w, prepare_targets(renamed, ignore_index=3), ignore_index=3), plain)
+
+
+def test_frozen_half_or_eval_costs_a_product(backend: Any, monkeypatch: Any) -> None:
+    """Three products with both gradients, two with one frozen, one in eval and under no_grad."""
+    x, w, target = head(backend.device)
+
+    def products(hidden: Tensor, weight: Tensor, *, grad: bool = True) -> int:
+        with monkeypatch.context() as patched:
+            shapes = Shapes(patched)
+            with torch.set_grad_enabled(grad):
+                loss = linear_cross_entropy(hidden, weight, target)
+            if loss.requires_grad:
+                loss.backward()
+            return len(shapes.products)
+
+    assert products(x, w) == 3
+    assert products(x, w.detach()) == 2
+    assert products(x.detach(), w) == 2
+    assert products(x.detach(), w.detach()) == 1
+    assert products(x, w, grad=False) == 1
+
+
+def test_no_grad_saves_or_keeps_something(backend: Any) -> None:
+    x, w, target = head(backend.device)
+    packed: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        with torch.no_grad():
+            loss = linear_cross_entropy(x, w, target)
+        with torch.inference_mode():
+            inference = linear_cross_entropy(x, w, target)
+        assert not packed
+    assert not loss.requires_grad and torch.equal(loss, inference)
+    assert torch.equal(loss, linear_cross_entropy(x, w, target).detach())
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize("w_dtype", DTYPES)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_mixed_dtypes_lose_precision(x_dtype: Any, w_dtype: Any, autocast: Any, backend: Any) -> None:
+    """K23: products in the promoted dtype, under autocast in its; gradients in each tensor's own."""
+    if backend.interpreted and torch.bfloat16 in (x_dtype, w_dtype, autocast):
+        pytest.skip("the interpreter cuts bf16 off instead of rounding; the reference and GPUs run this")
+    x, w, target = head(backend.device)
+    x, w = x.detach().to(x_dtype).requires_grad_(), w.detach().to(w_dtype).requires_grad_()
+    dtype = autocast or torch.promote_types(x_dtype, w_dtype)
+    with torch.autocast(backend.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        loss = linear_cross_entropy(x, w, target, chunk_bytes=500)
+    got = torch.autograd.grad(loss, (x, w))
+    a, b = x.detach().requires_grad_(), w.detach().requires_grad_()
+    unfused = torch.autograd.grad(F.cross_entropy((a.to(dtype) @ b.to(dtype).t()).float(), target), (a, b))
+    c, d = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    truth = torch.autograd.grad(F.cross_entropy(c @ d.t(), target), (c, d))
+    assert loss.dtype == torch.float32
+    # Rounding into `dtype` happens on the way even where the gradient's own dtype is wider.
+    for g, t, u, name in zip(got, truth, unfused, ("dX", "dW"), strict=True):
+        assert g.dtype == u.dtype
+        assert relative_error(g, t) <= 2 * relative_error(u, t) + torch.finfo(dtype).eps, name
+
+
+def test_sharded_or_mismatched_weight_is_multiplied(backend: Any) -> None:
+    x, w, target = head(backend.device)
+    with pytest.raises(ShapeError, match="gather it first"):
+        linear_cross_entropy(x, torch.empty(0, device=backend.device), target)
+    with pytest.raises(ShapeError):
+        linear_cross_entropy(x, w[:, :-1], target)
+    with pytest.raises(ShapeError, match="bias"):
+        linear_cross_entropy(x, w, target, bias=torch.zeros(V + 1, device=backend.device))
+    with pytest.raises(OptionError, match="chunk_bytes"):
+        linear_cross_entropy(x, w, target, chunk_bytes=0)
+    with pytest.raises(ShapeError, match="must agree"):
+        linear_cross_entropy(x, w, target[:-1])
+
+
+def test_label_check_stops_at_a_chunk(backend: Any) -> None:
+    """A bad label in the last of many chunks: an error on the CPU reference, NaN from the kernels."""
+    x, w, target = head(backend.device)
+    target[-1] = V
+    if backend.name == "reference":
+        with pytest.raises(LabelError):
+            linear_cross_entropy(x, w, target, chunk_bytes=bytes_for(2))
+    else:
+        assert bool(linear_cross_entropy(x, w, target, chunk_bytes=bytes_for(2)).isnan())
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "vocab", "per_row", "weight", "mode", "most_bytes"),
+    [
+        (8192, 4096, 128256, False, True, "keep", 2.0 * GIB),  # 1.96 GiB of logits; the accumulator alone is 1.96
+        (32768, 2048, 128256, False, True, "stream", 0.5 * GIB),
+        (32768, 2048, 128256, True, True, "recompute", 0.5 * GIB),
+        (4096, 2048, 128256, False, False, "stream", 0.5 * GIB),  # a frozen head needs no accumulator
+        (64, 2048, 128256, False, True, "keep", 0.5 * GIB),
+    ],
+)
+def test_plan_holds_more_than_the_cheaper_alternative(
+    tokens: int, hidden: int, vocab: int, per_row: bool, weight: bool, mode: str, most_bytes: float
+) -> None:
+    plan = make_plan(
+        tokens, hidden, vocab, 2, chunk_bytes=GIB // 2, per_row=per_row, want_hidden=True, want_weight=weight,
+        has_bias=False,
+    )  # fmt: skip
+    assert plan.mode == mode
+    assert plan.chunk * vocab * 2 <= most_bytes
+    if mode != "keep":
+        assert plan.chunk % 128 == 0, "a ragged tile in every product"
+
+
+@pytest.mark.gpu
+def test_loss_waits_for_the_device() -> None:
+    """K32: with prepared targets nothing synchronises; inside a CUDA graph the plain form does not either."""
+    device = torch.device("cuda")
+    x, w, target = head(device, ignored=5)
+    for _ in range(2):  # compile first
+        linear_cross_entropy(x, w, prepare_targets(target)).backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        linear_cross_entropy(x, w, prepare_targets(target)).backward()
+        linear_cross_entropy(x, w, prepare_targets(target), chunk_bytes=bytes_for(5)).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk_bytes", [None, 500])
+def test_graph_replay_keeps_the_captured_labels(chunk_bytes: int | None) -> None:
+    """K32: new labels, other ignored rows and none at all, in a replayed graph."""
+    device = torch.device("cuda")
+    x, w, target = head(device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            torch.autograd.grad(linear_cross_entropy(x, w, target, chunk_bytes=chunk_bytes), (x, w))
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = linear_cross_entropy(x, w, target, chunk_bytes=chunk_bytes)
+        grads = torch.autograd.grad(loss, (x, w))
+    for ignored in (0, 9, N):
+        fresh = torch.randint(0, V, (N,), device=device)
+        fresh[:ignored] = -100
+        target.copy_(fresh)
+        graph.replay()
+        expected = linear_cross_entropy(x, w, fresh, chunk_bytes=chunk_bytes)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+        for got, want in zip(grads, torch.autograd.grad(expected, (x, w)), strict=True):
+            assert relative_error(got, want) < 1e-6
+
+
+@pytest.mark.gpu
+def test_logits_beyond_2_31_elements_wrap() -> None:
+    """K21: 17,000 x 128,256 logits in one chunk, 4.4 GB in bf16; rows on both sides of element 2^31 are compared."""
+    device = torch.device("cuda")
+    torch.manual_seed(11)
+    tokens, vocab, hidden = 17_000, 128_256, 64
+    x = torch.randn(tokens, hidden, device=device).bfloat16().requires_grad_()
+    w = (torch.randn(vocab, hidden, device=device) / 8).bfloat16().requires_grad_()
+    target = torch.randint(0, vocab, (tokens,), device=device)
+    one_chunk = linear_cross_entropy(x, w, target, reduction="none", chunk_bytes=1 << 40)
+    g = torch.autograd.grad(one_chunk.sum(), (x, w))
+    many = linear_cross_entropy(x, w, target, reduction="none", chunk_bytes=1 << 28)
+    h = torch.autograd.grad(many.sum(), (x, w))
+    torch.testing.assert_close(one_chunk, many, rtol=1e-5, atol=1e-5)
+    for a, b in zip(g, h, strict=True):
+        assert relative_error(a, b) < 2 * torch.finfo(torch.bfloat16).eps
+    assert not bool(one_chunk[-200:].isnan().any())
+
+
+def test_interpreter_flag_is_left_on() -> None:
+    """The fixture must leave the reference as the default, or the reference tests above tested kernels."""
+    assert not _dispatch.INTERPRET
