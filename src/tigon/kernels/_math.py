@@ -1,4 +1,4 @@
-"""Device functions that Triton's libdevice has on some targets only, in forms that every target and the interpreter run."""
+"""Device functions that Triton's libdevice has on some targets only, in forms that every target can run."""
 
 import triton
 import triton.language as tl

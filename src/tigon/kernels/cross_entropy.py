@@ -46,8 +46,7 @@ def _weight_sum(WeightSum, V, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.
     """Σ_v w_v, which only label smoothing needs."""
     if HAS_CLASS_WEIGHT and HAS_SMOOTHING:
         return tl.load(WeightSum)
-    else:
-        return tl.cast(V, tl.float32)
+    return tl.cast(V, tl.float32)
 
 
 @triton.jit
@@ -291,7 +290,7 @@ def cross_entropy_bwd(
 
 
 def scale_rows(x_NH, scale, index_N, rows, dtype):
-    """out[index[i]] = x[i] · scale[i] in a new (rows, H) tensor; rows no index names are 0. `scale` is (N,) or 0-dim."""
+    """out[index[i]] = x[i] · scale[i] in new (rows, H); rows without an index are 0; `scale`: (N,) or 0-dim."""
     make = torch.empty if index_N is None else torch.zeros
     return _scale_rows(x_NH, scale, index_N, make((rows, x_NH.shape[1]), dtype=dtype, device=x_NH.device))
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from tigon.kernels import _device
+from tigon.kernels._layout import row_view
 
 # M rows, H columns; a program handles ROWS rows at a time and BLOCK columns.
 
@@ -51,7 +52,7 @@ def norm_fwd_kernel(
             s = rounded.to(tl.float32)
         if CENTER:
             mean = tl.sum(s, axis=1, keep_dims=True) / H
-            # The rounded mean is off by half an ulp, 4e-6 at 100 standard deviations; what it leaves behind is taken off.
+            # The rounded mean is off by half an ulp, 4e-6 at 100 standard deviations; the rest is taken off.
             s = tl.where(mask, s - mean, 0.0)
             left = tl.sum(s, axis=1, keep_dims=True) / H
             s = tl.where(mask, s - left, 0.0)
@@ -231,12 +232,6 @@ def sum_rows_kernel(P, Out, rows, H, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr)
         mask = (r < rows)[:, None] & (cols < H)[None, :]
         total += tl.load(P + r.to(tl.int64)[:, None] * H + cols[None, :], mask=mask, other=0.0)
     tl.store(Out + cols, tl.sum(total, axis=0).to(Out.dtype.element_ty), mask=cols < H)
-
-
-def row_view(x, width):
-    """`x` (..., width) as (rows, width) with unit stride along the row; a copy only where no view exists."""
-    x = x.reshape(-1, width)
-    return x if x.stride(1) == 1 or width == 1 else x.contiguous()
 
 
 def tile(width):

@@ -44,7 +44,10 @@ def check_dtype(*tensors: Tensor | None) -> None:
     """Raise `DtypeError` for a tensor that is not floating point, or is of a float type narrower than 16 bits."""
     for t in tensors:
         if t is not None and t.dtype not in KERNEL_DTYPES and t.dtype != torch.float64:
-            raise DtypeError(f"dtype {t.dtype} is not supported; the limit is float16, bfloat16, float32 and float64. Cast the input.")
+            raise DtypeError(
+                f"dtype {t.dtype} is not supported; "
+                "the limit is float16, bfloat16, float32 and float64. Cast the input."
+            )
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -128,8 +131,8 @@ def first_order(backward: _F) -> _F:
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise DoubleBackwardError(
-                f"{type(ctx).__name__.removesuffix('Backward').strip('_')}: create_graph=True needs a second derivative, "
-                "which tigon's ops do not have. Call the PyTorch op instead where you need it."
+                f"{type(ctx).__name__.removesuffix('Backward')}: create_graph=True needs a second derivative, which "
+                "tigon's ops do not have. Call the PyTorch op instead where you need it."
             )
         return backward(ctx, *grads)
 

@@ -113,7 +113,7 @@ def check_labels(logits_width: int, target: Tensor, ignore_index: int) -> None:
 
 def wants_label_check(logits: Tensor) -> bool:
     """On the CPU always, as PyTorch does; in front of a kernel, which would have to wait, only with TIGON_CHECK=1."""
-    return not _dispatch.uses_kernel(logits) and not logits.is_cuda or os.environ.get("TIGON_CHECK") == "1"
+    return os.environ.get("TIGON_CHECK") == "1" or not (_dispatch.uses_kernel(logits) or logits.is_cuda)
 
 
 def inverse_denominator(
@@ -141,7 +141,8 @@ def inverse_denominator(
             # An invalid label must not be used as an index; its own row is NaN already.
             weights = class_weight.to(dtype)[target_N.clamp(0, class_weight.shape[0] - 1).to(torch.int64)]
             count = (weights * valid).sum()
-    return torch.where(count == 0, 0.0, 1.0 / count)
+    inverse: Tensor = torch.where(count == 0, 0.0, 1.0 / count)
+    return inverse
 
 
 def accuracy(predicted: Tensor, target: Tensor, ignore_index: int) -> Tensor:
@@ -151,10 +152,12 @@ def accuracy(predicted: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 
 
 def pack(
-    loss: Tensor, logprob: Tensor, entropy: Tensor, predicted: Tensor, target: Tensor, outputs: tuple[str, ...],
+    results: tuple[Tensor, Tensor, Tensor, Tensor], target: Tensor, per_row: bool, outputs: tuple[str, ...],
     ignore_index: int,
 ) -> Tensor | LossOutput:  # fmt: skip
-    """The public return value: the loss alone, or a `LossOutput` with what `outputs` names."""
+    """The public return value of (loss, logprob, entropy, predicted): the loss alone, or what `outputs` names."""
+    loss, logprob, entropy, predicted = results
+    loss = loss.view(target.shape) if per_row else loss
     if not outputs:
         return loss
     return LossOutput(
@@ -173,7 +176,7 @@ def wanted(outputs: tuple[str, ...]) -> tuple[bool, bool]:
 
 def logprob_of(stats: Tensor) -> Tensor:
     """log p(target) from (3, N) statistics; m and log_s stay apart until z_y is taken off."""
-    m, log_s, z_y = stats
+    m, log_s, z_y = stats.unbind(0)
     return (z_y - m) - log_s
 
 
@@ -337,9 +340,7 @@ cross_entropy_bwd = Primitive(
 )
 
 
-def _scale_rows_reference(
-    x_NH: Tensor, scale: Tensor, index_N: Tensor | None, rows: int, dtype: torch.dtype
-) -> Tensor:
+def _scale_rows_reference(x_NH: Tensor, scale: Tensor, index_N: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
     acc = torch.promote_types(x_NH.dtype, scale.dtype)
     scaled = x_NH.to(acc).mul(scale.to(acc).expand(x_NH.shape[0]).unsqueeze(1)).to(dtype)
     if index_N is None:

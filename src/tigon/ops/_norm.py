@@ -150,4 +150,3 @@ norm_bwd = Primitive(
     kernel="tigon.kernels.norm:norm_bwd",
     fake=_bwd_fake,
 )
-

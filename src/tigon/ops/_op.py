@@ -56,7 +56,7 @@ class Op:
     """Takes what `call` takes."""
     error_factor: float = 2.0
     errors: Mapping[str, float] = field(default_factory=dict)
-    """Largest relative Frobenius error against fp64 over all cases, outputs and gradients, by dtype, measured on an H200."""
+    """Largest relative Frobenius error against fp64 over all cases, outputs and gradients, by dtype, on an H200."""
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> Tensor:

@@ -197,8 +197,7 @@ def cross_entropy(
             logits_NV, target_N, class_weight, token_weight_N, inv_denominator, *options, per_row,
             *_loss.wanted(outputs),
         )  # fmt: skip
-    loss, *rest = results
-    return _loss.pack(loss.view(target.shape) if per_row else loss, *rest, target, outputs, ignore_index)
+    return _loss.pack(results, target, per_row, outputs, ignore_index)
 
 
 def cross_entropy_oracle(
@@ -215,7 +214,7 @@ def cross_entropy_oracle(
     num_items: Tensor | float | None = None,
     token_weight: Tensor | None = None,
 ) -> Tensor:
-    """The unfused formula in plain torch: logits upcast to at least fp32, as transformers does, then F.cross_entropy."""
+    """The unfused formula in plain torch: logits upcast to fp32, as transformers does, then F.cross_entropy."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1]) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)

@@ -60,9 +60,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return _layer_norm(x, weight, bias, eps)  # type: ignore[no-any-return]
 
 
-def layer_norm_oracle(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
+def layer_norm_oracle(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """torch's layer_norm, with parameters in the wider of the two dtypes where they differ from x's."""
     wide = x if weight is None else x.to(torch.promote_types(x.dtype, weight.dtype))
     return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(x.dtype)

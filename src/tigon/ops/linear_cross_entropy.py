@@ -1,16 +1,16 @@
 """Linear + cross entropy: the loss of `hidden @ weight.T + bias` without ever holding all the logits.
 
 Tokens are taken in chunks. Per chunk: one product makes the logits in a buffer that is reused, one pass turns them in
-place into their gradient (kernels/cross_entropy.py), and two products reduce that to the gradients of hidden and weight.
-The products are the vendor's: they are where the time goes, and they run at the hardware's rate.
+place into their gradient (kernels/cross_entropy.py), and two products reduce that to the gradients of hidden and
+weight. The products are the vendor's: they are where the time goes, and they run at the hardware's rate.
 
 How the chunks are cut is a matter of bytes, not of V / H (`make_plan`):
 
-    keep       one chunk; its gradient G stays until backward, which makes dX = G W and dW = Gᵀ (g ⊙ X). Chosen when the
-               logits fit into `chunk_bytes`, or cost less than the fp32 accumulator that chunks would need:
+    keep       one chunk; its gradient G stays until backward, which makes dX = G W and dW = Gᵀ (g ⊙ X). Chosen when
+               the logits fit into `chunk_bytes`, or cost less than the fp32 accumulator that chunks would need:
                b·N·V <= 4·V·H + chunk_bytes. Exact for any upstream gradient g.
-    stream     several chunks; dX and an fp32 dW are made in the forward, for g = 1, and scaled in the backward. A scalar
-               loss is linear in g, so that is exact too.
+    stream     several chunks; dX and an fp32 dW are made in the forward, for g = 1, and scaled in the backward. A
+               scalar loss is linear in g, so that is exact too.
     recompute  several chunks and one loss a token: g is only known in the backward, which makes the logits again.
     loss       no gradient wanted: logits and statistics only.
 
@@ -70,7 +70,7 @@ def make_plan(
         return Plan("loss", _even_chunk(tokens, chunk_bytes // (vocab * itemsize)))
     logits_bytes = tokens * vocab * itemsize
     accumulator_bytes = 4 * vocab * hidden if want_weight else 0
-    # A per-token g in front of the bias gradient would need G once more in full; recomputing needs it a chunk at a time.
+    # A per-token g in front of the bias gradient would need G once more in full; recomputing needs a chunk of it.
     if logits_bytes <= chunk_bytes + accumulator_bytes and not (per_row and has_bias):
         return Plan("keep", max(tokens, 1))
     chunk = _even_chunk(tokens, chunk_bytes // (vocab * itemsize))
@@ -254,9 +254,7 @@ def _chunks_fake(
     # The planner traces this: besides the outputs, the chunk's logits live while the loop runs.
     if not keep:
         _buffer(chunk, weight_VH.shape[0], hidden_NH)
-    return _chunks_outputs(
-        hidden_NH, weight_VH, chunk, keep, want_hidden, want_weight, want_bias, entropy, predicted
-    )
+    return _chunks_outputs(hidden_NH, weight_VH, chunk, keep, want_hidden, want_weight, want_bias, entropy, predicted)
 
 
 _chunk_loop = Primitive(
@@ -271,7 +269,7 @@ _chunk_loop = Primitive(
 )
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------------
+# --- autograd ---------------------------------------------------------------------------------------------------------
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -343,7 +341,7 @@ def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
 
 def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Gᵀ (scale ⊙ X) in `dtype`. The scale goes onto X, which is V / N times smaller than dW, except in fp16, where it
-    may leave X's range: there the product is made in fp32 and scaled, with the largest of per-token scales taken out."""
+    may leave X's range: there the product is made in fp32 and scaled, the largest of per-token scales taken out."""
     if x_NH.dtype != torch.float16:
         out = x_NH.new_empty((g_NV.shape[1], x_NH.shape[1]), dtype=dtype)
         _product(g_NV.t(), _loss.scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype), out, accumulate=False)
@@ -481,13 +479,13 @@ def linear_cross_entropy(
     acc = torch.promote_types(hidden.dtype, torch.float32)
     inv_denominator = _loss.inverse_denominator(target_N, class_weight, num_items, options, reduction, acc)
     per_row = reduction == "none"
-    loss, *rest = _linear_cross_entropy(
+    results = _linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, target_N, class_weight,
         None if token_weight is None else token_weight.reshape(-1).contiguous(),
         inv_denominator, _rows_that_count(labels, prepared, ignore_index), *options, per_row,
         *_loss.wanted(outputs), chunk_bytes,
     )  # fmt: skip
-    return _loss.pack(loss.view(labels.shape) if per_row else loss, *rest, labels, outputs, ignore_index)
+    return _loss.pack(results, labels, per_row, outputs, ignore_index)
 
 
 def _check_linear(
@@ -520,7 +518,7 @@ def _settle_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-# --- the record -----------------------------------------------------------------------------------------------------------
+# --- the record -------------------------------------------------------------------------------------------------------
 
 
 def linear_cross_entropy_oracle(

@@ -60,7 +60,7 @@ def shift_left(target_BT: Tensor, shift: int, ignore_index: int) -> Tensor:
 
 
 class _Sums:
-    """Gradients of tensors that several heads share: fp32 sums, rounded at once where one head alone uses the tensor."""
+    """Gradients of tensors that several heads share: fp32 sums, rounded at once where only one head uses a tensor."""
 
     def __init__(self, tensors: Sequence[Tensor], users: Sequence[int], wanted: Sequence[bool]) -> None:
         self._tensors, self._wanted = tensors, wanted
@@ -213,9 +213,7 @@ def multi_head_linear_cross_entropy(
         loss, losses, accuracy = _apply(*args, [_rows_that_count(t, None, ignore_index) for t in shifted])
     if not outputs:
         return loss  # type: ignore[no-any-return]
-    return MultiHeadOutput(
-        loss, losses if "losses" in outputs else None, accuracy if "accuracy" in outputs else None
-    )
+    return MultiHeadOutput(loss, losses if "losses" in outputs else None, accuracy if "accuracy" in outputs else None)
 
 
 def _unique(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
@@ -273,13 +271,13 @@ def _oracle(
     **inputs: Any,
 ) -> Tensor:  # fmt: skip
     hiddens, weights = _gather(inputs, "hidden"), _gather(inputs, "weight")
-    total = 0.0
+    losses = []
     for k, (shift, factor) in enumerate(zip(shifts, head_weights, strict=True)):
         hidden = hiddens if isinstance(hiddens, Tensor) else hiddens[k]
         weight = weights if isinstance(weights, Tensor) else weights[k]
         labels = shift_left(target, shift, inputs.get("ignore_index", -100))
-        total = total + factor * linear_cross_entropy_oracle(hidden, weight, labels, **inputs)
-    return total  # type: ignore[return-value]
+        losses.append(factor * linear_cross_entropy_oracle(hidden, weight, labels, **inputs))
+    return torch.stack(losses).sum()
 
 
 def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -317,11 +315,18 @@ MULTI_HEAD_LINEAR_CROSS_ENTROPY = Op(
         Case(id="own-heads", shape=(2, 9, 8, 50), options={"hiddens": 3, "weights": 3, **_HEADS}),
         Case(id="shared-trunk", shape=(2, 9, 8, 50), options={"hiddens": 1, "weights": 3, **_HEADS}),
         Case(id="shared-lm-head", shape=(2, 9, 8, 50), options={"hiddens": 3, "weights": 1, **_HEADS}),
-        Case(id="sum-softcap", shape=(2, 9, 8, 50), options={
-            "hiddens": 3, "weights": 3, **_HEADS, "reduction": "sum", "softcap": 5.0, "label_smoothing": 0.1}),
+        Case(
+            id="sum-softcap",
+            shape=(2, 9, 8, 50),
+            options={"hiddens": 3, "weights": 3, **_HEADS, "reduction": "sum", "softcap": 5.0, "label_smoothing": 0.1},
+        ),
         Case(id="num-items", shape=(2, 9, 8, 50), options={"hiddens": 3, "weights": 1, **_HEADS, "num_items": 13}),
-        Case(id="medusa-1b", shape=(2, 512, 2048, 128256), small=False, options={
-            "hiddens": 3, "weights": 1, **_HEADS, "chunk_bytes": 1 << 27}),
-    ),  # fmt: skip
+        Case(
+            id="medusa-1b",
+            shape=(2, 512, 2048, 128256),
+            small=False,
+            options={"hiddens": 3, "weights": 1, **_HEADS, "chunk_bytes": 1 << 27},
+        ),
+    ),
     cost=_cost,
 )

@@ -1,0 +1,37 @@
+"""Memory layouts: rows for kernels to walk, and outputs laid out as another tensor is.
+
+torch only, so that an op's reference and its fake lay out memory exactly as its launcher does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def outer_order(x: Tensor) -> list[int]:
+    """All dimensions of `x` but the last, from the largest stride to the smallest; ties keep their order."""
+    return sorted(range(x.ndim - 1), key=lambda dim: -x.stride(dim))
+
+
+def empty_ordered(x: Tensor, order: Sequence[int]) -> Tensor:
+    """An uninitialised dense tensor of x's shape, dtype and device whose outer dimensions lie in `order`.
+
+    `torch.empty_like` keeps the layout of dense tensors only. `empty_strided` and not `empty().permute()`: a view made
+    inside an autograd.Function cannot be modified in place by the user.
+    """
+    strides = [1] * x.ndim
+    step = x.shape[-1]
+    for dim in reversed(order):
+        strides[dim] = step
+        # A dimension of size 0 still has stride at least that of size 1, as in PyTorch's own contiguous tensors.
+        step = step * max(x.shape[dim], 1)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+
+
+def row_view(x: Tensor, width: int) -> Tensor:
+    """`x` (..., width) as (M, width) with unit stride along the row; a copy only where no view exists."""
+    x = x.reshape(-1, width)
+    return x if x.stride(1) == 1 or width == 1 else x.contiguous()

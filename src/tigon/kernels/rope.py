@@ -1,0 +1,154 @@
+"""Rotary position embedding of queries and keys in one launch; the transposed map is the backward.
+
+The pairs of the rotary width R are (i, i + R/2), or (2i, 2i + 1) when INTERLEAVED. With a, b the two members of a pair
+and c_a, c_b, s_a, s_b their entries of the tables:
+
+    y_a = x_a · c_a - x_b · s_a              dx_a = dy_a · c_a + dy_b · s_b
+    y_b = x_b · c_b + x_a · s_b              dx_b = dy_b · c_b - dy_a · s_a
+
+The right side is the left one with (s_a, s_b) replaced by (-s_b, -s_a), which is what TRANSPOSE does. It is a rotation
+only when the table repeats itself (c_a = c_b, s_a = s_b), but the gradient is right for any table. Columns R..D pass
+through.
+
+Nothing but the tables is needed for backward. The output is new memory: rotating q in place would save its bytes, and
+corrupt whatever else autograd saved q for.
+"""
+
+import triton
+import triton.language as tl
+
+from tigon.kernels import _device
+from tigon.kernels._layout import empty_ordered
+
+# B batch, H heads, T tokens, D head width, R rotary width; N = B·T.
+# A program rotates HEADS heads of some tokens, so that a table row is read from DRAM once and used HEADS times from
+# registers. The heads' groups of the same tokens are neighbours in the grid and find the tables in L2.
+HEADS = 4
+# Elements of one member of the pairs in a tile: 8 a thread with 4 warps, one 16-byte load of bf16.
+TILE = 1024
+NUM_WARPS = 4
+
+
+@triton.jit
+def _load_pair(
+    X, offsets, row_mask, SPLIT: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Both members of the pairs of some rows, (ROWS, BLOCK) each, in fp32; SPLIT = R/2."""
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * BLOCK)[None, :]
+        both = tl.load(X + offsets + cols, mask=row_mask & (cols < 2 * SPLIT), other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(both, (ROWS, BLOCK, 2)))
+    else:
+        cols = tl.arange(0, BLOCK)[None, :]
+        mask = row_mask & (cols < SPLIT)
+        a = tl.load(X + offsets + cols, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(X + offsets + SPLIT + cols, mask=mask, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _store_pair(
+    Y, offsets, row_mask, a, b, SPLIT: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * BLOCK)[None, :]
+        both = tl.reshape(tl.join(a, b), (ROWS, 2 * BLOCK)).to(Y.dtype.element_ty)
+        tl.store(Y + offsets + cols, both, mask=row_mask & (cols < 2 * SPLIT))
+    else:
+        cols = tl.arange(0, BLOCK)[None, :]
+        mask = row_mask & (cols < SPLIT)
+        tl.store(Y + offsets + cols, a.to(Y.dtype.element_ty), mask=mask)
+        tl.store(Y + offsets + SPLIT + cols, b.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotate_heads(
+    X, Y, batch, token, row_mask, first_head, heads, c_a, c_b, s_a, s_b,
+    stride_xb, stride_xh, stride_xt, stride_yb, stride_yh, stride_yt,
+    R: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_PASS: tl.constexpr,
+):  # fmt: skip
+    for i in tl.static_range(HEADS):
+        head = first_head + i
+        mask = row_mask & (head < heads)
+        x_offsets = batch * stride_xb + head * stride_xh + token * stride_xt
+        y_offsets = batch * stride_yb + head * stride_yh + token * stride_yt
+        a, b = _load_pair(X, x_offsets, mask, R // 2, INTERLEAVED, ROWS, BLOCK)
+        _store_pair(
+            Y, y_offsets, mask, a * c_a - b * s_a, b * c_b + a * s_b, R // 2, INTERLEAVED, ROWS, BLOCK
+        )  # fmt: skip
+        if R < D:
+            cols = R + tl.arange(0, BLOCK_PASS)[None, :]
+            rest = tl.load(X + x_offsets + cols, mask=mask & (cols < D), other=0.0)
+            tl.store(Y + y_offsets + cols, rest, mask=mask & (cols < D))
+
+
+@triton.jit
+def rope_kernel(
+    Q, K, Cos, Sin, YQ, YK, N, T, q_heads, k_heads,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_cb, stride_ct, stride_sb, stride_st,
+    stride_yqb, stride_yqh, stride_yqt, stride_ykb, stride_ykh, stride_ykt,
+    R: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSE: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PASS: tl.constexpr,
+):  # fmt: skip
+    q_groups = tl.cdiv(q_heads, HEADS)
+    groups = q_groups + tl.cdiv(k_heads, HEADS)
+    group = tl.program_id(0) % groups
+    # Rows are tokens of all sequences: one decoding step of a batch fills a tile too.
+    n = (tl.program_id(0) // groups).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row_mask = n < N
+    batch = n // T
+    token = n % T
+    c_a, c_b = _load_pair(Cos, batch * stride_cb + token * stride_ct, row_mask, R // 2, INTERLEAVED, ROWS, BLOCK)
+    s_a, s_b = _load_pair(Sin, batch * stride_sb + token * stride_st, row_mask, R // 2, INTERLEAVED, ROWS, BLOCK)
+    if TRANSPOSE:
+        s_a, s_b = -s_b, -s_a
+    if group < q_groups:
+        _rotate_heads(
+            Q, YQ, batch, token, row_mask, (group * HEADS).to(tl.int64), q_heads, c_a, c_b, s_a, s_b,
+            stride_qb, stride_qh, stride_qt, stride_yqb, stride_yqh, stride_yqt,
+            R, D, INTERLEAVED, HEADS, ROWS, BLOCK, BLOCK_PASS,
+        )  # fmt: skip
+    else:
+        _rotate_heads(
+            K, YK, batch, token, row_mask, ((group - q_groups) * HEADS).to(tl.int64), k_heads, c_a, c_b, s_a, s_b,
+            stride_kb, stride_kh, stride_kt, stride_ykb, stride_ykh, stride_ykt,
+            R, D, INTERLEAVED, HEADS, ROWS, BLOCK, BLOCK_PASS,
+        )  # fmt: skip
+
+
+def _unit_last(x):
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _table_strides(table, T):
+    """(batch, token) strides of (T, R), (1, T, R) or (B, T, R); 0 where one row serves all."""
+    return 0 if table.ndim == 2 or table.shape[0] == 1 else table.stride(0), table.stride(-2)
+
+
+def rope(q, k, cos, sin, q_order, k_order, heads_dim, interleaved, transpose):
+    """Launch the rotation, or its transpose; returns new q and k whose outer dimensions lie in memory as ordered.
+
+    q and k are (B, H, T, D) with heads_dim 1, (B, T, H, D) with heads_dim 2; either may have no heads.
+    """
+    y_q, y_k = empty_ordered(q, q_order), empty_ordered(k, k_order)
+    time_dim = 3 - heads_dim
+    B, T, D = q.shape[0], q.shape[time_dim], q.shape[3]
+    q_heads, k_heads = q.shape[heads_dim], k.shape[heads_dim]
+    if not B * T * (q_heads + k_heads):
+        return y_q, y_k
+    q, k, cos, sin = (_unit_last(x) for x in (q, k, cos, sin))
+    R = cos.shape[-1]
+    block = triton.next_power_of_2(R // 2)
+    rows = max(1, TILE // block)
+    groups = triton.cdiv(q_heads, HEADS) + triton.cdiv(k_heads, HEADS)
+    strides = [x.stride(dim) for x in (q, k) for dim in (0, heads_dim, time_dim)]
+    out_strides = [y.stride(dim) for y in (y_q, y_k) for dim in (0, heads_dim, time_dim)]
+    with _device.on_device(q):
+        rope_kernel[(groups * triton.cdiv(B * T, rows),)](
+            q, k, cos, sin, y_q, y_k, B * T, T, q_heads, k_heads,
+            *strides, *_table_strides(cos, T), *_table_strides(sin, T), *out_strides,
+            R=R, D=D, INTERLEAVED=interleaved, TRANSPOSE=transpose, HEADS=HEADS, ROWS=rows, BLOCK=block,
+            BLOCK_PASS=triton.next_power_of_2(max(D - R, 1)), num_warps=_device.clamp_warps(NUM_WARPS),
+        )  # fmt: skip
+    return y_q, y_k

@@ -1,0 +1,236 @@
+"""Gated linear units (Shazeer 2020, arXiv 2002.05202, eq. 5-6): swiglu and geglu.
+
+    y = f(gate) · up        f = silu (swiglu), gelu or its tanh approximation (geglu)
+
+f is computed in fp32 and not rounded before the product: one rounding less than the unfused model, which stores
+f(gate) in its own dtype. Saved for backward: gate and up, the inputs, which the projections before them need not keep;
+f is recomputed.
+
+A packed projection is taken as it is: `swiglu(gate_up)` reads the two halves of (..., 2F) in place and writes one
+packed gradient, where `chunk` would cost a copy of the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.errors import OptionError, ShapeError
+from tigon.ops._dispatch import Differentiable, Primitive, check_dtype, first_order
+from tigon.ops._op import Case, Cost, Op, randn
+
+Approximate = Literal["tanh", "none"]
+# approximate, by torch's names -> the kernel's activation
+_GELU = {"tanh": "gelu_tanh", "none": "gelu"}
+
+
+def _split(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    if up is not None:
+        return gate, up
+    half = gate.shape[-1] // 2
+    return gate[..., :half], gate[..., half:]
+
+
+def _activation(g: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """f(g) and f'(g), as at the top of `kernels/glu.py`."""
+    if activation == "gelu":
+        cdf = torch.special.ndtr(g)
+        return g * cdf, cdf + g * torch.exp(-0.5 * g * g) * 0.3989422804014327
+    if activation == "silu":
+        s, slope = torch.sigmoid(g), torch.ones((), dtype=g.dtype, device=g.device)
+    else:
+        scale, cubic = 1.5957691216057308, 0.044715
+        s, slope = torch.sigmoid(scale * (g + cubic * g**3)), scale * (1 + 3 * cubic * g * g)
+    f = g * s
+    return f, s + f * (1 - s) * slope
+
+
+def _fwd_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    g, u = _split(gate, up)
+    y_dtype = torch.promote_types(g.dtype, u.dtype)
+    acc = torch.promote_types(y_dtype, torch.float32)
+    return (_activation(g.to(acc), activation)[0] * u.to(acc)).to(y_dtype)
+
+
+def _bwd_reference(
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, want_dgate: bool, want_dup: bool
+) -> tuple[Tensor, Tensor]:
+    dgate, dup = _bwd_fake(dy, gate, up, activation, want_dgate, want_dup)
+    g, u = _split(gate, up)
+    acc = torch.promote_types(dy.dtype, torch.float32)
+    f, df = _activation(g.to(acc), activation)
+    dy = dy.to(acc)
+    dg, du = _split(dgate, None) if up is None else (dgate, dup)
+    if want_dgate:
+        dg.copy_(dy * u.to(acc) * df)
+    if want_dup or up is None:
+        du.copy_(dy * f)
+    return dgate, dup
+
+
+def _fwd_fake(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    if up is None:
+        return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+
+
+def _bwd_fake(
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, want_dgate: bool, want_dup: bool
+) -> tuple[Tensor, Tensor]:
+    other = gate if up is None else up
+    return gate.new_empty(gate.shape if want_dgate else (0,)), other.new_empty(other.shape if want_dup else (0,))
+
+
+glu_fwd = Primitive(
+    "glu_fwd",
+    "(Tensor gate, Tensor? up, str activation) -> Tensor",
+    reference=_fwd_reference,
+    kernel="tigon.kernels.glu:glu_fwd",
+    fake=_fwd_fake,
+)
+glu_bwd = Primitive(
+    "glu_bwd",
+    "(Tensor dy, Tensor gate, Tensor? up, str activation, bool want_dgate, bool want_dup) -> (Tensor, Tensor)",
+    reference=_bwd_reference,
+    kernel="tigon.kernels.glu:glu_bwd",
+    fake=_bwd_fake,
+)
+
+
+class GLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return glu_fwd(gate, up, activation)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        want_dgate, want_dup = ctx.needs_input_grad[:2]
+        dgate, dup = glu_bwd(dy, gate, up, ctx.activation, want_dgate, want_dup)
+        return dgate if want_dgate else None, dup if want_dup else None, None
+
+
+_glu = Differentiable("glu", "(Tensor gate, Tensor? up, str activation) -> Tensor", GLU.apply)
+
+
+def _gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    check_dtype(gate, up)
+    if up is None:
+        if gate.ndim == 0 or gate.shape[-1] % 2:
+            raise ShapeError(f"packed gate_up is {tuple(gate.shape)}; its last dimension must be even: [gate | up].")
+    else:
+        if gate.shape != up.shape:
+            raise ShapeError(f"gate is {tuple(gate.shape)} and up is {tuple(up.shape)}; they must agree.")
+        if gate.device != up.device:
+            raise ShapeError(f"gate is on {gate.device} and up on {up.device}; move them to one device.")
+        if torch.float64 in (gate.dtype, up.dtype):
+            # fp64 has no kernel, so both must be seen to be fp64.
+            gate, up = gate.double(), up.double()
+    return _glu(gate, up, activation)  # type: ignore[no-any-return]
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up`.
+
+    Args:
+        gate: (..., F), fp16, bf16, fp32 or fp64, any strides; or both halves packed, (..., 2F) = [gate | up].
+        up: (..., F) of gate's shape, its dtype may differ; None when gate is packed.
+
+    Returns:
+        (..., F), in the promoted dtype of gate and up. Gradients have the dtype of their input.
+
+    Raises:
+        ShapeError: shapes or devices differ, or a packed width is odd. DtypeError: not a supported float.
+    """
+    return _gated(gate, up, "silu")
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh") -> Tensor:
+    """`gelu(gate) * up`; args, result and errors as `swiglu`.
+
+    Args:
+        approximate: "tanh" (Gemma's) or "none" (the error function), as in `torch.nn.functional.gelu`.
+
+    Raises:
+        OptionError: another value of approximate.
+    """
+    if approximate not in _GELU:
+        raise OptionError(f"approximate={approximate!r} is not known; choose one of {', '.join(_GELU)}.")
+    return _gated(gate, up, _GELU[approximate])
+
+
+def swiglu_oracle(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """The unfused formula."""
+    gate, up = _split(gate, up)
+    return F.silu(gate) * up
+
+
+def geglu_oracle(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh") -> Tensor:
+    """The unfused formula."""
+    gate, up = _split(gate, up)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    options = dict(case.options)
+    scale = options.pop("scale", 1.0)
+    gate_dtype, up_dtype = options.pop("gate_dtype", dtype), options.pop("up_dtype", dtype)
+    if options.pop("packed", False):
+        return {"gate": randn(*case.shape, dtype=dtype, device=device, scale=scale), "up": None, **options}
+    return {
+        "gate": randn(*case.shape, dtype=gate_dtype, device=device, scale=scale),
+        "up": randn(*case.shape, dtype=up_dtype, device=device),
+        **options,
+    }
+
+
+def _cost(gate: Tensor, up: Tensor | None = None, **_: Any) -> Cost:
+    inputs = gate.nbytes if up is None else gate.nbytes + up.nbytes
+    y = inputs // 2
+    # forward gate, up -> y; backward dy, gate, up -> dgate, dup
+    return Cost(moved_bytes=3 * inputs + 2 * y, saved_bytes=inputs)
+
+
+_CASES = (
+    Case(id="separate", shape=(3, 5, 64)),
+    Case(id="packed", shape=(3, 5, 128), options={"packed": True}),
+    Case(id="packed-odd-half", shape=(7, 14), options={"packed": True}),
+    Case(id="width-1", shape=(9, 1)),
+    Case(id="width-100", shape=(11, 100)),
+    Case(id="odd-wide", shape=(3, 4097)),
+    Case(id="saturated", shape=(4, 192), options={"scale": 30.0}),
+    Case(id="fp32-up", shape=(5, 96), options={"up_dtype": torch.float32}),
+    Case(id="fp32-gate", shape=(5, 96), options={"gate_dtype": torch.float32}),
+    Case(id="llama-8b", shape=(2, 256, 14336), small=False),
+    Case(id="packed-llama-8b", shape=(512, 28672), options={"packed": True}, small=False),
+)
+_EXACT = (
+    Case(id="exact", shape=(3, 5, 64), options={"approximate": "none"}),
+    Case(id="exact-packed", shape=(5, 200), options={"approximate": "none", "packed": True}),
+    Case(id="exact-saturated", shape=(4, 192), options={"approximate": "none", "scale": 30.0}),
+)
+
+SWIGLU = Op(
+    name="swiglu",
+    call=swiglu,
+    oracle=swiglu_oracle,
+    make=_make,
+    grads=("gate", "up"),
+    cases=_CASES,
+    cost=_cost,
+)
+GEGLU = Op(
+    name="geglu",
+    call=geglu,
+    oracle=geglu_oracle,
+    make=_make,
+    grads=("gate", "up"),
+    cases=_CASES + _EXACT,
+    cost=_cost,
+)

@@ -1,0 +1,251 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864, eq. 34) of queries and keys.
+
+    y = x · cos + rotate(x) · sin        over the first R columns; columns R..D pass through
+
+    half-split    rotate(x) = (-x[R/2:], x[:R/2])               Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX
+    interleaved   rotate(x) = (-x1, x0, -x3, x2, ...)           Cohere, GLM
+
+The tables are read as they are, R entries a token: half-split families repeat the angles in the two halves, Cohere
+repeats each angle twice in a row. GLM keeps half-split tables and rearranges them inside its attention, which a caller
+for it does too: `cos[..., : R // 2].repeat_interleave(2, -1)`.
+
+The arithmetic is fp32 whatever the dtypes; the results are new tensors of q's dtype whose memory lies as the input's
+does, so that an attention behind a (B, T, H, D) projection needs no copy. Backward is the transposed map, right for any
+table, and needs the tables alone; it writes the gradients in the memory order of q and k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.errors import DtypeError, OptionError, ShapeError
+from tigon.kernels._layout import empty_ordered, outer_order
+from tigon.ops._dispatch import Differentiable, Primitive, check_dtype, first_order
+from tigon.ops._op import Case, Cost, Op, randn
+
+# B batch, H heads, T tokens, D head width, R rotary width. `heads_dim` is 1 for (B, H, T, D), 2 for (B, T, H, D).
+
+
+def _pair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the two members of all pairs, each (..., R/2)."""
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_order: Sequence[int],
+    k_order: Sequence[int],
+    heads_dim: int,
+    interleaved: bool,
+    transpose: bool,
+) -> tuple[Tensor, Tensor]:
+    acc = torch.promote_types(q.dtype, torch.float32)
+    R = cos.shape[-1]
+    c_a, c_b = _pair(cos.to(acc).unsqueeze(heads_dim - 4), interleaved)
+    s_a, s_b = _pair(sin.to(acc).unsqueeze(heads_dim - 4), interleaved)
+    if transpose:
+        s_a, s_b = -s_b, -s_a
+    outputs = []
+    for x, order in ((q, q_order), (k, k_order)):
+        y = empty_ordered(x, order)
+        y[..., R:] = x[..., R:]
+        x_a, x_b = _pair(x[..., :R].to(acc), interleaved)
+        y_a, y_b = _pair(y[..., :R], interleaved)
+        y_a.copy_(x_a * c_a - x_b * s_a)
+        y_b.copy_(x_b * c_b + x_a * s_b)
+        outputs.append(y)
+    return outputs[0], outputs[1]
+
+
+def _fake(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_order: Sequence[int], k_order: Sequence[int], *_: Any
+) -> tuple[Tensor, Tensor]:
+    return empty_ordered(q, q_order), empty_ordered(k, k_order)
+
+
+rotate = Primitive(
+    "rope_rotate",
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, int[] q_order, int[] k_order, int heads_dim, bool interleaved,"
+    " bool transpose) -> (Tensor, Tensor)",
+    reference=_reference,
+    kernel="tigon.kernels.rope:rope",
+    fake=_fake,
+)
+
+
+class Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.orders = outer_order(q), outer_order(k)
+        ctx.heads_dim, ctx.interleaved = heads_dim, interleaved
+        ctx.save_for_backward(cos, sin)
+        ctx.set_materialize_grads(False)
+        return rotate(q, k, cos, sin, *ctx.orders, heads_dim, interleaved, False)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        want_dq = dq is not None and ctx.needs_input_grad[0]
+        want_dk = dk is not None and ctx.needs_input_grad[1]
+        given = dq if want_dq else dk
+        if given is None or not (want_dq or want_dk):
+            return None, None, None, None, None, None
+        # A gradient that nobody wants is a tensor without heads.
+        nothing = given.narrow(ctx.heads_dim, 0, 0)
+        dq, dk = rotate(
+            dq if want_dq else nothing, dk if want_dk else nothing,
+            cos, sin, *ctx.orders, ctx.heads_dim, ctx.interleaved, True,
+        )  # fmt: skip
+        return dq if want_dq else None, dk if want_dk else None, None, None, None, None
+
+
+_rope = Differentiable(
+    "rope",
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, int heads_dim, bool interleaved) -> (Tensor, Tensor)",
+    Rope.apply,
+)
+
+
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> None:
+    check_dtype(q, k, cos, sin)
+    if heads_dim not in (1, 2):
+        raise OptionError(f"unsqueeze_dim={heads_dim} is not known; 1 for (B, heads, T, D), 2 for (B, T, heads, D).")
+    if q.dtype != k.dtype:
+        raise DtypeError(f"q is {q.dtype} and k is {k.dtype}; they must agree. Cast one of them.")
+    if q.ndim != 4 or k.ndim != 4:
+        raise ShapeError(f"q is {tuple(q.shape)} and k is {tuple(k.shape)}; both must have 4 dimensions.")
+    B, T, D = q.shape[0], q.shape[3 - heads_dim], q.shape[3]
+    if (k.shape[0], k.shape[3 - heads_dim], k.shape[3]) != (B, T, D):
+        raise ShapeError(
+            f"q is {tuple(q.shape)} and k is {tuple(k.shape)}; with unsqueeze_dim={heads_dim} they may differ in "
+            f"dimension {heads_dim} (heads) only."
+        )
+    if cos.shape != sin.shape or cos.ndim not in (2, 3):
+        raise ShapeError(
+            f"cos is {tuple(cos.shape)} and sin is {tuple(sin.shape)}; both must be (T, R) or (1 or B, T, R)."
+        )
+    R = cos.shape[-1]
+    if cos.shape[-2] != T or (cos.ndim == 3 and cos.shape[0] not in (1, B)):
+        raise ShapeError(
+            f"cos and sin are {tuple(cos.shape)}, q has batch {B} and {T} tokens; they must be ({T}, R), (1, {T}, R) "
+            f"or ({B}, {T}, R). Check position_ids and unsqueeze_dim."
+        )
+    if R % 2 or not 0 < R <= D:
+        raise ShapeError(f"cos and sin have {R} columns, q {D}; the rotary width must be even and in 2..{D}.")
+    if not q.device == k.device == cos.device == sin.device:
+        raise ShapeError(
+            f"q is on {q.device}, k on {k.device}, cos on {cos.device}, sin on {sin.device}; move them to one device."
+        )
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise OptionError("cos or sin requires grad, but rope has no gradient for its tables; pass them detached.")
+
+
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by their positions.
+
+    Args:
+        q: (B, Hq, T, D), or (B, T, Hq, D) with unsqueeze_dim=2; fp16, bf16, fp32 or fp64. Strides are free; a copy is
+            made only where the last dimension has no unit stride. Never written to.
+        k: as q, with its own number of heads; the same dtype.
+        cos, sin: (T, R), (1, T, R) or (B, T, R), any float dtype; R is even and at most D. Not differentiated.
+        interleaved: pairs are (2i, 2i+1) instead of (i, i + R/2).
+        unsqueeze_dim: the dimension of the heads, by the name transformers gives it.
+
+    Returns:
+        Rotated q and k: new tensors of the same shapes and dtype, in the memory order of q and k.
+
+    Raises:
+        ShapeError: shapes or devices that do not fit. DtypeError: not a supported float, or q and k differ.
+        OptionError: unsqueeze_dim is neither 1 nor 2, or a table requires grad.
+    """
+    _check(q, k, cos, sin, unsqueeze_dim)
+    return _rope(q, k, cos, sin, unsqueeze_dim, interleaved)  # type: ignore[no-any-return]
+
+
+def rope_oracle(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """The unfused formula, in the dtypes the model families use."""
+    R = cos.shape[-1]
+    # Counted from the end, so that a table without a batch broadcasts too.
+    cos, sin = cos.unsqueeze(unsqueeze_dim - 4), sin.unsqueeze(unsqueeze_dim - 4)
+
+    def rotated(x: Tensor) -> Tensor:
+        a, b = _pair(x[..., :R], interleaved)
+        turned = torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
+        return torch.cat(((x[..., :R] * cos + turned * sin).to(x.dtype), x[..., R:]), -1)
+
+    return rotated(q), rotated(k)
+
+
+def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    options = dict(case.options)
+    B, heads, T, D = case.shape
+    kv_heads, R = options.pop("kv_heads", heads), options.pop("rotary", D)
+    batch, table_dtype = options.pop("table_batch", 1), options.pop("table_dtype", dtype)
+    in_memory, arbitrary = options.pop("in_memory", "BTHD"), options.pop("arbitrary_table", False)
+
+    def projected(count: int) -> Tensor:
+        shape = (B, T, count, D) if in_memory == "BTHD" else (B, count, T, D)
+        x = randn(*shape, dtype=dtype, device=device)
+        return x if (in_memory == "BTHD") == (options.get("unsqueeze_dim", 1) == 2) else x.transpose(1, 2)
+
+    position = torch.arange(T, device=device) + torch.arange(max(batch, 1), device=device)[:, None] * 5
+    angle = position[..., None] * 10000.0 ** (-torch.arange(0, R, 2, device=device) / R)
+    angle = angle.repeat_interleave(2, -1) if options.get("interleaved") else torch.cat((angle, angle), -1)
+    if arbitrary:
+        angle = torch.randn(angle.shape, device=device)
+    cos, sin = angle.cos().to(table_dtype), angle.sin().to(table_dtype)
+    tables = {"cos": cos, "sin": sin} if batch else {"cos": cos[0], "sin": sin[0]}
+    return {"q": projected(heads), "k": projected(kv_heads), **tables, **options}
+
+
+def _cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> Cost:
+    # forward and backward each: q, k, cos, sin -> q, k
+    tables = cos.nbytes + sin.nbytes
+    return Cost(moved_bytes=4 * (q.nbytes + k.nbytes) + 2 * tables, saved_bytes=tables)
+
+
+ROPE = Op(
+    name="rope",
+    call=rope,
+    oracle=rope_oracle,
+    make=_make,
+    grads=("q", "k"),
+    cases=(
+        Case(id="llama", shape=(2, 8, 9, 64), options={"kv_heads": 2}),
+        Case(id="contiguous-heads", shape=(2, 4, 17, 64), options={"kv_heads": 1, "in_memory": "BHTD"}),
+        Case(id="heads-last", shape=(2, 3, 11, 128), options={"kv_heads": 3, "unsqueeze_dim": 2}),
+        Case(
+            id="interleaved",
+            shape=(2, 5, 7, 64),
+            options={"kv_heads": 2, "interleaved": True, "table_dtype": torch.float32},
+        ),
+        Case(id="partial", shape=(1, 4, 13, 80), options={"kv_heads": 2, "rotary": 32}),
+        Case(id="partial-interleaved", shape=(1, 2, 13, 128), options={"rotary": 64, "interleaved": True}),
+        Case(id="odd-width", shape=(2, 2, 5, 7), options={"rotary": 6}),
+        Case(id="width-96", shape=(1, 6, 10, 96), options={"kv_heads": 3, "interleaved": True}),
+        Case(id="width-256", shape=(1, 2, 9, 256), options={"kv_heads": 1, "unsqueeze_dim": 2, "in_memory": "BHTD"}),
+        Case(id="own-positions", shape=(3, 2, 6, 64), options={"table_batch": 3, "table_dtype": torch.float32}),
+        Case(id="table-without-batch", shape=(2, 2, 6, 32), options={"table_batch": 0}),
+        Case(id="decoding-step", shape=(5, 4, 1, 64), options={"kv_heads": 1, "table_batch": 5}),
+        Case(id="arbitrary-table", shape=(2, 3, 8, 16), options={"arbitrary_table": True}),
+        Case(id="arbitrary-interleaved", shape=(2, 3, 8, 12), options={"arbitrary_table": True, "interleaved": True}),
+        Case(id="llama-1b", shape=(2, 32, 1024, 64), options={"kv_heads": 8}, small=False),
+    ),
+    cost=_cost,
+)
