@@ -1,0 +1,176 @@
+"""The folders are the architecture: imports point down, and what is promised about importing tigon holds."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tigon import errors
+from tigon.models import MODELS
+from tigon.ops import OPS
+
+SOURCE = Path(__file__).parent.parent / "src" / "tigon"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# A room may import the rooms of the lines below its own, never a neighbour on its line.
+LINES = (
+    ("__main__",),
+    ("cli",),
+    ("bench", "train", "compat"),
+    ("medusa", "profile", "memory"),
+    ("models", "techniques"),
+    ("nn",),
+    ("ops",),
+    ("kernels",),
+)
+LEVEL = {room: level for level, line in enumerate(LINES) for room in line}
+LEAVES = {"errors", "_types"}  # whoever wants them; they import nothing of ours
+MAY_IMPORT_TRANSFORMERS = {"models", "techniques", "medusa", "train", "bench", "compat"}
+MAX_LINES = 600
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(SOURCE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports(path: Path, *, module_level: bool = False) -> set[str]:
+    """Dotted names a file imports, `from x import y` as "x.y"; only those that run at import if `module_level`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    if module_level:
+        inside: set[ast.AST] = set()
+        for node in ast.walk(tree):
+            guard = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+            if guard or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                inside.update(ast.walk(node))
+        nodes = [n for n in nodes if n not in inside]
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        else:
+            assert node.level == 0, f"{path}: imports are absolute"
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def rooms_imported(path: Path) -> set[str]:
+    rooms = {name.split(".")[1] for name in imports(path) if name.startswith("tigon.")}
+    return {r for r in rooms if r in LEVEL or r in LEAVES or (SOURCE / r).exists() or (SOURCE / f"{r}.py").exists()}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_import_points_up(path: Path) -> None:
+    room = room_of(path)
+    if room == "__init__":
+        assert not rooms_imported(path) & {"cli", "train", "bench", "compat"}
+        return
+    for other in rooms_imported(path) - LEAVES - {room}:
+        assert room not in LEAVES, f"{room} is a leaf, but imports {other}"
+        assert other in LEVEL, f"{other} has no place in LINES"
+        assert LEVEL[other] > LEVEL[room], f"{room} imports {other}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_room_imports_a_foreign_library(path: Path) -> None:
+    room, names = room_of(path), imports(path)
+    roots = {name.split(".")[0] for name in names}
+    if room == "kernels":
+        allowed = sys.stdlib_module_names | {"torch", "triton", "tigon", "__future__"}
+        assert roots <= allowed, f"kernels import {roots - allowed}"
+    if room == "ops":
+        allowed = sys.stdlib_module_names | {"torch", "tigon", "__future__"}
+        assert roots <= allowed, f"ops import {roots - allowed}"
+        # Triton comes with the first launch; _layout is torch only.
+        at_import = {n for n in imports(path, module_level=True) if n.startswith("tigon.kernels")}
+        assert all(n.startswith("tigon.kernels._layout") for n in at_import), at_import
+    if "transformers" in roots:
+        assert room in MAY_IMPORT_TRANSFORMERS
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_file_has_outgrown_its_room(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_LINES, f"{lines} lines; split it"
+
+
+def test_importing_tigon_imports_transformers_or_triton() -> None:
+    code = (
+        "import sys, tigon; print(sorted({'transformers', 'triton', 'peft', 'typer', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_without_triton_an_op_fails() -> None:
+    """macOS and Windows: every op runs its PyTorch path."""
+    code = """
+import sys
+sys.modules["triton"] = None  # import triton now raises ImportError
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name == "triton" else real(name, *a)
+import torch, tigon
+from tigon.ops import OPS
+assert not tigon.ops._dispatch.HAS_TRITON
+for op in OPS.values():
+    inputs = op.make(op.cases[0], torch.float32, torch.device("cpu"))
+    for name in op.grads:
+        if isinstance(inputs.get(name), torch.Tensor):
+            inputs[name].requires_grad_()
+    out = op.call(**inputs)
+    (out[0] if isinstance(out, tuple) else out).sum().backward()
+print("ok")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "ok", done.stderr[-2000:]
+
+
+def test_error_tree_in_the_docstring_is_out_of_date() -> None:
+    """The tree drawn at the top of errors.py, by indentation, is the one the classes form."""
+    drawn: dict[str, str] = {}
+    above: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"^( +)(?:[x+·-] )?([A-Z]\w+)", line)
+        if not match:
+            continue
+        depth = (len(match[1]) - 4) // 2
+        above = [*above[:depth], match[2]]
+        drawn[match[2]] = above[-2] if depth else "Exception"
+    actual = {
+        name: next(base.__name__ for base in cls.__mro__[1:] if base.__name__ in vars(errors) or base is Exception)
+        for name, cls in vars(errors).items()
+        if isinstance(cls, type)
+    }
+    assert drawn == actual
+
+
+def test_engine_asks_which_model_it_has() -> None:
+    """A family is a row of models/table.py; comparing with a name anywhere else is a branch that should be a field."""
+    names = set(MODELS)
+    assert names
+    for path in sorted((SOURCE / "models").glob("*.py")):
+        if path.name == "table.py":
+            continue
+        asked: set[object] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Compare, ast.MatchValue)):
+                asked.update(n.value for n in ast.walk(node) if isinstance(n, ast.Constant))
+            elif isinstance(node, ast.Dict):
+                asked.update(key.value for key in node.keys if isinstance(key, ast.Constant))
+        assert not names & asked, path.name
+
+
+def test_op_lacks_a_kernel_file_or_a_docstring_with_its_source() -> None:
+    for op in OPS.values():
+        assert op.call.__doc__ or op.name == "multi_head_linear_cross_entropy"
+        assert op.cases and op.grads
+        for case in op.cases:
+            assert case.id == case.id.lower() and " " not in case.id
+        assert len({c.id for c in op.cases}) == len(op.cases), f"{op.name} has two cases of one name"
