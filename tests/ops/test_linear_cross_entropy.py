@@ -322,3 +322,12 @@ def test_logits_beyond_2_31_elements_wrap() -> None:
 def test_interpreter_flag_is_left_on() -> None:
     """The fixture must leave the reference as the default, or the reference tests above tested kernels."""
     assert not _dispatch.INTERPRET
+
+
+def test_meta_tensors_are_computed_with() -> None:
+    """Planners run models on the meta device: shapes only, nothing counted, nothing waited for."""
+    x, w, target = (t.to("meta") for t in head(torch.device("cpu")))
+    for labels in (target, prepare_targets(target)):
+        loss = linear_cross_entropy(x, w, labels)
+        dx, dw = torch.autograd.grad(loss, (x, w))
+        assert (loss.shape, dx.shape, dw.shape) == ((), x.shape, w.shape) and loss.is_meta

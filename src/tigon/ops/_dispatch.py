@@ -54,10 +54,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _unwatched(args: tuple[Any, ...]) -> bool:
-    """True when no compiler, mode or tensor subclass needs to see a named operator."""
+    """True when no compiler, mode or tensor subclass needs to see a named operator, and there is data to compute on."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    return all(type(a) in _PLAIN for a in args if isinstance(a, Tensor))
+    return all(type(a) in _PLAIN and not a.is_meta for a in args if isinstance(a, Tensor))
 
 
 class Primitive:

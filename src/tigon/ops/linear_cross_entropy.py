@@ -21,6 +21,7 @@ and CUDA graphs nothing may wait, and every row is kept.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -94,18 +95,27 @@ class PreparedTargets:
 
     target: Tensor
     """The labels, any shape."""
-    index_N: Tensor
-    """Flat positions, those that are not ignored first."""
-    count: Tensor
+    index_N: Tensor | None = None
+    """Flat positions, those that are not ignored first; None where nothing may be counted and all rows stay."""
+    count: Tensor | None = None
     """0-dim int64 on the host, valid once `event` has passed."""
-    event: torch.cuda.Event | None
+    event: torch.cuda.Event | None = None
 
     def rows(self) -> Tensor | None:
         """Flat positions of the rows that count, or None if all do."""
+        if self.index_N is None or self.count is None:
+            return None
         if self.event is not None:
             self.event.synchronize()
         count = int(self.count)
         return None if count == self.target.numel() else self.index_N[:count]
+
+
+def _may_wait(target: Tensor) -> bool:
+    """Whether the host may read a number off `target`: not while compiling, tracing fakes or capturing a CUDA graph."""
+    if torch.compiler.is_compiling() or type(target) is not Tensor or target.is_meta or not target.numel():
+        return False
+    return not (target.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def prepare_targets(target: Tensor, *, ignore_index: int = -100) -> PreparedTargets:
@@ -120,11 +130,13 @@ def prepare_targets(target: Tensor, *, ignore_index: int = -100) -> PreparedTarg
     Returns:
         `PreparedTargets`, good for one target.
     """
+    if not _may_wait(target):
+        return PreparedTargets(target)
     ignored_N = (target == ignore_index).reshape(-1)
     index_N = torch.argsort(ignored_N.to(torch.uint8), stable=True)
     count = (~ignored_N).sum()
     if not target.is_cuda:
-        return PreparedTargets(target, index_N, count, None)
+        return PreparedTargets(target, index_N, count)
     on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
     on_host.copy_(count, non_blocking=True)
     event = torch.cuda.Event()
@@ -134,9 +146,7 @@ def prepare_targets(target: Tensor, *, ignore_index: int = -100) -> PreparedTarg
 
 def _rows_that_count(target: Tensor, prepared: PreparedTargets | None, ignore_index: int) -> Tensor | None:
     """Flat positions of the labels that are not ignored, None for "all of them" or where the host may not wait."""
-    if torch.compiler.is_compiling() or type(target) is not Tensor or not target.numel():
-        return None
-    if target.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not _may_wait(target):
         return None
     if prepared is not None:
         return prepared.rows()
@@ -168,6 +178,14 @@ def _product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
         torch.addmm(out, a, b, out=out)
     else:
         torch.mm(a, b, out=out)
+
+
+def _no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Autocast would turn the fp32 accumulation into a 16-bit one; the dtypes were settled by the caller."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
@@ -209,8 +227,7 @@ def _chunks_body(
     N, V = hidden_NH.shape[0], weight_VH.shape[0]
     want_grad = want_hidden or want_weight or want_bias
     buffer_CV = kept_NV if keep else _buffer(min(chunk, N), V, hidden_NH)
-    # Autocast would turn the fp32 accumulation into a 16-bit one; the dtypes were settled by the caller.
-    with torch.autocast(hidden_NH.device.type, enabled=False):
+    with _no_autocast(hidden_NH):
         for number, rows in enumerate(_chunks(N, chunk)):
             x_CH, logits_CV = hidden_NH[rows], buffer_CV[: rows.stop - rows.start]
             if bias is None:
@@ -327,7 +344,7 @@ def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     x_dtype, w_dtype, b_dtype = ctx.dtypes
     scale = (dloss if dloss.ndim == 0 or index is None else dloss.index_select(0, index)) * left
     dx = dw = None
-    with torch.autocast(g_NV.device.type, enabled=False):
+    with _no_autocast(g_NV):
         if want_hidden:
             # fp16 needs fp32 until the scale is on; a per-token scale would round 16-bit products a second time.
             wide = x_dtype == torch.float16 or scale.ndim > 0
@@ -511,7 +528,7 @@ def _check_linear(
 def _settle_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """One dtype for the products: autocast's where it is on, else the promoted one. The casts are differentiable."""
     device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
     else:
         dtype = torch.promote_types(hidden.dtype, weight.dtype)

@@ -1,0 +1,326 @@
+"""Logits that nobody computed: what `lm_head` returns while the loss is fused, and what `outputs.logits` is then.
+
+The fused head knows the loss and not the logits, yet its output passes through other people's hands. FSDP2 and ZeRO-3
+hang the gathering of the head's weight for the backward on the tensors a module returns, accelerate casts and moves
+outputs, a user may read them. So the output is a tensor: underneath it is the scalar loss, with its gradient, and hooks
+on it fire when the loss's backward passes; to Python it has the shape, dtype and device of the logits. Casts, moves and
+`detach` are noted down. Everything else computes the logits, once, and says so once.
+
+Two things it cannot do, and refuses: give the gradient of the logits (`retain_grad`, `grad`), and lend itself to
+somebody's `torch.autograd.Function`, which PyTorch calls without asking subclasses. Such a function computes with the
+logits, and its gradient, as large as the logits, would be summed into that of the scalar, without an error and wrong.
+So the scalar stands behind a gate that lets through only the gradient that taking the loss has announced.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from tigon.errors import PatchError
+
+
+class MaterializedLogitsWarning(UserWarning):
+    """`outputs.logits` of a patched training step was read, which computed the (tokens, vocab) tensor after all."""
+
+
+_warned_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class LogitsSource:
+    """Everything needed to compute the logits of one forward later; the result is kept."""
+
+    def __init__(self, head: nn.Module, plain_forward: Callable[..., Tensor], hidden: Tensor) -> None:
+        weight = head.weight
+        assert isinstance(weight, Tensor)
+        self.head, self.plain_forward, self.hidden = head, plain_forward, hidden
+        device_type = hidden.device.type
+        self.dtype = hidden.dtype
+        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if torch.amp.is_autocast_available(device_type):  # not on the meta device
+            on, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+            self.dtype = dtype if on and hidden.dtype != torch.float64 else hidden.dtype
+            self._autocast = partial(torch.autocast, device_type, dtype=dtype, enabled=on)
+        self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
+        self._weight_shape, self._versions = weight.shape, (_version(weight), _version(hidden))
+        self.logits: Tensor | None = None
+
+    def compute(self) -> Tensor:
+        """The logits (..., vocab), attached to the graph when gradients are on."""
+        if self.logits is None or (torch.is_grad_enabled() and not self.logits.requires_grad):
+            with self._autocast():
+                self.logits = self._forward()
+            self._warn()
+        return self.logits
+
+    def _forward(self) -> Tensor:
+        weight = self.head.weight
+        assert isinstance(weight, Tensor)
+        whole = type(weight) in (Tensor, nn.Parameter) and weight.shape == self._weight_shape
+        if not (whole and weight.untyped_storage().nbytes() > 0):
+            return self._forward_sharded()
+        if (_version(weight), _version(self.hidden)) != self._versions:
+            raise PatchError(
+                "outputs.logits was first read after lm_head.weight (or the hidden states) had changed, so the logits "
+                "of that forward are gone. Read them before optimizer.step(), or patch with linear_cross_entropy=False."
+            )
+        return self.plain_forward(self.head, self.hidden)
+
+    def _forward_sharded(self) -> Tensor:
+        # Since the forward, FSDP or ZeRO-3 took the weight away: only a call of the module gathers it, hooks and all.
+        try:
+            return self.head(self.hidden)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            raise PatchError(
+                "outputs.logits cannot be computed any more: lm_head.weight is sharded again, and calling lm_head does "
+                f"not gather it ({error}). Read the logits before backward, or call the model with skip_logits=False."
+            ) from error
+
+    def _warn(self) -> None:
+        if self.head not in _warned_heads:
+            _warned_heads.add(self.head)
+            warnings.warn(
+                f"The logits {tuple(self.shape)} of a patched training step were read, so they are computed and kept, "
+                "beside the fused loss that does without them. Call the model without labels, in eval mode, or with "
+                "skip_logits=False where you need them.",
+                MaterializedLogitsWarning,
+                stacklevel=_frames_to_caller(),
+            )
+
+
+def _frames_to_caller() -> int:
+    """`stacklevel` for a warning raised by the caller of this, so that it names the line that read the logits."""
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in {"torch", "tigon"}:
+        frame = frame.f_back
+        level += 1
+    return level
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass(frozen=True)
+class _View:
+    """What was asked of the logits since the head: casts, moves, clone."""
+
+    dtype: torch.dtype
+    device: torch.device
+    copied: bool = False
+
+    def on_meta(self, shape: torch.Size) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    def of(self, logits: Tensor) -> Tensor:
+        return logits.to(device=self.device, dtype=self.dtype, copy=self.copied)
+
+
+class DeferredLogits(Tensor):
+    """See the module's text. Made by `carry` and `seal` only."""
+
+    source: LogitsSource
+    _view: _View
+    _gate: _Gate
+    _real: Tensor | None
+
+    @staticmethod
+    def carry(loss: Tensor, source: LogitsSource) -> DeferredLogits:
+        """The head's output: `loss` () underneath, gradient included; `source` says what logits it stands for."""
+        return _carry(loss, source, _View(source.dtype, loss.device), _Gate())
+
+    def seal(self) -> DeferredLogits:
+        """The same logits for the user's `outputs.logits`, cut off from the loss."""
+        with torch._C.DisableTorchFunctionSubclass():
+            scalar = self.detach().requires_grad_(self.requires_grad)
+        return _carry(scalar, self.source, self._view, _Gate())
+
+    def loss(self) -> Tensor:
+        """The fused loss (), a fresh tensor behind whatever hooks were put on this one."""
+        return _Take.apply(self, self._gate)  # type: ignore[no-any-return]
+
+    def materialize(self) -> Tensor:
+        """The logits (..., vocab) as an ordinary tensor."""
+        attach = self.requires_grad and torch.is_grad_enabled()
+        if self._real is None or (attach and not self._real.requires_grad):
+            with torch.set_grad_enabled(attach):
+                logits = self.source.compute()
+                self._real = self._view.of(logits if attach else logits.detach())
+        return self._real
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, DeferredLogits):
+            if func in _NATIVE:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func in _ANSWERED:
+                return _ANSWERED[func](first)
+            if func in _ON_META:
+                return func(first._view.on_meta(first.source.shape), *args[1:], **kwargs)
+            if func in _LAZY and first.source.logits is None:
+                return _LAZY[func](first, *args[1:], **kwargs)
+        args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.materialize, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class UncomputedLogits:
+    """`outputs.logits` of a compiled training step: nothing is kept to compute them from, and every use says so."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise PatchError(_UNCOMPUTED.format(use=f".{name}"))
+
+    def __getitem__(self, key: Any) -> Any:
+        raise PatchError(_UNCOMPUTED.format(use="[...]"))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: Any) -> Any:
+        raise PatchError(_UNCOMPUTED.format(use=f" in {getattr(func, '__name__', func)}"))
+
+
+_UNCOMPUTED = (
+    "outputs.logits{use}: a compiled training step with a fused loss keeps no logits. Call the model with "
+    "skip_logits=False, or read them in eval mode."
+)
+
+
+class _Gate:
+    """Between `_Take` and `_Carry`: the gradient that may pass."""
+
+    announced: Tensor | None = None
+
+
+class _Take(torch.autograd.Function):
+    """The scalar under a `DeferredLogits`, as the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, carried: Tensor, gate: _Gate) -> Tensor:
+        ctx.gate = gate
+        with torch._C.DisableTorchFunctionSubclass():
+            return carried.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.gate.announced = grad
+        return grad, None
+
+
+class _Carry(torch.autograd.Function):
+    """Identity on the scalar whose output is a `DeferredLogits`, and no view: FSDP2 warns of hooks on views."""
+
+    @staticmethod
+    def forward(ctx: Any, scalar: Tensor, gate: _Gate) -> Tensor:
+        ctx.gate = gate
+        ctx.set_materialize_grads(False)
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor._make_subclass(DeferredLogits, scalar.clone())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is not None and grad is not ctx.gate.announced:
+            # DistributedDataParallel may route zeros through every output it was given.
+            if bool(grad.any()):
+                raise PatchError(
+                    "a gradient reached the logits of a patched training step through a custom autograd function or a "
+                    "hook that changed it, but these logits were never computed. Call the model with skip_logits=False."
+                )
+            return None, None
+        return grad, None
+
+
+def _carry(scalar: Tensor, source: LogitsSource, view: _View, gate: _Gate) -> DeferredLogits:
+    carried: DeferredLogits = _Carry.apply(scalar, gate)
+    carried.source, carried._view, carried._gate, carried._real = source, view, gate, None
+    return carried
+
+
+def _noted(logits: DeferredLogits, **changes: Any) -> Tensor:
+    return _carry(logits, logits.source, replace(logits._view, **changes), logits._gate)
+
+
+def _detach(logits: DeferredLogits) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        scalar = logits.detach()
+    return _carry(scalar, logits.source, logits._view, logits._gate)
+
+
+def _view_as(logits: DeferredLogits, other: Tensor) -> Tensor:
+    # PyTorch calls x.view_as(x) on an input that an autograd.Function returns, as module backward hooks do.
+    return _detach(logits) if other is logits else logits.materialize().view_as(other)
+
+
+def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Tensor:
+    if args and isinstance(args[0], Tensor):
+        return _noted(logits, dtype=args[0].dtype, device=args[0].device)
+    copied = logits._view.copied or kwargs.pop("copy", False)
+    device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+    view = logits._view
+    return _noted(logits, dtype=dtype or view.dtype, device=device or view.device, copied=copied)
+
+
+def _no_gradient(logits: DeferredLogits) -> Any:
+    raise PatchError(
+        "the gradient of the logits does not exist where the loss is fused with lm_head. Call the model with "
+        "skip_logits=False, or patch with linear_cross_entropy=False."
+    )
+
+
+def _describe(logits: DeferredLogits) -> str:
+    shape, view = tuple(logits.source.shape), logits._view
+    return f"DeferredLogits(shape={shape}, dtype={view.dtype}, device='{view.device}')"
+
+
+def _getters(*names: str) -> set[Any]:
+    """The functions that `__torch_function__` is given when these attributes of a tensor are read."""
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+# Answered by the scalar underneath: what autograd and the hooks of FSDP, DDP and DeepSpeed ask.
+_NATIVE = {Tensor.register_hook} | _getters(
+    "requires_grad", "grad_fn", "is_leaf", "_base", "_version", "_backward_hooks", "layout",
+    "is_meta", "is_sparse", "is_nested", "is_quantized",
+)  # fmt: skip
+# Answered by an empty meta tensor of the logits' shape and dtype.
+_ON_META = {
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
+    Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__,
+    torch.numel, torch.is_floating_point, torch.is_complex,
+} | _getters("shape", "dtype", "ndim", "nbytes", "itemsize")  # fmt: skip
+# Answered without a tensor.
+_ANSWERED: dict[Any, Callable[[DeferredLogits], Any]] = {
+    **dict.fromkeys(_getters("device"), lambda logits: logits._view.device),
+    **dict.fromkeys(_getters("is_cuda"), lambda logits: logits._view.device.type == "cuda"),
+    **dict.fromkeys(_getters("is_cpu"), lambda logits: logits._view.device.type == "cpu"),
+    **dict.fromkeys(_getters("grad"), _no_gradient),
+    Tensor.retain_grad: _no_gradient,
+    Tensor.get_device: lambda logits: -1 if logits._view.device.index is None else logits._view.device.index,
+    Tensor.__repr__: _describe,
+}
+# Noted down for later.
+_LAZY: dict[Any, Callable[..., Tensor]] = {
+    Tensor.detach: _detach,
+    Tensor.view_as: _view_as,
+    Tensor.clone: lambda logits, **_: _noted(logits, copied=True),
+    Tensor.contiguous: lambda logits, **_: _noted(logits),
+    Tensor.float: lambda logits, **_: _noted(logits, dtype=torch.float32),
+    Tensor.half: lambda logits, **_: _noted(logits, dtype=torch.float16),
+    Tensor.bfloat16: lambda logits, **_: _noted(logits, dtype=torch.bfloat16),
+    Tensor.to: _to,
+}

@@ -1,0 +1,337 @@
+"""The seams at the end of the model: `lm_head`, and the model that calls it and `loss_function`.
+
+Hugging Face's forward calls `self.lm_head(hidden)`, then `self.loss_function(logits, labels, ...)`. Neither is copied.
+While a training step with labels runs, the patched model keeps a `LossCall` in a thread-local slot. The head finds it
+there and computes the loss inside its own forward, where its weight is whole: FSDP and ZeRO-3 have gathered it, forward
+pre-hooks have run. What it returns (`DeferredLogits`) carries the loss to `loss_function`, which hands it out.
+
+The loss is used only if exactly that object arrives with exactly the labels of the call. Whatever happens in between (a
+LoRA wrapper that adds its product, a hook that scales the logits, a subclass with a forward of its own) makes it an
+ordinary tensor, and then the loss is the ordinary one, of these logits. So nothing around the head can be left out of
+the loss silently; the structural checks only spare computing a loss that nobody would take.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from tigon import ops
+from tigon.errors import PatchError, ShapeError
+from tigon.models.deferred import DeferredLogits, LogitsSource, UncomputedLogits
+from tigon.models.seam import PatchedModule, Seam, imitate
+
+# Wrappers that pass the input to one of their descendants and return its output untouched, by class name: PEFT's
+# `modules_to_save`, and FSDP1.
+TRANSPARENT_WRAPPERS = frozenset({"ModulesToSaveWrapper", "FullyShardedDataParallel"})
+
+
+def peel(head: nn.Module) -> Iterator[nn.Module]:
+    """The modules that may compute when `head` is called: itself, or what a transparent wrapper holds."""
+    yield from head.modules() if type(head).__name__ in TRANSPARENT_WRAPPERS else (head,)
+
+
+def next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    """What each position predicts, (N,): `shift_labels` as they are, or labels (..., T) moved left by one."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return shift_labels.reshape(-1)
+
+
+def _on(device: torch.device, num_items: Tensor | float | None) -> Tensor | float | None:
+    return num_items.to(device).reshape(()) if isinstance(num_items, Tensor) else num_items
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or not (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
+
+
+class LossCall:
+    """What one forward of a patched model asks of its head, and what came of it."""
+
+    def __init__(self, head: nn.Module, labels: Tensor, options: dict[str, Any]) -> None:
+        self.labels, self.shift_labels = labels, options.get("shift_labels")
+        self.heads = tuple(m for m in peel(head) if isinstance(m, PatchedModule))
+        self.ignore_index: int = options.get("ignore_index", -100)
+        self.num_items: Tensor | float | None = options.get("num_items_in_batch")
+        self.target = next_tokens(labels, self.shift_labels, self.ignore_index)
+        # Starts counting the labels that are not ignored; the count is back from the GPU when the trunk is done.
+        # Under torch.compile nothing may wait for a count, and all rows are kept.
+        compiling = torch.compiler.is_compiling()
+        self.prepared = self.target if compiling else ops.prepare_targets(self.target, ignore_index=self.ignore_index)
+        self.sources: list[LogitsSource] = []
+        """One for each time the head was called."""
+        self.answered = False
+        self.taken: Tensor | None = None
+        """The object that arrived at `loss_function` in place of logits."""
+
+    def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """hidden (..., H), weight (V, H), bias (V,) or None -> loss (), as transformers' ForCausalLMLoss defines it."""
+        if hidden.shape[:-1].numel() != self.target.numel():
+            raise ShapeError(
+                f"lm_head got hidden states {tuple(hidden.shape)} for {self.target.numel()} labels. With "
+                "logits_to_keep, pass labels (or shift_labels) of the kept positions only."
+            )
+        prepared = self.prepared
+        if self.target.device != hidden.device:
+            prepared = ops.prepare_targets(self.target.to(hidden.device), ignore_index=self.ignore_index)
+        self.answered = True
+        return ops.linear_cross_entropy(  # type: ignore[return-value]  # a tuple only with outputs=
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight,
+            prepared,
+            bias=bias,
+            ignore_index=self.ignore_index,
+            num_items=_on(hidden.device, self.num_items),
+        )
+
+    def take(self, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor | None:
+        """The head's loss, if it is what `loss_function` was asked for: these logits, labels and options; else None."""
+        asked = (
+            labels,
+            options.get("shift_labels"),
+            options.get("num_items_in_batch"),
+            options.get("ignore_index", -100),
+        )
+        known = (self.labels, self.shift_labels, self.num_items, self.ignore_index)
+        if not self.answered or not all(_same(a, b) for a, b in zip(asked, known, strict=True)):
+            return None
+        if isinstance(logits, DeferredLogits):
+            if all(logits.source is not source for source in self.sources):
+                return None
+            self.taken = logits
+            return logits.loss()
+        if logits.ndim > 0:
+            return None
+        # A compiled or traced head returns the bare scalar, which no logits can be.
+        self.taken = logits
+        return logits.clone()
+
+    def seal(self, output: Any) -> Any:
+        """One element of the model's output, with the head's object replaced by what the user may hold."""
+        if isinstance(output, DeferredLogits):
+            return output.seal()
+        return UncomputedLogits() if self.taken is not None and output is self.taken else output
+
+
+class _Active(threading.local):
+    """The call being answered in this thread. Not a ContextVar, which Dynamo cannot trace."""
+
+    def __init__(self) -> None:  # runs once a thread; a class attribute would make Dynamo guard on its absence here
+        self.call: LossCall | None = None
+
+
+_active = _Active()
+
+
+@dataclass(frozen=True)
+class HeadSeam(Seam):
+    """An `nn.Linear` that computes the loss while its model's training step asks for it, and logits otherwise."""
+
+    op: ClassVar[str] = "linear_cross_entropy"
+    flag: ClassVar[str] = "linear_cross_entropy"
+
+    def candidate(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear)
+
+    def objection(self, module: nn.Module) -> str | None:
+        if type(module).forward is not nn.Linear.forward:
+            return f"it is a {type(module).__module__}.{type(module).__name__}, whose forward is its own"
+        return "it is parametrized" if parametrize.is_parametrized(module) else None
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        plain_forward = base.forward
+
+        def forward(self: Any, input: Tensor) -> Tensor:
+            call = _active.call
+            if call is None or not any(self is head for head in call.heads):
+                return plain_forward(self, input)  # type: ignore[no-any-return]
+            if not _whole(self):
+                _warn_full_logits(self, "lm_head.weight is a shard (tensor parallel)")
+                return plain_forward(self, input)  # type: ignore[no-any-return]
+            loss = call.answer(input, self.weight, self.bias)
+            if torch.compiler.is_compiling() or type(loss) is not Tensor:  # a fake tensor has no logits to defer
+                return loss
+            source = LogitsSource(self, plain_forward, input)
+            call.sources.append(source)
+            return DeferredLogits.carry(loss, source)
+
+        return {"forward": forward}
+
+
+def _whole(head: nn.Linear) -> bool:
+    """Whether the weight in the head's forward is all of it; a tensor-parallel shard is not."""
+    if head.weight.numel() == 0:
+        raise PatchError(
+            "lm_head.weight has 0 elements inside lm_head's own forward: it is partitioned (ZeRO-3) and nothing "
+            "gathered it. Run the model through its DeepSpeed engine, or patch with linear_cross_entropy=False."
+        )
+    plain = type(head.weight).__name__ != "DTensor"
+    return plain and head.weight.shape == (head.out_features, head.in_features)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalLMSeam(Seam):
+    """A `ForCausalLM` that tells its head what the loss needs, and takes the loss from it."""
+
+    op: ClassVar[str] = "cross_entropy"
+    flag: ClassVar[str] = "cross_entropy"
+
+    head: str = "lm_head"
+    fused: bool = True
+    """In training, compute the loss inside the head."""
+    cross_entropy: bool = True
+    """Where logits do exist, compute their loss with tigon's cross_entropy rather than PyTorch's."""
+
+    def find_head(self, model: nn.Module) -> nn.Module | None:
+        """The module at the path `head`, or None."""
+        try:
+            return model.get_submodule(self.head)
+        except AttributeError:
+            return None
+
+    def candidate(self, module: nn.Module) -> bool:
+        return self.find_head(module) is not None and hasattr(type(module), "loss_function")
+
+    def op_for(self, module: nn.Module) -> str:
+        return "cross_entropy" if self.cross_entropy else "linear_cross_entropy"
+
+    def objection(self, module: nn.Module) -> str | None:
+        loss_function = getattr(module, "loss_function", None)
+        if not is_causal_lm_loss(loss_function):
+            return f"its loss_function is {_name(loss_function)}, not transformers' ForCausalLMLoss"
+        wanted = {self.head.split(".")[0], "loss_function"}
+        for cls in type(module).__mro__:
+            if "forward" in vars(cls):
+                names = set(getattr(inspect.unwrap(vars(cls)["forward"]), "__code__", _no_code).co_names)
+                if wanted <= names:
+                    return None
+                if "super" not in names:
+                    break
+        return f"{type(module).__name__}.forward does not call self.{self.head} and self.loss_function"
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        seam = self
+        base_forward: Callable[..., Any] = base.forward
+        labels_at = _position(base_forward, "labels")
+        loss_property: Any = inspect.getattr_static(base, "loss_function")
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            skip_logits = kwargs.pop("skip_logits", None)
+            labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
+            if labels is None or not (self.training if skip_logits is None else skip_logits):
+                return base_forward(self, *args, **kwargs)
+            head = seam.fusable_head(self)
+            if head is None:
+                return base_forward(self, *args, **kwargs)
+            call = LossCall(head, labels, kwargs)
+            outer, _active.call = _active.call, call
+            try:
+                outputs = base_forward(self, *args, **kwargs)
+            finally:
+                _active.call = outer
+            if isinstance(outputs, tuple):
+                return tuple(call.seal(output) for output in outputs)
+            if getattr(outputs, "logits", None) is not None:
+                outputs.logits = call.seal(outputs.logits)
+            return outputs
+
+        def loss_function(self: Any) -> Any:
+            original = self._original_loss()
+            return self._tigon_loss if is_causal_lm_loss(original) else original
+
+        def _tigon_loss(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+            call = _active.call
+            fused = None if call is None else call.take(logits, labels, kwargs)
+            if fused is not None:
+                return fused
+            if isinstance(logits, DeferredLogits):
+                logits = logits.materialize()
+            plain = type(logits) in (Tensor, nn.Parameter)  # a DTensor's loss is its own affair
+            compute: Callable[..., Tensor] = causal_lm_loss if seam.cross_entropy and plain else self._original_loss()
+            return compute(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+
+        imitate(base_forward, forward)
+        return {
+            "forward": forward,
+            "loss_function": property(loss_function, loss_property.fset),
+            "_original_loss": loss_property.fget,
+            "_tigon_loss": _tigon_loss,
+        }
+
+    def fusable_head(self, model: Any) -> nn.Module | None:
+        """The head that can compute the loss of this training step; None, said aloud once, where none can."""
+        if not self.fused or not is_causal_lm_loss(model._original_loss()):
+            return None
+        head = self.find_head(model)
+        if head is not None and any(isinstance(m, PatchedModule) for m in peel(head)):
+            if getattr(model, "_tp_size", None) in (None, 1):
+                return head
+            reason = "the model is tensor parallel"
+        else:
+            reason = (
+                f"{self.head} became a {type(head).__module__}.{type(head).__name__} after the patch; "
+                "tigon.patch(model) again if it is meant to stay"
+            )
+        _warn_full_logits(model, reason)
+        return None
+
+
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _warn_full_logits(module: nn.Module, reason: str) -> None:
+    """Say once a module that the patch does not save what it promised; a compiled graph says nothing."""
+    if not torch.compiler.is_compiling() and module not in _warned:
+        _warned.add(module)
+        warnings.warn(f"tigon computes the full logits in this training step: {reason}.", stacklevel=4)
+
+
+_no_code = (lambda: None).__code__
+
+
+def is_causal_lm_loss(function: Any) -> bool:
+    """Whether `function` is transformers' own next-token loss, rather than one the user has set."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return function is ForCausalLMLoss
+
+
+def _name(function: Any) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _position(function: Callable[..., Any], parameter: str) -> int:
+    """The index of `parameter` among the positional arguments after self; beyond all of them where it is not one."""
+    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return names.index(parameter) - 1 if parameter in names else len(names)
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' ForCausalLMLoss through tigon's cross_entropy: logits (..., T, V), labels (..., T) -> loss ().
+
+    Further keywords are ignored, as transformers ignores them: they are meant for the trunk.
+    """
+    target = next_tokens(labels, shift_labels, ignore_index).to(logits.device)
+    num_items = _on(logits.device, num_items_in_batch)
+    return ops.cross_entropy(  # type: ignore[return-value]  # a tuple only with outputs=
+        logits.reshape(-1, vocab_size), target, ignore_index=ignore_index, num_items=num_items
+    )

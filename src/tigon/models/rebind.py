@@ -1,0 +1,80 @@
+"""A copy of a function that sees other globals.
+
+Hugging Face's attention calls `apply_rotary_pos_emb` as a global of its modeling module. Assigning to that global would
+change every model of the family in the process. Copying the forward's source would rot with each release. So the
+function object is rebuilt: same code object, defaults and closure, but a globals dict of its own in which that one name
+is ours. Decorated forwards hold the inner function in a closure cell; the chain is rebuilt cell by cell.
+
+The new dict holds the names the code mentions, with the values they have now. Whoever later assigns to one of those
+globals of the modeling module does so before patching. A dict subclass that looks the rest up live would follow such
+assignments in plain Python, but Dynamo guards globals as items of an exact dict. There is no `__name__` in it on
+purpose: with one, Dynamo resolves every global through the module of that name and finds the original again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _inner(function: FunctionType) -> Iterator[FunctionType]:
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # a cell that is still empty
+            continue
+        if isinstance(content, FunctionType):
+            yield content
+
+
+def _chain(function: FunctionType) -> Iterator[FunctionType]:
+    """`function` and every function reachable through closure cells: the layers of its decorators."""
+    seen: set[int] = set()
+    queue = [function]
+    while queue:
+        f = queue.pop()
+        if id(f) not in seen:
+            seen.add(id(f))
+            yield f
+            queue.extend(_inner(f))
+
+
+def owner_of(function: Any, name: str) -> FunctionType | None:
+    """The function of the decorator chain under `function` whose code reads the global `name`, or None."""
+    if not isinstance(function, FunctionType):
+        return None
+    return next((f for f in _chain(function) if name in f.__globals__ and name in _names(f.__code__)), None)
+
+
+def rebind(function: FunctionType, owner: FunctionType, replacements: Mapping[str, Any]) -> FunctionType:
+    """`function`, rebuilt so that `owner`, somewhere in its decorator chain, sees `replacements` as globals."""
+    if function is owner:
+        mentioned = {name: owner.__globals__[name] for name in _names(owner.__code__) if name in owner.__globals__}
+        scope = {"__builtins__": owner.__globals__["__builtins__"], **mentioned, **replacements}
+        cells = function.__closure__
+    else:
+        scope = function.__globals__
+        cells = tuple(_rebound_cell(cell, owner, replacements) for cell in function.__closure__ or ())
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = dict(function.__annotations__)
+    copy.__qualname__, copy.__doc__, copy.__module__ = function.__qualname__, function.__doc__, function.__module__
+    vars(copy).update(vars(function))
+    return copy
+
+
+def _rebound_cell(cell: CellType, owner: FunctionType, replacements: Mapping[str, Any]) -> CellType:
+    try:
+        content = cell.cell_contents
+    except ValueError:
+        return cell
+    reaches = isinstance(content, FunctionType) and any(f is owner for f in _chain(content))
+    return CellType(rebind(content, owner, replacements)) if reaches else cell

@@ -1,0 +1,90 @@
+"""What `patch` did to a model, and the way back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tigon.errors import PatchError
+from tigon.models.seam import Change
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """Modules of one class that now run one op."""
+
+    op: str
+    cls: str
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """Modules that stay as they were, and why."""
+
+    op: str
+    cls: str
+    paths: tuple[str, ...]
+    reason: str
+
+
+@dataclass
+class PatchReport:
+    """Readable with `print`, as data with `to_dict`, reversible with `undo`."""
+
+    model: str
+    """Class and model type, for the heading."""
+    replaced: list[Replaced] = field(default_factory=list)
+    left_alone: list[LeftAlone] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    _changes: list[Change] = field(default_factory=list, repr=False)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Modules replaced, by op."""
+        counts: dict[str, int] = {}
+        for row in self.replaced:
+            counts[row.op] = counts.get(row.op, 0) + len(row.paths)
+        return counts
+
+    def undo(self) -> None:
+        """Give every module this report replaced its own class back; a second call does nothing.
+
+        Raises PatchError, with nothing undone, where a module was wrapped after the patch.
+        """
+        blocked = [reason for change in self._changes if (reason := change.blocked())]
+        if blocked:
+            raise PatchError(f"cannot undo: {blocked[0]}. Undo before wrapping the model; nothing was undone.")
+        for change in reversed(self._changes):
+            change.revert()
+        self._changes.clear()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-serialisable: model, replaced, left_alone, notes, counts."""
+        return {
+            "model": self.model,
+            "replaced": [{"op": r.op, "class": r.cls, "paths": list(r.paths)} for r in self.replaced],
+            "left_alone": [
+                {"op": r.op, "class": r.cls, "paths": list(r.paths), "reason": r.reason} for r in self.left_alone
+            ],
+            "notes": list(self.notes),
+            "counts": self.counts,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"tigon.patch: {self.model}"]
+        for title, rows in (("replaced", self.replaced), ("left alone", self.left_alone)):
+            lines += [f"  {title}"] if rows else []
+            for row in rows:
+                lines.append(f"    {len(row.paths):4d}  {row.op:22s} {row.cls:20s} {', '.join(_stars(row.paths))}")
+                if isinstance(row, LeftAlone):
+                    lines.append(f"          because {row.reason}")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _stars(paths: Iterable[str]) -> list[str]:
+    """Paths with layer numbers as *, each once: model.layers.*.mlp."""
+    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", path) or "(the model)" for path in paths))

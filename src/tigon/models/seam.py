@@ -1,0 +1,146 @@
+"""How one module of one model gets another forward, and gets its own back.
+
+A patched module keeps its identity, parameters, hooks and attributes; only its `__class__` becomes a generated subclass
+of the class it had. `torch.distributed.fsdp.fully_shard` puts its own methods into a module the same way. Nothing is
+written into transformers or torch, and no attribute is left on the instance, so undoing is one assignment.
+
+Weighed against setting `module.forward` on the instance, which is what most patchers do: pickle rebuilds a bound method
+by name, so an unpickled model is silently unpatched; `torch.nn.DataParallel` copies `__dict__`, so every replica runs
+the original's forward; and accelerate and PEFT put their own `forward` into the same slot. What the subclass costs is
+that `type(module) is LlamaRMSNorm` turns False (`isinstance` stays True), and that unpickling needs tigon installed.
+
+The subclass carries its base's `__name__`, `__qualname__` and `__module__`: transformers keys output capturing by
+`str(cls)`, accelerate finds the blocks to wrap by class name, and `save_pretrained` writes the name into config.json.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, ClassVar
+
+from torch import nn
+
+from tigon.errors import PatchError
+
+
+class Seam(ABC):
+    """One kind of replacement: which modules it is for, why one of them may not have it, and the new methods.
+
+    Seams are frozen dataclasses, hence hashable (one generated class per base class and seam) and picklable (a pickled
+    model names the base class and the seam, and rebuilds the generated class from them).
+    """
+
+    op: ClassVar[str]
+    """The op of `tigon.ops` that does the work."""
+    flag: ClassVar[str]
+    """The keyword of `tigon.patch` that switches the seam on and off."""
+
+    @abstractmethod
+    def candidate(self, module: nn.Module) -> bool:
+        """Whether the module is of the kind this seam speaks of, by structure alone."""
+
+    @abstractmethod
+    def objection(self, module: nn.Module) -> str | None:
+        """Why this candidate has to stay as it is, or None. Compares numbers on a tiny input, never on the weights."""
+
+    def op_for(self, module: nn.Module) -> str:
+        """The op this module gets, for the report."""
+        return self.op
+
+    @abstractmethod
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        """The attributes of the generated subclass of `base`."""
+
+
+class PatchedModule(nn.Module):
+    """First base of every generated class; holds what all of them share."""
+
+    _tigon_base: ClassVar[type[nn.Module]]
+    _tigon_seam: ClassVar[Any]  # a Seam; Any, because transformers resolves the annotations of its subclasses
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # pickle would look the generated class up by its base's name, find the base, and refuse. Deepcopy comes here
+        # as well.
+        reduced: tuple[Any, ...] = super().__reduce_ex__(max(2, protocol))  # type: ignore[assignment]
+        return (_new_patched, (self._tigon_base, self._tigon_seam), *reduced[2:])
+
+
+def _new_patched(base: type[nn.Module], seam: Seam) -> nn.Module:
+    cls = patched_class(base, seam)
+    return cls.__new__(cls)
+
+
+def patched_class(base: type[nn.Module], seam: Seam) -> type[PatchedModule]:
+    """The subclass of `base` with the seam's methods; the same class for the same pair."""
+    return _patched_class(base, seam)  # type: ignore[arg-type]  # typeshed asks for hashable instances
+
+
+@functools.cache
+def _patched_class(base: type[nn.Module], seam: Seam) -> type[PatchedModule]:
+    identity = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    methods = seam.namespace(base)
+    return type(base.__name__, (PatchedModule, base), {**identity, **methods, "_tigon_base": base, "_tigon_seam": seam})
+
+
+def imitate(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """Give `replacement` the name, text and signature of `original`.
+
+    Trainer and generate read the signature of `forward`. Not `functools.wraps`: accelerate's `unwrap_model` follows
+    `__wrapped__` down to the innermost function and would take the patch off.
+    """
+    for name in ("__name__", "__qualname__", "__doc__", "__module__"):
+        setattr(replacement, name, getattr(original, name))
+    vars(replacement)["__signature__"] = inspect.signature(original)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One module whose class was, or is going to be, changed."""
+
+    path: str
+    module: nn.Module
+    seam: Seam
+
+    def apply(self) -> None:
+        _set_class(self.module, patched_class(type(self.module), self.seam))
+
+    def blocked(self) -> str | None:
+        """Why `revert` is impossible now, or None."""
+        if not isinstance(self.module, PatchedModule):
+            return None
+        cls = type(self.module)
+        if cls is patched_class(cls._tigon_base, cls._tigon_seam):
+            return None
+        return f"{self.path or 'the model'} was wrapped after the patch (its class is now {cls.__name__})"
+
+    def revert(self) -> None:
+        if isinstance(self.module, PatchedModule):
+            _set_class(self.module, self.module._tigon_base)
+
+
+def instance_objection(module: nn.Module) -> str | None:
+    """Why a new class would not take effect on this module, or None."""
+    if "forward" not in vars(module) or _hooked_by_accelerate(module):
+        return None
+    return "its forward is overridden on the instance; patch the model before whatever overrides it"
+
+
+def _hooked_by_accelerate(module: nn.Module) -> bool:
+    """Whether accelerate's device-map hook holds the class's own forward in `_old_forward`, where we can replace it."""
+    inner = vars(module).get("_old_forward")
+    return isinstance(inner, MethodType) and inner.__func__ is getattr(type(module), "forward", None)
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    hooked = _hooked_by_accelerate(module)
+    try:
+        module.__class__ = cls
+    except TypeError as error:
+        raise PatchError(f"{type(module).__name__} cannot change its class: {error}. Nothing was changed.") from error
+    if hooked:
+        vars(module)["_old_forward"] = MethodType(cls.forward, module)

@@ -1,0 +1,8 @@
+"""Thin modules over `tigon.ops`, for models that `tigon.patch` does not know."""
+
+from __future__ import annotations
+
+from tigon.nn.layers import GeGLUMLP, LayerNorm, RMSNorm, SwiGLUMLP
+from tigon.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
+
+__all__ = ["CrossEntropyLoss", "GeGLUMLP", "LayerNorm", "LinearCrossEntropyLoss", "RMSNorm", "SwiGLUMLP"]

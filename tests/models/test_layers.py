@@ -1,0 +1,98 @@
+"""The layer seams take a module only if it computes what the op computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models_helpers import llama
+from torch import nn
+
+from tigon.models.layers import GatedMlpSeam, NormSeam, RopeSeam
+from tigon.models.seam import patched_class
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    """The interleaved convention, under the name of the half-split one."""
+
+    def rotate(x):
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate(q) * sin, k * cos + rotate(k) * sin
+
+
+class InterleavedAttention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+class SwappedMLP(type(llama().model.layers[0].mlp)):
+    def forward(self, x):
+        return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
+
+
+class BiasedRMSNorm(type(llama().model.norm)):
+    def __init__(self):
+        super().__init__(8)
+        self.shift = nn.Parameter(torch.ones(8))
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) + self.shift
+
+
+class DetachedRMSNorm(type(llama().model.norm)):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states.detach()) + 0 * hidden_states
+
+
+def test_modules_of_a_llama_are_taken():
+    layer = llama().model.layers[0]
+    for seam, module in (
+        (NormSeam(), layer.input_layernorm),
+        (GatedMlpSeam(), layer.mlp),
+        (RopeSeam(), layer.self_attn),
+    ):
+        assert seam.candidate(module) and seam.objection(module) is None
+
+
+@pytest.mark.parametrize("offset, casting", [(1.0, "gemma"), (0.5, "llama")])
+def test_norm_of_another_family_is_refused(offset, casting):
+    reason = NormSeam(offset=offset, casting=casting).objection(llama().model.norm)
+    assert reason is not None and "differs" in reason
+
+
+def test_norm_with_a_parameter_of_its_own_is_refused():
+    norm = BiasedRMSNorm()
+    assert NormSeam().candidate(norm) and "cannot be compared" in str(NormSeam().objection(norm))
+
+
+def test_norm_whose_gradient_alone_differs_is_refused():
+    norm = DetachedRMSNorm(8)
+    assert "gradient" in str(NormSeam().objection(norm))
+
+
+def test_mlp_with_the_activation_on_the_other_projection_is_refused():
+    mlp = llama().model.layers[0].mlp
+    mlp.__class__ = SwappedMLP
+    assert GatedMlpSeam().candidate(mlp) and "differs" in str(GatedMlpSeam().objection(mlp))
+
+
+def test_rotary_convention_is_told_from_numbers_not_from_the_name():
+    attention = InterleavedAttention()
+    assert RopeSeam().candidate(attention) and "differs" in str(RopeSeam().objection(attention))
+
+
+def test_probing_does_not_need_or_touch_the_weights():
+    model = llama()
+    layer = model.model.layers[0].to("meta")
+    assert GatedMlpSeam().objection(layer.mlp) is None and NormSeam().objection(layer.input_layernorm) is None
+    assert all(p.is_meta for p in layer.parameters())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert NormSeam().objection(model.model.norm) is None
+
+
+def test_one_class_is_generated_per_base_and_seam():
+    base = type(llama().model.norm)
+    assert patched_class(base, NormSeam()) is patched_class(base, NormSeam())
+    assert patched_class(base, NormSeam()) is not patched_class(base, NormSeam(eps="eps"))
+    assert str(patched_class(base, NormSeam())) == str(base)
