@@ -1,0 +1,5 @@
+"""`python -m tigon` is `tigon`."""
+
+from tigon.cli import main
+
+main()

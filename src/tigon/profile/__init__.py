@@ -1,0 +1,5 @@
+"""What a step of training does to memory.
+
+device.py  what a device has and holds
+peak.py    the peak of a stretch of code
+"""

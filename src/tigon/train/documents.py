@@ -1,0 +1,270 @@
+"""Text and JSONL files as documents, each with the file and line it came from.
+
+A document is a list of segments, and a segment is either learned (a loss is computed on its tokens) or only read (a
+prompt). Plain text is one learned segment. The layouts of JSONL rows are rows of `LAYOUTS`: the keys they need and how
+they become segments. Chat messages stay messages here, because their wording is the tokenizer's chat template.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sysconfig
+import tokenize
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tigon.errors import DataError
+
+BUILT_IN = "python-docs"
+SUFFIXES = (".jsonl", ".md", ".py", ".rst", ".txt")
+ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant",
+         "tool": "tool", "observation": "tool", "function_call": "assistant"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of text; `learned` says whether its tokens count in the loss."""
+
+    text: str
+    learned: bool
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """Segments, or messages still to be worded by a chat template; `origin` is `file` or `file:line`."""
+
+    origin: str
+    segments: tuple[Segment, ...] = ()
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def is_text(self) -> bool:
+        """Plain text, which may be cut anywhere; a prompt and its answer may not."""
+        return not self.messages and all(segment.learned for segment in self.segments)
+
+    @property
+    def text(self) -> str:
+        """Everything written in it, for counting and for training a tokenizer."""
+        return "".join([s.text for s in self.segments] + [m.content for m in self.messages])
+
+
+def read(sources: Sequence[str], layout: str, max_text_mib: float | None) -> list[Document]:
+    """The documents of `sources` in order, up to `max_text_mib` of text. Raises DataError naming file and line."""
+    budget_bytes = math.inf if max_text_mib is None else max_text_mib * 2**20
+    documents: list[Document] = []
+    for document in _all(sources, layout):
+        budget_bytes -= len(document.text.encode("utf-8", errors="replace"))
+        if budget_bytes < 0 and documents:
+            break
+        documents.append(document)
+    if not documents:
+        raise DataError(f"{', '.join(sources)}: no text in it; name files that are not empty in data.source")
+    return documents
+
+
+def check_sources(sources: Sequence[str]) -> None:
+    """Refuse a missing file before anything is read."""
+    for source in sources:
+        if source != BUILT_IN and not Path(source).exists():
+            raise DataError(f"{source}: no such file or folder; data.source takes paths, or {BUILT_IN}")
+
+
+def hold_out(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+    """(kept, held out): whole documents, evenly spaced, so that both parts hold every kind of text.
+
+    A single text document has its tail, from a line break on, held out instead.
+    """
+    if fraction == 0:
+        return list(documents), []
+    if len(documents) == 1:
+        only = documents[0]
+        cut = only.text.rfind("\n", 0, int(len(only.text) * (1 - fraction))) + 1
+        if not only.is_text or not 0 < cut < len(only.text):
+            raise DataError(
+                f"{only.origin}: one document cannot be split; set data.eval_source, or data.eval_fraction: 0"
+            )
+        parts = (only.text[:cut], only.text[cut:])
+        kept, held = ([Document(only.origin, (Segment(part, True),))] for part in parts)
+        return kept, held
+    count = max(1, round(len(documents) * fraction))
+    chosen = {(2 * i + 1) * len(documents) // (2 * count) for i in range(count)}
+    return (
+        [document for i, document in enumerate(documents) if i not in chosen],
+        [document for i, document in enumerate(documents) if i in chosen],
+    )
+
+
+def _all(sources: Sequence[str], layout: str) -> Iterator[Document]:
+    check_sources(sources)
+    for source in sources:
+        if source == BUILT_IN:
+            yield from _python_docs()
+        elif Path(source).is_dir():
+            paths = sorted(p for p in Path(source).rglob("*") if p.suffix in SUFFIXES and p.is_file())
+            if not paths:
+                raise DataError(f"{source}: no {', '.join(SUFFIXES)} file in this folder; put the data there")
+            for path in paths:
+                yield from _file(path, layout)
+        else:
+            yield from _file(Path(source), layout)
+
+
+def _python_docs() -> Iterator[Document]:
+    """The language reference that `help()` prints, then the standard library's sources, both in sorted order."""
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield Document(f"pydoc_data.topics[{name}]", (Segment(topics[name], True),))
+    root = Path(sysconfig.get_path("stdlib"))
+    # tests repeat one another, and the two package folders are other people's code
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+    for folder, names, files in os.walk(root):
+        names[:] = sorted(name for name in names if name not in skipped)
+        for file in sorted(files):
+            path = Path(folder, file)
+            if path.suffix != ".py" or not path.is_file():
+                continue
+            try:
+                with tokenize.open(path) as handle:  # honours the file's own coding line
+                    text = handle.read()
+            except (SyntaxError, UnicodeDecodeError, OSError):  # a few are broken on purpose
+                continue
+            if text.strip():
+                yield Document(path.relative_to(root).as_posix(), (Segment(text, True),))
+
+
+def _file(path: Path, layout: str) -> Iterator[Document]:
+    if path.suffix == ".jsonl" or layout not in ("auto", "text"):
+        yield from _jsonl(path, layout)
+        return
+    if path.suffix == ".json":
+        raise DataError(f"{path}: one JSON value is not read; write one object a line and call it {path.stem}.jsonl")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}:{line}: not UTF-8 text (byte {error.start}); convert the file to UTF-8") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    if text.strip():
+        yield Document(str(path), (Segment(text, True),))
+
+
+def _jsonl(path: Path, layout: str) -> Iterator[Document]:
+    """One document a row; blank lines are allowed."""
+    with path.open("rb") as handle:
+        for number, line in enumerate(handle, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            row = _parse_row(line, where)
+            if layout == "auto":
+                layout = _detect(row, where)
+            yield LAYOUTS[layout].read(row, where)
+
+
+def _parse_row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 text (byte {error.start} of the line); convert the file") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON at column {error.colno}: {error.msg}; mend or remove it") from None
+    except RecursionError:
+        raise DataError(f"{where}: JSON nested too deeply; fix or remove the row") from None
+    if not isinstance(row, dict):
+        raise DataError(f'{where}: a row is a JSON object such as {{"text": ...}}, not {type(row).__name__}')
+    return row
+
+
+def _detect(row: dict[str, Any], where: str) -> str:
+    for name, layout in LAYOUTS.items():
+        if any(all(key in row for key in keys) for keys in layout.needs):
+            return name
+    wanted = "; ".join(f"{name}: {_needs(layout)}" for name, layout in LAYOUTS.items())
+    raise DataError(f"{where}: keys {', '.join(map(str, row)) or 'none'} fit no known layout ({wanted})")
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A JSONL layout: sets of keys, any of which makes a row of this kind, and how the row becomes a document."""
+
+    needs: tuple[tuple[str, ...], ...]
+    segments: Callable[[dict[str, Any], str], Document]
+
+    def read(self, row: dict[str, Any], where: str) -> Document:
+        if not any(all(key in row for key in keys) for keys in self.needs):
+            raise DataError(f"{where}: keys {', '.join(map(str, row)) or 'none'}, but this layout needs {_needs(self)}")
+        document = self.segments(row, where)
+        learned = [s.text for s in document.segments if s.learned]
+        learned += [m.content for m in document.messages if m.role == "assistant"]
+        if not any(text.strip() for text in learned):
+            raise DataError(f"{where}: nothing to learn from, the answer is empty; fill it in or remove the row")
+        return document
+
+
+def _needs(layout: Layout) -> str:
+    return " or ".join(" and ".join(keys) for keys in layout.needs)
+
+
+def _string(row: dict[str, Any], key: str, where: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {key} is {type(value).__name__}, not text; write it as a JSON string")
+    return value
+
+
+def _text(row: dict[str, Any], where: str) -> Document:
+    return Document(where, (Segment(_string(row, "text", where), True),))
+
+
+def _prompt_completion(row: dict[str, Any], where: str) -> Document:
+    prompt, completion = _string(row, "prompt", where), _string(row, "completion", where)
+    return Document(where, (Segment(prompt, False), Segment(completion, True)))
+
+
+def _alpaca(row: dict[str, Any], where: str) -> Document:
+    instruction, answer = _string(row, "instruction", where), _string(row, "output", where)
+    extra = _string(row, "input", where) if row.get("input") else ""
+    prompt = f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{extra}\n\n" if extra else "") + "### Response:\n"
+    return Document(where, (Segment(prompt, False), Segment(answer, True)))
+
+
+def _messages(row: dict[str, Any], where: str) -> Document:
+    """OpenAI's `messages: [{role, content}]` and ShareGPT's `conversations: [{from, value}]`."""
+    turns = row.get("messages", row.get("conversations"))
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f'{where}: messages is not a list of turns; write [{{"role": ..., "content": ...}}]')
+    messages = []
+    for i, turn in enumerate(turns):
+        if not isinstance(turn, dict):
+            raise DataError(f"{where}: message {i} is {type(turn).__name__}, not an object with role and content")
+        names = ("from", "value") if "from" in turn else ("role", "content")
+        role, content = (_string(turn, name, f"{where}: message {i}") for name in names)
+        if role not in ROLES:
+            raise DataError(f"{where}: message {i} has role {role!r}; known roles are {', '.join(ROLES)}")
+        messages.append(Message(ROLES[role], content))
+    return Document(where, messages=tuple(messages))
+
+
+LAYOUTS = {
+    "messages": Layout((("messages",), ("conversations",)), _messages),
+    "alpaca": Layout((("instruction", "output"),), _alpaca),
+    "prompt-completion": Layout((("prompt", "completion"),), _prompt_completion),
+    "text": Layout((("text",),), _text),
+}

@@ -1,0 +1,148 @@
+"""The model of a run: a preset with random weights, a local folder, or a hub id; patched as the recipe says."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tigon.errors import RecipeError
+from tigon.train.presets import PRESETS
+from tigon.train.recipe import ModelConfig
+
+# What each value of `model.kernels` asks of the patcher; None leaves the model as it is.
+PATCH_FLAGS: Mapping[str, Mapping[str, bool] | None] = {
+    "tigon": {},
+    "no-linear-ce": {"linear_cross_entropy": False},
+    "none": None,
+}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def is_preset(name: str) -> bool:
+    return name in PRESETS
+
+
+def is_hub_id(name: str) -> bool:
+    """`owner/model` that is not a folder here."""
+    return not Path(name).exists() and _HUB_ID.fullmatch(name) is not None
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that is neither a preset, nor a model folder, nor shaped like a hub id."""
+    if is_preset(name) or is_hub_id(name):
+        return
+    folder = Path(name)
+    if not folder.exists():
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"the nearest preset is {near[0]}" if near else f"presets: {', '.join(PRESETS)}"
+        raise RecipeError(f"model.name: {name!r} is neither a preset nor a folder; {hint}")
+    if not (folder / "config.json").is_file():
+        raise RecipeError(f"model.name: {name} has no config.json; give the folder of a Hugging Face checkpoint")
+    if not any(folder.glob("*.safetensors")):
+        raise RecipeError(f"model.name: {name} has no .safetensors weights; save the model as safetensors there")
+
+
+def load_config(model: ModelConfig) -> Any:
+    """The transformers config, with `model.config` applied to a preset. Raises RecipeError."""
+    from transformers import AutoConfig
+
+    check_name(model.name)
+    if is_preset(model.name):
+        return _preset_config(model)
+    if model.config:
+        raise RecipeError(f"model.config changes the shape of presets; {model.name} has weights of its own shape")
+    try:
+        return AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"model.name: {model.name} cannot be loaded: {' '.join(str(error).split())[:240]}") from None
+
+
+def _preset_config(model: ModelConfig) -> Any:
+    from transformers import AutoConfig
+
+    shape = dict(PRESETS[model.name])
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    known = config.to_dict()
+    for name in model.config or {}:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; the nearest is {near[0]}" if near else ""
+            raise RecipeError(f"model.config.{name} is not a key of {type(config).__name__}{hint}")
+    try:
+        return type(config)(**{**shape, **(model.config or {})})
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise RecipeError(f"model.config: {type(config).__name__} refuses it: {' '.join(str(error).split())}") from None
+    except Exception as error:  # huggingface_hub raises its own strict-dataclass errors, which are no ValueError
+        raise RecipeError(f"model.config: {type(config).__name__} refuses it: {' '.join(str(error).split())}") from None
+
+
+def count_parameters(config: Any) -> int:
+    """Parameters of the model, tied ones once, without allocating it."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, RuntimeError, TypeError, ZeroDivisionError) as error:
+        raise RecipeError(f"model: cannot be built: {' '.join(str(error).split())[:240]}") from None
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def build(model: ModelConfig, config: Any, *, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    """The model on `device`, unpatched. The same seed gives a preset the same weights.
+
+    A checkpoint is loaded in `dtype`: transformers would keep the file's own, which makes "bf16 autocast over fp32
+    weights" pure bf16 without a word.
+    """
+    from transformers import AutoModelForCausalLM, set_seed
+
+    set_seed(seed)
+    if is_preset(model.name):
+        with torch.device(device):
+            built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=model.attention)
+    else:
+        try:
+            built = AutoModelForCausalLM.from_pretrained(
+                model.name, dtype=dtype, attn_implementation=model.attention, revision=model.revision,
+                trust_remote_code=model.trust_remote_code, use_safetensors=True,
+            )  # fmt: skip
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:240]
+            raise RecipeError(f"model.name: {model.name} cannot be loaded: {reason}") from None
+    built = built.to(device)
+    built.config.use_cache = False  # with a cache, transformers ignores the document borders in position_ids
+    return built
+
+
+def patch(model: Any, kernels: str) -> Any:
+    """Patch as `kernels` says; the patcher's report, or None when the model stays as it is."""
+    flags = PATCH_FLAGS[kernels]
+    if flags is None:
+        return None
+    from tigon.models import patch as patch_model
+
+    return patch_model(model, **flags)
+
+
+def sample(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, seed: int) -> str:
+    """`n_tokens` drawn at temperature 0.8 after `prompt`; the global random state is left as it was."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        torch.manual_seed(seed)
+        ids = model.generate(
+            input_ids=torch.tensor([prompt], device=device), attention_mask=torch.ones(1, len(prompt), device=device),
+            max_new_tokens=n_tokens, do_sample=True, temperature=0.8, top_k=50, use_cache=True,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )  # fmt: skip
+    model.train(was_training)
+    return str(tokenizer.decode(ids[0, len(prompt) :].tolist()))

@@ -1,0 +1,162 @@
+"""What can be refused before the run folder exists: missing packages, device, precision, sizes, disk space."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tigon.errors import RecipeError, RunFolderError
+from tigon.train.recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+EXTRAS = (
+    "transformers", "accelerate", "tokenizers", "safetensors", "yaml", "rich", "tensorboard", "matplotlib", "jinja2",
+)  # fmt: skip
+OLDEST_TRANSFORMERS = (5, 8)
+# fp32 weights (4) and AdamW's two moments (8); pure bf16 halves both
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+# the same and a gradient: what is there before the first activation
+STATE_BYTES_PER_PARAMETER = 16
+
+
+def check_packages() -> None:
+    """One line instead of an import error deep inside."""
+    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RecipeError(f"tigon train needs {', '.join(missing)}, not installed here: pip install 'tigon[train]'")
+    version = importlib.metadata.version("transformers")
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRANSFORMERS:
+        raise RecipeError(f"transformers {version} is installed, 5.8 or newer is needed: pip install 'tigon[train]'")
+
+
+def gpu_present() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def check_device(recipe: Recipe) -> torch.device:
+    """The device of the run; refuses what that device cannot do."""
+    import torch
+
+    wanted = recipe.train.device
+    if wanted == "cuda" and not gpu_present():
+        raise RecipeError("train.device is cuda, but PyTorch sees no GPU here; use --set train.device=cpu")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RecipeError("WORLD_SIZE is more than 1, but tigon train runs in one process; start it without torchrun")
+    on_gpu = wanted != "cpu" and gpu_present()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    precision, attention = recipe.train.precision, recipe.model.attention
+    if precision == "fp16" and device.type == "cpu":
+        raise RecipeError("train.precision is fp16, which needs a GPU; on the CPU use fp32 or bf16")
+    if precision in ("bf16", "pure-bf16") and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+        raise RecipeError(f"train.precision is {precision}, which {torch.cuda.get_device_name()} lacks; use fp16")
+    if attention.startswith("flash_attention"):
+        _check_flash(attention, device, resolve_precision(precision, device))
+    return device
+
+
+def _check_flash(attention: str, device: torch.device, precision: str) -> None:
+    import transformers.utils
+
+    probe = f"is_flash_attn_{attention[-1]}_available"
+    if device.type == "cpu" or not getattr(transformers.utils, probe)():
+        raise RecipeError(f"model.attention is {attention}, which needs a GPU and its package; use sdpa")
+    if precision == "fp32":
+        raise RecipeError(f"model.attention is {attention}, which has no fp32; set train.precision to bf16 or fp16")
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """`auto` in words."""
+    import torch
+
+    if precision != "auto":
+        return precision
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
+
+
+def check_lengths(recipe: Recipe, config: Any) -> None:
+    """A row must fit the positions the model knows."""
+    limit = getattr(config, "max_position_embeddings", None)
+    length = recipe.data.sequence_length
+    if limit is not None and length > limit:
+        raise RecipeError(
+            f"data.sequence_length is {length}, but {recipe.model.name} takes at most {limit} tokens; lower it"
+        )
+
+
+def check_vocabulary(recipe: Recipe, config: Any, tokenizer_size: int) -> None:
+    """Every token needs a row in the embedding."""
+    if tokenizer_size > config.vocab_size:
+        if recipe.data.tokenizer == "auto":
+            fix = f"set data.vocab_size to {config.vocab_size} or less"
+        else:
+            fix = f"use the model's own tokenizer, or set model.config.vocab_size to {tokenizer_size} or more"
+        raise RecipeError(
+            f"the tokenizer has {tokenizer_size} tokens, but {recipe.model.name} has a vocabulary of "
+            f"{config.vocab_size}; {fix}"
+        )
+
+
+def check_memory(recipe: Recipe, device: torch.device, n_parameters: int) -> None:
+    """Refuse a model whose weights, gradients and optimizer alone are larger than the device."""
+    from tigon.profile.device import total_bytes
+
+    needed_bytes = n_parameters * STATE_BYTES_PER_PARAMETER // (2 if recipe.train.precision == "pure-bf16" else 1)
+    has_bytes = total_bytes(device)
+    if needed_bytes > has_bytes:
+        raise RecipeError(
+            f"{recipe.model.name} has {n_parameters / 1e9:.1f} G parameters: weights, gradients and AdamW take "
+            f"{needed_bytes / 2**30:.0f} GiB, and {device} has {has_bytes / 2**30:.0f} GiB; choose a smaller model"
+        )
+
+
+def check_disk(recipe: Recipe, n_parameters: int) -> None:
+    """Room for the checkpoints kept, the one being written, and the final model."""
+    per_parameter = CHECKPOINT_BYTES_PER_PARAMETER // (2 if recipe.train.precision == "pure-bf16" else 1)
+    checkpoint_bytes = n_parameters * per_parameter
+    needed_bytes = 32 * 2**20  # reports, charts, logs
+    if recipe.train.save_steps is not None:
+        needed_bytes += (recipe.train.keep_checkpoints + 1) * checkpoint_bytes
+    if recipe.output.save_model:
+        needed_bytes += checkpoint_bytes // 3
+    parent = Path(recipe.output.folder)
+    while not parent.exists():
+        parent = parent.parent
+    free_bytes = shutil.disk_usage(parent).free
+    if free_bytes < needed_bytes:
+        raise RunFolderError(
+            f"{recipe.output.folder}: {free_bytes / 2**30:.1f} GiB free, but the run needs "
+            f"{needed_bytes / 2**30:.1f} GiB for checkpoints and model; free some, set another output.folder, or lower "
+            "train.keep_checkpoints"
+        )
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and hardware, from an allow-list: no environment variables, no user or host names."""
+    import platform
+
+    import torch
+
+    import tigon
+
+    packages = ("torch", "triton", "transformers", "accelerate", "tokenizers", "safetensors")
+    found = {"tigon": tigon.__version__, "python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    hardware: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "device": str(device)}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        hardware["gpu"] = properties.name
+        hardware["gpu_memory_bytes"] = properties.total_memory
+    hardware["cpu_threads"] = torch.get_num_threads()
+    return {"versions": found, "hardware": hardware}

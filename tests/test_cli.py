@@ -1,0 +1,50 @@
+"""The command line as typed: quick help, version, and both ways in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+SRC = Path(__file__).parents[1] / "src"
+
+
+def tigon(*arguments, code="import runpy, sys; sys.argv[0] = 'tigon'; runpy.run_module('tigon', run_name='__main__')"):
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": str(SRC)})  # fmt: skip
+
+
+def test_version():
+    import tigon as package
+
+    done = tigon("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, f"tigon {package.__version__}")
+
+
+def test_help_imports_nothing_heavy_and_lists_the_verbs():
+    code = (
+        "import sys; from tigon import cli\n"
+        "try: cli.main()\n"
+        "finally: print('HEAVY', [n for n in ('transformers', 'matplotlib', 'triton', 'yaml') if n in sys.modules])"
+    )
+    done = tigon("--help", code=code)
+    assert "HEAVY []" in done.stdout and "train" in done.stdout
+
+
+def test_a_wrong_verb_or_flag_exits_with_two():
+    for arguments in (("trian",), ("train", "--nope", "r.yaml"), ("train",)):
+        done = tigon(*arguments)
+        assert done.returncode == 2 and done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_bug_is_shown_as_a_traceback_and_not_dressed_up_as_a_usage_error(monkeypatch):
+    from tigon import cli
+
+    monkeypatch.setattr(sys, "argv", ["tigon", "train", "r.yaml"])
+    monkeypatch.setattr("tigon.train.run.train", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main()

@@ -1,0 +1,155 @@
+"""The recipe: what it reads, what it refuses, and that the table in docs/train.md is the one it generates."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tigon.errors import RecipeError
+from tigon.train.recipe import DataConfig, load, reference_table
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "r.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def read(folder: Path, text: str, *overrides: str, gpu: bool = False):
+    return load(write(folder, text), overrides, gpu_present=lambda: gpu)
+
+
+def test_values_are_typed_and_defaults_fill_the_rest(tmp_path):
+    recipe = read(tmp_path, "train: {steps: 3, learning_rate: 1e-3}\ndata: {source: [a.txt, b.txt], max_text_mib: 2}\n")
+    assert recipe.train.steps == 3
+    assert recipe.train.learning_rate == 0.001 and isinstance(recipe.train.learning_rate, float)
+    assert recipe.data.source == ("a.txt", "b.txt")
+    assert recipe.data.max_text_mib == 2.0 and isinstance(recipe.data.max_text_mib, float)
+    assert recipe.data.vocab_size == DataConfig.vocab_size
+
+
+def test_one_source_may_be_written_without_a_list(tmp_path):
+    assert read(tmp_path, "train: {steps: 1}\ndata: {source: a.txt}").data.source == ("a.txt",)
+
+
+def test_set_wins_over_on_gpu_which_wins_over_the_file(tmp_path):
+    text = "train: {steps: 1, batch_size: 2, seed: 3}\non_gpu: {train: {batch_size: 4, seed: 5}}\n"
+    on_cpu = read(tmp_path, text, "train.seed=9")
+    on_gpu = read(tmp_path, text, "train.seed=9", gpu=True)
+    assert (on_cpu.train.batch_size, on_cpu.train.seed) == (2, 9)
+    assert (on_gpu.train.batch_size, on_gpu.train.seed) == (4, 9)
+    forced_off = read(tmp_path, text, "train.device=cpu", gpu=True)
+    assert forced_off.train.batch_size == 2
+
+
+def test_on_gpu_epochs_replace_the_steps_of_the_file(tmp_path):
+    recipe = read(tmp_path, "train: {steps: 5}\non_gpu: {train: {epochs: 2}}", gpu=True)
+    assert (recipe.train.steps, recipe.train.epochs) == (None, 2.0)
+
+
+def test_a_shape_key_can_be_set_without_losing_the_others(tmp_path):
+    text = "train: {steps: 1}\nmodel: {config: {num_hidden_layers: 2}}"
+    recipe = read(tmp_path, text, "model.config.vocab_size=600")
+    assert recipe.model.config == {"num_hidden_layers": 2, "vocab_size": 600}
+
+
+def test_the_resolved_recipe_reads_back_as_itself(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    recipe = read(tmp_path, "train: {epochs: 1.5}\nmodel: {config: {num_hidden_layers: 2}}\ndata: {source: [a, b]}")
+    assert read(tmp_path, yaml.safe_dump(recipe.as_mapping())) == recipe
+
+
+WRONG = {
+    "unknown key": (
+        "train: {steps: 1}\ndata:\n  sequence_lenght: 8\n",
+        r"r\.yaml:3: data\.sequence_lenght .*nearest key is data\.sequence_length",
+    ),
+    "key in the wrong section": ("train: {steps: 1, packing: true}", r"train\.packing .*nearest key is data\.packing"),
+    "unknown section": ("trian: {steps: 1}", r"r\.yaml:1: trian .*nearest key is train"),
+    "unknown key under on_gpu": (
+        "train: {steps: 1}\non_gpu: {train: {batchsize: 2}}",
+        r"on_gpu\.train\.batchsize .*on_gpu\.train\.batch_size",
+    ),
+    "wrong value under on_gpu": (
+        "train: {steps: 1}\non_gpu: {train: {batch_size: 0}}",
+        r"on_gpu\.train\.batch_size is 0; .*at least 1",
+    ),
+    "section that is no mapping": ("train: 3", r"train is a section of keys, not an integer"),
+    "recipe that is a list": ("- 1", r"a recipe is a mapping of the sections"),
+    "text for a number": ("train: {steps: many}", r"r\.yaml:1: train\.steps is 'many', text"),
+    "boolean for a number": ("train: {steps: true}", r"train\.steps is True"),
+    "fraction for an integer": ("train: {steps: 1.5}", r"train\.steps is 1\.5, a number"),
+    "below the limit": ("train: {steps: 1, batch_size: 0}", r"train\.batch_size is 0; it must be at least 1"),
+    "not finite": ("train: {steps: 1, learning_rate: .inf}", r"train\.learning_rate is inf"),
+    "not a number": ("train: {steps: 1, learning_rate: .nan}", r"train\.learning_rate is nan"),
+    "outside the choices": (
+        "train: {steps: 1, schedule: cosin}",
+        r"'cosin'; it must be one of cosine, linear, constant",
+    ),
+    "repeated key": ("train: {steps: 1, steps: 2}", r"r\.yaml:1: train\.steps is given twice"),
+    "steps and epochs": ("train: {steps: 1, epochs: 1}", r"both are given"),
+    "neither steps nor epochs": ("train: {seed: 1}", r"neither is given"),
+    "name with a path": ("train: {steps: 1}\noutput: {name: ../x}", r"output\.name is '\.\./x'"),
+    "name of dots": ("train: {steps: 1}\noutput: {name: ..}", r"output\.name is '\.\.'"),
+    "python object": ("train: !!python/object/apply:os.system ['true']", r"not valid YAML"),
+    "broken YAML": ("train: {steps: 1", r"r\.yaml:\d+: not valid YAML"),
+    "deep nesting": ("train: " + "[" * 40 + "]" * 40, r"nested deeper"),
+    "alias bomb": (
+        "a: &a [x,x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b,*b]\n"
+        "d: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: [*d,*d,*d,*d,*d,*d,*d,*d,*d,*d]",
+        r"more than 4096 values",
+    ),
+    "file too large": ("# " + "x" * 70_000, r"over the 65536 bytes"),
+}
+
+
+@pytest.mark.parametrize("text, message", WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_recipe_is_refused_by_name(tmp_path, text, message):
+    with pytest.raises(RecipeError, match=message) as caught:
+        read(tmp_path, text)
+    assert "\n" not in str(caught.value)
+
+
+WRONG_SETS = {
+    "train.batch_size": r"--set train\.batch_size: expected section\.key=value",
+    "=8": "expected section.key=value",
+    "batch_size=8": r"--set: batch_size .*nearest key is train\.batch_size",
+    "train.batchsize=8": r"--set: train\.batchsize .*nearest key is train\.batch_size",
+    "train.batch_size=many": r"--set: train\.batch_size is 'many'",
+    "train.batch_size=[": "not valid YAML",
+    "train.steps.deep=1": r"train\.steps",
+}
+
+
+@pytest.mark.parametrize("override, message", WRONG_SETS.items())
+def test_a_wrong_set_is_refused_by_name(tmp_path, override, message):
+    with pytest.raises(RecipeError, match=message):
+        read(tmp_path, "train: {steps: 1}", override)
+
+
+def test_missing_and_binary_recipes_are_refused(tmp_path):
+    with pytest.raises(RecipeError, match="no such recipe file"):
+        load(tmp_path / "none.yaml", gpu_present=lambda: False)
+    (tmp_path / "bad.yaml").write_bytes(b"train: \xff")
+    with pytest.raises(RecipeError, match="not UTF-8"):
+        load(tmp_path / "bad.yaml", gpu_present=lambda: False)
+
+
+def test_the_recipes_that_come_with_tigon_are_valid_on_both_devices():
+    found = sorted((ROOT / "recipes").glob("*.yaml"))
+    assert found
+    for path in found:
+        for gpu in (False, True):
+            load(path, gpu_present=lambda gpu=gpu: gpu)
+
+
+def test_the_key_tables_in_the_docs_are_current():
+    """If this fails: python -c "from tigon.train.recipe import reference_table; print(reference_table())"."""
+    text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    inside = re.search(r"<!-- recipe keys -->\n(.*?)<!-- end of recipe keys -->", text, re.DOTALL)
+    assert inside, "docs/train.md lost its markers"
+    assert inside[1].strip() == reference_table().strip()
