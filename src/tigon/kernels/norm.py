@@ -127,7 +127,7 @@ def norm_bwd_kernel(
     dw = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     db = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     for start in range(program * ROWS, M, tl.num_programs(0) * ROWS):
-        rows = start + tl.arange(0, ROWS)[:, None]
+        rows = start + tl.arange(0, ROWS).to(tl.int64)[:, None]
         mask = (rows < M) & col_mask
         dy = tl.load(DY + rows * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
         s = tl.load(X + rows * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
@@ -205,7 +205,8 @@ def norm_bwd_dw_wide_kernel(
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     dw = tl.zeros([BLOCK], dtype=tl.float32)
     db = tl.zeros([BLOCK], dtype=tl.float32)
-    for row in range(program, M, tl.num_programs(1)):
+    for index in range(program, M, tl.num_programs(1)):
+        row = index + tl.zeros([1], dtype=tl.int64)
         dy = tl.load(DY + row * stride_dy + cols, mask=cols < H, other=0.0).to(tl.float32)
         if WANT_DW:
             s = tl.load(X + row * stride_x + cols, mask=cols < H, other=0.0).to(tl.float32)
@@ -248,6 +249,7 @@ def norm_fwd(x, residual, weight, bias, eps, offset, center, fp32_weight):
     width = x.shape[-1]
     x_MH = row_view(x, width)
     residual_MH = x_MH if residual is None else row_view(residual, width)
+    weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
     y, s, mean, rstd = norm_outputs(x, residual, weight, center, fp32_weight)
     rows, block, warps = tile(width)
     if x.numel():
@@ -280,6 +282,7 @@ def norm_bwd(dy, ds, x, weight, mean, rstd, offset, center, fp32_weight, want_dx
     width = x.shape[-1]
     x_MH, dy_MH = row_view(x, width), row_view(dy, width)
     ds_MH = dy_MH if ds is None else row_view(ds, width)
+    weight = None if weight is None else weight.contiguous()
     M = x_MH.shape[0]
     dx = torch.empty(x.shape if want_dx else (0,), dtype=x.dtype, device=x.device)
     if not x.numel():
