@@ -1,13 +1,13 @@
 # make demo   set up .venv on first use and train a small model, with a report
 # make test   set up likewise and run the tests
 # make check  lint and types
-# make gpu    the tests that need a GPU, in the environment of $(PYTHON)
+# make gpu    the tests that need a GPU, in the environment of $(PYTHON); make sanitize: the kernels under its checkers
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check gpu format clean
+.PHONY: demo test check gpu sanitize format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
@@ -26,6 +26,13 @@ format: $(VENV)/.ready
 
 gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/ops tests/models tests/nn
+
+# Every kernel of the accuracy tests under NVIDIA's memory checker and race detector.
+sanitize:
+	for tool in memcheck racecheck; do \
+	    PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 3 \
+	    $(PYTHON) -m pytest tests/ops/test_accuracy.py -k "twice and kernel and fp16" || exit; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
