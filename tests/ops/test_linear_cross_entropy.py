@@ -34,8 +34,6 @@ def bytes_for(rows: int, dtype: torch.dtype = torch.float32) -> int:
 CHUNKS = [1, 5, 7, 12, 24]
 
 
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_result_depends_on_the_chunk_size(reduction: str, backend: Any) -> None:
     """K16: the loss within 1e-6, relative, in fp32; gradients within rounding; every budget, both halves frozen once."""
@@ -249,7 +247,6 @@ def test_plan_holds_more_than_the_cheaper_alternative(
 ) -> None:
     plan = make_plan(
         tokens, hidden, vocab, 2, chunk_bytes=GIB // 2, per_row=per_row, want_hidden=True, want_weight=weight,
-        has_bias=False,
     )  # fmt: skip
     assert plan.mode == mode
     assert plan.chunk * vocab * 2 <= most_bytes

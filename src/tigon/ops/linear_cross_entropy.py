@@ -8,10 +8,12 @@ How the chunks are cut is a matter of bytes, not of V / H (`make_plan`):
 
     keep       one chunk; its gradient G stays until backward, which makes dX = G W and dW = Gᵀ (g ⊙ X). Chosen when
                the logits fit into `chunk_bytes`, or cost less than the fp32 accumulator that chunks would need:
-               b·N·V <= 4·V·H + chunk_bytes. Exact for any upstream gradient g.
+               b·N·V <= 4·V·H + chunk_bytes.
     stream     several chunks; dX and an fp32 dW are made in the forward, for g = 1, and scaled in the backward. A
                scalar loss is linear in g, so that is exact too.
-    recompute  several chunks and one loss a token: g is only known in the backward, which makes the logits again.
+    recompute  one loss a token: its g is only known in the backward, which makes the logits again with g in the rows'
+               factors. Putting g onto a G kept in 16 bits would save that product and round twice: three times the
+               unfused op's error in bf16. Where the weights are known before, `token_weight` costs nothing.
     loss       no gradient wanted: logits and statistics only.
 
 Ignored tokens are dropped before the products, so they cost nothing. How many remain is needed on the host; that one
@@ -64,18 +66,16 @@ class Plan(NamedTuple):
 
 def make_plan(
     tokens: int, hidden: int, vocab: int, itemsize: int, *, chunk_bytes: int, per_row: bool, want_hidden: bool,
-    want_weight: bool, has_bias: bool,
+    want_weight: bool,
 ) -> Plan:  # fmt: skip
     """Choose the mode and the chunk; arithmetic only, so the planner calls it too."""
     if not (want_hidden or want_weight):
         return Plan("loss", _even_chunk(tokens, chunk_bytes // (vocab * itemsize)))
     logits_bytes = tokens * vocab * itemsize
     accumulator_bytes = 4 * vocab * hidden if want_weight else 0
-    # A per-token g in front of the bias gradient would need G once more in full; recomputing needs a chunk of it.
-    if logits_bytes <= chunk_bytes + accumulator_bytes and not (per_row and has_bias):
+    if logits_bytes <= chunk_bytes + accumulator_bytes and not per_row:
         return Plan("keep", max(tokens, 1))
-    chunk = _even_chunk(tokens, chunk_bytes // (vocab * itemsize))
-    return Plan("recompute" if per_row else "stream", chunk)
+    return Plan("recompute" if per_row else "stream", _even_chunk(tokens, chunk_bytes // (vocab * itemsize)))
 
 
 def _even_chunk(tokens: int, most: int) -> int:
@@ -303,7 +303,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if index is not None:
             hidden_NH, target = hidden_NH.index_select(0, index), target.index_select(0, index)
             token_weight = None if token_weight is None else token_weight.index_select(0, index)
-        plan = _plan_for(hidden_NH, weight_VH, bias, per_row, want, chunk_bytes)
+        plan = _plan_for(hidden_NH, weight_VH, per_row, want, chunk_bytes)
         stored, left = gradient_scales(hidden_NH.dtype, inv_denominator, token_weight)
         in_forward = plan.mode in ("keep", "stream")
         loss_N, stats, entropies, argmax, dx, dw, db, kept = _chunk_loop(
@@ -342,13 +342,12 @@ def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     g_NV, x_NH, weight_VH, db, left, index = ctx.saved_tensors
     want_hidden, want_weight, want_bias = ctx.want
     x_dtype, w_dtype, b_dtype = ctx.dtypes
-    scale = (dloss if dloss.ndim == 0 or index is None else dloss.index_select(0, index)) * left
+    scale = dloss * left
     dx = dw = None
     with _no_autocast(g_NV):
         if want_hidden:
-            # fp16 needs fp32 until the scale is on; a per-token scale would round 16-bit products a second time.
-            wide = x_dtype == torch.float16 or scale.ndim > 0
-            product = x_NH.new_empty(x_NH.shape, dtype=scale.dtype if wide else x_dtype)
+            # fp16 stays in fp32 until the loss scale is on.
+            product = x_NH.new_empty(x_NH.shape, dtype=scale.dtype if x_dtype == torch.float16 else x_dtype)
             _product(g_NV, weight_VH, product, accumulate=False)
             dx = _loss.scale_rows(product, scale, index, ctx.rows, x_dtype)
         if want_weight:
@@ -357,20 +356,16 @@ def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gᵀ (scale ⊙ X) in `dtype`. The scale goes onto X, which is V / N times smaller than dW, except in fp16, where it
-    may leave X's range: there the product is made in fp32 and scaled, the largest of per-token scales taken out."""
+    """scale · Gᵀ X in `dtype`. The scale goes onto X, which is V / N times smaller than dW, except in fp16, whose range
+    a loss scale on X would leave: there the product is made in fp32 and scaled."""
+    V, H = g_NV.shape[1], x_NH.shape[1]
     if x_NH.dtype != torch.float16:
-        out = x_NH.new_empty((g_NV.shape[1], x_NH.shape[1]), dtype=dtype)
+        out = x_NH.new_empty((V, H), dtype=dtype)
         _product(g_NV.t(), _loss.scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype), out, accumulate=False)
         return out
-    whole = scale
-    if scale.ndim and scale.numel():
-        whole = scale.abs().amax()
-        whole = torch.where(whole > 0, whole, 1.0)
-        x_NH = _loss.scale_rows(x_NH, scale / whole, None, x_NH.shape[0], x_NH.dtype)
-    product = x_NH.new_empty((g_NV.shape[1], x_NH.shape[1]), dtype=scale.dtype)
+    product = x_NH.new_empty((V, H), dtype=scale.dtype)
     _product(g_NV.t(), x_NH, product, accumulate=False)
-    return _loss.scale_rows(product, whole, None, product.shape[0], dtype)  # type: ignore[no-any-return]
+    return _loss.scale_rows(product, scale, None, V, dtype)  # type: ignore[no-any-return]
 
 
 def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
@@ -407,9 +402,7 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
 _BACKWARD = {"keep": _backward_keep, "stream": _backward_stream, "recompute": _backward_recompute}
 
 
-def _plan_for(
-    hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, per_row: bool, want: tuple[bool, ...], chunk_bytes: int
-) -> Plan:
+def _plan_for(hidden_NH: Tensor, weight_VH: Tensor, per_row: bool, want: tuple[bool, ...], chunk_bytes: int) -> Plan:
     (N, H), V, itemsize = hidden_NH.shape, weight_VH.shape[0], hidden_NH.element_size()
     if not isinstance(N, int):
         # A symbolic token count must not decide anything, or every count would compile anew.
@@ -418,7 +411,7 @@ def _plan_for(
         return Plan(mode, most)
     return make_plan(
         N, H, V, itemsize, chunk_bytes=chunk_bytes, per_row=per_row, want_hidden=want[0],
-        want_weight=want[1] or want[2], has_bias=bias is not None,
+        want_weight=want[1] or want[2],
     )  # fmt: skip
 
 

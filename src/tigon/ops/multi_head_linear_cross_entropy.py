@@ -115,7 +115,7 @@ class MultiHeadLinearCrossEntropy(torch.autograd.Function):
         ctx.dtypes = [t.dtype for t in tensors]
         ctx.save_for_backward(*hidden_sums.sums, *weight_sums.sums)
         head_losses = torch.stack(losses)
-        total = (head_losses * torch.tensor(head_weights, dtype=head_losses.dtype).to(head_losses.device)).sum()
+        total = torch.stack([loss * c for loss, c in zip(losses, head_weights, strict=True)]).sum()
         accuracy = torch.stack(hits) if predicted else head_losses.new_empty(0)
         ctx.mark_non_differentiable(head_losses, accuracy)
         return total, head_losses, accuracy
