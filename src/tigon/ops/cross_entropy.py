@@ -318,4 +318,5 @@ CROSS_ENTROPY = Op(
         Case(id="gemma-vocab", shape=(16, 262144), options={"softcap": 30.0}, small=False),
     ),
     cost=_cost,
+    errors={"fp32": 3.0e-07, "bf16": 2.8e-03, "fp16": 1.4e-03},
 )

@@ -104,4 +104,5 @@ LAYER_NORM = Op(
         Case(id="gpt2-xl", shape=(4, 512, 1600), small=False),
     ),
     cost=_cost,
+    errors={"fp32": 2.6e-06, "bf16": 2.0e-03, "fp16": 2.9e-04},
 )

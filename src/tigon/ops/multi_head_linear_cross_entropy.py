@@ -303,7 +303,7 @@ def _cost(target: Tensor, *, shifts: Sequence[int], **inputs: Any) -> Cost:
     )
 
 
-_HEADS = {"shifts": (1, 2, 3), "head_weights": (1.0, 0.8, 0.64), "chunk_bytes": 5 * 60 * 4}
+_HEADS = {"shifts": (1, 2, 3), "head_weights": (1.0, 0.8, 0.64), "chunk_bytes": 11 * 100 * 4}
 
 MULTI_HEAD_LINEAR_CROSS_ENTROPY = Op(
     name="multi_head_linear_cross_entropy",
@@ -312,15 +312,15 @@ MULTI_HEAD_LINEAR_CROSS_ENTROPY = Op(
     make=_make,
     grads=("hidden_0", "hidden_1", "hidden_2", "weight_0", "weight_1", "weight_2"),
     cases=(
-        Case(id="own-heads", shape=(2, 9, 16, 60), options={"hiddens": 3, "weights": 3, **_HEADS}),
-        Case(id="shared-trunk", shape=(2, 9, 16, 60), options={"hiddens": 1, "weights": 3, **_HEADS}),
-        Case(id="shared-lm-head", shape=(2, 9, 16, 60), options={"hiddens": 3, "weights": 1, **_HEADS}),
+        Case(id="own-heads", shape=(2, 21, 24, 100), options={"hiddens": 3, "weights": 3, **_HEADS}),
+        Case(id="shared-trunk", shape=(2, 21, 24, 100), options={"hiddens": 1, "weights": 3, **_HEADS}),
+        Case(id="shared-lm-head", shape=(2, 21, 24, 100), options={"hiddens": 3, "weights": 1, **_HEADS}),
         Case(
             id="sum-softcap",
-            shape=(2, 9, 16, 60),
+            shape=(2, 21, 24, 100),
             options={"hiddens": 3, "weights": 3, **_HEADS, "reduction": "sum", "softcap": 5.0, "label_smoothing": 0.1},
         ),
-        Case(id="num-items", shape=(2, 9, 16, 60), options={"hiddens": 3, "weights": 1, **_HEADS, "num_items": 13}),
+        Case(id="num-items", shape=(2, 21, 24, 100), options={"hiddens": 3, "weights": 1, **_HEADS, "num_items": 13}),
         Case(
             id="medusa-1b",
             shape=(2, 512, 2048, 128256),
@@ -329,4 +329,5 @@ MULTI_HEAD_LINEAR_CROSS_ENTROPY = Op(
         ),
     ),
     cost=_cost,
+    errors={"fp32": 2.2e-06, "bf16": 3.9e-03, "fp16": 1.7e-03},
 )

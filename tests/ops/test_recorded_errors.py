@@ -1,0 +1,39 @@
+"""The errors in the op records are measurements; this measures them again. `pytest -s` prints what to record."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers import cast, make, relative_error, run, upstream_for, with_leaves
+from tigon.ops import OPS, Op
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def worst_error(op: Op, dtype: torch.dtype) -> float:
+    """Largest relative Frobenius error of an output or gradient against the fp64 oracle, over all cases."""
+    worst = 0.0
+    for case in op.cases:
+        inputs = make(op, case, dtype, "cuda")
+        got = run(op.call, op, with_leaves(op, inputs))
+        truth = run(op.oracle, op, with_leaves(op, cast(inputs, torch.float64)), upstream_for(got.outputs)).named()
+        worst = max(worst, *(relative_error(value, truth[name]) for name, value in got.named().items()))
+    return worst
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPS)
+def test_recorded_error_is_out_of_date(name: str) -> None:
+    op = OPS[name]
+    measured = {dtype: worst_error(op, torch_dtype) for dtype, torch_dtype in DTYPES.items()}
+    print(name, {dtype: f"{error:.1e}" for dtype, error in measured.items()})
+    for dtype, error in measured.items():
+        # Another card sums in another order; a factor of two is a change of algorithm.
+        assert error <= 2 * op.errors[dtype], (dtype, error)
+        assert op.errors[dtype] <= 2 * error, (dtype, error)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_op_has_no_recorded_error(name: str) -> None:
+    assert set(OPS[name].errors) == set(DTYPES)
