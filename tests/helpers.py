@@ -1,0 +1,328 @@
+"""What the tests of the ops share: running an op with its gradients, the rule for its error, and hostile memory.
+
+The rule. The truth is the oracle in fp64 on the same (rounded) inputs, the baseline is the oracle in the inputs' own
+dtypes. An op's error in the Frobenius norm may be `factor` (2) times the baseline's, or times what rounding the truth
+alone would err where that is more (a baseline may be exact by luck), plus `factor` fp32 rounding steps, the
+arithmetic's own. The largest error of an element obeys the same, with one rounding step of the result's dtype added: in
+tensors of a hundred elements it is a matter of luck too. No tolerance is written by hand, so none can be too loose to
+fail. Triton's interpreter rounds fp32 to bf16 by cutting off, which errs by up to twice as much as
+rounding and without cancelling: its bf16 factor is 4.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tigon.ops import OPS, Case, Op
+
+Inputs = dict[str, Any]
+
+# Guard elements on each side of an allocation; 64 of any dtype keep it aligned to 64 bytes.
+PAD = 64
+CANARY = -77.0
+# Multiply-adds beyond which a case is for GPUs only.
+CPU_ELEMENTS = 1 << 21
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    outputs: list[Tensor]
+    grads: dict[str, Tensor | None]
+
+    def named(self) -> dict[str, Tensor]:
+        outputs = {f"output {i}": t.detach() for i, t in enumerate(self.outputs)}
+        return outputs | {f"gradient of {name}": t for name, t in self.grads.items() if t is not None}
+
+
+def cases(*, small: bool = True, large: bool = False) -> list[Any]:
+    """(op, case) of the registry as pytest parameters."""
+    return [
+        pytest.param(op, case, id=f"{op.name}-{case.id}")
+        for op in OPS.values()
+        for case in op.cases
+        if (case.small and small) or (not case.small and large)
+    ]
+
+
+def _quick(op: Op, case: Case) -> Case:
+    """The case as it is, or with one batch row where three heads times 18 tokens would each be a program."""
+    return replace(case, shape=(1, *case.shape[1:])) if op.name.startswith("multi_head") else case
+
+
+def first_cases() -> list[Any]:
+    """One case an op, the first, for behaviour that does not depend on options."""
+    return [pytest.param(op, _quick(op, op.cases[0]), id=op.name) for op in OPS.values()]
+
+
+# Cases that take another way through the kernels than an op's first one. The interpreter, at 1 ms a program, runs what
+# does not depend on numbers on these alone; the reference and a GPU run it on every case.
+OTHER_WAYS = (
+    "partial-interleaved", "packed", "none", "class-weight-smoothing", "mean-chunks-bias",
+    "none-chunks-bias", "shared-trunk",
+)  # fmt: skip
+
+
+def contract_cases() -> list[Any]:
+    """(backend, op, case), for `parametrize(CONTRACT, contract_cases(), indirect=["backend"])`."""
+    kernel = [
+        (op, _quick(op, case))
+        for op in OPS.values()
+        for case in op.cases
+        if case.small and (torch.cuda.is_available() or takes_another_way(op, case))
+    ]
+    reference = [(op, case) for op in OPS.values() for case in op.cases if case.small]
+    return [
+        pytest.param(backend, op, case, id=f"{backend}-{op.name}-{case.id}")
+        for backend, chosen in (("reference", reference), ("kernel", kernel))
+        for op, case in chosen
+    ]
+
+
+CONTRACT = ("backend", "op", "case")
+
+
+def takes_another_way(op: Op, case: Case) -> bool:
+    return case is op.cases[0] or case.id in OTHER_WAYS
+
+
+def runs_here(case: Case, device: torch.device) -> bool:
+    return case.small or device.type == "cuda" or math.prod(case.shape) <= CPU_ELEMENTS
+
+
+def make(op: Op, case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -> Inputs:
+    """The op's inputs for a case, the same in every call."""
+    torch.manual_seed(20)
+    return op.make(case, dtype, torch.device(device))
+
+
+def differentiable(op: Op, inputs: Inputs) -> list[str]:
+    return [name for name in op.grads if isinstance(inputs.get(name), Tensor)]
+
+
+def with_leaves(
+    op: Op, inputs: Inputs, copy: Callable[[Tensor], Tensor] = Tensor.clone, names: Sequence[str] | None = None
+) -> Inputs:
+    """Fresh copies of all tensors; those in `names` (all differentiable ones) require a gradient."""
+    wanted = differentiable(op, inputs) if names is None else names
+    leaves = {name: copy(t.detach()) if isinstance(t, Tensor) else t for name, t in inputs.items()}
+    for name in wanted:
+        leaves[name].requires_grad_()
+    return leaves
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    """The differentiable outputs of a call: a tensor, or those of a tuple."""
+    outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+    return [t for t in outputs if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def upstream_for(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Random gradients, drawn on the CPU so that every backend sees the same."""
+    torch.manual_seed(21)
+    return [torch.randn(t.shape, dtype=torch.float32).to(t.dtype).to(t.device) for t in outputs]
+
+
+def run(
+    call: Callable[..., Any],
+    op: Op,
+    leaves: Inputs,
+    upstream: Sequence[Tensor] | None = None,
+    *,
+    retain_graph: bool = False,
+) -> Result:
+    """Outputs, and the gradients of every tensor in `leaves` that requires one."""
+    outputs = tensors_of(call(**leaves))
+    if upstream is None:
+        upstream = upstream_for(outputs)
+    upstream = [g.to(t.dtype) for g, t in zip(upstream, outputs, strict=True)]
+    names = [n for n in differentiable(op, leaves) if leaves[n].requires_grad]
+    grads = torch.autograd.grad(outputs, [leaves[n] for n in names], upstream, retain_graph=retain_graph)
+    return Result(outputs, dict(zip(names, grads, strict=True)))
+
+
+def cast(inputs: Inputs, dtype: torch.dtype, device: torch.device | str | None = None) -> Inputs:
+    """All floating-point tensors in another dtype, values exact when it is wider."""
+    return {
+        name: t.detach().to(device=device or t.device, dtype=dtype if t.is_floating_point() else t.dtype)
+        if isinstance(t, Tensor)
+        else t
+        for name, t in inputs.items()
+    }
+
+
+def truth_and_baseline(op: Op, inputs: Inputs, upstream: Sequence[Tensor]) -> tuple[Result, Result]:
+    """The oracle in fp64 on the inputs' values, and in the inputs' own dtypes."""
+    truth = run(op.oracle, op, with_leaves(op, cast(inputs, torch.float64)), upstream)
+    return truth, run(op.oracle, op, with_leaves(op, inputs), upstream)
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+def assert_within(got: Tensor, truth: Tensor, baseline: Tensor, factor: float, what: str) -> None:
+    """The rule at the top of this file."""
+    assert got.dtype == baseline.dtype, f"{what}: {got.dtype}, the unfused op gives {baseline.dtype}"
+    assert got.shape == baseline.shape, f"{what}: {tuple(got.shape)}, the unfused op gives {tuple(baseline.shape)}"
+    if got.dtype == torch.float64:
+        # The truth is no more exact than the op here; only the order of summation may differ.
+        error = relative_error(got, truth)
+        assert error <= 1e-13, f"{what}: relative error {error:.1e} against the formula, both fp64"
+        return
+    if not got.numel():
+        return
+    rounded = truth.to(got.dtype)
+    truth, baseline = truth.double(), baseline.double()
+    assert torch.equal(got.isnan(), truth.isnan()), f"{what}: NaN where the truth has none, or the reverse"
+    error, unfused, rounding = ((t.double() - truth).abs() for t in (got, baseline, rounded))
+    step = torch.finfo(torch.float32).eps
+    for norm, steps, text in ((torch.Tensor.max, 1, "largest error"), (torch.linalg.vector_norm, 0, "Frobenius error")):
+        allowed = factor * (max(float(norm(unfused)), float(norm(rounding))) + step * float(norm(truth.abs())))
+        allowed += steps * float(norm(rounding))
+        assert float(norm(error)) <= allowed, (
+            f"{what} {tuple(got.shape)}: {text} {float(norm(error)):.2e} where the unfused op has "
+            f"{float(norm(unfused)):.2e} and rounding {float(norm(rounding)):.2e}; allowed {allowed:.2e}"
+        )
+
+
+def assert_result_within(got: Result, truth: Result, baseline: Result, factor: float) -> None:
+    values, exact, unfused = got.named(), truth.named(), baseline.named()
+    assert values.keys() == exact.keys()
+    for name, value in values.items():
+        assert_within(value.cpu(), exact[name].cpu(), unfused[name].cpu(), factor, name)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Frobenius norm of the difference over that of `expected`."""
+    if not got.numel():
+        return 0.0
+    got, expected = got.detach().double(), expected.detach().double()
+    difference, scale = (got - expected).norm(), expected.norm()
+    return float(difference / scale) if scale else float(difference)
+
+
+def assert_same(got: Result, expected: Result, *, ulps: float = 0.0) -> None:
+    """Bit for bit, or up to `ulps` rounding steps in the Frobenius norm where sums may run in another order."""
+    values, wanted = got.named(), expected.named()
+    assert values.keys() == wanted.keys()
+    for name, value in values.items():
+        assert value.dtype == wanted[name].dtype and value.shape == wanted[name].shape, name
+        if not ulps:
+            assert torch.equal(value, wanted[name]), f"{name} differs by {relative_error(value, wanted[name]):.1e}"
+        else:
+            error = relative_error(value, wanted[name])
+            assert error <= ulps * torch.finfo(value.dtype).eps, f"{name}: relative error {error:.1e}"
+
+
+def subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Every non-empty subset of up to three names; of more, each alone and all."""
+    sizes = range(1, len(names) + 1) if len(names) <= 3 else (1, len(names))
+    for size in sizes:
+        yield from itertools.combinations(names, size)
+
+
+# --- hostile memory ---------------------------------------------------------------------------------------------------
+
+
+def _poison(t: Tensor) -> Tensor:
+    if t.is_floating_point():
+        return t.fill_(float("nan"))
+    return t.fill_(torch.iinfo(t.dtype).min) if t.dtype != torch.bool else t
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def guarded(t: Tensor) -> Tensor:
+    """A copy with t's strides in the middle of NaN: what is read next to it, or between its rows, shows."""
+    if not t.numel() or 0 in t.stride():
+        return t.clone()
+    buffer = _poison(torch.empty(_extent(t.shape, t.stride()) + 2 * PAD, dtype=t.dtype, device=t.device))
+    # set_ and not a view, which autograd would treat differently from the caller's own tensor.
+    inside = torch.empty(0, dtype=t.dtype, device=t.device)
+    return inside.set_(buffer.untyped_storage(), PAD, t.shape, t.stride()).copy_(t)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that tigon allocates uninitialised is NaN (the smallest integer), between canaries checked on exit.
+
+    An element that no program writes then shows in the result, and a write outside shows in the canaries.
+    """
+    real_empty = torch.empty
+    allocations: list[tuple[Tensor, int, str]] = []
+
+    def hostile(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate(*args: Any, **options: Any) -> Tensor:
+            t = original(*args, **options)
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if not caller.startswith("tigon") or type(t) is not Tensor or t.is_meta or not t.numel() or t.is_pinned():
+                return t
+            extent = _extent(t.shape, t.stride())
+            buffer = real_empty(extent + 2 * PAD, dtype=t.dtype, device=t.device).fill_(int(CANARY))
+            _poison(buffer[PAD : PAD + extent])
+            allocations.append((buffer, extent, caller))
+            return real_empty(0, dtype=t.dtype, device=t.device).set_(
+                buffer.untyped_storage(), PAD, t.shape, t.stride()
+            )
+
+        return allocate
+
+    with (
+        patch("torch.empty", hostile(torch.empty)),
+        patch("torch.empty_like", hostile(torch.empty_like)),
+        patch("torch.empty_strided", hostile(torch.empty_strided)),
+        patch.object(Tensor, "new_empty", hostile(Tensor.new_empty)),
+    ):
+        yield
+    for buffer, extent, caller in allocations:
+        around = torch.cat((buffer[:PAD], buffer[PAD + extent :]))
+        assert bool((around == int(CANARY)).all()), f"a write outside of a tensor of {extent} made in {caller}"
+
+
+def in_fork(test: Callable[[], None]) -> None:
+    """Run `test` in a forked child, so that an address out of bounds fails it and does not end the session."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            test()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code >= 0, f"the child died of signal {-code}: an address out of bounds"
+    assert code == 0, "failed in the child; its traceback is above"
+
+
+def virtually_strided(t: Tensor, dim: int) -> Tensor:
+    """A copy whose elements along `dim` (9 of them or more) lie 2^28 apart, so that the last offsets pass 2^31.
+
+    The memory is reserved and not touched, except for the pages that hold t.
+    """
+    gap = 1 << 28
+    assert (t.shape[dim] - 1) * gap >= 1 << 31
+    strides = list(t.contiguous().stride())
+    strides[dim] = gap
+    storage = torch.empty(_extent(t.shape, strides), dtype=t.dtype, device=t.device)
+    return storage.as_strided(t.shape, strides).copy_(t)

@@ -1,0 +1,427 @@
+"""Compile every kernel the ops launch for GPUs that are not here, and print as JSON what came out.
+
+    python tests/kernels/aot.py                        what the tests check, about a minute on two cores
+    python tests/kernels/aot.py --target gfx942 --every    all cases of the records instead of a covering choice
+
+Nothing is written down by hand: each op of `OPS` runs its cases forward and backward on CPU tensors, Triton binds and
+specialises the launches itself for a driver that claims to be the target, and `jit_cache_hook` takes what it was about
+to compile. The kernels never run, so the numbers that flow through the ops are whatever memory held.
+
+It is a process of its own because Triton decides about the interpreter when a kernel is decorated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import multiprocessing
+import os
+import pkgutil
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+# Before torch. The first for virtual machines that advertise AMX and trap on its first instruction; the second because
+# this process forks.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from tigon.ops import OPS, Case, Op, _dispatch
+
+ALL_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A chip to compile for."""
+
+    backend: str
+    arch: int | str
+    warp_size: int
+    shared_bytes: int
+    """The most shared memory (LDS) of one program: CUDA C++ Programming Guide, "Technical Specifications per Compute
+    Capability" (less 1 KiB that CUDA keeps); AMD CDNA 2, 3 and 4 ISA guides."""
+    dtypes: tuple[str, ...] = ("bfloat16",)
+
+    @property
+    def gpu(self) -> GPUTarget:
+        return GPUTarget(self.backend, self.arch, self.warp_size)
+
+
+TARGETS = {
+    "sm_80": Target("cuda", 80, 32, 163 << 10),
+    "sm_89": Target("cuda", 89, 32, 99 << 10),
+    "sm_90": Target("cuda", 90, 32, 227 << 10, ALL_DTYPES),
+    "sm_100": Target("cuda", 100, 32, 227 << 10),
+    "gfx90a": Target("hip", "gfx90a", 64, 64 << 10),
+    "gfx942": Target("hip", "gfx942", 64, 64 << 10, ALL_DTYPES),
+    "gfx950": Target("hip", "gfx950", 64, 160 << 10),
+}
+
+# Ways through the kernels, and widths of today's models, that no record has a case for.
+MORE_CASES = {
+    "rms_norm": (
+        Case(id="hidden-16384", shape=(16, 16384)),
+        Case(id="wide-no-weight", shape=(3, 20000), options={"weighted": False}),
+    ),
+    "add_rms_norm": (Case(id="hidden-16384", shape=(16, 16384)),),
+    "layer_norm": (Case(id="hidden-16384", shape=(16, 16384)),),
+    "cross_entropy": (
+        Case(id="inplace", shape=(16, 128256), options={"inplace": True}),
+        Case(id="outputs", shape=(16, 128256), options={"outputs": ("entropy", "predicted")}),
+    ),
+}
+
+# Dimensions before the last enter the products and the grid; a cap leaves the kernels as they are.
+MAX_ROWS = 16
+
+
+# --- recording --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Launch:
+    """One specialisation of a kernel, and the first case that led to it."""
+
+    op: str
+    case: str
+    dtype: str
+    target: str
+    aligned: bool
+    """The rows are wide, and allow 16-byte loads."""
+    whole: bool
+    """All gradients were wanted."""
+    function: JITFunction[Any]
+    signature: dict[str, str]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    options: dict[str, Any]
+    key: str
+
+    @property
+    def kernel(self) -> str:
+        return str(self.function.__name__)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The constexpr parameters by name."""
+        names = self.function.arg_names
+        annotated = {p.name for p in self.function.params if p.is_constexpr}
+        return {names[at]: value for (at,), value in self.constants.items() if names[at] in annotated}
+
+    @property
+    def ways(self) -> set[tuple[str, str, Any]]:
+        """What is compiled differently: flags, types of pointers, alignment. Not sizes: an op has many widths."""
+        flags = {(self.kernel, name, v) for name, v in self.flags.items() if isinstance(v, (bool, str))}
+        types = {(self.kernel, name, t) for name, t in self.signature.items() if t.startswith("*")}
+        return flags | types | {(self.kernel, "aligned", self.aligned)}
+
+
+class Pretence:
+    """The part of a driver that a launch asks for; the device's index is the target's name."""
+
+    target = ""
+
+    def get_current_device(self) -> str:
+        return self.target
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.target].gpu
+
+
+@contextlib.contextmanager
+def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[None]:
+    """Launches go to `launches` instead of a GPU, once for every target; all targets have one warp size."""
+    from tigon.kernels import _device
+
+    pretence, run = Pretence(), JITFunction.run
+
+    def run_for_each(self: JITFunction[Any], *args: Any, **options: Any) -> None:
+        for pretence.target in targets:
+            run(self, *args, **options)
+
+    def take(*, key: str, repr: str, fn: Any, compile: Any, **_: Any) -> bool:
+        options = json.loads(compile["specialization_data"])["options"]
+        launches.append(
+            {
+                "target": compile["device"],
+                "function": fn.jit_function,
+                "signature": compile["signature"],
+                "constants": compile["constants"],
+                "attributes": compile["configs"][0],
+                # JSON has no tuples, and Triton hashes them.
+                "options": {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()},
+                "key": key,
+            }
+        )
+        return True  # handled: Triton compiles nothing and launches nothing
+
+    lanes = TARGETS[targets[0]].warp_size
+    driver.set_active(pretence)  # type: ignore[arg-type]
+    with (
+        patch.object(JITFunction, "run", run_for_each),
+        patch.object(knobs.runtime, "jit_cache_hook", take),
+        patch.object(_dispatch, "INTERPRET", True),  # CPU tensors take the kernels
+        patch.object(_device, "_lanes", lambda: lanes),
+    ):
+        yield
+
+
+def backward(op: Op, inputs: dict[str, Any], wanted: Iterable[str]) -> None:
+    """The op's forward, and its backward towards `wanted`."""
+    leaves = {name: t.detach() if isinstance(t, Tensor) else t for name, t in inputs.items()}
+    for name in wanted:
+        leaves[name].requires_grad_()
+    results = op.call(**leaves)
+    results = (results,) if isinstance(results, Tensor) else results
+    outputs = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
+    torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+
+
+def is_aligned(case: Case) -> bool:
+    """Whether a case has the rows of a model, which start at a multiple of 16 bytes."""
+    return case.shape[-1] % 16 == 0 and (not case.small or case.shape[-1] >= 1024)
+
+
+def record(op: Op, case: Case, dtype: str, targets: list[str]) -> Iterator[Launch]:
+    """All launches of a case, of its forward and backward."""
+    shape = (*(min(size, MAX_ROWS) for size in case.shape[:-1]), case.shape[-1])
+    inputs = op.make(Case(id=case.id, shape=shape, options=case.options), getattr(torch, dtype), torch.device("cpu"))
+    named = [name for name in op.grads if isinstance(inputs.get(name), Tensor)]
+    # Then each gradient alone: frozen parameters, and inputs that need none. Flags again, for which rows of a model do.
+    for wanted in (named, *([name] for name in named if is_aligned(case) and len(named) > 1)):
+        found: list[dict[str, Any]] = []
+        with recording(targets, found):
+            backward(op, inputs, wanted)
+        for launch in found:
+            yield Launch(op.name, case.id, dtype, aligned=is_aligned(case), whole=wanted is named, **launch)
+
+
+def distinct(launches: Iterable[Launch]) -> list[Launch]:
+    return list({(x.op, x.target, x.kernel, x.key): x for x in reversed([*launches])}.values())[::-1]
+
+
+def covering(launches: list[Launch]) -> Iterator[Launch]:
+    """The rows of models, then as few more as go every way through every kernel that any launch goes."""
+    left, seen = [], set()
+    for launch in launches:
+        if launch.aligned and launch.whole:
+            seen |= launch.ways
+            yield launch
+        else:
+            left.append(launch)
+    while left:
+        best = max(left, key=lambda launch: len(launch.ways - seen))
+        if best.ways <= seen:
+            return
+        seen |= best.ways
+        yield best
+
+
+def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
+    for backend in ("cuda", "hip"):
+        for dtype in ALL_DTYPES:
+            chosen = [name for name in targets if TARGETS[name].backend == backend and dtype in TARGETS[name].dtypes]
+            if not chosen:
+                continue
+            # Flags do not depend on the dtype: once is enough, and the large cases for the others.
+            thorough = every or dtype == ALL_DTYPES[0]
+            cases = (
+                (op, case)
+                for op in OPS.values()
+                for case in sorted((*op.cases, *MORE_CASES.get(op.name, ())), key=lambda case: -math.prod(case.shape))
+                if thorough or not case.small
+            )
+            launches = distinct(x for op, case in cases for x in record(op, case, dtype, chosen))
+            for name in chosen:
+                here = [launch for launch in launches if launch.target == name and (thorough or launch.whole)]
+                yield from here if every else covering(here)
+
+
+# --- compiling --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Binary:
+    """What a compiler made of a launch."""
+
+    kernel: str
+    target: str
+    dtype: str
+    aligned: bool
+    flags: dict[str, Any]
+    num_warps: int
+    used_by: list[tuple[str, str]]
+    """(op, case)"""
+    error: str | None = None
+    spills: int | None = None
+    """Bytes on NVIDIA, registers on AMD; None where the compiler did not say."""
+    stack_bytes: int | None = None
+    shared_bytes: int = 0
+    registers: int | None = None
+    fp64_instructions: int = 0
+    load_bytes: list[int] = field(default_factory=list)
+    """Widths of a thread's loads from global memory."""
+
+
+def total(pattern: str, text: str) -> int | None:
+    """Sum of the numbers found; None if there are none."""
+    numbers = [int(n) for n in re.findall(pattern, text)]
+    return sum(numbers) if numbers else None
+
+
+def read_ptx(ptx: str, ptxas_log: str) -> dict[str, Any]:
+    loads = re.findall(r"ld\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bfsu](\d+)\s", ptx)
+    return {
+        "spills": total(r"(\d+) bytes spill (?:stores|loads)", ptxas_log),
+        "stack_bytes": total(r"(\d+) bytes stack frame", ptxas_log),
+        "registers": total(r"Used (\d+) registers", ptxas_log),
+        "fp64_instructions": len(re.findall(r"\.f64\b", ptx)),
+        "load_bytes": sorted({int(count or 1) * int(bits) // 8 for count, bits in loads}),
+    }
+
+
+AMD_LOADS = {"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4}
+
+
+def read_amdgcn(asm: str) -> dict[str, Any]:
+    # Scalar loads (s_load) fetch arguments and values that all lanes share.
+    loads = re.findall(r"\b(?:global|buffer|flat)_load_(ubyte|sbyte|ushort|sshort|short|dword)\w*?(?:x(\d))?\s", asm)
+    return {
+        "spills": total(r"\.[vs]gpr_spill_count:\s+(\d+)", asm),
+        "stack_bytes": total(r"\.private_segment_fixed_size:\s+(\d+)", asm),
+        "registers": total(r"\.vgpr_count:\s+(\d+)", asm),
+        "fp64_instructions": len(re.findall(r"\bv_\w+_f64\b", asm)),
+        "load_bytes": sorted({AMD_LOADS[kind] * int(count or 1) for kind, count in loads}),
+    }
+
+
+def compile_launch(launch: Launch, used_by: list[tuple[str, str]]) -> Binary:
+    binary = Binary(
+        launch.kernel, launch.target, launch.dtype, launch.aligned, launch.flags, launch.options["num_warps"], used_by
+    )
+    source = ASTSource(launch.function, launch.signature, launch.constants, launch.attributes)
+    log = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(log):
+            compiled = triton.compile(source, target=TARGETS[launch.target].gpu, options=launch.options)
+    except Exception:
+        binary.error = traceback.format_exc()[-2000:]
+        return binary
+    binary.shared_bytes = compiled.metadata.shared
+    text = compiled.asm
+    facts = read_ptx(text["ptx"], log.getvalue()) if "ptx" in text else read_amdgcn(text["amdgcn"])
+    for name, value in facts.items():
+        setattr(binary, name, value)
+    return binary
+
+
+# --- kernels with every fault, for the test that faults are seen ------------------------------------------------------
+
+
+@triton.jit
+def faulty_kernel(X, Y, stride, SIZE: tl.constexpr):
+    """fp64 arithmetic, 2-byte loads, more values alive than there are registers, a transposition of 512 KiB."""
+    offs = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x = tl.load(X + offs * stride).to(tl.float64)
+    y = tl.exp(x - tl.max(tl.max(x, axis=1), axis=0)) * tl.trans(x)
+    tl.store(Y + offs, (y * x).to(Y.dtype.element_ty))
+
+
+@triton.jit
+def uncompilable_kernel(X, Y, stride, SIZE: tl.constexpr):
+    tl.store(Y + tl.arange(0, SIZE - 1), 0.0)
+
+
+def faulty_launches(targets: list[str]) -> list[Launch]:
+    """Launches of 2048 threads, which no chip takes."""
+    found: list[dict[str, Any]] = []
+    x = torch.empty(1 << 16, dtype=torch.bfloat16)
+    for name in targets:
+        with recording([name], found):
+            for kernel in (faulty_kernel, uncompilable_kernel):
+                kernel[(1,)](x, x, 3, SIZE=256, num_warps=2048 // TARGETS[name].warp_size)
+    return [Launch("faulty", "faulty", "bfloat16", aligned=True, whole=True, **launch) for launch in found]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+_work: list[tuple[Launch, list[tuple[str, str]]]] = []
+
+
+def _compile_one(at: int) -> Binary:
+    return compile_launch(*_work[at])
+
+
+def compile_all(launches: Iterable[Launch]) -> list[Binary]:
+    """One binary for each distinct launch, on two processes."""
+    users: dict[Any, list[tuple[str, str]]] = {}
+    first: dict[Any, Launch] = {}
+    for launch in launches:
+        key = (launch.target, launch.kernel, launch.key)
+        users.setdefault(key, []).append((launch.op, launch.case))
+        # One user with aligned rows is enough for the launch to be one.
+        if key not in first or launch.aligned:
+            first[key] = launch
+    # A launch holds live functions, which a fork hands on and a pickle would not.
+    _work[:] = [(launch, users[key]) for key, launch in first.items()]
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(_compile_one, range(len(_work)), chunksize=1)
+
+
+def kernels() -> list[str]:
+    """Names of all kernels in tigon.kernels that a launcher can launch."""
+    import tigon.kernels
+
+    names = []
+    for module in pkgutil.iter_modules(tigon.kernels.__path__, "tigon.kernels."):
+        members = vars(__import__(module.name, fromlist=["_"])).items()
+        names += [n for n, f in members if isinstance(f, JITFunction) and n.endswith("_kernel")]
+    return sorted(set(names))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", action="append", choices=TARGETS, help="a chip; all of them if left out")
+    parser.add_argument("--every", action="store_true", help="all cases, not only those that cover the ways")
+    options = parser.parse_args()
+    if knobs.runtime.interpret:
+        sys.exit("TRITON_INTERPRET is set: the kernels are decorated for the interpreter. Unset it.")
+    targets = options.target or list(TARGETS)
+    knobs.nvidia.dump_ptxas_log = True
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        # One of each vendor shows whether a fault is seen.
+        faulty = compile_all(faulty_launches([*{TARGETS[name].backend: name for name in reversed(targets)}.values()]))
+        binaries = compile_all(all_launches(targets, options.every))
+    report = {
+        "kernels": kernels(),
+        "binaries": [asdict(b) for b in binaries],
+        "faulty": [asdict(b) for b in faulty],
+    }
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Every kernel, compiled for chips that are not here: does it compile, does it fit, and is it what we meant to write?
+
+`aot.py`, beside this file, says how; it runs once, in a process without the interpreter, for about a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: there are no kernels on this platform")
+
+from aot import TARGETS, Binary
+from filelock import FileLock  # torch depends on it
+
+import tigon
+from tigon.ops import OPS
+
+# The most threads of a program, on every chip here.
+MAX_THREADS = 1024
+# ptxas gives up a few registers for one program more per SM, and says so as a spill: 8 to 24 bytes stored and loaded in
+# kernels that have 255 registers and use 64.
+PTXAS_TRADE_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Report:
+    kernels: list[str]
+    binaries: list[Binary]
+    faulty: list[Binary]
+
+    def of(self, op: str, target: str) -> list[Binary]:
+        found = [b for b in self.binaries if b.target == target and op in {name for name, _ in b.used_by}]
+        assert found, f"{op} launches no kernel for {target}"
+        return found
+
+
+@pytest.fixture(scope="session")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    folder = tmp_path_factory.getbasetemp()
+    # xdist's workers have a folder each, and one above that they share.
+    file = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "aot.json"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            file.write_text(_compile_everything(), encoding="utf-8")
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    return Report(raw["kernels"], *([Binary(**b) for b in raw[name]] for name in ("binaries", "faulty")))
+
+
+def _compile_everything() -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    source = str(Path(tigon.__file__).parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join((source, os.environ.get("PYTHONPATH", "")))
+    script = Path(__file__).with_name("aot.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+# --- what may be wrong with a binary ----------------------------------------------------------------------------------
+
+
+def spills(b: Binary) -> bool:
+    if b.spills is None or b.stack_bytes is None:
+        return True  # the compiler's output was not understood
+    return b.spills > (PTXAS_TRADE_BYTES if TARGETS[b.target].backend == "cuda" else 0)
+
+
+def has_narrow_loads(b: Binary) -> bool:
+    """Rows that allow 16-byte loads are read in smaller ones, or some of them element by element."""
+    return b.aligned and (16 not in b.load_bytes or 2 in b.load_bytes)
+
+
+def has_too_many_threads(b: Binary) -> bool:
+    return b.num_warps * TARGETS[b.target].warp_size > MAX_THREADS
+
+
+def does_not_fit(b: Binary) -> bool:
+    return b.shared_bytes > TARGETS[b.target].shared_bytes
+
+
+def computes_in_fp64(b: Binary) -> bool:
+    return b.fp64_instructions > 0
+
+
+def does_not_compile(b: Binary) -> bool:
+    return b.error is not None
+
+
+FAULTS = (does_not_compile, spills, has_narrow_loads, has_too_many_threads, does_not_fit, computes_in_fp64)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A fault that stays for now, and what it comes from."""
+
+    fault: Callable[[Binary], bool]
+    kernel: str
+    backend: str
+    cause: str
+    flags: dict[str, Any] = field(default_factory=dict)
+
+    def explains(self, b: Binary) -> bool:
+        same = b.kernel == self.kernel and TARGETS[b.target].backend == self.backend
+        return same and self.flags.items() <= b.flags.items()
+
+
+_ROW = "32 columns a thread, with x, dy and two fp32 sums of each alive, in the 128 registers that 16 warps leave"
+_TILE = "a tile of 1024 elements leaves 4 to each of the 256 lanes of 4 warps"
+
+KNOWN = (
+    Known(spills, "norm_bwd_kernel", "cuda", _ROW, {"BLOCK": 16384}),
+    Known(has_narrow_loads, "norm_bwd_dw_wide_kernel", "hip", _TILE),
+    Known(has_narrow_loads, "rope_kernel", "hip", _TILE),
+    Known(has_narrow_loads, "glu_bwd_kernel", "hip", _TILE),
+    Known(has_narrow_loads, "scale_rows_kernel", "hip", _TILE),
+)
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("op", OPS)
+def test_kernel(report: Report, op: str, target: str, fault: Callable[[Binary], bool]) -> None:
+    explained = [known for known in KNOWN if known.fault is fault]
+    found = [b for b in report.of(op, target) if fault(b) and not any(known.explains(b) for known in explained)]
+    assert not found, "\n".join(str(b) for b in found)
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.kernel}-{known.backend}-{known.fault.__name__}")
+def test_known_fault_is_gone(report: Report, known: Known) -> None:
+    """Then its row must go too, or it would hide the next one."""
+    assert any(known.fault(b) and known.explains(b) for b in report.binaries)
+
+
+def test_kernel_is_launched_by_no_case(report: Report) -> None:
+    for target in TARGETS:
+        assert report.kernels == sorted({b.kernel for b in report.binaries if b.target == target})
+
+
+def test_branch_of_a_kernel_is_compiled_for_no_case(report: Report) -> None:
+    """Every boolean flag was True in one binary and False in another."""
+    for target in TARGETS:
+        values: dict[tuple[str, str], set[bool]] = {}
+        for b in report.binaries:
+            for name, value in b.flags.items():
+                if b.target == target and isinstance(value, bool):
+                    values.setdefault((b.kernel, name), set()).add(value)
+        assert values
+        assert {flag: seen for flag, seen in values.items() if len(seen) < 2} == {}, target
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("backend", ["cuda", "hip"])
+def test_fault_goes_unseen(report: Report, backend: str, fault: Callable[[Binary], bool]) -> None:
+    """Of two kernels written to have every fault."""
+    faulty = [b for b in report.faulty if TARGETS[b.target].backend == backend]
+    assert any(fault(b) for b in faulty)
+    # The first compiles: its faults are read from what the compiler made.
+    assert faulty[0].error is None and (fault is does_not_compile or fault(faulty[0])), faulty[0]

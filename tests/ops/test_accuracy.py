@@ -1,0 +1,173 @@
+"""Forward and every gradient of every op, against the unfused formula in fp64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers import (
+    assert_result_within,
+    cases,
+    cast,
+    differentiable,
+    first_cases,
+    guarded,
+    make,
+    poisoned,
+    run,
+    runs_here,
+    takes_another_way,
+    tensors_of,
+    truth_and_baseline,
+    upstream_for,
+    with_leaves,
+)
+from tigon.ops import OPS, Case, Op
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# The interpreter cuts fp32 off to bf16 instead of rounding it.
+INTERPRETED_BF16_FACTOR = 2.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("op", "case"), cases(large=True))
+def test_error_exceeds_twice_the_unfused_ops(op: Op, case: Case, dtype: torch.dtype, backend: Any) -> None:
+    """K22, K23, K24, K26, K27: poisoned outputs, NaN around the inputs, a random upstream gradient."""
+    if not runs_here(case, backend.device) or (backend.interpreted and not case.small):
+        pytest.skip("this size is for a GPU")
+    if backend.interpreted and dtype != torch.float32 and not takes_another_way(op, case):
+        pytest.skip("the kernel computes in fp32 and its way there is taken by another case in 16 bits")
+    inputs = make(op, case, dtype, backend.device)
+    with poisoned():
+        got = run(op.call, op, with_leaves(op, inputs, guarded))
+    upstream = upstream_for(got.outputs)
+    truth, baseline = truth_and_baseline(op, inputs, upstream)
+    factor = op.error_factor
+    if backend.interpreted and dtype == torch.bfloat16:
+        factor *= INTERPRETED_BF16_FACTOR
+    assert_result_within(got, truth, baseline, factor)
+
+
+@pytest.mark.parametrize(("op", "case"), cases())
+def test_fp64_is_computed_in_less_than_fp64(op: Op, case: Case, backend: Any) -> None:
+    """K23: no kernel has fp64, so fp64 inputs take the reference, on every backend."""
+    inputs = cast(make(op, case, torch.float64, backend.device), torch.float64)
+    with poisoned():
+        got = run(op.call, op, with_leaves(op, inputs, guarded))
+    truth, baseline = truth_and_baseline(op, inputs, upstream_for(got.outputs))
+    assert_result_within(got, truth, baseline, op.error_factor)
+
+
+@pytest.mark.parametrize(("op", "case"), cases())
+def test_backward_is_not_the_derivative_of_the_forward(op: Op, case: Case) -> None:
+    """K30: gradcheck of the reference in fp64, against finite differences and not against another formula."""
+    inputs = with_leaves(op, cast(make(op, case, torch.float64), torch.float64))
+    names = differentiable(op, inputs)
+
+    def call(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensors_of(op.call(**{**inputs, **dict(zip(names, values, strict=True))})))
+
+    # fast_mode compares one random projection of the Jacobian, which an error in any entry changes.
+    assert torch.autograd.gradcheck(call, [inputs[n] for n in names], fast_mode=True)
+
+
+def _integers(low: int, high: int) -> st.SearchStrategy[int]:
+    return st.integers(low, high)
+
+
+@st.composite
+def _rope_cases(draw: Any) -> Case:
+    D = draw(_integers(2, 100))
+    options = {
+        "kv_heads": draw(_integers(1, 9)),
+        "rotary": 2 * draw(_integers(1, D // 2)),
+        "interleaved": draw(st.booleans()),
+        "unsqueeze_dim": draw(st.sampled_from((1, 2))),
+        "in_memory": draw(st.sampled_from(("BTHD", "BHTD"))),
+        "arbitrary_table": draw(st.booleans()),
+    }
+    B = draw(_integers(1, 3))
+    options["table_batch"] = draw(st.sampled_from((0, 1, B)))
+    return Case(id="drawn", shape=(B, draw(_integers(1, 9)), draw(_integers(1, 20)), D), options=options)
+
+
+def _same_options(name: str, shapes: st.SearchStrategy[tuple[int, ...]]) -> st.SearchStrategy[Case]:
+    """A drawn shape with the options of one of the op's own cases."""
+    options = [case.options for case in OPS[name].cases]
+    return st.builds(lambda shape, o: Case(id="drawn", shape=shape, options=o), shapes, st.sampled_from(options))
+
+
+_ROWS = st.tuples(_integers(1, 40), _integers(1, 300))
+DRAWN = {
+    "rms_norm": _same_options("rms_norm", _ROWS),
+    "add_rms_norm": _same_options("add_rms_norm", _ROWS),
+    "layer_norm": _same_options("layer_norm", st.tuples(_integers(1, 40), _integers(2, 300))),
+    "rope": _rope_cases(),
+    "swiglu": _same_options("swiglu", st.tuples(_integers(1, 40), _integers(1, 150).map(lambda n: 2 * n))),
+    "geglu": _same_options("geglu", st.tuples(_integers(1, 40), _integers(1, 150).map(lambda n: 2 * n))),
+    "cross_entropy": _same_options("cross_entropy", _ROWS),
+    "linear_cross_entropy": _same_options(
+        "linear_cross_entropy", st.tuples(_integers(1, 20), _integers(1, 20), _integers(1, 60))
+    ),
+    "multi_head_linear_cross_entropy": _same_options(
+        "multi_head_linear_cross_entropy",
+        st.tuples(_integers(1, 2), _integers(1, 5), _integers(1, 20), _integers(1, 60)),
+    ),
+}
+EXAMPLES = 200 if torch.cuda.is_available() else 8
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_kernel_and_reference_disagree_on_a_drawn_shape(name: str, request: pytest.FixtureRequest) -> None:
+    """K30: the kernel's fp32 error is bounded by the reference's, for shapes nobody chose."""
+    from conftest import HAS_GPU, HAS_TRITON, kernels_on_the_cpu
+
+    if not HAS_TRITON:
+        pytest.skip("triton is not installed: there are no kernels on this platform")
+    op, device = OPS[name], torch.device("cuda" if HAS_GPU else "cpu")
+
+    @settings(
+        max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(DRAWN[name])
+    def compare(case: Case) -> None:
+        inputs = make(op, case, torch.float32)
+        reference = run(op.call, op, with_leaves(op, inputs))
+        if not all(t.isfinite().all() for t in reference.named().values()):
+            # The mean of no class weight at all: 0 / 0, a case of its own.
+            return
+        upstream = upstream_for(reference.outputs)
+        truth = run(op.call, op, with_leaves(op, cast(inputs, torch.float64)), upstream)
+        on_device = with_leaves(op, cast_to(inputs, device))
+        if HAS_GPU:
+            got = run(op.call, op, on_device, [g.to(device) for g in upstream])
+        else:
+            with kernels_on_the_cpu(), poisoned():
+                got = run(op.call, op, on_device, upstream)
+        assert_result_within(got, truth, reference, 4.0)
+
+    compare()
+
+
+def cast_to(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
+
+
+@pytest.mark.parametrize(("op", "case"), first_cases())
+@pytest.mark.parametrize("value", [0.0, -3.0, 65536.0])
+def test_gradient_is_not_linear_in_the_upstream_gradient(op: Op, case: Case, value: float, backend: Any) -> None:
+    """K06: gradients made before the upstream gradient is known are wrong for every value but 1."""
+    inputs = make(op, case, torch.float32, backend.device)
+    one = run(op.call, op, with_leaves(op, inputs))
+    upstream = upstream_for(one.outputs)
+    scaled = run(op.call, op, with_leaves(op, inputs), [g * value for g in upstream])
+    truth, baseline = truth_and_baseline(op, inputs, [g * value for g in upstream])
+    assert_result_within(scaled, truth, baseline, op.error_factor)
+    if value == 0.0:
+        assert all(not t.any() for t in scaled.grads.values() if t is not None)
+    assert math.isfinite(sum(float(t.sum()) for t in scaled.named().values()))

@@ -1,0 +1,221 @@
+"""The operators as PyTorch's machinery sees them: schemas, fakes, torch.compile, autocast, functorch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from helpers import (
+    CONTRACT,
+    assert_same,
+    contract_cases,
+    differentiable,
+    first_cases,
+    make,
+    relative_error,
+    run,
+    tensors_of,
+    upstream_for,
+    with_leaves,
+)
+from tigon.ops import OPS, Case, Op
+from tigon.ops._dispatch import Differentiable, Primitive
+
+# Operators of tigon by name.
+OPERATORS = sorted(
+    {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("tigon::")}
+)
+
+
+def _copied(value: Any, keep_requires_grad: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(keep_requires_grad and value.requires_grad)
+    return type(value)(_copied(v, keep_requires_grad) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+@contextmanager
+def _recorded(calls: dict[str, list[tuple[Any, ...]]]) -> Iterator[None]:
+    """Collect the arguments of every operator that runs."""
+    primitive, differentiable_ = Primitive.__call__, Differentiable.__call__
+
+    def of_primitive(self: Primitive, *args: Any) -> Any:
+        calls.setdefault(self._operator._schema.name.split("::")[1], []).append(_copied(args, False))
+        return primitive(self, *args)
+
+    def of_differentiable(self: Differentiable, *args: Any) -> Any:
+        # What the schema has no word for is not the operator's.
+        declared = len(self._operator._schema.arguments)
+        calls.setdefault(self._operator._schema.name.split("::")[1], []).append(_copied(args[:declared], True))
+        return differentiable_(self, *args)
+
+    with patch.object(Primitive, "__call__", of_primitive), patch.object(Differentiable, "__call__", of_differentiable):
+        yield
+
+
+@pytest.fixture(scope="module")
+def calls() -> dict[str, list[tuple[Any, ...]]]:
+    """Arguments by operator, from small cases on the CPU's reference: as eager code calls it, and as Dynamo does."""
+    recorded: dict[str, list[tuple[Any, ...]]] = {}
+    for compiling in (False, True):
+        with _recorded(recorded), patch("torch.compiler.is_compiling", lambda compiling=compiling: compiling):
+            for op in OPS.values():
+                for case in op.cases:
+                    if case.small and max(case.shape) <= 200:
+                        run(op.call, op, with_leaves(op, make(op, case, torch.float32)))
+    return recorded
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operator_breaks_the_rules_of_torch_library(name: str, calls: dict[str, list[tuple[Any, ...]]]) -> None:
+    """K29: schema (nothing mutated, no output aliases an input), autograd registration, fake against real."""
+    assert name in calls, f"no small case of any op reaches tigon::{name}"
+    operator = getattr(torch.ops.tigon, name).default
+    for args in _distinct(calls[name]):
+        torch.library.opcheck(
+            operator, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+        )
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operator_cannot_be_traced_with_dynamic_shapes(name: str, calls: dict[str, list[tuple[Any, ...]]]) -> None:
+    """K28, K29: AOTAutograd, as torch.compile(dynamic=True) uses it, forward and backward."""
+    operator = getattr(torch.ops.tigon, name).default
+    torch.library.opcheck(operator, calls[name][0], test_utils="test_aot_dispatch_dynamic")
+
+
+def _distinct(calls: list[tuple[Any, ...]], limit: int = 6) -> list[tuple[Any, ...]]:
+    """Calls that differ in which optional arguments are there and in their flags."""
+    kinds = {}
+    for args in calls:
+        kind = tuple((a.ndim, a.requires_grad) if isinstance(a, torch.Tensor) else type(a) for a in args)
+        flags = tuple(a for a in args if isinstance(a, (bool, str)))
+        kinds.setdefault((kind, flags), args)
+    chosen = list(kinds.values())
+    step = max(1, len(chosen) // limit)
+    return chosen[::step]
+
+
+def _more_tokens(op: Op, case: Case, tokens: int) -> Case:
+    shape = list(case.shape)
+    shape[2 if op.name == "rope" else 1] = tokens
+    return dataclasses.replace(case, shape=tuple(shape))
+
+
+@pytest.mark.parametrize(("op", "case"), first_cases())
+def test_compiled_op_breaks_recompiles_or_differs(op: Op, case: Case) -> None:
+    """K28: one graph without breaks for every token count, forward and backward, equal to eager."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch._dynamo.reset()
+    compiled = torch.compile(op.call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for number, tokens in enumerate((9, 12, 30)):
+        inputs = make(op, _more_tokens(op, case, tokens), torch.float32, device)
+        expected = run(op.call, op, with_leaves(op, inputs))
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            assert_same(run(compiled, op, with_leaves(op, inputs)), expected, ulps=8.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "case"), first_cases())
+def test_inductor_differs_or_recompiles(op: Op, case: Case) -> None:
+    """K28: the same through the default backend, twenty token counts."""
+    torch._dynamo.reset()
+    compiled = torch.compile(op.call, fullgraph=True, dynamic=True)
+    for tokens in range(9, 29):
+        inputs = make(op, _more_tokens(op, case, tokens), torch.float32, "cuda")
+        expected = run(op.call, op, with_leaves(op, inputs))
+        with torch._dynamo.config.patch(error_on_recompile=tokens > 9):
+            assert_same(run(compiled, op, with_leaves(op, inputs)), expected, ulps=8.0)
+
+
+@pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
+def test_fake_or_meta_tensor_computes_or_gets_another_shape(op: Op, case: Case, backend: Any) -> None:
+    """K29: the planner traces models whose tensors have no memory."""
+    inputs = make(op, case, torch.float32, backend.device)
+    real = run(op.call, op, with_leaves(op, inputs))
+    expected = {name: (t.shape, t.dtype, t.stride()) for name, t in real.named().items()}
+    with FakeTensorMode() as mode:
+        fakes = {n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in inputs.items()}
+        got = run(op.call, op, with_leaves(op, fakes))
+    assert {name: (t.shape, t.dtype, t.stride()) for name, t in got.named().items()} == expected
+    metas = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in inputs.items()}
+    got = run(op.call, op, with_leaves(op, metas))
+    for name, t in got.named().items():
+        assert t.is_meta
+        assert (t.shape, t.dtype) == expected[name][:2], name
+
+
+@pytest.mark.parametrize(("op", "case"), first_cases())
+def test_functorch_gets_a_wrong_gradient(op: Op, case: Case, backend: Any) -> None:
+    """K31: vmap and func.grad work, or say that they do not."""
+    inputs = make(op, case, torch.float32, backend.device)
+    name = op.grads[0]
+
+    def total(t: torch.Tensor) -> torch.Tensor:
+        return sum(o.square().sum() for o in tensors_of(op.call(**{**inputs, name: t})))  # type: ignore[return-value]
+
+    leaf = inputs[name].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(total(leaf), leaf)
+    for transformed in (lambda: torch.func.grad(total)(inputs[name]), lambda: torch.vmap(total)(inputs[name][None])[0]):
+        try:
+            got = transformed()
+        except RuntimeError as error:
+            assert "setup_context" in str(error) or "vmap" in str(error), f"unclear: {error}"
+            continue
+        assert relative_error(got, expected if got.ndim else total(inputs[name])) <= 1e-5
+
+
+# What an op does to the dtypes of its inputs under autocast; the others keep them, as their PyTorch formulas keep fp32.
+AUTOCAST_TO_16_BITS = {
+    "linear_cross_entropy": ("hidden", "weight", "bias"),
+    "multi_head_linear_cross_entropy": tuple(f"{n}_{k}" for n in ("hidden", "weight") for k in range(3)),
+}
+
+
+@pytest.mark.parametrize(("op", "case"), first_cases())
+def test_autocast_changes_more_than_matrix_products(op: Op, case: Case, backend: Any) -> None:
+    """K23: gradients keep their parameter's dtype; products run in autocast's, everything else as without it."""
+    inputs = make(op, case, torch.float32, backend.device)
+    narrow = {
+        n: t.bfloat16() if n in AUTOCAST_TO_16_BITS.get(op.name, ()) and isinstance(t, torch.Tensor) else t
+        for n, t in inputs.items()
+    }
+    expected = run(op.call, op, with_leaves(op, narrow))
+    with torch.autocast(backend.device.type, dtype=torch.bfloat16):
+        got = run(op.call, op, with_leaves(op, inputs))
+    for name, t in got.named().items():
+        assert relative_error(t, expected.named()[name].to(t.dtype)) == 0.0, name
+    for name, t in got.grads.items():
+        assert t.dtype == inputs[name].dtype
+
+
+@pytest.mark.parametrize(("op", "case"), first_cases())
+def test_backward_under_autocast_differs(op: Op, case: Case, backend: Any) -> None:
+    """K23: a loss.backward() inside the autocast block is common and must not round the gradients' products."""
+    inputs = make(op, case, torch.float16, backend.device)
+    expected = run(op.call, op, with_leaves(op, inputs))
+    leaves = with_leaves(op, inputs)
+    outputs = tensors_of(op.call(**leaves))
+    names = differentiable(op, leaves)
+    with torch.autocast(backend.device.type, dtype=torch.bfloat16):
+        grads = torch.autograd.grad(outputs, [leaves[n] for n in names], upstream_for(outputs))
+    for name, grad in zip(names, grads, strict=True):
+        assert torch.equal(grad, expected.grads[name]), name
+
+
+@pytest.mark.parametrize(("op", "case"), first_cases())
+def test_checkpointed_gradient_differs(op: Op, case: Case, backend: Any) -> None:
+    """Activation checkpointing runs the forward again inside the backward."""
+    inputs = make(op, case, torch.float32, backend.device)
+    expected = run(op.call, op, with_leaves(op, inputs))
+
+    def checkpointed(**leaves: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(lambda: op.call(**leaves), use_reentrant=False)
+
+    assert_same(run(checkpointed, op, with_leaves(op, inputs)), expected)
