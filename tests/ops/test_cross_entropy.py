@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_within, guarded, relative_error
 from torch import Tensor
 
+from helpers import assert_within, guarded, relative_error
 from tigon.errors import DoubleBackwardError, DtypeError, LabelError, OptionError, ShapeError
 from tigon.ops import cross_entropy, linear_cross_entropy
 from tigon.ops.cross_entropy import cross_entropy_oracle
@@ -171,7 +171,9 @@ def test_per_token_losses_get_the_first_tokens_gradient(loss: Any, backend: Any)
     weights = torch.linspace(-2, 2, 11, device=backend.device)
     weights[5] = 0.0
     (got,) = torch.autograd.grad((loss(logits, target, reduction="none") * weights).sum(), logits)
-    (want,) = torch.autograd.grad((cross_entropy_oracle(logits.double(), target, reduction="none") * weights).sum(), logits)
+    (want,) = torch.autograd.grad(
+        (cross_entropy_oracle(logits.double(), target, reduction="none") * weights).sum(), logits
+    )
     assert relative_error(got, want) < 1e-6
     stride_0 = torch.ones((), device=backend.device).expand(11)
     (broadcast,) = torch.autograd.grad(loss(logits, target, reduction="none"), logits, stride_0)
@@ -286,7 +288,7 @@ def test_first_of_equal_logits_is_not_the_prediction(backend: Any) -> None:
     assert cross_entropy(logits, target, outputs=("predicted",)).predicted.tolist() == [700, 0]
 
 
-# --- in place -------------------------------------------------------------------------------------------------------------
+# --- in place --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_within, relative_error
 from torch import Tensor
 
+from helpers import assert_within, relative_error
 from tigon.errors import LabelError, OptionError, ShapeError
 from tigon.ops import _dispatch, _loss, linear_cross_entropy, prepare_targets
 from tigon.ops.linear_cross_entropy import make_plan
@@ -36,7 +36,7 @@ CHUNKS = [1, 5, 7, 12, 24]
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_result_depends_on_the_chunk_size(reduction: str, backend: Any) -> None:
-    """K16: the loss within 1e-6, relative, in fp32; gradients within rounding; every budget, both halves frozen once."""
+    """K16: the loss within 1e-6, relative, in fp32; gradients within rounding; either half frozen too."""
     x, w, target = head(backend.device, ignored=6)
     upstream = torch.linspace(-1, 2, N, device=backend.device) if reduction == "none" else torch.tensor(0.7)
     upstream = upstream.to(backend.device)

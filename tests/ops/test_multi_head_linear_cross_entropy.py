@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import relative_error
 from torch import Tensor
 
+from helpers import relative_error
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import linear_cross_entropy, multi_head_linear_cross_entropy
 
