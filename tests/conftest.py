@@ -4,8 +4,6 @@ there is one and else in Triton's interpreter.
 Triton decides when a kernel is decorated whether it will be interpreted. So on a machine without a GPU every kernel
 module is imported here, before any test, under TRITON_INTERPRET=1; afterwards the variable is what it was, and ops run
 their reference until a test asks for `backend`.
-
-A GPU that the driver shows but a container lends no memory on still counts as one: failing there is right.
 """
 
 from __future__ import annotations

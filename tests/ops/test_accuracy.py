@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers import (
+    CONTRACT,
     assert_result_within,
     cases,
     cast,
+    contract_cases,
     differentiable,
-    first_cases,
     guarded,
     make,
     poisoned,
@@ -158,7 +159,7 @@ def cast_to(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
 
 
-@pytest.mark.parametrize(("op", "case"), first_cases())
+@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 @pytest.mark.parametrize("value", [0.0, -3.0, 65536.0])
 def test_gradient_is_not_linear_in_the_upstream_gradient(op: Op, case: Case, value: float, backend: Any) -> None:
     """K06: gradients made before the upstream gradient is known are wrong for every value but 1."""

@@ -12,7 +12,6 @@ from helpers import (
     assert_same,
     contract_cases,
     differentiable,
-    first_cases,
     make,
     relative_error,
     run,
@@ -64,7 +63,7 @@ def test_second_backward_differs_from_the_first(op: Op, case: Case, backend: Any
         assert torch.equal(a, c), "the second backward changed the first one's result"
 
 
-@pytest.mark.parametrize(("op", "case"), first_cases())
+@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_second_derivative_is_silently_wrong(op: Op, case: Case, backend: Any) -> None:
     """K10: a gradient penalty must not lose this op's term without a word."""
     leaves = with_leaves(op, make(op, case, torch.float32, backend.device))
@@ -93,7 +92,7 @@ def test_gradient_depends_on_which_other_inputs_want_one(op: Op, case: Case, bac
                 assert error <= 8 * torch.finfo(grad.dtype).eps, f"with {names}: {name} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize(("op", "case"), first_cases())
+@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 @pytest.mark.parametrize("op_first", [True, False], ids=["op-first", "op-last"])
 def test_second_consumer_of_an_input_gets_another_gradient(op: Op, case: Case, op_first: bool, backend: Any) -> None:
     """K12: f(x) + x², where autograd shares gradient tensors between branches and x² has saved x."""
@@ -110,7 +109,7 @@ def test_second_consumer_of_an_input_gets_another_gradient(op: Op, case: Case, o
         assert relative_error(leaves[name].grad, expected) <= 4 * torch.finfo(expected.dtype).eps, name
 
 
-@pytest.mark.parametrize(("op", "case"), first_cases())
+@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_residual_connection_gets_another_gradient(op: Op, case: Case, backend: Any) -> None:
     """K12: x + f(x) hands one gradient tensor to both branches; a backward that reuses it spoils the other."""
     inputs = make(op, case, torch.float32, backend.device)
@@ -127,7 +126,7 @@ def test_residual_connection_gets_another_gradient(op: Op, case: Case, backend: 
     assert relative_error(both, alone + upstream) <= 4 * torch.finfo(both.dtype).eps
 
 
-@pytest.mark.parametrize(("op", "case"), first_cases())
+@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_output_modified_in_place_gives_a_wrong_gradient(op: Op, case: Case, backend: Any) -> None:
     """K06: `loss *= 2`, or an in-place dropout behind the op. A view made inside the op would refuse outright; an
     output that is saved for backward (add_rms_norm's sum) must refuse in the backward."""
@@ -171,7 +170,7 @@ def test_second_run_differs_from_the_first(op: Op, case: Case, backend: Any) -> 
     assert_same(run(op.call, op, with_leaves(op, inputs)), first)
 
 
-@pytest.mark.parametrize(("op", "case"), first_cases())
+@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_gradient_hook_sees_a_tensor_that_changes_later(op: Op, case: Case, backend: Any) -> None:
     """K11: what a hook keeps belongs to the hook."""
     leaves = with_leaves(op, make(op, case, torch.float32, backend.device))

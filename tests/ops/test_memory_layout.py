@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from helpers import (
+    CONTRACT,
     assert_same,
+    contract_cases,
     differentiable,
-    first_cases,
     in_fork,
     make,
     poisoned,
@@ -67,7 +68,7 @@ ULPS = 8.0
     # Alignment decides the width of a GPU's loads, and the 16-bit ones have further to fall.
     [pytest.param(torch.float32, id="fp32"), pytest.param(torch.float16, id="fp16", marks=pytest.mark.gpu)],
 )
-@pytest.mark.parametrize(("op", "case"), first_cases())
+@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_strides_of_the_inputs_change_the_result(
     op: Op, case: Case, dtype: torch.dtype, layout: Callable[[Tensor], Tensor], backend: Any
 ) -> None:
@@ -90,7 +91,7 @@ UPSTREAM = {**LAYOUTS, "ones-expanded": _ones}
 
 
 @pytest.mark.parametrize("layout", UPSTREAM.values(), ids=UPSTREAM)
-@pytest.mark.parametrize(("op", "case"), first_cases())
+@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_strides_of_the_upstream_gradient_change_the_gradient(
     op: Op, case: Case, layout: Callable[[Tensor], Tensor], backend: Any
 ) -> None:
@@ -149,7 +150,7 @@ def test_offsets_beyond_int32_wrap(name: str, backend: Any) -> None:
 TOKENS = {"rope": 2}
 
 
-@pytest.mark.parametrize(("op", "case"), first_cases())
+@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 @pytest.mark.parametrize("which", ["tokens", "batch"])
 def test_no_tokens_raise_or_launch(op: Op, case: Case, which: str, backend: Any) -> None:
     """K02: outputs without elements, losses of 0, gradients of exactly 0 for the parameters."""

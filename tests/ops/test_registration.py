@@ -151,7 +151,7 @@ def test_fake_or_meta_tensor_computes_or_gets_another_shape(op: Op, case: Case, 
         assert (t.shape, t.dtype) == expected[name][:2], name
 
 
-@pytest.mark.parametrize(("op", "case"), first_cases())
+@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_functorch_gets_a_wrong_gradient(op: Op, case: Case, backend: Any) -> None:
     """K31: vmap and func.grad work, or say that they do not."""
     inputs = make(op, case, torch.float32, backend.device)
@@ -178,7 +178,7 @@ AUTOCAST_TO_16_BITS = {
 }
 
 
-@pytest.mark.parametrize(("op", "case"), first_cases())
+@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_autocast_changes_more_than_matrix_products(op: Op, case: Case, backend: Any) -> None:
     """K23: gradients keep their parameter's dtype; products run in autocast's, everything else as without it."""
     inputs = make(op, case, torch.float32, backend.device)
@@ -195,7 +195,7 @@ def test_autocast_changes_more_than_matrix_products(op: Op, case: Case, backend:
         assert t.dtype == inputs[name].dtype
 
 
-@pytest.mark.parametrize(("op", "case"), first_cases())
+@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_backward_under_autocast_differs(op: Op, case: Case, backend: Any) -> None:
     """K23: a loss.backward() inside the autocast block is common and must not round the gradients' products."""
     inputs = make(op, case, torch.float16, backend.device)
@@ -209,7 +209,7 @@ def test_backward_under_autocast_differs(op: Op, case: Case, backend: Any) -> No
         assert torch.equal(grad, expected.grads[name]), name
 
 
-@pytest.mark.parametrize(("op", "case"), first_cases())
+@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_checkpointed_gradient_differs(op: Op, case: Case, backend: Any) -> None:
     """Activation checkpointing runs the forward again inside the backward."""
     inputs = make(op, case, torch.float32, backend.device)

@@ -1,0 +1,122 @@
+"""docs/math.md: every claimed backward is the derivative of its forward, and the ops compute what is written there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+
+import mpmath
+import numpy as np
+import pytest
+import sympy
+import torch
+
+from tigon import ops
+from tigon.ops import OPS
+
+from math_blocks import DIGITS, DOCUMENT, TOLERANCE, Block, Entry, Namespace, pairs, plain, read_blocks, vanishes
+
+BLOCKS = read_blocks(DOCUMENT.read_text(encoding="utf-8"))
+GRADIENTS = [pytest.param(block, id=block.id) for block in BLOCKS if block.claims_a_gradient]
+IDENTITIES = [pytest.param(block, id=block.id) for block in BLOCKS if "identity = " in block.text]
+SEEDS = (1, 2)
+
+
+def test_every_op_has_a_section_with_a_checked_gradient() -> None:
+    derived = {block.section for block in BLOCKS if block.claims_a_gradient}
+    assert derived >= set(OPS), f"docs/math.md derives no gradient for {sorted(set(OPS) - derived)}"
+
+
+def test_every_fenced_sympy_block_is_read() -> None:
+    assert len(BLOCKS) == DOCUMENT.read_text(encoding="utf-8").count("```sympy")
+
+
+def assert_exactly_equal(entries: list[Entry], what: str) -> None:
+    for number, (left, right) in enumerate(entries):
+        assert not left.atoms(sympy.Float) | right.atoms(sympy.Float), f"{what}: a rounded constant; write rational()"
+        assert vanishes(left - right), f"{what}, entry {number}: the difference {left - right} is not zero"
+
+
+@pytest.mark.parametrize("block", GRADIENTS)
+def test_claimed_gradient_is_the_derivative(block: Block) -> None:
+    assert_exactly_equal(block.derivatives, f"backward of {block.id}")
+
+
+@pytest.mark.parametrize("block", IDENTITIES)
+def test_stated_identity_holds(block: Block) -> None:
+    assert_exactly_equal(block.identities, f"identity of {block.id}")
+
+
+# --- with numbers: what a proof of one formula cannot show ------------------------------------------------------------
+
+
+def agree(left: list[mpmath.mpf], right: list[mpmath.mpf]) -> bool:
+    with mpmath.workdps(DIGITS):
+        scale = 1 + max(abs(x) for x in right)
+        return all(abs(a - b) <= TOLERANCE * scale for a, b in zip(left, right, strict=True))
+
+
+def claims(ran: Namespace) -> list[mpmath.mpf]:
+    return [claim for _, claim in pairs(ran["backward"])]
+
+
+@cache
+def derivatives(block: Block, seed: int) -> list[mpmath.mpf]:
+    return block.derivatives_at(block.at_point(seed)[1])
+
+
+@pytest.mark.parametrize("block", GRADIENTS)
+def test_claimed_gradient_has_the_value_of_the_derivative(block: Block) -> None:
+    for seed in SEEDS:
+        assert agree(claims(block.at_point(seed)[0]), derivatives(block, seed))
+
+
+def mutants(block: Block) -> Iterator[str]:
+    """The block with one sign of its claim flipped: each + and - after "# backward", and each claim as a whole."""
+    for match in re.finditer(r"[+-]", block.text):
+        if match.start() > block.text.index("# backward") and not in_call(block.text, match.start()):
+            flipped = "-" if match[0] == "+" else "+"
+            yield block.text[: match.start()] + flipped + block.text[match.end() :]
+    start = block.text.index("\nbackward = ")
+    for match in re.finditer(r", (\w+)\)", block.text[start : block.text.index("\n", start + 1)]):
+        at = start + match.start(1)
+        yield f"{block.text[:at]}-{block.text[at:]}"
+
+
+def in_call(text: str, at: int) -> bool:
+    return at > text.index("\nforward = ")
+
+
+@pytest.mark.parametrize("block", GRADIENTS)
+def test_a_flipped_sign_in_a_claim_is_noticed(block: Block) -> None:
+    unnoticed = [m for m in mutants(block) if agree(claims(block.at_point(1, m)[0]), derivatives(block, 1))]
+    assert not unnoticed, f"{len(unnoticed)} wrong claims pass, the first:\n{unnoticed[0]}"
+
+
+# --- against the ops --------------------------------------------------------------------------------------------------
+
+
+def tensor(value: object) -> object:
+    """fp64 of an array of numbers, int64 of a list of labels, float of a number; anything else as it is."""
+    if isinstance(value, mpmath.mpf):
+        return float(value)
+    if isinstance(value, np.ndarray):
+        return torch.tensor(value.astype(np.float64))
+    return torch.tensor(value) if isinstance(value, list) and all(isinstance(v, int) for v in value) else value
+
+
+@pytest.mark.parametrize("block", GRADIENTS)
+def test_op_computes_what_is_written(block: Block) -> None:
+    ran, _ = block.at_point(SEEDS[0])
+    names = {id(value): name for name, value in ran.items() if isinstance(value, np.ndarray)}
+    arguments = {name: tensor(value) for name, value in ran.items()}
+    leaves = [arguments[names[id(variable)]].requires_grad_() for variable, _ in ran["backward"]]
+    outputs = eval(ran["call"], {name: getattr(ops, name) for name in OPS} | {"list": list}, arguments)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    stated, upstream = (
+        [torch.as_tensor(tensor(v), dtype=torch.float64) for v in side] for side in zip(*ran["forward"], strict=True)
+    )
+    torch.testing.assert_close(outputs, stated, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(outputs, leaves, upstream)
+    torch.testing.assert_close(list(gradients), [tensor(claim) for _, claim in ran["backward"]], rtol=1e-11, atol=1e-11)
