@@ -8,16 +8,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tigon.errors import ShapeError
+from tigon.errors import DtypeError, ShapeError
 from tigon.ops._dispatch import Primitive
 
 
 def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
-    """Raise `ShapeError` unless `parameter` is None or (H,) on x's device."""
+    """Raise unless `parameter` is None or (H,) on x's device, and fp64 only where x is."""
     if x.ndim == 0:
         raise ShapeError("x has no dimensions; the norm is taken over the last one. Pass (..., H).")
-    if parameter is not None and (parameter.ndim != 1 or parameter.shape[0] != x.shape[-1]):
+    if parameter is None:
+        return
+    if parameter.ndim != 1 or parameter.shape[0] != x.shape[-1]:
         raise ShapeError(f"{name} is {tuple(parameter.shape)}, x is {tuple(x.shape)}; {name} must be ({x.shape[-1]},).")
+    if parameter.device != x.device:
+        raise ShapeError(f"{name} is on {parameter.device}, x is on {x.device}; move one of them.")
+    if parameter.dtype == torch.float64 != x.dtype:
+        # x decides where the arithmetic is done, and fp32 arithmetic must not call itself fp64.
+        raise DtypeError(f"{name} is float64 and x is {x.dtype}; cast one of them.")
 
 
 def _fwd_reference(

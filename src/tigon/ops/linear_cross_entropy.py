@@ -586,5 +586,5 @@ LINEAR_CROSS_ENTROPY = Op(
         Case(id="llama-1b-head", shape=(4, 512, 2048, 128256), options={"chunk_bytes": 128 * MIB}, small=False),
     ),
     cost=_cost,
-    errors={"fp32": 3.2e-06, "bf16": 4.0e-03, "fp16": 1.9e-03},
+    errors={"fp32": 3.2e-06, "bf16": 6.1e-03, "fp16": 5.2e-03},
 )
