@@ -5,8 +5,9 @@ A block is Python. It declares its inputs with `scalar`, `vector` and `matrix`, 
     forward = [(output, upstream gradient), ...]
     backward = [(input, claimed gradient), ...]
 
-or, where it states an equality, with `identity = [(left, right), ...]`. What it computes with comes from its environment
-(`SYMBOLS`, `Point`), so the same text is a derivation for sympy and a program for numbers of fifty digits.
+or, where it states an equality, with `identity = [(left, right), ...]`; `call` is the op's call that the forward
+describes. The functions a block uses come from its environment, so that the same text is a derivation for sympy and a
+program for numbers of fifty digits.
 """
 
 from __future__ import annotations
@@ -117,9 +118,11 @@ class Block:
         numbers: Numbers = {}
 
         def number(name: str, low: float, high: float) -> mpmath.mpf:
+            assert name not in numbers, f"{self.id} declares {name} twice, which would make two inputs one"
             # A rational inside the interval, the same for a name and a seed.
             numerator = Random(zlib.crc32(name.encode()) + seed).randint(1, 96)
-            return numbers.setdefault(name, mpmath.mpf(low) + mpmath.mpf(high - low) * numerator / 97)
+            numbers[name] = mpmath.mpf(low) + mpmath.mpf(high - low) * numerator / 97
+            return numbers[name]
 
         with mpmath.workdps(DIGITS):
             return self._run(_environment(number, mpmath.mp, mpmath.mpf), text or self.text), numbers

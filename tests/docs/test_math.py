@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import sympy
 import torch
+from math_blocks import DIGITS, DOCUMENT, TOLERANCE, Block, Entry, Namespace, pairs, read_blocks, vanishes
 
 from tigon import ops
 from tigon.ops import OPS
-
-from math_blocks import DIGITS, DOCUMENT, TOLERANCE, Block, Entry, Namespace, pairs, plain, read_blocks, vanishes
 
 BLOCKS = read_blocks(DOCUMENT.read_text(encoding="utf-8"))
 GRADIENTS = [pytest.param(block, id=block.id) for block in BLOCKS if block.claims_a_gradient]
@@ -73,19 +72,16 @@ def test_claimed_gradient_has_the_value_of_the_derivative(block: Block) -> None:
 
 
 def mutants(block: Block) -> Iterator[str]:
-    """The block with one sign of its claim flipped: each + and - after "# backward", and each claim as a whole."""
-    for match in re.finditer(r"[+-]", block.text):
-        if match.start() > block.text.index("# backward") and not in_call(block.text, match.start()):
-            flipped = "-" if match[0] == "+" else "+"
-            yield block.text[: match.start()] + flipped + block.text[match.end() :]
-    start = block.text.index("\nbackward = ")
-    for match in re.finditer(r", (\w+)\)", block.text[start : block.text.index("\n", start + 1)]):
-        at = start + match.start(1)
-        yield f"{block.text[:at]}-{block.text[at:]}"
-
-
-def in_call(text: str, at: int) -> bool:
-    return at > text.index("\nforward = ")
+    """The block with one sign of its claim flipped: each + and - of the formulas, and each claim as a whole."""
+    text = block.text
+    derivation, listing = text.index("# backward"), text.index("\nforward = ")
+    for match in re.finditer(r"[+-]", text[derivation:listing]):
+        at = derivation + match.start()
+        yield text[:at] + ("-" if match[0] == "+" else "+") + text[at + 1 :]
+    listing = text.index("\nbackward = ")
+    for match in re.finditer(r", (\w+)\)", text[listing : text.index("\n", listing + 1)]):
+        at = listing + match.start(1)
+        yield f"{text[:at]}-{text[at:]}"
 
 
 @pytest.mark.parametrize("block", GRADIENTS)

@@ -260,6 +260,27 @@ def test_fp16_gradient_is_rounded_before_the_loss_scale(backend: Any) -> None:
         assert relative_error(got[1][quiet], truth[1][quiet]) <= 2 * relative_error(unfused[1][quiet], truth[1][quiet])
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"weight": 1000.0}, {"logit_scale": 100.0}, {"z_loss": 5.0}, {"logit_scale": 1e-3}, {"token_weight": 1e4}],
+    ids=lambda options: next(iter(options)) + str(next(iter(options.values()))),
+)
+def test_large_factor_leaves_the_range_of_fp16(options: dict[str, float], inplace: bool, backend: Any) -> None:
+    """What is stored in fp16 between forward and backward is scaled by what the options can make of it."""
+    logits, target = logits_and_target(backend.device, torch.float16)
+    logits = (logits.detach() / 8).requires_grad_()
+    vectors = {"weight": (V,), "token_weight": target.shape}
+    given = {n: torch.full(vectors[n], v, device=backend.device) if n in vectors else v for n, v in options.items()}
+    (truth,) = torch.autograd.grad(cross_entropy_oracle(logits.double(), target, **given), logits)
+    if inplace:
+        leaf = logits.detach().clone().requires_grad_()
+        (got,) = torch.autograd.grad(cross_entropy(leaf, target, inplace=True, **given), leaf)
+    else:
+        (got,) = torch.autograd.grad(through_linear(logits, target, **given), logits)
+    assert relative_error(got, truth) < 2e-3
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_outputs_describe_other_tokens(loss: Any, backend: Any) -> None:
     """Shapes follow the target, ignored rows hold the documented fill, and only the loss is differentiable."""

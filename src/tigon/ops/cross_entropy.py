@@ -29,19 +29,31 @@ Reduction = Literal["mean", "sum", "none"]
 FP16_SCALE = 2.0**10
 
 
-def gradient_scales(dtype: torch.dtype, inv_denominator: Tensor, token_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+# lse that z-loss is scaled for: far above what a trained model has, and G has room for 64 times as much.
+_USUAL_LSE = 128.0
+
+
+def gradient_scales(
+    dtype: torch.dtype,
+    inv_denominator: Tensor,
+    token_weight: Tensor | None,
+    class_weight: Tensor | None,
+    options: LossOptions,
+) -> tuple[Tensor, Tensor]:
     """(factor of the stored gradient, what is left to multiply by); their product is 1/D.
 
-    bf16 and fp32 have the exponent range to take 1/D at once. fp16 stores (p - 1[y]) · a / max|a| · 2^10.
+    bf16 and fp32 have the exponent range to take 1/D at once. fp16 stores dr · 2^10 / M, where M is the size that
+    dr can have: max|a| · |scale| · (max(1, max w) + 2λ·lse). 65504 is 64 times what such a G needs.
     """
     one = torch.ones_like(inv_denominator)
     if dtype != torch.float16:
         return inv_denominator, one
-    largest = one
+    size = one if class_weight is None else class_weight.amax().to(one.dtype).clamp(min=1.0)
+    size = (size + 2.0 * options.z_loss * (options.softcap or _USUAL_LSE)) * (abs(options.logit_scale) or 1.0)
     if token_weight is not None and token_weight.numel():
         largest = token_weight.abs().amax().to(one.dtype)
-        largest = torch.where(largest > 0, largest, one)
-    return FP16_SCALE / largest, inv_denominator * largest / FP16_SCALE
+        size = size * torch.where(largest > 0, largest, one)
+    return FP16_SCALE / size, inv_denominator * size / FP16_SCALE
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -80,7 +92,7 @@ class CrossEntropyInplace(torch.autograd.Function):
         ctx: Any, logits_NV: Tensor, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
         inv_denominator: Tensor, options: LossOptions, per_row: bool, entropy: bool, predicted: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        stored, ctx.left = gradient_scales(logits_NV.dtype, inv_denominator, token_weight)
+        stored, ctx.left = gradient_scales(logits_NV.dtype, inv_denominator, token_weight, class_weight, options)
         buffer = logits_NV.detach()
         loss_N, stats, entropies, argmax = _loss.cross_entropy_fwd.run(
             buffer, target, class_weight, token_weight, *options, entropy, predicted,

@@ -304,7 +304,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             hidden_NH, target = hidden_NH.index_select(0, index), target.index_select(0, index)
             token_weight = None if token_weight is None else token_weight.index_select(0, index)
         plan = _plan_for(hidden_NH, weight_VH, per_row, want, chunk_bytes)
-        stored, left = gradient_scales(hidden_NH.dtype, inv_denominator, token_weight)
+        stored, left = gradient_scales(hidden_NH.dtype, inv_denominator, token_weight, class_weight, options)
         in_forward = plan.mode in ("keep", "stream")
         loss_N, stats, entropies, argmax, dx, dw, db, kept = _chunk_loop(
             hidden_NH, weight_VH, bias, target, class_weight, token_weight, stored, *options, plan.chunk,
@@ -387,7 +387,7 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     per_token = (dloss if index is None else dloss.index_select(0, index)).contiguous()
     if token_weight is not None:
         per_token = per_token * token_weight
-    stored, left = gradient_scales(x_dtype, inv_denominator, per_token)
+    stored, left = gradient_scales(x_dtype, inv_denominator, per_token, class_weight, ctx.options)
     _, _, _, _, dx, dw, db, _ = _chunk_loop(
         x_NH, weight_VH, bias, target, class_weight, per_token, stored, *ctx.options, ctx.plan.chunk,
         False, want_hidden, want_weight, want_bias, False, False,

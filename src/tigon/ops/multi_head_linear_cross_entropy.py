@@ -5,7 +5,7 @@
 Head k at position t is scored against target[t + s_k]; positions whose label lies past the end are ignored, and so
 dropped before the products. The heads take turns with one chunk of logits, so K heads cost the memory of one. The
 gradients are made in the forward for an upstream gradient of 1 (a scalar loss is linear in it), and what several heads
-share, a trunk's hidden state or one lm_head, is summed in fp32 before it is rounded.
+share, a trunk's hidden state or one lm_head, is summed over the heads in fp32.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class MultiHeadLinearCrossEntropy(torch.autograd.Function):
             most = max(1, chunk_bytes // (weight_VH.shape[0] * x_NH.element_size()))
             tokens = x_NH.shape[0]
             chunk = _even_chunk(tokens, most) if isinstance(tokens, int) else most
-            stored, left = gradient_scales(x_NH.dtype, inv_denominators[k] * head_weights[k], None)
+            stored, left = gradient_scales(x_NH.dtype, inv_denominators[k] * head_weights[k], None, None, options)
             loss_N, _, _, argmax, dx, dw, _, _ = _chunk_loop(
                 x_NH, weight_VH, None, target, None, None, stored, *options, chunk, False,
                 want[h], want[hidden_count + w], False, False, predicted,
