@@ -1,79 +1,14 @@
-"""Three ways to run an op, of which a machine has two: the PyTorch reference on the CPU, and the kernels, on the GPU if
-there is one and else in Triton's interpreter.
-
-Triton decides when a kernel is decorated whether it will be interpreted. So on a machine without a GPU every kernel
-module is imported here, before any test, under TRITON_INTERPRET=1; afterwards the variable is what it was, and ops run
-their reference until a test asks for `backend`.
-"""
+"""Fixtures and hooks of the whole suite; `backends.py` says where an op can run."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
-import pkgutil
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
-# Before torch: some virtual machines advertise AMX and trap on its first instruction, in a plain bf16 product of
-# PyTorch's. One instruction set below it costs the small products of these tests nothing.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+# First: it sets what torch and Triton read when they are imported.
+from backends import HAS_GPU, HAS_TRITON, Backend, kernels_on_the_cpu  # isort: skip
 
 import pytest
 import torch
-
-HAS_GPU = torch.cuda.is_available()
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-
-@contextmanager
-def _interpreter_chosen() -> Iterator[None]:
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["TRITON_INTERPRET"]
-        if before is not None:
-            os.environ["TRITON_INTERPRET"] = before
-
-
-if HAS_TRITON and not HAS_GPU:
-    with _interpreter_chosen():
-        import tigon.kernels
-
-        for module in pkgutil.iter_modules(tigon.kernels.__path__, "tigon.kernels."):
-            importlib.import_module(module.name)
-
-from tigon.ops import _dispatch  # noqa: E402  (after the kernels, which must see the variable)
-
-_dispatch.INTERPRET = False
-
-
-@dataclass(frozen=True)
-class Backend:
-    """Where an op runs in a test."""
-
-    name: str
-    """"reference" or "kernel"."""
-    device: torch.device
-
-    @property
-    def interpreted(self) -> bool:
-        return self.name == "kernel" and self.device.type == "cpu"
-
-
-@contextmanager
-def kernels_on_the_cpu() -> Iterator[None]:
-    """Ops on CPU tensors run their kernels in the interpreter."""
-    # A constexpr function of Triton's reads the variable at every call.
-    with _interpreter_chosen():
-        _dispatch.INTERPRET = True
-        try:
-            yield
-        finally:
-            _dispatch.INTERPRET = False
 
 
 @pytest.fixture(params=["reference", "kernel"])

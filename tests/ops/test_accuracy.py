@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from backends import HAS_GPU, HAS_TRITON, kernels_on_the_cpu
 from helpers import (
     CONTRACT,
     assert_result_within,
@@ -126,8 +127,6 @@ EXAMPLES = 200 if torch.cuda.is_available() else 8
 @pytest.mark.parametrize("name", OPS)
 def test_kernel_and_reference_disagree_on_a_drawn_shape(name: str, request: pytest.FixtureRequest) -> None:
     """K30: the kernel's fp32 error is bounded by the reference's, for shapes nobody chose."""
-    from conftest import HAS_GPU, HAS_TRITON, kernels_on_the_cpu
-
     if not HAS_TRITON:
         pytest.skip("triton is not installed: there are no kernels on this platform")
     op, device = OPS[name], torch.device("cuda" if HAS_GPU else "cpu")
