@@ -25,6 +25,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -284,6 +285,11 @@ class Binary:
     load_bytes: list[int] = field(default_factory=list)
     """Widths of a thread's loads from global memory."""
 
+    @classmethod
+    def of(cls, launch: Launch, used_by: list[tuple[str, str]], error: str | None = None) -> Binary:
+        num_warps = launch.options["num_warps"]
+        return cls(launch.kernel, launch.target, launch.dtype, launch.aligned, launch.flags, num_warps, used_by, error)
+
 
 def total(pattern: str, text: str) -> int | None:
     """Sum of the numbers found; None if there are none."""
@@ -312,15 +318,13 @@ def read_amdgcn(asm: str) -> dict[str, Any]:
         "spills": total(r"\.[vs]gpr_spill_count:\s+(\d+)", asm),
         "stack_bytes": total(r"\.private_segment_fixed_size:\s+(\d+)", asm),
         "registers": total(r"\.vgpr_count:\s+(\d+)", asm),
-        "fp64_instructions": len(re.findall(r"\bv_\w+_f64\b", asm)),
+        "fp64_instructions": len(re.findall(r"\bv_\w*f64", asm)),
         "load_bytes": sorted({AMD_LOADS[kind] * int(count or 1) for kind, count in loads}),
     }
 
 
 def compile_launch(launch: Launch, used_by: list[tuple[str, str]]) -> Binary:
-    binary = Binary(
-        launch.kernel, launch.target, launch.dtype, launch.aligned, launch.flags, launch.options["num_warps"], used_by
-    )
+    binary = Binary.of(launch, used_by)
     source = ASTSource(launch.function, launch.signature, launch.constants, launch.attributes)
     log = io.StringIO()
     try:
@@ -374,6 +378,13 @@ def _compile_one(at: int) -> Binary:
     return compile_launch(*_work[at])
 
 
+def _fork(jobs: Iterable[int], processes: int) -> dict[int, Binary]:
+    """Binaries by job; without those that were waiting or running when a compiler took its process down."""
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        futures = {at: pool.submit(_compile_one, at) for at in jobs}
+    return {at: future.result() for at, future in futures.items() if not future.exception()}
+
+
 def compile_all(launches: Iterable[Launch]) -> list[Binary]:
     """One binary for each distinct launch, on two processes."""
     users: dict[Any, list[tuple[str, str]]] = {}
@@ -386,8 +397,13 @@ def compile_all(launches: Iterable[Launch]) -> list[Binary]:
             first[key] = launch
     # A launch holds live functions, which a fork hands on and a pickle would not.
     _work[:] = [(launch, users[key]) for key, launch in first.items()]
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        return pool.map(_compile_one, range(len(_work)), chunksize=1)
+    done = _fork(range(len(_work)), 2)
+    for at, (launch, used_by) in enumerate(_work):
+        if at not in done:
+            # LLVM aborts on what it cannot compile. Alone in a process, the culprit is told from the others.
+            aborted = Binary.of(launch, used_by, error="the compiler aborted")
+            done[at] = _fork([at], 1).get(at, aborted)
+    return [done[at] for at in range(len(_work))]
 
 
 def kernels() -> list[str]:
