@@ -153,8 +153,9 @@ class Pretence:
 
 @contextlib.contextmanager
 def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[None]:
-    """Launches go to `launches` instead of a GPU, once for every target; all targets have one warp size."""
-    from tigon.kernels import _device
+    """Launches go to `launches` instead of a GPU, once for every target; all targets have one warp size and
+    as much shared memory."""
+    from tigon.kernels import _device, norm
 
     pretence, run = Pretence(), JITFunction.run
 
@@ -178,13 +179,15 @@ def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[No
         )
         return True  # handled: Triton compiles nothing and launches nothing
 
-    lanes = TARGETS[targets[0]].warp_size
+    lanes, shared = TARGETS[targets[0]].warp_size, TARGETS[targets[0]].shared_bytes
+    norm.bwd_tile.cache_clear()
     driver.set_active(pretence)  # type: ignore[arg-type]
     with (
         patch.object(JITFunction, "run", run_for_each),
         patch.object(knobs.runtime, "jit_cache_hook", take),
         patch.object(_dispatch, "INTERPRET", True),  # CPU tensors take the kernels
         patch.object(_device, "_lanes", lambda: lanes),
+        patch.object(_device, "shared_bytes", lambda index: shared),
     ):
         yield
 
@@ -241,9 +244,10 @@ def covering(launches: list[Launch]) -> Iterator[Launch]:
 
 
 def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
-    for backend in ("cuda", "hip"):
+    for launching in dict.fromkeys((t.backend, t.shared_bytes) for t in map(TARGETS.get, targets)):
         for dtype in ALL_DTYPES:
-            chosen = [name for name in targets if TARGETS[name].backend == backend and dtype in TARGETS[name].dtypes]
+            alike = [t for t in targets if (TARGETS[t].backend, TARGETS[t].shared_bytes) == launching]
+            chosen = [name for name in alike if dtype in TARGETS[name].dtypes]
             if not chosen:
                 continue
             # Flags do not depend on the dtype: once is enough, and the large cases for the others.
@@ -283,7 +287,7 @@ class Binary:
     registers: int | None = None
     fp64_instructions: int = 0
     load_bytes: list[int] = field(default_factory=list)
-    """Widths of a thread's loads from global memory."""
+    """Widths of a thread's loads from global memory, one entry for each in the code."""
 
     @classmethod
     def of(cls, launch: Launch, used_by: list[tuple[str, str]], error: str | None = None) -> Binary:
@@ -299,12 +303,16 @@ def total(pattern: str, text: str) -> int | None:
 
 def read_ptx(ptx: str, ptxas_log: str) -> dict[str, Any]:
     loads = re.findall(r"ld\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bfsu](\d+)\s", ptx)
+    # Loads ahead of time, into shared memory.
+    copies = [int(n, 16) for n in re.findall(r"cp\.async\.\w+\.shared\.global\S* \[[^]]*\], \[[^]]*\], 0x(\w+)", ptx)]
     return {
         "spills": total(r"(\d+) bytes spill (?:stores|loads)", ptxas_log),
         "stack_bytes": total(r"(\d+) bytes stack frame", ptxas_log),
         "registers": total(r"Used (\d+) registers", ptxas_log),
         "fp64_instructions": len(re.findall(r"\.f64\b", ptx)),
-        "load_bytes": sorted({int(count or 1) * int(bits) // 8 for count, bits in loads}),
+        "load_bytes": sorted(
+            [int(count or 1) * int(bits) // 8 for count, bits in loads] + [int(n, 16) for n in copies]
+        ),
     }
 
 
@@ -319,7 +327,7 @@ def read_amdgcn(asm: str) -> dict[str, Any]:
         "stack_bytes": total(r"\.private_segment_fixed_size:\s+(\d+)", asm),
         "registers": total(r"\.vgpr_count:\s+(\d+)", asm),
         "fp64_instructions": len(re.findall(r"\bv_\w*f64", asm)),
-        "load_bytes": sorted({AMD_LOADS[kind] * int(count or 1) for kind, count in loads}),
+        "load_bytes": sorted(AMD_LOADS[kind] * int(count or 1) for kind, count in loads),
     }
 
 

@@ -12,6 +12,24 @@ def multiprocessors(index):
     return torch.cuda.get_device_properties(index).multi_processor_count if index is not None else 4
 
 
+def cdiv(a, b):
+    """triton.cdiv and triton.next_power_of_2 are also callable in kernels, for which they take 2 us on the host."""
+    return -(-a // b)
+
+
+def next_power_of_2(n):
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@functools.cache
+def shared_bytes(index):
+    """Most shared memory (LDS) of one program."""
+    if index is None:
+        return 48 << 10
+    properties = torch.cuda.get_device_properties(index)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
 @functools.cache
 def _lanes():
     return 64 if torch.version.hip else 32

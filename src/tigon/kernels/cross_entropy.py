@@ -20,10 +20,17 @@ import triton
 import triton.language as tl
 
 from tigon.kernels import _device, _math
+from tigon.kernels._launch import launch
 
 # N rows (tokens), V columns (vocabulary).
-BLOCK = 4096
-NUM_WARPS = 8
+# The widest vector of loads and stores.
+VECTOR_BYTES = 16
+# (BLOCK, num_warps, stages) of the statistics alone, and with the gradient of narrow and of wide rows; (BLOCK,
+# num_warps) of the backward. Stages buffer tiles in shared memory. A wide row takes a multiprocessor for itself (1024
+# threads of more than 32 registers), so that the 132 rows in work, 34 MB of 128,256 bf16 logits, are still in L2 when
+# they are read again: of 677 MB, 25 to 130 MB were read twice on an H200, where smaller programs read all of it twice.
+FWD, FWD_GRAD, FWD_GRAD_WIDE, BWD = (4096, 8, 3), (4096, 8, 4), (16384, 32, 1), (4096, 8)
+WIDE_ROW = 65536
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -70,21 +77,93 @@ def _gradient(
 
 
 @triton.jit
+def _accumulate(
+    r, cols, m, s, sum_wz, sum_ez, best, shift, softcap, scale, ClassWeight, mask, V,
+    MASKED: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_PREDICTED: tl.constexpr,
+):  # fmt: skip
+    """One tile into the lanes' running maximum, sum of exp(z - shift) and what else is wanted."""
+    z, _ = _squash(r.to(tl.float32), scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+    if MASKED:
+        z = tl.where(mask, z, -float("inf"))
+    if WANT_PREDICTED:
+        best = tl.where(z > m, cols, best)
+    m = tl.maximum(m, z)
+    d = z - shift
+    e = tl.exp2(d * LOG2E)
+    s += e
+    if WANT_ENTROPY:
+        sum_ez += tl.where(e > 0.0, e * d, 0.0)
+    if HAS_SMOOTHING:
+        wz = z
+        if HAS_CLASS_WEIGHT:
+            wz = z * tl.load(ClassWeight + cols, mask=cols < V, other=0.0).to(tl.float32)
+        sum_wz += tl.where(mask, wz, 0.0) if MASKED else wz
+    return m, s, sum_wz, sum_ez, best
+
+
+@triton.jit
+def _write_gradient(
+    r, Grad, at, pos, cols, mask, m, on_p, even, softcap, scale, factor, ClassWeight, V,
+    MASKED: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+):  # fmt: skip
+    """dr of one tile but for the label's own term: (on_p · exp(z - m) - even · w_v) · factor · dz/dr."""
+    z, slope = _squash(r.to(tl.float32), scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+    dz = tl.exp2((z - m) * LOG2E) * (on_p * factor)
+    if HAS_SMOOTHING:
+        if HAS_CLASS_WEIGHT:
+            dz -= (even * factor) * tl.load(ClassWeight + cols, mask=cols < V, other=0.0).to(tl.float32)
+        else:
+            dz -= even * factor
+    dr = (dz * slope).to(Grad.dtype.element_ty)
+    if MASKED:
+        tl.store(Grad + at + pos, dr, mask=mask)
+    else:
+        tl.store(Grad + at + pos, dr)
+
+
+@triton.jit
 def cross_entropy_fwd_kernel(
     R, Target, ClassWeight, WeightSum, TokenWeight, GradScale, Loss, Stats, Entropy, Predicted, Grad,
     N, V, stride_r, stride_grad, ignore_index, softcap, scale, smoothing, z_loss,
     HAS_CLASS_WEIGHT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_GRAD: tl.constexpr,
-    WANT_ENTROPY: tl.constexpr, WANT_PREDICTED: tl.constexpr, BLOCK: tl.constexpr,
+    WANT_ENTROPY: tl.constexpr, WANT_PREDICTED: tl.constexpr, HAS_EDGES: tl.constexpr,
+    GRAD_LIKE_R: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program per row. Grad may be R itself: a tile is read before it is overwritten, by the same program.
 
     Stats holds m, log_s and z_y, each (N,).
+
+    The lanes of a tile keep sums of their own, so that nothing is exchanged between threads before the row ends. That
+    takes a shift that is known before the row is read: the label's logit, never above the maximum. Where the maximum
+    is more than 88 above it, the sum overflows and the row is read again with its maximum.
+
+    HAS_EDGES: rows do not start or end at multiples of 16 bytes (an odd V). The elements before the first such address
+    and after the last are handled apart, so that the tiles are loaded and stored 16 bytes at a time.
     """
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(Target + row).to(tl.int64)
     ignored = y == ignore_index
     offs = tl.arange(0, BLOCK)
+    # The tiles begin at `head` and span V_body columns; `edge` are the columns before and after them.
+    head = 0
+    V_body = V
+    at_r = row * stride_r
+    at_grad = row * stride_grad
+    if HAS_EDGES:
+        head = tl.minimum((-(row * stride_r) % VECTOR + VECTOR) % VECTOR, V).to(tl.int32)
+        V_body = tl.multiple_of((V - head) // VECTOR * VECTOR, VECTOR)
+        at_r = tl.multiple_of(at_r + head, VECTOR)
+        at_grad += head
+        if GRAD_LIKE_R:
+            at_grad = tl.multiple_of(at_grad, VECTOR)
+        lanes = tl.arange(0, 2 * VECTOR)
+        edge = tl.where(lanes < VECTOR, lanes, lanes - VECTOR + head + V_body)
+        on_edge = ((lanes < head) | (lanes >= VECTOR)) & (edge < V)
+    whole = V_body // BLOCK * BLOCK
     if ignored:
         tl.store(Loss + row, 0.0)
         tl.store(Stats + row, 0.0)
@@ -101,43 +180,69 @@ def cross_entropy_fwd_kernel(
                 tl.store(Grad + row * stride_grad + cols, zeros, mask=cols < V)
     else:
         valid = (y >= 0) & (y < V)
+        r_y = tl.load(R + row * stride_r + y, mask=valid, other=0.0).to(tl.float32)
+        z_y, slope_y = _squash(r_y, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
         weight_sum = _weight_sum(WeightSum, V, HAS_CLASS_WEIGHT, HAS_SMOOTHING)
-        m = tl.full([], -float("inf"), dtype=tl.float32)
+        shift = tl.where(tl.abs(z_y) < float("inf"), z_y, 0.0)
+        m = shift
         s = tl.full([], 0.0, dtype=tl.float32)
-        z_y = tl.full([], 0.0, dtype=tl.float32)
-        sum_wz = tl.full([], 0.0, dtype=tl.float32)
-        sum_ez = tl.full([], 0.0, dtype=tl.float32)
-        best = tl.full([], 0, dtype=tl.int64)
-        for start in range(0, V, BLOCK):
-            cols = start + offs
-            mask = cols < V
-            r = tl.load(R + row * stride_r + cols, mask=mask, other=-float("inf")).to(tl.float32)
-            z, _ = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
-            if HAS_SOFTCAP or HAS_SCALE:
-                # A padded lane became -softcap, or +inf under a negative scale.
-                z = tl.where(mask, z, -float("inf"))
+        sum_wz = s
+        sum_ez = s
+        best = tl.full([], 0, dtype=tl.int32)
+        again = tl.full([], 1, dtype=tl.int1)
+        while again:
+            lane_m = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
+            lane_s = tl.zeros([BLOCK], dtype=tl.float32)
+            lane_wz = tl.zeros([BLOCK], dtype=tl.float32)
+            lane_ez = tl.zeros([BLOCK], dtype=tl.float32)
+            lane_best = tl.zeros([BLOCK], dtype=tl.int32)
+            for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+                pos = start + offs
+                r = tl.load(R + at_r + pos)
+                lane_m, lane_s, lane_wz, lane_ez, lane_best = _accumulate(
+                    r, pos + head, lane_m, lane_s, lane_wz, lane_ez, lane_best, shift, softcap, scale, ClassWeight,
+                    pos < V_body, V, False,
+                    HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE, WANT_ENTROPY, WANT_PREDICTED,
+                )  # fmt: skip
+            if whole < V_body:
+                pos = whole + offs
+                r = tl.load(R + at_r + pos, mask=pos < V_body, other=0.0)
+                lane_m, lane_s, lane_wz, lane_ez, lane_best = _accumulate(
+                    r, pos + head, lane_m, lane_s, lane_wz, lane_ez, lane_best, shift, softcap, scale, ClassWeight,
+                    pos < V_body, V, True,
+                    HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE, WANT_ENTROPY, WANT_PREDICTED,
+                )  # fmt: skip
+            m = tl.max(lane_m, axis=0)
+            s = tl.sum(lane_s, axis=0)
+            sum_wz = tl.sum(lane_wz, axis=0)
+            sum_ez = tl.sum(lane_ez, axis=0)
             if WANT_PREDICTED:
-                top, index = tl.max(z, axis=0, return_indices=True)
-                best = tl.where(top > m, start + index, best)
-            else:
-                top = tl.max(z, axis=0)
-            m_new = tl.maximum(m, top)
-            # All of it -inf so far: any finite shift gives exp(-inf) = 0, where -inf - -inf would give NaN.
-            shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-            rescale = tl.where(m == -float("inf"), 0.0, tl.exp2((m - shift) * LOG2E))
-            e = tl.exp2((z - shift) * LOG2E)
-            if WANT_ENTROPY:
-                drop = tl.where(m == -float("inf"), 0.0, shift - m)
-                sum_ez = rescale * (sum_ez - drop * s) + tl.sum(tl.where(e > 0.0, e * (z - shift), 0.0), axis=0)
-            s = s * rescale + tl.sum(e, axis=0)
-            m = m_new
-            z_y += tl.sum(tl.where(cols == y, z, 0.0), axis=0)
-            if HAS_SMOOTHING:
-                if HAS_CLASS_WEIGHT:
-                    w = tl.load(ClassWeight + cols, mask=mask, other=0.0).to(tl.float32)
-                    sum_wz += tl.sum(tl.where(mask, w * z, 0.0), axis=0)
-                else:
-                    sum_wz += tl.sum(tl.where(mask, z, 0.0), axis=0)
+                best = tl.min(tl.where(lane_m == m, lane_best, V), axis=0)
+            if HAS_EDGES:
+                edge_m = tl.full([2 * VECTOR], -float("inf"), dtype=tl.float32)
+                edge_s = tl.zeros([2 * VECTOR], dtype=tl.float32)
+                edge_best = tl.zeros([2 * VECTOR], dtype=tl.int32)
+                r = tl.load(R + row * stride_r + edge, mask=on_edge, other=0.0)
+                edge_m, edge_s, edge_wz, edge_ez, edge_best = _accumulate(
+                    r, edge, edge_m, edge_s, edge_s, edge_s, edge_best, shift, softcap, scale, ClassWeight,
+                    on_edge, V, True,
+                    HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE, WANT_ENTROPY, WANT_PREDICTED,
+                )  # fmt: skip
+                top = tl.max(edge_m, axis=0)
+                if WANT_PREDICTED:
+                    found = tl.min(tl.where(edge_m == top, edge_best, V), axis=0)
+                    best = tl.where(top > m, found, tl.where(top == m, tl.minimum(found, best), best))
+                m = tl.maximum(m, top)
+                s += tl.sum(edge_s, axis=0)
+                sum_wz += tl.sum(edge_wz, axis=0)
+                sum_ez += tl.sum(edge_ez, axis=0)
+            again = (s == float("inf")) & (m < float("inf")) & (shift < m)
+            shift = tl.where(again, m, shift)
+        if WANT_ENTROPY:
+            tl.store(Entropy + row, tl.log(s) - sum_ez / s)
+        # All of it -inf: any finite maximum gives exp(-inf) = 0, where -inf - -inf would give NaN.
+        m_or_0 = tl.where(m == -float("inf"), 0.0, m)
+        s *= tl.exp2((shift - m_or_0) * LOG2E)
         log_s = tl.log(s)
         w_y = tl.full([], 1.0, dtype=tl.float32)
         if HAS_CLASS_WEIGHT:
@@ -146,7 +251,8 @@ def cross_entropy_fwd_kernel(
         if HAS_TOKEN_WEIGHT:
             a = tl.load(TokenWeight + row).to(tl.float32)
         a = tl.where(valid, a, float("nan"))
-        loss = (1.0 - smoothing) * w_y * ((m - z_y) + log_s)
+        hit = (1.0 - smoothing) * w_y
+        loss = hit * ((m - z_y) + log_s)
         if HAS_SMOOTHING:
             loss += smoothing / V * (weight_sum * (m + log_s) - sum_wz)
         if HAS_Z_LOSS:
@@ -155,22 +261,43 @@ def cross_entropy_fwd_kernel(
         tl.store(Stats + row, m)
         tl.store(Stats + N + row, log_s)
         tl.store(Stats + 2 * N + row, z_y)
-        if WANT_ENTROPY:
-            tl.store(Entropy + row, log_s - sum_ez / s)
         if WANT_PREDICTED:
-            tl.store(Predicted + row, best)
+            tl.store(Predicted + row, best.to(tl.int64))
         if WANT_GRAD:
             factor = a * tl.load(GradScale)
-            for start in range(0, V, BLOCK):
-                cols = start + offs
-                mask = cols < V
-                r = tl.load(R + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
-                z, slope = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
-                dr = _gradient(
-                    z, slope, cols, y, m, log_s, factor, smoothing, z_loss, w_y, weight_sum, V, ClassWeight,
-                    mask, HAS_SMOOTHING, HAS_Z_LOSS, HAS_CLASS_WEIGHT,
+            even = smoothing / V
+            on_p = hit + even * weight_sum
+            if HAS_Z_LOSS:
+                on_p += 2.0 * z_loss * (m + log_s)
+            on_p /= s
+            # The label's own element, from the logit that was read before anything was overwritten.
+            w_even = w_y if HAS_CLASS_WEIGHT else 1.0
+            dz_y = tl.exp2((z_y - m) * LOG2E) * on_p - hit
+            if HAS_SMOOTHING:
+                dz_y -= even * w_even
+            # Backwards: what was read last is still in L2.
+            if whole < V_body:
+                pos = whole + offs
+                r = tl.load(R + at_r + pos, mask=pos < V_body, other=0.0)
+                _write_gradient(
+                    r, Grad, at_grad, pos, pos + head, pos < V_body, m, on_p, even, softcap, scale, factor,
+                    ClassWeight, V, True, HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE,
                 )  # fmt: skip
-                tl.store(Grad + row * stride_grad + cols, dr.to(Grad.dtype.element_ty), mask=mask)
+            for done in tl.range(0, whole, BLOCK, num_stages=STAGES):
+                pos = whole - BLOCK - done + offs
+                r = tl.load(R + at_r + pos)
+                _write_gradient(
+                    r, Grad, at_grad, pos, pos + head, pos < V_body, m, on_p, even, softcap, scale, factor,
+                    ClassWeight, V, False, HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE,
+                )  # fmt: skip
+            if HAS_EDGES:
+                r = tl.load(R + row * stride_r + edge, mask=on_edge, other=0.0)
+                _write_gradient(
+                    r, Grad, row * stride_grad, edge, edge, on_edge, m, on_p, even, softcap, scale, factor,
+                    ClassWeight, V, True, HAS_CLASS_WEIGHT, HAS_SMOOTHING, HAS_SOFTCAP, HAS_SCALE,
+                )  # fmt: skip
+            tl.debug_barrier()
+            tl.store(Grad + row * stride_grad + y, (dz_y * slope_y * factor).to(Grad.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -236,8 +363,6 @@ def _flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_
         "HAS_Z_LOSS": z_loss != 0.0,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_SCALE": logit_scale != 1.0,
-        "BLOCK": BLOCK,
-        "num_warps": _device.clamp_warps(NUM_WARPS),
     }
 
 
@@ -259,14 +384,20 @@ def cross_entropy_fwd(
     if N:
         want_grad = grad_NV is not None
         weight_sum = class_weight.float().sum() if class_weight is not None and label_smoothing else None
-        with _device.on_device(logits_NV):
-            cross_entropy_fwd_kernel[(N,)](
-                logits_NV, target, class_weight, weight_sum, token_weight, grad_scale, loss, stats, entropies, argmax,
-                grad_NV, N, V, logits_NV.stride(0), grad_NV.stride(0) if want_grad else 0,
-                ignore_index, 1.0 if softcap is None else softcap, logit_scale, label_smoothing, z_loss,
-                WANT_GRAD=want_grad, WANT_ENTROPY=entropy, WANT_PREDICTED=predicted,
-                **_flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss),
-            )  # fmt: skip
+        vector = VECTOR_BYTES // logits_NV.element_size()
+        block, warps, stages = (FWD_GRAD if V <= WIDE_ROW else FWD_GRAD_WIDE) if want_grad else FWD
+        block = min(block, _device.next_power_of_2(V))
+        launch(
+            logits_NV, cross_entropy_fwd_kernel, (N,),
+            logits_NV, target, class_weight, weight_sum, token_weight, grad_scale, loss, stats, entropies, argmax,
+            grad_NV, N, V, logits_NV.stride(0), grad_NV.stride(0) if want_grad else 0,
+            ignore_index, 1.0 if softcap is None else softcap, logit_scale, label_smoothing, z_loss,
+            WANT_GRAD=want_grad, WANT_ENTROPY=entropy, WANT_PREDICTED=predicted,
+            HAS_EDGES=(logits_NV.stride(0) | V) % vector != 0, VECTOR=vector,
+            GRAD_LIKE_R=want_grad and (grad_NV.stride(0) - logits_NV.stride(0)) % vector == 0,
+            BLOCK=block, STAGES=stages, num_warps=warps,
+            **_flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss),
+        )  # fmt: skip
     return loss, stats, entropies, argmax
 
 
@@ -279,13 +410,15 @@ def cross_entropy_bwd(
     grad = torch.empty((N, V), dtype=logits_NV.dtype, device=logits_NV.device)
     if grad.numel():
         weight_sum = class_weight.float().sum() if class_weight is not None and label_smoothing else None
-        with _device.on_device(logits_NV):
-            cross_entropy_bwd_kernel[(N, triton.cdiv(V, BLOCK))](
-                logits_NV, target, class_weight, weight_sum, token_weight, stats, dloss, scale, grad,
-                N, V, logits_NV.stride(0), dloss.stride(0),
-                ignore_index, 1.0 if softcap is None else softcap, logit_scale, label_smoothing, z_loss,
-                **_flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss),
-            )  # fmt: skip
+        block, warps = BWD
+        launch(
+            logits_NV, cross_entropy_bwd_kernel, (N, _device.cdiv(V, block)),
+            logits_NV, target, class_weight, weight_sum, token_weight, stats, dloss, scale, grad,
+            N, V, logits_NV.stride(0), dloss.stride(0),
+            ignore_index, 1.0 if softcap is None else softcap, logit_scale, label_smoothing, z_loss,
+            BLOCK=block, num_warps=warps,
+            **_flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss),
+        )  # fmt: skip
     return grad
 
 
@@ -302,9 +435,9 @@ def scale_rows_(x_NH, scale):
 
 def _scale_rows(x_NH, scale, index_N, out_MH):
     if x_NH.numel():
-        with _device.on_device(x_NH):
-            scale_rows_kernel[(x_NH.shape[0],)](
-                x_NH, scale, index_N, out_MH, x_NH.shape[1], x_NH.stride(0), scale.stride(0) if scale.ndim else 0,
-                out_MH.stride(0), HAS_INDEX=index_N is not None, INPLACE=out_MH is x_NH, BLOCK=1024, num_warps=4,
-            )  # fmt: skip
+        launch(
+            x_NH, scale_rows_kernel, (x_NH.shape[0],),
+            x_NH, scale, index_N, out_MH, x_NH.shape[1], x_NH.stride(0), scale.stride(0) if scale.ndim else 0,
+            out_MH.stride(0), HAS_INDEX=index_N is not None, INPLACE=out_MH is x_NH, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
     return out_MH

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tigon.kernels import _device
+from tigon.kernels._launch import launch
 from tigon.kernels._layout import row_view
 
 # M rows, F columns of gate, up and y.
@@ -92,9 +93,9 @@ def _halves(gate, up):
 
 
 def _tile(M, F, elements):
-    block = min(triton.next_power_of_2(F), elements)
+    block = min(_device.next_power_of_2(F), elements)
     rows = elements // block
-    return (triton.cdiv(M, rows) * triton.cdiv(F, block),), {
+    return (_device.cdiv(M, rows) * _device.cdiv(F, block),), {
         "ROWS": rows, "BLOCK": block, "num_warps": _device.clamp_warps(NUM_WARPS)
     }  # fmt: skip
 
@@ -107,10 +108,19 @@ def glu_fwd(gate, up, activation):
     if y.numel():
         g_MF, u_MF = _halves(gate, up)
         grid, tile = _tile(*g_MF.shape, FWD_TILE)
-        with _device.on_device(gate):
-            glu_fwd_kernel[grid](
-                g_MF, u_MF, y, *g_MF.shape, g_MF.stride(0), u_MF.stride(0), ACTIVATION=activation, **tile
-            )
+        launch(
+            gate,
+            glu_fwd_kernel,
+            grid,
+            g_MF,
+            u_MF,
+            y,
+            *g_MF.shape,
+            g_MF.stride(0),
+            u_MF.stride(0),
+            ACTIVATION=activation,
+            **tile,
+        )
     return y
 
 
@@ -128,10 +138,10 @@ def glu_bwd(dy, gate, up, activation, want_dgate, want_dup):
             dg_MF, du_MF = (d.view(M, F) if d.numel() else d.view(0, 1) for d in (dgate, dup))
         dy_MF = row_view(dy, F)
         grid, tile = _tile(M, F, BWD_TILE)
-        with _device.on_device(gate):
-            glu_bwd_kernel[grid](
-                dy_MF, g_MF, u_MF, dg_MF, du_MF, M, F,
-                dy_MF.stride(0), g_MF.stride(0), u_MF.stride(0), dg_MF.stride(0), du_MF.stride(0),
-                ACTIVATION=activation, WANT_DG=want_dgate, WANT_DU=up is None or want_dup, **tile,
-            )  # fmt: skip
+        launch(
+            gate, glu_bwd_kernel, grid,
+            dy_MF, g_MF, u_MF, dg_MF, du_MF, M, F,
+            dy_MF.stride(0), g_MF.stride(0), u_MF.stride(0), dg_MF.stride(0), du_MF.stride(0),
+            ACTIVATION=activation, WANT_DG=want_dgate, WANT_DU=up is None or want_dup, **tile,
+        )  # fmt: skip
     return dgate, dup

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tigon.kernels import _device
+from tigon.kernels._launch import launch
 from tigon.kernels._layout import empty_ordered
 
 # B batch, H heads, T tokens, D head width, R rotary width; N = B·T.
@@ -139,16 +140,16 @@ def rope(q, k, cos, sin, q_order, k_order, heads_dim, interleaved, transpose):
         return y_q, y_k
     q, k, cos, sin = (_unit_last(x) for x in (q, k, cos, sin))
     R = cos.shape[-1]
-    block = triton.next_power_of_2(R // 2)
+    block = _device.next_power_of_2(R // 2)
     rows = max(1, TILE // block)
-    groups = triton.cdiv(q_heads, HEADS) + triton.cdiv(k_heads, HEADS)
+    groups = _device.cdiv(q_heads, HEADS) + _device.cdiv(k_heads, HEADS)
     strides = [x.stride(dim) for x in (q, k) for dim in (0, heads_dim, time_dim)]
     out_strides = [y.stride(dim) for y in (y_q, y_k) for dim in (0, heads_dim, time_dim)]
-    with _device.on_device(q):
-        rope_kernel[(groups * triton.cdiv(B * T, rows),)](
-            q, k, cos, sin, y_q, y_k, B * T, T, q_heads, k_heads,
-            *strides, *_table_strides(cos, T), *_table_strides(sin, T), *out_strides,
-            R=R, D=D, INTERLEAVED=interleaved, TRANSPOSE=transpose, HEADS=HEADS, ROWS=rows, BLOCK=block,
-            BLOCK_PASS=triton.next_power_of_2(max(D - R, 1)), num_warps=_device.clamp_warps(NUM_WARPS),
-        )  # fmt: skip
+    launch(
+        q, rope_kernel, (groups * _device.cdiv(B * T, rows),),
+        q, k, cos, sin, y_q, y_k, B * T, T, q_heads, k_heads,
+        *strides, *_table_strides(cos, T), *_table_strides(sin, T), *out_strides,
+        R=R, D=D, INTERLEAVED=interleaved, TRANSPOSE=transpose, HEADS=HEADS, ROWS=rows, BLOCK=block,
+        BLOCK_PASS=_device.next_power_of_2(max(D - R, 1)), num_warps=NUM_WARPS,
+    )  # fmt: skip
     return y_q, y_k

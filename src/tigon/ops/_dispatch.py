@@ -57,7 +57,13 @@ def _unwatched(args: tuple[Any, ...]) -> bool:
     """True when no compiler, mode or tensor subclass needs to see a named operator, and there is data to compute on."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    return all(type(a) in _PLAIN and not a.is_meta for a in args if isinstance(a, Tensor))
+    for a in args:
+        if type(a) in _PLAIN:
+            if a.is_meta:
+                return False
+        elif isinstance(a, Tensor):
+            return False
+    return True
 
 
 class Primitive:
