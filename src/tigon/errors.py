@@ -11,6 +11,7 @@
         + RunFolderError      a run folder or checkpoint that cannot be written or resumed
       x PatchError            a model the patcher must not, or cannot, change
       x KernelError           a kernel that cannot run here                             (also a RuntimeError)
+      x BenchError            a benchmark that refuses to go on, or a record that is none
       x DoubleBackwardError   create_graph=True through an op without a second derivative  (also a RuntimeError)
 
 Messages name the value, the limit and the next step, because the command line prints them alone.
@@ -61,6 +62,10 @@ class PatchError(TigonError):
 
 class KernelError(TigonError, RuntimeError):
     """A kernel that cannot run here."""
+
+
+class BenchError(TigonError):
+    """A benchmark that refuses to go on, or a record of one that cannot be read or written."""
 
 
 class DoubleBackwardError(TigonError, RuntimeError):

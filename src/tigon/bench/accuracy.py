@@ -1,0 +1,124 @@
+"""How far an implementation errs from fp64, and how far it may.
+
+The truth is the op's oracle in fp64 on the same rounded inputs; the yardstick is the oracle in the inputs' own dtype.
+An error, the relative Frobenius norm of an output or gradient, may be `Op.error_factor` (2) times the yardstick's, or
+times what rounding the truth costs where that is more, plus as many steps of fp32: the rule of the op tests. For the
+mean loss over N tokens of a linear op, whose logits are rounded and whose error is then a matter of luck, rounding
+costs eps / sqrt(N). tigon is not timed where it breaks the rule. A peer that does is timed and marked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tigon.bench.inputs import Inputs, differentiable, outputs_of
+from tigon.ops import Op
+
+# N tokens, V vocabulary.
+
+Named = dict[str, Tensor]
+# fp64 logits of a loss held at once.
+_CHUNK_BYTES = 4 << 30
+_FP32_EPS = torch.finfo(torch.float32).eps
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def name_results(outputs: Sequence[Tensor], names: Sequence[str], grads: Sequence[Tensor]) -> Named:
+    """Outputs and gradients under the names of the record."""
+    named = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    return named | {f"gradient of {name}": t for name, t in zip(names, grads, strict=True)}
+
+
+def oracle(op: Op, inputs: Inputs, upstream: Sequence[Tensor], dtype: torch.dtype | None = None) -> Named:
+    """Outputs and gradients of the unfused formula, in `dtype` or in the inputs' own.
+
+    In fp64 a mean loss is taken in chunks of tokens: its logits would otherwise be several times the memory of a GPU.
+    """
+    plain = {name: value for name, value in inputs.items() if name not in ("inplace", "chunk_bytes")}
+    cast = {
+        name: value.to(dtype) if dtype and isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in plain.items()
+    }
+    if dtype == torch.float64 and op.name in _BY_TOKENS and "reduction" not in plain:
+        return _mean_by_tokens(op, cast)
+    names = differentiable(op, cast)
+    leaves = {n: v.detach().requires_grad_(n in names) if isinstance(v, Tensor) else v for n, v in cast.items()}
+    outputs = outputs_of(op.oracle(**leaves))
+    grads = torch.autograd.grad(
+        outputs, [leaves[n] for n in names], [g.to(t.dtype) for g, t in zip(upstream, outputs, strict=True)]
+    )
+    return name_results(outputs, names, grads)
+
+
+# op -> its inputs with one row a token
+_BY_TOKENS = {"cross_entropy": ("logits", "target"), "linear_cross_entropy": ("hidden", "target")}
+
+
+def _mean_by_tokens(op: Op, inputs: Inputs) -> Named:
+    """The fp64 mean loss and its gradients for an upstream gradient of 1."""
+    by_token = _BY_TOKENS[op.name]
+    flat = {n: inputs[n].flatten(0, -2 if inputs[n].is_floating_point() else -1) for n in by_token}
+    rest = {n: v for n, v in inputs.items() if n not in by_token}
+    V = inputs["logits"].shape[-1] if "logits" in inputs else inputs["weight"].shape[0]
+    N, chunk = flat["target"].shape[0], max(1, _CHUNK_BYTES // (8 * V))
+    count = (flat["target"] != -100).sum()
+    names = differentiable(op, inputs)
+    total = torch.zeros((), dtype=torch.float64, device=count.device)
+    grads = {n: torch.zeros_like(inputs[n]) for n in names}
+    for start in range(0, N, chunk):
+        rows = slice(start, start + chunk)
+        part = {**{n: t[rows] for n, t in flat.items()}, **rest}
+        leaves = {n: v.detach().requires_grad_(n in names) if isinstance(v, Tensor) else v for n, v in part.items()}
+        loss = op.oracle(**leaves, reduction="sum") / count
+        total += loss.detach()
+        for name, gradient in zip(names, torch.autograd.grad(loss, [leaves[n] for n in names]), strict=True):
+            if name in by_token:
+                grads[name].view_as(flat[name])[rows] = gradient
+            else:
+                grads[name] += gradient
+    return name_results([total], names, [grads[n] for n in names])
+
+
+def relative_error(got: Tensor, truth: Tensor) -> float:
+    """Frobenius norm of the difference over that of the truth, a slice of rows at a time; inf for a wrong shape."""
+    if got.shape != truth.shape:
+        return float("inf")
+    difference = scale = 0.0
+    got, truth = (t.reshape(-1, t.shape[-1]) if t.ndim else t.reshape(1, 1) for t in (got.detach(), truth))
+    step = max(1, (1 << 28) // max(1, truth.shape[1]))
+    for start in range(0, truth.shape[0], step):
+        part = truth[start : start + step]
+        difference += float((got[start : start + step].double() - part).square().sum())
+        scale += float(part.square().sum())
+    return math.sqrt(difference / scale if scale else difference)
+
+
+def errors_of(got: Named, truth: Named) -> dict[str, float]:
+    """The relative error of each named result."""
+    return {name: relative_error(value, truth[name]) for name, value in got.items()}
+
+
+def allowed_errors(
+    op: Op, inputs: Inputs, truth: Named, dtype: torch.dtype, baseline: Mapping[str, float] | None
+) -> dict[str, float]:
+    """What each result may err; without a baseline (it did not fit) by the errors in the op's record."""
+    recorded = op.errors[DTYPE_NAMES[dtype]]
+    allowed = {}
+    for name, exact in truth.items():
+        if exact.ndim:
+            rounding = relative_error(exact.to(dtype), exact)
+        else:
+            tokens = inputs["target"].numel()
+            rounding = torch.finfo(dtype).eps / tokens**0.5 if op.cost(**inputs).flops else 0.0
+        unfused = recorded if baseline is None else baseline[name]
+        allowed[name] = op.error_factor * (max(unfused, rounding) + _FP32_EPS)
+    return allowed
+
+
+def breaks_rule(errors: Mapping[str, float], allowed: Mapping[str, float]) -> list[str]:
+    """The results that err by more than they may. NaN does."""
+    return [name for name, error in errors.items() if not error <= allowed[name]]

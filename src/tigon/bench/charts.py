@@ -1,0 +1,194 @@
+"""A record as SVG charts: per op one of speed and one of memory, lines where one dimension is swept, else bars."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tigon.bench.record import Measurement, RowRecord, RunRecord
+from tigon.bench.timing import Spread
+
+INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
+# One colour an implementation, the same in every chart; settings of one library share a hue.
+COLOURS = {
+    "tigon": "#c2410c", "tigon new gradient": "#fb923c", "tigon 2 GiB": "#ea580c", "tigon 1 GiB": "#fb923c",
+    "tigon 256 MiB": "#fdba74", "eager": "#9ca3af", "compile": "#0f766e", "torch": "#115e59", "liger": "#1d4ed8",
+    "liger fp32": "#3b82f6", "liger cute": "#93c5fd",
+    "liger scaled": "#60a5fa", "quack": "#7e22ce", "quack base": "#c084fc", "cce": "#a16207",
+    "cce exact": "#facc15", "products": INK,
+}  # fmt: skip
+LABELS = {
+    "eager": "Hugging Face", "compile": "torch.compile", "liger": "Liger", "liger fp32": "Liger, fp32 sums",
+    "liger cute": "Liger CuTe", "liger scaled": "Liger scaled", "cce": "CCE", "cce exact": "CCE exact",
+    "products": "3 products alone",
+}  # fmt: skip
+# What the dimensions of a row's shape are, per op.
+DIMENSIONS = {
+    "rms_norm": ("rows", "hidden size"),
+    "add_rms_norm": ("rows", "hidden size"),
+    "layer_norm": ("rows", "hidden size"),
+    "rope": ("batch", "query heads", "tokens", "hidden size"),
+    "swiglu": ("tokens", "width"),
+    "geglu": ("tokens", "width"),
+    "cross_entropy": ("tokens", "vocabulary"),
+    "linear_cross_entropy": ("tokens", "hidden size", "vocabulary"),
+    "multi_head_linear_cross_entropy": ("batch", "tokens", "hidden size", "vocabulary"),
+}
+_PANELS_A_LINE = 3
+
+
+Quantity = Callable[[Measurement, RowRecord], "Spread | None"]
+
+
+def draw(run: RunRecord) -> dict[str, str]:
+    """Name -> SVG: speed-OP and memory-OP for every op with a measured row."""
+    quantities = {"speed": (_ms, "forward + backward (ms)"), "memory": (_mib, "extra peak (MiB)")}
+    charts: dict[str, str] = {}
+    for name in chart_names(run):
+        kind, _, op = name.partition("-")
+        charts[name] = _chart(name, _measured_rows(run, op), *quantities[kind])
+    return charts
+
+
+def chart_names(run: RunRecord) -> list[str]:
+    """What `draw` draws."""
+    ops = [op for op in dict.fromkeys(row.op for row in run.rows) if _measured_rows(run, op)]
+    return [f"{kind}-{op}" for op in ops for kind in ("speed", "memory")]
+
+
+def _measured_rows(run: RunRecord, op: str) -> list[RowRecord]:
+    return [row for row in run.rows if row.op == op and any(m.eager_ms or m.graph_ms for m in row.measurements)]
+
+
+def is_sweep(run: RunRecord, name: str) -> bool:
+    """Whether the chart of that name has lines."""
+    return swept_dimension(_measured_rows(run, name.partition("-")[2])) is not None
+
+
+def _ms(m: Measurement, row: RowRecord) -> Spread | None:
+    return m.judged_ms(row.graph)
+
+
+def _mib(m: Measurement, row: RowRecord) -> Spread | None:
+    return None if m.extra_peak_bytes is None else Spread(*[m.extra_peak_bytes / 2**20] * 3)
+
+
+def _chart(name: str, rows: Sequence[RowRecord], quantity: Quantity, unit: str) -> str:
+    swept = swept_dimension(rows)
+    if swept is None:
+        figure = _bars(rows, quantity, unit)
+    else:
+        figure = _lines(rows, swept, quantity, unit)
+    return _svg(figure, name)
+
+
+def swept_dimension(rows: Sequence[RowRecord]) -> int | None:
+    """The one dimension that differs between three rows or more of the same kind; None if there is no such thing."""
+    if len(rows) < 3 or len({row.logits for row in rows}) > 1:
+        return None
+    differing = [d for d, sizes in enumerate(zip(*(row.shape for row in rows), strict=True)) if len(set(sizes)) > 1]
+    return differing[0] if len(differing) == 1 else None
+
+
+def _shown(rows: Sequence[RowRecord]) -> list[str]:
+    """Implementations with a time anywhere, but not tigon on changed problems."""
+    return list(dict.fromkeys(
+        m.impl for row in rows for m in row.measurements if m.role != "variant" and (m.graph_ms or m.eager_ms)
+    ))  # fmt: skip
+
+
+def _lines(rows: Sequence[RowRecord], dimension: int, quantity: Quantity, unit: str) -> Any:
+    figure, (axes,) = _figure(1, 3.4)
+    rows = sorted(rows, key=lambda row: row.shape[dimension])
+    # The hidden size of rope is its width times the query heads.
+    times = rows[0].shape[1] if (rows[0].op, dimension) == ("rope", 3) else 1
+    sizes = [times * row.shape[dimension] for row in rows]
+    highest = 0.0
+    for impl, marker in zip(_shown(rows), itertools.cycle("os^DvPX")):
+        found = {size: _find(row, impl, quantity) for size, row in zip(sizes, rows, strict=True)}
+        spreads = {size: spread for size, spread in found.items() if spread is not None}
+        medians = [spread.median for spread in spreads.values()]
+        highest = max(highest, *medians)
+        first = impl == "tigon"
+        axes.plot(list(spreads), medians, f"{marker}-", ms=5, color=COLOURS.get(impl, MUTED), lw=2.2 if first else 1.4,
+                  zorder=3 if first else 2, label=LABELS.get(impl, impl))  # fmt: skip
+        axes.fill_between(list(spreads), [spread.low for spread in spreads.values()],
+                          [spread.high for spread in spreads.values()], color=COLOURS.get(impl, MUTED), alpha=0.2,
+                          lw=0)  # fmt: skip
+    if quantity is _ms:
+        axes.plot(sizes, [row.limit_ms for row in rows], color=INK, ls=":", lw=1.2, label="limit")
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    # One noisy repetition must not squeeze the medians.
+    axes.set(xlabel=_axis_label(rows[0], dimension), ylabel=unit, ylim=(0, 1.2 * highest or None))
+    axes.legend(frameon=False)
+    axes.set_title(rows[0].op, loc="left", color=INK)
+    return figure
+
+
+def _find(row: RowRecord, impl: str, quantity: Quantity) -> Spread | None:
+    return next((quantity(m, row) for m in row.measurements if m.impl == impl), None)
+
+
+def _axis_label(row: RowRecord, dimension: int) -> str:
+    names = DIMENSIONS[row.op]
+    rest = ", ".join(
+        f"{name} {size:,}" for d, (name, size) in enumerate(zip(names, row.shape, strict=True)) if d != dimension
+    )
+    return f"{names[dimension]}  ({rest}, {row.dtype})"
+
+
+def _bars(rows: Sequence[RowRecord], quantity: Quantity, unit: str) -> Any:
+    """One panel a row, one bar an implementation: their scales differ by orders of magnitude."""
+    lines = -(-len(rows) // _PANELS_A_LINE)
+    shown = _shown(rows)
+    height = 0.5 + lines * (0.9 + 0.19 * len(shown))
+    figure, panels = _figure(len(rows), height, columns=min(_PANELS_A_LINE, len(rows)))
+    for axes, row in zip(panels, rows, strict=True):
+        found = {impl: _find(row, impl, quantity) for impl in shown}
+        values = {impl: spread.median for impl, spread in found.items() if spread is not None}
+        colours = [COLOURS.get(impl, MUTED) for impl in values]
+        bars = axes.barh([LABELS.get(impl, impl) for impl in values], list(values.values()), color=colours)
+        figures = [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values.values()]
+        axes.bar_label(bars, labels=figures, padding=2, color=INK, fontsize=7)
+        if quantity is _ms and not row.flops:
+            axes.axvline(row.limit_ms, color=INK, ls=":", lw=1.2)
+        axes.invert_yaxis()
+        axes.set(xlabel=unit, xlim=(0, 1.25 * max(values.values(), default=0.0) or 1.0))
+        axes.set_title(row.id.removeprefix(row.op + " "), loc="left", color=INK, fontsize=8)
+        axes.grid(axis="x", color=GRID, lw=0.8)
+        axes.grid(visible=False, axis="y")
+    dotted = "  (dotted: the limit)" if quantity is _ms and not rows[0].flops else ""
+    figure.suptitle(rows[0].op + dotted, color=INK)
+    return figure
+
+
+def _figure(panels: int, height: float, columns: int = 1) -> tuple[Any, Any]:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # Text stays text: small files, readable by a screen reader, the same on every machine.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "tigon-bench", "font.family": "sans-serif",
+                                "font.size": 9})  # fmt: skip
+    figure = Figure(figsize=(8.4, height), layout="constrained")
+    lines = -(-panels // columns)
+    all_axes = [figure.add_subplot(lines, columns, i + 1) for i in range(panels)]
+    for axes in all_axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(MUTED)
+        axes.tick_params(colors=MUTED, labelcolor=INK)
+        axes.grid(axis="y", color=GRID, lw=0.8)
+        axes.set_axisbelow(True)
+    return figure, all_axes
+
+
+def _svg(figure: Any, name: str) -> str:
+    """The bare <svg> element, ids prefixed with the chart's name so that several fit on a page."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)

@@ -1,0 +1,285 @@
+"""Who is measured. One row an implementation and op: where it is imported from, how it takes the op's inputs.
+
+Roles: `ours` computes the row's problem with tigon; `variant` is tigon on a changed problem (a frozen head, half of the
+labels ignored), which has no peer and no error; `baseline` is the unfused formula, eager, the yardstick of errors;
+`peer` is everybody else; `limit` is what no implementation can go without.
+
+An implementation that overwrites its inputs or the incoming gradient gets tensors of its own, and they are put back
+before every run: Liger's norms write dX into dY, its RoPE rotates q and k in place, its losses put the gradient into
+the logits. That is how its patched models call them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tigon.ops import OPS, Op
+
+Role = Literal["ours", "variant", "baseline", "peer", "limit"]
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Impl:
+    """One implementation of one op."""
+
+    name: str
+    op: str
+    role: Role
+    target: str | Callable[..., Any]
+    """"module:function", imported when it is needed, or the function."""
+    adapt: Callable[..., Any] | None = None
+    """Takes the function and the op's inputs by name; inputs its signature has no word for are "not supported". Without
+    it the function takes the inputs itself."""
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    """What the function itself is always given."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Inputs it is always called with."""
+    vary: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    """Changes the problem."""
+    grads: tuple[str, ...] | None = None
+    """Of the op's differentiable inputs only these; () is evaluation."""
+    overwrites: bool = False
+    capturable: bool = True
+    """False where the host waits for the device, which no CUDA graph can record."""
+    compiled: bool = False
+    """Run through torch.compile."""
+
+    @property
+    def differentiates(self) -> bool:
+        return self.grads != () and self.role != "limit"
+
+    def load(self) -> Callable[..., Any]:
+        """The callable that takes the op's inputs by name. Raises ImportError or AttributeError if not installed."""
+        function = _imported(self.target) if isinstance(self.target, str) else self.target
+        if self.keywords:
+            function = functools.partial(function, **self.keywords)
+        if self.compiled:
+            # Static shapes: a second row would otherwise make Dynamo give up on sizes it knows.
+            function = torch.compile(function, dynamic=False)
+        return function if self.adapt is None else _Adapted(self.adapt, function)
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, names = path.split(":")
+    found: Any = importlib.import_module(module)
+    for name in names.split("."):
+        found = getattr(found, name)
+    return found  # type: ignore[no-any-return]
+
+
+class _Adapted:
+    """`adapt(function, **inputs)`, with the signature of what is left to pass."""
+
+    def __init__(self, adapt: Callable[..., Any], function: Callable[..., Any]) -> None:
+        self._adapt, self._function = adapt, function
+        signature = inspect.signature(adapt)
+        self.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._adapt(self._function, **inputs)
+
+
+def impls_for(op: Op) -> list[Impl]:
+    """Every implementation of an op, tigon first, the limit last."""
+    own = [
+        Impl(name="tigon", op=op.name, role="ours", target=op.call, overwrites=op.name == "cross_entropy"),
+        Impl(name="eager", op=op.name, role="baseline", target=op.oracle),
+        Impl(name="compile", op=op.name, role="peer", target=op.oracle, compiled=True),
+    ]
+    rest = [impl for impl in (*TIGON, *PEERS, *LIMITS) if impl.op == op.name]
+    order = ("ours", "variant", "baseline", "peer", "limit")
+    return sorted((*own, *rest), key=lambda impl: order.index(impl.role))
+
+
+def impl_names() -> list[str]:
+    """Names that `--impl` takes."""
+    return list(dict.fromkeys(impl.name for op in OPS.values() for impl in impls_for(op)))
+
+
+# --- tigon on other settings and other problems -----------------------------------------------------------------------
+
+
+def _half_ignored(inputs: dict[str, Any]) -> dict[str, Any]:
+    target = inputs["target"].clone()
+    target.view(-1)[1::2] = -100
+    return {**inputs, "target": target}
+
+
+def _tigon_linear(name: str, **fields: Any) -> Impl:
+    call = OPS["linear_cross_entropy"].call
+    return Impl(name=name, op="linear_cross_entropy", **{"target": call, "role": "ours", **fields})
+
+
+TIGON = (
+    Impl(
+        name="tigon new gradient", op="cross_entropy", role="ours", target=OPS["cross_entropy"].call,
+        fixed={"inplace": False},
+    ),
+    _tigon_linear("tigon 2 GiB", fixed={"chunk_bytes": 2 * GIB}),
+    _tigon_linear("tigon 1 GiB", fixed={"chunk_bytes": GIB}),
+    _tigon_linear("tigon 256 MiB", fixed={"chunk_bytes": GIB // 4}),
+    _tigon_linear("tigon half ignored", role="variant", vary=_half_ignored),
+    _tigon_linear("tigon frozen head", role="variant", grads=("hidden",)),
+    _tigon_linear("tigon eval", role="variant", grads=()),
+)  # fmt: skip
+
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+def _torch_rms_norm(f: Any, x: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
+    return f(x, x.shape[-1:], weight, eps)
+
+
+def _torch_add_rms_norm(f: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
+    s = x + residual
+    return f(s, s.shape[-1:], weight, eps), s
+
+
+def _torch_layer_norm(f: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Any:
+    return f(x, x.shape[-1:], weight, bias, eps)
+
+
+def _rms_norm(f: Any, x: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
+    return f(x, weight, eps=eps)
+
+
+def _add_rms_norm(f: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
+    return f(x, residual, weight, eps)
+
+
+def _quack_add_rms_norm(f: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
+    return f(x, weight, residual=residual, eps=eps, prenorm=True)
+
+
+def _layer_norm(f: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Any:
+    return f(x, weight, bias, eps)
+
+
+def _rope(f: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return f(q, k, cos, sin)
+
+
+def _gated(f: Any, gate: Tensor, up: Tensor) -> Any:
+    return f(gate, up)
+
+
+def _cross_entropy(f: Any, logits: Tensor, target: Tensor) -> Any:
+    return f(logits, target)
+
+
+def _first_of_cross_entropy(f: Any, logits: Tensor, target: Tensor) -> Any:
+    return f(logits, target)[0]
+
+
+def _linear(f: Any, hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
+    return f(hidden, weight, target)
+
+
+def _mean_of_linear(f: Any, hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
+    return f(hidden, weight, target).mean()
+
+
+def _peers(name: str, target: str, rows: Mapping[str, tuple[str, Callable[..., Any]]], **fields: Any) -> list[Impl]:
+    """Rows of one library: op -> (function, adapter), with what they have in common."""
+    return [
+        Impl(name=name, op=op, role="peer", target=target + function, adapt=adapt, **fields)
+        for op, (function, adapt) in rows.items()
+    ]
+
+
+_LIGER, _LIGER_DISPATCH = "liger_kernel.transformers.functional:liger_", "liger_kernel.functional:"
+_LIGER_CUTE = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90:"
+_LIGER_SCALED = "liger_kernel.ops.fused_linear_scaled_cross_entropy:"
+_CUTE = {"impl": "nvidia-cutedsl"}
+
+PEERS: Sequence[Impl] = (
+    *_peers("torch", "torch.nn.functional:", {
+        "rms_norm": ("rms_norm", _torch_rms_norm),
+        "add_rms_norm": ("rms_norm", _torch_add_rms_norm),
+        "layer_norm": ("layer_norm", _torch_layer_norm),
+        "cross_entropy": ("cross_entropy", _cross_entropy),
+        "linear_cross_entropy": ("linear_cross_entropy", _linear),  # torch 2.13 and newer
+    }),
+    *_peers("liger", _LIGER, {
+        "rms_norm": ("rms_norm", _rms_norm),
+        "add_rms_norm": ("fused_add_rms_norm", _add_rms_norm),
+        "layer_norm": ("layer_norm", _layer_norm),
+        "rope": ("rope", _rope),
+        "swiglu": ("swiglu", _gated),
+        "geglu": ("geglu", _gated),
+    }, overwrites=True),
+    # The losses read a count off the device in the forward and compare the incoming gradient with 1 in the backward.
+    *_peers("liger", _LIGER, {
+        "cross_entropy": ("cross_entropy", _cross_entropy),
+        "linear_cross_entropy": ("fused_linear_cross_entropy", _linear),
+    }, overwrites=True, capturable=False),
+    *_peers("liger fp32", _LIGER, {
+        "linear_cross_entropy": ("fused_linear_cross_entropy", _linear),
+    }, keywords={"accum_dtype": torch.float32}, overwrites=True, capturable=False),
+    # Its CuTe kernels, which need nvidia-cutlass-dsl and a Hopper or newer; opt-in there.
+    *_peers("liger cute", _LIGER_DISPATCH, {
+        "rms_norm": ("rms_norm", _rms_norm),
+        "add_rms_norm": ("fused_add_rms_norm", _add_rms_norm),
+        "layer_norm": ("layer_norm", _layer_norm),
+        "rope": ("rope", _rope),
+        "swiglu": ("swiglu", _gated),
+        "geglu": ("geglu", _gated),
+    }, keywords=_CUTE, overwrites=True),
+    *_peers("liger cute", _LIGER_DISPATCH, {
+        "cross_entropy": ("cross_entropy", _first_of_cross_entropy),
+    }, keywords=_CUTE, overwrites=True, capturable=False),
+    *_peers("liger cute", _LIGER_CUTE, {
+        "linear_cross_entropy": ("liger_fused_linear_cross_entropy_sm90", _linear),
+    }, overwrites=True, capturable=False),
+    *_peers("liger scaled", _LIGER_SCALED, {
+        "linear_cross_entropy": ("LigerFusedLinearScaledCrossEntropyFunction.apply", _mean_of_linear),
+    }, overwrites=True, capturable=False),
+    *_peers("quack", "quack.rmsnorm:", {
+        "rms_norm": ("rmsnorm", _rms_norm),
+        "add_rms_norm": ("rmsnorm", _quack_add_rms_norm),
+    }),
+    *_peers("quack", "quack.cross_entropy:", {
+        "cross_entropy": ("cross_entropy", _cross_entropy),
+    }, keywords={"inplace_backward": True}, overwrites=True),
+    *_peers("quack", "quack.linear_cross_entropy:", {
+        "linear_cross_entropy": ("chunked_linear_cross_entropy", _linear),
+    }, overwrites=True),
+    *_peers("quack base", "quack.linear_cross_entropy:", {
+        "linear_cross_entropy": ("chunked_linear_cross_entropy", _linear),
+    }, keywords={"use_scaled_exp": False}, overwrites=True),
+    # The default skips blocks whose softmax is small: fast, and not the gradient. `cce exact` skips nothing.
+    *_peers("cce", "cut_cross_entropy:", {
+        "linear_cross_entropy": ("linear_cross_entropy", _linear),
+    }, capturable=False),
+    *_peers("cce exact", "cut_cross_entropy:", {
+        "linear_cross_entropy": ("linear_cross_entropy", _linear),
+    }, keywords={"filter_eps": None}, capturable=False),
+)  # fmt: skip
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def three_products(hidden: Tensor, weight: Tensor, target: Tensor, *, chunk: int = 8192) -> Tensor:
+    """What linear cross entropy cannot go without: logits, dX and dW of 8192 tokens at a time, no sums kept."""
+    hidden_NH = hidden.reshape(-1, hidden.shape[-1])
+    dw_VH = hidden
+    for start in range(0, hidden_NH.shape[0], chunk):
+        x_CH = hidden_NH[start : start + chunk]
+        z_CV = torch.mm(x_CH, weight.t())
+        torch.mm(z_CV, weight)
+        dw_VH = torch.mm(z_CV.t(), x_CH)
+    return dw_VH
+
+
+LIMITS = (Impl(name="products", op="linear_cross_entropy", role="limit", target=three_products),)

@@ -1,0 +1,149 @@
+"""A row's tensors, and an implementation bound to them as a function of nothing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.bench.impls import Impl
+from tigon.bench.suites import Row
+from tigon.ops import OPS, Case, Op
+
+# N tokens, H hidden, V vocabulary.
+
+Inputs = dict[str, Any]
+
+# Normal logits of this standard deviation, with labels drawn from their softmax, have a loss near log V - σ²/2: 3.8
+# nats at V = 128256, a trained model's. Random rows have labels drawn uniformly, 13.8 nats.
+PEAKED_STD = 4.0
+# Logits of the records' own inputs.
+_RANDOM_STD = 2.0
+# What an implementation may use or leave.
+PERMISSIONS = ("inplace", "chunk_bytes")
+
+
+def make_inputs(row: Row, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """Fresh inputs, the same in every call; parameters that are None are left out."""
+    torch.manual_seed(20)
+    op = OPS[row.op]
+    made = op.make(Case(id="bench", shape=row.shape, options=row.options), dtype, device)
+    inputs = {name: value for name, value in made.items() if value is not None}
+    if row.logits == "peaked":
+        _peak(inputs)
+    return inputs
+
+
+def _peak(inputs: Inputs) -> None:
+    scaled = "logits" if "logits" in inputs else "weight"
+    inputs[scaled] = inputs[scaled] * (PEAKED_STD / _RANDOM_STD)
+    target = inputs["target"].view(-1)
+    kept = target != -100
+    for start in range(0, target.shape[0], 1024):
+        rows = slice(start, start + 1024)
+        if scaled == "logits":
+            z_NV = inputs["logits"].flatten(0, -2)[rows].float()
+        else:
+            z_NV = (inputs["hidden"].flatten(0, -2)[rows] @ inputs["weight"].t()).float()
+        # The largest of z + Gumbel noise is a draw from softmax(z).
+        drawn = (z_NV - torch.empty_like(z_NV).exponential_().log()).argmax(-1)
+        target[rows] = torch.where(kept[rows], drawn, target[rows])
+
+
+def differentiable(op: Op, inputs: Mapping[str, Any]) -> list[str]:
+    """The inputs that get a gradient."""
+    return [name for name in op.grads if isinstance(inputs.get(name), Tensor)]
+
+
+def outputs_of(result: Any) -> list[Tensor]:
+    """The differentiable outputs of a call: a tensor, or those of a tuple."""
+    found = (result,) if isinstance(result, Tensor) else tuple(result)
+    return [t for t in found if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def make_upstream(op: Op, inputs: Inputs) -> list[Tensor]:
+    """Gradients of the outputs: 1 for a loss, as in training, else random, in the outputs' memory order."""
+    torch.manual_seed(21)
+    if "target" in inputs:
+        return [torch.ones((), device=inputs["target"].device)]
+    if op.name == "rope":
+        like = [inputs["q"], inputs["k"]]
+    elif op.name == "add_rms_norm":
+        like = [inputs["x"], inputs["x"]]
+    else:
+        like = [inputs[op.grads[0]]]
+    return [torch.randn_like(t) for t in like]
+
+
+class Bound:
+    """An implementation and its inputs. `forward()` and `both()` take the same tensors every time.
+
+    Tensors that the implementation overwrites are its own, and `restore()` puts the values back.
+    """
+
+    def __init__(self, impl: Impl, op: Op, inputs: Inputs, upstream: Sequence[Tensor]) -> None:
+        self.impl = impl
+        kept = inputs if impl.role == "ours" else {n: v for n, v in inputs.items() if n not in PERMISSIONS}
+        self._pristine = {**kept, **impl.fixed}
+        if impl.vary is not None:
+            self._pristine = impl.vary(dict(self._pristine))
+        self._call = impl.load()
+        inspect.signature(self._call).bind(**self._pristine)
+        self._given = list(upstream)
+        self.names = [n for n in (differentiable(op, self._pristine)) if impl.grads is None or n in impl.grads]
+        if impl.overwrites:
+            self._own = {n: _copy(v) if isinstance(v, Tensor) else v for n, v in self._pristine.items()}
+            self._upstream = [_copy(g) for g in upstream]
+        else:
+            self._own = {
+                n: v.detach().requires_grad_(n in self.names) if isinstance(v, Tensor) else v
+                for n, v in self._pristine.items()
+            }
+            self._upstream = self._given
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that exists before the call and is not the call's."""
+        own = [*self._own.values(), *self._pristine.values()]
+        return [t for t in (*own, *self._upstream, *self._given) if isinstance(t, Tensor)]
+
+    def restore(self) -> None:
+        """Undo what an overwriting implementation did to its inputs."""
+        if not self.impl.overwrites:
+            return
+        for name, value in self._pristine.items():
+            if isinstance(value, Tensor):
+                self._own[name].copy_(value)
+        for own, given in zip(self._upstream, self._given, strict=True):
+            own.copy_(given)
+
+    def _leaves(self) -> Inputs:
+        if not self.impl.overwrites:
+            return self._own
+        # A leaf that was written to could not be differentiated again.
+        return {
+            n: v.detach().requires_grad_(n in self.names) if isinstance(v, Tensor) else v for n, v in self._own.items()
+        }
+
+    def forward(self) -> list[Tensor]:
+        """The outputs."""
+        if not self.impl.differentiates:
+            with torch.no_grad():
+                return outputs_of(self._call(**self._own))
+        return outputs_of(self._call(**self._leaves()))
+
+    def both(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs and gradients, in the order of `names`; no gradients where there is nothing to differentiate."""
+        if not self.impl.differentiates:
+            return self.forward(), []
+        leaves = self._leaves()
+        outputs = outputs_of(self._call(**leaves))
+        upstream = [g.to(t.dtype) for g, t in zip(self._upstream, outputs, strict=True)]
+        return outputs, list(torch.autograd.grad(outputs, [leaves[n] for n in self.names], upstream))
+
+
+def _copy(t: Tensor) -> Tensor:
+    """A copy with the same strides."""
+    return torch.empty_like(t, memory_format=torch.preserve_format).copy_(t)

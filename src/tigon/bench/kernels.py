@@ -1,0 +1,145 @@
+"""`tigon bench kernels`: choose rows, measure them, print as it goes, write the record after every row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tigon.bench import record as records
+from tigon.bench import table, timing
+from tigon.bench.accuracy import DTYPE_NAMES
+from tigon.bench.impls import impl_names
+from tigon.bench.measure import measure_row
+from tigon.bench.record import Measurement, RowRecord, RunRecord
+from tigon.bench.suites import select
+from tigon.errors import BenchError, OptionError
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def bench_kernels(
+    *, suite: str | None = None, ops: Sequence[str] = (), impls: Sequence[str] = (), without: Sequence[str] = (),
+    shapes: Sequence[str] = (), dtype: str | None = None, repetitions: int = 20, time_limit_s: float | None = None,
+    json_path: Path | None = None, plot_dir: Path | None = None,
+) -> RunRecord:  # fmt: skip
+    """Measure a suite on the GPU if there is one, else on the CPU.
+
+    Args:
+        suite: a name of `suites.SUITES`; "targets" on a GPU and "small" on a CPU if left out.
+        ops, impls: only these; all if empty. without: implementations left out. The limit is always measured.
+        shapes: instead of the suite's rows, such as "16384x4096"; needs one op.
+        dtype: "bf16", "fp16" or "fp32"; bf16 on a GPU and fp32 on a CPU if left out.
+        repetitions: rounds in which every implementation runs once. Below 10 the quantiles mean little.
+        time_limit_s: no row is started after this many seconds; rows left out are named in the record.
+        json_path: the record, written anew after every row.
+        plot_dir: charts and the table, see `charts.draw`.
+
+    Raises:
+        OptionError, ShapeError: a choice that does not exist. BenchError: tigon was refused a time somewhere, said
+        after everything has been measured and written; or an implementation took the device down.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    gpu = device.type == "cuda"
+    suite = suite or ("targets" if gpu else "small")
+    _check((*impls, *without), dtype, repetitions)
+    chosen = [name for name in impls or impl_names() if name not in without]
+    rows = select(suite, tuple(ops), tuple(shapes))
+    torch_dtype = _DTYPES[dtype or ("bf16" if gpu else "fp32")]
+    if json_path is not None:
+        records.check_place(json_path)
+    start_s = time.monotonic()
+    run = RunRecord(
+        environment=records.environment(device), suite="shapes given" if shapes else suite, repetitions=repetitions,
+        ceilings=timing.ceilings(device, repetitions),
+    )  # fmt: skip
+    _print_header(run)
+    for position, row in enumerate(rows):
+        if time_limit_s is not None and time.monotonic() - start_s > time_limit_s:
+            run.not_run += [f"{r.id} (time limit)" for r in rows[position:]]
+            break
+        try:
+            run.rows.append(measure_row(row, chosen, torch_dtype, device, repetitions, run.ceilings))
+        except torch.cuda.OutOfMemoryError:
+            run.not_run.append(f"{row.id} (its inputs do not fit)")
+            continue
+        finally:
+            timing.release(device)
+        run.seconds = round(time.monotonic() - start_s, 1)
+        _print_row(run.rows[-1], run.seconds)
+        if json_path is not None:
+            records.save(run, json_path)
+    _finish(run, json_path, plot_dir)
+    return run
+
+
+def _check(impls: Sequence[str], dtype: str | None, repetitions: int) -> None:
+    for name in impls:
+        if name not in impl_names():
+            raise OptionError(f"--impl {name!r} is not known; choose from {', '.join(impl_names())}.")
+    if dtype is not None and dtype not in _DTYPES:
+        raise OptionError(f"--dtype {dtype} is not known; choose one of {', '.join(_DTYPES)}.")
+    if repetitions < 1:
+        raise OptionError(f"--repetitions {repetitions} must be at least 1; 10 or more for figures to quote.")
+
+
+def _finish(run: RunRecord, json_path: Path | None, plot_dir: Path | None) -> None:
+    if run.rows:
+        print(f"\n{table.summary(run)}\n")
+    if run.not_run:
+        print(f"not measured: {', '.join(run.not_run)}")
+    if json_path is not None:
+        records.save(run, json_path)
+        print(f"wrote {json_path}")
+    if plot_dir is not None:
+        from tigon.bench.report import report
+
+        report(run, plot_dir)
+    refused = [
+        f"{m.impl} on {row.id}: {m.detail}" for row in run.rows for m in row.measurements if m.status == "refused"
+    ]
+    if refused:
+        raise BenchError("tigon was not timed where it is wrong: " + "; ".join(refused))
+
+
+def _print_header(run: RunRecord) -> None:
+    env, ceilings = run.environment, run.ceilings
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items() if version)
+    print(f"{env['device']}, driver {env['driver']}, {versions}, commit {env['tigon_commit']}, {env['date']}")
+    print(
+        f"copy {ceilings['copy_gb_per_s']:.0f} GB/s, product {ceilings['matmul_tflop_per_s']:.3g} TFLOP/s, "
+        f"{run.repetitions} repetitions"
+    )
+
+
+def _print_row(row: RowRecord, seconds: float) -> None:
+    print(f"\n{row.id}  {row.dtype}  limit {row.limit_ms:.4g} ms  [{seconds:.0f} s]", flush=True)
+    for m in row.measurements:
+        print(f"  {m.impl:18} {_line(m)}", flush=True)
+
+
+def _line(m: Measurement) -> str:
+    if m.graph_ms is None and m.eager_ms is None:
+        return f"{m.status}: {m.detail}"
+    parts = []
+    for label, times in (("graph", m.graph_ms), ("eager", m.eager_ms)):
+        if times is not None:
+            both = times["both"]
+            parts.append(
+                f"{label} {both.median:.4g} ms [{both.low:.4g}, {both.high:.4g}] fwd {times['forward'].median:.4g}"
+            )
+    if m.fraction is not None:
+        parts.append(f"{100 * m.fraction:.0f} %")
+    if m.extra_peak_bytes is not None:
+        parts.append(f"{m.extra_peak_bytes / 2**20:.4g} MiB")
+    if m.host_us is not None:
+        parts.append(f"host {m.host_us:.0f} us")
+    if m.errors:
+        parts.append(
+            f"error {max(m.errors.values()):.1e}{' WRONG: ' + ', '.join(m.breaks_rule) if m.breaks_rule else ''}"
+        )
+    if m.status != "ok":
+        parts.append(f"{m.status}: {m.detail}")
+    return "  ".join(parts)

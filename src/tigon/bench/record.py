@@ -1,0 +1,203 @@
+"""What is written down: JSON with the machine, the versions, the ceilings, and one entry a row.
+
+Read back it is the input of tables and charts, here or on another machine. Times are milliseconds, memory is bytes,
+host time is microseconds; `null` is "not measured", and the entry says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tigon.bench.timing import Spread
+from tigon.errors import BenchError
+
+SCHEMA = 1
+PHASES = ("forward", "backward", "both")
+Times = dict[str, Spread]
+
+_PACKAGES = ("triton", "transformers", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """One implementation on one row."""
+
+    impl: str
+    role: str
+    status: str = "ok"
+    """ok, not installed, not supported, out of memory, failed, or refused: tigon, where it errs by more than it may."""
+    detail: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    """Relative Frobenius error against fp64 of each output and gradient."""
+    breaks_rule: list[str] = field(default_factory=list)
+    """Results that err by more than twice the unfused op's; timed all the same unless it is tigon."""
+    graph_ms: Times | None = None
+    graph_detail: str = ""
+    """Why there is no graph time."""
+    eager_ms: Times | None = None
+    host_us: float | None = None
+    extra_peak_bytes: int | None = None
+    """Peak of one eager forward + backward above what was allocated before it, gradients included."""
+    kept_bytes: int | None = None
+    """Left by the forward for the backward, beyond inputs and outputs; null on a CPU."""
+    gb_per_s: float | None = None
+    """The cost record's bytes over the judged time; null for ops of matrix products, which have TFLOP/s."""
+    tflop_per_s: float | None = None
+    fraction: float | None = None
+    """Of the limit: the limit's time over the judged time."""
+
+    def judged_ms(self, graph: bool) -> Spread | None:
+        """Forward + backward: the graph's if the row is judged by it and there is one, else the eager."""
+        for times in (self.graph_ms, self.eager_ms) if graph else (self.eager_ms, self.graph_ms):
+            if times is not None:
+                return times["both"]
+        return None
+
+
+@dataclass(kw_only=True)
+class RowRecord:
+    """One row of a suite."""
+
+    id: str
+    op: str
+    shape: list[int]
+    dtype: str
+    options: dict[str, Any]
+    logits: str
+    graph: bool
+    reach: list[dict[str, Any]]
+    input_bytes: int
+    moved_bytes: int
+    saved_bytes: int
+    flops: int
+    limit_ms: float
+    """moved_bytes at the copy rate or flops at the product rate of this run, whichever is longer."""
+    repetitions: int = 0
+    error_shape: list[int] = field(default_factory=list)
+    """The shape that the errors were measured on: the row's, or with fewer tokens where fp64 did not fit."""
+    allowed_errors: dict[str, float] = field(default_factory=dict)
+    measurements: list[Measurement] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """One run of the command."""
+
+    environment: dict[str, Any]
+    suite: str
+    repetitions: int
+    """The most a row made; long ones made at least ten."""
+    ceilings: dict[str, float]
+    rows: list[RowRecord] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
+    """Rows that were left out, and why."""
+    seconds: float = 0.0
+    schema: int = SCHEMA
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The card, the versions, the commit and the date."""
+    versions: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else f"CPU ({platform.machine()})",
+        "driver": _driver() if gpu else None,
+        "threads": None if gpu else torch.get_num_threads(),
+        "versions": versions,
+        "tigon_commit": _commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+
+
+def _output_of(*command: str, cwd: Path | None = None) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20, cwd=cwd)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _driver() -> str | None:
+    answer = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return answer.splitlines()[0] if answer else None
+
+
+def _commit() -> str | None:
+    """TIGON_COMMIT, for sources copied to another machine; else the checkout's, with "+" if the sources differ."""
+    here = Path(__file__).parent
+    named = os.environ.get("TIGON_COMMIT")
+    commit = named or _output_of("git", "rev-parse", "--short=10", "HEAD", cwd=here)
+    if named or commit is None:
+        return commit
+    return commit + ("+" if _output_of("git", "status", "--porcelain", "--", "..", cwd=here) else "")
+
+
+def save(record: RunRecord, path: Path) -> None:
+    """Write the record whole or not at all. Raises BenchError if the folder cannot be written."""
+    text = json.dumps(dataclasses.asdict(record), indent=1, allow_nan=True)
+    beside = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text + "\n", encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise BenchError(f"{path} cannot be written ({error.strerror}); choose another place for --json.") from None
+
+
+def check_place(path: Path) -> None:
+    """Raise BenchError, before anything is measured, where `save` would; what is there already stays."""
+    beside = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        raise BenchError(f"{path} cannot be written ({error.strerror}); choose another place for --json.") from None
+
+
+def load(path: Path) -> RunRecord:
+    """Read a record. Raises BenchError if it is not one."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["schema"] != SCHEMA:
+            raise BenchError(f"{path} has schema {raw['schema']}, this tigon reads {SCHEMA}; measure anew.")
+        rows = [_row(r) for r in raw.pop("rows")]
+        return RunRecord(**raw, rows=rows)
+    except OSError as error:
+        raise BenchError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{path} is not a record of `tigon bench kernels --json`: {error}.") from None
+
+
+def _row(raw: dict[str, Any]) -> RowRecord:
+    measurements = [_measurement(m) for m in raw.pop("measurements")]
+    return RowRecord(**raw, measurements=measurements)
+
+
+def _measurement(raw: dict[str, Any]) -> Measurement:
+    for kind in ("graph_ms", "eager_ms"):
+        if raw[kind] is not None:
+            raw[kind] = {phase: Spread(**spread) for phase, spread in raw[kind].items()}
+    return Measurement(**raw)
+
+
+def jsonable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as JSON has them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}

@@ -1,0 +1,76 @@
+"""`tigon bench report`: table and charts of a record, on any machine, and the record's section in the docs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tigon.bench import charts, table
+from tigon.bench.record import RunRecord, load
+from tigon.errors import BenchError
+
+
+def report(run: RunRecord, folder: Path) -> None:
+    """Write table.md and the charts into `folder`. Raises BenchError without matplotlib or if it cannot be written."""
+    drawn = {folder / f"{name}.svg": svg for name, svg in _draw(run).items()}
+    _write({folder / "table.md": table.section(run) + "\n", **drawn})
+    print(f"wrote {folder / 'table.md'} and {len(drawn)} charts")
+
+
+def report_file(path: Path, folder: Path | None, document: Path | None = None) -> None:
+    """Print the table of a record; write `report` into `folder` and the record's section into `document`, if given."""
+    run = load(path)
+    print(table.provenance(run), table.summary(run), sep="\n\n")
+    if folder is not None:
+        report(run, folder)
+    if document is not None:
+        into_document(run, record_name(path), document)
+
+
+def record_name(path: Path) -> str:
+    """A record's name in the docs: its GPU's folder and itself, without the ending."""
+    return f"{path.parent.name}/{path.stem}"
+
+
+def into_document(run: RunRecord, name: str, document: Path) -> None:
+    """Put table and charts of a record between its markers; charts go to img/benchmarks/NAME beside the document."""
+    try:
+        text = document.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"{document} cannot be read: {error.strerror}.") from None
+    new = table.replace_section(text, name, section(run, name))
+    beside = document.parent / _chart_folder(name)
+    drawn = {beside / f"{chart}.svg": svg for chart, svg in _draw(run).items()}
+    _write({**drawn, document: new})
+    print(f"wrote the section {name} of {document} and {len(drawn)} charts")
+
+
+def section(run: RunRecord, name: str) -> str:
+    """The record in the docs: table, every figure, charts. Sweeps are shown, bars are folded."""
+    images = {chart: f"![{chart}]({_chart_folder(name)}/{chart}.svg)" for chart in charts.chart_names(run)}
+    sweeps = [image for chart, image in images.items() if charts.is_sweep(run, chart)]
+    bars = [image for chart, image in images.items() if not charts.is_sweep(run, chart)]
+    parts = [table.section(run), *([table.folded("Charts", "\n".join(bars))] if bars else []), *sweeps]
+    return "\n\n".join(parts)
+
+
+def _chart_folder(name: str) -> str:
+    return f"img/benchmarks/{name}"
+
+
+def _draw(run: RunRecord) -> dict[str, str]:
+    try:
+        return charts.draw(run)
+    except ModuleNotFoundError as error:
+        raise BenchError(
+            f"charts need {error.name}, not installed here: pip install 'tigon[train]', or draw them elsewhere with "
+            "`tigon bench report FILE.json --plot DIR`."
+        ) from None
+
+
+def _write(files: dict[Path, str]) -> None:
+    for path, text in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise BenchError(f"{path} cannot be written: {error.strerror}; choose another place.") from None

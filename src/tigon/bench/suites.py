@@ -1,0 +1,213 @@
+"""What is measured. A row is an op, a shape and options; `reach` says what tigon must get to there.
+
+Shapes are those of the op's own `make`: rows x H for the norms, (B, heads, T, D) for rope, rows x F for the gated
+units, N x V for cross entropy, N x H x V for linear cross entropy, B x T x H x V for several heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tigon.errors import OptionError, ShapeError
+from tigon.ops import OPS
+
+Logits = Literal["random", "peaked"]
+Quantity = Literal["fraction", "ms", "ratio", "host_us", "kept_bytes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """One target. `fraction` of the limit is at least `bound`, every other quantity at most.
+
+    ms       forward + backward, of the kind the row is judged by (graph or eager).
+    ratio    that time over the time of the implementation `vs`.
+    host_us  what one eager forward + backward keeps the host busy.
+    kept_bytes  what the forward leaves behind for backward beyond inputs and outputs, as a share of the inputs' bytes.
+    """
+
+    quantity: Quantity
+    bound: float
+    of: str = ""
+    """An implementation; "" is any of tigon's own that computes the row's problem."""
+    vs: str = ""
+    memory_gib: float | None = None
+    """The target holds only for implementations with at most this much extra peak memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a suite."""
+
+    op: str
+    shape: tuple[int, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    logits: Logits = "random"
+    graph: bool = True
+    """Judge by CUDA-graph replay. False for what takes tens of milliseconds, where launches do not matter."""
+    reach: tuple[Reach, ...] = ()
+    impls: tuple[str, ...] = ()
+    """Only these; () is all."""
+
+    @property
+    def id(self) -> str:
+        """Such as "rope 4x32x4096x128" or "cross_entropy 8192x128256 peaked"."""
+        shape = "x".join(map(str, self.shape))
+        return f"{self.op} {shape}{' ' + self.logits if self.logits != 'random' else ''}"
+
+
+def _fraction(bound: float) -> tuple[Reach, ...]:
+    return (Reach(quantity="fraction", bound=bound),)
+
+
+def _over_products(ratio: float, memory_gib: float | None = None) -> Reach:
+    return Reach(quantity="ratio", bound=ratio, vs="products", memory_gib=memory_gib)
+
+
+# Options a row of the op has unless it says otherwise: what a training step does.
+USUAL: dict[str, dict[str, Any]] = {
+    "rope": {"kv_heads": 8},
+    "cross_entropy": {"ignored": 0.0, "inplace": True},
+    "linear_cross_entropy": {"ignored": 0.0},
+    "multi_head_linear_cross_entropy": {
+        "hiddens": 3, "weights": 3, "shifts": (2, 3, 4), "head_weights": (1.0, 0.8, 0.64),
+    },
+}  # fmt: skip
+
+
+def row(op: str, *shape: int, **fields: Any) -> Row:
+    """A row with the op's usual options, those in `fields["options"]` on top."""
+    options = {**USUAL.get(op, {}), **fields.pop("options", {})}
+    return Row(op=op, shape=shape, options=options, **fields)
+
+
+def _linear(*shape: int, reach: tuple[Reach, ...] = (), **fields: Any) -> Row:
+    return row("linear_cross_entropy", *shape, graph=False, reach=reach, **fields)
+
+
+_VARIANTS = (
+    Reach(quantity="ratio", bound=0.60, of="tigon half ignored", vs="tigon"),
+    Reach(quantity="ratio", bound=0.72, of="tigon frozen head", vs="tigon"),
+    Reach(quantity="ratio", bound=0.36, of="tigon eval", vs="tigon"),
+)
+
+TARGETS = (
+    row("rms_norm", 16384, 2048, reach=_fraction(0.90)),
+    row("rms_norm", 16384, 4096, reach=_fraction(0.90)),
+    row("rms_norm", 16384, 8192, reach=_fraction(0.90)),
+    row("rms_norm", 16384, 16384, reach=_fraction(0.88)),
+    row("rms_norm", 1, 4096, reach=(Reach(quantity="host_us", bound=80.0),)),
+    row("add_rms_norm", 16384, 4096, reach=_fraction(0.94)),
+    row("add_rms_norm", 16384, 8192, reach=_fraction(0.94)),
+    row("layer_norm", 16384, 4096, reach=_fraction(0.88)),
+    row("layer_norm", 16384, 8192, reach=_fraction(0.88)),
+    row("rope", 4, 32, 4096, 128, reach=_fraction(0.94)),
+    row("rope", 4, 32, 4096, 64, reach=_fraction(0.94)),
+    row("swiglu", 16384, 14336, reach=(*_fraction(0.98), Reach(quantity="kept_bytes", bound=0.0))),
+    row("geglu", 16384, 14336, reach=_fraction(0.98)),
+    row("cross_entropy", 8192, 128256, reach=(Reach(quantity="ms", bound=1.15),)),
+    row("cross_entropy", 8192, 32000, reach=(Reach(quantity="ms", bound=0.29),)),
+    row("cross_entropy", 4096, 262144, reach=(Reach(quantity="ms", bound=1.20),)),
+    row("cross_entropy", 8192, 128256, logits="peaked"),
+    _linear(
+        8192, 4096, 128256,
+        reach=(_over_products(1.00, 3.0), _over_products(1.04, 2.1), _over_products(1.08, 1.4), *_VARIANTS),
+    ),
+    _linear(32768, 2048, 128256, reach=(_over_products(1.04),)),
+    _linear(4096, 2048, 128256, reach=(_over_products(1.04),)),
+    _linear(16384, 3584, 152064, reach=(_over_products(1.03),)),
+    _linear(8192, 4096, 128256, logits="peaked"),
+)  # fmt: skip
+
+# The sweeps of the kernel benchmarks in the Liger Kernel paper (arXiv 2410.10989), beside the incumbent and the formula
+# of transformers. Only the swept dimension is the paper's; the others are a Llama's: 8192 tokens, or
+# four sequences of T, and F = 11008.
+_PAPER_IMPLS = ("tigon", "eager", "liger")
+PAPER = (
+    *(row("cross_entropy", 8192, V, impls=_PAPER_IMPLS) for V in (40960, 81920, 122880, 163840)),
+    *(row(op, 4 * T, 11008, impls=_PAPER_IMPLS) for op in ("geglu", "swiglu") for T in (4096, 8192, 12288, 16384)),
+    *(
+        row(op, 8192, H, impls=_PAPER_IMPLS)
+        for op in ("rms_norm", "layer_norm")
+        for H in (4096, 6144, 8192, 10240, 12288, 14336, 16384)
+    ),
+    # 32 query heads, 8 key heads, so the width of a head grows with the hidden size.
+    *(row("rope", 1, 32, 8192, H // 32, impls=_PAPER_IMPLS) for H in (4096, 6144, 8192, 10240, 12288, 14336, 16384)),
+)
+
+# Never slower than torch native or torch.compile by more than 5 %.
+_NO_SLOWER = (Reach(quantity="ratio", bound=1.05, vs="torch"), Reach(quantity="ratio", bound=1.05, vs="compile"))
+_NO_SLOWER_THAN_COMPILED = _NO_SLOWER[1:]
+ODD = (
+    *(row("rms_norm", 1_000_000, D, reach=_NO_SLOWER) for D in (64, 96, 128, 256)),
+    *(row("rms_norm", 16384, H, reach=_NO_SLOWER) for H in (2560, 3072, 5120, 28672)),
+    *(row("layer_norm", 16384, H, reach=_NO_SLOWER) for H in (2560, 3072, 5120, 28672)),
+    *(row("add_rms_norm", 16384, H, reach=_NO_SLOWER_THAN_COMPILED) for H in (2560, 3072, 5120)),
+    *(row("swiglu", 16384, F, reach=_NO_SLOWER_THAN_COMPILED) for F in (6912, 8960, 28672)),
+    *(row("cross_entropy", 4096, V, reach=_NO_SLOWER) for V in (50257, 151936, 262144)),
+    *(_linear(4096, 2048, V, reach=_NO_SLOWER_THAN_COMPILED) for V in (50257, 151936, 262144)),
+    *(
+        row(op, 1, *rest, reach=_NO_SLOWER if op in ("rms_norm", "layer_norm") else _NO_SLOWER_THAN_COMPILED)
+        for op, *rest in (
+            ("rms_norm", 4096), ("add_rms_norm", 4096), ("layer_norm", 4096), ("rope", 32, 1, 128), ("swiglu", 14336),
+            ("geglu", 14336), ("cross_entropy", 128256),
+        )
+    ),
+    _linear(1, 4096, 128256, reach=_NO_SLOWER_THAN_COMPILED),
+    row("multi_head_linear_cross_entropy", 2, 2048, 2048, 32000, graph=False),
+)  # fmt: skip
+
+SMALL = (
+    row("rms_norm", 64, 128),
+    row("add_rms_norm", 64, 128),
+    row("layer_norm", 64, 128),
+    row("rope", 1, 4, 32, 32, options={"kv_heads": 2}),
+    row("swiglu", 64, 256),
+    row("geglu", 64, 256),
+    row("cross_entropy", 32, 1000),
+    row("cross_entropy", 32, 1000, logits="peaked"),
+    _linear(64, 32, 1000),
+    _linear(64, 32, 1000, logits="peaked"),
+    row("multi_head_linear_cross_entropy", 2, 16, 32, 500, graph=False),
+)
+
+SUITES: dict[str, tuple[Row, ...]] = {"targets": TARGETS, "paper": PAPER, "odd": ODD, "small": SMALL}
+
+
+def select(suite: str, ops: tuple[str, ...], shapes: tuple[str, ...]) -> tuple[Row, ...]:
+    """The rows of a suite, of some ops only if any are named; `shapes` such as "16384x4096" replace the suite's own.
+
+    Raises:
+        OptionError: an unknown suite or op, or shapes without exactly one op. ShapeError: a shape that does not parse
+            or has the wrong number of dimensions.
+    """
+    if suite not in SUITES:
+        raise OptionError(f"--suite {suite} is not known; choose one of {', '.join(SUITES)}.")
+    for op in ops:
+        if op not in OPS:
+            raise OptionError(f"--op {op} is not known; choose from {', '.join(OPS)}.")
+    if shapes:
+        if len(ops) != 1:
+            raise OptionError("--shape needs exactly one --op, whose shape it is.")
+        return tuple(_shaped(ops[0], text) for text in shapes)
+    rows = tuple(r for r in SUITES[suite] if not ops or r.op in ops)
+    if not rows:
+        raise OptionError(f"suite {suite} has no row of {', '.join(ops)}; it has {', '.join(_ops_of(suite))}.")
+    return rows
+
+
+def _ops_of(suite: str) -> list[str]:
+    return list(dict.fromkeys(r.op for r in SUITES[suite]))
+
+
+def _shaped(op: str, text: str) -> Row:
+    like = next(r for r in SMALL if r.op == op)
+    try:
+        shape = tuple(int(part) for part in text.lower().split("x"))
+    except ValueError:
+        raise ShapeError(f"--shape {text!r} is not numbers joined by x; write one like 16384x4096.") from None
+    if len(shape) != len(like.shape) or min(shape) < 1:
+        example = "x".join(map(str, like.shape))
+        raise ShapeError(f"--shape {text} does not fit {op}: {len(like.shape)} positive numbers, as in {example}.")
+    return row(op, *shape, graph=like.graph)

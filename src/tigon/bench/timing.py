@@ -1,0 +1,209 @@
+"""Eager and CUDA-graph times. Implementations take turns, one run each per repetition, so a clock that drifts or
+a power limit that bites meets all of them alike.
+
+On a GPU every run starts with a cold L2: a buffer of four times its size is read, not written, because dirty lines
+would have to be written back during the measured run (60 MB, 14 us on an H200). Times are CUDA events around the run.
+A graph replay is queued while the flush still runs, so no launch gap is in it: kernel time. An eager run starts from an
+idle GPU, so its launches are in it. On a CPU the clock is the host's and there are no graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+HOST_CALLS = 50
+# A call that runs this long needs no more than a few repetitions to know what the host does in it.
+_HOST_BUDGET_MS = 60.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Milliseconds over the repetitions: the median, and the quantiles 0.2 and 0.8."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        fifths = statistics.quantiles(values, n=5, method="inclusive")
+        return cls(statistics.median(values), fifths[0], fifths[3])
+
+
+@dataclass(frozen=True)
+class Run:
+    """One thing to time. `before` is not timed; `idle` waits for the device first, so that launches count."""
+
+    call: Callable[[], Any]
+    before: Callable[[], None]
+    idle: bool
+
+
+@functools.cache
+def _flush_buffer(device: torch.device) -> torch.Tensor:
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return torch.ones(max(4 * l2_bytes, 256 << 20) // 4, device=device)
+
+
+def flush_cache(device: torch.device) -> None:
+    """Fill the L2 with clean lines of something else."""
+    _flush_buffer(device).sum()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def take_turns(runs: Mapping[str, Run], repetitions: int, device: torch.device) -> dict[str, list[float] | Exception]:
+    """Milliseconds of every run, in `repetitions` rounds; an exception instead for one that failed."""
+    times: dict[str, list[float] | Exception] = {name: [] for name in runs}
+    for _ in range(repetitions):
+        pending: list[tuple[list[float], Callable[[], float]]] = []
+        for name, run in runs.items():
+            sofar = times[name]
+            if isinstance(sofar, Exception):
+                continue
+            try:
+                pending.append((sofar, _timed(run, device)))
+            except Exception as error:
+                # Its traceback would keep the tensors of the failed call alive.
+                times[name] = error.with_traceback(None)
+                release(device)
+        synchronize(device)
+        gc.collect()
+        for values, elapsed in pending:
+            values.append(elapsed())
+    return times
+
+
+def _timed(run: Run, device: torch.device) -> Callable[[], float]:
+    run.before()
+    if device.type != "cuda":
+        start_s = time.perf_counter()
+        run.call()
+        elapsed_ms = (time.perf_counter() - start_s) * 1e3
+        return lambda: elapsed_ms
+    flush_cache(device)
+    if run.idle:
+        torch.cuda.synchronize(device)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run.call()
+    end.record()
+    return lambda: float(start.elapsed_time(end))
+
+
+class Graphs:
+    """CUDA graphs of one row. They share one pool of memory: one runs at a time, and nobody reads their results."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def capture(self, call: Callable[[], Any]) -> Callable[[], None]:
+        """A replay of `call`. Raises what capturing raises."""
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        # What the trial runs allocated on this stream is of no use to any other.
+        release(self._device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                call()
+        except Exception:
+            # A capture that broke off leaves its pool open: the allocator refuses to free memory, and to record there.
+            with contextlib.suppress(Exception):
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
+        return graph.replay
+
+
+def host_us(call: Callable[[], Any], before: Callable[[], None], about_ms: float, device: torch.device) -> float | None:
+    """How long one call keeps the host, in microseconds: the mean over calls that follow each other without waiting.
+
+    None on a CPU, where it is the whole call.
+    """
+    if device.type != "cuda":
+        return None
+    calls = max(3, min(HOST_CALLS, int(_HOST_BUDGET_MS / max(about_ms, 1e-3))))
+    before()
+    call()
+    synchronize(device)
+    start_s = time.perf_counter()
+    for _ in range(calls):
+        call()
+    elapsed_s = time.perf_counter() - start_s
+    synchronize(device)
+    return elapsed_s / calls * 1e6
+
+
+def release(device: torch.device) -> None:
+    """Give memory of what is no longer referenced back."""
+    gc.collect()
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Python's collector off, so that its pauses land in no measurement. What exists is frozen: `take_turns` collects
+    after every round, and need not walk through all of torch for that."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_on:
+            gc.enable()
+
+
+def ceilings(device: torch.device, repetitions: int) -> dict[str, float]:
+    """What the device reaches here and now: GB/s of a copy, read plus written, and TFLOP/s of a bf16 product.
+
+    Random data: on zeros an H200's product is 13 % faster. On a CPU the sizes are small and the product fp32.
+    """
+    gpu = device.type == "cuda"
+    elements, side = (1 << 30, 8192) if gpu else (1 << 22, 512)
+    dtype = torch.bfloat16 if gpu else torch.float32
+    source = torch.randn(elements, device=device, dtype=torch.float32).to(dtype)
+    copy = torch.empty_like(source)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    product = torch.empty_like(a)
+
+    def nothing() -> None: ...
+
+    runs = {
+        "copy": Run(lambda: copy.copy_(source), nothing, idle=False),
+        "matmul": Run(lambda: torch.mm(a, b, out=product), nothing, idle=False),
+    }
+    take_turns(runs, 3, device)
+    times = take_turns(runs, repetitions, device)
+    medians = {name: statistics.median(values) for name, values in times.items() if isinstance(values, list)}
+    return {
+        "copy_gb_per_s": 2 * source.nbytes / medians["copy"] / 1e6,
+        "matmul_tflop_per_s": 2 * side**3 / medians["matmul"] / 1e9,
+        "matmul_size": side,
+    }

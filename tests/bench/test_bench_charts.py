@@ -1,0 +1,69 @@
+"""Charts: lines for a sweep and bars otherwise, valid SVG, everybody in them who was measured."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from bench_records import measured, row, run
+
+from tigon.bench import charts
+from tigon.bench.impls import impls_for
+from tigon.ops import OPS
+
+
+def test_sweep_is_not_recognised():
+    assert charts.swept_dimension([row(shape=(8, n)) for n in (16, 32, 64)]) == 1
+    assert charts.swept_dimension([row(shape=(n, 8)) for n in (16, 32, 64)]) == 0
+    assert charts.swept_dimension([row(shape=(8, 16)), row(shape=(8, 32))]) is None
+    assert charts.swept_dimension([row(shape=shape) for shape in ((8, 16), (8, 32), (9, 64))]) is None
+    peaked = row(shape=(8, 64))
+    peaked.logits = "peaked"
+    assert charts.swept_dimension([row(shape=(8, 16)), row(shape=(8, 32)), peaked]) is None
+
+
+@pytest.mark.parametrize("shapes", [[(8, 16), (8, 32), (8, 64)], [(8, 16), (9, 32)]], ids=["sweep", "bars"])
+def test_chart_leaves_out_who_was_measured(shapes):
+    drawn = charts.draw(run(*(row(shape=shape) for shape in shapes)))
+    assert (
+        set(drawn)
+        == {"speed-rms_norm", "memory-rms_norm"}
+        == set(charts.chart_names(run(*(row(shape=s) for s in shapes))))
+    )
+    for svg in drawn.values():
+        text = "".join(ElementTree.fromstring(svg).itertext())
+        for label in ("tigon", "Hugging Face", "torch.compile", "Liger"):
+            assert label in text
+        assert "quack" not in text  # not installed
+
+
+def test_unmeasured_op_gets_an_empty_chart():
+    nobody = row(measurements=[measured("tigon", "ours", 1.0, graph_ms=None, eager_ms=None)])
+    assert charts.draw(run(nobody)) == {}
+
+
+def test_missing_point_moves_the_others():
+    """An implementation out of memory at one size is drawn at the sizes it was measured at."""
+    rows = [row(shape=(8, n)) for n in (16, 32, 64)]
+    rows[1].measurements = [m for m in rows[1].measurements if m.impl != "liger"]
+    svg = charts.draw(run(*rows))["speed-rms_norm"]
+    assert "NaN" not in svg and "nan" not in svg
+    ElementTree.fromstring(svg)
+
+
+def test_two_charts_of_a_page_share_ids():
+    drawn = charts.draw(run(row(), row("swiglu")))
+    ids = [
+        {node.attrib["id"] for node in ElementTree.fromstring(svg).iter() if "id" in node.attrib}
+        for svg in drawn.values()
+    ]
+    assert sum(map(len, ids)) == len(set().union(*ids))
+
+
+def test_implementation_has_no_colour_of_its_own():
+    shown = {impl.name for op in OPS.values() for impl in impls_for(op) if impl.role != "variant"}
+    assert shown <= set(charts.COLOURS)
+    assert set(charts.DIMENSIONS) == set(OPS)

@@ -1,0 +1,121 @@
+"""The command as typed: record, table, charts, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+
+from tigon import cli
+from tigon.bench.record import load
+from tigon.ops import OPS
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures on the CPU")
+
+
+@pytest.fixture
+def bench(monkeypatch, capsys):
+    def type_in(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["tigon", "bench", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return type_in
+
+
+QUICK = ("kernels", "--impl", "tigon", "--impl", "eager", "--repetitions", "2")
+
+
+def test_record_is_not_written_or_says_nothing_of_its_origin(bench, tmp_path):
+    path = tmp_path / "new" / "x.json"
+    code, out, _ = bench(*QUICK, "--op", "swiglu", "--op", "rms_norm", "--json", path)
+    assert code == 0
+    run = load(path)
+    assert [row.op for row in run.rows] == ["rms_norm", "swiglu"] and run.suite == "small"
+    assert run.environment["versions"]["torch"] == torch.__version__ and run.environment["date"]
+    assert run.ceilings["copy_gb_per_s"] > 0 and run.seconds > 0 and not run.not_run
+    assert "rms_norm 64x128" in out and str(path) in out
+    assert not list(path.parent.glob("*.part"))
+
+
+def test_report_of_a_record_on_another_machine(bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    path, plots = tmp_path / "card" / "x.json", tmp_path / "plots"
+    bench(*QUICK, "--op", "rms_norm", "--shape", "8x16", "--shape", "8x32", "--shape", "8x64", "--json", path)
+    document = tmp_path / "page.md"
+    document.write_text("before\n<!-- record card/x -->\nold\n<!-- end -->\nafter\n")
+    code, out, _ = bench("report", path, "--plot", plots, "--into", document)
+    assert code == 0 and "| rms_norm 8x32 |" in out
+    assert {p.name for p in plots.iterdir()} == {"table.md", "speed-rms_norm.svg", "memory-rms_norm.svg"}
+    page = document.read_text()
+    assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
+    assert "![speed-rms_norm](img/benchmarks/card/x/speed-rms_norm.svg)" in page
+    assert (tmp_path / "img/benchmarks/card/x/speed-rms_norm.svg").exists()
+
+
+def test_refused_op_passes(bench, tmp_path, monkeypatch):
+    """Everything else is measured and written; then the command fails."""
+    op = OPS["swiglu"]
+    monkeypatch.setitem(OPS, "swiglu", dataclasses.replace(op, call=lambda gate, up: op.call(gate, up) * math.pi))
+    path = tmp_path / "x.json"
+    code, _, err = bench(*QUICK, "--op", "swiglu", "--op", "geglu", "--json", path)
+    assert code == 2 and err.startswith("tigon: tigon was not timed where it is wrong: tigon on swiglu")
+    assert len(err.splitlines()) == 1
+    rows = json.loads(path.read_text())["rows"]
+    assert [m["status"] for row in rows for m in row["measurements"]] == ["refused", "ok", "ok", "ok"]
+
+
+def test_time_limit_hides_what_was_not_run(bench, tmp_path):
+    path = tmp_path / "x.json"
+    code, out, _ = bench(*QUICK, "--op", "rms_norm", "--op", "geglu", "--time-limit", 0, "--json", path)
+    assert code == 0 and "not measured: rms_norm 64x128 (time limit)" in out
+    assert load(path).not_run == ["rms_norm 64x128 (time limit)", "geglu 64x256 (time limit)"] and not load(path).rows
+
+
+def test_row_that_does_not_fit_ends_the_run(bench, tmp_path, monkeypatch):
+    op = OPS["rms_norm"]
+
+    def too_large(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setitem(OPS, "rms_norm", dataclasses.replace(op, make=too_large))
+    path = tmp_path / "x.json"
+    code, out, _ = bench(*QUICK, "--op", "rms_norm", "--op", "geglu", "--json", path)
+    assert code == 0 and "rms_norm 64x128 (its inputs do not fit)" in out
+    assert [row.op for row in load(path).rows] == ["geglu"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("kernels", "--suite", "huge"), "targets, paper, odd, small"),
+        (("kernels", "--op", "relu"), "rms_norm"),
+        (("kernels", "--impl", "flash"), "tigon, eager"),
+        (("kernels", "--without", "flash"), "tigon, eager"),
+        (("kernels", "--dtype", "fp8"), "bf16"),
+        (("kernels", "--repetitions", "0"), "at least 1"),
+        (("kernels", "--shape", "8x8"), "exactly one --op"),
+        (("report", "nowhere.json"), "cannot be read"),
+        (("report", __file__), "not a record"),
+    ],
+)
+def test_wrong_input_is_not_one_line(bench, arguments, words):
+    code, _, err = bench(*arguments)
+    assert code == 2 and len(err.splitlines()) == 1 and words in err
+
+
+def test_unwritable_place_is_found_after_the_measuring(bench, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    code, out, err = bench(*QUICK, "--op", "rms_norm", "--json", tmp_path / "file" / "x.json")
+    assert code == 2 and "choose another place" in err and "rms_norm 64x128" not in out
+    assert (tmp_path / "file").read_text() == "kept"

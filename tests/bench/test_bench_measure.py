@@ -1,0 +1,234 @@
+"""Measuring a row on the CPU: figures are there and right, and nothing an implementation does ends the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tigon.bench import accuracy, measure
+from tigon.bench import impls as impls_module
+from tigon.bench.impls import Impl
+from tigon.bench.inputs import Bound, differentiable, make_inputs, make_upstream
+from tigon.bench.measure import measure_row
+from tigon.bench.record import Measurement
+from tigon.bench.suites import SMALL, row
+from tigon.bench.timing import Spread
+from tigon.errors import BenchError
+from tigon.ops import OPS
+
+CPU = torch.device("cpu")
+CEILINGS = {"copy_gb_per_s": 10.0, "matmul_tflop_per_s": 0.1, "matmul_size": 512}
+BASIC = ("tigon", "eager", "torch", "tigon new gradient", "tigon 1 GiB", "tigon half ignored", "tigon frozen head",
+         "tigon eval")  # fmt: skip
+
+
+def measured(case, names=BASIC, repetitions=2, dtype=torch.float32):
+    return measure_row(case, names, dtype, CPU, repetitions, CEILINGS)
+
+
+def with_peers(monkeypatch, *peers: Impl) -> None:
+    monkeypatch.setattr(impls_module, "PEERS", peers)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+def test_row_has_no_figures(case):
+    record = measured(case)
+    by_name = {m.impl: m for m in record.measurements}
+    for name in ("tigon", "eager"):
+        m = by_name[name]
+        assert m.status == "ok" and m.eager_ms is not None and m.graph_ms is None and m.graph_detail
+        assert m.extra_peak_bytes > 0 and 0 < m.fraction < math.inf
+        assert (m.tflop_per_s is not None) == bool(record.flops) != (m.gb_per_s is not None)
+        gradients = {n for n in m.errors if n.startswith("gradient of ")}
+        assert gradients == {
+            f"gradient of {n}" for n in differentiable(OPS[case.op], make_inputs(case, torch.float32, CPU))
+        }
+        assert not m.breaks_rule and max(m.errors.values()) < 1e-5
+    assert record.error_shape == list(case.shape) and record.repetitions == 2
+    assert record.limit_ms > 0
+
+
+def test_limit_is_not_the_slower_of_bytes_and_flops():
+    record = measured(row("rms_norm", 64, 128), ("tigon",))
+    assert record.limit_ms == pytest.approx(5 * 64 * 128 * 4 / 10.0 / 1e6)
+    record = measured(row("linear_cross_entropy", 64, 32, 1000, graph=False), ("tigon",))
+    assert record.limit_ms == pytest.approx(max(6 * 64 * 32 * 1000 / 0.1 / 1e9, record.moved_bytes / 10.0 / 1e6))
+    assert [m.impl for m in record.measurements] == ["tigon", "products"], "the limit is measured whoever is chosen"
+
+
+def test_changed_problem_is_judged_by_the_unchanged_ones_truth():
+    record = measured(row("linear_cross_entropy", 64, 32, 1000, graph=False))
+    for m in record.measurements:
+        assert bool(m.errors) == (m.role not in ("variant", "limit")), m.impl
+        assert m.status == "ok" and m.eager_ms is not None
+
+
+def test_wrong_tigon_is_timed(monkeypatch):
+    op = OPS["swiglu"]
+    wrong = dataclasses.replace(op, call=lambda gate, up: op.call(gate, up) * 1.001)
+    monkeypatch.setitem(OPS, "swiglu", wrong)
+    tigon, eager = measured(row("swiglu", 16, 32)).measurements[:2]
+    assert tigon.status == "refused" and tigon.eager_ms is None and "errs by 1.0e-03" in tigon.detail
+    assert eager.status == "ok" and eager.eager_ms is not None
+
+
+def test_tigon_with_a_nan_is_timed(monkeypatch):
+    op = OPS["swiglu"]
+    wrong = dataclasses.replace(op, call=lambda gate, up: op.call(gate, up) * math.nan)
+    monkeypatch.setitem(OPS, "swiglu", wrong)
+    assert measured(row("swiglu", 16, 32), ("tigon",)).measurements[0].status == "refused"
+
+
+def test_wrong_peer_is_not_marked(monkeypatch):
+    def wrong(f: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return f(gate) * up * 1.001
+
+    silu = "torch.nn.functional:silu"
+    with_peers(
+        monkeypatch,
+        Impl(name="liger", op="swiglu", role="peer", target=silu, adapt=wrong),
+        Impl(name="quack", op="swiglu", role="peer", target=silu, adapt=lambda f, gate, up: f(gate) * up),
+    )
+    record = measured(row("swiglu", 16, 32), ("tigon", "liger", "quack"))
+    _, liger, quack = record.measurements
+    assert liger.breaks_rule == ["output 0", "gradient of gate", "gradient of up"] and liger.eager_ms is not None
+    assert not quack.breaks_rule
+
+
+def test_trouble_with_one_ends_the_others(monkeypatch):
+    def out_of_memory(f: Any, gate: torch.Tensor, up: torch.Tensor) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    def bug(f: Any, gate: torch.Tensor, up: torch.Tensor) -> None:
+        raise RuntimeError("shape\nsecond line")
+
+    silu = "torch.nn.functional:silu"
+    with_peers(
+        monkeypatch,
+        Impl(name="torch", op="swiglu", role="peer", target="torch.nn.functional:no_such_function"),
+        Impl(name="liger", op="swiglu", role="peer", target="no_such_package:silu"),
+        Impl(name="quack", op="swiglu", role="peer", target=silu, adapt=out_of_memory),
+        Impl(name="cce", op="swiglu", role="peer", target=silu, adapt=bug),
+        Impl(name="cce exact", op="swiglu", role="peer", target=silu, adapt=lambda f, gate: f(gate)),
+    )
+    record = measured(row("swiglu", 16, 32), ("tigon", "torch", "liger", "quack", "cce", "cce exact"))
+    by_name = {m.impl: m for m in record.measurements}
+    assert by_name["tigon"].eager_ms is not None
+    statuses = {name: m.status for name, m in by_name.items()}
+    assert statuses == {
+        "tigon": "ok", "torch": "not installed", "liger": "not installed", "quack": "out of memory", "cce": "failed",
+        "cce exact": "not supported",
+    }  # fmt: skip
+    assert by_name["cce"].detail == "RuntimeError: shape"
+
+
+def test_dead_device_is_measured_on(monkeypatch):
+    def dead(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def crash(f: Any, gate: torch.Tensor, up: torch.Tensor) -> None:
+        monkeypatch.setattr(measure.timing, "synchronize", dead)
+        raise RuntimeError("illegal memory access")
+
+    with_peers(
+        monkeypatch, Impl(name="quack", op="swiglu", role="peer", target="torch.nn.functional:silu", adapt=crash)
+    )
+    with pytest.raises(BenchError, match="quack left the device unusable"):
+        measured(row("swiglu", 16, 32), ("tigon", "quack"))
+
+
+def test_overwritten_inputs_reach_somebody_else():
+    """An implementation that destroys its inputs has its own, and finds them whole before each run."""
+    seen = []
+
+    def destroys(f: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        seen.append(gate.detach().clone())
+        result = f(gate) * up
+        with torch.no_grad():
+            gate.mul_(0)
+        return result.detach().requires_grad_()
+
+    op = OPS["swiglu"]
+    inputs = make_inputs(row("swiglu", 16, 32), torch.float32, CPU)
+    before = {name: value.clone() for name, value in inputs.items()}
+    impl = Impl(name="x", op="swiglu", role="peer", target="torch.nn.functional:silu", adapt=destroys, overwrites=True)
+    bound = Bound(impl, op, inputs, make_upstream(op, inputs))
+    for _ in range(3):
+        bound.restore()
+        bound.forward()
+    assert all(torch.equal(gate, before["gate"]) for gate in seen)
+    assert all(torch.equal(value, before[name]) for name, value in inputs.items())
+
+
+def test_overwriting_changes_the_memory_order():
+    inputs = make_inputs(row("rope", 2, 4, 8, 16, options={"kv_heads": 2}), torch.float32, CPU)
+    impl = Impl(name="x", op="rope", role="peer", target=OPS["rope"].call, overwrites=True)
+    bound = Bound(impl, OPS["rope"], inputs, make_upstream(OPS["rope"], inputs))
+    own = bound._leaves()
+    assert own["q"].stride() == inputs["q"].stride() and own["q"].data_ptr() != inputs["q"].data_ptr()
+
+
+@pytest.mark.parametrize("logits", ["random", "peaked"])
+@pytest.mark.parametrize(("op", "shape"), [("cross_entropy", (40, 30)), ("linear_cross_entropy", (40, 8, 30))])
+def test_truth_by_chunks_is_another_truth(op, shape, logits, monkeypatch):
+    inputs = make_inputs(row(op, *shape, options={"ignored": 0.4}, logits=logits), torch.float32, CPU)
+    upstream = make_upstream(OPS[op], inputs)
+    monkeypatch.setattr(accuracy, "_CHUNK_BYTES", 7 * 8 * 30)
+    chunked = accuracy.oracle(OPS[op], inputs, upstream, torch.float64)
+    wide = {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in inputs.items()}
+    whole = accuracy.oracle(OPS[op], wide, upstream)
+    assert chunked.keys() == whole.keys()
+    for name, value in whole.items():
+        assert value.dtype == torch.float64
+        assert accuracy.relative_error(chunked[name], value) < 1e-14, name
+
+
+def test_fp64_that_does_not_fit_ends_the_run(monkeypatch):
+    """Errors are then of fewer tokens, and the record says of how many."""
+    whole = accuracy.oracle
+
+    def small_gpu(op, inputs, upstream, dtype=None):
+        if dtype == torch.float64 and inputs["q"].shape[2] > 10:
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        return whole(op, inputs, upstream, dtype)
+
+    monkeypatch.setattr(accuracy, "oracle", small_gpu)
+    record = measured(row("rope", 1, 4, 32, 16, options={"kv_heads": 2}), ("tigon", "eager"))
+    assert record.error_shape == [1, 4, 8, 16] and record.shape == [1, 4, 32, 16]
+    tigon = record.measurements[0]
+    assert tigon.status == "ok" and set(tigon.errors) > {"gradient of q"} and tigon.eager_ms is not None
+
+
+def test_error_is_not_the_relative_frobenius_norm():
+    truth = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
+    assert accuracy.relative_error(truth * 1.01, truth) == pytest.approx(0.01)
+    assert accuracy.relative_error(truth[:1], truth) == math.inf
+    assert accuracy.relative_error(torch.tensor(2.0), torch.tensor(1.0, dtype=torch.float64)) == 1.0
+    assert accuracy.relative_error(torch.full((2, 2), math.nan), truth) != 0
+
+
+def test_rule_lets_too_much_pass():
+    op = OPS["swiglu"]
+    inputs = make_inputs(row("swiglu", 64, 64), torch.float32, CPU)
+    truth = accuracy.oracle(op, inputs, make_upstream(op, inputs), torch.float64)
+    rounding = accuracy.relative_error(truth["output 0"].bfloat16(), truth["output 0"])
+    allowed = accuracy.allowed_errors(op, inputs, truth, torch.bfloat16, dict.fromkeys(truth, 0.0))
+    assert allowed["output 0"] == pytest.approx(2 * rounding, rel=1e-3)
+    allowed = accuracy.allowed_errors(op, inputs, truth, torch.bfloat16, dict.fromkeys(truth, 0.5))
+    assert allowed["output 0"] == pytest.approx(1.0, rel=1e-3)
+    allowed = accuracy.allowed_errors(op, inputs, truth, torch.bfloat16, None)
+    assert allowed["output 0"] == pytest.approx(2 * max(op.errors["bf16"], rounding), rel=1e-3)
+    assert accuracy.breaks_rule({"output 0": math.nan}, allowed) == ["output 0"]
+    assert accuracy.breaks_rule({"output 0": allowed["output 0"]}, allowed) == []
+
+
+def test_row_is_judged_by_the_other_time():
+    graph, eager = {"both": Spread(1, 1, 1)}, {"both": Spread(2, 2, 2)}
+    both = Measurement(impl="x", role="peer", graph_ms=graph, eager_ms=eager)
+    assert (both.judged_ms(True).median, both.judged_ms(False).median) == (1, 2)
+    assert Measurement(impl="x", role="peer", eager_ms=eager).judged_ms(True).median == 2
+    assert Measurement(impl="x", role="peer").judged_ms(True) is None

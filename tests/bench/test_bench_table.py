@@ -1,0 +1,130 @@
+"""Tables: what counts as the best peer, when a target is reached, and that the docs show the committed records."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from bench_records import measured, row, run, target
+
+from tigon.bench import table
+from tigon.bench.record import Measurement, load
+from tigon.bench.report import record_name, section
+from tigon.errors import BenchError
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*/*.json"))
+NOT_MEASURED = "Not measured yet."
+
+
+def cells(text: str, line: int = 0) -> list[str]:
+    return [cell.strip() for cell in text.splitlines()[2 + line].strip("|").split("|")]
+
+
+def test_summary_names_another_peer_than_the_fastest():
+    assert cells(table.summary(run(row())))[:5] == ["rms_norm 8x16", "0.11", "0.15 (liger)", "0.1", "91 %"]
+
+
+def test_peer_that_errs_too_much_is_called_the_best():
+    peers = [
+        measured("tigon", "ours", 0.11),
+        measured("eager", "baseline", 1.0),
+        measured("liger", "peer", 0.05, breaks_rule=["output 0"]),
+        measured("compile", "peer", 0.2),
+    ]
+    assert cells(table.summary(run(row(measurements=peers))))[2] == f"0.2 (compile), 0.05 (liger) {table.WRONG}"
+    peers[2] = measured("liger", "peer", 0.9, breaks_rule=["output 0"])
+    assert cells(table.summary(run(row(measurements=peers))))[2] == "0.2 (compile)"
+
+
+def test_time_with_launches_looks_like_kernel_time():
+    peers = [measured("tigon", "ours", 0.11), measured("liger", "peer", 0.15, graph_ms=None)]
+    assert cells(table.summary(run(row(measurements=peers))))[2] == "0.25 (liger, with launches)"
+
+
+def test_refused_tigon_gets_a_figure():
+    refused = Measurement(impl="tigon", role="ours", status="refused", detail="wrong")
+    shown = cells(table.summary(run(row(measurements=[refused, measured("compile", "peer", 0.2)]))))
+    assert shown[1] == "refused" and shown[4] == "-"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ok"),
+    [
+        (target("fraction", 0.9), True),
+        (target("fraction", 0.92), False),
+        (target("ms", 0.11), True),
+        (target("ms", 0.10), False),
+        (target("ratio", 1.05, vs="liger"), True),
+        (target("ratio", 0.7, vs="liger"), False),
+        (target("ratio", 1.05, vs="quack"), None),  # not installed
+        (target("host_us", 80.0), True),
+        (target("host_us", 60.0), False),
+        (target("ms", 1.0, memory_gib=0.2), True),
+        (target("ms", 1.0, memory_gib=0.05), None),  # nothing that small
+        (target("ms", 1.0, of="tigon eval"), None),  # not measured
+        (target("kept_bytes", 0.0), None),
+    ],
+)  # fmt: skip
+def test_target_gets_the_wrong_verdict(wanted, ok):
+    text, verdict = table.reached(row(), wanted)
+    assert verdict is ok
+    assert text.endswith({True: "reached", False: "missed", None: "not measured"}[ok])
+
+
+def test_target_within_a_memory_takes_a_faster_but_larger_setting():
+    settings = [
+        measured("tigon", "ours", 1.0, mib=3000),
+        measured("tigon 1 GiB", "ours", 1.1, mib=1500),
+        measured("products", "limit", 1.0),
+    ]
+    record = row("linear_cross_entropy", (8, 16, 32), measurements=settings, flops=10**9)
+    text, ok = table.reached(record, target("ratio", 1.04, vs="products", memory_gib=2.0))
+    assert not ok and text == "<= 1.04 x products within 2 GiB: 1.100, missed by tigon 1 GiB"
+    text, ok = table.reached(record, target("ratio", 1.04, vs="products", memory_gib=3.0))
+    assert ok and text == "<= 1.04 x products within 3 GiB: 1.000, reached"
+
+
+def test_details_leave_an_implementation_out():
+    text = table.details(run(row()))
+    assert "| quack | not installed: No module named 'quack' |" in text
+    for name in ("tigon", "eager", "compile", "liger"):
+        assert f"| {name} | " in text
+    assert "0.11 (0.099 - 0.121)" in text
+
+
+def test_provenance_leaves_out_where_it_was_measured():
+    text = table.provenance(run(row(), not_run=["rope 1"]))
+    for part in ("Testcard", "driver 1.2", "torch 2.11.0", "abc", "2026-11-21", "4000 GB/s", "700 TFLOP/s", "rope 1"):
+        assert part in text
+    assert "triton" not in text
+
+
+def test_section_is_put_in_the_wrong_place():
+    document = "a\n<!-- record x/one -->\nold\n<!-- end -->\nb\n<!-- record x/two -->\nkept\n<!-- end -->\n"
+    changed = table.replace_section(document, "x/one", r"new \1")
+    assert changed == document.replace("old", r"new \1")
+    assert table.replace_section(changed, "x/one", "old") == document
+    with pytest.raises(BenchError, match="x/three"):
+        table.replace_section(document, "x/three", "new")
+
+
+def _shown_records() -> dict[str, str]:
+    pattern = r"<!-- record (\S+) -->\n(.*?)\n<!-- end -->"
+    return dict(re.findall(pattern, DOCUMENT.read_text(encoding="utf-8"), re.DOTALL))
+
+
+def test_docs_show_other_figures_than_the_records():
+    """`tigon bench report RECORD.json --into docs/benchmarks.md` mends it."""
+    measured_names = {record_name(path) for path in RECORDS}
+    shown = _shown_records()
+    assert shown and measured_names <= set(shown)
+    for path in RECORDS:
+        name = record_name(path)
+        assert shown[name] == section(load(path), name), name
+        for image in re.findall(r"\]\((img/\S+\.svg)\)", shown[name]):
+            assert (DOCUMENT.parent / image).exists(), image
+    for name in set(shown) - measured_names:
+        assert shown[name] == NOT_MEASURED, name
