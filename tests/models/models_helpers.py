@@ -1,4 +1,4 @@
-"""Small random Llamas, batches, and the comparison of a patched model with its unpatched twin."""
+"""Small random models, batches, and the comparison of a patched model with its unpatched twin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-VOCAB = 97
+from tigon.models import MODELS
+from tigon.models.tiny import tiny_model
+
+VOCAB = 97  # of tiny_model too
+# Rows with a plain head, and with heads whose output the model caps, divides and multiplies; the second and the fourth
+# are tied.
+HEADS = ("llama", "gemma2", "granite", "cohere")
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -102,6 +108,6 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], limit: float =
 
 
 def twins(name: str = "grouped-query", **options: Any) -> tuple[nn.Module, nn.Module]:
-    """The same model twice; patch one of them."""
-    model = llama(name, **options)
+    """The same model twice, a Llama of `CONFIGS` or the model of a row; patch one of them."""
+    model = tiny_model(name, {**MODELS[name].tiny, **options}) if name in MODELS else llama(name, **options)
     return copy.deepcopy(model), model

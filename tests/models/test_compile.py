@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from models_helpers import assert_close, batch, call, llama, loss_and_gradients, twins
+from models_helpers import VOCAB, assert_close, batch, call, llama, loss_and_gradients, twins
 
 from tigon.errors import PatchError
-from tigon.models import patch
+from tigon.models import MODELS, patch
+from tigon.models.tiny import tiny_batch, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +97,47 @@ def test_eager_training_still_works_after_a_compiled_step():
     torch.compile(patched, backend="eager", fullgraph=True)(**batch(), use_cache=False)
     want = loss_and_gradients(original, call(**batch()))
     assert_close(loss_and_gradients(patched, call(**batch())), want)
+
+
+# What happens to the logits, and the norms and ropes that are not Llama's.
+COMPILED = ("qwen3", "gemma2", "cohere")
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_family_differs_from_eager_or_breaks_the_graph(name):
+    original = tiny_model(name, MODELS[name].tiny)
+    patched = copy.deepcopy(original)
+    patch(patched)
+    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
+    inputs = tiny_batch(torch.device("cpu"))
+    for labels in (inputs["labels"], inputs["input_ids"], torch.full_like(inputs["labels"], -100)):
+        kwargs = {"input_ids": inputs["input_ids"], "labels": labels, "use_cache": False}
+        got = loss_and_gradients(patched, lambda _, kwargs=kwargs: compiled(**kwargs).loss)
+        assert_close(got, loss_and_gradients(patched, call(**kwargs)), 2e-5)
+        if (labels != -100).any():
+            assert_close(got, loss_and_gradients(original, call(**kwargs)), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_compiled_step_of_a_family_with_mapped_logits_makes_logits(name):
+    model = tiny_model(name, MODELS[name].tiny)
+    patch(model)
+    backend = Graphs()
+    inputs = tiny_batch(torch.device("cpu"))
+    torch.compile(model, backend=backend, fullgraph=True)(**inputs, use_cache=False)
+    sizes = [node.meta["example_value"].numel() for g in backend.graphs for node in g.graph.nodes
+             if isinstance(node.meta.get("example_value"), torch.Tensor) and node.op == "call_function"]  # fmt: skip
+    assert max(sizes) < inputs["labels"].numel() * VOCAB, max(sizes)
+    assert sum("tigon.linear_cross_entropy" in target for target in backend.targets()) == 1
+
+
+def test_compiled_model_with_undeclared_steps_between_head_and_loss_takes_the_head_s_loss():
+    """Nothing says that these logits are halved; the graph then computes them."""
+    patched, original = twins()
+    for model in (patched, original):
+        model.lm_head.register_forward_hook(lambda m, args, logits: logits * 0.5)
+    patch(patched)
+    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
+    kwargs = {**batch(), "use_cache": False}
+    got = loss_and_gradients(patched, lambda _: compiled(**kwargs).loss)
+    assert_close(got, loss_and_gradients(original, call(**kwargs)), 2e-5)

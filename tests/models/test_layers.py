@@ -7,7 +7,9 @@ import torch
 from models_helpers import llama
 from torch import nn
 
-from tigon.models.layers import GatedMlpSeam, NormSeam, RopeSeam
+from tigon.models.mlps import GatedMlpSeam
+from tigon.models.norms import NormSeam
+from tigon.models.ropes import RopeSeam
 from tigon.models.seam import patched_class
 
 
@@ -45,6 +47,35 @@ class DetachedRMSNorm(type(llama().model.norm)):
         return super().forward(hidden_states.detach()) + 0 * hidden_states
 
 
+class GatedRMSNorm(type(llama().model.norm)):
+    def forward(self, hidden_states, gate=None):
+        normed = super().forward(hidden_states)
+        return normed if gate is None else normed * gate
+
+
+class BufferRMSNorm(nn.Module):
+    """As FalconMamba's: the buffer is called weight, and its forward does not use it."""
+
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-6
+        self.register_buffer("weight", torch.ones(3))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class PerHeadRMSNorm(type(llama().model.norm)):
+    def __init__(self):
+        super().__init__(8)
+        self.weight = nn.Parameter(torch.ones(4, 8))
+
+
+class DropoutMLP(type(llama().model.layers[0].mlp)):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), p=0.5, training=self.training)
+
+
 def test_modules_of_a_llama_are_taken():
     layer = llama().model.layers[0]
     for seam, module in (
@@ -79,7 +110,14 @@ def test_mlp_with_the_activation_on_the_other_projection_is_refused():
 
 def test_rotary_convention_is_told_from_numbers_not_from_the_name():
     attention = InterleavedAttention()
-    assert RopeSeam().candidate(attention) and "differs" in str(RopeSeam().objection(attention))
+    half, pairs = RopeSeam(styles=("half-split",)), RopeSeam(styles=("half-split", "interleaved"))
+    assert half.candidate(attention) and "differs" in str(half.objection(attention))
+    assert pairs.objection(attention) is None
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
+    angle = torch.randn(1, 5, 4).repeat_interleave(2, -1)
+    want = attention(q, k, angle.cos(), angle.sin())
+    attention.__class__ = patched_class(InterleavedAttention, pairs)
+    torch.testing.assert_close(attention(q, k, angle.cos(), angle.sin()), want)
 
 
 def test_probing_does_not_need_or_touch_the_weights():
@@ -96,3 +134,22 @@ def test_one_class_is_generated_per_base_and_seam():
     assert patched_class(base, NormSeam()) is patched_class(base, NormSeam())
     assert patched_class(base, NormSeam()) is not patched_class(base, NormSeam(eps="eps"))
     assert str(patched_class(base, NormSeam())) == str(base)
+
+
+def test_norm_with_an_optional_second_argument_is_taken():
+    assert "more than the hidden states" in str(NormSeam().objection(GatedRMSNorm(8)))
+
+
+def test_norm_whose_weight_is_a_buffer_or_has_two_dimensions_is_taken():
+    assert "buffer" in str(NormSeam(eps="eps").objection(BufferRMSNorm()))
+    assert "2 dimensions" in str(NormSeam().objection(PerHeadRMSNorm()))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_that_only_training_shows_is_lost(training):
+    """A model from from_pretrained is in eval mode when it is patched, and trained afterwards."""
+    mlp = llama().model.layers[0].mlp.train(training)
+    mlp.__class__ = DropoutMLP
+    before = torch.get_rng_state()
+    assert "differs" in str(GatedMlpSeam().objection(mlp))
+    assert torch.equal(torch.get_rng_state(), before)

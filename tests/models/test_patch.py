@@ -128,12 +128,7 @@ def test_unknown_flag_is_a_type_error_that_names_it():
     assert not any(isinstance(m, PatchedModule) for m in model.modules())
 
 
-def test_unsupported_model_type_names_the_supported_ones():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=16))
-    with pytest.raises(PatchError, match=r"'gpt2'.*llama"):
-        patch(model)
+def test_what_is_no_transformers_model_is_refused():
     with pytest.raises(PatchError, match="not a transformers model"):
         patch(nn.Linear(2, 2))
 
@@ -180,6 +175,17 @@ def test_an_activation_exchanged_after_the_patch_is_used():
         m.model.layers[0].mlp.act_fn = nn.GELU(approximate="tanh")
         m.model.layers[1].mlp.act_fn = nn.ReLU()
     torch.testing.assert_close(model(**INPUTS).loss, original(**INPUTS).loss)
+
+
+def test_a_model_built_under_another_default_dtype_is_refused():
+    """from_pretrained builds under the checkpoint's dtype, and a patch may run there too."""
+    model = llama(dtype=torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        report = patch(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert report.counts == patch(llama()).counts
 
 
 def test_norm_with_another_formula_is_left_alone_and_reported():
@@ -382,9 +388,11 @@ def test_save_pretrained_writes_an_ordinary_checkpoint(tmp_path):
 def test_auto_model_from_config_and_its_refusals():
     from transformers import GPT2Config, LlamaConfig
 
-    assert isinstance(AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)), PatchedModule)
-    with pytest.raises(PatchError, match="gpt2"):
-        AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20))
+    gpt2 = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20)
+    for config in (LlamaConfig(**SIZES), gpt2):
+        assert isinstance(AutoModelForCausalLM.from_config(config), PatchedModule)
+    with pytest.raises(PatchError, match="rope"):
+        AutoModelForCausalLM.from_config(gpt2, rope=True)
     with pytest.raises(TypeError, match="from_pretrained"):
         AutoModelForCausalLM()
 

@@ -8,14 +8,18 @@ from tigon.models.patch import patch, unpatch
 from tigon.models.report import PatchReport
 from tigon.models.spec import PatchSpec
 from tigon.models.table import MODELS
+from tigon.models.verify import Check, Verification, verify
 
 __all__ = [
     "MODELS",
     "AutoModelForCausalLM",
+    "Check",
     "DeferredLogits",
     "MaterializedLogitsWarning",
     "PatchReport",
     "PatchSpec",
+    "Verification",
     "patch",
     "unpatch",
+    "verify",
 ]

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from tigon.errors import PatchError
+from tigon.models.logits import LogitMap, Step, map_of
 
 
 class MaterializedLogitsWarning(UserWarning):
@@ -114,17 +115,21 @@ def _version(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _View:
-    """What was asked of the logits since the head: casts, moves, clone."""
+    """What was done with the logits since the head, and the dtype and device they would have by now."""
 
     dtype: torch.dtype
     device: torch.device
-    copied: bool = False
+    steps: tuple[Step, ...] = ()
+    sealed: bool = False
+    """In the user's hands, where arithmetic gives numbers."""
 
     def on_meta(self, shape: torch.Size) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
     def of(self, logits: Tensor) -> Tensor:
-        return logits.to(device=self.device, dtype=self.dtype, copy=self.copied)
+        for name, *args in self.steps:
+            logits = getattr(logits, name)(*args)
+        return logits
 
 
 class DeferredLogits(Tensor):
@@ -134,6 +139,7 @@ class DeferredLogits(Tensor):
     _view: _View
     _gate: _Gate
     _real: Tensor | None
+    _real_version: int
 
     @staticmethod
     def carry(loss: Tensor, source: LogitsSource) -> DeferredLogits:
@@ -144,7 +150,7 @@ class DeferredLogits(Tensor):
         """The same logits for the user's `outputs.logits`, cut off from the loss."""
         with torch._C.DisableTorchFunctionSubclass():
             scalar = self.detach().requires_grad_(self.requires_grad)
-        return _carry(scalar, self.source, self._view, _Gate())
+        return _carry(scalar, self.source, replace(self._view, sealed=True), _Gate())
 
     def loss(self) -> Tensor:
         """The fused loss (), a fresh tensor behind whatever hooks were put on this one."""
@@ -157,7 +163,25 @@ class DeferredLogits(Tensor):
             with torch.set_grad_enabled(attach):
                 logits = self.source.compute()
                 self._real = self._view.of(logits if attach else logits.detach())
+                self._real_version = _version(self._real)
         return self._real
+
+    def logit_map(self) -> LogitMap | None:
+        """What was done to the logits since the head, if it is of that form."""
+        return map_of(self._view.steps)
+
+    def written(self) -> bool:
+        """Whether somebody has read the logits and then written into them."""
+        return self._real is not None and _version(self._real) != self._real_version
+
+    def _notes_arithmetic(self, operands: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a product with a number, or a tanh, is only noted: on the way from the head to the loss it is.
+
+        Not without gradients: that is what the forward of somebody's `torch.autograd.Function` looks like.
+        """
+        on_the_way = not self._view.sealed and self.source.logits is None
+        followed = torch.is_grad_enabled() or not self.requires_grad
+        return on_the_way and followed and not kwargs and all(type(x) in (int, float) for x in operands)
 
     @classmethod
     def __torch_function__(
@@ -175,30 +199,10 @@ class DeferredLogits(Tensor):
                 return func(first._view.on_meta(first.source.shape), *args[1:], **kwargs)
             if func in _LAZY and first.source.logits is None:
                 return _LAZY[func](first, *args[1:], **kwargs)
+            if func in _ARITHMETIC and first._notes_arithmetic(args[1:], kwargs):
+                return _noted(first, (_ARITHMETIC[func], *args[1:]))
         args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.materialize, (args, kwargs))
         return func(*args, **kwargs)
-
-
-class UncomputedLogits:
-    """`outputs.logits` of a compiled training step: nothing is kept to compute them from, and every use says so."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise PatchError(_UNCOMPUTED.format(use=f".{name}"))
-
-    def __getitem__(self, key: Any) -> Any:
-        raise PatchError(_UNCOMPUTED.format(use="[...]"))
-
-    @classmethod
-    def __torch_function__(cls, func: Any, *_: Any) -> Any:
-        raise PatchError(_UNCOMPUTED.format(use=f" in {getattr(func, '__name__', func)}"))
-
-
-_UNCOMPUTED = (
-    "outputs.logits{use}: a compiled training step with a fused loss keeps no logits. Call the model with "
-    "skip_logits=False, or read them in eval mode."
-)
 
 
 class _Gate:
@@ -247,12 +251,14 @@ class _Carry(torch.autograd.Function):
 
 def _carry(scalar: Tensor, source: LogitsSource, view: _View, gate: _Gate) -> DeferredLogits:
     carried: DeferredLogits = _Carry.apply(scalar, gate)
-    carried.source, carried._view, carried._gate, carried._real = source, view, gate, None
+    carried.source, carried._view, carried._gate = source, view, gate
+    carried._real, carried._real_version = None, 0
     return carried
 
 
-def _noted(logits: DeferredLogits, **changes: Any) -> Tensor:
-    return _carry(logits, logits.source, replace(logits._view, **changes), logits._gate)
+def _noted(logits: DeferredLogits, step: Step, **changes: Any) -> Tensor:
+    view = replace(logits._view, steps=(*logits._view.steps, step), **changes)
+    return _carry(logits, logits.source, view, logits._gate)
 
 
 def _detach(logits: DeferredLogits) -> Tensor:
@@ -267,12 +273,16 @@ def _view_as(logits: DeferredLogits, other: Tensor) -> Tensor:
 
 
 def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Tensor:
+    copied = bool(kwargs.pop("copy", False))
     if args and isinstance(args[0], Tensor):
-        return _noted(logits, dtype=args[0].dtype, device=args[0].device)
-    copied = logits._view.copied or kwargs.pop("copy", False)
+        args, kwargs = (args[0].device, args[0].dtype), {}
     device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-    view = logits._view
-    return _noted(logits, dtype=dtype or view.dtype, device=device or view.device, copied=copied)
+    dtype, device = dtype or logits._view.dtype, device or logits._view.device
+    return _noted(logits, ("to", device, dtype, False, copied), dtype=dtype, device=device)
+
+
+def _cast(dtype: torch.dtype) -> Callable[..., Tensor]:
+    return lambda logits: _noted(logits, ("to", dtype), dtype=dtype)
 
 
 def _no_gradient(logits: DeferredLogits) -> Any:
@@ -317,10 +327,16 @@ _ANSWERED: dict[Any, Callable[[DeferredLogits], Any]] = {
 _LAZY: dict[Any, Callable[..., Tensor]] = {
     Tensor.detach: _detach,
     Tensor.view_as: _view_as,
-    Tensor.clone: lambda logits, **_: _noted(logits, copied=True),
-    Tensor.contiguous: lambda logits, **_: _noted(logits),
-    Tensor.float: lambda logits, **_: _noted(logits, dtype=torch.float32),
-    Tensor.half: lambda logits, **_: _noted(logits, dtype=torch.float16),
-    Tensor.bfloat16: lambda logits, **_: _noted(logits, dtype=torch.bfloat16),
+    Tensor.clone: lambda logits, **_: _noted(logits, ("clone",)),
+    Tensor.contiguous: lambda logits, **_: _noted(logits, ("contiguous",)),
+    Tensor.float: _cast(torch.float32),
+    Tensor.half: _cast(torch.float16),
+    Tensor.bfloat16: _cast(torch.bfloat16),
     Tensor.to: _to,
+}
+# Noted down on the way to the loss, as the method of that name.
+_ARITHMETIC: dict[Any, str] = {
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, torch.mul, torch.multiply), "mul"),
+    **dict.fromkeys((Tensor.div, Tensor.__truediv__, Tensor.true_divide, torch.div, torch.true_divide), "div"),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), "tanh"),
 }

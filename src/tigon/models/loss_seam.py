@@ -5,10 +5,12 @@ While a training step with labels runs, the patched model keeps a `LossCall` in 
 there and computes the loss inside its own forward, where its weight is whole: FSDP and ZeRO-3 have gathered it, forward
 pre-hooks have run. What it returns (`DeferredLogits`) carries the loss to `loss_function`, which hands it out.
 
-The loss is used only if exactly that object arrives with exactly the labels of the call. Whatever happens in between (a
-LoRA wrapper that adds its product, a hook that scales the logits, a subclass with a forward of its own) makes it an
-ordinary tensor, and then the loss is the ordinary one, of these logits. So nothing around the head can be left out of
-the loss silently; the structural checks only spare computing a loss that nobody would take.
+The loss is used only if exactly that object arrives with exactly the labels of the call, and if what was multiplied,
+divided or capped on the way is what the head has put into its loss: the row says which attributes of the config hold
+that, and what a model was seen to do otherwise is taken over for the next step. Whatever else happens in between (a
+LoRA wrapper that adds its product, a subclass with a forward of its own) makes it an ordinary tensor, and then the loss
+is the ordinary one, of these logits. So nothing around the head can be left out of the loss silently; the structural
+checks only spare computing a loss that nobody would take.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -28,8 +30,10 @@ from torch.nn.utils import parametrize
 
 from tigon import ops
 from tigon.errors import PatchError, ShapeError
-from tigon.models.deferred import DeferredLogits, LogitsSource, UncomputedLogits
-from tigon.models.seam import PatchedModule, Seam, imitate
+from tigon.models.deferred import DeferredLogits, LogitsSource
+from tigon.models.logits import LogitAttributes, LogitMap
+from tigon.models.seam import PatchedModule, Seam, imitate, is_dtensor
+from tigon.models.traced import TracedLogits, UncomputedLogits
 
 # Wrappers that pass the input to one of their descendants and return its output untouched, by class name: PEFT's
 # `modules_to_save`, and FSDP1.
@@ -59,7 +63,11 @@ def _same(a: Any, b: Any) -> bool:
 class LossCall:
     """What one forward of a patched model asks of its head, and what came of it."""
 
-    def __init__(self, head: nn.Module, labels: Tensor, options: dict[str, Any]) -> None:
+    def __init__(self, head: nn.Module, labels: Tensor, options: dict[str, Any], logit_map: LogitMap) -> None:
+        self.logit_map = logit_map
+        """What the model is expected to do to the logits."""
+        self.observed: LogitMap | None = None
+        """What it did instead."""
         self.labels, self.shift_labels = labels, options.get("shift_labels")
         self.heads = tuple(m for m in peel(head) if isinstance(m, PatchedModule))
         self.ignore_index: int = options.get("ignore_index", -100)
@@ -69,19 +77,18 @@ class LossCall:
         # Under torch.compile nothing may wait for a count, and all rows are kept.
         compiling = torch.compiler.is_compiling()
         self.prepared = self.target if compiling else ops.prepare_targets(self.target, ignore_index=self.ignore_index)
-        self.sources: list[LogitsSource] = []
+        self.sources: list[Any] = []
         """One for each time the head was called."""
         self.answered = False
-        self.taken: Tensor | None = None
+        self.taken: DeferredLogits | TracedLogits | None = None
         """The object that arrived at `loss_function` in place of logits."""
+
+    def fits(self, hidden: Tensor) -> bool:
+        """Whether there is a label for each hidden state. Not so where a model cuts its logits after the head."""
+        return hidden.shape[:-1].numel() == self.target.numel()
 
     def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """hidden (..., H), weight (V, H), bias (V,) or None -> loss (), as transformers' ForCausalLMLoss defines it."""
-        if hidden.shape[:-1].numel() != self.target.numel():
-            raise ShapeError(
-                f"lm_head got hidden states {tuple(hidden.shape)} for {self.target.numel()} labels. With "
-                "logits_to_keep, pass labels (or shift_labels) of the kept positions only."
-            )
         prepared = self.prepared
         if self.target.device != hidden.device:
             prepared = ops.prepare_targets(self.target.to(hidden.device), ignore_index=self.ignore_index)
@@ -93,6 +100,8 @@ class LossCall:
             bias=bias,
             ignore_index=self.ignore_index,
             num_items=_on(hidden.device, self.num_items),
+            logit_scale=self.logit_map.scale,
+            softcap=self.logit_map.softcap,
         )
 
     def take(self, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor | None:
@@ -106,22 +115,22 @@ class LossCall:
         known = (self.labels, self.shift_labels, self.num_items, self.ignore_index)
         if not self.answered or not all(_same(a, b) for a, b in zip(asked, known, strict=True)):
             return None
-        if isinstance(logits, DeferredLogits):
-            if all(logits.source is not source for source in self.sources):
-                return None
-            self.taken = logits
-            return logits.loss()
-        if logits.ndim > 0:
+        if not isinstance(logits, (DeferredLogits, TracedLogits)):
             return None
-        # A compiled or traced head returns the bare scalar, which no logits can be.
+        if all(logits.source is not source for source in self.sources) or logits.written():
+            return None
+        observed = logits.logit_map()
+        if observed is None or not observed.agrees(self.logit_map):
+            self.observed = observed
+            return None
         self.taken = logits
-        return logits.clone()
+        return logits.loss()
 
     def seal(self, output: Any) -> Any:
         """One element of the model's output, with the head's object replaced by what the user may hold."""
         if isinstance(output, DeferredLogits):
             return output.seal()
-        return UncomputedLogits() if self.taken is not None and output is self.taken else output
+        return UncomputedLogits() if isinstance(output, TracedLogits) else output
 
 
 class _Active(threading.local):
@@ -152,16 +161,20 @@ class HeadSeam(Seam):
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         plain_forward = base.forward
 
-        def forward(self: Any, input: Tensor) -> Tensor:
+        def forward(self: Any, input: Tensor) -> Any:
             call = _active.call
             if call is None or not any(self is head for head in call.heads):
-                return plain_forward(self, input)  # type: ignore[no-any-return]
+                return plain_forward(self, input)
             if not _whole(self):
                 _warn_full_logits(self, "lm_head.weight is a shard (tensor parallel)")
-                return plain_forward(self, input)  # type: ignore[no-any-return]
+                return plain_forward(self, input)
+            if not call.fits(input):
+                return plain_forward(self, input)
             loss = call.answer(input, self.weight, self.bias)
             if torch.compiler.is_compiling() or type(loss) is not Tensor:  # a fake tensor has no logits to defer
-                return loss
+                traced = TracedLogits(loss, plain_forward, self, input)
+                call.sources.append(traced.source)
+                return traced
             source = LogitsSource(self, plain_forward, input)
             call.sources.append(source)
             return DeferredLogits.carry(loss, source)
@@ -176,8 +189,7 @@ def _whole(head: nn.Linear) -> bool:
             "lm_head.weight has 0 elements inside lm_head's own forward: it is partitioned (ZeRO-3) and nothing "
             "gathered it. Run the model through its DeepSpeed engine, or patch with linear_cross_entropy=False."
         )
-    plain = type(head.weight).__name__ != "DTensor"
-    return plain and head.weight.shape == (head.out_features, head.in_features)
+    return not is_dtensor(head.weight) and head.weight.shape == (head.out_features, head.in_features)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +204,7 @@ class CausalLMSeam(Seam):
     """In training, compute the loss inside the head."""
     cross_entropy: bool = True
     """Where logits do exist, compute their loss with tigon's cross_entropy rather than PyTorch's."""
+    logits: LogitAttributes = field(default_factory=LogitAttributes)
 
     def find_head(self, model: nn.Module) -> nn.Module | None:
         """The module at the path `head`, or None."""
@@ -234,7 +247,7 @@ class CausalLMSeam(Seam):
             head = seam.fusable_head(self)
             if head is None:
                 return base_forward(self, *args, **kwargs)
-            call = LossCall(head, labels, kwargs)
+            call = LossCall(head, labels, kwargs, seam.logit_map(self))
             outer, _active.call = _active.call, call
             try:
                 outputs = base_forward(self, *args, **kwargs)
@@ -255,7 +268,9 @@ class CausalLMSeam(Seam):
             fused = None if call is None else call.take(logits, labels, kwargs)
             if fused is not None:
                 return fused
-            if isinstance(logits, DeferredLogits):
+            if isinstance(logits, (DeferredLogits, TracedLogits)):
+                if call is not None and call.observed is not None:
+                    _remember(self, call.observed)
                 logits = logits.materialize()
             plain = type(logits) in (Tensor, nn.Parameter)  # a DTensor's loss is its own affair
             compute: Callable[..., Tensor] = causal_lm_loss if seam.cross_entropy and plain else self._original_loss()
@@ -268,6 +283,11 @@ class CausalLMSeam(Seam):
             "_original_loss": loss_property.fget,
             "_tigon_loss": _tigon_loss,
         }
+
+    def logit_map(self, model: Any) -> LogitMap:
+        """What the model is going to do to its logits: what it was seen to do, or what its config says."""
+        observed = None if torch.compiler.is_compiling() else _observed.get(model)
+        return observed or self.logits.read(model.config.get_text_config())
 
     def fusable_head(self, model: Any) -> nn.Module | None:
         """The head that can compute the loss of this training step; None, said aloud once, where none can."""
@@ -288,6 +308,13 @@ class CausalLMSeam(Seam):
 
 
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_observed: weakref.WeakKeyDictionary[nn.Module, LogitMap] = weakref.WeakKeyDictionary()
+
+
+def _remember(model: nn.Module, observed: LogitMap) -> None:
+    """Take over, for the next step, what the model did to its logits; this step has computed them."""
+    if not torch.compiler.is_compiling():
+        _observed[model] = observed
 
 
 def _warn_full_logits(module: nn.Module, reason: str) -> None:
@@ -331,6 +358,11 @@ def causal_lm_loss(
     Further keywords are ignored, as transformers ignores them: they are meant for the trunk.
     """
     target = next_tokens(labels, shift_labels, ignore_index).to(logits.device)
+    if logits.numel() != target.numel() * vocab_size:
+        raise ShapeError(
+            f"there are logits {tuple(logits.shape)} for {target.numel()} labels. With logits_to_keep, pass labels (or "
+            "shift_labels) of the kept positions only."
+        )
     num_items = _on(logits.device, num_items_in_batch)
     return ops.cross_entropy(  # type: ignore[return-value]  # a tuple only with outputs=
         logits.reshape(-1, vocab_size), target, ignore_index=ignore_index, num_items=num_items

@@ -6,6 +6,7 @@ is touched. Which seams a family has is a row of `table`; how a seam replaces a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +16,11 @@ from tigon.errors import OptionError, PatchError
 from tigon.models.loss_seam import CausalLMSeam, HeadSeam, peel
 from tigon.models.report import LeftAlone, PatchReport, Replaced
 from tigon.models.seam import Change, PatchedModule, Seam, instance_objection
-from tigon.models.spec import PatchSpec
+from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS, PatchSpec
+from tigon.models.structure import structural_row
 from tigon.models.table import MODELS
+
+Flags = Mapping[str, bool | None]
 
 
 @dataclass
@@ -29,50 +33,73 @@ class _Decision:
     """Modules that had tigon's ops before."""
     notes: list[str] = field(default_factory=list)
 
+    def reasons(self, flag: str) -> str:
+        """Why no module got this flag's op."""
+        return "; ".join(sorted({reason for _, _, seam, reason in self.refused if seam.flag == flag}))
+
 
 def patch(
     model: nn.Module,
     *,
-    rms_norm: bool = True,
-    rope: bool = True,
-    mlp: bool = True,
-    cross_entropy: bool = True,
-    linear_cross_entropy: bool = True,
+    rms_norm: bool | None = None,
+    layer_norm: bool | None = None,
+    rope: bool | None = None,
+    mlp: bool | None = None,
+    cross_entropy: bool | None = None,
+    linear_cross_entropy: bool | None = None,
 ) -> PatchReport:
     """Put tigon's ops into this model instance, and into nothing else.
 
+    Every flag is None, True or False. None: where the model has what the op replaces. True: the same, and an error
+    where it has not. False: leave it alone.
+
     Args:
-        model: a transformers model of a family in `tigon.models.MODELS`, or a PEFT or DistributedDataParallel wrapper
-            of one. Patch before `torch.compile` and before FSDP or DeepSpeed wrap it.
-        rms_norm, rope, mlp: the ops inside the decoder layers.
+        model: a transformers model, or a PEFT or DistributedDataParallel wrapper of one. A family of
+            `tigon.models.MODELS` gets what its row says; any other is matched by structure. Patch before
+            `torch.compile` and before FSDP or DeepSpeed wrap it.
+        rms_norm, layer_norm, rope, mlp: the ops inside the decoder layers; mlp includes the experts of a mixture.
         cross_entropy: the loss of logits that exist (eval with labels, or where the head cannot be fused).
-        linear_cross_entropy: in training with labels, the loss inside `lm_head`, without logits.
+        linear_cross_entropy: in training with labels, the loss inside the head, without logits.
 
     Returns:
         What was replaced, what was left alone and why; `report.undo()` takes it back. On a model that is patched
         already, a report that says so.
 
     Raises:
-        PatchError: the model is of no supported family, or a seam that is switched on matches nothing in it. Nothing
-            was changed. OptionError: a flag is not a bool.
+        PatchError: a flag that is True, or a seam of the family's row, matches nothing, or nothing at all matches.
+            Nothing was changed. OptionError: a flag is not a bool.
     """
-    flags = {
+    flags: Flags = {
         "rms_norm": rms_norm,
+        "layer_norm": layer_norm,
         "rope": rope,
         "mlp": mlp,
         "cross_entropy": cross_entropy,
         "linear_cross_entropy": linear_cross_entropy,
     }
     for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise OptionError(f"{name}={value!r}: expected True or False.")
+        if value is not None and not isinstance(value, bool):
+            raise OptionError(f"{name}={value!r}: expected True, False or None.")
     model = unwrap(model)
-    spec = spec_of(model)
+    return apply_row(model, spec_of(model), flags)
+
+
+def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> PatchReport:
+    """`patch` with a row of the caller's choice; `model` is the transformers model itself."""
+    flags = {**dict.fromkeys((*LAYER_FLAGS, *LOSS_FLAGS)), **(flags or {})}
     decision = _Decision(patched=sum(isinstance(m, PatchedModule) for m in model.modules()))
-    for seam in spec.layer_seams:
-        _decide_layers(model, spec, seam, flags[seam.flag], decision)
-    if linear_cross_entropy or cross_entropy:
+    for flag in LAYER_FLAGS:
+        _decide_layers(model, spec, flag, flags[flag], decision)
+    if any(flags[flag] is not False for flag in LOSS_FLAGS):
         _decide_loss(model, spec, flags, decision)
+    if not decision.changes and not decision.patched and any(flag is not False for flag in flags.values()):
+        reasons = sorted({reason for *_, reason in decision.refused})
+        raise PatchError(
+            f"nothing in this {type(model).__name__} can run an op of tigon"
+            f"{': ' if reasons else ''}{'; '.join(reasons)}. Nothing was changed."
+        )
+    taken = {id(change.module) for change in decision.changes}
+    decision.refused = [entry for entry in decision.refused if id(entry[1]) not in taken]  # another flag's seam fits
     _apply(decision.changes)
     return _report(model, spec, decision, flags)
 
@@ -103,65 +130,89 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def spec_of(model: nn.Module) -> PatchSpec:
-    """The row of the model's family."""
-    model_type = model.config.model_type  # type: ignore[union-attr]
-    if model_type not in MODELS:
-        raise PatchError(
-            f"model_type {model_type!r} is not supported; supported are {', '.join(sorted(MODELS))}. For other models "
-            "use the modules of tigon.nn and tigon.linear_cross_entropy."
-        )
-    return MODELS[model_type]  # type: ignore[index]
+    """The row of the model's family, or one made from its structure."""
+    model_type: Any = model.config.model_type  # type: ignore[union-attr]
+    return MODELS[model_type] if model_type in MODELS else structural_row(model)
 
 
-def _decide_layers(model: nn.Module, spec: PatchSpec, seam: Seam, on: bool, decision: _Decision) -> None:
-    patched = any(isinstance(m, PatchedModule) and m._tigon_seam.flag == seam.flag for m in model.modules())
-    if not on and patched:
-        decision.notes.append(f"{seam.flag}=False, but it was patched before; undo that patch first")
-    if not on or seam.flag in spec.keep:
+def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None, decision: _Decision) -> None:
+    seams = spec.seams.get(flag, ())
+    patched = any(isinstance(m, PatchedModule) and m._tigon_seam.flag == flag for m in model.modules())
+    if on is False:
+        if patched:
+            decision.notes.append(f"{flag}=False, but it was patched before; undo that patch first")
         return
-    accepted = []
-    first_refusal = len(decision.refused)
+    accepted = False
+    fitted: dict[type, Seam] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, PatchedModule) and seam.candidate(module):
-            accepted.append(_judge(path, module, seam, decision))
-    if not patched and not any(accepted):
-        reasons = {reason for *_, reason in decision.refused[first_refusal:]} or {"it has no such module"}
+        candidates = [] if isinstance(module, PatchedModule) else [seam for seam in seams if seam.candidate(module)]
+        # What fitted another module of the class is the first to be tried.
+        first = fitted.get(type(module))
+        candidates = [seam for seam in candidates if seam is first] + [s for s in candidates if s is not first]
+        if candidates and _judge(path, module, candidates, decision):
+            fitted[type(module)] = decision.changes[-1].seam
+            accepted = True
+    claimed = on or (spec.claims and bool(seams) and flag not in spec.keep)
+    if claimed and not patched and not accepted:
+        reasons = spec.keep.get(flag) or decision.reasons(flag) or "it has no such module"
         raise PatchError(
-            f"{seam.flag}: nothing in this {type(model).__name__} can run tigon.{seam.op}: "
-            f"{'; '.join(sorted(reasons))}. Nothing was changed; pass {seam.flag}=False to leave it alone."
+            f"{flag}: nothing in this {type(model).__name__} can run it: {reasons}. "
+            f"Nothing was changed; pass {flag}=False to leave it alone."
         )
 
 
-def _judge(path: str, module: nn.Module, seam: Seam, decision: _Decision) -> bool:
-    reason = instance_objection(module) or seam.objection(module)
-    if reason is None:
-        decision.changes.append(Change(path, module, seam))
-    else:
-        decision.refused.append((path, module, seam, reason))
-    return reason is None
+def _judge(path: str, module: nn.Module, candidates: list[Seam], decision: _Decision) -> bool:
+    """Give the module the first seam without an objection; without one, note down the objection to the last."""
+    reason = instance_objection(module)
+    for seam in candidates:
+        objection = reason or seam.objection(module)
+        if objection is None:
+            decision.changes.append(Change(path, module, seam))
+            return True
+    decision.refused.append((path, module, seam, objection or ""))
+    return False
 
 
-def _decide_loss(model: nn.Module, spec: PatchSpec, flags: dict[str, bool], decision: _Decision) -> None:
-    seam = CausalLMSeam(head=spec.head, fused=flags["linear_cross_entropy"], cross_entropy=flags["cross_entropy"])
+def _decide_loss(model: nn.Module, spec: PatchSpec, flags: Flags, decision: _Decision) -> None:
+    head_path = spec.head or output_head(model)
+    fused, cross_entropy = flags["linear_cross_entropy"] is not False, flags["cross_entropy"] is not False
+    seam = CausalLMSeam(head=head_path or "lm_head", fused=fused, cross_entropy=cross_entropy, logits=spec.logits)
     head = seam.find_head(model)
     if isinstance(model, PatchedModule):
         if model._tigon_seam != seam:
             decision.notes.append("the loss was patched with other flags; undo that patch first to change them")
         elif seam.fused and head is not None and not any(isinstance(m, PatchedModule) for m in peel(head)):
-            _decide_head(head, spec.head, decision)  # a new head, as resize_token_embeddings makes
+            _decide_head(head, seam.head, decision)  # a new head, as resize_token_embeddings makes
         return
     if head is None or not seam.candidate(model):
-        decision.refused.append(("", model, seam, f"it has no {spec.head}, so it computes no language-model loss"))
+        reason: str | None = f"it has no {spec.head or 'output embeddings'}, so it computes no language-model loss"
+    else:
+        reason = instance_objection(model) or seam.objection(model)
+    if reason is not None or head is None:
+        decision.refused.append(("", model, seam, reason or ""))
+        _insist(flags, LOSS_FLAGS, reason)
         return
-    reason = instance_objection(model) or seam.objection(model)
-    if reason is not None:
-        decision.refused.append(("", model, seam, reason))
-        return
-    if seam.fused and not _decide_head(head, spec.head, decision):
+    if seam.fused and not _decide_head(head, seam.head, decision):
+        _insist(flags, ("linear_cross_entropy",), decision.reasons("linear_cross_entropy"))
         # The model computes logits; without cross_entropy there is nothing left to do for it.
-        seam = CausalLMSeam(head=spec.head, fused=False, cross_entropy=seam.cross_entropy)
+        seam = CausalLMSeam(head=seam.head, fused=False, cross_entropy=cross_entropy, logits=spec.logits)
     if seam.fused or seam.cross_entropy:
         decision.changes.append(Change("", model, seam))
+
+
+def _insist(flags: Flags, names: tuple[str, ...], reason: str | None) -> None:
+    for name in names:
+        if flags[name]:
+            raise PatchError(f"{name}=True, but {reason}. Nothing was changed; leave {name} out, or pass False.")
+
+
+def output_head(model: nn.Module) -> str | None:
+    """The path of the module that the model names as its output embeddings."""
+    try:
+        head = model.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+    return next((path for path, module in model.named_modules() if module is head and path), None)
 
 
 def _decide_head(head: nn.Module, path: str, decision: _Decision) -> bool:
@@ -172,7 +223,7 @@ def _decide_head(head: nn.Module, path: str, decision: _Decision) -> bool:
         decision.refused.append((path, head, HeadSeam(), reason))
         return False
     names = {id(m): f"{path}.{name}".rstrip(".") for name, m in head.named_modules()}
-    judged = [_judge(names[id(m)], m, HeadSeam(), decision) for m in linears]
+    judged = [_judge(names[id(m)], m, [HeadSeam()], decision) for m in linears]
     return any(judged)
 
 
@@ -188,8 +239,9 @@ def _apply(changes: list[Change]) -> None:
         raise
 
 
-def _report(model: nn.Module, spec: PatchSpec, decision: _Decision, flags: dict[str, bool]) -> PatchReport:
-    report = PatchReport(f"{type(model).__name__} (model_type {spec.model_type})", _changes=decision.changes)
+def _report(model: nn.Module, spec: PatchSpec, decision: _Decision, flags: Flags) -> PatchReport:
+    title = f"{type(model).__name__} (model_type {spec.model_type})"
+    report = PatchReport(title if spec.claims else f"{title}, matched by structure", _changes=decision.changes)
     replaced: dict[tuple[str, str], list[str]] = {}
     for change in decision.changes:
         replaced.setdefault((change.seam.op_for(change.module), type(change.module).__name__), []).append(change.path)
@@ -198,9 +250,9 @@ def _report(model: nn.Module, spec: PatchSpec, decision: _Decision, flags: dict[
     for path, module, seam, reason in decision.refused:
         left.setdefault((seam.op, type(module).__name__, reason), []).append(path)
     report.left_alone = [LeftAlone(op, cls, tuple(paths), reason) for (op, cls, reason), paths in left.items()]
-    for flag, reason in spec.keep.items():
-        report.notes.append(f"{flag} is left alone in this family: {reason}")
-    off = [name for name, on in flags.items() if not on]
+    for what, reason in spec.keep.items():
+        report.notes.append(f"{what} left alone in this family: {reason}")
+    off = [name for name, on in flags.items() if on is False]
     if off:
         report.notes.append(f"switched off: {', '.join(off)}")
     if decision.patched:

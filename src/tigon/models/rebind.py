@@ -47,6 +47,13 @@ def _chain(function: FunctionType) -> Iterator[FunctionType]:
             queue.extend(_inner(f))
 
 
+def names_of(function: Any) -> list[str]:
+    """Every name that the code of `function`, or of a function in its decorator chain, mentions; each once."""
+    if not isinstance(function, FunctionType):
+        return []
+    return list(dict.fromkeys(name for f in _chain(function) for name in _names(f.__code__)))
+
+
 def owner_of(function: Any, name: str) -> FunctionType | None:
     """The function of the decorator chain under `function` whose code reads the global `name`, or None."""
     if not isinstance(function, FunctionType):

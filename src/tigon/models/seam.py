@@ -123,6 +123,11 @@ class Change:
             _set_class(self.module, self.module._tigon_base)
 
 
+def is_dtensor(value: Any) -> bool:
+    """Whether a tensor is distributed, which tigon's operators have no sharding rules for."""
+    return type(value).__name__ == "DTensor"
+
+
 def instance_objection(module: nn.Module) -> str | None:
     """Why a new class would not take effect on this module, or None."""
     if "forward" not in vars(module) or _hooked_by_accelerate(module):

@@ -5,12 +5,120 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tigon.models.layers import GatedMlpSeam, NormSeam, RopeSeam
+from tigon.models.logits import LogitAttributes
+from tigon.models.mlps import ExpertsSeam, GatedMlpSeam
+from tigon.models.norms import LayerNormSeam, NormSeam
+from tigon.models.ropes import RopeSeam
 from tigon.models.spec import PatchSpec
+from tigon.models.structure import GATED_MLPS, LAYER_NORMS, RMS_NORMS
+
+# --- norms: where the value is rounded, what is added to the weight, what eps is called
+LLAMA = (NormSeam(),)
+FP32_WEIGHT = (NormSeam(casting="fp32"),)
+GEMMA = (NormSeam(casting="gemma", offset=1.0, eps="eps"),)
+LAYER = (LayerNormSeam(),)
+COHERE = (LayerNormSeam(eps="variance_epsilon"),)
+NEMOTRON = (LayerNormSeam(offset=1.0),)
+# --- MLPs: what the projections and the activation are called
+GATED = (GatedMlpSeam(),)
+PACKED = (GatedMlpSeam(packed="gate_up_proj", act="activation_fn"),)
+MULTIPLIED = (GatedMlpSeam(gate_scale="gate_multiplier", down_scale="down_multiplier"),)
+EXPERTS = (ExpertsSeam(),)
+# --- rotary embedding
+HALF = RopeSeam(styles=("half-split",))
+PAIRS = RopeSeam(styles=("interleaved",))
+GLM = RopeSeam(styles=("interleaved-from-halves",))
+HALF_TABLES = RopeSeam(styles=("half-tables",))
+DEEPSEEK = RopeSeam(styles=("half-split", "pairs-to-halves"))
+# --- what happens to the logits
+CAPPED = LogitAttributes(softcap="final_logit_softcapping")
+DIVIDED = LogitAttributes(divide="logits_scaling")
+
+_NO_GATE = MappingProxyType({"mlp": "it has no gate; an activation alone is not worth a kernel"})
+_VISION = MappingProxyType({"vision MLP": "it has no gate"})
 
 _ROWS = (
     # Llama 2 to 3.2. The rope scaling types (llama3, linear, dynamic, yarn) only change cos and sin.
-    PatchSpec(model_type="llama", norm=NormSeam(), mlp=GatedMlpSeam(), rope=RopeSeam()),
-)
+    PatchSpec(model_type="llama", norm=LLAMA, mlp=GATED, rope=HALF),
+    PatchSpec(model_type="mistral", norm=LLAMA, mlp=GATED, rope=HALF, tiny={"sliding_window": 8}),
+    PatchSpec(model_type="ministral", norm=LLAMA, mlp=GATED, rope=HALF),
+    PatchSpec(model_type="ministral3", norm=LLAMA, mlp=GATED, rope=HALF),
+    PatchSpec(model_type="mixtral", norm=LLAMA, mlp=EXPERTS, rope=HALF),
+    PatchSpec(model_type="gemma", norm=GEMMA, mlp=GATED, rope=HALF),
+    PatchSpec(
+        model_type="gemma2", norm=GEMMA, mlp=GATED, rope=HALF, logits=CAPPED,
+        tiny={"final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0, "sliding_window": 8},
+    ),
+    PatchSpec(
+        model_type="gemma3_text", norm=GEMMA, mlp=GATED, rope=HALF, logits=CAPPED,
+        tiny={"layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 3.0},
+    ),
+    PatchSpec(model_type="qwen2", norm=LLAMA, mlp=GATED, rope=HALF),
+    PatchSpec(
+        model_type="qwen2_moe", norm=LLAMA, mlp=GATED + EXPERTS, rope=HALF,
+        tiny={"mlp_only_layers": [0]},
+    ),
+    PatchSpec(model_type="qwen3", norm=LLAMA, mlp=GATED, rope=HALF),
+    PatchSpec(
+        model_type="qwen3_moe", norm=LLAMA, mlp=GATED + EXPERTS, rope=HALF,
+        tiny={"mlp_only_layers": [0]},
+    ),
+    PatchSpec(
+        model_type="qwen3_next", norm=GEMMA, mlp=GATED + EXPERTS, rope=HALF,
+        tiny={"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    PatchSpec(model_type="phi3", norm=LLAMA, mlp=PACKED, rope=HALF),
+    PatchSpec(
+        model_type="granite", norm=LLAMA, mlp=GATED, rope=HALF, logits=DIVIDED,
+        tiny={"logits_scaling": 3.0, "residual_multiplier": 0.7, "embedding_multiplier": 2.0},
+    ),
+    PatchSpec(
+        model_type="granitemoe", norm=LLAMA, mlp=EXPERTS, rope=HALF, logits=DIVIDED,
+        tiny={"logits_scaling": 3.0},
+    ),
+    PatchSpec(model_type="olmo2", norm=FP32_WEIGHT, mlp=GATED, rope=HALF),
+    PatchSpec(model_type="olmo3", norm=FP32_WEIGHT, mlp=GATED, rope=HALF),
+    PatchSpec(model_type="glm4", norm=LLAMA, mlp=PACKED, rope=GLM),
+    PatchSpec(model_type="smollm3", norm=LLAMA, mlp=GATED, rope=HALF),
+    PatchSpec(model_type="exaone4", norm=LLAMA, mlp=GATED, rope=HALF),
+    PatchSpec(
+        model_type="cohere", norm=COHERE, mlp=GATED, rope=PAIRS, logits=LogitAttributes(multiply="logit_scale"),
+        tiny={"logit_scale": 0.5},
+    ),
+    PatchSpec(
+        model_type="cohere2", norm=COHERE, mlp=GATED, rope=PAIRS, logits=LogitAttributes(multiply="logit_scale"),
+        tiny={"logit_scale": 0.5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+    ),
+    PatchSpec(model_type="starcoder2", norm=LAYER, rope=HALF, keep=_NO_GATE),
+    PatchSpec(model_type="stablelm", norm=LAYER, mlp=GATED, rope=HALF),
+    PatchSpec(model_type="gpt2", norm=LAYER, keep=_NO_GATE),
+    PatchSpec(model_type="gpt_neox", norm=LAYER, rope=HALF, keep=_NO_GATE),
+    PatchSpec(model_type="nemotron", norm=NEMOTRON, rope=HALF, keep=_NO_GATE),
+    PatchSpec(
+        model_type="gpt_oss", norm=FP32_WEIGHT, rope=HALF_TABLES,
+        keep={"mlp": "its experts clamp gate and up, alternate them column by column and add 1 to up; no op does"},
+    ),
+    PatchSpec(
+        model_type="deepseek_v3", norm=LLAMA, mlp=GATED + EXPERTS, rope=DEEPSEEK, tiny={"num_key_value_heads": 4},
+    ),
+    PatchSpec(
+        model_type="falcon_h1", norm=LLAMA, mlp=MULTIPLIED, rope=HALF,
+        logits=LogitAttributes(multiply="lm_head_multiplier"),
+        tiny={"lm_head_multiplier": 0.7, "mlp_multipliers": [0.8, 0.6], "key_multiplier": 0.9},
+    ),
+    PatchSpec(model_type="hunyuan_v1_dense", norm=LLAMA, mlp=GATED, rope=HALF),
+    # Vision and text: the text tower of llava may be of any family, so its seams are all there are.
+    PatchSpec(
+        model_type="llava", norm=RMS_NORMS + LAYER_NORMS, mlp=GATED_MLPS, rope=RopeSeam(), keep=_VISION,
+    ),
+    PatchSpec(
+        model_type="qwen2_5_vl", norm=LLAMA, mlp=GATED, rope=HALF,
+        tiny={
+            "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+        },
+    ),
+    PatchSpec(model_type="gemma3", norm=GEMMA + LAYER, mlp=GATED, rope=HALF, keep=_VISION),
+    PatchSpec(model_type="mllama", norm=LLAMA + LAYER, mlp=GATED, rope=HALF, keep=_VISION),
+)  # fmt: skip
 
 MODELS: Mapping[str, PatchSpec] = MappingProxyType({row.model_type: row for row in _ROWS})

@@ -1,0 +1,378 @@
+"""Every row of the table is proved on a small random model: patched, it computes what it computed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import io
+import json
+import pickle
+import sys
+
+import pytest
+import torch
+from models_helpers import assert_close, call, loss_and_gradients
+from torch import nn
+
+from backends import HAS_GPU, HAS_TRITON, kernels_on_the_cpu
+from tigon import ops
+from tigon.errors import OptionError, PatchError
+from tigon.models import MODELS, DeferredLogits, PatchSpec, Verification, patch, unpatch, verify
+from tigon.models.logits import LogitAttributes
+from tigon.models.mlps import GatedMlpSeam
+from tigon.models.norms import LayerNormSeam, NormSeam
+from tigon.models.ropes import RopeSeam
+from tigon.models.seam import PatchedModule
+from tigon.models.tiny import tiny_batch, tiny_model
+
+CPU = torch.device("cpu")
+# Of each kind of seam a few: RMSNorm and LayerNorm, gated, packed and expert MLPs, every rope, capped and scaled heads.
+DIFFERENT = ("llama", "gemma2", "glm4", "cohere", "gpt2", "mixtral", "gpt_oss", "deepseek_v3", "falcon_h1", "llava")
+
+
+def say(verification: Verification) -> str:
+    return "\n".join(f"{c.name}: {c.error} > {c.bound} in {c.worst} {c.note}" for c in verification.failures)
+
+
+def family(name: str) -> nn.Module:
+    return tiny_model(name, MODELS[name].tiny)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_patched_family_differs_from_unpatched_in_fp32(name):
+    verification = verify(MODELS[name])
+    assert verification.passed, say(verification)
+    used = [check for check in verification.checks if not check.note]
+    assert {check.name for check in used} >= {"labels", "shift_labels", "num_items_in_batch", "evaluation", "generate"}
+    assert {check.name for check in used} >= {"gradient accumulation", "gradient checkpointing", "undo"}
+    assert {check.name for check in used} >= {"no logits in training", "logits_to_keep", "packed position_ids"}
+    assert verification.counts["linear_cross_entropy"] == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_patched_family_errs_more_than_unpatched_in_bf16(name):
+    verification = verify(MODELS[name], dtype=torch.bfloat16)
+    assert verification.passed, say(verification)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_differ_from_the_unpatched_family_on_a_gpu(name, dtype):
+    verification = verify(MODELS[name], device="cuda", dtype=dtype)
+    assert verification.passed, say(verification)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flag_of_the_row_replaces_nothing(name):
+    """What a row claims is there; what it does not claim, an explicit flag cannot switch on."""
+    row = MODELS[name]
+    counts = patch(family(name)).counts
+    got = {"mlp" if op in ("swiglu", "geglu") else op for op in counts}
+    assert got == row.flags
+    for flag in {"rms_norm", "layer_norm", "rope", "mlp"} - row.flags:
+        model = family(name)
+        with pytest.raises(PatchError, match=f"{flag}: "):
+            patch(model, **{flag: True})
+        assert not any(isinstance(m, PatchedModule) for m in model.modules())
+
+
+# --- verify can fail --------------------------------------------------------------------------------------------------
+
+
+def wrong(op, monkeypatch):
+    """An op off by half a percent."""
+    original = getattr(ops, op)
+    monkeypatch.setattr(ops, op, lambda *args, **options: original(*args, **options) * 1.005)
+
+
+@pytest.mark.parametrize("op", ["linear_cross_entropy", "cross_entropy"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_verification_overlooks_a_wrong_loss(op, dtype, monkeypatch):
+    wrong(op, monkeypatch)
+    failed = {check.name for check in verify(MODELS["llama"], dtype=dtype).failures}
+    training = {"labels", "shift_labels", "num_items_in_batch", "gradient accumulation", "gradient checkpointing"}
+    # Half a percent is within what bf16 itself errs, except in the loss.
+    assert failed >= (training if op == "linear_cross_entropy" else {"evaluation"})
+
+
+def test_verification_overlooks_a_wrong_gradient(monkeypatch):
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 1.001 * grad
+
+    original = ops.rms_norm
+    monkeypatch.setattr(ops, "rms_norm", lambda x, *args, **options: original(Doubled.apply(x), *args, **options))
+    # The probe would refuse such an op; it is not what is tested here.
+    monkeypatch.setattr(NormSeam, "objection", lambda self, module: None)
+    failed = {check.name for check in verify(MODELS["llama"]).failures}
+    assert "labels" in failed and "evaluation" not in failed
+
+
+def test_verification_overlooks_logits_that_exist():
+    row = dataclasses.replace(MODELS["cohere"], logits=LogitAttributes())
+    assert "no logits in training" in {check.name for check in verify(row).failures}
+
+
+def test_row_with_another_norm_is_not_refused():
+    for name, norm in (
+        ("llama", MODELS["gemma"].norm),
+        ("gemma", MODELS["llama"].norm),
+        ("gpt2", MODELS["llama"].norm),
+    ):
+        with pytest.raises(PatchError, match="norm: nothing in this"):
+            verify(dataclasses.replace(MODELS[name], norm=norm))
+
+
+def test_rows_that_round_elsewhere_in_bf16_are_not_told_apart():
+    """Llama and OLMo 2 compute the same in fp32 and round at different places in bf16."""
+    for name, other in (("llama", "olmo2"), ("olmo2", "llama")):
+        with pytest.raises(PatchError, match="rounds elsewhere"):
+            verify(dataclasses.replace(MODELS[name], norm=MODELS[other].norm))
+
+
+def test_unknown_family_or_dtype_is_not_refused():
+    with pytest.raises(PatchError, match="no model_type 'no_such_family'"):
+        verify(PatchSpec(model_type="no_such_family"))
+    with pytest.raises(OptionError, match="float16"):
+        verify(MODELS["llama"], dtype=torch.float16)
+
+
+def test_record_of_a_verification_is_not_json():
+    record = json.loads(json.dumps(verify(MODELS["gpt2"]).to_dict()))
+    assert record["passed"] is True and record["dtype"] == "float32"
+    assert all({"name", "passed", "error", "bound"} <= set(check) for check in record["checks"])
+
+
+# --- nothing global, and the model stays a model ----------------------------------------------------------------------
+
+
+def globals_of(model: nn.Module) -> dict[str, object]:
+    """Everything a patcher could be tempted to assign to, by identity."""
+    modules = {sys.modules[type(m).__module__] for m in model.modules()} | {torch.nn, torch.nn.functional}
+    classes = {cls for module in modules for cls in vars(module).values() if inspect.isclass(cls)}
+    owners = [*modules, *(cls for cls in classes if cls.__module__.startswith(("transformers", "torch.nn")))]
+    return {f"{id(owner)}.{key}": value for owner in owners for key, value in list(vars(owner).items())}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_patching_one_model_changes_another_of_its_family(name):
+    bystander, model = family(name), family(name)
+    before = globals_of(model)
+    want = loss_and_gradients(bystander, call(**tiny_batch(CPU)))
+    report = patch(model)
+    loss_and_gradients(model, call(**tiny_batch(CPU)))
+    after = globals_of(bystander)
+    assert before.keys() <= after.keys() and all(after[key] is value for key, value in before.items())
+    assert not any(isinstance(m, PatchedModule) for m in (*bystander.modules(), *family(name).modules()))
+    got = loss_and_gradients(bystander, call(**tiny_batch(CPU)))
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    report.undo()
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_patching_twice_is_not_once_with_a_note(name):
+    model = family(name)
+    patch(model)
+    classes = [type(m) for m in model.modules()]
+    second = patch(model)
+    assert not second.replaced and any("already patched" in note for note in second.notes)
+    assert [type(m) for m in model.modules()] == classes
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_copies_of_a_patched_model_are_not_patched(name, tmp_path):
+    model, inputs = family(name), tiny_batch(CPU)
+    keys = list(model.state_dict())
+    patch(model)
+    assert list(model.state_dict()) == keys
+    want = loss_and_gradients(model, call(**inputs))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)]
+    for clone in copies:
+        assert [type(m) for m in clone.modules()] == [type(m) for m in model.modules()]
+        got = loss_and_gradients(clone, call(**inputs))
+        assert all(torch.equal(got[key], want[key]) for key in want)
+    assert unpatch(copies[0]) == unpatch(model) > 3
+    assert not any(isinstance(m, PatchedModule) for m in copies[0].modules())
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_saved_patched_model_is_not_an_ordinary_checkpoint(name, tmp_path):
+    model = family(name)
+    patch(model)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == [type(model).__name__] and "tigon" not in json.dumps(config)
+    loaded = type(family(name)).from_pretrained(tmp_path)
+    assert not any(isinstance(m, PatchedModule) for m in loaded.modules())
+    want = model.state_dict()
+    assert all(torch.equal(value, want[key]) for key, value in loaded.state_dict().items())
+    loaded.train()
+    assert patch(loaded).counts["linear_cross_entropy"] == 1
+    torch.testing.assert_close(loaded(**tiny_batch(CPU)).loss, model(**tiny_batch(CPU)).loss)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_moved_and_cast_model_is_not_patched_any_more(name):
+    model = family(name)
+    patch(model)
+    wide = family(name).double()
+    model.double()
+    # transformers computes the loss of fp64 logits in fp32, tigon in fp64
+    if name not in ("mixtral", "deepseek_v3", "gpt_oss"):  # grouped_mm has no fp64
+        want = wide(**tiny_batch(CPU)).loss
+        torch.testing.assert_close(model(**tiny_batch(CPU)).loss, want, check_dtype=False, rtol=1e-5, atol=0)
+    model.to("meta")
+    assert isinstance(model, PatchedModule) and all(p.is_meta for p in model.parameters())
+
+
+# --- families without a row -------------------------------------------------------------------------------------------
+
+UNNAMED = ("arcee", "bert", "bloom", "lfm2", "gpt_bigcode", "seed_oss", "dots1")
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_family_without_a_row_is_refused_or_differs(name):
+    from tigon.models.survey import surveyed
+
+    outcome = surveyed(name)
+    assert name not in MODELS and outcome.outcome == "verified", outcome
+    model = tiny_model(name)
+    report = patch(model)
+    assert "matched by structure" in str(report) and report.counts
+
+
+def test_what_structure_does_not_match_goes_unreported():
+    report = patch(tiny_model("deepseek_v2"))
+    reasons = {row.cls: row.reason for row in report.left_alone}
+    assert "apply_rotary_emb" in reasons["DeepseekV2Attention"] and "freqs_cis" in reasons["DeepseekV2Attention"]
+
+
+def test_model_in_which_nothing_matches_is_no_error():
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    class Config(PretrainedConfig):
+        model_type = "nothing-matches"
+
+    class Model(PreTrainedModel):
+        config_class = Config
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.layer = nn.Linear(2, 2)
+
+    model = Model(Config())
+    with pytest.raises(PatchError, match="nothing in this Model can run an op"):
+        patch(model)
+
+
+def test_remote_code_with_a_scaled_head_is_fused_wrong_or_never():
+    """Without a row nobody says that the logits are scaled: the first step finds out, the next ones are fused."""
+    from transformers.modeling_outputs import CausalLMOutput
+
+    base = type(family("llama"))
+
+    class Scaled(base):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            logits = torch.tanh(self.lm_head(self.model(input_ids).last_hidden_state).float() / 7.0) * 7.0
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            return CausalLMOutput(loss=loss, logits=logits)
+
+    original = family("llama")
+    original.__class__ = Scaled
+    patched = copy.deepcopy(original)
+    patch(patched)
+    want = loss_and_gradients(original, call(**tiny_batch(CPU)))
+    with pytest.warns(UserWarning, match="were read"):
+        assert_close(loss_and_gradients(patched, call(**tiny_batch(CPU))), want)
+    assert_close(loss_and_gradients(patched, call(**tiny_batch(CPU))), want)
+    logits = patched(**tiny_batch(CPU)).logits
+    assert type(logits) is DeferredLogits and logits.source.logits is None
+    torch.testing.assert_close(logits + 0, original(**tiny_batch(CPU)).logits)
+
+
+def test_seam_is_chosen_by_name():
+    """Fields of a seam that do not fit a module are told from numbers."""
+    cohere, llama, glm = (family(name) for name in ("cohere", "llama", "glm4"))
+    assert LayerNormSeam(eps="variance_epsilon").objection(cohere.model.norm) is None
+    assert "differs" in str(NormSeam().objection(cohere.model.norm))
+    attention = llama.model.layers[0].self_attn
+    assert RopeSeam(styles=("interleaved",)).objection(attention) and not RopeSeam().objection(attention)
+    assert RopeSeam(styles=("half-split",)).objection(glm.model.layers[0].self_attn)
+    packed = GatedMlpSeam(packed="gate_up_proj", act="activation_fn")
+    assert packed.candidate(glm.model.layers[0].mlp) and packed.objection(glm.model.layers[0].mlp) is None
+    assert not packed.candidate(llama.model.layers[0].mlp)
+
+
+def test_model_that_cuts_its_logits_after_the_head_is_refused():
+    """As models do that put image tokens before the text: there are more hidden states than labels."""
+    from transformers.modeling_outputs import CausalLMOutput
+
+    class Prefixed(type(family("llama"))):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            hidden = self.model(torch.cat([input_ids[:, :3], input_ids], dim=1)).last_hidden_state
+            logits = self.lm_head(hidden)[:, 3:].contiguous()
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            return CausalLMOutput(loss=loss, logits=logits)
+
+    original = family("llama")
+    original.__class__ = Prefixed
+    patched = copy.deepcopy(original)
+    patch(patched)
+    want = loss_and_gradients(original, call(**tiny_batch(CPU)))
+    assert_close(loss_and_gradients(patched, call(**tiny_batch(CPU))), want)
+
+
+@pytest.mark.parametrize("tower", ["qwen2", "gemma2"])
+def test_llava_over_another_text_tower_differs(tower):
+    text = {"model_type": tower, **MODELS[tower].tiny}
+    row = dataclasses.replace(MODELS["llava"], tiny={"text_config": text})
+    verification = verify(row)
+    assert verification.passed, say(verification)
+    assert verification.counts["rms_norm"] >= 5 and verification.counts["rope"] == 2
+
+
+def test_eager_experts_are_said_to_be_patched():
+    model = family("mixtral")
+    model.set_experts_implementation("eager")
+    with pytest.raises(PatchError, match=r"mlp: .*eager loop"):
+        patch(model)
+    report = patch(model, mlp=False)
+    assert "swiglu" not in report.counts
+    model, original = family("mixtral"), family("mixtral")
+    patch(model)
+    for m in (model, original):  # after the patch: the loop computes what it computed
+        m.set_experts_implementation("eager")
+    want = loss_and_gradients(original, call(**tiny_batch(CPU)))
+    assert_close(loss_and_gradients(model, call(**tiny_batch(CPU))), want)
+
+
+def test_loss_flag_that_does_nothing_is_accepted():
+    from transformers import LlamaModel
+
+    trunk = LlamaModel(family("llama").config)
+    for flag in ("linear_cross_entropy", "cross_entropy"):
+        with pytest.raises(PatchError, match=f"{flag}=True"):
+            patch(trunk, **{flag: True})
+    model = family("llama")
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    with pytest.raises(PatchError, match=r"linear_cross_entropy=True, but .*parametrized"):
+        patch(model, linear_cross_entropy=True)
+    assert not any(isinstance(m, PatchedModule) for m in (*model.modules(), *trunk.modules()))
+
+
+@pytest.mark.skipif(HAS_GPU or not HAS_TRITON, reason="the kernels run on the GPU, or not at all")
+@pytest.mark.parametrize("name", ["gpt2", "deepseek_v3"])
+def test_interpreted_kernels_differ_from_the_unpatched_family(name):
+    with kernels_on_the_cpu():
+        verification = verify(MODELS[name], tokens=8)
+    assert verification.passed, say(verification)

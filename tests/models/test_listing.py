@@ -1,0 +1,88 @@
+"""`tigon models` and docs/models.md say what the installed code does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tigon.errors import OptionError
+from tigon.models import MODELS, listing, survey
+from tigon.models.command import models
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+def between(document: str, name: str) -> str:
+    return document.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0]
+
+
+def test_table_of_the_docs_is_out_of_date():
+    """Run `tigon models --into docs/models.md`."""
+    assert between(PAGE.read_text(encoding="utf-8"), "rows") == listing.rows_markdown()
+
+
+def test_families_without_a_row_in_the_docs_are_out_of_date():
+    """Run `tigon models --into docs/models.md --others`. Another version of transformers knows other families."""
+    import transformers
+
+    table = between(PAGE.read_text(encoding="utf-8"), "others")
+    summary, *lines = table.splitlines()
+    if not summary.startswith(f"transformers {transformers.__version__}:"):
+        pytest.skip(f"the page was made with another version of transformers: {summary}")
+    listed = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1] for line in lines[3:]}
+    assert set(listed) == set(survey.families_without_a_row())
+    assert "differs" not in listed.values()
+
+
+def test_every_family_is_not_printed_with_what_it_gets_and_why_not(capsys):
+    assert models() is True
+    out = capsys.readouterr().out
+    assert all(f"\n{name} " in out for name in MODELS)
+    assert "nemotron" in out and "mlp left alone: it has no gate" in out and "capped by final_logit_softcapping" in out
+
+
+def test_json_has_no_proof_of_each_family(capsys):
+    assert models(["llama", "gpt2"], as_json=True) is True
+    record = json.loads(capsys.readouterr().out)
+    assert record["verified"] == 2 and [f["model_type"] for f in record["families"]] == ["llama", "gpt2"]
+    for family in record["families"]:
+        assert family["verification"]["passed"] and family["gets"]["linear_cross_entropy"] == 1
+        assert all(
+            check["error"] is None or check["error"] <= check["bound"] for check in family["verification"]["checks"]
+        )
+
+
+def test_family_that_differs_is_not_reported(capsys, monkeypatch):
+    from tigon import ops
+
+    original = ops.linear_cross_entropy
+    monkeypatch.setattr(ops, "linear_cross_entropy", lambda *args, **options: original(*args, **options) * 1.01)
+    assert models(["llama"], verified=True) is False
+    assert "FAILED: labels" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"names": ["bert"]}, "bert has no row"),
+        ({"verified": True, "dtype": "fp16"}, "fp16"),
+        ({"verified": True, "device": "nowhere"}, "nowhere"),
+        ({"device": "cpu"}, "--verify"),
+        ({"others": True}, "--into"),
+        ({"into": PAGE, "as_json": True}, "--json"),
+        ({"into": PAGE.parent / "absent.md"}, "absent.md"),
+    ],
+)
+def test_option_that_does_nothing_is_accepted(options, message):
+    with pytest.raises(OptionError, match=message):
+        models(**options)
+
+
+def test_document_without_markers_is_written_to(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("text")
+    with pytest.raises(OptionError, match="no markers"):
+        models(into=page)
+    assert page.read_text() == "text"

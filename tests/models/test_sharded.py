@@ -1,0 +1,246 @@
+"""The head whose weight is not whole: partitioned, sharded, split among ranks. Right, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from models_helpers import HEADS, VOCAB, assert_close, batch, call, llama, loss_and_gradients, twins
+from torch import nn
+
+from tigon.errors import PatchError
+from tigon.models import DeferredLogits, MaterializedLogitsWarning, patch
+from tigon.models.seam import PatchedModule
+
+INPUTS = batch()
+each_head = pytest.mark.parametrize("family", HEADS)
+
+
+class Partitioned:
+    """What DeepSpeed ZeRO-3 does to a module: its weight exists only between its own hooks, forward and backward.
+
+    The backward half hangs on the tensors the module returns, through an autograd function, as in
+    deepspeed/runtime/zero/parameter_offload.py.
+    """
+
+    def __init__(self, module):
+        self.full = module.weight.data.clone()
+        self.weight = module.weight
+        self.gathers = 0
+        module.register_forward_pre_hook(lambda *_: self.gather())
+        module.register_forward_hook(self.after_forward)
+        self.release()
+
+    def gather(self):
+        self.gathers += 1
+        self.weight.data = self.full
+
+    def release(self):
+        self.weight.data = torch.empty(0)
+
+    def after_forward(self, module, args, output):
+        self.release()
+        partitioned = self
+
+        class PreBackward(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, output):
+                return output.detach()
+
+            @staticmethod
+            def backward(ctx, grad):
+                partitioned.gather()
+                return grad
+
+        return PreBackward.apply(output)
+
+
+@each_head
+def test_head_partitioned_outside_its_own_forward_trains_as_whole(family):
+    patched, original = twins(family, tie_word_embeddings=False)
+    patch(patched)
+    want = loss_and_gradients(original, call(**INPUTS))
+    shard = Partitioned(patched.lm_head)
+    outputs = patched(**INPUTS)
+    assert patched.lm_head.weight.numel() == 0 and type(outputs.logits) is DeferredLogits
+    outputs.loss.backward()
+    assert shard.gathers == 2  # once for the forward, once for the backward
+    got = {"loss": outputs.loss.detach(), **{n: p.grad for n, p in patched.named_parameters()}}
+    assert_close(got, want)
+    shard.release()
+    with pytest.warns(MaterializedLogitsWarning):  # reading calls the module, so its hooks gather once more
+        torch.testing.assert_close(outputs.logits.detach() + 0, original(**INPUTS).logits.detach())
+    assert shard.gathers == 3
+
+
+def test_head_that_nobody_gathered_is_refused_by_name():
+    model = llama()
+    patch(model)
+    model.lm_head.weight.data = torch.empty(0)
+    with pytest.raises(PatchError, match=r"lm_head\.weight.*ZeRO-3"):
+        model(**INPUTS)
+
+
+def test_half_of_a_tensor_parallel_head_is_not_taken_for_the_head():
+    """Each rank holds V/2 rows and an output hook gathers the logits of all ranks."""
+    patched, original = twins()
+    patch(patched)
+    rest = patched.lm_head.weight.data[VOCAB // 2 :].clone()
+    patched.lm_head.weight = nn.Parameter(patched.lm_head.weight.data[: VOCAB // 2].clone())
+    patched.lm_head.register_forward_hook(lambda m, args, out: torch.cat([out, args[0] @ rest.T], dim=-1))
+    with pytest.warns(UserWarning, match="full logits.*shard"):
+        outputs = patched(**INPUTS)
+    assert type(outputs.logits) is torch.Tensor
+    torch.testing.assert_close(outputs.loss, original(**INPUTS).loss)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    """One rank: parameters are DTensors, and are freed and gathered as on many."""
+    if not dist.is_gloo_available():
+        pytest.skip("gloo is not built in")
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@each_head
+@pytest.mark.parametrize("local", [True, False], ids=["logits-local", "logits-DTensor"])
+def test_tensor_parallel_head_of_dtensors_computes_its_own_logits(mesh, local, family):
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    patched, original = twins(family, tie_word_embeddings=False)
+    patch(patched)
+    layout = ColwiseParallel(output_layouts=Replicate(), use_local_output=local)
+    parallelize_module(patched.lm_head, mesh, layout)
+    assert isinstance(patched.lm_head.weight, DTensor)
+    targets = nn.functional.pad(INPUTS["labels"], (0, 1), value=-100)[..., 1:].contiguous()
+    want = loss_and_gradients(original, call(**INPUTS))
+    shift_labels = targets if local else distribute_tensor(targets, mesh, [Replicate()])
+    with pytest.warns(UserWarning, match="full logits.*shard"):
+        got = loss_and_gradients(patched, call(**INPUTS, shift_labels=shift_labels))
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in got.items()}
+    assert_close(whole, want)
+
+
+@each_head
+@pytest.mark.parametrize("unit", ["root", "own"])
+@pytest.mark.parametrize("order", ["patch-then-shard", "shard-then-patch"])
+def test_fsdp2_trains_with_the_fused_loss(mesh, unit, order, family):
+    from torch.distributed.fsdp import fully_shard
+
+    patched, original = twins(family, tie_word_embeddings=False)
+    want = loss_and_gradients(original, call(**INPUTS))
+    if order == "patch-then-shard":
+        patch(patched)
+    for module in (*patched.model.layers, *([patched.lm_head] if unit == "own" else []), patched):
+        fully_shard(module, mesh=mesh)
+    if order == "shard-then-patch":
+        assert patch(patched).counts["linear_cross_entropy"] == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outputs = patched(**INPUTS)
+        assert type(outputs.logits) is DeferredLogits
+        outputs.loss.backward()
+    got = {n: p.grad.full_tensor() for n, p in patched.named_parameters()}
+    assert_close({"loss": outputs.loss.detach(), **got}, want)
+    if unit == "own":  # calling lm_head gathers its weight again
+        with pytest.warns(MaterializedLogitsWarning):
+            torch.testing.assert_close(outputs.logits.detach() + 0, original(**INPUTS).logits.detach())
+    else:
+        with pytest.raises(PatchError, match="Read the logits before backward"):
+            outputs.logits.sum()
+
+
+def test_fsdp2_logits_can_be_read_before_backward(mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    patched, original = twins()
+    patch(patched)
+    for module in (*patched.model.layers, patched):
+        fully_shard(module, mesh=mesh)
+    outputs = patched(**INPUTS)
+    with pytest.warns(MaterializedLogitsWarning):
+        torch.testing.assert_close(outputs.logits.detach() + 0, original(**INPUTS).logits.detach())
+
+
+def test_fsdp1_trains_with_the_fused_loss(mesh):
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    patched, original = twins()
+    want = loss_and_gradients(original, call(**INPUTS))
+    patch(patched)
+    patched.lm_head = FSDP(patched.lm_head, use_orig_params=True, device_id=torch.device("cpu"))
+    model = FSDP(patched, use_orig_params=True, device_id=torch.device("cpu"))
+    outputs = model(**INPUTS)
+    assert type(outputs.logits) is DeferredLogits
+    outputs.loss.backward()
+    got = {n.replace("_fsdp_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
+    assert_close({"loss": outputs.loss.detach(), **got}, want)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_distributed_data_parallel_trains_with_the_fused_loss(mesh, options):
+    patched, original = twins()
+    want = loss_and_gradients(original, call(**INPUTS))
+    patch(patched)
+    model = nn.parallel.DistributedDataParallel(patched, **options)
+    for _ in range(2):  # static_graph takes another path from the second step on
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", MaterializedLogitsWarning)
+            outputs = model(**INPUTS)
+            patched.zero_grad(set_to_none=True)
+            outputs.loss.backward()
+        got = {n: p.grad.clone() for n, p in patched.named_parameters()}
+        assert_close({"loss": outputs.loss.detach(), **got}, want)
+    assert patch(model).notes  # seen through the wrapper: already patched
+
+
+def test_data_parallel_replicas_are_patched():
+    model = llama()
+    patch(model)
+    replica = model._replicate_for_data_parallel()
+    assert (
+        isinstance(replica, PatchedModule) and copy.copy(model.lm_head).forward.__func__ is type(model.lm_head).forward
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "glm4"])
+def test_layers_of_dtensors_do_not_compute_what_they_computed(mesh, family):
+    """Sequence and tensor parallelism: tigon's operators have no sharding rules, PyTorch's have."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
+
+    patched, _ = twins(family)
+    report = patch(patched)
+    paths = [path for row in report.replaced if row.op in ("rms_norm", "layer_norm", "swiglu") for path in row.paths]
+    for path in paths:
+        module = patched.get_submodule(path)
+        x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+        want = module(x)
+        distribute_module(module, mesh)
+        got = module(distribute_tensor(x, mesh, [Replicate()]))
+        assert isinstance(got, DTensor)
+        torch.testing.assert_close(got.full_tensor(), want)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_compiled_fsdp2_loses_the_gather_of_the_head(mesh, family):
+    """The head is a unit of its own: its weight has to be gathered for the backward by a hook on what it returned."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch._dynamo.reset()
+    patched, original = twins(family, tie_word_embeddings=False)
+    want = loss_and_gradients(original, call(**INPUTS))
+    patch(patched)
+    for module in (*patched.model.layers, patched.lm_head, patched):
+        fully_shard(module, mesh=mesh)
+    loss = torch.compile(patched, backend="aot_eager")(**INPUTS, use_cache=False).loss
+    loss.backward()
+    got = {name: p.grad.full_tensor() for name, p in patched.named_parameters()}
+    torch._dynamo.reset()
+    assert_close({"loss": loss.detach(), **got}, want, 2e-5)
