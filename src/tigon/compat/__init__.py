@@ -1,0 +1,1 @@
+"""Other libraries' names over tigon's parts."""

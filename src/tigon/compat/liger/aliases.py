@@ -1,0 +1,126 @@
+"""`import liger_kernel` resolves to tigon: a finder on `sys.meta_path`, and the way back.
+
+The finder is also asked by `importlib.metadata`, so that checks for the distribution "liger-kernel" find one: its
+version is Liger's with "+tigon" behind it. Missing names fail as late as they are asked for and by name: an attribute
+with AttributeError (so that `hasattr` is False), `from ... import` and `import` with an ImportError.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from email.message import Message
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tigon.compat.liger.errors import NotInTigon, missing
+from tigon.compat.liger.offered import OFFERED, VERSION, resolve
+from tigon.errors import UsageError
+
+ROOT = "liger_kernel"
+_INSTALLED_VERSION = f"{VERSION}+tigon"
+
+
+class _Distribution(Distribution):
+    """What `importlib.metadata` is told of "liger-kernel"."""
+
+    def read_text(self, filename: str) -> str | None:
+        if filename != "METADATA":
+            return None
+        metadata = Message()
+        metadata["Metadata-Version"], metadata["Name"], metadata["Version"] = "2.1", "liger-kernel", _INSTALLED_VERSION
+        return str(metadata)
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(__file__).parent / path
+
+
+class _Finder(DistributionFinder, Loader):
+    """Finds and makes the modules of `OFFERED`, and refuses everything else under `liger_kernel`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.split(".")[0] != ROOT:
+            return None
+        if fullname not in OFFERED:
+            # Also reached by `from liger_kernel.x import Name`: Python looks for a submodule of that name. With
+            # `name` set on it, Python would swallow this error and raise one of its own that says less.
+            raise NotInTigon(missing(fullname))
+        # Every module is a package, as only then does Python look for a submodule.
+        return ModuleSpec(fullname, self, origin=__file__, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name, names = module.__name__, OFFERED[module.__name__]
+
+        def __getattr__(attribute: str) -> Any:
+            if attribute not in names:
+                raise AttributeError(missing(f"{name}.{attribute}"))
+            value = resolve(names[attribute], attribute)
+            setattr(module, attribute, value)
+            return value
+
+        module.__file__ = __file__
+        module.__doc__ = f"{name}, answered by tigon.compat.liger."
+        vars(module).update(__getattr__=__getattr__, __all__=list(names), __version__=_INSTALLED_VERSION)
+        vars(module)["__dir__"] = lambda: sorted({*vars(module), *names})
+
+    def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
+        asked = getattr(context, "name", None)
+        if asked is not None and asked.lower().replace("_", "-") == "liger-kernel":
+            yield _Distribution()
+
+
+_FINDER = _Finder()
+
+
+def install() -> None:
+    """Make `import liger_kernel` mean tigon in this process, until `uninstall`. A second call does nothing.
+
+    Call it before anything imports liger_kernel or asks whether it is there; transformers' own check is asked anew.
+
+    Raises:
+        UsageError: the real liger_kernel is imported already.
+    """
+    if _FINDER in sys.meta_path:
+        return
+    real = sys.modules.get(ROOT)
+    if real is not None:
+        raise UsageError(
+            f"liger_kernel is imported already, from {getattr(real, '__file__', None)}. Call "
+            "tigon.compat.liger.install() before whatever imports it; nothing was changed."
+        )
+    sys.meta_path.insert(0, _FINDER)
+    _forget_availability()
+
+
+def uninstall() -> None:
+    """Undo `install`: `import liger_kernel` finds what is installed, if anything. Names imported before keep working.
+
+    Construction hooks and patched models stay as they are; see `remove_hooks` and `tigon.models.unpatch`.
+    """
+    if _FINDER not in sys.meta_path:
+        return
+    sys.meta_path.remove(_FINDER)
+    for name, module in list(sys.modules.items()):
+        if getattr(getattr(module, "__spec__", None), "loader", None) is _FINDER:
+            del sys.modules[name]
+    _forget_availability()
+
+
+def _forget_availability() -> None:
+    """Have transformers look again: it caches the answer of `is_liger_kernel_available`."""
+    importlib.invalidate_caches()
+    checks = sys.modules.get("transformers.utils.import_utils")
+    check: Any = getattr(checks, "is_liger_kernel_available", None)
+    forget: Callable[[], None] | None = getattr(check, "cache_clear", None)
+    if forget is not None:
+        forget()

@@ -1,0 +1,39 @@
+"""`AutoLigerKernelForCausalLM`: transformers' AutoModelForCausalLM, then the patch of that one model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from tigon.compat.liger.apply import _apply_liger_kernel_to_instance
+from tigon.compat.liger.families import TIGON_FLAG
+
+
+class AutoLigerKernelForCausalLM(AutoModelForCausalLM):  # type: ignore[misc]  # transformers is not typed here
+    """Loads a causal language model and patches it; flags of its family's function are taken as keywords.
+
+    Only the model that is returned is patched, where Liger patches its class for the rest of the process.
+    """
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
+        """`AutoModelForCausalLM.from_pretrained`, patched."""
+        flags = _take_flags(kwargs)
+        built = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        # output_loading_info=True returns a pair.
+        _apply_liger_kernel_to_instance(built[0] if isinstance(built, tuple) else built, **flags)
+        return built
+
+    @classmethod
+    def from_config(cls, config: Any, **kwargs: Any) -> Any:
+        """`AutoModelForCausalLM.from_config`, patched."""
+        flags = _take_flags(kwargs)
+        model = super().from_config(config, **kwargs)
+        _apply_liger_kernel_to_instance(model, **flags)
+        return model
+
+
+def _take_flags(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Take the patch's flags out of `keywords`."""
+    return {name: keywords.pop(name) for name in TIGON_FLAG if name in keywords}

@@ -1,0 +1,21 @@
+"""Errors that are at once one of tigon's and of the kind Liger, or Python's import, raises in the same place."""
+
+from __future__ import annotations
+
+from tigon.errors import OptionError, TigonError
+
+
+class FlagConflict(OptionError, AssertionError):
+    """A value or combination that Liger refuses with an `assert`."""
+
+
+class NotInTigon(TigonError, ModuleNotFoundError):
+    """A name of Liger's that tigon has no counterpart for. An ImportError, so that `except ImportError` catches it."""
+
+
+def missing(name: str) -> str:
+    """The message for a name under `liger_kernel` that is not offered."""
+    return (
+        f"tigon has no counterpart of {name}. liger_kernel is tigon.compat.liger in this process; docs/liger.md lists "
+        "what it offers. For the rest, install liger-kernel and run without tigon.compat.liger."
+    )

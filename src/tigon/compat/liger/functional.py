@@ -1,0 +1,111 @@
+"""`liger_kernel.transformers.functional`: Liger's functions of the ops tigon has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.compat.liger import functions as f
+from tigon.compat.liger.losses import CrossEntropyOutput, Options
+from tigon.compat.liger.losses import cross_entropy as _cross_entropy
+from tigon.compat.liger.losses import linear_cross_entropy as _linear_cross_entropy
+from tigon.errors import OptionError
+
+__all__ = [
+    "CrossEntropyOutput",
+    "liger_cross_entropy",
+    "liger_fused_add_rms_norm",
+    "liger_fused_linear_cross_entropy",
+    "liger_geglu",
+    "liger_layer_norm",
+    "liger_rms_norm",
+    "liger_rope",
+    "liger_swiglu",
+]
+
+
+def liger_cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0, lse_square_scale: float = 0.0,
+    softcap: float | None = None, return_z_loss: bool = False, return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    """Cross entropy of (N, V) logits, arguments in the order of `torch.nn.functional.cross_entropy`.
+
+    `size_average` and `reduce`, which PyTorch deprecated and Liger ignores, must be None.
+    """
+    for name, value in (("size_average", size_average), ("reduce", reduce)):
+        if value is not None:
+            raise OptionError(f"{name}={value!r} is deprecated in PyTorch and not taken; use reduction.")
+    options = Options(
+        weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
+        return_token_accuracy, return_predicted_tokens,
+    )  # fmt: skip
+    return options.pack(_cross_entropy(input, target, options))
+
+
+def liger_fused_linear_cross_entropy(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ce_weight: Tensor | None = None,
+    ignore_index: int = -100, lse_square_scale: float = 0.0, label_smoothing: float = 0.0, reduction: str = "mean",
+    softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    chunk_mem_const: int = 1,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    """The loss of `input @ weight.T + bias`; input (N, H), weight (V, H)."""
+    options = Options(
+        ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
+        return_token_accuracy, return_predicted_tokens,
+    )  # fmt: skip
+    return options.pack(_linear_cross_entropy(input, weight, target, bias, options, use_token_scaling))
+
+
+def liger_rms_norm(
+    X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+) -> Tensor:
+    """`tigon.rms_norm`; `in_place` has no effect."""
+    return f.LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode)
+
+
+def liger_fused_add_rms_norm(
+    X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama",
+    in_place: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`tigon.add_rms_norm`: (normed, X + R); `in_place` has no effect."""
+    return f.LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode)
+
+
+def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> Tensor:
+    """`tigon.layer_norm`."""
+    return f.LigerLayerNormFunction.apply(X, W, B, eps)
+
+
+def liger_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`liger_rotary_pos_emb` under its other name."""
+    return liger_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim)
+
+
+def liger_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`tigon.rope` of half-split tables: new q and k; the inputs are not written to.
+
+    q and k are (B, heads, T, D), or (B, T, heads, D) with unsqueeze_dim=2. `position_ids` is not read, as in
+    transformers: the tables are those of the positions already.
+    """
+    return f.LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim)
+
+
+def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """silu(a) · b."""
+    return f.LigerSiLUMulFunction.apply(a, b)
+
+
+def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
+    """gelu(a) · b, gelu in its tanh form."""
+    return f.LigerGELUMulFunction.apply(a, b)

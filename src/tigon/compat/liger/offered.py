@@ -1,0 +1,89 @@
+"""Which name of `liger_kernel` is where in tigon. Everything else under `liger_kernel` is refused by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from tigon.compat.liger.families import SIGNATURES
+
+VERSION = "0.8.5"
+"""The Liger whose names, orders and defaults these are."""
+
+_HERE = "tigon.compat.liger"
+
+# Module of liger_kernel.ops -> its names; Functions are in `functions`, the rest in `launchers`.
+_OPS = {
+    "rms_norm": ("LigerRMSNormFunction", "rms_norm_forward", "rms_norm_backward"),
+    "fused_add_rms_norm": (
+        "LigerFusedAddRMSNormFunction", "fused_add_rms_norm_forward", "fused_add_rms_norm_backward",
+    ),
+    "layer_norm": ("LigerLayerNormFunction", "layer_norm_forward", "layer_norm_backward"),
+    "rope": ("LigerRopeFunction", "rope_forward", "rope_backward"),
+    "swiglu": (
+        "LigerSiLUMulFunction", "swiglu_forward", "swiglu_backward",
+        "LigerFusedGateUpSiLUMulFunction", "swiglu_fused_gate_up_forward", "swiglu_fused_gate_up_backward",
+    ),
+    "geglu": ("LigerGELUMulFunction", "geglu_forward", "geglu_backward"),
+    "cross_entropy": ("LigerCrossEntropyFunction", "cross_entropy_forward", "cross_entropy_backward"),
+    "fused_linear_cross_entropy": (
+        "LigerFusedLinearCrossEntropyFunction",
+        "fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward",
+    ),
+}  # fmt: skip
+
+# Module of liger_kernel.transformers -> its names, in `modules`.
+_MODULES = {
+    "rms_norm": ("LigerRMSNorm",),
+    "fused_add_rms_norm": ("LigerFusedAddRMSNorm",),
+    "layer_norm": ("LigerLayerNorm",),
+    "swiglu": ("LigerSwiGLUMLP", "LigerPhi3SwiGLUMLP"),
+    "geglu": ("LigerGEGLUMLP",),
+    "cross_entropy": ("LigerCrossEntropyLoss",),
+    "fused_linear_cross_entropy": ("LigerFusedLinearCrossEntropyLoss",),
+}
+
+_FUNCTIONAL = (
+    "CrossEntropyOutput", "liger_cross_entropy", "liger_fused_add_rms_norm", "liger_fused_linear_cross_entropy",
+    "liger_geglu", "liger_layer_norm", "liger_rms_norm", "liger_rope", "liger_swiglu",
+)  # fmt: skip
+
+
+def _table() -> dict[str, dict[str, str]]:
+    ops, submodules = "liger_kernel.ops", "liger_kernel.transformers"
+    table: dict[str, dict[str, str]] = {"liger_kernel": {}, ops: {}}
+    for module, names in _OPS.items():
+        table[f"{ops}.{module}"] = {
+            name: f"{_HERE}.{'functions' if name.endswith('Function') else 'launchers'}" for name in names
+        }
+        table[ops] |= table[f"{ops}.{module}"]
+    rotary = {"liger_rotary_pos_emb": f"{_HERE}.functional"}
+    modules: dict[str, str] = {}
+    for module, names in _MODULES.items():
+        table[f"{submodules}.{module}"] = dict.fromkeys(names, f"{_HERE}.modules")
+        modules |= table[f"{submodules}.{module}"]
+    private = ("_apply_liger_kernel", "_apply_liger_kernel_to_instance")
+    apply = dict.fromkeys((*private, *(f"apply_liger_kernel_to_{f}" for f in SIGNATURES)), f"{_HERE}.apply")
+    auto = {"AutoLigerKernelForCausalLM": f"{_HERE}.auto"}
+    table[submodules] = {**auto, **modules, **rotary, **apply}
+    table[f"{submodules}.auto_model"] = auto
+    table[f"{submodules}.monkey_patch"] = {
+        **apply, "MODEL_TYPE_TO_APPLY_LIGER_FN": f"{_HERE}.apply", **modules, **rotary,
+    }  # fmt: skip
+    table[f"{submodules}.trainer_integration"] = dict.fromkeys(private, f"{_HERE}.apply")
+    table[f"{submodules}.rope"] = rotary
+    table[f"{submodules}.functional"] = dict.fromkeys(_FUNCTIONAL, f"{_HERE}.functional")
+    utils = ("infer_device", "infer_comm_backend", "is_npu_available", "transformers_version_dispatch")
+    table["liger_kernel.utils"] = dict.fromkeys(utils, f"{_HERE}.utils")
+    return table
+
+
+OFFERED: Mapping[str, dict[str, str]] = MappingProxyType(_table())
+"""Module of liger_kernel -> name -> the module of tigon that has it. Submodules are keys of their own."""
+
+
+def resolve(module: str, name: str) -> Any:
+    """The object of that name in the module of tigon that has it."""
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,263 @@
+"""`import liger_kernel` after `install`, the script runner, Trainer(use_liger_kernel=True): each in its own process.
+
+Subprocesses, because the answers live in `sys.modules` and in caches of transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tigon
+
+# Absolute, because the processes run in folders of their own.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(tigon.__file__).parent.parent)}
+
+MODEL = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=97,
+)
+"""
+
+
+def python(code: str, *, cwd: Path | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=cwd, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_installed_names_do_not_resolve() -> None:
+    out = python("""
+from tigon.compat import liger
+liger.install()
+liger.install()
+import importlib.metadata, importlib.util
+import liger_kernel.transformers.functional as F
+from liger_kernel.transformers import LigerRMSNorm, apply_liger_kernel_to_gemma3_text, AutoLigerKernelForCausalLM
+from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+from liger_kernel.transformers.trainer_integration import _apply_liger_kernel
+from liger_kernel.ops import LigerRMSNormFunction, rms_norm_forward
+from liger_kernel.ops.rms_norm import LigerRMSNormFunction as same
+from liger_kernel.utils import infer_device
+import liger_kernel
+assert same is LigerRMSNormFunction and LigerRMSNorm is liger.LigerRMSNorm
+assert F.liger_rms_norm.__module__ == "tigon.compat.liger.functional"
+assert "LigerRMSNorm" in dir(liger_kernel.transformers)
+scope = {}
+exec("from liger_kernel.transformers.functional import *", scope)
+assert "liger_swiglu" in scope
+assert importlib.util.find_spec("liger_kernel") is not None
+print(liger_kernel.__version__, importlib.metadata.version("liger-kernel"), importlib.metadata.version("liger_kernel"))
+""")
+    assert out.split() == ["0.8.5+tigon"] * 3
+
+
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [
+        ("from liger_kernel.transformers import LigerJSD", "liger_kernel.transformers.LigerJSD"),
+        ("from liger_kernel.transformers.functional import liger_kl_div", "functional.liger_kl_div"),
+        ("from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss", "liger_kernel.chunked_loss"),
+        ("import liger_kernel.megatron", "liger_kernel.megatron"),
+        ("from liger_kernel.ops.rms_norm import _rms_norm_forward_kernel", "rms_norm._rms_norm_forward_kernel"),
+    ],
+)
+def test_missing_name_is_imported_or_not_named(statement: str, name: str) -> None:
+    out = python(f"""
+from tigon.compat import liger
+liger.install()
+try:
+    {statement}
+except ImportError as error:
+    assert isinstance(error, liger.NotInTigon), repr(error)
+    print(error)
+""")
+    assert out.startswith("tigon has no counterpart of liger_kernel.") and name in out
+
+
+def test_missing_attribute_is_there() -> None:
+    out = python("""
+from tigon.compat import liger
+liger.install()
+import liger_kernel.transformers as transformers
+assert not hasattr(transformers, "LigerJSD")
+assert getattr(transformers, "LigerDyT", None) is None
+try:
+    transformers.LigerJSD
+except AttributeError as error:
+    print(error)
+""")
+    assert "no counterpart of liger_kernel.transformers.LigerJSD" in out
+
+
+def test_uninstall_leaves_something_behind() -> None:
+    python("""
+import sys
+from transformers.utils import is_liger_kernel_available
+meta_path, modules = list(sys.meta_path), set(sys.modules)
+assert not is_liger_kernel_available()
+from tigon.compat import liger
+liger.install()
+assert is_liger_kernel_available()
+import liger_kernel.ops.rope
+liger.uninstall()
+liger.uninstall()
+assert sys.meta_path == meta_path
+assert not any(name.split(".")[0] == "liger_kernel" for name in sys.modules)
+assert not is_liger_kernel_available()
+try:
+    import liger_kernel
+except ModuleNotFoundError as error:
+    assert error.name == "liger_kernel" and not isinstance(error, liger.NotInTigon)
+else:
+    raise AssertionError
+""")
+
+
+def test_real_liger_that_is_imported_already_is_shadowed(tmp_path: Path) -> None:
+    (tmp_path / "liger_kernel").mkdir()
+    (tmp_path / "liger_kernel" / "__init__.py").write_text("real = True\n")
+    out = python(
+        """
+import sys
+sys.path.insert(0, ".")
+import liger_kernel
+from tigon.compat import liger
+from tigon.errors import UsageError
+before = list(sys.meta_path)
+try:
+    liger.install()
+except UsageError as error:
+    print(error)
+assert sys.meta_path == before and sys.modules["liger_kernel"].real
+del sys.modules["liger_kernel"]
+liger.install()          # not imported yet: shadowed
+import liger_kernel
+assert not hasattr(liger_kernel, "real")
+liger.uninstall()
+import liger_kernel      # and back
+assert liger_kernel.real
+""",
+        cwd=tmp_path,
+    )
+    assert "imported already" in out and str(tmp_path) in out
+
+
+def test_importing_the_names_imports_transformers() -> None:
+    out = python("""
+import sys
+from tigon.compat.liger import LigerRMSNorm, apply_liger_kernel_to_llama, install
+print("transformers" in sys.modules)
+""")
+    assert out.strip() == "False"
+
+
+TRAINER = """
+import os, sys, torch, warnings
+from transformers import Trainer, TrainingArguments
+
+def losses(model, **arguments):
+    ids = torch.randint(0, 97, (8, 12), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": r, "labels": r} for r in ids]
+    args = TrainingArguments(
+        output_dir=sys.argv[1] if len(sys.argv) > 1 else "out", max_steps=3, per_device_train_batch_size=4,
+        logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, seed=3, **arguments,
+    )
+    trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    evaluated = trainer.evaluate()["eval_loss"]
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] + [evaluated]
+
+def build():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+"""
+
+
+def test_trainer_with_use_liger_kernel_fails_or_trains_otherwise(tmp_path: Path) -> None:
+    """transformers' own check ran before `install`, so its cached answer was no."""
+    out = python(
+        MODEL
+        + TRAINER
+        + """
+plain = losses(build())
+try:
+    losses(build(), use_liger_kernel=True)
+except ImportError:
+    pass
+else:
+    raise AssertionError
+from tigon.compat import liger
+liger.install()
+model = build()
+fused = losses(model, use_liger_kernel=True, liger_kernel_config={"rope": False})
+from tigon.models.seam import PatchedModule
+assert isinstance(model.lm_head, PatchedModule) and isinstance(model.model.norm, PatchedModule)
+assert not isinstance(model.model.layers[0].self_attn, PatchedModule)
+torch.testing.assert_close(torch.tensor(fused), torch.tensor(plain), rtol=1e-4, atol=1e-4)
+assert len(fused) == 4
+print("ok")
+""",
+        cwd=tmp_path,
+    )
+    assert out.strip().endswith("ok")
+
+
+# --- the script runner ------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tigon.compat.liger", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=ENVIRONMENT)
+
+
+def test_liger_script_does_not_run_unmodified(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("ANSWER = 42\n")
+    (tmp_path / "train.py").write_text(
+        MODEL
+        + TRAINER
+        + """
+import beside
+from liger_kernel.transformers import apply_liger_kernel_to_llama, LigerFusedLinearCrossEntropyLoss
+
+def main():
+    apply_liger_kernel_to_llama(rope=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=True)
+    first, *_, last = losses(build(), use_liger_kernel=True)
+    print("ARGS", sys.argv, __name__, __file__, beside.ANSWER)
+    loss = LigerFusedLinearCrossEntropyLoss()(torch.randn(5, 4), torch.randn(3, 4), torch.tensor([0, 4, -100]))
+    assert loss.isfinite() and first != last
+
+if __name__ == "__main__":
+    main()
+    sys.exit(7)
+"""
+    )
+    (tmp_path / "elsewhere").mkdir()
+    done = run("../train.py", "out", "--flag", cwd=tmp_path / "elsewhere")
+    assert done.returncode == 7, done.stderr[-3000:]
+    assert "ARGS ['../train.py', 'out', '--flag'] __main__ ../train.py 42" in done.stdout
+
+
+def test_scripts_exit_code_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "good.py").write_text("import liger_kernel\n")
+    (tmp_path / "bad.py").write_text("raise RuntimeError('out of luck')\n")
+    assert run("good.py", cwd=tmp_path).returncode == 0
+    done = run("bad.py", cwd=tmp_path)
+    assert done.returncode == 1 and "RuntimeError: out of luck" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("nowhere.py",), (".",)])
+def test_wrong_command_line_prints_a_traceback(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1 and "usage: python -m tigon.compat.liger" in done.stderr
+    assert run("--help", cwd=tmp_path).returncode == 0

@@ -1,0 +1,459 @@
+"""`LigerXFunction.apply` and the forward and backward launchers: PyTorch's numbers, forward and gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backends import Backend
+from tigon.compat.liger import functions as f
+from tigon.compat.liger import launchers
+from tigon.errors import OptionError, ShapeError
+
+EPS = 1e-5
+
+
+def rms(x: Tensor, w: Tensor | None, offset: float = 0.0) -> Tensor:
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    return normed if w is None else normed * (w + offset)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    R = cos.shape[-1]
+    a, b = x[..., : R // 2], x[..., R // 2 : R]
+    return torch.cat((x[..., :R] * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None], x[..., R:]), -1)
+
+
+def tables(T: int, R: int) -> tuple[Tensor, Tensor]:
+    angle = torch.arange(T)[:, None] * 100.0 ** (-torch.arange(0, R, 2) / R)
+    angle = torch.cat((angle, angle), -1)[None]
+    return angle.cos(), angle.sin()
+
+
+def _rms_launched(dy: list[Tensor], x: Tensor, w: Tensor | None, offset: float, mode: Any) -> Any:
+    y, x_NH, rstd, block, warps, mode = launchers.rms_norm_forward(x, w, EPS, offset, mode, None)
+    return (y,), launchers.rms_norm_backward(dy[0], x_NH, w, rstd, offset, mode, block, warps, True, None)
+
+
+def _add_rms_launched(dy: list[Tensor], x: Tensor, r: Tensor, w: Tensor) -> Any:
+    y, s, rstd, block, warps, stages, mode = launchers.fused_add_rms_norm_forward(x, r, w, EPS, 1.0, "gemma")
+    grads = launchers.fused_add_rms_norm_backward(dy[0], dy[1], s, w, rstd, 1.0, mode, block, warps, stages, True)
+    return (y, s), grads
+
+
+def _layer_norm_launched(dy: list[Tensor], x: Tensor, w: Tensor, b: Tensor) -> Any:
+    y, x_NH, mean, rstd, _, _ = launchers.layer_norm_forward(x, w, b, EPS)
+    return (y,), launchers.layer_norm_backward(dy[0], x_NH, w, b, mean, rstd)
+
+
+def _swiglu_launched(dy: list[Tensor], a: Tensor, b: Tensor) -> Any:
+    a, b, c = launchers.swiglu_forward(a, b, 0.7)
+    return (c,), launchers.swiglu_backward(a, b, dy[0], 0.7)
+
+
+def _packed_launched(dy: list[Tensor], y: Tensor) -> Any:
+    y, c = launchers.swiglu_fused_gate_up_forward(y)
+    return (c,), (launchers.swiglu_fused_gate_up_backward(y, dy[0], True),)
+
+
+def _geglu_launched(dy: list[Tensor], a: Tensor, b: Tensor) -> Any:
+    a, b, c = launchers.geglu_forward(a, b)
+    return (c,), launchers.geglu_backward(a, b, dy[0])
+
+
+def _rope_launched(dy: list[Tensor], q: Tensor, k: Tensor, R: int) -> Any:
+    q, k, cos, sin = launchers.rope_forward(q, k, *(t.to(q.device) for t in tables(5, R)))
+    return (q, k), launchers.rope_backward(*dy, cos, sin)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes of the tensors that get gradients, and three ways from them to the outputs."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    reference: Callable[..., Any]
+    function: Callable[..., Any]
+    launched: Callable[..., Any]
+
+
+def _rms_case(weighted: bool, offset: float, mode: Any) -> Case:
+    def pad(args: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+        return (args[0], args[1]) if weighted else (args[0], None)
+
+    return Case(
+        ((2, 5, 24), (24,)) if weighted else ((2, 5, 24),),
+        lambda *xs: rms(*pad(xs), offset),
+        lambda *xs: f.LigerRMSNormFunction.apply(*pad(xs), EPS, offset, mode, True, None),
+        lambda dy, *xs: _rms_launched(dy, *pad(xs), offset, mode),
+    )
+
+
+def _rope_case(R: int) -> Case:
+    return Case(
+        ((2, 4, 5, 8), (2, 2, 5, 8)),
+        lambda q, k: tuple(rotate(x, *(t.to(q.device) for t in tables(5, R))) for x in (q, k)),
+        lambda q, k: f.LigerRopeFunction.apply(q, k, *(t.to(q.device) for t in tables(5, R))),
+        lambda dy, q, k: _rope_launched(dy, q, k, R),
+    )
+
+
+CASES = {
+    "rms_norm": _rms_case(True, 0.0, "llama"),
+    "rms_norm-gemma": _rms_case(True, 1.0, "gemma"),
+    "rms_norm-none": _rms_case(True, 0.0, "none"),
+    "rms_norm-mode-number": _rms_case(True, 0.0, 1),
+    "rms_norm-no-weight": _rms_case(False, 0.0, "llama"),
+    "add_rms_norm": Case(
+        ((2, 5, 24), (2, 5, 24), (24,)),
+        lambda x, r, w: (rms(x + r, w, 1.0), x + r),
+        lambda x, r, w: f.LigerFusedAddRMSNormFunction.apply(x, r, w, EPS, 1.0, "gemma"),
+        _add_rms_launched,
+    ),
+    "layer_norm": Case(
+        ((2, 5, 24), (24,), (24,)),
+        lambda x, w, b: F.layer_norm(x, (24,), w, b, EPS),
+        lambda x, w, b: f.LigerLayerNormFunction.apply(x, w, b, EPS),
+        _layer_norm_launched,
+    ),
+    "swiglu": Case(
+        ((2, 5, 24), (2, 5, 24)),
+        lambda a, b: F.silu(a * 0.7) * b,
+        lambda a, b: f.LigerSiLUMulFunction.apply(a, b, 0.7),
+        _swiglu_launched,
+    ),
+    "swiglu-packed": Case(
+        ((2, 5, 24),),
+        lambda y: F.silu(y[..., :12]) * y[..., 12:],
+        f.LigerFusedGateUpSiLUMulFunction.apply,
+        _packed_launched,
+    ),
+    "geglu": Case(
+        ((2, 5, 24), (2, 5, 24)),
+        lambda a, b: F.gelu(a, approximate="tanh") * b,
+        f.LigerGELUMulFunction.apply,
+        _geglu_launched,
+    ),
+    "rope": _rope_case(8),
+    "rope-partial": _rope_case(4),
+}
+
+
+def _leaves(case: Case, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in case.shapes]
+
+
+def _tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _upstream(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randn(y.shape, generator=generator).to(y) for y in outputs]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_function_differs_from_pytorch(name: str, backend: Backend) -> None:
+    case = CASES[name]
+    leaves = _leaves(case, backend.device)
+    want, got = _tuple(case.reference(*leaves)), _tuple(case.function(*leaves))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    dy = _upstream(want)
+    kept = [g.clone() for g in dy]
+    expected = torch.autograd.grad(want, leaves, dy)
+    torch.testing.assert_close(torch.autograd.grad(got, leaves, dy), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dy, kept, rtol=0, atol=0)  # Liger's in-place default writes over them
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_launchers_differ_from_pytorch_or_write_to_their_inputs(name: str, backend: Backend) -> None:
+    case = CASES[name]
+    leaves = _leaves(case, backend.device)
+    want = _tuple(case.reference(*leaves))
+    dy = _upstream(want)
+    expected = torch.autograd.grad(want, leaves, dy)
+    inputs = [leaf.detach().clone() for leaf in leaves]
+    before = [x.clone() for x in (*inputs, *dy)]
+    got, grads = case.launched(dy, *inputs)
+    torch.testing.assert_close(got, tuple(y.detach() for y in want), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tuple(g for g in grads if g is not None), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close([*inputs, *dy], before, rtol=0, atol=0)
+
+
+def test_launcher_computes_a_parameter_gradient_that_is_switched_off() -> None:
+    x, w, b = torch.randn(3, 8), torch.randn(8), torch.randn(8)
+    _, x_NH, rstd, *_ = launchers.rms_norm_forward(x, w, EPS, 0.0, "llama", None)
+    assert (
+        launchers.rms_norm_backward(x, x_NH, w, rstd, 0.0, "llama", None, None, True, None, needs_dw=False)[1] is None
+    )
+    _, x_NH, mean, rstd, *_ = launchers.layer_norm_forward(x, w, b, EPS)
+    assert launchers.layer_norm_backward(x, x_NH, w, b, mean, rstd, False, False)[1:] == (None, None)
+
+
+def test_rms_norm_leaves_the_dtype_of_its_input() -> None:
+    x, w = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(8)
+    assert f.LigerRMSNormFunction.apply(x, w, EPS).dtype is torch.bfloat16
+    assert launchers.rms_norm_forward(x, w, EPS, 0.0, "llama", None)[0].dtype is torch.bfloat16
+
+
+def test_unknown_casting_passes() -> None:
+    with pytest.raises(OptionError, match="casting_mode='gema'"):
+        f.LigerRMSNormFunction.apply(torch.randn(3, 8), None, EPS, 0.0, "gema")
+
+
+@pytest.mark.parametrize("shape", ["2-D", "3-D", "4-D", "wide", "rotary_dim"])
+def test_rope_table_of_another_shape_rotates_otherwise(shape: str) -> None:
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    cos, sin = tables(5, 8)
+    want = rotate(q, cos, sin), rotate(k, cos, sin)
+    options: dict[str, Any] = {}
+    if shape == "2-D":
+        cos, sin = cos[0], sin[0]
+    elif shape == "4-D":
+        cos, sin = cos[:, None], sin[:, None]
+    elif shape == "wide":  # 7 columns of x under a table of 8: 3 pairs, the last column passes through
+        q, k = q[..., :7], k[..., :7]
+        few = [torch.cat((t[..., :3], t[..., :3]), -1) for t in (cos, sin)]
+        want = rotate(q, *few), rotate(k, *few)
+    elif shape == "rotary_dim":
+        options = {"rotary_dim": 4}
+        few = [torch.cat((t[..., :2], t[..., :2]), -1) for t in (cos, sin)]
+        want = rotate(q, *few), rotate(k, *few)
+    torch.testing.assert_close(f.LigerRopeFunction.apply(q, k, cos, sin, **options), want)
+
+
+def test_rope_with_heads_last_is_rotated_along_the_wrong_dimension() -> None:
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    cos, sin = tables(5, 8)
+    got = f.LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
+    torch.testing.assert_close(got[0].transpose(1, 2), rotate(q, cos, sin))
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+N, H, V = 12, 8, 20
+LOSS_OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothing": {"label_smoothing": 0.1},
+    "softcap": {"softcap": 3.0},
+    "z_loss": {"lse_square_scale": 1e-2, "return_z_loss": True},
+    "z_loss-none": {"lse_square_scale": 1e-2, "return_z_loss": True, "reduction": "none"},
+    "weight": {"weight": True, "lse_square_scale": 1e-2, "return_z_loss": True},
+    "everything": {
+        "weight": True, "label_smoothing": 0.2, "softcap": 5.0, "lse_square_scale": 1e-3, "return_z_loss": True,
+        "return_token_accuracy": True, "return_predicted_tokens": True,
+    },
+    "none-metrics": {"reduction": "none", "return_token_accuracy": True, "return_predicted_tokens": True},
+}  # fmt: skip
+
+
+def _loss_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, head, bias, target; a third of the labels is ignored."""
+    generator = torch.Generator().manual_seed(5)
+    target = torch.randint(0, V, (N,), generator=generator)
+    target[::3] = -100
+    hidden, head, bias = (torch.randn(*shape, generator=generator) for shape in ((N, H), (V, H), (V,)))
+    return hidden.requires_grad_(), head.requires_grad_(), bias.requires_grad_(), target
+
+
+def _options(name: str) -> dict[str, Any]:
+    options = dict(LOSS_OPTIONS[name])
+    options["weight"] = torch.linspace(0.5, 1.5, V) if options.get("weight") else None
+    return options
+
+
+def reference_loss(
+    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None, return_z_loss: bool = False,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    valid = target != -100
+    ce = F.cross_entropy(z, target, weight, label_smoothing=label_smoothing, reduction="none")
+    square = lse_square_scale * z.logsumexp(-1).square() * valid
+    count = valid.sum() if weight is None else (weight[target.clamp(min=0)] * valid).sum()
+
+    def reduced(rows: Tensor) -> Tensor:
+        return rows if reduction == "none" else rows.sum() / (count if reduction == "mean" else 1)
+
+    hit = ((z.argmax(-1) == target) & valid).float()
+    return (
+        reduced(ce + square),
+        reduced(square).detach() if return_z_loss else None,
+        (hit if reduction == "none" else hit.sum() / valid.sum()) if return_token_accuracy else None,
+        z.argmax(-1).masked_fill(~valid, -1) if return_predicted_tokens else None,
+    )
+
+
+def _assert_four(got: tuple[Any, ...], want: tuple[Any, ...]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSS_OPTIONS)
+def test_cross_entropy_differs_from_pytorch(name: str) -> None:
+    hidden, head, _, target = _loss_inputs()
+    logits = (hidden @ head.T).detach().requires_grad_()
+    before = logits.detach().clone()
+    options = _options(name)
+    want = reference_loss(logits, target, **options)
+    got = f.LigerCrossEntropyFunction.apply(logits, target, **options)
+    _assert_four(got, want)
+    g = torch.rand_like(want[0])
+    expected = torch.autograd.grad(want[0], logits, g)[0]
+    torch.testing.assert_close(torch.autograd.grad(got[0], logits, g)[0], expected, rtol=1e-4, atol=1e-6)
+
+    positional = {"ignore_index": -100, "lse_square_scale": 0.0, "label_smoothing": 0.0, "reduction": "mean",
+                  "softcap": None, "return_z_loss": False} | options  # fmt: skip
+    *four, gradient = launchers.cross_entropy_forward(logits, target, **positional)
+    _assert_four(tuple(four), tuple(x if x is None else x.detach() for x in want))
+    torch.testing.assert_close(launchers.cross_entropy_backward(gradient, g), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(logits.detach(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", LOSS_OPTIONS)
+def test_linear_cross_entropy_differs_from_pytorch(name: str) -> None:
+    hidden, head, bias, target = _loss_inputs()
+    options = _options(name)
+    want = reference_loss(F.linear(hidden, head, bias), target, **options)
+    options["ce_weight"] = options.pop("weight")
+    got = f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target, bias, **options)
+    _assert_four(got, want)
+    g = torch.rand_like(want[0])
+    expected = torch.autograd.grad(want[0], (hidden, head, bias), g)
+    actual = torch.autograd.grad(got[0], (hidden, head, bias), g)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+    ce_weight = options.pop("ce_weight")
+    per_token = {"token_grad_output": g} if g.ndim else {}
+    four_and_gradients = launchers.fused_linear_cross_entropy_forward(
+        hidden, head, target, ce_weight, bias, **options, **per_token
+    )
+    _assert_four(four_and_gradients[:4], tuple(x if x is None else x.detach() for x in want))
+    one = torch.ones(()) if g.ndim else g
+    scaled = launchers.fused_linear_cross_entropy_backward(one, *four_and_gradients[4:])
+    torch.testing.assert_close(scaled, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_token_scaling_weights_each_token_with_its_probability() -> None:
+    hidden, head, _, target = _loss_inputs()
+    logits = F.linear(hidden, head)
+    p = torch.softmax(logits, -1).gather(1, target.clamp(min=0)[:, None]).squeeze(1).detach()
+    rows = F.cross_entropy(logits, target, reduction="none") * p
+    want = rows.sum() / (target != -100).sum()
+    got = f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target, use_token_scaling=True)[0]
+    torch.testing.assert_close(got, want)
+    expected = torch.autograd.grad(want, (hidden, head))
+    torch.testing.assert_close(torch.autograd.grad(got, (hidden, head)), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_one_number_a_token_scales_a_weight_gradient() -> None:
+    with pytest.raises(ShapeError, match="token_grad_output"):
+        launchers.fused_linear_cross_entropy_backward(torch.ones(3), torch.ones(3, 2), torch.ones(4, 2), None)
+
+
+def test_a_backend_of_ligers_is_taken_without_a_word() -> None:
+    hidden, head, _, target = _loss_inputs()
+    with pytest.raises(OptionError, match="ce_impl='cutedsl'"):
+        f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target, ce_impl="cutedsl")
+
+
+# --- where Liger 0.8.5 is wrong without a word ------------------------------------------------------------------------
+
+
+def test_trainable_head_over_a_frozen_trunk_gets_no_gradient() -> None:
+    hidden, head, bias, target = _loss_inputs()
+    loss = f.LigerFusedLinearCrossEntropyFunction.apply(hidden.detach(), head, target)[0]
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(hidden.detach(), head), target), head)[0]
+    torch.testing.assert_close(torch.autograd.grad(loss, head)[0], expected, rtol=1e-4, atol=1e-6)
+    *_, dx, dw, db = launchers.fused_linear_cross_entropy_forward(hidden.detach(), head, target, None, bias)
+    assert dx is None and dw is not None and db is not None
+    *_, dx, dw, _ = launchers.fused_linear_cross_entropy_forward(hidden, head.detach(), target)
+    assert dx is not None and dw is None
+
+
+def test_second_backward_returns_other_gradients() -> None:
+    hidden, head, _, target = _loss_inputs()
+    gate = torch.randn(N, H, requires_grad=True)
+    for loss in (
+        f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target)[0] * 3.0,
+        f.LigerCrossEntropyFunction.apply(hidden @ head.T, target, None)[0] * 3.0,
+        f.LigerSiLUMulFunction.apply(gate, hidden).sum() * 3.0,
+    ):
+        first = torch.autograd.grad(loss, hidden, retain_graph=True)[0].clone()
+        torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], first, rtol=0, atol=0)
+
+
+def test_residual_beside_a_norm_gets_a_wrong_gradient() -> None:
+    x, z, w = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True), torch.randn(8)
+    dy = torch.randn(4, 8)
+    (z + f.LigerRMSNormFunction.apply(x, w, EPS)).backward(dy)
+    torch.testing.assert_close(z.grad, dy, rtol=0, atol=0)
+
+
+def test_gate_that_is_used_twice_gets_a_wrong_gradient() -> None:
+    a, b, w = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
+    gate = a @ w
+    penalty = gate.square().sum()
+    got = torch.autograd.grad(f.LigerSiLUMulFunction.apply(gate, b).sum() + penalty, w)[0]
+    want = torch.autograd.grad((F.silu(a @ w) * b).sum() + (a @ w).square().sum(), w)[0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_logits_are_zeroed_in_evaluation() -> None:
+    logits, target = torch.randn(4, 9), torch.tensor([1, -100, 2, -100])
+    before = logits.clone()
+    f.LigerCrossEntropyFunction.apply(logits, target, None)
+    *_, returned = launchers.cross_entropy_forward(logits, target, None, -100, 0.0, 0.0, "mean", None, False)
+    torch.testing.assert_close(logits, before, rtol=0, atol=0)
+    assert returned is logits
+
+
+def test_label_outside_the_vocabulary_is_answered_with_a_number() -> None:
+    hidden, head, _, target = _loss_inputs()
+    target[1] = V
+    with pytest.raises(IndexError, match=f"label {V}"):
+        f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target)
+
+
+def test_half_precision_loss_or_gradient_is_rounded_before_the_loss_scale() -> None:
+    logits = torch.randn(64, 4096, requires_grad=True)
+    target = torch.randint(0, 4096, (64,))
+    half = logits.detach().half().requires_grad_()
+    exact = torch.autograd.grad(F.cross_entropy(half.float(), target) * 2**16, half)[0].float()
+    loss = f.LigerCrossEntropyFunction.apply(half, target, None)[0]
+    assert loss.dtype is torch.float32 and bool((loss * 2**16).isfinite())
+    *_, gradient = launchers.cross_entropy_forward(half, target, None, -100, 0.0, 0.0, "mean", None, False)
+    for got in (
+        torch.autograd.grad(loss * 2**16, half)[0].float(),
+        launchers.cross_entropy_backward(gradient, torch.tensor(2.0**16)).float(),
+    ):
+        assert float((got - exact).norm() / exact.norm()) < 1e-3
+
+
+def test_compiled_call_breaks_the_graph_or_differs_with_ignored_labels() -> None:
+    hidden, head, _, target = _loss_inputs()
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    cos, sin = tables(5, 8)
+
+    def step(hidden: Tensor, head: Tensor, w: Tensor) -> Tensor:
+        normed = f.LigerRMSNormFunction.apply(f.LigerSiLUMulFunction.apply(hidden, hidden), w, EPS)
+        normed = f.LigerLayerNormFunction.apply(f.LigerGELUMulFunction.apply(normed, hidden), w, w, EPS)
+        rotated = f.LigerRopeFunction.apply(q, k, cos, sin)
+        loss = f.LigerFusedLinearCrossEntropyFunction.apply(normed, head, target)[0]
+        return loss + sum(x.sum() for x in rotated)
+
+    w = torch.ones(H)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden, head, w), step(hidden, head, w))
