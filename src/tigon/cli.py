@@ -69,4 +69,90 @@ def _app() -> Any:
 
         train(recipe, assignments or (), resume=resume)
 
+    @app.command("models")
+    def models_command(
+        families: Annotated[list[str] | None, typer.Argument(metavar="[FAMILY...]", help="Only these rows.")] = None,
+        verified: Annotated[bool, typer.Option("--verify", help="Prove each row on a small random model.")] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON, each row with its proof.")] = False,
+        device: Annotated[str | None, typer.Option(help="Where the proof runs: cpu (if left out) or cuda.")] = None,
+        dtype: Annotated[str | None, typer.Option(help="Of the proof: fp32 (if left out) or bf16.")] = None,
+        into: Annotated[
+            Path | None, typer.Option(metavar="FILE.md", help="Put the table between the document's markers.")
+        ] = None,
+        others: Annotated[
+            bool, typer.Option("--others", help="With --into: also the families without a row; takes minutes.")
+        ] = False,
+    ) -> None:
+        """What every model family gets, what is left alone and why; exit code 1 when a family differs."""
+        from tigon.models.command import models
+
+        same = models(
+            families or (), as_json=as_json, verified=verified, device=device, dtype=dtype, into=into, others=others
+        )
+        raise typer.Exit(0 if same else 1)
+
+    @app.command("doctor")
+    def doctor_command(
+        model: Annotated[
+            str | None,
+            typer.Argument(metavar="[MODEL]", help="A preset, a checkpoint folder, a config.json or a hub id."),
+        ] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    ) -> None:
+        """Check this machine, every op, and which kernels a model gets; exit code 1 when something is wrong."""
+        import json
+
+        from tigon.doctor import diagnose
+
+        diagnosis = diagnose(model)
+        print(json.dumps(diagnosis.to_dict(), indent=2) if as_json else diagnosis)
+        raise typer.Exit(0 if diagnosis.ok else 1)
+
+    bench = typer.Typer(help="Measure kernels against their peers and the hardware's limit.", no_args_is_help=True)
+    app.add_typer(bench, name="bench")
+
+    @bench.command("kernels")
+    def bench_kernels_command(
+        suite: Annotated[
+            str | None,
+            typer.Option(help="targets, paper, odd or small; targets on a GPU and small on a CPU if left out."),
+        ] = None,
+        ops: Annotated[list[str] | None, typer.Option("--op", help="Only this op; may be repeated.")] = None,
+        impls: Annotated[
+            list[str] | None, typer.Option("--impl", help="Only this implementation; may be repeated.")
+        ] = None,
+        without: Annotated[list[str] | None, typer.Option(help="Not this implementation; may be repeated.")] = None,
+        shapes: Annotated[
+            list[str] | None,
+            typer.Option("--shape", metavar="AxB", help="Instead of the suite's, for one --op; may be repeated."),
+        ] = None,
+        dtype: Annotated[str | None, typer.Option(help="bf16 (on a GPU), fp16 or fp32 (on a CPU).")] = None,
+        repetitions: Annotated[int, typer.Option(help="Rounds; every implementation runs once in each.")] = 20,
+        time_limit: Annotated[
+            float | None, typer.Option("--time-limit", metavar="SECONDS", help="Start no row after this long.")
+        ] = None,
+        json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the record, row by row.")] = None,
+        plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts and write the table.")] = None,
+    ) -> None:
+        """Time, memory and error of every op, against the other libraries installed here."""
+        from tigon.bench.kernels import bench_kernels
+
+        bench_kernels(
+            suite=suite, ops=ops or (), impls=impls or (), without=without or (), shapes=shapes or (), dtype=dtype,
+            repetitions=repetitions, time_limit_s=time_limit, json_path=json, plot_dir=plot,
+        )  # fmt: skip
+
+    @bench.command("report")
+    def bench_report_command(
+        record: Annotated[Path, typer.Argument(metavar="FILE.json", help="A record of `tigon bench kernels --json`.")],
+        plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts and write the table.")] = None,
+        into: Annotated[
+            Path | None, typer.Option(metavar="FILE.md", help="Put the table between the record's markers there.")
+        ] = None,
+    ) -> None:
+        """Table and charts of a record, on any machine."""
+        from tigon.bench.report import report_file
+
+        report_file(record, plot, into)
+
     return app

@@ -1,0 +1,159 @@
+"""What this process runs on: versions, device, and the conditions that the rows of `known_bad` ask about."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from tigon.ops import _dispatch
+
+PACKAGES = (
+    "tigon", "torch", "triton", "numpy", "transformers", "accelerate", "peft", "trl", "deepspeed", "bitsandbytes",
+    "liger_kernel",
+)  # fmt: skip
+
+# Libraries that replace classes and functions of transformers or torch for the whole process.
+GLOBAL_PATCHERS = frozenset({"liger_kernel", "unsloth", "unsloth_zoo", "cut_cross_entropy"})
+
+# Every condition a row of `known_bad` may name, and what it means.
+CONDITIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "gpu": "PyTorch sees a GPU",
+        "interpreter": "TRITON_INTERPRET=1",
+        "no-triton": "triton is not importable",
+        "no-compiler": "no C compiler: neither $CC nor cc, gcc, clang or cl on PATH",
+        "gpu-not-seen": "the NVIDIA driver is loaded, PyTorch sees no GPU",
+        "before-ampere": "an NVIDIA GPU of compute capability below 8.0",
+        "architecture-not-built": "PyTorch was built without code for this GPU",
+        "patched-globally": "another library has replaced names of transformers or torch in this process",
+        "bf16-product-traps": "a bf16 product of PyTorch's ended the self-test with an illegal instruction",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What was found here; tests make their own."""
+
+    python: str
+    platform: str
+    packages: Mapping[str, str | None]
+    """Version, or None where the package is not installed."""
+    device: str
+    """For people: the GPU with its memory, or that there is none."""
+    runs: str
+    """What an op runs on here."""
+    conditions: frozenset[str] = frozenset()
+    foreign: tuple[str, ...] = ()
+    """Names of transformers and torch that belong to another library now, as module.name -> its module."""
+
+
+def look() -> Environment:
+    """The environment of this process."""
+    foreign = tuple(replaced_names())
+    return Environment(
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages=MappingProxyType({name: _version(name) for name in PACKAGES}),
+        device=_device(),
+        runs=_runs(),
+        conditions=frozenset(_conditions(bool(foreign))),
+        foreign=foreign,
+    )
+
+
+def _version(package: str) -> str | None:
+    if package == "tigon":
+        from tigon import __version__
+
+        return __version__
+    if package == "torch":
+        return str(torch.__version__)  # with the +cpu or +cu130 that some installers leave out of the metadata
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _device() -> str:
+    if not torch.cuda.is_available():
+        return "no GPU"
+    parts = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        arch = (
+            getattr(properties, "gcnArchName", None)
+            if torch.version.hip
+            else f"sm_{properties.major}{properties.minor}"
+        )
+        parts.append(f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {arch}")
+    return "; ".join(parts)
+
+
+def _runs() -> str:
+    if not _dispatch.HAS_TRITON:
+        return "PyTorch reference of each op (triton is not installed)"
+    if _dispatch.INTERPRET:
+        return "Triton kernels in the interpreter (TRITON_INTERPRET=1)"
+    if torch.cuda.is_available():
+        return "Triton kernels on the GPU; fp64 takes the PyTorch reference"
+    return "PyTorch reference of each op on the CPU"
+
+
+def _conditions(foreign: bool) -> Iterable[str]:
+    gpu = torch.cuda.is_available()
+    checks = {
+        "gpu": gpu,
+        "interpreter": os.environ.get("TRITON_INTERPRET") == "1",
+        "no-triton": not _dispatch.HAS_TRITON,
+        "no-compiler": not _has_compiler(),
+        "gpu-not-seen": not gpu and Path("/proc/driver/nvidia/version").exists(),
+        "before-ampere": gpu and not torch.version.hip and torch.cuda.get_device_capability() < (8, 0),
+        "architecture-not-built": gpu and not torch.version.hip and not _built_for(torch.cuda.get_device_capability()),
+        "patched-globally": foreign,
+    }
+    return (name for name, holds in checks.items() if holds)
+
+
+def _has_compiler() -> bool:
+    # The names triton/runtime/build.py looks for, and MSVC's.
+    return "CC" in os.environ or any(shutil.which(name) for name in ("cc", "gcc", "clang", "cl"))
+
+
+def _built_for(capability: tuple[int, int], architectures: Iterable[str] | None = None) -> bool:
+    """Whether PyTorch has machine code of the same major version, or PTX of an older one, for a GPU.
+
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide, "Application Compatibility".
+    """
+    for name in torch.cuda.get_arch_list() if architectures is None else architectures:
+        kind, _, digits = name.partition("_")
+        number = "".join(c for c in digits if c.isdigit())  # sm_90a
+        if not number:
+            continue
+        built = (int(number[:-1]), int(number[-1]))
+        if built <= capability and (kind == "compute" or built[0] == capability[0]):
+            return True
+    return False
+
+
+def replaced_names() -> Iterable[str]:
+    """Names in loaded transformers models, torch.nn and torch.nn.functional that come from a library that patches them.
+
+    Sees this process only: `tigon doctor` from a shell finds nothing here, `tigon.doctor.diagnose()` in a script does.
+    """
+    watched = {n: m for n, m in list(sys.modules.items()) if n.startswith("transformers.models.") and ".modeling_" in n}
+    watched |= {"torch.nn": torch.nn, "torch.nn.functional": torch.nn.functional}
+    for module_name, module in sorted(watched.items()):
+        for name, value in sorted(vars(module).items()):
+            owner = getattr(value, "__module__", None)
+            if isinstance(owner, str) and owner.partition(".")[0] in GLOBAL_PATCHERS:
+                yield f"{module_name}.{name} -> {owner}"

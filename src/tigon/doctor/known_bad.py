@@ -1,0 +1,166 @@
+"""Combinations known to fail. One row each; nothing else in tigon knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from tigon.doctor.environment import Environment
+from tigon.doctor.finding import Finding, Level
+
+# The versions tigon is tested with, as pyproject.toml declares them (a test compares the two).
+OLDEST: Mapping[str, str] = MappingProxyType(
+    {
+        "torch": "2.8", "triton": "3.4", "transformers": "5.8", "accelerate": "1.10", "peft": "0.18",
+        "deepspeed": "0.19", "bitsandbytes": "0.50",
+    }
+)  # fmt: skip
+UNTESTED_FROM: Mapping[str, str] = MappingProxyType({"transformers": "5.24"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownBad:
+    """Holds where every package is installed in a version that matches, and every condition is met."""
+
+    id: str
+    level: Level
+    packages: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Package -> version specifier (PEP 440); the empty specifier matches any version."""
+    conditions: frozenset[str] = frozenset()
+    """Keys of `environment.CONDITIONS`."""
+    what: str
+    fix: str
+    source: str
+
+    def holds(self, environment: Environment) -> bool:
+        """Whether this is such an environment."""
+        from packaging.specifiers import SpecifierSet
+
+        def matches(package: str, specifier: str) -> bool:
+            version = environment.packages.get(package)
+            return version is not None and SpecifierSet(specifier).contains(version, prereleases=True)
+
+        return self.conditions <= environment.conditions and all(matches(p, s) for p, s in self.packages.items())
+
+    def finding(self) -> Finding:
+        """The row as the doctor says it."""
+        return Finding(level=self.level, id=self.id, what=self.what, fix=self.fix, source=self.source)
+
+
+ROWS: tuple[KnownBad, ...] = (
+    KnownBad(
+        id="interpreter-numpy",
+        level="problem",
+        packages={"triton": "<3.7", "numpy": ">=2.4"},
+        conditions=frozenset({"interpreter"}),
+        what="Triton's interpreter up to 3.6 cannot index with numpy 2.4 arrays: most kernels raise a TypeError.",
+        fix="pip install 'numpy<2.4', or unset TRITON_INTERPRET.",
+        source="https://github.com/triton-lang/triton/issues/9171",
+    ),
+    KnownBad(
+        id="interpreter-on-gpu",
+        level="problem",
+        conditions=frozenset({"interpreter", "gpu"}),
+        what="TRITON_INTERPRET=1 runs every kernel in Python on the CPU, about a thousand times slower than this GPU.",
+        fix="unset TRITON_INTERPRET.",
+        source="https://triton-lang.org/main/programming-guide/chapter-3/debugging.html",
+    ),
+    KnownBad(
+        id="bf16-amx",
+        level="problem",
+        conditions=frozenset({"bf16-product-traps"}),
+        what="PyTorch's own bf16 matrix product dies of an illegal instruction: this CPU, a virtual machine as a rule, "
+        "advertises AMX and traps on it.",
+        fix="export ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 (or AVX512_CORE_BF16) before Python starts.",
+        source="https://github.com/uxlfoundation/oneDNN/issues/5689 and the self-test below",
+    ),
+    KnownBad(
+        id="gpu-not-seen",
+        level="problem",
+        conditions=frozenset({"gpu-not-seen"}),
+        what="An NVIDIA driver is loaded, but PyTorch sees no GPU: it is a CPU build, was built for a newer driver, or "
+        "CUDA_VISIBLE_DEVICES is empty.",
+        fix="compare nvidia-smi with the version after + in torch's; install the build for your CUDA version.",
+        source="https://pytorch.org/get-started/locally",
+    ),
+    KnownBad(
+        id="architecture-not-built",
+        level="problem",
+        conditions=frozenset({"architecture-not-built"}),
+        what="This PyTorch has no code for this GPU's architecture: PyTorch's own operators fail on it.",
+        fix="install a PyTorch built for a CUDA version that knows the GPU.",
+        source="torch.cuda.get_arch_list()",
+    ),
+    KnownBad(
+        id="gpu-without-triton",
+        level="problem",
+        conditions=frozenset({"gpu", "no-triton"}),
+        what="There is a GPU and no triton, so every op runs its PyTorch reference: right, without the speed.",
+        fix="pip install triton (triton-windows on Windows).",
+        source="https://github.com/triton-lang/triton#quick-installation",
+    ),
+    KnownBad(
+        id="no-c-compiler",
+        level="problem",
+        conditions=frozenset({"gpu", "no-compiler"}),
+        what="Triton compiles the launcher of each kernel with a C compiler at its first launch, and there is none.",
+        fix="install gcc or clang, or set CC.",
+        source="https://github.com/apple/ml-cross-entropy/issues/5",
+    ),
+    KnownBad(
+        id="before-ampere",
+        level="warning",
+        conditions=frozenset({"before-ampere"}),
+        what="Triton supports NVIDIA GPUs from compute capability 8.0 (Ampere) on; this one is older and has no bf16.",
+        fix="train in fp16 or fp32, and trust the self-test below rather than this version list.",
+        source="https://github.com/triton-lang/triton#compatibility",
+    ),
+    KnownBad(
+        id="patched-globally",
+        level="problem",
+        conditions=frozenset({"patched-globally"}),
+        what="Another library has replaced names of transformers or torch for the whole process (listed above). "
+        "tigon compares each module with its own forward before replacing it, so it leaves such modules alone.",
+        fix="do not call the other patcher (use_liger_kernel=False), and start a new process.",
+        source="measured: Liger Kernel 0.8.5 assigns into transformers' modules, torch.nn and torch.nn.functional",
+    ),
+    KnownBad(
+        id="liger-installed",
+        level="note",
+        packages={"liger_kernel": ""},
+        what="liger_kernel is installed as well. use_liger_kernel=True, or its apply_ functions, patch the whole "
+        "process; a model can be patched by one of the two.",
+        fix="leave use_liger_kernel off in runs that call tigon.patch.",
+        source="measured: Liger Kernel 0.8.5, docs/hazards.md",
+    ),
+    *(
+        KnownBad(
+            id=f"{package}-older-than-supported",
+            level="problem",
+            packages={package: f"<{version}"},
+            what=f"{package} older than {version} is not supported: tigon is written against and tested with {version} "
+            "and newer.",
+            fix=f"pip install --upgrade '{package}>={version}'.",
+            source="pyproject.toml",
+        )
+        for package, version in OLDEST.items()
+    ),
+    *(
+        KnownBad(
+            id=f"{package}-newer-than-tested",
+            level="warning",
+            packages={package: f">={version}"},
+            what=f"{package} {version} and newer have not been tested. Modules whose formula changed are left alone "
+            "and reported; the docs may be out of date.",
+            fix=f"pip install '{package}<{version}' if something is odd, or a newer tigon.",
+            source="pyproject.toml",
+        )
+        for package, version in UNTESTED_FROM.items()
+    ),
+)
+
+
+def matching(environment: Environment) -> Iterator[Finding]:
+    """The rows that hold here."""
+    return (row.finding() for row in ROWS if row.holds(environment))

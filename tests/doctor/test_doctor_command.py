@@ -1,0 +1,190 @@
+"""`tigon doctor` as it is typed: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+
+from tigon import cli
+from tigon.doctor import diagnose, diagnosis
+from tigon.doctor.self_test import CHECKS, OpCheck
+from tigon.errors import UsageError
+
+SRC = Path(__file__).parents[2] / "src"
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+PASSED = [OpCheck(op=op, dtype=dtype, share=0.5, worst="output 0 of case plain", cases=1) for op, dtype in CHECKS]
+
+
+def config_file(folder: Path, **changes: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**LLAMA, **changes}))
+    return file
+
+
+def type_in(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[Any, str, str]:
+    """(exit code, stdout, stderr) of `tigon doctor ...` in this process."""
+    monkeypatch.setattr(sys, "argv", ["tigon", "doctor", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    captured = capsys.readouterr()
+    return exit_.value.code, captured.out, captured.err
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A self-test that has passed."""
+    monkeypatch.setattr(diagnosis, "run_self_test", lambda: PASSED)
+
+
+def test_real_run_does_not_end_with_zero_and_json(tmp_path: Path) -> None:
+    """The one test that starts the command, with its children, as a shell does."""
+    command = [sys.executable, "-m", "tigon", "doctor", str(config_file(tmp_path)), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    found = json.loads(done.stdout)
+    assert found["ok"], found["findings"]
+    assert done.returncode == 0 and not done.stderr
+    assert {(c["op"], c["dtype"]) for c in found["self_test"]} == set(CHECKS)
+    assert all(c["passed"] and 0 <= c["share"] <= 1 for c in found["self_test"])
+    assert found["model"]["patch"]["counts"]["rms_norm"] == 7
+    assert found["model"]["proof"]["passed"] and len(found["model"]["proof"]["checks"]) > 8
+    assert found["environment"]["packages"]["torch"]
+
+
+def test_text_leaves_something_out(quick: None, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    code, out, _ = type_in(monkeypatch, capsys, str(config_file(tmp_path)))
+    assert code == 0
+    for line in ("versions", "device", "self-test", "rms_norm", "0.50", "model.layers.*.mlp", "linear_cross_entropy"):
+        assert line in out
+    assert max(len(line) for line in out.splitlines()) < 200 or "rms_norm" in out
+
+
+def test_folder_preset_and_file_name_different_models(tmp_path: Path) -> None:
+    file = config_file(tmp_path)
+    by_file, by_folder = (diagnosis.check_model(str(name)) for name in (file, tmp_path))
+    assert by_file.report is not None and by_folder.report is not None
+    assert by_file.report.to_dict() == by_folder.report.to_dict()
+    preset = diagnosis.check_model("tigon-demo")
+    assert preset.report is not None and preset.report.counts["rms_norm"] == 9
+
+
+def test_examining_a_model_takes_memory_of_its_size() -> None:
+    """8 billion parameters, without any of them."""
+    check = diagnosis.check_model("llama-3.1-8b")
+    assert check.report is not None and check.report.counts["rms_norm"] == 65
+
+
+def test_left_alone_modules_have_no_reason_in_the_text(
+    quick: None, monkeypatch: Any, capsys: Any, tmp_path: Path
+) -> None:
+    code, out, _ = type_in(monkeypatch, capsys, str(config_file(tmp_path, architectures=["LlamaModel"])))
+    assert code == 0 and "left alone" in out and "because" in out
+
+
+def test_wrong_op_ends_with_zero(monkeypatch: Any, capsys: Any) -> None:
+    wrong = [c if c.op != "rope" else OpCheck(op="rope", dtype=c.dtype, share=31.0, worst="output 1") for c in PASSED]
+    monkeypatch.setattr(diagnosis, "run_self_test", lambda: wrong)
+    code, out, _ = type_in(monkeypatch, capsys)
+    assert code == 1
+    text = " ".join(out.split())
+    assert "rope in fp32, bf16, fp16: errs 31 times what is allowed, in output 1" in text and "1 problem" in text
+    code, out, _ = type_in(monkeypatch, capsys, "--json")
+    assert code == 1 and json.loads(out)["ok"] is False
+
+
+def test_trap_of_bf16_products_is_not_explained(monkeypatch: Any, capsys: Any) -> None:
+    died = [
+        c if c.dtype != "bf16" or "rms" in c.op else OpCheck(op=c.op, dtype="bf16", error="the process died of SIGILL")
+        for c in PASSED
+    ]
+    monkeypatch.setattr(diagnosis, "run_self_test", lambda: died)
+    code, out, _ = type_in(monkeypatch, capsys)
+    assert code == 1 and "ONEDNN_MAX_CPU_ISA" in out and "2 problems" in out
+    assert "linear_cross_entropy, multi_head_linear_cross_entropy in bf16" in " ".join(out.split())
+
+
+def test_warning_alone_ends_with_one(quick: None, monkeypatch: Any, capsys: Any) -> None:
+    here = diagnosis.look()
+    newer = {**here.packages, "transformers": "6.1.0"}
+    monkeypatch.setattr(diagnosis, "look", lambda: type(here)(**{**vars(here), "packages": newer}))
+    code, out, _ = type_in(monkeypatch, capsys)
+    assert code == 0 and "WARNING transformers-newer-than-tested" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("llama-3.2-1bb", "llama-3.2-1b"),
+        ("{folder}", "no config.json"),
+        ("{folder}/none.json", "neither a file"),
+        ("{folder}/text.json", "not a JSON file"),
+        ("{folder}/list.json", "no model_type"),
+        ("{folder}/unknown.json", "transformers cannot read it"),
+        ("{folder}/remote.json", "does not run it"),
+        ("{folder}/impossible.json", "LlamaConfig|cannot build|cannot read"),
+    ],
+)
+def test_wrong_name_is_not_one_line_and_two(
+    name: str, says: str, monkeypatch: Any, capsys: Any, tmp_path: Path
+) -> None:
+    files = {
+        "text.json": "hello",
+        "list.json": "[1]",
+        "unknown.json": json.dumps({**LLAMA, "model_type": "no-such-model"}),
+        "remote.json": json.dumps({**LLAMA, "model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config"}}),
+        "impossible.json": json.dumps({**LLAMA, "num_attention_heads": 0}),
+    }
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    code, out, err = type_in(monkeypatch, capsys, name.format(folder=tmp_path))
+    assert code == 2 and not out and err.count("\n") == 1
+    with pytest.raises(UsageError, match=says):
+        diagnose(name.format(folder=tmp_path))
+
+
+def test_hub_id_without_a_connection_is_a_traceback(monkeypatch: Any) -> None:
+    from transformers import AutoConfig
+
+    def offline(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("We could not connect. Check your internet connection.\nA page of advice.")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
+    with pytest.raises(UsageError, match=r"owner/model: its config cannot be had from the hub: OSError: We could not"):
+        diagnose("owner/model")
+
+
+def test_family_that_is_computed_wrong_is_called_sound(
+    quick: None, monkeypatch: Any, capsys: Any, tmp_path: Path
+) -> None:
+    from tigon import ops
+
+    right = ops.linear_cross_entropy
+    monkeypatch.setattr(ops, "linear_cross_entropy", lambda *args, **options: right(*args, **options) * 1.001)
+    code, out, _ = type_in(monkeypatch, capsys, str(config_file(tmp_path)))
+    assert code == 1 and "PROBLEM not-proved: a small llama differs from its unpatched twin in" in " ".join(out.split())
+
+
+def test_quantised_checkpoint_is_examined_without_saying_so(tmp_path: Path) -> None:
+    file = config_file(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    check = diagnosis.check_model(str(file))
+    assert [finding.id for finding in check.findings] == ["quantised"]
+
+
+def test_model_that_gets_nothing_is_called_sound(quick: None, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "resnet", "architectures": ["ResNetModel"]}))
+    code, out, _ = type_in(monkeypatch, capsys, str(tmp_path))
+    assert code == 1 and "PROBLEM not-patched" in out and "ResNetModel: not patched" in out

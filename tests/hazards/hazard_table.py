@@ -1,0 +1,512 @@
+"""The hazards of putting kernels into models: what goes wrong elsewhere, what tigon does, and the tests that show it.
+
+docs/hazards.md is made from these rows: `python tests/hazards/hazard_page.py` writes it. `test_hazard_page.py` fails
+where the page is not what the rows say, or a row names a test that does not exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# How a claim about another project is known.
+MEASURED = "measured"
+READ = "read in the source"
+REPORTED = "reported"
+
+LIGER = "https://github.com/linkedin/Liger-Kernel"
+TRL = "https://github.com/huggingface/trl"
+TRANSFORMERS = "https://github.com/huggingface/transformers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hazard:
+    """One way of being wrong without an error."""
+
+    name: str
+    elsewhere: str
+    """What happens, on Liger Kernel 0.8.5 with transformers 5.17 unless it names another project."""
+    known: str
+    """MEASURED, READ or REPORTED."""
+    links: tuple[str, ...] = ()
+    here: str
+    """What tigon does instead."""
+    tests: tuple[str, ...]
+    """file::function below tests/."""
+    cases: tuple[str, ...] = ()
+    """The cases P01 to P11 of the list at the end of the page that it is part of."""
+
+
+_OPS, _MODELS, _HAZARDS = "ops/test_autograd_contract.py", "models/test_patch.py", "hazards/test_patched_models.py"
+_HEADS, _PARITY, _FAMILIES = "models/test_heads.py", "models/test_parity.py", "models/test_families.py"
+_SHARDED = "models/test_sharded.py"
+
+SECTIONS: dict[str, tuple[Hazard, ...]] = {
+    "The head": (
+        Hazard(
+            name="A frozen trunk leaves the head without a gradient",
+            elsewhere="With the trunk frozen and the head trainable, `lm_head.weight.grad` is None and the loss looks "
+            "normal: the weight gradient is computed only if the hidden states want one. Linear probing, new tokens "
+            "and the first stage of Medusa train nothing.",
+            known=MEASURED,
+            here="Each gradient is decided by its own `needs_input_grad`. A frozen half costs no product.",
+            tests=(
+                f"{_HAZARDS}::test_trainable_head_on_a_frozen_trunk_gets_no_gradient",
+                f"{_OPS}::test_gradient_depends_on_which_other_inputs_want_one",
+                "ops/test_linear_cross_entropy.py::test_frozen_half_or_eval_costs_a_product",
+            ),
+            cases=("P04",),
+        ),
+        Hazard(
+            name="An adapter on the head trains as if it were not there",
+            elsewhere="With `target_modules=[..., 'lm_head']` the fused loss reads `lm_head.weight` and passes the "
+            "adapter by: its gradients stay None, and the loss is that of the base weight, 5.21 where 5.90 is right. "
+            "TRL now raises.",
+            known=MEASURED,
+            links=(f"{TRL}/issues/4612", f"{TRL}/pull/5977"),
+            here="The loss is computed inside `lm_head`'s own forward and taken only if exactly that object reaches "
+            "`loss_function`. An adapter's sum is another object, so the loss is the ordinary one of the full logits, "
+            "and a warning says so once. 31 tuners of PEFT are compared.",
+            tests=(
+                f"{_HAZARDS}::test_adapter_on_the_head_is_left_out_of_the_loss",
+                f"{_HEADS}::test_adapter_on_the_head_is_trained_through_full_logits",
+                f"{_HEADS}::test_modules_to_save_on_the_head_trains_its_copy_with_the_fused_loss",
+                "integration/test_with_trl.py::test_sft_trainer_with_an_adapter_on_the_head_trains_without_it",
+            ),
+            cases=("P02",),
+        ),
+        Hazard(
+            name="`modules_to_save` under another adapter name",
+            elsewhere="`modules_to_save=['lm_head']` works for the adapter called default; one called foo is an "
+            "AttributeError.",
+            known=MEASURED,
+            here="The wrapper is looked into by structure, whatever its adapters are called.",
+            tests=(f"{_HEADS}::test_modules_to_save_on_the_head_trains_its_copy_with_the_fused_loss",),
+            cases=("P02",),
+        ),
+        Hazard(
+            name="The head's bias is dropped",
+            elsewhere="The patched forward reads the weight alone: a Llama with a biased head has a loss of 5.15 "
+            "where 9.64 is right, and the bias gets no gradient.",
+            known=MEASURED,
+            here="The op takes the bias and differentiates it.",
+            tests=(
+                f"{_HAZARDS}::test_bias_of_the_head_is_dropped",
+                f"{_PARITY}::test_head_with_a_bias_trains_the_bias",
+            ),
+            cases=("P03",),
+        ),
+        Hazard(
+            name="Hooks on the head do not run",
+            elsewhere="The module is never called, so forward hooks on it never fire.",
+            known=MEASURED,
+            here="The head is called. Pre-hooks act, forward hooks see an object of the logits' shape, and one that "
+            "edits them changes the loss. A hook with an autograd function of its own is refused, because it would "
+            "get the gradient of a scalar.",
+            tests=(
+                f"{_HAZARDS}::test_hooks_on_the_head_are_passed_by",
+                f"{_HAZARDS}::test_hook_that_edits_the_logits_does_not_reach_the_loss",
+                f"{_HEADS}::test_hook_with_its_own_autograd_function_is_refused_not_trained_wrong",
+            ),
+            cases=("P03",),
+        ),
+        Hazard(
+            name="A quantised or parametrised head is multiplied by its raw weight",
+            elsewhere="Whatever `lm_head.weight` holds is taken for the matrix, whatever the head's forward does.",
+            known=READ,
+            here="Only an `nn.Linear` with `nn.Linear`'s forward is fused. Others keep their forward, and the report "
+            "names their class.",
+            tests=(
+                f"{_HEADS}::test_quantised_head_is_left_to_its_own_forward",
+                f"{_HEADS}::test_parametrized_head_trains_its_parametrization",
+            ),
+            cases=("P03",),
+        ),
+        Hazard(
+            name="A shard of the weight is taken for the weight",
+            elsewhere="Reading `lm_head.weight` outside its module's forward bypasses what gathers it: size errors or "
+            "worse under ZeRO-3, FSDP2 and tensor parallelism; only FSDP1 has a special case.",
+            known=REPORTED,
+            links=(
+                f"{TRL}/issues/5891",
+                f"{TRL}/issues/6372",
+                "https://github.com/EvolvingLMMs-Lab/lmms-engine/issues/29",
+                f"{LIGER}/pull/674",
+            ),
+            here="Inside the head's forward the weight is whole. Where it is not, because nothing gathered it, an "
+            "error or a warning names `lm_head.weight`. Tensor-parallel heads compute their own logits. Gradients on "
+            "two ranks are compared with those of one.",
+            tests=(
+                "hazards/test_two_ranks.py::test_gradients_of_two_ranks_are_not_those_of_one",
+                f"{_SHARDED}::test_fsdp2_trains_with_the_fused_loss",
+                f"{_SHARDED}::test_fsdp1_trains_with_the_fused_loss",
+                f"{_SHARDED}::test_head_partitioned_outside_its_own_forward_trains_as_whole",
+                f"{_SHARDED}::test_head_that_nobody_gathered_is_refused_by_name",
+                f"{_SHARDED}::test_tensor_parallel_head_of_dtensors_computes_its_own_logits",
+                "ops/test_linear_cross_entropy.py::test_sharded_or_mismatched_weight_is_multiplied",
+            ),
+            cases=("P05",),
+        ),
+        Hazard(
+            name="RMSNorm gathers a sequence-parallel tensor",
+            elsewhere="On a DTensor the norm calls `full_tensor()`, and the sharding over the sequence is lost; the "
+            "other ops have no DTensor path.",
+            known=READ,
+            here="The ops are named operators without a sharding rule, so PyTorch refuses a DTensor by the operator's "
+            "name. Under FSDP2 they get plain tensors.",
+            tests=(
+                "hazards/test_patched_models.py::test_dtensor_reaches_a_kernel",
+                "hazards/test_two_ranks.py::test_gradients_of_two_ranks_are_not_those_of_one",
+            ),
+            cases=("P05",),
+        ),
+        Hazard(
+            name="A loss function of the user's own is ignored",
+            elsewhere="`model.loss_function = mine` has no effect on a patched model.",
+            known=MEASURED,
+            here="It is asked at every call; only transformers' own next-token loss is fused.",
+            tests=(
+                f"{_HAZARDS}::test_loss_function_of_the_users_own_is_ignored",
+                f"{_MODELS}::test_custom_loss_function_is_respected_and_reported",
+            ),
+            cases=("P03",),
+        ),
+        Hazard(
+            name="Logits are None in training, and all there in evaluation",
+            elsewhere="`outputs.logits` of a training step is None, which fails far away, in metrics and distillation. "
+            "In evaluation the full logits are computed even if only the loss is wanted.",
+            known=READ,
+            links=(f"{TRL}/issues/5069", f"{TRANSFORMERS}/issues/44981"),
+            here="In training `outputs.logits` is a tensor that computes itself when it is read, with a warning, once. "
+            "In evaluation the logits are computed, since metrics read them; `skip_logits=True` does without.",
+            tests=(
+                f"{_HAZARDS}::test_logits_of_a_training_step_are_missing",
+                f"{_HAZARDS}::test_evaluation_cannot_do_without_logits",
+                "models/test_deferred.py::test_no_tensor_of_tokens_by_vocabulary_exists_in_a_training_step",
+                "models/test_with_trainer.py::test_evaluation_metrics_see_real_logits",
+                "integration/test_with_trl.py::"
+                "test_metrics_read_from_the_logits_of_a_training_step_cost_more_than_the_logits",
+            ),
+            cases=("P06",),
+        ),
+    ),
+    "Labels": (
+        Hazard(
+            name="A label out of range gives garbage",
+            elsewhere="The fused loss has no check: a label equal to the vocabulary size gives a loss of 7.5e30 or a "
+            "plausible one, and on a GPU reads memory that is not the logits'. The plain cross entropy asserts, with "
+            "two synchronisations, unless Python runs with -O.",
+            known=MEASURED,
+            links=(f"{LIGER}/issues/916",),
+            here="The comparison is in 64 bits before any address is formed. On the CPU it is a LabelError; on a GPU "
+            "that row's loss and gradients are NaN and the other rows are unchanged, without a synchronisation.",
+            tests=(
+                f"{_HAZARDS}::test_label_out_of_range_gives_a_finite_loss",
+                "ops/test_cross_entropy.py::test_label_out_of_range_is_read_as_an_address",
+            ),
+            cases=("P07",),
+        ),
+        Hazard(
+            name="Ignored labels and torch.compile",
+            elsewhere="Under torch.compile the fused loss is wrong as soon as one label is ignored: 61.73 for 21.40.",
+            known=REPORTED,
+            links=(f"{LIGER}/pull/1338",),
+            here="Every op is registered with torch.library and writes every row. One compiled graph is called with "
+            "labels of which none, some, nearly all and all are ignored, and compared with eager mode.",
+            tests=(
+                "integration/test_compiled_families.py::test_compiled_loss_is_another_with_ignored_labels",
+                "models/test_compile.py::test_compiled_training_equals_eager_with_and_without_ignored_labels",
+                "ops/test_registration.py::test_compiled_op_breaks_recompiles_or_differs",
+            ),
+        ),
+        Hazard(
+            name="Evaluation zeroes the logits of ignored rows",
+            elsewhere="Under `no_grad`, the rows whose label is ignored are set to zero in the caller's own logits; "
+            "metrics and generation read them afterwards.",
+            known=MEASURED,
+            here="No op writes to an input unless `inplace=True` was passed, and then not under `no_grad`.",
+            tests=(
+                f"{_HAZARDS}::test_evaluation_changes_the_logits_of_ignored_rows_or_has_none",
+                f"{_OPS}::test_an_input_or_the_upstream_gradient_is_written_to",
+                "ops/test_cross_entropy.py::test_inplace_writes_although_no_gradient_is_wanted",
+            ),
+        ),
+        Hazard(
+            name="A batch without any label poisons the run",
+            elsewhere="Dividing by no targets: NaN in PyTorch and in transformers' loss, and NaN gradients in the "
+            "chunked `linear_cross_entropy` of PyTorch 2.13. Liger Kernel gives 0.",
+            known=MEASURED,
+            here="The loss is 0 and every gradient exactly 0, also for `num_items_in_batch=0`.",
+            tests=(
+                f"{_HAZARDS}::test_batch_without_labels_moves_the_weights",
+                "ops/test_cross_entropy.py::test_all_labels_ignored_gives_nan_instead_of_nothing",
+                "ops/test_cross_entropy.py::test_no_items_divides_by_zero",
+            ),
+            cases=("P07",),
+        ),
+        Hazard(
+            name="Labels are shifted twice, or `shift_labels` is dropped",
+            elsewhere="Heads that take keyword arguments and forget one: more than 20 heads of transformers dropped "
+            "`shift_labels`, so that each sequence-parallel shard lost its last target.",
+            known=REPORTED,
+            links=(f"{TRANSFORMERS}/issues/48493", f"{LIGER}/issues/708", f"{LIGER}/issues/888"),
+            here="No forward is copied: the model's own passes its arguments to the loss, and the patched model is "
+            "compared for labels, shift_labels, both, num_items_in_batch, logits_to_keep and ignore_index.",
+            tests=(
+                f"{_PARITY}::test_each_keyword_means_what_it_meant",
+                f"{_PARITY}::test_gradient_accumulation_with_num_items_equals_one_large_batch",
+                f"{_PARITY}::test_labels_that_do_not_fit_logits_to_keep_are_refused",
+                f"{_FAMILIES}::test_patched_family_differs_from_unpatched_in_fp32",
+            ),
+            cases=("P07",),
+        ),
+    ),
+    "Gradients": (
+        Hazard(
+            name="The second backward is another one",
+            elsewhere="Gradients are made in the forward and scaled in place in the backward, or written over what was "
+            "saved: with `retain_graph=True` a second backward of SwiGLU, cross entropy or the fused loss returns "
+            "other gradients, without an error.",
+            known=MEASURED,
+            here="The second backward equals the first; `create_graph=True` is a DoubleBackwardError.",
+            tests=(
+                f"{_HAZARDS}::test_second_backward_gives_other_gradients",
+                f"{_OPS}::test_second_backward_differs_from_the_first",
+                f"{_OPS}::test_second_derivative_is_silently_wrong",
+            ),
+        ),
+        Hazard(
+            name="A residual connection around the norm",
+            elsewhere="RMSNorm's backward writes its gradient into the upstream one, which autograd shares between the "
+            "branches of an addition: the gradient of z in `z + norm(x)` is wrong by 0.3, that of `norm(x) + z` right.",
+            known=MEASURED,
+            links=(f"{LIGER}/issues/370",),
+            here="Gradients are written to new memory.",
+            tests=(
+                f"{_OPS}::test_residual_connection_gets_another_gradient",
+                f"{_OPS}::test_an_input_or_the_upstream_gradient_is_written_to",
+            ),
+        ),
+        Hazard(
+            name="Another use of a gate, a query or the logits",
+            elsewhere="SwiGLU's backward overwrites the gate it saved, RoPE rotates queries in place and cross entropy "
+            "turns logits into gradients, without telling autograd: a regulariser, an auxiliary loss or a logging hook "
+            "on the same tensor gets gradients that are off by up to 8.",
+            known=MEASURED,
+            links=(f"{LIGER}/issues/272",),
+            here="Nothing is overwritten. A penalty on the inputs and outputs of every projection and norm of a model "
+            "has the gradients of the unpatched model.",
+            tests=(
+                f"{_HAZARDS}::test_use_of_an_inner_tensor_elsewhere_gets_another_gradient",
+                f"{_OPS}::test_second_consumer_of_an_input_gets_another_gradient",
+                "models/test_deferred.py::test_read_logits_carry_gradients",
+            ),
+        ),
+        Hazard(
+            name="Parameters become gradients",
+            elsewhere="Where the gate, up or logits are leaves, their values are the gradients after the backward, and "
+            "their version counters are still 0.",
+            known=MEASURED,
+            here="Weights, buffers, inputs and labels are the same bits with the same version after a training step. "
+            "With `inplace=True` the version counter moves, and autograd raises for later uses.",
+            tests=(
+                f"{_HAZARDS}::test_training_step_writes_into_weights_inputs_or_labels",
+                f"{_OPS}::test_an_input_or_the_upstream_gradient_is_written_to",
+                "ops/test_cross_entropy.py::test_inplace_hides_the_overwritten_logits_from_autograd",
+            ),
+        ),
+    ),
+    "Scope": (
+        Hazard(
+            name="Patching one model patches the others",
+            elsewhere="`apply_liger_kernel_to_llama(model=a)` also replaces the classes and functions of the modeling "
+            "module, so every other Llama of the process, and every later one, changes with it. There is no way back "
+            "but reloading modules.",
+            known=MEASURED,
+            here="A patched module gets a class of its own. Every name of torch.nn, torch.nn.functional, the modeling "
+            "module and its classes is the same object afterwards, models built before and after give the same bits, "
+            "and `report.undo()` gives the model its own bits back.",
+            tests=(
+                f"{_HAZARDS}::test_other_models_and_the_process_change_with_the_patched_one",
+                f"{_FAMILIES}::test_patching_one_model_changes_another_of_its_family",
+                f"{_MODELS}::test_nothing_outside_the_instance_changes",
+                f"{_MODELS}::test_undo_leaves_a_model_that_was_never_patched",
+                f"{_MODELS}::test_patching_twice_is_once_with_a_note",
+            ),
+            cases=("P08",),
+        ),
+        Hazard(
+            name="`torch.nn.functional.cross_entropy` is replaced for the process",
+            elsewhere="`cross_entropy=True` assigns to it: probability targets and (N, C, L) logits then raise in code "
+            "that has nothing to do with the model, and the logits of ignored rows are zeroed there as well.",
+            known=MEASURED,
+            here="`tigon.patch(cross_entropy=True)` changes the loss of that model.",
+            tests=(
+                f"{_HAZARDS}::test_cross_entropy_and_layer_norm_of_torch_lose_features",
+                f"{_HAZARDS}::test_other_models_and_the_process_change_with_the_patched_one",
+            ),
+            cases=("P08",),
+        ),
+        Hazard(
+            name="`torch.nn.LayerNorm` is another class",
+            elsewhere="Without `model=`, the functions for mllama, gemma3, paligemma, internvl and smolvlm make it "
+            "LigerLayerNorm: `elementwise_affine=False` is a TypeError, and `isinstance(x, nn.LayerNorm)` is False for "
+            "modules that exist, which moves them into weight decay.",
+            known=MEASURED,
+            here="A patched LayerNorm is an instance of `nn.LayerNorm`, and `nn.LayerNorm` is PyTorch's.",
+            tests=(
+                f"{_HAZARDS}::test_cross_entropy_and_layer_norm_of_torch_lose_features",
+                f"{_HAZARDS}::test_patched_layer_norm_is_no_layer_norm",
+            ),
+            cases=("P08",),
+        ),
+        Hazard(
+            name="Patching after the model was built does half of it",
+            elsewhere="Called without `model=` once the model exists, the functions change forward and RoPE, and "
+            "neither norms nor MLPs.",
+            known=MEASURED,
+            links=(f"{LIGER}/issues/170", f"{LIGER}/issues/199"),
+            here="`patch` takes a model that exists, replaces all of it or nothing, and the report counts. Parameters "
+            "keep their identity, so an optimizer made before goes on.",
+            tests=(
+                f"{_MODELS}::test_report_counts_every_replaced_module_and_prints_them",
+                f"{_MODELS}::test_failure_half_way_through_takes_everything_back",
+                f"{_HAZARDS}::test_optimizer_made_before_the_patch_trains_other_parameters",
+            ),
+            cases=("P08",),
+        ),
+    ),
+    "What no longer matches": (
+        Hazard(
+            name="Dead patches",
+            elsewhere="With transformers 5.17, 13 of the 172 names that are assigned to do not exist any more; the "
+            "assignment succeeds and nothing happens. RoPE of qwen2_vl and the experts of glm4v_moe are not replaced, "
+            "`cross_entropy=True` does nothing for six families, and the project's own tests pass.",
+            known=MEASURED,
+            links=(f"{LIGER}/issues/920",),
+            here="A row that claims a seam, or a flag that is on, and matches nothing is a PatchError, and nothing has "
+            "been changed. Each row is tried against its family.",
+            tests=(
+                f"{_HAZARDS}::test_attribute_renamed_by_a_release_makes_a_silent_no_op",
+                f"{_FAMILIES}::test_flag_of_the_row_replaces_nothing",
+                f"{_MODELS}::test_a_flag_that_matches_nothing_is_an_error_and_changes_nothing",
+            ),
+            cases=("P10",),
+        ),
+        Hazard(
+            name="An unknown family is a line in a log",
+            elsewhere="`_apply_liger_kernel` for a model type it does not know writes to the log at level INFO and "
+            "returns.",
+            known=READ,
+            here="A family without a row is matched by structure, module by module, each against its own forward and "
+            "gradient on a few numbers. Where nothing matches, `patch` raises.",
+            tests=(
+                f"{_FAMILIES}::test_family_without_a_row_is_refused_or_differs",
+                f"{_FAMILIES}::test_model_in_which_nothing_matches_is_no_error",
+                f"{_FAMILIES}::test_what_structure_does_not_match_goes_unreported",
+                "doctor/test_doctor_command.py::test_model_that_gets_nothing_is_called_sound",
+            ),
+            cases=("P09",),
+        ),
+        Hazard(
+            name="A subclass, or remote code, with another formula under the same name",
+            elsewhere="Classes are replaced by name, whatever their forward computes.",
+            known=READ,
+            here="The module's own forward and the op are compared before the module is taken; a class whose formula "
+            "differs stays and is reported.",
+            tests=(
+                f"{_HAZARDS}::test_model_with_code_of_its_own_trains_by_another_formula",
+                f"{_FAMILIES}::test_remote_code_with_a_scaled_head_is_fused_wrong_or_never",
+                f"{_MODELS}::test_norm_with_another_formula_is_left_alone_and_reported",
+                f"{_MODELS}::test_subclass_that_calls_super_is_patched_and_one_that_does_not_is_reported",
+            ),
+            cases=("P09",),
+        ),
+        Hazard(
+            name="eps = 0 becomes 1e-6",
+            elsewhere="The instance patch takes the first truthy of several attributes, then a default: a norm with "
+            "eps 0, or with its eps under a new name, gets another one.",
+            known=MEASURED,
+            here="The row names the attribute; its value is read at every call. A norm without it is left alone, and "
+            "where none has it, `patch` raises.",
+            tests=(
+                f"{_HAZARDS}::test_eps_of_the_norm_is_replaced_by_a_default",
+                f"{_MODELS}::test_eps_zero_and_an_edited_eps_are_taken_as_they_are",
+                f"{_MODELS}::test_norm_without_its_eps_attribute_is_left_alone_and_reported",
+            ),
+            cases=("P10",),
+        ),
+        Hazard(
+            name="A release of transformers breaks the import",
+            elsewhere="Names move in modeling files, and the patcher fails when it is imported, or does nothing.",
+            known=REPORTED,
+            links=(f"{LIGER}/issues/526", f"{LIGER}/issues/978", f"{LIGER}/issues/1242"),
+            here="Importing tigon imports neither transformers nor a modeling file, patching one family imports no "
+            "other, and `tigon doctor` knows the tested range. The tests of models, trainers, hazards and convergence "
+            "pass with transformers 5.17.0 and 5.23.0. With 5.8.0, 31 of 36 families verify, granitemoe, deepseek_v3 "
+            "and qwen2_5_vl are refused with a PatchError, and gpt_neox and gemma3 train with full logits.",
+            tests=(
+                "test_architecture.py::test_importing_tigon_imports_transformers_or_triton",
+                "hazards/test_imports.py::test_patching_one_family_imports_the_code_of_another",
+                "doctor/test_known_bad.py::test_transformers_outside_the_tested_range",
+            ),
+            cases=("P11",),
+        ),
+        Hazard(
+            name="A family is patched and not the same model",
+            elsewhere="Parity of loss, gradients, generation, packed rows and checkpointing per family. Liger Kernel "
+            "passes this.",
+            known=MEASURED,
+            here="`verify(row)` proves it for every row, in fp32 and in bf16, and training for 32 steps ends at the "
+            "same weights.",
+            tests=(
+                f"{_FAMILIES}::test_patched_family_differs_from_unpatched_in_fp32",
+                f"{_FAMILIES}::test_patched_family_errs_more_than_unpatched_in_bf16",
+                f"{_FAMILIES}::test_kernels_differ_from_the_unpatched_family_on_a_gpu",
+                "convergence/test_convergence.py::test_patched_training_ends_elsewhere",
+            ),
+            cases=("P01",),
+        ),
+    ),
+    "Compilers and devices": (
+        Hazard(
+            name="torch.compile stops at every layer",
+            elsewhere="RoPE, LayerNorm and cross entropy go through a function that Dynamo is told not to trace: "
+            "`fullgraph=True` fails, and a model has a graph break per layer. Losses call `.item()`.",
+            known=MEASURED,
+            links=(f"{LIGER}/issues/174",),
+            here="A patched Llama, Qwen 3 and Gemma 2 are one graph each, without recompiling for other labels.",
+            tests=(
+                "integration/test_compiled_families.py::test_compiled_loss_is_another_with_ignored_labels",
+                "integration/test_compiled_families.py::test_batches_of_any_size_compile_again_and_again",
+                "models/test_compile.py::test_training_step_is_one_graph_of_named_ops_without_logits",
+                "ops/test_registration.py::test_inductor_differs_or_recompiles",
+            ),
+        ),
+        Hazard(
+            name="A tensor on another GPU than the current one",
+            elsewhere="Triton launches on the current device. With `device_map='auto'` the losses, RoPE and LayerNorm "
+            "have no guard: an error at best.",
+            known=REPORTED,
+            links=(f"{LIGER}/issues/401", f"{LIGER}/issues/593", f"{LIGER}/issues/1303"),
+            here="Every launch is under the tensor's device, on its stream.",
+            tests=(
+                "ops/test_on_gpu.py::test_tensor_on_another_than_the_current_device_faults",
+                "ops/test_on_gpu.py::test_side_stream_or_worker_thread_gets_another_result",
+            ),
+        ),
+    ),
+}
+
+CASES = {
+    "P01": "per family: loss, gradients, evaluation logits, greedy generation, checkpointing, packed rows, tied head",
+    "P02": "any PEFT tuner on the head; `modules_to_save` under another name; `disable_adapter`",
+    "P03": "a biased, quantised or hooked head; a loss function of one's own",
+    "P04": "a frozen trunk under a trainable head",
+    "P05": "FSDP2 with the head in the root or a unit of its own, with PEFT; ZeRO-3; DTensor",
+    "P06": "`compute_metrics`, and `outputs.logits` in training",
+    "P07": "labels, shift_labels, both; logits_to_keep; num_items_in_batch as int, tensor and 0",
+    "P08": "a second model of the process; torch's own names; undo; patching twice",
+    "P09": "an unknown model type; a subclass with a forward of its own; remote code",
+    "P10": "eps = 0; an attribute renamed; an attribute missing",
+    "P11": "the oldest and newest transformers; no modeling file at import",
+}
