@@ -29,7 +29,7 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format src tests
 
 gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest tests/ops tests/models tests/nn
+	PYTHONPATH=src $(PYTHON) -m pytest tests/ops tests/nn tests/models tests/convergence tests/integration tests/bench
 
 # Every kernel of the accuracy tests under NVIDIA's memory checker and race detector.
 sanitize:
