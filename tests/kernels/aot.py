@@ -26,6 +26,7 @@ import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -310,9 +311,7 @@ def read_ptx(ptx: str, ptxas_log: str) -> dict[str, Any]:
         "stack_bytes": total(r"(\d+) bytes stack frame", ptxas_log),
         "registers": total(r"Used (\d+) registers", ptxas_log),
         "fp64_instructions": len(re.findall(r"\.f64\b", ptx)),
-        "load_bytes": sorted(
-            [int(count or 1) * int(bits) // 8 for count, bits in loads] + [int(n, 16) for n in copies]
-        ),
+        "load_bytes": sorted([int(count or 1) * int(bits) // 8 for count, bits in loads] + copies),
     }
 
 
@@ -390,7 +389,7 @@ def _fork(jobs: Iterable[int], processes: int) -> dict[int, Binary]:
     """Binaries by job; without those that were waiting or running when a compiler took its process down."""
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
         futures = {at: pool.submit(_compile_one, at) for at in jobs}
-    return {at: future.result() for at, future in futures.items() if not future.exception()}
+    return {at: f.result() for at, f in futures.items() if not isinstance(f.exception(), BrokenProcessPool)}
 
 
 def compile_all(launches: Iterable[Launch]) -> list[Binary]:
