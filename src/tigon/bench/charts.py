@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tigon.bench.record import Measurement, RowRecord, RunRecord
 from tigon.bench.timing import Spread
+from tigon.profile.figure import GRID, INK, MUTED, new_figure, svg
 
-INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 # One colour an implementation, the same in every chart; settings of one library share a hue.
 COLOURS = {
     "tigon": "#c2410c", "tigon new gradient": "#fb923c", "tigon 2 GiB": "#ea580c", "tigon 1 GiB": "#fb923c",
@@ -82,7 +80,7 @@ def _chart(name: str, rows: Sequence[RowRecord], quantity: Quantity, unit: str) 
         figure = _bars(rows, quantity, unit)
     else:
         figure = _lines(rows, swept, quantity, unit)
-    return _svg(figure, name)
+    return svg(figure, name)
 
 
 def swept_dimension(rows: Sequence[RowRecord]) -> int | None:
@@ -101,7 +99,7 @@ def _shown(rows: Sequence[RowRecord]) -> list[str]:
 
 
 def _lines(rows: Sequence[RowRecord], dimension: int, quantity: Quantity, unit: str) -> Any:
-    figure, (axes,) = _figure(1, 3.4)
+    figure, (axes,) = new_figure(1, columns=1, height=3.4)
     rows = sorted(rows, key=lambda row: row.shape[dimension])
     # The hidden size of rope is its width times the query heads.
     times = rows[0].shape[1] if (rows[0].op, dimension) == ("rope", 3) else 1
@@ -145,7 +143,7 @@ def _bars(rows: Sequence[RowRecord], quantity: Quantity, unit: str) -> Any:
     lines = -(-len(rows) // _PANELS_A_LINE)
     shown = _shown(rows)
     height = 0.5 + lines * (0.9 + 0.19 * len(shown))
-    figure, panels = _figure(len(rows), height, columns=min(_PANELS_A_LINE, len(rows)))
+    figure, panels = new_figure(len(rows), height=height, columns=min(_PANELS_A_LINE, len(rows)))
     for axes, row in zip(panels, rows, strict=True):
         found = {impl: _find(row, impl, quantity) for impl in shown}
         values = {impl: spread.median for impl, spread in found.items() if spread is not None}
@@ -163,32 +161,3 @@ def _bars(rows: Sequence[RowRecord], quantity: Quantity, unit: str) -> Any:
     dotted = "  (dotted: the limit)" if quantity is _ms and not rows[0].flops else ""
     figure.suptitle(rows[0].op + dotted, color=INK)
     return figure
-
-
-def _figure(panels: int, height: float, columns: int = 1) -> tuple[Any, Any]:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    # Text stays text: small files, readable by a screen reader, the same on every machine.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "tigon-bench", "font.family": "sans-serif",
-                                "font.size": 9})  # fmt: skip
-    figure = Figure(figsize=(8.4, height), layout="constrained")
-    lines = -(-panels // columns)
-    all_axes = [figure.add_subplot(lines, columns, i + 1) for i in range(panels)]
-    for axes in all_axes:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(MUTED)
-        axes.tick_params(colors=MUTED, labelcolor=INK)
-        axes.grid(axis="y", color=GRID, lw=0.8)
-        axes.set_axisbelow(True)
-    return figure, all_axes
-
-
-def _svg(figure: Any, name: str) -> str:
-    """The bare <svg> element, ids prefixed with the chart's name so that several fit on a page."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)

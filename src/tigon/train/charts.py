@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
-ACCENT, SECOND, BASELINE = "#c2410c", "#0f766e", "#6b7280"
+from tigon.profile.figure import GRID, INK, MUTED, new_figure, svg
+
+ACCENT, SECOND, BASELINE = "#c2410c", "#0f766e", MUTED
 
 
 def draw(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, str]:
@@ -29,7 +28,7 @@ def draw(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> di
 
 
 def _loss(train: Sequence[Any], held_out: Sequence[Any], entropy: float) -> str:
-    figure, (axes,) = _figure(1, "loss")
+    figure, (axes,) = new_figure(1, columns=1)
     axes.plot([r["step"] for r in train], [r["loss"] for r in train], color=ACCENT, label="training")
     if held_out:
         axes.plot([r["step"] for r in held_out], [r["eval_loss"] for r in held_out], "o-", color=SECOND, ms=4,
@@ -37,11 +36,11 @@ def _loss(train: Sequence[Any], held_out: Sequence[Any], entropy: float) -> str:
     axes.axhline(entropy, color=BASELINE, ls="--", lw=1, label=f"unigram entropy of the held-out text, {entropy:.2f}")
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.legend(frameon=False)
-    return _svg(figure, "loss")
+    return svg(figure, "loss")
 
 
 def _throughput(train: Sequence[Any]) -> str:
-    figure, (speed, memory) = _figure(2, "throughput")
+    figure, (speed, memory) = new_figure(2, columns=2)
     steps = [r["step"] for r in train]
     speed.plot(steps, [r["tokens_per_s"] for r in train], color=ACCENT)
     speed.set(xlabel="step", ylabel="tokens/s", ylim=(0, None))
@@ -49,11 +48,11 @@ def _throughput(train: Sequence[Any]) -> str:
     memory.plot(steps, [r["memory_peak_bytes"] / 2**30 for r in train], color=SECOND, ls="--", label="peak so far")
     memory.set(xlabel="step", ylabel="memory (GiB)", ylim=(0, None))
     memory.legend(frameon=False)
-    return _svg(figure, "throughput")
+    return svg(figure, "throughput")
 
 
 def _comparison(rows: Sequence[Any]) -> str:
-    figure, (memory, speed) = _figure(2, "comparison")
+    figure, (memory, speed) = new_figure(2, columns=2)
     # one label a line pair, so that three fit under a bar
     labels = [row["label"].replace("all but linear", "all but\nlinear").replace("all of", "all of\n") for row in rows]
     at_rest = [row["at_rest_bytes"] / 2**20 for row in rows]
@@ -66,32 +65,4 @@ def _comparison(rows: Sequence[Any]) -> str:
     bars = speed.bar(labels, [row["tokens_per_s"] for row in rows], color=SECOND)
     speed.bar_label(bars, fmt="{:,.0f}", padding=2, color=INK)
     speed.set(ylabel="tokens/s", ylim=(0, max(row["tokens_per_s"] for row in rows) * 1.15))
-    return _svg(figure, "comparison")
-
-
-def _figure(n_axes: int, salt: str) -> tuple[Any, Any]:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    # Text stays text (small files, readable by a screen reader); the salt keeps ids of charts on one page apart.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": f"tigon-{salt}", "font.family": "sans-serif",
-                                "font.size": 9})  # fmt: skip
-    figure = Figure(figsize=(8.4, 3.2), layout="constrained")
-    all_axes = [figure.add_subplot(1, n_axes, i + 1) for i in range(n_axes)]
-    for axes in all_axes:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(MUTED)
-        axes.tick_params(colors=MUTED, labelcolor=INK)
-        axes.grid(axis="y", color=GRID, lw=0.8)
-        axes.set_axisbelow(True)
-    return figure, all_axes
-
-
-def _svg(figure: Any, name: str) -> str:
-    """The bare <svg> element: no XML header, no DTD address, no metadata block; ids prefixed with the chart's name."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    return svg(figure, "comparison")
