@@ -134,7 +134,7 @@ def test_warning_alone_ends_with_one(quick: None, monkeypatch: Any, capsys: Any)
         ("{folder}/text.json", "not a JSON file"),
         ("{folder}/list.json", "no model_type"),
         ("{folder}/unknown.json", "transformers cannot read it"),
-        ("{folder}/remote.json", "does not run it"),
+        ("{folder}/remote.json", "is not run"),
         ("{folder}/impossible.json", "LlamaConfig|cannot build|cannot read"),
     ],
 )

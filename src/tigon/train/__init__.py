@@ -1,7 +1,6 @@
 """Training runs: a recipe (frozen dataclasses from YAML), data, and the run itself on Hugging Face Trainer.
 
 recipe.py      the recipe: every key, its limits, YAML and --set          needs no torch
-presets.py     model shapes by name, as rows
 documents.py   text and JSONL files -> documents, each with its file and line
 tokenizer.py   the model's tokenizer, or a byte-level BPE trained on the spot
 packing.py     documents -> rows of tokens, labels and positions; the collator

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 
 from tigon.errors import RecipeError
-from tigon.train.presets import PRESETS
+from tigon.models.config import is_hub_id
+from tigon.models.presets import PRESETS
 from tigon.train.recipe import ModelConfig
 
 # What each value of `model.kernels` asks of the patcher; None leaves the model as it is.
@@ -20,16 +20,10 @@ PATCH_FLAGS: Mapping[str, Mapping[str, bool] | None] = {
     "no-linear-ce": {"linear_cross_entropy": False},
     "none": None,
 }
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def is_preset(name: str) -> bool:
     return name in PRESETS
-
-
-def is_hub_id(name: str) -> bool:
-    """`owner/model` that is not a folder here."""
-    return not Path(name).exists() and _HUB_ID.fullmatch(name) is not None
 
 
 def check_name(name: str) -> None:

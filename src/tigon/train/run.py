@@ -362,9 +362,9 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any]) -> None
 
 def _quiet_libraries(recipe: Recipe) -> None:
     """No network unless a hub id is asked for, and none of the libraries' own chatter; both before their import."""
-    from tigon.train import model
+    from tigon.models.config import is_hub_id
 
-    hub = [name for name in (recipe.model.name, recipe.data.tokenizer) if model.is_hub_id(name)]
+    hub = [name for name in (recipe.model.name, recipe.data.tokenizer) if is_hub_id(name)]
     if not hub:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
