@@ -22,7 +22,7 @@ from tigon.ops import OPS
 
 CPU = torch.device("cpu")
 CEILINGS = {"copy_gb_per_s": 10.0, "matmul_tflop_per_s": 0.1, "matmul_size": 512}
-BASIC = ("tigon", "eager", "torch", "tigon new gradient", "tigon 1 GiB", "tigon half ignored", "tigon frozen head",
+BASIC = ("tigon", "eager", "torch", "tigon new gradient", "tigon one chunk", "tigon half ignored", "tigon frozen head",
          "tigon eval")  # fmt: skip
 
 

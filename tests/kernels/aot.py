@@ -46,6 +46,7 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from tigon.kernels import _chips
 from tigon.ops import OPS, Case, Op, _dispatch
 
 ALL_DTYPES = ("bfloat16", "float16", "float32")
@@ -66,6 +67,10 @@ class Target:
     @property
     def gpu(self) -> GPUTarget:
         return GPUTarget(self.backend, self.arch, self.warp_size)
+
+    @property
+    def chip(self) -> _chips.Chip | None:
+        return _chips.of_arch(divmod(self.arch, 10) if isinstance(self.arch, int) else self.arch)
 
 
 TARGETS = {
@@ -154,8 +159,8 @@ class Pretence:
 
 @contextlib.contextmanager
 def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[None]:
-    """Launches go to `launches` instead of a GPU, once for every target; all targets have one warp size and
-    as much shared memory."""
+    """Launches go to `launches` instead of a GPU, once for every target; all targets have one warp size, as much shared
+    memory and one tile for the logits."""
     from tigon.kernels import _device, norm
 
     pretence, run = Pretence(), JITFunction.run
@@ -180,7 +185,7 @@ def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[No
         )
         return True  # handled: Triton compiles nothing and launches nothing
 
-    lanes, shared = TARGETS[targets[0]].warp_size, TARGETS[targets[0]].shared_bytes
+    lanes, shared, chip = TARGETS[targets[0]].warp_size, TARGETS[targets[0]].shared_bytes, TARGETS[targets[0]].chip
     norm.bwd_tile.cache_clear()
     driver.set_active(pretence)  # type: ignore[arg-type]
     with (
@@ -189,6 +194,7 @@ def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[No
         patch.object(_dispatch, "INTERPRET", True),  # CPU tensors take the kernels
         patch.object(_device, "_lanes", lambda: lanes),
         patch.object(_device, "shared_bytes", lambda index: shared),
+        patch.object(_chips, "chip", lambda index: chip),
     ):
         yield
 
@@ -245,9 +251,12 @@ def covering(launches: list[Launch]) -> Iterator[Launch]:
 
 
 def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
-    for launching in dict.fromkeys((t.backend, t.shared_bytes) for t in map(TARGETS.get, targets)):
+    def launching_of(target: Target) -> tuple[Any, ...]:
+        return target.backend, target.shared_bytes, target.chip and target.chip.logits_tile
+
+    for launching in dict.fromkeys(launching_of(TARGETS[name]) for name in targets):
         for dtype in ALL_DTYPES:
-            alike = [t for t in targets if (TARGETS[t].backend, TARGETS[t].shared_bytes) == launching]
+            alike = [t for t in targets if launching_of(TARGETS[t]) == launching]
             chosen = [name for name in alike if dtype in TARGETS[name].dtypes]
             if not chosen:
                 continue

@@ -19,6 +19,7 @@ from helpers import (
     contract_cases,
     differentiable,
     guarded,
+    has_a_way_of_its_own,
     make,
     poisoned,
     run,
@@ -32,8 +33,8 @@ from helpers import (
 from tigon.ops import OPS, Case, Op
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# The interpreter cuts fp32 off to bf16 instead of rounding it.
-INTERPRETED_BF16_FACTOR = 2.0
+# The interpreter cuts fp32 off to bf16 instead of rounding it: factors of one product both too small add up.
+INTERPRETED_BF16_FACTOR = 3.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -42,7 +43,8 @@ def test_error_exceeds_twice_the_unfused_ops(op: Op, case: Case, dtype: torch.dt
     """K22, K23, K24, K26, K27: poisoned outputs, NaN around the inputs, a random upstream gradient."""
     if not runs_here(case, backend.device) or (backend.interpreted and not case.small):
         pytest.skip("this size is for a GPU")
-    if backend.interpreted and dtype != torch.float32 and not takes_another_way(op, case):
+    known = takes_another_way(op, case) or has_a_way_of_its_own(op, dtype)
+    if backend.interpreted and dtype != torch.float32 and not known:
         pytest.skip("the kernel computes in fp32 and its way there is taken by another case in 16 bits")
     inputs = make(op, case, dtype, backend.device)
     with poisoned():

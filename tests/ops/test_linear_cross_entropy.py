@@ -236,8 +236,9 @@ GIB = 1 << 30
     ("tokens", "hidden", "vocab", "per_row", "weight", "mode", "most_bytes"),
     [
         (8192, 4096, 128256, False, True, "keep", 2.0 * GIB),  # 1.96 GiB of logits; the accumulator alone is 1.96
-        (32768, 2048, 128256, False, True, "stream", 0.5 * GIB),
-        (32768, 2048, 128256, True, True, "recompute", 0.5 * GIB),
+        (32768, 2048, 128256, False, True, "stream", 1.0 * GIB),  # as much as the accumulator
+        (65536, 4096, 128256, False, True, "stream", 1.0 * GIB),
+        (32768, 2048, 128256, True, True, "recompute", 1.0 * GIB),
         (4096, 2048, 128256, False, False, "stream", 0.5 * GIB),  # a frozen head needs no accumulator
         (64, 2048, 128256, False, True, "keep", 0.5 * GIB),
     ],
@@ -246,7 +247,7 @@ def test_plan_holds_more_than_the_cheaper_alternative(
     tokens: int, hidden: int, vocab: int, per_row: bool, weight: bool, mode: str, most_bytes: float
 ) -> None:
     plan = make_plan(
-        tokens, hidden, vocab, 2, chunk_bytes=GIB // 2, per_row=per_row, want_hidden=True, want_weight=weight,
+        tokens, hidden, vocab, 2, chunk_bytes=(GIB // 2, GIB), per_row=per_row, want_hidden=True, want_weight=weight,
     )  # fmt: skip
     assert plan.mode == mode
     assert plan.chunk * vocab * 2 <= most_bytes

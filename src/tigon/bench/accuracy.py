@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tigon.bench.inputs import Inputs, differentiable, outputs_of
+from tigon.bench.inputs import PERMISSIONS, Inputs, differentiable, outputs_of
 from tigon.ops import Op
 
 # N tokens, V vocabulary.
@@ -38,7 +38,7 @@ def oracle(op: Op, inputs: Inputs, upstream: Sequence[Tensor], dtype: torch.dtyp
 
     In fp64 a mean loss is taken in chunks of tokens: its logits would otherwise be several times the memory of a GPU.
     """
-    plain = {name: value for name, value in inputs.items() if name not in ("inplace", "chunk_bytes")}
+    plain = {name: value for name, value in inputs.items() if name not in PERMISSIONS}
     cast = {
         name: value.to(dtype) if dtype and isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in plain.items()

@@ -12,11 +12,10 @@ from tigon.profile.figure import GRID, INK, MUTED, new_figure, svg
 
 # One colour an implementation, the same in every chart; settings of one library share a hue.
 COLOURS = {
-    "tigon": "#c2410c", "tigon new gradient": "#fb923c", "tigon 2 GiB": "#ea580c", "tigon 1 GiB": "#fb923c",
-    "tigon 256 MiB": "#fdba74", "eager": "#9ca3af", "compile": "#0f766e", "torch": "#115e59", "liger": "#1d4ed8",
-    "liger fp32": "#3b82f6", "liger cute": "#93c5fd",
-    "liger scaled": "#60a5fa", "quack": "#7e22ce", "quack base": "#c084fc", "cce": "#a16207",
-    "cce exact": "#facc15", "products": INK,
+    "tigon": "#c2410c", "tigon new gradient": "#fb923c", "tigon one chunk": "#ea580c", "tigon 16-bit sums": "#fb923c",
+    "tigon small chunks": "#fdba74", "eager": "#9ca3af", "compile": "#0f766e", "torch": "#115e59", "liger": "#1d4ed8",
+    "liger fp32": "#3b82f6", "liger cute": "#93c5fd", "liger scaled": "#60a5fa", "quack": "#7e22ce",
+    "quack base": "#c084fc", "cce": "#a16207", "cce exact": "#facc15", "products": INK,
 }  # fmt: skip
 LABELS = {
     "eager": "Hugging Face", "compile": "torch.compile", "liger": "Liger", "liger fp32": "Liger, fp32 sums",

@@ -23,7 +23,7 @@ PEAKED_STD = 4.0
 # Logits of the records' own inputs.
 _RANDOM_STD = 2.0
 # What an implementation may use or leave.
-PERMISSIONS = ("inplace", "chunk_bytes")
+PERMISSIONS = ("inplace", "chunk_bytes", "fp32_accumulate")
 
 
 def make_inputs(row: Row, dtype: torch.dtype, device: torch.device) -> Inputs:

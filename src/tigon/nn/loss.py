@@ -72,9 +72,16 @@ class CrossEntropyLoss(_Loss):
 class LinearCrossEntropyLoss(_Loss):
     """`tigon.linear_cross_entropy` with its options fixed; see there. The weight (V, H) of the layer is an argument."""
 
-    def __init__(self, weight: Tensor | None = None, *, chunk_bytes: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        *,
+        chunk_bytes: int | None = None,
+        fp32_accumulate: bool = True,
+        **options: Any,
+    ) -> None:
         super().__init__(weight, **options)
-        self.options["chunk_bytes"] = chunk_bytes
+        self.options.update(chunk_bytes=chunk_bytes, fp32_accumulate=fp32_accumulate)
 
     def forward(
         self,

@@ -12,17 +12,20 @@ the Autograd key and keeps the forward and backward primitives.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tigon.errors import DoubleBackwardError, DtypeError
+from tigon.kernels import _chips
+from tigon.kernels._chips import Chip
 
 _LIBRARY = torch.library.Library("tigon", "DEF")
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -40,6 +43,35 @@ def uses_kernel(x: Tensor) -> bool:
     return HAS_TRITON and (x.is_cuda or (INTERPRET and x.device.type == "cpu")) and x.dtype in KERNEL_DTYPES
 
 
+_planned_arch: tuple[int, int] | None = None
+
+
+@contextlib.contextmanager
+def planned_for(arch: tuple[int, int]) -> Iterator[None]:
+    """Ops plan as on a CUDA GPU of this compute capability, wherever their tensors are: for traces of fake tensors on
+    machines without one (a fake CUDA tensor cannot be had there)."""
+    global _planned_arch
+    before, _planned_arch = _planned_arch, arch
+    try:
+        yield
+    finally:
+        _planned_arch = before
+
+
+def planned_device(x: Tensor) -> str:
+    """The type of device that an op on `x` plans for."""
+    return "cuda" if _planned_arch is not None else x.device.type
+
+
+def planned_chip(x: Tensor) -> Chip | None:
+    """The chip whose launch tables an op on `x` goes by; None where no kernel runs, or on a chip without a row."""
+    if _planned_arch is not None:
+        return _chips.of_arch(_planned_arch)
+    if not HAS_TRITON or not (x.is_cuda or (INTERPRET and x.device.type == "cpu")):
+        return None
+    return _chips.chip(x.device.index)
+
+
 def check_dtype(*tensors: Tensor | None) -> None:
     """Raise `DtypeError` for a tensor that is not floating point, or is of a float type narrower than 16 bits."""
     for t in tensors:
@@ -53,7 +85,7 @@ def check_dtype(*tensors: Tensor | None) -> None:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _unwatched(args: tuple[Any, ...]) -> bool:
+def unwatched(args: tuple[Any, ...]) -> bool:
     """True when no compiler, mode or tensor subclass needs to see a named operator, and there is data to compute on."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
@@ -64,6 +96,10 @@ def _unwatched(args: tuple[Any, ...]) -> bool:
         elif isinstance(a, Tensor):
             return False
     return True
+
+
+PRIMITIVES: dict[str, Primitive] = {}
+"""By qualified name; the planner runs their fakes where it can see what they allocate."""
 
 
 class Primitive:
@@ -88,11 +124,13 @@ class Primitive:
         self.name = name
         self._check = check
         self._reference = reference
+        self.fake = fake
         self._kernel_path = kernel
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, self.run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"tigon::{name}", fake, lib=_LIBRARY)
         self._operator = getattr(torch.ops.tigon, name).default
+        PRIMITIVES[f"tigon::{name}"] = self
 
     @functools.cached_property
     def _kernel(self) -> Callable[..., Any]:
@@ -108,7 +146,7 @@ class Primitive:
         return (self._kernel if uses_kernel(args[0]) else self._reference)(*args, **extra)
 
     def __call__(self, *args: Any) -> Any:
-        return self.run(*args) if _unwatched(args) else self._operator(*args)
+        return self.run(*args) if unwatched(args) else self._operator(*args)
 
 
 class Differentiable:

@@ -23,8 +23,7 @@ and CUDA graphs nothing may wait, and every row is kept.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -33,8 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
-from tigon.ops import _loss
-from tigon.ops._dispatch import Differentiable, Primitive, check_dtype, first_order
+from tigon.ops import _dispatch, _loss
+from tigon.ops._chunk_loop import chunk_loop, hidden_grad, no_autocast, product_into
+from tigon.ops._dispatch import Differentiable, check_dtype, first_order, unwatched
 from tigon.ops._loss import LossOptions, LossOutput
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.cross_entropy import (
@@ -48,9 +48,11 @@ from tigon.ops.cross_entropy import (
 # N tokens, n tokens that are not ignored, C tokens of a chunk, H hidden, V vocabulary.
 
 MIB = 1 << 20
-# Logits alive at once. On a GPU chunks of 2048 tokens and more keep the products at full rate (128256 columns in bf16:
-# 2093 tokens in 512 MiB); on a CPU a chunk should stay near its last-level cache.
-DEFAULT_CHUNK_BYTES = {"cuda": 512 * MIB, "cpu": 16 * MIB}
+# Logits alive at once, (least, most). On a GPU chunks of 2048 tokens and more keep the products at full rate (128256
+# columns in bf16: 2093 tokens in 512 MiB); on a CPU a chunk should stay near its last-level cache. Each chunk
+# also reads and writes the fp32 sum of dW, so a chunk is as large as that, up to `most`: on an H200 16384 x 3584 x
+# 152064 took 87 ms instead of 96 with 1 GiB, in no more memory, because the cast of the sum needs as much.
+DEFAULT_CHUNK_BYTES = {"cuda": (512 * MIB, 1024 * MIB), "cpu": (16 * MIB, 16 * MIB)}
 # Chunks are cut to a multiple of this many tokens, the tile of the products.
 _TILE = 128
 
@@ -65,17 +67,23 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    tokens: int, hidden: int, vocab: int, itemsize: int, *, chunk_bytes: int, per_row: bool, want_hidden: bool,
-    want_weight: bool,
+    tokens: int, hidden: int, vocab: int, itemsize: int, *, chunk_bytes: tuple[int, int], per_row: bool,
+    want_hidden: bool, want_weight: bool, fp32_accumulate: bool = True,
 ) -> Plan:  # fmt: skip
-    """Choose the mode and the chunk; arithmetic only, so the planner calls it too."""
+    """Choose the mode and the chunk; arithmetic only, so the planner calls it too. chunk_bytes: (least, most)."""
+    least, most = chunk_bytes
+    accumulator_bytes = 4 * vocab * hidden if want_weight and fp32_accumulate else 0
+    fitting = min(max(least, accumulator_bytes), most) // (vocab * itemsize)
     if not (want_hidden or want_weight):
-        return Plan("loss", _even_chunk(tokens, chunk_bytes // (vocab * itemsize)))
-    logits_bytes = tokens * vocab * itemsize
-    accumulator_bytes = 4 * vocab * hidden if want_weight else 0
-    if logits_bytes <= chunk_bytes + accumulator_bytes and not per_row:
+        return Plan("loss", _even_chunk(tokens, fitting))
+    if tokens * vocab * itemsize <= least + accumulator_bytes and not per_row:
         return Plan("keep", max(tokens, 1))
-    return Plan("recompute" if per_row else "stream", _even_chunk(tokens, chunk_bytes // (vocab * itemsize)))
+    return Plan("recompute" if per_row else "stream", _even_chunk(tokens, fitting))
+
+
+def default_chunk_bytes(hidden: Tensor) -> tuple[int, int]:
+    """(least, most) bytes of logits alive at once on hidden's device."""
+    return DEFAULT_CHUNK_BYTES.get(_dispatch.planned_device(hidden), DEFAULT_CHUNK_BYTES["cuda"])
 
 
 def _even_chunk(tokens: int, most: int) -> int:
@@ -154,138 +162,6 @@ def _rows_that_count(target: Tensor, prepared: PreparedTargets | None, ignore_in
     return None if index_N.shape[0] == target.numel() else index_N
 
 
-# --- the chunk loop ---------------------------------------------------------------------------------------------------
-
-
-def _buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
-    """(rows, V) logits whose rows start at a multiple of 16 bytes; unaligned rows halve the width of every load."""
-    align = 16 // like.element_size()
-    padded = -(-vocab // align) * align
-    return like.new_empty(rows, padded)[:, :vocab]
-
-
-def _product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-    """out (+)= a @ b, summed in out's dtype, which may be fp32 over 16-bit factors."""
-    if a.dtype != out.dtype and a.is_cuda:
-        # cuBLAS multiplies 16-bit matrices into an fp32 C; casting the factors would cost an fp32 product.
-        if accumulate:
-            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(a, b, out_dtype=out.dtype, out=out)
-        return
-    a, b = a.to(out.dtype), b.to(out.dtype)
-    if accumulate:
-        torch.addmm(out, a, b, out=out)
-    else:
-        torch.mm(a, b, out=out)
-
-
-def _no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Autocast would turn the fp32 accumulation into a 16-bit one; the dtypes were settled by the caller."""
-    device = x.device.type
-    if not torch.amp.is_autocast_available(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
-
-
-def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
-    return (slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
-
-
-def _chunks_outputs(
-    hidden_NH: Tensor, weight_VH: Tensor, chunk: int, keep: bool, want_hidden: bool, want_weight: bool, want_bias: bool,
-    entropy: bool, predicted: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Outputs of the chunk loop, unwritten; what is not wanted is empty."""
-    (N, H), V = hidden_NH.shape, weight_VH.shape[0]
-    acc = torch.promote_types(hidden_NH.dtype, torch.float32)
-    # fp16 sums stay in fp32 until the loss scale is on them.
-    dx_dtype = acc if hidden_NH.dtype == torch.float16 else hidden_NH.dtype
-    return (
-        hidden_NH.new_empty(N, dtype=acc),
-        hidden_NH.new_empty((3, N), dtype=acc),
-        hidden_NH.new_empty(N if entropy else 0, dtype=acc),
-        hidden_NH.new_empty(N if predicted else 0, dtype=torch.int64),
-        hidden_NH.new_empty((N, H) if want_hidden and not keep else (0, H), dtype=dx_dtype),
-        hidden_NH.new_empty((V, H) if want_weight and not keep else (0, H), dtype=acc),
-        hidden_NH.new_empty(V if want_bias else 0, dtype=acc),
-        _buffer(N, V, hidden_NH) if keep else hidden_NH.new_empty((0, V)),
-    )
-
-
-def _chunks_body(
-    hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    token_weight: Tensor | None, grad_scale: Tensor,
-    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-    chunk: int, keep: bool, want_hidden: bool, want_weight: bool, want_bias: bool, entropy: bool, predicted: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """(loss, stats, entropy, predicted, dX, dW, db, G); gradients are for an upstream gradient of 1 / grad_scale."""
-    outputs = _chunks_outputs(
-        hidden_NH, weight_VH, chunk, keep, want_hidden, want_weight, want_bias, entropy, predicted
-    )
-    loss, stats, entropies, argmax, dx_NH, dw_VH, db_V, kept_NV = outputs
-    N, V = hidden_NH.shape[0], weight_VH.shape[0]
-    want_grad = want_hidden or want_weight or want_bias
-    buffer_CV = kept_NV if keep else _buffer(min(chunk, N), V, hidden_NH)
-    with _no_autocast(hidden_NH):
-        for number, rows in enumerate(_chunks(N, chunk)):
-            x_CH, logits_CV = hidden_NH[rows], buffer_CV[: rows.stop - rows.start]
-            if bias is None:
-                torch.mm(x_CH, weight_VH.t(), out=logits_CV)
-            elif x_CH.is_cuda:
-                torch.addmm(bias, x_CH, weight_VH.t(), out=logits_CV)
-            else:
-                # The CPU's addmm rounds the bias into a 16-bit sum first; F.linear adds it before rounding.
-                logits_CV.copy_(F.linear(x_CH, weight_VH, bias))
-            weights = None if token_weight is None else token_weight[rows]
-            loss[rows], stats[:, rows], chunk_entropy, chunk_argmax = _loss.cross_entropy_fwd.run(
-                logits_CV, target[rows], class_weight, weights, ignore_index, label_smoothing, softcap, logit_scale,
-                z_loss, entropy, predicted, grad_scale=grad_scale, grad_NV=logits_CV if want_grad else None,
-            )  # fmt: skip
-            if entropy:
-                entropies[rows] = chunk_entropy
-            if predicted:
-                argmax[rows] = chunk_argmax
-            if want_bias:
-                db_V.copy_(_column_sum(logits_CV) if number == 0 else db_V + _column_sum(logits_CV))
-            if want_hidden and not keep:
-                _product(logits_CV, weight_VH, dx_NH[rows], accumulate=False)
-            if want_weight and not keep:
-                _product(logits_CV.t(), x_CH, dw_VH, accumulate=number > 0)
-    if N == 0:
-        for empty_sum in (dw_VH, db_V):
-            empty_sum.zero_()
-    return outputs
-
-
-def _column_sum(g_CV: Tensor) -> Tensor:
-    return g_CV.sum(0, dtype=torch.promote_types(g_CV.dtype, torch.float32))
-
-
-def _chunks_fake(
-    hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    token_weight: Tensor | None, grad_scale: Tensor,
-    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-    chunk: int, keep: bool, want_hidden: bool, want_weight: bool, want_bias: bool, entropy: bool, predicted: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    # The planner traces this: besides the outputs, the chunk's logits live while the loop runs.
-    if not keep:
-        _buffer(chunk, weight_VH.shape[0], hidden_NH)
-    return _chunks_outputs(hidden_NH, weight_VH, chunk, keep, want_hidden, want_weight, want_bias, entropy, predicted)
-
-
-_chunk_loop = Primitive(
-    "linear_cross_entropy_chunks",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? token_weight,"
-    " Tensor grad_scale, int ignore_index, float label_smoothing, float? softcap, float logit_scale, float z_loss,"
-    " SymInt chunk, bool keep, bool want_hidden, bool want_weight, bool want_bias, bool entropy, bool predicted)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=_chunks_body,
-    kernel=None,
-    fake=_chunks_fake,
-)
-
-
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
@@ -295,7 +171,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor,
         class_weight: Tensor | None, token_weight: Tensor | None, inv_denominator: Tensor, index: Tensor | None,
         ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-        per_row: bool, entropy: bool, predicted: bool, chunk_bytes: int, grad_enabled: bool,
+        per_row: bool, entropy: bool, predicted: bool, chunk_bytes: Sequence[int], fp32_accumulate: bool,
+        grad_enabled: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
         want = tuple(grad_enabled and need for need in ctx.needs_input_grad[:3])
@@ -303,19 +180,22 @@ class LinearCrossEntropy(torch.autograd.Function):
         if index is not None:
             hidden_NH, target = hidden_NH.index_select(0, index), target.index_select(0, index)
             token_weight = None if token_weight is None else token_weight.index_select(0, index)
-        plan = _plan_for(hidden_NH, weight_VH, per_row, want, chunk_bytes)
+        plan = _plan_for(hidden_NH, weight_VH, per_row, want, chunk_bytes, fp32_accumulate)
         stored, left = gradient_scales(hidden_NH.dtype, inv_denominator, token_weight, class_weight, options)
         in_forward = plan.mode in ("keep", "stream")
-        loss_N, stats, entropies, argmax, dx, dw, db, kept = _chunk_loop(
+        loss_N, stats, entropies, argmax, dx, dw, db, kept, factor = chunk_loop(
             hidden_NH, weight_VH, bias, target, class_weight, token_weight, stored, *options, plan.chunk,
-            plan.mode == "keep", *(w and in_forward for w in want), entropy, predicted,
+            plan.mode == "keep", fp32_accumulate, *(w and in_forward for w in want), entropy, predicted,
         )  # fmt: skip
         ctx.plan, ctx.options, ctx.want, ctx.rows = plan, options, want, rows
+        ctx.fp32_accumulate = fp32_accumulate
         ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
         if plan.mode == "keep":
-            ctx.save_for_backward(kept, hidden_NH, weight_VH, db, left, index)
+            ctx.save_for_backward(kept, factor, hidden_NH, weight_VH, db, left, index)
         elif plan.mode == "stream":
-            ctx.save_for_backward(dx, dw, db, left, index)
+            # Not a saved tensor, which could not be given away: a dW in its final dtype is scaled where it lies.
+            ctx.dw = dw
+            ctx.save_for_backward(dx, db, left, index)
         elif plan.mode == "recompute":
             ctx.save_for_backward(
                 hidden_NH, weight_VH, bias, target, class_weight, token_weight, inv_denominator, index
@@ -335,24 +215,35 @@ class LinearCrossEntropy(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         grads = _BACKWARD[ctx.plan.mode](ctx, dloss)
-        return *(g if want else None for g, want in zip(grads, ctx.want, strict=True)), *[None] * 15
+        return *(g if want else None for g, want in zip(grads, ctx.want, strict=True)), *[None] * 16
 
 
 def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-    g_NV, x_NH, weight_VH, db, left, index = ctx.saved_tensors
+    g_NV, factor, x_NH, weight_VH, db, left, index = ctx.saved_tensors
     want_hidden, want_weight, want_bias = ctx.want
     x_dtype, w_dtype, b_dtype = ctx.dtypes
     scale = dloss * left
+    per_row = scale * factor if factor.numel() else scale
     dx = dw = None
-    with _no_autocast(g_NV):
-        if want_hidden:
-            # fp16 stays in fp32 until the loss scale is on.
-            product = x_NH.new_empty(x_NH.shape, dtype=scale.dtype if x_dtype == torch.float16 else x_dtype)
-            _product(g_NV, weight_VH, product, accumulate=False)
-            dx = _loss.scale_rows(product, scale, index, ctx.rows, x_dtype)
+    with no_autocast(g_NV):
+        # dW first: the scaled X that it needs is gone before dX is there.
         if want_weight:
-            dw = _weight_grad(g_NV, x_NH, scale, w_dtype)
+            dw = _weight_grad(g_NV, x_NH, per_row, w_dtype)
+        if want_hidden:
+            dx = _hidden_grad_of(g_NV, weight_VH, per_row, index, ctx.rows, x_dtype)
     return dx, dw, (db * scale).to(b_dtype) if want_bias else None
+
+
+def _hidden_grad_of(
+    g_NV: Tensor, weight_VH: Tensor, scale: Tensor, index: Tensor | None, rows: int, dtype: torch.dtype
+) -> Tensor:
+    """scale · G W. One scale for all rows is a power of two as a rule, and goes onto the rounded product; fp16 stays in
+    fp32 until the loss scale is on."""
+    if scale.ndim or dtype == torch.float16:
+        return hidden_grad(g_NV, weight_VH, scale, index, rows, dtype)  # type: ignore[no-any-return]
+    product = g_NV.new_empty((g_NV.shape[0], weight_VH.shape[1]), dtype=dtype)
+    product_into(g_NV, weight_VH, product, accumulate=False)
+    return _loss.scale_rows(product, scale, index, rows, dtype)  # type: ignore[no-any-return]
 
 
 def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -361,23 +252,42 @@ def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) 
     V, H = g_NV.shape[1], x_NH.shape[1]
     if x_NH.dtype != torch.float16:
         out = x_NH.new_empty((V, H), dtype=dtype)
-        _product(g_NV.t(), _loss.scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype), out, accumulate=False)
+        product_into(g_NV.t(), _loss.scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype), out, accumulate=False)
         return out
     product = x_NH.new_empty((V, H), dtype=scale.dtype)
-    _product(g_NV.t(), x_NH, product, accumulate=False)
+    product_into(g_NV.t(), x_NH, product, accumulate=False)
     return _loss.scale_rows(product, scale, None, V, dtype)  # type: ignore[no-any-return]
 
 
 def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dw, db, left, index = ctx.saved_tensors
+    dx, db, left, index = ctx.saved_tensors  # raises in a second backward of a graph that was not retained
     want_hidden, want_weight, want_bias = ctx.want
     x_dtype, w_dtype, b_dtype = ctx.dtypes
     scale = dloss * left
+    dw = ctx.dw
+    if dw.dtype == w_dtype and unwatched((dw,)) and not _keeps_graph():
+        ctx.dw = None
+        dw = _scaled_in_place(dw, scale)
+    elif want_weight:
+        dw = _loss.scale_rows(dw, scale, None, dw.shape[0], w_dtype)
     return (
         _loss.scale_rows(dx, scale, index, ctx.rows, x_dtype) if want_hidden else None,
-        _loss.scale_rows(dw, scale, None, dw.shape[0], w_dtype) if want_weight else None,
+        dw if want_weight else None,
         (db * scale).to(b_dtype) if want_bias else None,
     )
+
+
+def _keeps_graph() -> bool:
+    """Whether the running backward may be followed by another one through the same graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def _scaled_in_place(x_NH: Tensor, scale: Tensor) -> Tensor:
+    if _dispatch.uses_kernel(x_NH):
+        from tigon.kernels.cross_entropy import scale_rows_
+
+        return scale_rows_(x_NH, scale)  # type: ignore[no-any-return]
+    return x_NH.mul_(scale)
 
 
 def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
@@ -388,9 +298,9 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     if token_weight is not None:
         per_token = per_token * token_weight
     stored, left = gradient_scales(x_dtype, inv_denominator, per_token, class_weight, ctx.options)
-    _, _, _, _, dx, dw, db, _ = _chunk_loop(
+    _, _, _, _, dx, dw, db, _, _ = chunk_loop(
         x_NH, weight_VH, bias, target, class_weight, per_token, stored, *ctx.options, ctx.plan.chunk,
-        False, want_hidden, want_weight, want_bias, False, False,
+        False, ctx.fp32_accumulate, want_hidden, want_weight, want_bias, False, False,
     )  # fmt: skip
     return (
         _loss.scale_rows(dx, left, index, ctx.rows, x_dtype) if want_hidden else None,
@@ -402,16 +312,19 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
 _BACKWARD = {"keep": _backward_keep, "stream": _backward_stream, "recompute": _backward_recompute}
 
 
-def _plan_for(hidden_NH: Tensor, weight_VH: Tensor, per_row: bool, want: tuple[bool, ...], chunk_bytes: int) -> Plan:
+def _plan_for(
+    hidden_NH: Tensor, weight_VH: Tensor, per_row: bool, want: tuple[bool, ...], chunk_bytes: Sequence[int],
+    fp32_accumulate: bool,
+) -> Plan:  # fmt: skip
     (N, H), V, itemsize = hidden_NH.shape, weight_VH.shape[0], hidden_NH.element_size()
+    least, most = chunk_bytes
     if not isinstance(N, int):
         # A symbolic token count must not decide anything, or every count would compile anew.
-        most = max(1, chunk_bytes // (V * itemsize))
         mode: Mode = "loss" if not any(want) else "recompute" if per_row else "stream"
-        return Plan(mode, most)
+        return Plan(mode, max(1, least // (V * itemsize)))
     return make_plan(
-        N, H, V, itemsize, chunk_bytes=chunk_bytes, per_row=per_row, want_hidden=want[0],
-        want_weight=want[1] or want[2],
+        N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want[0],
+        want_weight=want[1] or want[2], fp32_accumulate=fp32_accumulate,
     )  # fmt: skip
 
 
@@ -429,8 +342,8 @@ _linear_cross_entropy = Differentiable(
     "linear_cross_entropy",
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? token_weight,"
     " Tensor inv_denominator, Tensor? index, int ignore_index, float label_smoothing, float? softcap,"
-    " float logit_scale, float z_loss, bool per_row, bool entropy, bool predicted, int chunk_bytes)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " float logit_scale, float z_loss, bool per_row, bool entropy, bool predicted, int[] chunk_bytes,"
+    " bool fp32_accumulate) -> (Tensor, Tensor, Tensor, Tensor)",
     _apply,
 )
 
@@ -451,6 +364,7 @@ def linear_cross_entropy(
     num_items: Tensor | float | None = None,
     token_weight: Tensor | None = None,
     chunk_bytes: int | None = None,
+    fp32_accumulate: bool = True,
     outputs: tuple[str, ...] = (),
 ) -> Tensor | LossOutput:
     """`cross_entropy(hidden @ weight.T + bias, target)` without holding the logits.
@@ -462,8 +376,11 @@ def linear_cross_entropy(
         target: (...), int64 or int32, or what `prepare_targets` made of it.
         bias: (V,) or None.
         class_weight: (V,), the `weight` of `cross_entropy`.
-        chunk_bytes: most bytes of logits alive at once; 512 MiB on GPUs, 16 MiB on the CPU. All logits are held in
-            one chunk where that takes less memory than chunks and their fp32 weight gradient would.
+        chunk_bytes: most bytes of logits alive at once; left out, 512 MiB on GPUs, up to 1 GiB where the fp32 weight
+            gradient is as large, and 16 MiB on the CPU. All logits are held in one chunk where that takes less memory
+            than chunks and their fp32 weight gradient would.
+        fp32_accumulate: False sums the chunks' bf16 weight gradients in bf16: half the memory of the largest tensor
+            here, for a rounding more a chunk. Not for fp16, whose range the sums would leave.
         ignore_index, reduction, label_smoothing, softcap, logit_scale, z_loss, num_items, token_weight, outputs:
             as in `cross_entropy`.
 
@@ -481,9 +398,10 @@ def linear_cross_entropy(
     )
     _check_linear(hidden, weight, bias, labels, class_weight, token_weight, chunk_bytes)
     hidden, weight, bias = _settle_dtypes(hidden, weight, bias)
-    device = hidden.device.type
-    if chunk_bytes is None:
-        chunk_bytes = DEFAULT_CHUNK_BYTES.get(device, DEFAULT_CHUNK_BYTES["cuda"])
+    if not fp32_accumulate and hidden.dtype == torch.float16:
+        raise OptionError(
+            "fp32_accumulate=False is not for float16, whose range sums of gradients leave; use bfloat16."
+        )
     target_N = labels.reshape(-1).contiguous()
     class_weight = None if class_weight is None else class_weight.contiguous()
     acc = torch.promote_types(hidden.dtype, torch.float32)
@@ -493,7 +411,8 @@ def linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, target_N, class_weight,
         None if token_weight is None else token_weight.reshape(-1).contiguous(),
         inv_denominator, _rows_that_count(labels, prepared, ignore_index), *options, per_row,
-        *_loss.wanted(outputs), chunk_bytes,
+        *_loss.wanted(outputs), default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
+        fp32_accumulate,
     )  # fmt: skip
     return _loss.pack(results, labels, per_row, outputs, ignore_index)
 
@@ -533,7 +452,7 @@ def _settle_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple
 
 def linear_cross_entropy_oracle(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, class_weight: Tensor | None = None,
-    chunk_bytes: int | None = None, **options: Any,
+    chunk_bytes: int | None = None, fp32_accumulate: bool = True, **options: Any,
 ) -> Tensor:  # fmt: skip
     """The unfused formula: one product, logits in its dtype, then the loss in at least fp32."""
     dtype = torch.promote_types(hidden.dtype, weight.dtype)

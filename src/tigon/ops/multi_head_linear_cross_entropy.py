@@ -18,16 +18,16 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import _loss
+from tigon.ops._chunk_loop import chunk_loop
 from tigon.ops._dispatch import Differentiable, check_dtype, first_order
 from tigon.ops._loss import LossOptions
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.cross_entropy import Reduction, gradient_scales, make_target
 from tigon.ops.linear_cross_entropy import (
-    DEFAULT_CHUNK_BYTES,
-    _chunk_loop,
     _even_chunk,
     _rows_that_count,
     _settle_dtypes,
+    default_chunk_bytes,
     linear_cross_entropy_oracle,
 )
 
@@ -99,8 +99,8 @@ class MultiHeadLinearCrossEntropy(torch.autograd.Function):
             tokens = x_NH.shape[0]
             chunk = _even_chunk(tokens, most) if isinstance(tokens, int) else most
             stored, left = gradient_scales(x_NH.dtype, inv_denominators[k] * head_weights[k], None, None, options)
-            loss_N, _, _, argmax, dx, dw, _, _ = _chunk_loop(
-                x_NH, weight_VH, None, target, None, None, stored, *options, chunk, False,
+            loss_N, _, _, argmax, dx, dw, _, _, _ = chunk_loop(
+                x_NH, weight_VH, None, target, None, None, stored, *options, chunk, False, True,
                 want[h], want[hidden_count + w], False, False, predicted,
             )  # fmt: skip
             losses.append(loss_N.sum() * inv_denominators[k])
@@ -203,7 +203,7 @@ def multi_head_linear_cross_entropy(
     acc = torch.promote_types(flat[0].dtype, torch.float32)
     inverses = [_loss.inverse_denominator(t, None, num_items, options, reduction, acc) for t in targets]
     if chunk_bytes is None:
-        chunk_bytes = DEFAULT_CHUNK_BYTES.get(target.device.type, DEFAULT_CHUNK_BYTES["cuda"])
+        chunk_bytes, _ = default_chunk_bytes(flat[0])
     args = (
         flat, settled, targets, inverses, hidden_of, weight_of, factors, *options, "accuracy" in outputs, chunk_bytes,
     )  # fmt: skip

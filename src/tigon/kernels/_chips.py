@@ -1,0 +1,81 @@
+"""Chips by name: what of the launch tables was measured on which, and what only some of them get.
+
+The tiles of the norms, the gated units, rope and cross entropy hold for all chips: they are chosen by width, and give
+way where shared memory or a workgroup's threads do not suffice (kernels/_device.py). They were tuned on an H200. A chip
+that could not be measured runs them as they are, and says so here.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class LogitsTile:
+    """The tile of the product that writes exponentials (kernels/linear_cross_entropy.py)."""
+
+    tokens: int
+    vocab: int
+    hidden: int
+    warps: int
+    stages: int
+    group_bytes: int
+    """Bytes of hidden that stay in L2 while the weight passes by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One architecture. `arch`: CUDA's compute capability, or AMD's gfx name."""
+
+    names: str
+    arch: tuple[int, int] | str
+    measured: str = NOT_MEASURED
+    """Card, versions, commit and date of the measurements that chose its entries."""
+    logits_tile: LogitsTile | None = None
+    """None: the logits are the vendor's product, and a pass over them follows. Needs tensor descriptors (TMA), and a
+    product as fast as the vendor's, which a chip must have been measured for."""
+
+
+CHIPS = (
+    Chip(names="A100", arch=(8, 0)),
+    Chip(names="RTX 30", arch=(8, 6)),
+    Chip(names="RTX 40, L4, L40S", arch=(8, 9)),
+    Chip(
+        names="H100, H200, GH200",
+        arch=(9, 0),
+        measured="H200, torch 2.11+cu130, triton 3.6, 2026-11-21; H100 not measured",
+        logits_tile=LogitsTile(tokens=128, vocab=256, hidden=64, warps=8, stages=4, group_bytes=24 << 20),
+    ),
+    Chip(names="B200, GB200", arch=(10, 0)),
+    Chip(names="RTX 50, RTX PRO 6000", arch=(12, 0)),
+    Chip(names="MI210, MI250X", arch="gfx90a"),
+    Chip(names="MI300X, MI325X", arch="gfx942"),
+    Chip(names="MI350X, MI355X", arch="gfx950"),
+)
+_INTERPRETER = Chip(
+    names="Triton's interpreter",
+    arch="",
+    logits_tile=LogitsTile(tokens=16, vocab=32, hidden=16, warps=4, stages=1, group_bytes=1024),
+)
+
+
+@functools.cache
+def chip(index: int | None) -> Chip | None:
+    """The row of a device; None where there is none. `index` None: the interpreter on the CPU."""
+    if index is None:
+        return _INTERPRETER
+    if torch.version.hip:
+        arch: tuple[int, int] | str = torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
+    else:
+        arch = torch.cuda.get_device_capability(index)
+    return of_arch(arch)
+
+
+def of_arch(arch: tuple[int, int] | str) -> Chip | None:
+    """The row of a compute capability or gfx name."""
+    return next((row for row in CHIPS if row.arch == arch), None)

@@ -1,0 +1,332 @@
+"""Logits that leave their product as exponentials, so that no pass over them follows.
+
+For a token with hidden x, label y and its logit z_y (the label's shift, z_y · log2 e, needs one row of W):
+
+    E_v = 2^(z_v · log2 e - shift - 64) for v != y,   0 for v = y            written by the product's own epilogue
+    s   = E_y + Σ_v E_v,   E_y = 2^-64                                       as sums over its column tiles
+    l   = a · [ w_y · log(s / E_y) + λ · lse² ]                              lse = z_y + log(s / E_y)
+    dz  = f · G,   G_v = E_v · slope_v,   G_y = (E_y - s · w_y / W) · slope_y,   f = a · W / s,   W = w_y + 2λ · lse
+
+so the gradients are dX = f ⊙ (G W_head) and dW = Gᵀ (f ⊙ X): the row's normaliser goes onto X and dX, V / H times
+smaller than G. The shift is the label's logit because that is known before the product. z_v is the fp32 accumulator,
+which the unfused op rounds to bf16 first.
+
+The label is left out of the sum, so that 1 - p_y = Σ_v E_v / s keeps its relative precision for a confident token, and
+so does its loss. 2^-64 puts the label into the middle of what bf16 can hold: a logit 99 above the label's would leave
+it, and such a row (a loss above 99 nats) is computed again by itself, with its maximum as the shift.
+
+Only bf16 has the exponent range for E.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from tigon.kernels import _device
+from tigon.kernels.cross_entropy import LOG2E, _squash
+
+# C rows (tokens of a chunk), V columns (vocabulary), H hidden, P column tiles.
+
+OFFSET = tl.constexpr(64.0)
+# Above this a row is computed again: E · W and f must stay far from the ends of bf16's range.
+LARGEST_SUM = tl.constexpr(2.0**80)
+LN2 = tl.constexpr(0.6931471805599453)
+# The interpreter multiplies the bits of bf16 as integers.
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+
+
+@triton.jit
+def label_logit_kernel(
+    X, W, Bias, Target, ZY, Shift, Slope, V, H, stride_x, stride_w, ignore_index, softcap, scale,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """z_y and the shift, one program a row. The shift of a row without a valid label is +inf: all its E are 0."""
+    row = tl.program_id(0).to(tl.int64)
+    y = tl.load(Target + row).to(tl.int64)
+    counts = (y != ignore_index) & (y >= 0) & (y < V)
+    y = tl.where(counts, y, 0)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, H, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(X + row * stride_x + cols, mask=cols < H, other=0.0).to(tl.float32)
+        w = tl.load(W + y * stride_w + cols, mask=cols < H, other=0.0).to(tl.float32)
+        total += x * w
+    r = tl.sum(total, axis=0)
+    if HAS_BIAS:
+        r += tl.load(Bias + y).to(tl.float32)
+    z, slope = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+    if HAS_SOFTCAP:
+        tl.store(Slope + row, slope)
+    finite = tl.where(tl.abs(z) < float("inf"), z, 0.0)
+    tl.store(ZY + row, tl.where(counts, z, 0.0))
+    tl.store(Shift + row, tl.where(counts, finite * LOG2E + OFFSET, float("inf")))
+
+
+@triton.jit
+def _write_half(
+    r, e_desc, Bias, at_c, at_v, y, shift, V, softcap, scale,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, STORE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """E (STORE) of raw logits at column `at_v`, and its row sums."""
+    cols = at_v + tl.arange(0, WIDTH)
+    if HAS_BIAS:
+        r += tl.load(Bias + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
+    z, slope = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+    e = tl.exp2(z * LOG2E - shift[:, None])
+    e = tl.where((cols[None, :] < V) & (cols[None, :] != y[:, None]), e, 0.0)
+    if STORE:
+        e_desc.store([at_c, at_v], (e * slope if HAS_SOFTCAP else e).to(tl.bfloat16))
+    return tl.sum(e, axis=1)
+
+
+@triton.jit
+def exp_logits_kernel(
+    x_desc, w_desc, e_desc, Bias, Target, Shift, Partial, C, V, H, P, group_tiles, softcap, scale,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, STORE: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """E (STORE) and its sums over column tiles, by as many programs as run at once; tile after tile, so that a tile's
+    loads begin during the epilogue of the one before. `group_tiles` row tiles stay in L2 while W passes by."""
+    row_tiles = tl.cdiv(C, BLOCK_C)
+    column_tiles = tl.cdiv(V, BLOCK_V)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
+        group = tile // (group_tiles * column_tiles) * group_tiles
+        in_group = tl.minimum(row_tiles - group, group_tiles)
+        at_c = (group + tile % in_group) * BLOCK_C
+        column_tile = (tile % (group_tiles * column_tiles)) // in_group
+        at_v = column_tile * BLOCK_V
+        acc = tl.zeros([BLOCK_C, BLOCK_V], dtype=tl.float32)
+        for k in range(tl.cdiv(H, BLOCK_H)):
+            x = x_desc.load([at_c, k * BLOCK_H])
+            w = w_desc.load([at_v, k * BLOCK_H])
+            if _INTERPRETED:
+                acc = tl.dot(x.to(tl.float32), w.T.to(tl.float32), acc)
+            else:
+                acc = tl.dot(x, w.T, acc)
+        rows = at_c + tl.arange(0, BLOCK_C)
+        shift = tl.load(Shift + rows, mask=rows < C, other=float("inf"))
+        y = tl.load(Target + rows, mask=rows < C, other=-1).to(tl.int32)
+        # Two halves: the exponentials and slopes of a whole tile would spill, and its staging buffer cost a stage.
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_C, 2, BLOCK_V // 2)), (0, 2, 1)))
+        total = _write_half(
+            left, e_desc, Bias, at_c, at_v, y, shift, V, softcap, scale, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE, STORE,
+            BLOCK_V // 2,
+        )  # fmt: skip
+        total += _write_half(
+            right, e_desc, Bias, at_c, at_v + BLOCK_V // 2, y, shift, V, softcap, scale, HAS_BIAS, HAS_SOFTCAP,
+            HAS_SCALE, STORE, BLOCK_V // 2,
+        )  # fmt: skip
+        tl.store(Partial + rows.to(tl.int64) * P + column_tile, total, mask=rows < C)
+
+
+@triton.jit
+def _logits_again(
+    X, W, Bias, row, cols, V, H, stride_x, stride_w, softcap, scale,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(z, dz/dr) of one row at `cols`, -inf past the vocabulary."""
+    r = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, H, 64):
+        h = start + tl.arange(0, 64)
+        x = tl.load(X + row * stride_x + h, mask=h < H, other=0.0).to(tl.float32)
+        at = cols.to(tl.int64)[:, None] * stride_w + h[None, :]
+        w = tl.load(W + at, mask=(cols < V)[:, None] & (h < H)[None, :], other=0.0).to(tl.float32)
+        r += tl.sum(w * x[None, :], axis=1)
+    if HAS_BIAS:
+        r += tl.load(Bias + cols, mask=cols < V, other=0.0).to(tl.float32)
+    z, slope = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+    return tl.where(cols < V, z, -float("inf")), slope
+
+
+@triton.jit
+def row_factors_kernel(
+    X, W, Bias, Target, ClassWeight, TokenWeight, GradScale, ZY, Slope, Partial, E, Loss, Stats, Factor,
+    C, V, H, P, N, stride_x, stride_w, stride_e, ignore_index, softcap, scale, z_loss,
+    HAS_BIAS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_Z_LOSS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_GRAD: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Loss, statistics, f, and the label's element of G, one program a row. Stats is (3, N): shift, log s, z_y."""
+    row = tl.program_id(0).to(tl.int64)
+    y = tl.load(Target + row).to(tl.int64)
+    ignored = y == ignore_index
+    valid = (y >= 0) & (y < V)
+    lanes = tl.zeros([BLOCK_P], dtype=tl.float32)
+    for start in range(0, P, BLOCK_P):
+        tiles = start + tl.arange(0, BLOCK_P)
+        lanes += tl.load(Partial + row * P + tiles, mask=tiles < P, other=0.0)
+    others = tl.sum(lanes, axis=0)
+    z_y = tl.load(ZY + row)
+    m = tl.where(tl.abs(z_y) < float("inf"), z_y, 0.0)
+    e_y = tl.exp2((z_y - m) * LOG2E - OFFSET)
+    if (others > LARGEST_SUM) & valid:
+        top = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
+        for start in range(0, V, BLOCK):
+            z, _ = _logits_again(
+                X, W, Bias, row, start + tl.arange(0, BLOCK), V, H, stride_x, stride_w, softcap, scale,
+                HAS_BIAS, HAS_SOFTCAP, HAS_SCALE, BLOCK,
+            )  # fmt: skip
+            top = tl.maximum(top, z)
+        m = tl.max(top, axis=0)
+        e_y = tl.exp2((z_y - m) * LOG2E - OFFSET)
+        again = tl.zeros([BLOCK], dtype=tl.float32)
+        for start in range(0, V, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            z, slope = _logits_again(
+                X, W, Bias, row, cols, V, H, stride_x, stride_w, softcap, scale,
+                HAS_BIAS, HAS_SOFTCAP, HAS_SCALE, BLOCK,
+            )  # fmt: skip
+            e = tl.where(cols == y, 0.0, tl.exp2((z - m) * LOG2E - OFFSET))
+            again += e
+            if WANT_GRAD:
+                if HAS_SOFTCAP:
+                    e *= slope
+                tl.store(E + row * stride_e + cols, e.to(tl.bfloat16), mask=cols < V)
+        others = tl.sum(again, axis=0)
+        tl.debug_barrier()
+    s = e_y + others
+    # s · 2^64 is exact below fp32's largest number, and 1 + a small sum keeps the sum.
+    log_s = tl.where(s < 2.0**60, tl.log(s * 2.0**64), tl.log(s) + OFFSET * LN2)
+    small = others * 2.0**64
+    confident = (z_y == m) & (small < 1e-3)
+    log_s = tl.where(confident, small * (1.0 - small * (0.5 - small * 0.3333333333)), log_s)
+    lse = m + log_s
+    w_y = tl.full([], 1.0, dtype=tl.float32)
+    if HAS_CLASS_WEIGHT:
+        w_y = tl.load(ClassWeight + y, mask=valid, other=0.0).to(tl.float32)
+    a = tl.full([], 1.0, dtype=tl.float32)
+    if HAS_TOKEN_WEIGHT:
+        a = tl.load(TokenWeight + row).to(tl.float32)
+    a = tl.where(valid, a, float("nan"))
+    loss = w_y * ((m - z_y) + log_s)
+    on_p = w_y
+    if HAS_Z_LOSS:
+        loss += z_loss * lse * lse
+        on_p += 2.0 * z_loss * lse
+    tl.store(Loss + row, tl.where(ignored, 0.0, a * loss))
+    tl.store(Stats + row, tl.where(ignored, 0.0, m))
+    tl.store(Stats + N + row, tl.where(ignored, 0.0, log_s))
+    tl.store(Stats + 2 * N + row, tl.where(ignored, 0.0, z_y))
+    if WANT_GRAD:
+        f = a * (on_p / s) * tl.load(GradScale)
+        slope_y = tl.full([], 1.0, dtype=tl.float32)
+        if HAS_SOFTCAP:
+            slope_y = tl.load(Slope + row)
+        elif HAS_SCALE:
+            f *= scale
+        # E_y - s = -Σ of the others, without the cancellation; with a z-loss a rest of E_y stays.
+        share = tl.where(on_p == 0.0, 0.0, w_y / on_p)
+        g_y = e_y * (1.0 - share) - others * share
+        tl.store(Factor + row, tl.where(ignored, 0.0, f))
+        tl.store(E + row * stride_e + y, (g_y * slope_y).to(tl.bfloat16), mask=valid)
+
+
+@triton.jit
+def scaled_product_kernel(
+    g_desc, w_desc, dx_desc, Factor, C, V, H, group_tiles,
+    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """dX = Factor ⊙ (G W), rounded once, tile after tile as in `exp_logits_kernel`."""
+    row_tiles = tl.cdiv(C, BLOCK_C)
+    column_tiles = tl.cdiv(H, BLOCK_H)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
+        group = tile // (group_tiles * column_tiles) * group_tiles
+        in_group = tl.minimum(row_tiles - group, group_tiles)
+        at_c = (group + tile % in_group) * BLOCK_C
+        at_h = (tile % (group_tiles * column_tiles)) // in_group * BLOCK_H
+        acc = tl.zeros([BLOCK_C, BLOCK_H], dtype=tl.float32)
+        for k in range(tl.cdiv(V, BLOCK_V)):
+            g = g_desc.load([at_c, k * BLOCK_V])
+            w = w_desc.load([k * BLOCK_V, at_h])
+            if _INTERPRETED:
+                acc = tl.dot(g.to(tl.float32), w.to(tl.float32), acc)
+            else:
+                acc = tl.dot(g, w, acc)
+        rows = at_c + tl.arange(0, BLOCK_C)
+        factor = tl.load(Factor + rows, mask=rows < C, other=0.0)
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_C, 2, BLOCK_H // 2)), (0, 2, 1)))
+        dx_desc.store([at_c, at_h], (left * factor[:, None]).to(tl.bfloat16))
+        dx_desc.store([at_c, at_h + BLOCK_H // 2], (right * factor[:, None]).to(tl.bfloat16))
+
+
+# Row tiles of dX that share W's: 8 by 16 tiles are in work at once.
+_GROUP = 8
+
+
+def _rows_in_l2(rows, row_bytes, tile):
+    """Row tiles of a group: as many as stay in L2, in groups of one size."""
+    tiles = _device.cdiv(rows, tile.tokens)
+    return _device.cdiv(tiles, _device.cdiv(tiles * tile.tokens * row_bytes, tile.group_bytes))
+
+
+def exp_logits(
+    x_CH, weight_VH, bias, target, class_weight, token_weight, ignore_index, softcap, logit_scale, z_loss, tile,
+    grad_scale=None, g_CV=None,
+):  # fmt: skip
+    """(loss (C,), stats (3, C), factor (C,)) in fp32 of bf16 hidden and weight; G into `g_CV` if given.
+
+    x_CH and weight_VH have unit stride along H and rows that start at multiples of 16 bytes, as g_CV's do. `factor` is
+    what the rows of G are to be multiplied with, the fp32 scalar `grad_scale` included; empty without `g_CV`.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor  # Triton 3.4
+
+    (C, H), V = x_CH.shape, weight_VH.shape[0]
+    P = _device.cdiv(V, tile.vocab)
+    new = {"dtype": torch.float32, "device": x_CH.device}
+    loss, stats = torch.empty(C, **new), torch.empty((3, C), **new)
+    z_y, shift, partial = torch.empty(C, **new), torch.empty(C, **new), torch.empty((C, P), **new)
+    slope = torch.empty(C, **new) if softcap is not None else None
+    want_grad = g_CV is not None
+    factor = torch.empty(C if want_grad else 0, **new)
+    if not C:
+        return loss, stats, factor
+    flags = {"HAS_BIAS": bias is not None, "HAS_SOFTCAP": softcap is not None, "HAS_SCALE": logit_scale != 1.0}
+    cap = 1.0 if softcap is None else softcap
+    x_desc = TensorDescriptor(x_CH, [C, H], [x_CH.stride(0), 1], [tile.tokens, tile.hidden])
+    w_desc = TensorDescriptor(weight_VH, [V, H], [weight_VH.stride(0), 1], [tile.vocab, tile.hidden])
+    e_desc = w_desc
+    if want_grad:
+        e_desc = TensorDescriptor(g_CV, [C, V], [g_CV.stride(0), 1], [tile.tokens, tile.vocab // 2])
+    programs = min(_device.multiprocessors(x_CH.device.index), _device.cdiv(C, tile.tokens) * P)
+    with _device.on_device(x_CH):
+        label_logit_kernel[(C,)](
+            x_CH, weight_VH, bias, target, z_y, shift, slope, V, H, x_CH.stride(0), weight_VH.stride(0),
+            ignore_index, cap, logit_scale, **flags, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+        exp_logits_kernel[(programs,)](
+            x_desc, w_desc, e_desc, bias, target, shift, partial, C, V, H, P,
+            _rows_in_l2(C, H * x_CH.element_size(), tile), cap, logit_scale, **flags, STORE=want_grad,
+            BLOCK_C=tile.tokens, BLOCK_V=tile.vocab, BLOCK_H=tile.hidden, PROGRAMS=programs, num_warps=tile.warps,
+            num_stages=tile.stages,
+        )  # fmt: skip
+        row_factors_kernel[(C,)](
+            x_CH, weight_VH, bias, target, class_weight, token_weight, grad_scale, z_y, slope, partial, g_CV, loss,
+            stats, factor, C, V, H, P, C, x_CH.stride(0), weight_VH.stride(0), g_CV.stride(0) if want_grad else 0,
+            ignore_index, cap, logit_scale, z_loss, **flags, HAS_CLASS_WEIGHT=class_weight is not None,
+            HAS_TOKEN_WEIGHT=token_weight is not None, HAS_Z_LOSS=z_loss != 0.0, WANT_GRAD=want_grad, BLOCK_P=512,
+            BLOCK=64, num_warps=4,
+        )  # fmt: skip
+    return loss, stats, factor
+
+
+def scaled_product(g_CV, weight_VH, factor, tile):
+    """factor ⊙ (G W), (C, H) in bf16, of rows that start at multiples of 16 bytes; `factor` is (C,) fp32."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # Triton 3.4
+
+    (C, V), H = g_CV.shape, weight_VH.shape[1]
+    dx_CH = torch.empty((C, H), dtype=g_CV.dtype, device=g_CV.device)
+    if not C:
+        return dx_CH
+    columns = tile.vocab  # the tile's wide side
+    programs = min(_device.multiprocessors(g_CV.device.index), _device.cdiv(C, tile.tokens) * _device.cdiv(H, columns))
+    with _device.on_device(g_CV):
+        scaled_product_kernel[(programs,)](
+            TensorDescriptor(g_CV, [C, V], [g_CV.stride(0), 1], [tile.tokens, tile.hidden]),
+            TensorDescriptor(weight_VH, [V, H], [weight_VH.stride(0), 1], [tile.hidden, columns]),
+            TensorDescriptor(dx_CH, [C, H], [H, 1], [tile.tokens, columns // 2]),
+            factor, C, V, H, _GROUP, BLOCK_C=tile.tokens, BLOCK_H=columns, BLOCK_V=tile.hidden, PROGRAMS=programs,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return dx_CH

@@ -1,0 +1,291 @@
+"""The chunk loop of linear cross entropy: one product for the logits of a chunk, their gradient in place, two products
+for what it means to hidden and weight. See `linear_cross_entropy.py` for when there is one chunk and when many.
+
+On chips with a row for it in kernels/_chips.py, bf16 logits leave their product as exponentials and no pass over them
+follows (kernels/linear_cross_entropy.py). Their rows still lack a factor, which then goes onto dX, and onto X before
+dW's product. Label smoothing, a trained bias, entropy and predictions take the pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels._chips import LogitsTile
+from tigon.ops import _dispatch, _loss
+from tigon.ops._dispatch import Primitive
+from tigon.ops._loss import LossOptions
+
+# N tokens, C tokens of a chunk, H hidden, V vocabulary.
+
+
+def _buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
+    """(rows, V) logits whose rows start at a multiple of 16 bytes; unaligned rows halve the width of every load."""
+    align = 16 // like.element_size()
+    padded = -(-vocab // align) * align
+    return like.new_empty(rows, padded)[:, :vocab]
+
+
+def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+    """out (+)= a @ b, summed in out's dtype, which may be fp32 over 16-bit factors."""
+    if a.dtype != out.dtype and a.is_cuda:
+        # cuBLAS multiplies 16-bit matrices into an fp32 C; casting the factors would cost an fp32 product.
+        if accumulate:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+        return
+    a, b = a.to(out.dtype), b.to(out.dtype)
+    if accumulate:
+        torch.addmm(out, a, b, out=out)
+    else:
+        torch.mm(a, b, out=out)
+
+
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Autocast would turn the fp32 accumulation into a 16-bit one; the dtypes were settled by the caller."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
+
+
+# --- logits as exponentials ------------------------------------------------------------------------------------------
+
+# Rows of dX made at a time in fp32, before their factor is on.
+_HIDDEN_GRAD_ROWS = 4096
+
+
+def _exp_tile(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_outputs: bool) -> LogitsTile | None:
+    """How the product writes exponentials, or None where a pass over the logits follows; asks nothing of the data."""
+    bf16 = hidden_NH.dtype == weight_VH.dtype == torch.bfloat16
+    aligned = hidden_NH.shape[1] % 8 == 0  # rows of 16 bytes, which tensor descriptors need
+    if not (bf16 and aligned) or options.label_smoothing or other_outputs:
+        return None
+    chip = _dispatch.planned_chip(hidden_NH)
+    return None if chip is None else chip.logits_tile
+
+
+def _starts_aligned(x: Tensor) -> bool:
+    """Unit stride along rows that start at multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    return x.stride(1) == 1 and x.stride(0) % step == 0 and x.data_ptr() % 16 == 0
+
+
+def _exp_logits(
+    x_CH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    token_weight: Tensor | None, options: LossOptions, tile: LogitsTile, grad_scale: Tensor, g_CV: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, stats, factor) of a chunk; G, which lacks the factor, into `g_CV`."""
+    from tigon.kernels.linear_cross_entropy import exp_logits
+
+    if _loss.wants_label_check(x_CH):
+        _loss.check_labels(weight_VH.shape[0], target, options.ignore_index)
+    ignore_index, _, softcap, logit_scale, z_loss = options
+    return exp_logits(  # type: ignore[no-any-return]
+        x_CH if _starts_aligned(x_CH) else x_CH.clone(memory_format=torch.contiguous_format), weight_VH, bias, target,
+        class_weight, token_weight, ignore_index, softcap, logit_scale, z_loss, tile, grad_scale, g_CV,
+    )  # fmt: skip
+
+
+def _product_tile(g_NV: Tensor, scale: Tensor, dtype: torch.dtype) -> LogitsTile | None:
+    """How one kernel makes scale ⊙ (G W), or None where the vendor's product does, in fp32."""
+    if not g_NV.dtype == dtype == torch.bfloat16 or scale.ndim == 0:
+        return None
+    chip = _dispatch.planned_chip(g_NV)
+    return None if chip is None else chip.logits_tile
+
+
+def _hidden_grad_body(
+    g_NV: Tensor, weight_VH: Tensor, scale: Tensor, index: Tensor | None, rows: int, dtype: torch.dtype
+) -> Tensor:
+    """scale ⊙ (G W), rounded once, at the places `index` among `rows` rows."""
+    tile = _product_tile(g_NV, scale, dtype)
+    if tile is not None and _starts_aligned(g_NV) and _starts_aligned(weight_VH):
+        from tigon.kernels.linear_cross_entropy import scaled_product
+
+        dx: Tensor = scaled_product(g_NV, weight_VH, scale, tile)
+        return dx if index is None else dx.new_zeros((rows, dx.shape[1])).index_copy_(0, index, dx)
+    N, H = g_NV.shape[0], weight_VH.shape[1]
+    make = g_NV.new_empty if index is None else g_NV.new_zeros
+    dx = make((rows, H), dtype=dtype)
+    buffer = g_NV.new_empty((min(N, _HIDDEN_GRAD_ROWS), H), dtype=scale.dtype)
+    with no_autocast(g_NV):
+        for part in _chunks(N, _HIDDEN_GRAD_ROWS):
+            product = buffer[: part.stop - part.start]
+            product_into(g_NV[part], weight_VH, product, accumulate=False)
+            scaled = _loss.scale_rows.run(product, scale.expand(N)[part], None, product.shape[0], dtype)
+            if index is None:
+                dx[part] = scaled
+            else:
+                dx.index_copy_(0, index[part], scaled)
+    return dx
+
+
+def _hidden_grad_fake(
+    g_NV: Tensor, weight_VH: Tensor, scale: Tensor, index: Tensor | None, rows: int, dtype: torch.dtype
+) -> Tensor:
+    if _product_tile(g_NV, scale, dtype) is None:
+        g_NV.new_empty((_HIDDEN_GRAD_ROWS, weight_VH.shape[1]), dtype=scale.dtype)
+    elif index is not None:
+        g_NV.new_empty((g_NV.shape[0], weight_VH.shape[1]), dtype=dtype)
+    return g_NV.new_empty((rows, weight_VH.shape[1]), dtype=dtype)
+
+
+hidden_grad = Primitive(
+    "linear_cross_entropy_hidden_grad",
+    "(Tensor g, Tensor weight, Tensor scale, Tensor? index, SymInt rows, ScalarType dtype) -> Tensor",
+    reference=_hidden_grad_body,
+    kernel=None,
+    fake=_hidden_grad_fake,
+)
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def _chunks_outputs(
+    hidden_NH: Tensor, weight_VH: Tensor, keep: bool, fp32_accumulate: bool, exp: bool, want_hidden: bool,
+    want_weight: bool, want_bias: bool, entropy: bool, predicted: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Outputs of the chunk loop, unwritten; what is not wanted is empty."""
+    (N, H), V = hidden_NH.shape, weight_VH.shape[0]
+    acc = torch.promote_types(hidden_NH.dtype, torch.float32)
+    # fp16 sums stay in fp32 until the loss scale is on them.
+    dx_dtype = acc if hidden_NH.dtype == torch.float16 else hidden_NH.dtype
+    return (
+        hidden_NH.new_empty(N, dtype=acc),
+        hidden_NH.new_empty((3, N), dtype=acc),
+        hidden_NH.new_empty(N if entropy else 0, dtype=acc),
+        hidden_NH.new_empty(N if predicted else 0, dtype=torch.int64),
+        hidden_NH.new_empty((N, H) if want_hidden and not keep else (0, H), dtype=dx_dtype),
+        hidden_NH.new_empty(
+            (V, H) if want_weight and not keep else (0, H), dtype=acc if fp32_accumulate else weight_VH.dtype
+        ),
+        hidden_NH.new_empty(V if want_bias else 0, dtype=acc),
+        _buffer(N, V, hidden_NH) if keep else hidden_NH.new_empty((0, V)),
+        hidden_NH.new_empty(N if keep and exp else 0, dtype=acc),
+    )
+
+
+def _chunks_body(
+    hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    token_weight: Tensor | None, grad_scale: Tensor,
+    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
+    chunk: int, keep: bool, fp32_accumulate: bool, want_hidden: bool, want_weight: bool, want_bias: bool, entropy: bool,
+    predicted: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(loss, stats, entropy, predicted, dX, dW, db, G, factor of G's rows); gradients are for an upstream gradient of
+    1 / grad_scale. The factor is empty where G has it already."""
+    options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    tile = _exp_tile(hidden_NH, weight_VH, options, want_bias or entropy or predicted)
+    outputs = _chunks_outputs(
+        hidden_NH,
+        weight_VH,
+        keep,
+        fp32_accumulate,
+        tile is not None,
+        want_hidden,
+        want_weight,
+        want_bias,
+        entropy,
+        predicted,
+    )
+    loss, stats, entropies, argmax, dx_NH, dw_VH, db_V, kept_NV, factor_N = outputs
+    if tile is not None and not _starts_aligned(weight_VH):
+        tile = None
+        factor_N.fill_(1.0)
+    N, V = hidden_NH.shape[0], weight_VH.shape[0]
+    want_grad = want_hidden or want_weight or want_bias
+    stored = tile is None or want_grad
+    buffer_CV = kept_NV if keep else _buffer(min(chunk, N) if stored else 0, V, hidden_NH)
+    with no_autocast(hidden_NH):
+        for number, rows in enumerate(_chunks(N, chunk)):
+            x_CH, logits_CV = hidden_NH[rows], buffer_CV[: rows.stop - rows.start]
+            weights = None if token_weight is None else token_weight[rows]
+            if tile is not None:
+                loss[rows], stats[:, rows], factor = _exp_logits(
+                    x_CH, weight_VH, bias, target[rows], class_weight, weights, options, tile, grad_scale,
+                    logits_CV if want_grad else None,
+                )  # fmt: skip
+                if keep:
+                    factor_N[rows] = factor
+                if want_hidden and not keep:
+                    dx_NH[rows] = hidden_grad.run(logits_CV, weight_VH, factor, None, x_CH.shape[0], dx_NH.dtype)
+                if want_weight and not keep:
+                    x_CH = _loss.scale_rows.run(x_CH, factor, None, x_CH.shape[0], x_CH.dtype)
+                    product_into(logits_CV.t(), x_CH, dw_VH, accumulate=number > 0)
+                continue
+            _logits(x_CH, weight_VH, bias, logits_CV)
+            loss[rows], stats[:, rows], chunk_entropy, chunk_argmax = _loss.cross_entropy_fwd.run(
+                logits_CV, target[rows], class_weight, weights, *options, entropy, predicted,
+                grad_scale=grad_scale, grad_NV=logits_CV if want_grad else None,
+            )  # fmt: skip
+            if entropy:
+                entropies[rows] = chunk_entropy
+            if predicted:
+                argmax[rows] = chunk_argmax
+            if want_bias:
+                db_V.copy_(_column_sum(logits_CV) if number == 0 else db_V + _column_sum(logits_CV))
+            if want_hidden and not keep:
+                product_into(logits_CV, weight_VH, dx_NH[rows], accumulate=False)
+            if want_weight and not keep:
+                product_into(logits_CV.t(), x_CH, dw_VH, accumulate=number > 0)
+    if N == 0:
+        for empty_sum in (dw_VH, db_V):
+            empty_sum.zero_()
+    return outputs
+
+
+def _logits(x_CH: Tensor, weight_VH: Tensor, bias: Tensor | None, out_CV: Tensor) -> None:
+    if bias is None:
+        torch.mm(x_CH, weight_VH.t(), out=out_CV)
+    elif x_CH.is_cuda:
+        torch.addmm(bias, x_CH, weight_VH.t(), out=out_CV)
+    else:
+        # The CPU's addmm rounds the bias into a 16-bit sum first; F.linear adds it before rounding.
+        out_CV.copy_(F.linear(x_CH, weight_VH, bias))
+
+
+def _column_sum(g_CV: Tensor) -> Tensor:
+    return g_CV.sum(0, dtype=torch.promote_types(g_CV.dtype, torch.float32))
+
+
+def _chunks_fake(
+    hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    token_weight: Tensor | None, grad_scale: Tensor,
+    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
+    chunk: int, keep: bool, fp32_accumulate: bool, want_hidden: bool, want_weight: bool, want_bias: bool, entropy: bool,
+    predicted: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    # The planner traces this: besides the outputs, the chunk's logits live while the loop runs.
+    options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    exp = _exp_tile(hidden_NH, weight_VH, options, want_bias or entropy or predicted) is not None
+    want_grad = want_hidden or want_weight or want_bias
+    if not keep and (want_grad or not exp):
+        _buffer(chunk, weight_VH.shape[0], hidden_NH)
+    return _chunks_outputs(
+        hidden_NH, weight_VH, keep, fp32_accumulate, exp, want_hidden, want_weight, want_bias, entropy, predicted
+    )
+
+
+chunk_loop = Primitive(
+    "linear_cross_entropy_chunks",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? token_weight,"
+    " Tensor grad_scale, int ignore_index, float label_smoothing, float? softcap, float logit_scale, float z_loss,"
+    " SymInt chunk, bool keep, bool fp32_accumulate, bool want_hidden, bool want_weight, bool want_bias, bool entropy,"
+    " bool predicted)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=_chunks_body,
+    kernel=None,
+    fake=_chunks_fake,
+)

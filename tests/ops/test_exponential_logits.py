@@ -1,0 +1,176 @@
+"""bf16 logits that leave their product as exponentials: rows that this form could lose. Values are checked with every
+op's; here are the ends of its range, what the plan for a chip says, and sums in 16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backends import Backend
+from helpers import assert_within, relative_error
+from tigon.errors import OptionError
+from tigon.kernels import _chips
+from tigon.ops import _chunk_loop, _dispatch, linear_cross_entropy
+from tigon.ops._loss import LossOptions
+
+N, H, V = 24, 16, 120
+
+
+def bf16_head(device: torch.device, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(17)
+    x = (torch.randn(N, H) * scale).bfloat16().to(device).requires_grad_()
+    w = torch.randn(V, H).bfloat16().to(device).requires_grad_()
+    return x, w, torch.randint(0, V, (N,)).to(device)
+
+
+def needs_exponentials(backend: Backend) -> None:
+    if backend.device.type == "cuda" and (chip := _chips.chip(backend.device.index)) and chip.logits_tile:
+        return
+    if not backend.interpreted:
+        pytest.skip("neither this chip nor the reference writes exponentials")
+
+
+def truth_of(x: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, dX and dW of their sum, in fp64."""
+    a, b = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    losses = F.cross_entropy(a @ b.t(), target, reduction="none")
+    return losses.detach(), *torch.autograd.grad(losses.sum(), (a, b))
+
+
+@pytest.mark.parametrize("chunk_rows", [5, N])
+def test_label_a_hundred_nats_below_the_largest_logit_overflows(chunk_rows: int, backend: Any) -> None:
+    needs_exponentials(backend)
+    x, w, target = bf16_head(backend.device, scale=12.0)
+    losses, dx, dw = truth_of(x, w, target)
+    assert (losses > 150).any() and (losses < 60).any(), "both kinds of rows must be here"
+    loss = linear_cross_entropy(x, w, target, reduction="sum", chunk_bytes=2 * V * chunk_rows)
+    loss.backward()
+    assert relative_error(loss, losses.sum()) < 1e-5
+    assert relative_error(x.grad, dx) < 2e-2 and relative_error(w.grad, dw) < 2e-2
+
+
+def test_confident_token_loses_its_loss_and_gradient(backend: Any) -> None:
+    """p_y = 1 - 1e-6 and closer: bf16 logits would round the loss away, here it keeps its relative precision."""
+    needs_exponentials(backend)
+    x, w, target = bf16_head(backend.device)
+    x = (w.detach()[target] * 1.5).requires_grad_()
+    losses, dx, _ = truth_of(x, w, target)
+    assert (losses < 1e-6).any()
+    got = linear_cross_entropy(x, w, target, reduction="none")
+    assert float(((got.detach().double() - losses).abs() / losses).max()) < 1e-3
+    got.sum().backward()
+    rows = (x.grad.double() - dx).norm(dim=1) / dx.norm(dim=1)
+    assert float(rows.max()) < 3e-2
+
+
+@pytest.mark.parametrize("bad", [V, -1, 1 << 40])
+def test_label_outside_the_vocabulary_reaches_another_row(bad: int, backend: Any) -> None:
+    needs_exponentials(backend)
+    x, w, target = bf16_head(backend.device)
+    target[3] = bad
+    losses = linear_cross_entropy(x, w.detach(), target, reduction="none")
+    losses.nansum().backward()
+    row = torch.arange(N, device=backend.device) == 3
+    assert bool(losses[row].isnan().all()) and not bool(losses[~row].isnan().any())
+    assert not bool(x.grad[~row].isnan().any())
+
+
+def test_every_label_ignored_under_a_graph_is_nan(backend: Any) -> None:
+    """Where nothing may be counted, ignored rows go through the products: their exponentials are 0, not large."""
+    needs_exponentials(backend)
+    x, w, target = bf16_head(backend.device, scale=40.0)
+    target[:] = -100
+    options = LossOptions(-100, 0.0, None, 1.0, 0.0)
+    outputs = _chunk_loop.chunk_loop.run(
+        x.detach(), w.detach(), None, target, None, None, torch.ones((), device=x.device), *options, 7, False, True,
+        True, True, False, False, False,
+    )  # fmt: skip
+    loss, dx, dw = outputs[0], outputs[4], outputs[5]
+    assert not bool(loss.any()) and not bool(dx.any()) and not bool(dw.any())
+
+
+# --- sums in 16 bits --------------------------------------------------------------------------------------------------
+
+
+def test_16_bit_sums_of_a_few_chunks_exceed_twice_the_unfused_ops_error() -> None:
+    torch.manual_seed(18)
+    tokens, hidden, vocab = 1024, 64, 1000
+    x = torch.randn(tokens, hidden).bfloat16().requires_grad_()
+    w = (torch.randn(vocab, hidden) / 8).bfloat16().requires_grad_()
+    target = torch.randint(0, vocab, (tokens,))
+    _, dx, dw = truth_of(x, w, target)
+    unfused = torch.autograd.grad(F.cross_entropy((x @ w.t()).float(), target, reduction="sum"), (x, w))
+    for rows in (512, 256):
+        loss = linear_cross_entropy(
+            x, w, target, reduction="sum", chunk_bytes=2 * vocab * rows, fp32_accumulate=False
+        )  # fmt: skip
+        got = torch.autograd.grad(loss, (x, w))
+        assert_within(got[0], dx, unfused[0], 2.0, f"dX, chunks of {rows}")
+        assert_within(got[1], dw, unfused[1], 2.0, f"dW, chunks of {rows}")
+
+
+def test_16_bit_sum_is_scaled_twice_by_two_backwards(backend: Any) -> None:
+    """It is scaled where it lies, unless the graph is kept; a second walk of a freed graph is refused as ever."""
+    x, w, target = bf16_head(backend.device)
+
+    def loss() -> Any:
+        return linear_cross_entropy(x, w, target, chunk_bytes=2 * V * 5, fp32_accumulate=False)
+
+    (expected,) = torch.autograd.grad(3.0 * loss(), w)
+    kept = loss()
+    (first,) = torch.autograd.grad(3.0 * kept, w, retain_graph=True)
+    (second,) = torch.autograd.grad(3.0 * kept, w)
+    assert torch.equal(first, expected) and torch.equal(second, expected)
+    freed = loss()
+    freed.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        freed.backward()
+
+
+def test_16_bit_sum_is_as_large_as_an_fp32_one(monkeypatch: Any) -> None:
+    torch.manual_seed(19)
+    x, w = torch.randn(600, H).bfloat16().requires_grad_(), torch.randn(V, H).bfloat16().requires_grad_()
+    target = torch.randint(0, V, (600,))
+    sums = []
+    inner = _chunk_loop._chunks_outputs
+
+    def outputs(*args: Any) -> Any:
+        result = inner(*args)
+        sums.append(result[5].nbytes)
+        return result
+
+    monkeypatch.setattr(_chunk_loop, "_chunks_outputs", outputs)
+    for fp32 in (True, False):
+        linear_cross_entropy(x, w, target, chunk_bytes=2 * V * 5, fp32_accumulate=fp32).backward()
+    assert sums == [4 * V * H, 2 * V * H]
+
+
+def test_fp16_sums_leave_the_range_of_fp16() -> None:
+    x, w, target = bf16_head(torch.device("cpu"))
+    with pytest.raises(OptionError, match="bfloat16"):
+        linear_cross_entropy(x.half(), w.half(), target, fp32_accumulate=False)
+
+
+# --- plans for a chip that is not here --------------------------------------------------------------------------------
+
+
+def test_plan_follows_the_machine_instead_of_the_chip_it_is_for() -> None:
+    x = torch.empty(4, 64, dtype=torch.bfloat16)
+    options = LossOptions(-100, 0.0, None, 1.0, 0.0)
+
+    def tile() -> Any:
+        return _chunk_loop._exp_tile(x, x, options, False)
+
+    assert tile() is None
+    with _dispatch.planned_for((9, 0)):
+        assert _dispatch.planned_device(x) == "cuda"
+        assert tile() == _chips.of_arch((9, 0)).logits_tile  # type: ignore[union-attr]
+        assert _chunk_loop._exp_tile(x, x, options, True) is None
+        with _dispatch.planned_for((8, 0)):
+            assert tile() is None
+        assert tile() is not None
+    assert _dispatch.planned_device(x) == "cpu" and tile() is None
