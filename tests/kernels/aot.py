@@ -91,9 +91,12 @@ MORE_CASES = {
     ),
     "add_rms_norm": (Case(id="hidden-16384", shape=(16, 16384)),),
     "layer_norm": (Case(id="hidden-16384", shape=(16, 16384)),),
+    # Rows of 16 bytes that are no multiple of 16 elements.
+    "linear_cross_entropy": (Case(id="hidden-8", shape=(2, 16, 8, 128256)),),
     "cross_entropy": (
         Case(id="inplace", shape=(16, 128256), options={"inplace": True}),
         Case(id="outputs", shape=(16, 128256), options={"outputs": ("entropy", "predicted")}),
+        Case(id="one-row", shape=(1, 128256), options={"inplace": True}),
     ),
 }
 
@@ -194,6 +197,7 @@ def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[No
         patch.object(_dispatch, "INTERPRET", True),  # CPU tensors take the kernels
         patch.object(_device, "_lanes", lambda: lanes),
         patch.object(_device, "shared_bytes", lambda index: shared),
+        patch.object(_device, "multiprocessors", lambda index: 1),
         patch.object(_chips, "chip", lambda index: chip),
     ):
         yield

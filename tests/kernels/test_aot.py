@@ -142,7 +142,10 @@ KNOWN = (
 
 
 # Kernels of chips whose product writes exponentials.
-EXPONENTIALS = {"label_logit_kernel", "exp_logits_kernel", "row_factors_kernel", "scaled_product_kernel"}
+EXPONENTIALS = {
+    "label_logit_kernel", "exp_logits_kernel", "row_factors_kernel", "scaled_product_kernel", "label_order_kernel",
+    "label_rows_kernel",
+}  # fmt: skip
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------

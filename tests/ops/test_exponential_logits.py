@@ -149,6 +149,17 @@ def test_16_bit_sum_is_as_large_as_an_fp32_one(monkeypatch: Any) -> None:
     assert sums == [4 * V * H, 2 * V * H]
 
 
+def test_fp32_sum_outlives_the_backward_that_read_it() -> None:
+    """V x H fp32 values would stay allocated while the layers' backward runs."""
+    torch.manual_seed(20)
+    x, w = torch.randn(600, H).bfloat16().requires_grad_(), torch.randn(V, H).bfloat16().requires_grad_()
+    loss = linear_cross_entropy(x, w, torch.randint(0, V, (600,)), chunk_bytes=2 * V * 64)
+    node: Any = loss.grad_fn
+    assert node.dw.dtype == torch.float32
+    loss.backward()
+    assert node.dw is None
+
+
 def test_fp16_sums_leave_the_range_of_fp16() -> None:
     x, w, target = bf16_head(torch.device("cpu"))
     with pytest.raises(OptionError, match="bfloat16"):

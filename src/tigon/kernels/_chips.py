@@ -60,7 +60,7 @@ CHIPS = (
 _INTERPRETER = Chip(
     names="Triton's interpreter",
     arch="",
-    logits_tile=LogitsTile(tokens=16, vocab=32, hidden=16, warps=4, stages=1, group_bytes=1024),
+    logits_tile=LogitsTile(tokens=16, vocab=64, hidden=16, warps=4, stages=1, group_bytes=1024),
 )
 
 

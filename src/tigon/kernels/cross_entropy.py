@@ -31,6 +31,8 @@ VECTOR_BYTES = 16
 # they are read again: of 677 MB, 25 to 130 MB were read twice on an H200, where smaller programs read all of it twice.
 FWD, FWD_GRAD, FWD_GRAD_WIDE, BWD = (4096, 8, 3), (4096, 8, 4), (16384, 32, 1), (4096, 8)
 WIDE_ROW = 65536
+# Up to so many rows, tiles of a row are programs of their own, in two launches.
+FEW_ROWS, FEW_ROWS_TILE = 8, 2048
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -301,6 +303,80 @@ def cross_entropy_fwd_kernel(
 
 
 @triton.jit
+def cross_entropy_part_kernel(
+    R, Target, Part, ZY, V, P, stride_r, softcap, scale,
+    HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Maximum and sum of exponentials of a row's tile into Part (N, 2, P); z_y into ZY, before it is overwritten."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    cols = tile * BLOCK + tl.arange(0, BLOCK)
+    r = tl.load(R + row * stride_r + cols, mask=cols < V, other=0.0).to(tl.float32)
+    z, _ = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+    z = tl.where(cols < V, z, -float("inf"))
+    m = tl.max(z, axis=0)
+    m_or_0 = tl.where(m == -float("inf"), 0.0, m)
+    tl.store(Part + row * 2 * P + tile, m)
+    tl.store(Part + row * 2 * P + P + tile, tl.sum(tl.exp2((z - m_or_0) * LOG2E), axis=0))
+    if tile == 0:
+        y = tl.load(Target + row).to(tl.int64)
+        valid = (y >= 0) & (y < V)
+        r_y = tl.load(R + row * stride_r + y, mask=valid, other=0.0).to(tl.float32)
+        z_y, _slope_y = _squash(r_y, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+        tl.store(ZY + row, z_y)
+
+
+@triton.jit
+def cross_entropy_whole_kernel(
+    R, Target, ClassWeight, TokenWeight, GradScale, Part, ZY, Loss, Stats, Grad,
+    N, V, P, stride_r, stride_grad, ignore_index, softcap, scale, z_loss,
+    HAS_CLASS_WEIGHT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_Z_LOSS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_GRAD: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each tile of a row puts the row's parts together for itself, and writes its share of the gradient; the first also
+    writes loss and statistics. For a few rows, which one program each would leave most of the chip without work."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    y = tl.load(Target + row).to(tl.int64)
+    ignored = y == ignore_index
+    valid = (y >= 0) & (y < V)
+    parts = tl.arange(0, BLOCK_P)
+    m_P = tl.load(Part + row * 2 * P + parts, mask=parts < P, other=-float("inf"))
+    s_P = tl.load(Part + row * 2 * P + P + parts, mask=parts < P, other=0.0)
+    m = tl.max(m_P, axis=0)
+    # Also NaN where a tile has one: the maximum may leave it out, the sum does not.
+    m_or_0 = tl.where(m == -float("inf"), 0.0, m)
+    log_s = tl.log(tl.sum(tl.where(m_P == -float("inf"), 0.0, s_P * tl.exp2((m_P - m_or_0) * LOG2E)), axis=0))
+    z_y = tl.load(ZY + row)
+    w_y = tl.full([], 1.0, dtype=tl.float32)
+    if HAS_CLASS_WEIGHT:
+        w_y = tl.load(ClassWeight + y, mask=valid, other=0.0).to(tl.float32)
+    a = tl.full([], 1.0, dtype=tl.float32)
+    if HAS_TOKEN_WEIGHT:
+        a = tl.load(TokenWeight + row).to(tl.float32)
+    a = tl.where(valid, a, float("nan"))
+    if tile == 0:
+        loss = w_y * ((m - z_y) + log_s)
+        if HAS_Z_LOSS:
+            loss += z_loss * (m + log_s) * (m + log_s)
+        tl.store(Loss + row, tl.where(ignored, 0.0, a * loss))
+        tl.store(Stats + row, tl.where(ignored, 0.0, m))
+        tl.store(Stats + N + row, tl.where(ignored, 0.0, log_s))
+        tl.store(Stats + 2 * N + row, tl.where(ignored, 0.0, z_y))
+    if WANT_GRAD:
+        cols = tile * BLOCK + tl.arange(0, BLOCK)
+        mask = cols < V
+        r = tl.load(R + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
+        z, slope = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+        dr = _gradient(
+            z, slope, cols, y, m_or_0, log_s, a * tl.load(GradScale), 0.0, z_loss, w_y, 0.0, V, ClassWeight, mask,
+            False, HAS_Z_LOSS, HAS_CLASS_WEIGHT,
+        )  # fmt: skip
+        tl.store(Grad + row * stride_grad + cols, tl.where(ignored, 0.0, dr).to(Grad.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def cross_entropy_bwd_kernel(
     R, Target, ClassWeight, WeightSum, TokenWeight, Stats, DLoss, Scale, Grad,
     N, V, stride_r, stride_dloss, ignore_index, softcap, scale, smoothing, z_loss,
@@ -381,8 +457,28 @@ def cross_entropy_fwd(
     stats = torch.empty((3, N), dtype=torch.float32, device=device)
     entropies = torch.empty(N if entropy else 0, dtype=torch.float32, device=device)
     argmax = torch.empty(N if predicted else 0, dtype=torch.int64, device=device)
-    if N:
-        want_grad = grad_NV is not None
+    want_grad = grad_NV is not None
+    if 0 < N <= FEW_ROWS and V > FEW_ROWS_TILE and not (label_smoothing or entropy or predicted):
+        P = _device.cdiv(V, FEW_ROWS_TILE)
+        part = torch.empty((N, 2, P), dtype=torch.float32, device=device)
+        z_y = torch.empty(N, dtype=torch.float32, device=device)
+        cap = 1.0 if softcap is None else softcap
+        flags = _flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss)
+        del flags["HAS_SMOOTHING"]
+        launch(
+            logits_NV, cross_entropy_part_kernel, (N, P),
+            logits_NV, target, part, z_y, V, P, logits_NV.stride(0), cap, logit_scale,
+            HAS_SOFTCAP=flags["HAS_SOFTCAP"], HAS_SCALE=flags["HAS_SCALE"], BLOCK=FEW_ROWS_TILE, num_warps=4,
+        )  # fmt: skip
+        launch(
+            logits_NV, cross_entropy_whole_kernel, (N, P if want_grad else 1),
+            logits_NV, target, class_weight, token_weight, grad_scale, part, z_y, loss, stats, grad_NV,
+            N, V, P, logits_NV.stride(0), grad_NV.stride(0) if want_grad else 0, ignore_index, cap, logit_scale, z_loss,
+            HAS_CLASS_WEIGHT=flags["HAS_CLASS_WEIGHT"], HAS_TOKEN_WEIGHT=flags["HAS_TOKEN_WEIGHT"],
+            HAS_Z_LOSS=flags["HAS_Z_LOSS"], HAS_SOFTCAP=flags["HAS_SOFTCAP"], HAS_SCALE=flags["HAS_SCALE"],
+            WANT_GRAD=want_grad, BLOCK_P=_device.next_power_of_2(P), BLOCK=FEW_ROWS_TILE, num_warps=4,
+        )  # fmt: skip
+    elif N:
         weight_sum = class_weight.float().sum() if class_weight is not None and label_smoothing else None
         vector = VECTOR_BYTES // logits_NV.element_size()
         block, warps, stages = (FWD_GRAD if V <= WIDE_ROW else FWD_GRAD_WIDE) if want_grad else FWD

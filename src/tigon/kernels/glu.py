@@ -92,11 +92,15 @@ def _halves(gate, up):
     return row_view(gate, gate.shape[-1]).chunk(2, dim=1)
 
 
-def _tile(M, F, elements):
+def _tile(M, F, elements, index):
+    warps = NUM_WARPS
+    while warps > 1 and elements * _device.multiprocessors(index) > M * F:
+        # A few rows: smaller tiles on more multiprocessors, of as many elements a lane.
+        elements, warps = elements // 2, warps // 2
     block = min(_device.next_power_of_2(F), elements)
     rows = elements // block
     return (_device.cdiv(M, rows) * _device.cdiv(F, block),), {
-        "ROWS": rows, "BLOCK": block, "num_warps": _device.clamp_warps(NUM_WARPS)
+        "ROWS": rows, "BLOCK": block, "num_warps": _device.clamp_warps(warps)
     }  # fmt: skip
 
 
@@ -107,7 +111,7 @@ def glu_fwd(gate, up, activation):
     y = torch.empty((*gate.shape[:-1], width), dtype=dtype, device=gate.device)
     if y.numel():
         g_MF, u_MF = _halves(gate, up)
-        grid, tile = _tile(*g_MF.shape, FWD_TILE)
+        grid, tile = _tile(*g_MF.shape, FWD_TILE, gate.device.index)
         launch(
             gate,
             glu_fwd_kernel,
@@ -137,7 +141,7 @@ def glu_bwd(dy, gate, up, activation, want_dgate, want_dup):
         else:
             dg_MF, du_MF = (d.view(M, F) if d.numel() else d.view(0, 1) for d in (dgate, dup))
         dy_MF = row_view(dy, F)
-        grid, tile = _tile(M, F, BWD_TILE)
+        grid, tile = _tile(M, F, BWD_TILE, gate.device.index)
         launch(
             gate, glu_bwd_kernel, grid,
             dy_MF, g_MF, u_MF, dg_MF, du_MF, M, F,

@@ -1,14 +1,19 @@
 """Logits that leave their product as exponentials, so that no pass over them follows.
 
-For a token with hidden x, label y and its logit z_y (the label's shift, z_y · log2 e, needs one row of W):
+For a token with hidden x, label y and its logit z_y (the label's shift, z_y · log2 e, needs one row of W_head):
 
-    E_v = 2^(z_v · log2 e - shift - 64) for v != y,   0 for v = y            written by the product's own epilogue
-    s   = E_y + Σ_v E_v,   E_y = 2^-64                                       as sums over its column tiles
-    l   = a · [ w_y · log(s / E_y) + λ · lse² ]                              lse = z_y + log(s / E_y)
-    dz  = f · G,   G_v = E_v · slope_v,   G_y = (E_y - s · w_y / W) · slope_y,   f = a · W / s,   W = w_y + 2λ · lse
+    E_v = 2^(z_v · log2 e - shift - 64) · slope_v for v != y,   0 for v = y     written by the product's own epilogue
+    s   = e_y + Σ_v E_v / slope_v,   e_y = 2^-64                                as sums over its column tiles
+    l   = a · [ w · log(s / e_y) + λ · lse² ]                                   lse = z_y + log(s / e_y)
+    dz  = f · E + c · 1[v = y],   f = a · W / s,   c = a · [ (W - w) · e_y - w · (s - e_y) ] / s · slope_y
 
-so the gradients are dX = f ⊙ (G W_head) and dW = Gᵀ (f ⊙ X): the row's normaliser goes onto X and dX, V / H times
-smaller than G. The shift is the label's logit because that is known before the product. z_v is the fp32 accumulator,
+with a: token weight, w: class weight of y, λ: z-loss, W = w + 2λ · lse, slope: dz over the raw logit. The gradients are
+
+    dX = f ⊙ (E W_head) + c ⊙ W_head[y]       dW = Eᵀ (f ⊙ X) + Σ_i c_i · x_i in row y_i
+
+The row's normaliser goes onto X and dX, V / H times smaller than E. The label's own term stays out of E and in fp32: it
+is most of a gradient's norm while a model is unsure, and exact in the unfused op (-1 + p rounds to -1), where f ⊙ X
+would round it. The shift is the label's logit because that is known before the product. z_v is the fp32 accumulator,
 which the unfused op rounds to bf16 first.
 
 The label is left out of the sum, so that 1 - p_y = Σ_v E_v / s keeps its relative precision for a confident token, and
@@ -142,13 +147,13 @@ def _logits_again(
 
 @triton.jit
 def row_factors_kernel(
-    X, W, Bias, Target, ClassWeight, TokenWeight, GradScale, ZY, Slope, Partial, E, Loss, Stats, Factor,
+    X, W, Bias, Target, ClassWeight, TokenWeight, GradScale, ZY, Slope, Partial, E, Loss, Stats, Factors,
     C, V, H, P, N, stride_x, stride_w, stride_e, ignore_index, softcap, scale, z_loss,
     HAS_BIAS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_Z_LOSS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_GRAD: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss, statistics, f, and the label's element of G, one program a row. Stats is (3, N): shift, log s, z_y."""
+    """Loss, statistics, f and c, one program a row. Stats is (3, N): shift, log s, z_y; Factors (2, N)."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(Target + row).to(tl.int64)
     ignored = y == ignore_index
@@ -210,25 +215,34 @@ def row_factors_kernel(
     tl.store(Stats + N + row, tl.where(ignored, 0.0, log_s))
     tl.store(Stats + 2 * N + row, tl.where(ignored, 0.0, z_y))
     if WANT_GRAD:
-        f = a * (on_p / s) * tl.load(GradScale)
-        slope_y = tl.full([], 1.0, dtype=tl.float32)
+        factor = a * tl.load(GradScale)
+        # p_y · W - w_y without the cancellation.
+        c = factor * ((on_p - w_y) * e_y - w_y * others) / s
+        f = factor * (on_p / s)
         if HAS_SOFTCAP:
-            slope_y = tl.load(Slope + row)
+            c *= tl.load(Slope + row)
         elif HAS_SCALE:
+            c *= scale
             f *= scale
-        # E_y - s = -Σ of the others, without the cancellation; with a z-loss a rest of E_y stays.
-        share = tl.where(on_p == 0.0, 0.0, w_y / on_p)
-        g_y = e_y * (1.0 - share) - others * share
-        tl.store(Factor + row, tl.where(ignored, 0.0, f))
-        tl.store(E + row * stride_e + y, (g_y * slope_y).to(tl.bfloat16), mask=valid)
+        tl.store(Factors + row, tl.where(ignored, 0.0, f))
+        tl.store(Factors + N + row, tl.where(ignored, 0.0, c))
+
+
+@triton.jit
+def _store_with_label(r, f, c, y, W, dx_desc, at_c, at_h, V, H, stride_w, WIDTH: tl.constexpr):
+    """dx = f · r + c · W[y], columns from at_h on."""
+    cols = at_h + tl.arange(0, WIDTH)
+    mask = ((y >= 0) & (y < V))[:, None] & (cols < H)[None, :]
+    w = tl.load(W + y[:, None] * stride_w + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    dx_desc.store([at_c, at_h], (r * f[:, None] + w * c[:, None]).to(tl.bfloat16))
 
 
 @triton.jit
 def scaled_product_kernel(
-    g_desc, w_desc, dx_desc, Factor, C, V, H, group_tiles,
+    e_desc, w_desc, dx_desc, W, Target, Factors, C, V, H, N, stride_w, group_tiles,
     BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """dX = Factor ⊙ (G W), rounded once, tile after tile as in `exp_logits_kernel`."""
+    """dX = f ⊙ (E W) + c ⊙ W[y], rounded once, tile after tile as in `exp_logits_kernel`."""
     row_tiles = tl.cdiv(C, BLOCK_C)
     column_tiles = tl.cdiv(H, BLOCK_H)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
@@ -238,17 +252,75 @@ def scaled_product_kernel(
         at_h = (tile % (group_tiles * column_tiles)) // in_group * BLOCK_H
         acc = tl.zeros([BLOCK_C, BLOCK_H], dtype=tl.float32)
         for k in range(tl.cdiv(V, BLOCK_V)):
-            g = g_desc.load([at_c, k * BLOCK_V])
+            e = e_desc.load([at_c, k * BLOCK_V])
             w = w_desc.load([k * BLOCK_V, at_h])
             if _INTERPRETED:
-                acc = tl.dot(g.to(tl.float32), w.to(tl.float32), acc)
+                acc = tl.dot(e.to(tl.float32), w.to(tl.float32), acc)
             else:
-                acc = tl.dot(g, w, acc)
+                acc = tl.dot(e, w, acc)
         rows = at_c + tl.arange(0, BLOCK_C)
-        factor = tl.load(Factor + rows, mask=rows < C, other=0.0)
+        y = tl.load(Target + rows, mask=rows < C, other=-1).to(tl.int64)
+        f = tl.load(Factors + rows, mask=rows < C, other=0.0)
+        c = tl.load(Factors + N + rows, mask=rows < C, other=0.0)
+        # Four quarters: shared memory for the labels' rows of W and for staging, beside all stages of the loads.
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_C, 2, BLOCK_H // 2)), (0, 2, 1)))
-        dx_desc.store([at_c, at_h], (left * factor[:, None]).to(tl.bfloat16))
-        dx_desc.store([at_c, at_h + BLOCK_H // 2], (right * factor[:, None]).to(tl.bfloat16))
+        a, b = tl.split(tl.permute(tl.reshape(left, (BLOCK_C, 2, BLOCK_H // 4)), (0, 2, 1)))
+        _store_with_label(a, f, c, y, W, dx_desc, at_c, at_h, V, H, stride_w, BLOCK_H // 4)
+        _store_with_label(b, f, c, y, W, dx_desc, at_c, at_h + BLOCK_H // 4, V, H, stride_w, BLOCK_H // 4)
+        a, b = tl.split(tl.permute(tl.reshape(right, (BLOCK_C, 2, BLOCK_H // 4)), (0, 2, 1)))
+        _store_with_label(a, f, c, y, W, dx_desc, at_c, at_h + BLOCK_H // 2, V, H, stride_w, BLOCK_H // 4)
+        _store_with_label(b, f, c, y, W, dx_desc, at_c, at_h + 3 * BLOCK_H // 4, V, H, stride_w, BLOCK_H // 4)
+
+
+@triton.jit
+def _label(Target, rows, mask, V):
+    """Labels as int32, -1 for what is none."""
+    y = tl.load(Target + rows, mask=mask, other=-1).to(tl.int64)
+    return tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)
+
+
+@triton.jit
+def label_order_kernel(Target, Order, C, V, BLOCK: tl.constexpr, BLOCK_OTHERS: tl.constexpr):
+    """Order[p] = the row of p-th smallest (label, row): its place is the number of smaller ones. C² comparisons take a
+    hundredth of the time of the products, and one launch."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    y = _label(Target, rows, rows < C, V)
+    smaller = tl.zeros([BLOCK, BLOCK_OTHERS], dtype=tl.int32)
+    for start in range(0, C, BLOCK_OTHERS):
+        others = start + tl.arange(0, BLOCK_OTHERS)[None, :]
+        z = _label(Target, others, others < C, V)
+        before = (z < y) | ((z == y) & (others < rows))
+        smaller += (before & (others < C)).to(tl.int32)
+    place = tl.sum(smaller, axis=1, keep_dims=True)
+    tl.store(Order + place, rows, mask=rows < C)
+
+
+@triton.jit
+def label_rows_kernel(
+    X, Target, Factors, Order, DW, C, V, H, N, stride_x, stride_dw, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """dW[y] += Σ c_i · x_i over the rows i with label y, in the order of rows, by the program of the first of them."""
+    p = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    y = _label(Target, tl.load(Order + p), True, V)
+    before = _label(Target, tl.load(Order + tl.maximum(p - 1, 0)), True, V)
+    first = (p == 0) | (before != y)
+    if first & (y >= 0):
+        total = tl.zeros([BLOCK_H], dtype=tl.float32)
+        more = tl.full([], 1, dtype=tl.int1)
+        while more:
+            at = p + tl.arange(0, BLOCK_C)
+            rows = tl.load(Order + at, mask=at < C, other=0).to(tl.int64)
+            same = (at < C) & (_label(Target, rows, at < C, V) == y)
+            c = tl.load(Factors + N + rows, mask=same, other=0.0)
+            mask = same[:, None] & (cols < H)[None, :]
+            x = tl.load(X + rows[:, None] * stride_x + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            total += tl.sum(c[:, None] * x, axis=0)
+            p += BLOCK_C
+            more = tl.sum(same.to(tl.int32), axis=0) == BLOCK_C
+        into = DW + y.to(tl.int64) * stride_dw + cols
+        dw = tl.load(into, mask=cols < H, other=0.0).to(tl.float32)
+        tl.store(into, (dw + total).to(DW.dtype.element_ty), mask=cols < H)
 
 
 # Row tiles of dX that share W's: 8 by 16 tiles are in work at once.
@@ -263,12 +335,12 @@ def _rows_in_l2(rows, row_bytes, tile):
 
 def exp_logits(
     x_CH, weight_VH, bias, target, class_weight, token_weight, ignore_index, softcap, logit_scale, z_loss, tile,
-    grad_scale=None, g_CV=None,
+    grad_scale=None, e_CV=None,
 ):  # fmt: skip
-    """(loss (C,), stats (3, C), factor (C,)) in fp32 of bf16 hidden and weight; G into `g_CV` if given.
+    """(loss (C,), stats (3, C), factors (2, C)) in fp32 of bf16 hidden and weight; E into `e_CV` if given.
 
-    x_CH and weight_VH have unit stride along H and rows that start at multiples of 16 bytes, as g_CV's do. `factor` is
-    what the rows of G are to be multiplied with, the fp32 scalar `grad_scale` included; empty without `g_CV`.
+    x_CH and weight_VH have unit stride along H and rows that start at multiples of 16 bytes, as e_CV's do. `factors`
+    are f and c, the fp32 scalar `grad_scale` included; empty without `e_CV`.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton 3.4
 
@@ -278,17 +350,17 @@ def exp_logits(
     loss, stats = torch.empty(C, **new), torch.empty((3, C), **new)
     z_y, shift, partial = torch.empty(C, **new), torch.empty(C, **new), torch.empty((C, P), **new)
     slope = torch.empty(C, **new) if softcap is not None else None
-    want_grad = g_CV is not None
-    factor = torch.empty(C if want_grad else 0, **new)
+    want_grad = e_CV is not None
+    factors = torch.empty((2, C if want_grad else 0), **new)
     if not C:
-        return loss, stats, factor
+        return loss, stats, factors
     flags = {"HAS_BIAS": bias is not None, "HAS_SOFTCAP": softcap is not None, "HAS_SCALE": logit_scale != 1.0}
     cap = 1.0 if softcap is None else softcap
     x_desc = TensorDescriptor(x_CH, [C, H], [x_CH.stride(0), 1], [tile.tokens, tile.hidden])
     w_desc = TensorDescriptor(weight_VH, [V, H], [weight_VH.stride(0), 1], [tile.vocab, tile.hidden])
     e_desc = w_desc
     if want_grad:
-        e_desc = TensorDescriptor(g_CV, [C, V], [g_CV.stride(0), 1], [tile.tokens, tile.vocab // 2])
+        e_desc = TensorDescriptor(e_CV, [C, V], [e_CV.stride(0), 1], [tile.tokens, tile.vocab // 2])
     programs = min(_device.multiprocessors(x_CH.device.index), _device.cdiv(C, tile.tokens) * P)
     with _device.on_device(x_CH):
         label_logit_kernel[(C,)](
@@ -302,31 +374,56 @@ def exp_logits(
             num_stages=tile.stages,
         )  # fmt: skip
         row_factors_kernel[(C,)](
-            x_CH, weight_VH, bias, target, class_weight, token_weight, grad_scale, z_y, slope, partial, g_CV, loss,
-            stats, factor, C, V, H, P, C, x_CH.stride(0), weight_VH.stride(0), g_CV.stride(0) if want_grad else 0,
+            x_CH, weight_VH, bias, target, class_weight, token_weight, grad_scale, z_y, slope, partial, e_CV, loss,
+            stats, factors, C, V, H, P, C, x_CH.stride(0), weight_VH.stride(0), e_CV.stride(0) if want_grad else 0,
             ignore_index, cap, logit_scale, z_loss, **flags, HAS_CLASS_WEIGHT=class_weight is not None,
             HAS_TOKEN_WEIGHT=token_weight is not None, HAS_Z_LOSS=z_loss != 0.0, WANT_GRAD=want_grad, BLOCK_P=512,
             BLOCK=64, num_warps=4,
         )  # fmt: skip
-    return loss, stats, factor
+    return loss, stats, factors
 
 
-def scaled_product(g_CV, weight_VH, factor, tile):
-    """factor ⊙ (G W), (C, H) in bf16, of rows that start at multiples of 16 bytes; `factor` is (C,) fp32."""
+def suits_scaled_product(rows, hidden, tile, index):
+    """Whether it has a tile for most multiprocessors, as it does not share the sum over V among programs; and rows of W
+    that start at multiples of 16, as others take more shared memory on their way to the product's layout."""
+    if hidden % 16:
+        return False
+    tiles = _device.cdiv(rows, tile.tokens) * _device.cdiv(hidden, tile.vocab)
+    return 4 * tiles >= 3 * _device.multiprocessors(index)
+
+
+def scaled_product(e_CV, weight_VH, factors, target, tile):
+    """f ⊙ (E W) + c ⊙ W[y], (C, H) in bf16, of rows that start at multiples of 16 bytes; `factors` is (2, C) fp32."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton 3.4
 
-    (C, V), H = g_CV.shape, weight_VH.shape[1]
-    dx_CH = torch.empty((C, H), dtype=g_CV.dtype, device=g_CV.device)
+    (C, V), H = e_CV.shape, weight_VH.shape[1]
+    dx_CH = torch.empty((C, H), dtype=e_CV.dtype, device=e_CV.device)
     if not C:
         return dx_CH
     columns = tile.vocab  # the tile's wide side
-    programs = min(_device.multiprocessors(g_CV.device.index), _device.cdiv(C, tile.tokens) * _device.cdiv(H, columns))
-    with _device.on_device(g_CV):
+    programs = min(_device.multiprocessors(e_CV.device.index), _device.cdiv(C, tile.tokens) * _device.cdiv(H, columns))
+    with _device.on_device(e_CV):
         scaled_product_kernel[(programs,)](
-            TensorDescriptor(g_CV, [C, V], [g_CV.stride(0), 1], [tile.tokens, tile.hidden]),
+            TensorDescriptor(e_CV, [C, V], [e_CV.stride(0), 1], [tile.tokens, tile.hidden]),
             TensorDescriptor(weight_VH, [V, H], [weight_VH.stride(0), 1], [tile.hidden, columns]),
-            TensorDescriptor(dx_CH, [C, H], [H, 1], [tile.tokens, columns // 2]),
-            factor, C, V, H, _GROUP, BLOCK_C=tile.tokens, BLOCK_H=columns, BLOCK_V=tile.hidden, PROGRAMS=programs,
-            num_warps=tile.warps, num_stages=tile.stages,
+            TensorDescriptor(dx_CH, [C, H], [H, 1], [tile.tokens, columns // 4]),
+            weight_VH, target, factors, C, V, H, C, weight_VH.stride(0), _GROUP, BLOCK_C=tile.tokens, BLOCK_H=columns,
+            BLOCK_V=tile.hidden, PROGRAMS=programs, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return dx_CH
+
+
+def add_label_rows(x_CH, target, factors, dw_VH):
+    """dw[target[i]] += c_i · x[i], summed in fp32 in the order of rows, so that runs repeat; labels outside [0, V) add
+    nothing. `factors` is (2, C) fp32; the rows of x and dw have unit stride."""
+    (C, H), V = x_CH.shape, dw_VH.shape[0]
+    if not C:
+        return
+    order = torch.empty(C, dtype=torch.int32, device=x_CH.device)
+    block = 1024
+    with _device.on_device(x_CH):
+        label_order_kernel[(_device.cdiv(C, 32),)](target, order, C, V, BLOCK=32, BLOCK_OTHERS=128, num_warps=4)
+        label_rows_kernel[(C, _device.cdiv(H, block))](
+            x_CH, target, factors, order, dw_VH, C, V, H, C, x_CH.stride(0), dw_VH.stride(0), BLOCK_C=4, BLOCK_H=block,
+            num_warps=4,
+        )  # fmt: skip

@@ -291,6 +291,12 @@ BWD_TILES_CENTERED = {
 }  # fmt: skip
 
 
+# Widths of q and k norms, measured with 10^6 rows.
+NARROW_BWD_TILES = {128: Tile(16, 8, 3, 3), 256: Tile(8, 4, 3, 4)}
+# (columns of a tile, warps) of the backward's two kernels for rows wider than MAX_BLOCK, measured at 28672.
+WIDE_DX, WIDE_DW = (16384, 16), (512, 4)
+
+
 @functools.cache
 def block_of(width):
     return min(_device.next_power_of_2(width), MAX_BLOCK)
@@ -310,7 +316,7 @@ def bwd_tile(width, center, loaded_bytes, device):
     """The tile of the backward; `loaded_bytes` are read per element, and wait in shared memory if there is room."""
     block = block_of(width)
     if block < 1024:
-        best = Tile(2048 // block, 4, 3, 3)
+        best = NARROW_BWD_TILES.get(block, Tile(2048 // block, 4, 3, 3))
     else:
         best = (BWD_TILES_CENTERED if center else BWD_TILES)[block]
     # What is left of it: the exchange between warps.
@@ -366,6 +372,9 @@ def norm_bwd(dy, ds, x, weight, mean, rstd, offset, center, fp32_weight, want_dx
     reload_w = weight is not None and block == MAX_BLOCK
     loaded = (dy, x, *(() if ds is None else (ds,)), *((weight,) if reload_w else ()))
     t = bwd_tile(width, center, sum(a.element_size() for a in loaded), x.device.index)
+    if _device.multiprocessors(x.device.index) >= M:
+        # One turn each: nothing to load ahead, and a second row of a tile would be empty.
+        t = Tile(1 if block >= 1024 else t.rows, t.num_warps)
     programs = min(_device.cdiv(M, t.rows), t.per_sm * _device.multiprocessors(x.device.index))
     dw, db = _parameter_grad(weight, x, width, want_dw), _parameter_grad(weight, x, width, want_db)
     alone = programs == 1 and width <= block
@@ -386,14 +395,15 @@ def norm_bwd(dy, ds, x, weight, mean, rstd, offset, center, fp32_weight, want_dx
                 x, norm_bwd_dx_wide_kernel, (M,),
                 dy_MH, ds_MH, x_MH, weight, mean, rstd, dx, width,
                 dy_MH.stride(0), ds_MH.stride(0), x_MH.stride(0), offset,
-                CENTER=center, HAS_DS=ds is not None, HAS_WEIGHT=weight is not None, BLOCK=4096, num_warps=8,
+                CENTER=center, HAS_DS=ds is not None, HAS_WEIGHT=weight is not None,
+                BLOCK=WIDE_DX[0], num_warps=WIDE_DX[1],
             )  # fmt: skip
         if want_dw or want_db:
             launch(
-                x, norm_bwd_dw_wide_kernel, (_device.cdiv(width, 1024), programs),
+                x, norm_bwd_dw_wide_kernel, (_device.cdiv(width, WIDE_DW[0]), programs),
                 dy_MH, x_MH, mean, rstd, partial_dw, partial_db, M, width, dy_MH.stride(0), x_MH.stride(0),
                 CENTER=center, ROUND_XHAT=not fp32_weight, WANT_DW=want_dw, WANT_DB=want_db,
-                BLOCK=1024, num_warps=4,
+                BLOCK=WIDE_DW[0], num_warps=WIDE_DW[1],
             )  # fmt: skip
     for want, p, out in ((want_dw, partial_dw, dw), (want_db, partial_db, db)):
         if want and not alone:

@@ -3,7 +3,8 @@ for what it means to hidden and weight. See `linear_cross_entropy.py` for when t
 
 On chips with a row for it in kernels/_chips.py, bf16 logits leave their product as exponentials and no pass over them
 follows (kernels/linear_cross_entropy.py). Their rows still lack a factor, which then goes onto dX, and onto X before
-dW's product. Label smoothing, a trained bias, entropy and predictions take the pass.
+dW's product, and the label's own term, which both get in fp32. Label smoothing, a trained bias, entropy and predictions
+take the pass.
 """
 
 from __future__ import annotations
@@ -61,9 +62,6 @@ def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
 
 # --- logits as exponentials ------------------------------------------------------------------------------------------
 
-# Rows of dX made at a time in fp32, before their factor is on.
-_HIDDEN_GRAD_ROWS = 4096
-
 
 def _exp_tile(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_outputs: bool) -> LogitsTile | None:
     """How the product writes exponentials, or None where a pass over the logits follows; asks nothing of the data."""
@@ -83,9 +81,9 @@ def _starts_aligned(x: Tensor) -> bool:
 
 def _exp_logits(
     x_CH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    token_weight: Tensor | None, options: LossOptions, tile: LogitsTile, grad_scale: Tensor, g_CV: Tensor | None,
+    token_weight: Tensor | None, options: LossOptions, tile: LogitsTile, grad_scale: Tensor, e_CV: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, stats, factor) of a chunk; G, which lacks the factor, into `g_CV`."""
+    """(loss, stats, factors) of a chunk; E, which lacks the factors, into `e_CV`."""
     from tigon.kernels.linear_cross_entropy import exp_logits
 
     if _loss.wants_label_check(x_CH):
@@ -93,60 +91,91 @@ def _exp_logits(
     ignore_index, _, softcap, logit_scale, z_loss = options
     return exp_logits(  # type: ignore[no-any-return]
         x_CH if _starts_aligned(x_CH) else x_CH.clone(memory_format=torch.contiguous_format), weight_VH, bias, target,
-        class_weight, token_weight, ignore_index, softcap, logit_scale, z_loss, tile, grad_scale, g_CV,
+        class_weight, token_weight, ignore_index, softcap, logit_scale, z_loss, tile, grad_scale, e_CV,
     )  # fmt: skip
 
 
-def _product_tile(g_NV: Tensor, scale: Tensor, dtype: torch.dtype) -> LogitsTile | None:
-    """How one kernel makes scale ⊙ (G W), or None where the vendor's product does, in fp32."""
-    if not g_NV.dtype == dtype == torch.bfloat16 or scale.ndim == 0:
+def _label_term(factors: Tensor, target: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """(c, label) of rows, c 0 where the label is none."""
+    valid = (target >= 0) & (target < vocab)
+    return torch.where(valid, factors[1], 0.0), torch.where(valid, target, 0).long()
+
+
+def _scaled_product(e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor) -> Tensor | None:
+    """f ⊙ (E W) + c ⊙ W[y] by the one kernel that makes it, or None where the vendor's product must."""
+    if not (_dispatch.uses_kernel(e_NV) and _starts_aligned(e_NV) and _starts_aligned(weight_VH)):
         return None
-    chip = _dispatch.planned_chip(g_NV)
-    return None if chip is None else chip.logits_tile
+    from tigon.kernels.linear_cross_entropy import scaled_product, suits_scaled_product
+
+    tile = _dispatch.planned_chip(e_NV).logits_tile  # type: ignore[union-attr]
+    if not suits_scaled_product(e_NV.shape[0], weight_VH.shape[1], tile, e_NV.device.index):
+        return None
+    return scaled_product(e_NV, weight_VH, factors, target, tile)  # type: ignore[no-any-return]
 
 
-def _hidden_grad_body(
-    g_NV: Tensor, weight_VH: Tensor, scale: Tensor, index: Tensor | None, rows: int, dtype: torch.dtype
+def _exp_hidden_grad_body(
+    e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor, index: Tensor | None, rows: int
 ) -> Tensor:
-    """scale ⊙ (G W), rounded once, at the places `index` among `rows` rows."""
-    tile = _product_tile(g_NV, scale, dtype)
-    if tile is not None and _starts_aligned(g_NV) and _starts_aligned(weight_VH):
-        from tigon.kernels.linear_cross_entropy import scaled_product
-
-        dx: Tensor = scaled_product(g_NV, weight_VH, scale, tile)
-        return dx if index is None else dx.new_zeros((rows, dx.shape[1])).index_copy_(0, index, dx)
-    N, H = g_NV.shape[0], weight_VH.shape[1]
-    make = g_NV.new_empty if index is None else g_NV.new_zeros
-    dx = make((rows, H), dtype=dtype)
-    buffer = g_NV.new_empty((min(N, _HIDDEN_GRAD_ROWS), H), dtype=scale.dtype)
-    with no_autocast(g_NV):
-        for part in _chunks(N, _HIDDEN_GRAD_ROWS):
-            product = buffer[: part.stop - part.start]
-            product_into(g_NV[part], weight_VH, product, accumulate=False)
-            scaled = _loss.scale_rows.run(product, scale.expand(N)[part], None, product.shape[0], dtype)
-            if index is None:
-                dx[part] = scaled
-            else:
-                dx.index_copy_(0, index[part], scaled)
-    return dx
+    """f ⊙ (E W) + c ⊙ W[y], rounded once, at the places `index` among `rows` rows."""
+    dx = _scaled_product(e_NV, weight_VH, factors, target)
+    if dx is None:
+        product = e_NV.new_empty((e_NV.shape[0], weight_VH.shape[1]), dtype=factors.dtype)
+        product_into(e_NV, weight_VH, product, accumulate=False)
+        c, labels = _label_term(factors, target, weight_VH.shape[0])
+        dx = (product * factors[0].unsqueeze(1) + weight_VH[labels] * c.unsqueeze(1)).to(e_NV.dtype)
+    return dx if index is None else dx.new_zeros((rows, dx.shape[1])).index_copy_(0, index, dx)
 
 
-def _hidden_grad_fake(
-    g_NV: Tensor, weight_VH: Tensor, scale: Tensor, index: Tensor | None, rows: int, dtype: torch.dtype
+def _exp_hidden_grad_fake(
+    e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor, index: Tensor | None, rows: int
 ) -> Tensor:
-    if _product_tile(g_NV, scale, dtype) is None:
-        g_NV.new_empty((_HIDDEN_GRAD_ROWS, weight_VH.shape[1]), dtype=scale.dtype)
-    elif index is not None:
-        g_NV.new_empty((g_NV.shape[0], weight_VH.shape[1]), dtype=dtype)
-    return g_NV.new_empty((rows, weight_VH.shape[1]), dtype=dtype)
+    return e_NV.new_empty((rows, weight_VH.shape[1]))
 
 
-hidden_grad = Primitive(
-    "linear_cross_entropy_hidden_grad",
-    "(Tensor g, Tensor weight, Tensor scale, Tensor? index, SymInt rows, ScalarType dtype) -> Tensor",
-    reference=_hidden_grad_body,
+exp_hidden_grad = Primitive(
+    "linear_cross_entropy_exp_hidden_grad",
+    "(Tensor e, Tensor weight, Tensor factors, Tensor target, Tensor? index, SymInt rows) -> Tensor",
+    reference=_exp_hidden_grad_body,
     kernel=None,
-    fake=_hidden_grad_fake,
+    fake=_exp_hidden_grad_fake,
+)
+
+
+def _exp_weight_grad_into(
+    e_CV: Tensor, x_CH: Tensor, factors: Tensor, target: Tensor, dw_VH: Tensor, accumulate: bool
+) -> None:
+    """dW (+)= Eᵀ (f ⊙ X), and c_i · x_i in row y_i."""
+    scaled = _loss.scale_rows.run(x_CH, factors[0], None, x_CH.shape[0], x_CH.dtype)
+    product_into(e_CV.t(), scaled, dw_VH, accumulate)
+    if _dispatch.uses_kernel(e_CV):
+        from tigon.kernels.linear_cross_entropy import add_label_rows
+
+        add_label_rows(x_CH if x_CH.stride(1) == 1 else x_CH.contiguous(), target, factors, dw_VH)
+        return
+    c, labels = _label_term(factors, target, dw_VH.shape[0])
+    # In fp32 and rounded once, as the kernel does.
+    touched = dw_VH.to(factors.dtype).index_add_(0, labels, x_CH.to(factors.dtype) * c.unsqueeze(1))
+    dw_VH.copy_(touched)
+
+
+def _exp_weight_grad_body(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Tensor) -> Tensor:
+    dw_VH = x_NH.new_empty((e_NV.shape[1], x_NH.shape[1]))
+    with no_autocast(e_NV):
+        _exp_weight_grad_into(e_NV, x_NH, factors, target, dw_VH, accumulate=False)
+    return dw_VH
+
+
+def _exp_weight_grad_fake(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Tensor) -> Tensor:
+    torch.empty_like(x_NH)
+    return x_NH.new_empty((e_NV.shape[1], x_NH.shape[1]))
+
+
+exp_weight_grad = Primitive(
+    "linear_cross_entropy_exp_weight_grad",
+    "(Tensor e, Tensor hidden, Tensor factors, Tensor target) -> Tensor",
+    reference=_exp_weight_grad_body,
+    kernel=None,
+    fake=_exp_weight_grad_fake,
 )
 
 
@@ -173,7 +202,7 @@ def _chunks_outputs(
         ),
         hidden_NH.new_empty(V if want_bias else 0, dtype=acc),
         _buffer(N, V, hidden_NH) if keep else hidden_NH.new_empty((0, V)),
-        hidden_NH.new_empty(N if keep and exp else 0, dtype=acc),
+        hidden_NH.new_empty((2, N if keep and exp else 0), dtype=acc),
     )
 
 
@@ -184,8 +213,8 @@ def _chunks_body(
     chunk: int, keep: bool, fp32_accumulate: bool, want_hidden: bool, want_weight: bool, want_bias: bool, entropy: bool,
     predicted: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(loss, stats, entropy, predicted, dX, dW, db, G, factor of G's rows); gradients are for an upstream gradient of
-    1 / grad_scale. The factor is empty where G has it already."""
+    """(loss, stats, entropy, predicted, dX, dW, db, G, factors (2, N)); gradients are for an upstream gradient of
+    1 / grad_scale. Factors are those of G's rows and of the label's terms it lacks; empty where G is whole."""
     options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     tile = _exp_tile(hidden_NH, weight_VH, options, want_bias or entropy or predicted)
     outputs = _chunks_outputs(
@@ -200,10 +229,10 @@ def _chunks_body(
         entropy,
         predicted,
     )
-    loss, stats, entropies, argmax, dx_NH, dw_VH, db_V, kept_NV, factor_N = outputs
+    loss, stats, entropies, argmax, dx_NH, dw_VH, db_V, kept_NV, factors_N = outputs
     if tile is not None and not _starts_aligned(weight_VH):
         tile = None
-        factor_N.fill_(1.0)
+        factors_N[0], factors_N[1] = 1.0, 0.0
     N, V = hidden_NH.shape[0], weight_VH.shape[0]
     want_grad = want_hidden or want_weight or want_bias
     stored = tile is None or want_grad
@@ -213,17 +242,16 @@ def _chunks_body(
             x_CH, logits_CV = hidden_NH[rows], buffer_CV[: rows.stop - rows.start]
             weights = None if token_weight is None else token_weight[rows]
             if tile is not None:
-                loss[rows], stats[:, rows], factor = _exp_logits(
+                loss[rows], stats[:, rows], factors = _exp_logits(
                     x_CH, weight_VH, bias, target[rows], class_weight, weights, options, tile, grad_scale,
                     logits_CV if want_grad else None,
                 )  # fmt: skip
                 if keep:
-                    factor_N[rows] = factor
+                    factors_N[:, rows] = factors
                 if want_hidden and not keep:
-                    dx_NH[rows] = hidden_grad.run(logits_CV, weight_VH, factor, None, x_CH.shape[0], dx_NH.dtype)
+                    dx_NH[rows] = exp_hidden_grad.run(logits_CV, weight_VH, factors, target[rows], None, len(x_CH))
                 if want_weight and not keep:
-                    x_CH = _loss.scale_rows.run(x_CH, factor, None, x_CH.shape[0], x_CH.dtype)
-                    product_into(logits_CV.t(), x_CH, dw_VH, accumulate=number > 0)
+                    _exp_weight_grad_into(logits_CV, x_CH, factors, target[rows], dw_VH, accumulate=number > 0)
                 continue
             _logits(x_CH, weight_VH, bias, logits_CV)
             loss[rows], stats[:, rows], chunk_entropy, chunk_argmax = _loss.cross_entropy_fwd.run(

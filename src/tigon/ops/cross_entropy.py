@@ -325,7 +325,12 @@ CROSS_ENTROPY = Op(
         Case(id="vocab-7", shape=(5, 7)),
         Case(id="vocab-above-a-tile", shape=(6, 4097), options={"label_smoothing": 0.1}),
         Case(id="peaked", shape=(6, 1000), options={"magnitude": 30.0}),
-        Case(id="gpt2-vocab", shape=(3, 50257)),
+        Case(id="gpt2-vocab", shape=(9, 50257)),
+        *(
+            Case(id=f"few-rows-{name}", shape=(3, 4099), options=options)
+            for name, options in LOSS_OPTIONS.items()
+            if "label_smoothing" not in options
+        ),
         Case(id="llama-vocab", shape=(64, 128256), small=False),
         Case(id="gemma-vocab", shape=(16, 262144), options={"softcap": 30.0}, small=False),
     ),

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import _dispatch, _loss
-from tigon.ops._chunk_loop import chunk_loop, hidden_grad, no_autocast, product_into
+from tigon.ops._chunk_loop import chunk_loop, exp_hidden_grad, exp_weight_grad, no_autocast, product_into
 from tigon.ops._dispatch import Differentiable, check_dtype, first_order, unwatched
 from tigon.ops._loss import LossOptions, LossOutput
 from tigon.ops._op import Case, Cost, Op, randn
@@ -183,7 +183,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         plan = _plan_for(hidden_NH, weight_VH, per_row, want, chunk_bytes, fp32_accumulate)
         stored, left = gradient_scales(hidden_NH.dtype, inv_denominator, token_weight, class_weight, options)
         in_forward = plan.mode in ("keep", "stream")
-        loss_N, stats, entropies, argmax, dx, dw, db, kept, factor = chunk_loop(
+        loss_N, stats, entropies, argmax, dx, dw, db, kept, factors = chunk_loop(
             hidden_NH, weight_VH, bias, target, class_weight, token_weight, stored, *options, plan.chunk,
             plan.mode == "keep", fp32_accumulate, *(w and in_forward for w in want), entropy, predicted,
         )  # fmt: skip
@@ -191,7 +191,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.fp32_accumulate = fp32_accumulate
         ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
         if plan.mode == "keep":
-            ctx.save_for_backward(kept, factor, hidden_NH, weight_VH, db, left, index)
+            ctx.save_for_backward(kept, factors, hidden_NH, weight_VH, target, db, left, index)
         elif plan.mode == "stream":
             # Not a saved tensor, which could not be given away: a dW in its final dtype is scaled where it lies.
             ctx.dw = dw
@@ -219,31 +219,26 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-    g_NV, factor, x_NH, weight_VH, db, left, index = ctx.saved_tensors
+    g_NV, factors, x_NH, weight_VH, target, db, left, index = ctx.saved_tensors
     want_hidden, want_weight, want_bias = ctx.want
     x_dtype, w_dtype, b_dtype = ctx.dtypes
     scale = dloss * left
-    per_row = scale * factor if factor.numel() else scale
     dx = dw = None
+    # dW first: the scaled X that it needs is gone before dX is there.
+    if factors.numel():
+        factors = factors * scale
+        dw = exp_weight_grad(g_NV, x_NH, factors, target) if want_weight else None
+        dx = exp_hidden_grad(g_NV, weight_VH, factors, target, index, ctx.rows) if want_hidden else None
+        return dx, dw, None
     with no_autocast(g_NV):
-        # dW first: the scaled X that it needs is gone before dX is there.
         if want_weight:
-            dw = _weight_grad(g_NV, x_NH, per_row, w_dtype)
+            dw = _weight_grad(g_NV, x_NH, scale, w_dtype)
         if want_hidden:
-            dx = _hidden_grad_of(g_NV, weight_VH, per_row, index, ctx.rows, x_dtype)
+            # fp16 stays in fp32 until the loss scale is on.
+            product = x_NH.new_empty(x_NH.shape, dtype=scale.dtype if x_dtype == torch.float16 else x_dtype)
+            product_into(g_NV, weight_VH, product, accumulate=False)
+            dx = _loss.scale_rows(product, scale, index, ctx.rows, x_dtype)
     return dx, dw, (db * scale).to(b_dtype) if want_bias else None
-
-
-def _hidden_grad_of(
-    g_NV: Tensor, weight_VH: Tensor, scale: Tensor, index: Tensor | None, rows: int, dtype: torch.dtype
-) -> Tensor:
-    """scale · G W. One scale for all rows is a power of two as a rule, and goes onto the rounded product; fp16 stays in
-    fp32 until the loss scale is on."""
-    if scale.ndim or dtype == torch.float16:
-        return hidden_grad(g_NV, weight_VH, scale, index, rows, dtype)  # type: ignore[no-any-return]
-    product = g_NV.new_empty((g_NV.shape[0], weight_VH.shape[1]), dtype=dtype)
-    product_into(g_NV, weight_VH, product, accumulate=False)
-    return _loss.scale_rows(product, scale, index, rows, dtype)  # type: ignore[no-any-return]
 
 
 def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -264,9 +259,10 @@ def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     want_hidden, want_weight, want_bias = ctx.want
     x_dtype, w_dtype, b_dtype = ctx.dtypes
     scale = dloss * left
-    dw = ctx.dw
-    if dw.dtype == w_dtype and unwatched((dw,)) and not _keeps_graph():
-        ctx.dw = None
+    dw, once = ctx.dw, not _keeps_graph()
+    if once:
+        ctx.dw = None  # the rest of the model's backward needs its memory
+    if once and dw.dtype == w_dtype and unwatched((dw,)):
         dw = _scaled_in_place(dw, scale)
     elif want_weight:
         dw = _loss.scale_rows(dw, scale, None, dw.shape[0], w_dtype)
