@@ -119,6 +119,7 @@ _TILE = "a tile of 1024 elements leaves 4 to each of the 256 lanes of 4 warps"
 
 KNOWN = (
     Known(spills, "norm_bwd_kernel", "cuda", _ROW, {"BLOCK": 16384}),
+    Known(spills, "norm_bwd_dx_wide_kernel", "cuda", _ROW, {"BLOCK": 16384}),
     Known(
         spills, "exp_logits_kernel", "cuda", "a slope beside each of a thread's 64 exponentials", {"HAS_SOFTCAP": True}
     ),
@@ -144,7 +145,7 @@ KNOWN = (
 # Kernels of chips whose product writes exponentials.
 EXPONENTIALS = {
     "label_logit_kernel", "exp_logits_kernel", "row_factors_kernel", "scaled_product_kernel", "label_order_kernel",
-    "label_rows_kernel",
+    "label_rows_kernel", "scaled_rows_kernel",
 }  # fmt: skip
 
 

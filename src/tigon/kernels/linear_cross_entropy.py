@@ -273,6 +273,22 @@ def scaled_product_kernel(
 
 
 @triton.jit
+def scaled_rows_kernel(P, W, Target, Factors, DX, V, H, N, stride_w, BLOCK: tl.constexpr):
+    """dX = f ⊙ P + c ⊙ W[y] of a product P in fp32, one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    y = tl.load(Target + row).to(tl.int64)
+    f = tl.load(Factors + row)
+    c = tl.load(Factors + N + row)
+    valid = (y >= 0) & (y < V)
+    for start in range(0, H, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < H
+        w = tl.load(W + y * stride_w + cols, mask=mask & valid, other=0.0).to(tl.float32)
+        p = tl.load(P + row * H + cols, mask=mask, other=0.0)
+        tl.store(DX + row * H + cols, (p * f + w * c).to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
 def _label(Target, rows, mask, V):
     """Labels as int32, -1 for what is none."""
     y = tl.load(Target + rows, mask=mask, other=-1).to(tl.int64)
@@ -384,12 +400,13 @@ def exp_logits(
 
 
 def suits_scaled_product(rows, hidden, tile, index):
-    """Whether it has a tile for most multiprocessors, as it does not share the sum over V among programs; and rows of W
-    that start at multiples of 16, as others take more shared memory on their way to the product's layout."""
+    """Whether most multiprocessors have a tile in every turn, as the sum over V is not shared among programs; and rows
+    of W start at multiples of 16, as others take more shared memory on their way to the product's layout."""
     if hidden % 16:
         return False
     tiles = _device.cdiv(rows, tile.tokens) * _device.cdiv(hidden, tile.vocab)
-    return 4 * tiles >= 3 * _device.multiprocessors(index)
+    programs = _device.multiprocessors(index)
+    return tiles >= 0.75 * programs * _device.cdiv(tiles, programs)
 
 
 def scaled_product(e_CV, weight_VH, factors, target, tile):
@@ -410,6 +427,18 @@ def scaled_product(e_CV, weight_VH, factors, target, tile):
             weight_VH, target, factors, C, V, H, C, weight_VH.stride(0), _GROUP, BLOCK_C=tile.tokens, BLOCK_H=columns,
             BLOCK_V=tile.hidden, PROGRAMS=programs, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+    return dx_CH
+
+
+def scaled_rows(product_CH, weight_VH, factors, target):
+    """f ⊙ P + c ⊙ W[y], (C, H) in bf16, of a product that is there in fp32."""
+    (C, H), V = product_CH.shape, weight_VH.shape[0]
+    dx_CH = torch.empty((C, H), dtype=weight_VH.dtype, device=product_CH.device)
+    if C:
+        with _device.on_device(product_CH):
+            scaled_rows_kernel[(C,)](
+                product_CH, weight_VH, target, factors, dx_CH, V, H, C, weight_VH.stride(0), BLOCK=1024, num_warps=4
+            )
     return dx_CH
 
 

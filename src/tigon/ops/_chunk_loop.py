@@ -101,28 +101,31 @@ def _label_term(factors: Tensor, target: Tensor, vocab: int) -> tuple[Tensor, Te
     return torch.where(valid, factors[1], 0.0), torch.where(valid, target, 0).long()
 
 
-def _scaled_product(e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor) -> Tensor | None:
-    """f ⊙ (E W) + c ⊙ W[y] by the one kernel that makes it, or None where the vendor's product must."""
-    if not (_dispatch.uses_kernel(e_NV) and _starts_aligned(e_NV) and _starts_aligned(weight_VH)):
-        return None
-    from tigon.kernels.linear_cross_entropy import scaled_product, suits_scaled_product
+def _scaled_product(e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor) -> Tensor:
+    """f ⊙ (E W) + c ⊙ W[y], by one kernel where the chip is full of its tiles, else by the vendor's product in fp32."""
+    kernel = _dispatch.uses_kernel(e_NV) and weight_VH.stride(1) == 1
+    if kernel and _starts_aligned(e_NV) and _starts_aligned(weight_VH):
+        from tigon.kernels.linear_cross_entropy import scaled_product, suits_scaled_product
 
-    tile = _dispatch.planned_chip(e_NV).logits_tile  # type: ignore[union-attr]
-    if not suits_scaled_product(e_NV.shape[0], weight_VH.shape[1], tile, e_NV.device.index):
-        return None
-    return scaled_product(e_NV, weight_VH, factors, target, tile)  # type: ignore[no-any-return]
+        tile = _dispatch.planned_chip(e_NV).logits_tile  # type: ignore[union-attr]
+        if suits_scaled_product(e_NV.shape[0], weight_VH.shape[1], tile, e_NV.device.index):
+            return scaled_product(e_NV, weight_VH, factors, target, tile)  # type: ignore[no-any-return]
+    product = e_NV.new_empty((e_NV.shape[0], weight_VH.shape[1]), dtype=factors.dtype)
+    product_into(e_NV, weight_VH, product, accumulate=False)
+    if kernel:
+        from tigon.kernels.linear_cross_entropy import scaled_rows
+
+        return scaled_rows(product, weight_VH, factors, target)  # type: ignore[no-any-return]
+    c, labels = _label_term(factors, target, weight_VH.shape[0])
+    return (product * factors[0].unsqueeze(1) + weight_VH[labels] * c.unsqueeze(1)).to(e_NV.dtype)
 
 
 def _exp_hidden_grad_body(
     e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor, index: Tensor | None, rows: int
 ) -> Tensor:
     """f ⊙ (E W) + c ⊙ W[y], rounded once, at the places `index` among `rows` rows."""
-    dx = _scaled_product(e_NV, weight_VH, factors, target)
-    if dx is None:
-        product = e_NV.new_empty((e_NV.shape[0], weight_VH.shape[1]), dtype=factors.dtype)
-        product_into(e_NV, weight_VH, product, accumulate=False)
-        c, labels = _label_term(factors, target, weight_VH.shape[0])
-        dx = (product * factors[0].unsqueeze(1) + weight_VH[labels] * c.unsqueeze(1)).to(e_NV.dtype)
+    with no_autocast(e_NV):
+        dx = _scaled_product(e_NV, weight_VH, factors, target)
     return dx if index is None else dx.new_zeros((rows, dx.shape[1])).index_copy_(0, index, dx)
 
 
