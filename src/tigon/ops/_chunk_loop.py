@@ -298,15 +298,24 @@ def _chunks_fake(
     chunk: int, keep: bool, fp32_accumulate: bool, want_hidden: bool, want_weight: bool, want_bias: bool, entropy: bool,
     predicted: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    # The planner traces this: besides the outputs, the chunk's logits live while the loop runs.
     options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
-    exp = _exp_tile(hidden_NH, weight_VH, options, want_bias or entropy or predicted) is not None
+    tile = _exp_tile(hidden_NH, weight_VH, options, want_bias or entropy or predicted)
+    outputs = _chunks_outputs(
+        hidden_NH, weight_VH, keep, fp32_accumulate, tile is not None, want_hidden, want_weight, want_bias, entropy,
+        predicted,
+    )  # fmt: skip
+    # The planner traces this: besides the outputs, a chunk's logits and what its kernels need live in the loop.
+    rows, (V, H) = chunk, weight_VH.shape
+    alive = []
     want_grad = want_hidden or want_weight or want_bias
-    if not keep and (want_grad or not exp):
-        _buffer(chunk, weight_VH.shape[0], hidden_NH)
-    return _chunks_outputs(
-        hidden_NH, weight_VH, keep, fp32_accumulate, exp, want_hidden, want_weight, want_bias, entropy, predicted
-    )
+    if not keep and (want_grad or tile is None):
+        alive.append(_buffer(rows, V, hidden_NH))
+    if tile is not None:
+        alive.append(hidden_NH.new_empty((rows, -(-V // tile.vocab)), dtype=torch.float32))
+        if want_grad and not keep:
+            alive.append(hidden_NH.new_empty((rows, H)))
+    del alive
+    return outputs
 
 
 chunk_loop = Primitive(
