@@ -62,12 +62,55 @@ def _app() -> Any:
             list[str] | None,
             typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key, e.g. --set train.batch_size=8."),
         ] = None,
+        gpus: Annotated[
+            int | None, typer.Option(metavar="N", help="Processes, one a GPU; the same as --set sharding.gpus=N.")
+        ] = None,
         resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
+        auto: Annotated[
+            bool, typer.Option("--auto", help="Change what the recipe leaves free to the fastest that fits the GPU.")
+        ] = False,
     ) -> None:
         """Train a model as a recipe says, with a report at the end."""
         from tigon.train.run import train
 
-        train(recipe, assignments or (), resume=resume)
+        train(recipe, [*(assignments or ()), *([f"sharding.gpus={gpus}"] if gpus else [])], resume=resume, auto=auto)
+
+    @app.command("plan")
+    def plan_command(
+        model: Annotated[str, typer.Argument(help="A preset, a checkpoint folder, a config.json or a hub id.")],
+        gpu: Annotated[str, typer.Option(help="A GPU's name (h200, rtx-4090) or its memory (24GiB).")],
+        batch: Annotated[int | None, typer.Option(help="Rows of a micro-batch on each GPU.")] = None,
+        seq: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
+        gpus: Annotated[int | None, typer.Option(help="How many of them.")] = None,
+        precision: Annotated[str | None, typer.Option(help="fp32, amp-bf16, amp-fp16 or bf16.")] = None,
+        optimizer: Annotated[str | None, typer.Option(metavar="NAME", help="docs/techniques/optimizers.md")] = None,
+        checkpointing: Annotated[str | None, typer.Option(help="none, full, every-N, selective or offload.")] = None,
+        kernels: Annotated[str | None, typer.Option(help="none, no-flce, tigon or liger.")] = None,
+        attention: Annotated[str | None, typer.Option(help="sdpa or eager.")] = None,
+        zero: Annotated[int | None, typer.Option(help="DeepSpeed's stage: 0, 1, 2 or 3.")] = None,
+        fsdp: Annotated[bool, typer.Option("--fsdp", help="PyTorch FSDP2.")] = False,
+        offload: Annotated[str | None, typer.Option(help="none, cpu or nvme.")] = None,
+        lora: Annotated[int | None, typer.Option(metavar="R", help="Train adapters of rank R.")] = None,
+        qlora: Annotated[bool, typer.Option("--qlora", help="With --lora: the weights in 4 bits.")] = False,
+        accumulate: Annotated[int | None, typer.Option(metavar="N", help="Micro-batches in a step.")] = None,
+        effective_batch: Annotated[
+            int | None, typer.Option("--effective-batch", help="Rows of a step over all GPUs that are wanted.")
+        ] = None,
+        method: Annotated[str, typer.Option(help="trace, or the study's formulas.")] = "trace",
+        policy: Annotated[str, typer.Option(help="search, or the study's ladder.")] = "search",
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+        plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts.")] = None,
+        explain: Annotated[bool, typer.Option("--explain", help="Say what each number is made of.")] = False,
+    ) -> None:
+        """Predict a run's memory and time without a GPU, and what to switch on so that it fits."""
+        from tigon.memory import command
+
+        command.run(
+            model, gpu=gpu, batch=batch, seq=seq, gpus=gpus, precision=precision, optimizer=optimizer,
+            checkpointing=checkpointing, kernels=kernels, attention=attention, zero=zero, fsdp=fsdp, offload=offload,
+            lora_rank=lora, quantized=qlora, accumulate=accumulate, effective_batch=effective_batch, method=method,
+            policy=policy, as_json=as_json, plot=plot, explain=explain,
+        )  # fmt: skip
 
     @app.command("models")
     def models_command(

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tigon.errors import RecipeError
-from tigon.train.recipe import DataConfig, load, reference_table
+from tigon.techniques.choices import Choices
+from tigon.train.recipe import DataConfig, reference_table
+from tigon.train.recipe_file import load
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,6 +92,22 @@ WRONG = {
         "train: {steps: 1, schedule: cosin}",
         r"'cosin'; it must be one of cosine, linear, constant",
     ),
+    "word of old": ("train: {steps: 1, precision: pure-bf16}", r"train\.precision: pure-bf16 is called bf16 now"),
+    "kernels of old": ("model: {kernels: no-linear-ce}\ntrain: {steps: 1}", r"no-linear-ce is called no-flce now"),
+    "kernels of old in a list": (
+        "comparison: {kernels: [none, no-linear-ce]}\ntrain: {steps: 1}",
+        r"no-linear-ce is called no-flce now",
+    ),
+    "key of old": (
+        "train: {steps: 1, gradient_checkpointing: true}",
+        r"r\.yaml:1: train\.gradient_checkpointing is no more; write train\.checkpointing: full",
+    ),
+    "every layer in none": ("train: {steps: 1, checkpointing: every-0}", r"must be one of none, full, .*every-N"),
+    "every-N itself": ("train: {steps: 1, checkpointing: every-N}", r"'every-N'; it must be one of"),
+    "an excluded pair": (
+        "train: {steps: 1, optimizer: galore}\nsharding: {fsdp: true}",
+        r"r\.yaml: .*whole matrices; use sharding",
+    ),
     "repeated key": ("train: {steps: 1, steps: 2}", r"r\.yaml:1: train\.steps is given twice"),
     "steps and epochs": ("train: {steps: 1, epochs: 1}", r"both are given"),
     "neither steps nor epochs": ("train: {seed: 1}", r"neither is given"),
@@ -153,3 +171,22 @@ def test_the_key_tables_in_the_docs_are_current():
     inside = re.search(r"<!-- recipe keys -->\n(.*?)<!-- end of recipe keys -->", text, re.DOTALL)
     assert inside, "docs/train.md lost its markers"
     assert inside[1].strip() == reference_table().strip()
+
+
+def test_every_technique_of_a_recipe_reaches_its_choices(tmp_path):
+    text = """
+train: {steps: 1, precision: bf16, optimizer: adamw-8bit, checkpointing: every-3, gradient_accumulation: 2}
+model: {kernels: no-flce, attention: eager}
+lora: {rank: 8, targets: [linear, head]}
+sharding: {gpus: 2, zero: 3}
+"""
+    choices = read(tmp_path, text).choices()
+    assert choices == Choices(
+        precision="bf16", optimizer="adamw-8bit", checkpointing="every-3", accumulate=2, kernels="no-flce",
+        attention="eager", lora_rank=8, lora_targets=("linear", "head"), gpus=2, zero=3,
+    )  # fmt: skip
+
+
+def test_auto_precision_is_what_the_machine_says(tmp_path):
+    recipe = read(tmp_path, "train: {steps: 1}")
+    assert (recipe.choices().precision, recipe.choices(precision="fp32").precision) == ("amp-bf16", "fp32")

@@ -49,7 +49,11 @@ CASES = {
         (),
         r"the tokenizer has \d+ tokens, but tigon-demo has a vocabulary of 280; set data\.vocab_size",
     ),
-    "fp16 on the CPU": ({"train": {"precision": "fp16"}}, (), r"fp16, which needs a GPU; on the CPU use fp32 or bf16"),
+    "fp16 on the CPU": (
+        {"train": {"precision": "amp-fp16"}},
+        (),
+        r"train\.precision: amp-fp16 needs a GPU",
+    ),
     "flash attention on the CPU": (
         {"model": {"attention": "flash_attention_2"}},
         (),
@@ -63,7 +67,7 @@ CASES = {
     "memory too small": (
         {"model": {"config": {**TINY_MODEL, "vocab_size": 2_000_000_000_000}}},
         (),
-        r"weights, gradients and AdamW take \d+ GiB, and cpu has \d+ GiB; choose a smaller model",
+        r"weights, gradients and adamw take \d+ GiB, and cpu has \d+ GiB; choose a smaller model",
     ),
     "unknown model": (
         {"model": {"name": "lama-3.2-1b"}},

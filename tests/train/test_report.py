@@ -114,7 +114,7 @@ def test_the_report_says_what_the_records_say(finished):
 def test_the_comparison_measures_the_same_training_with_less_memory(finished):
     (result,) = records(finished, "result")
     unpatched, without, everything = result["comparison"]
-    assert [row["kernels"] for row in result["comparison"]] == ["none", "no-linear-ce", "tigon"]
+    assert [row["kernels"] for row in result["comparison"]] == ["none", "no-flce", "tigon"]
     for row in (without, everything):
         assert row["losses"] == pytest.approx(unpatched["losses"], rel=1e-4)
         assert row["at_rest_bytes"] == unpatched["at_rest_bytes"]

@@ -7,42 +7,15 @@ import shutil
 
 import pytest
 import torch
-from train_helpers import TINY_MODEL, records, words
+from train_helpers import SMALL, losses_of, records, rows, small_trainer, words
 
 from tigon.errors import RecipeError
-from tigon.train.packing import IGNORE_INDEX, Collator, RowDataset, pack
-from tigon.train.recipe import ModelConfig, TrainConfig
-from tigon.train.tokenizer import Encoded
-
-CPU = torch.device("cpu")
+from tigon.train.packing import IGNORE_INDEX
+from tigon.train.recipe import Recipe, TrainConfig
 
 
-def rows(n_documents=24, length=16):
-    """Prompt-and-answer rows of different lengths, so that micro-batches hold different numbers of learned tokens."""
-    draw = torch.Generator().manual_seed(0)
-    documents = []
-    for i in range(n_documents):
-        n = 4 + i % 12
-        tokens = torch.randint(2, 512, (n,), generator=draw).tolist()
-        documents.append(Encoded(tokens, [IGNORE_INDEX] * 2 + tokens[2:], f"d:{i}", False))
-    return RowDataset(pack(documents, length, packing=False, cross_document=False, too_long="error").rows)
-
-
-def trainer_of(tmp_path, train, *, data=None, kernels="none", evaluate=False):
-    from tigon.train import model as models
-    from tigon.train import trainer as trainers
-
-    recipe = ModelConfig(name="tigon-demo", config=TINY_MODEL)
-    model = models.build(recipe, models.load_config(recipe), dtype=torch.float32, device=CPU, seed=1)
-    models.patch(model, kernels)
-    data = data or rows()
-    args = trainers.arguments(train, folder=tmp_path / "c", precision="fp32", device=CPU, evaluate=evaluate)
-    return trainers.TigonTrainer(model, args, Collator(0, packing=False), data, data if evaluate else None)
-
-
-def losses_of(trainer):
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+def trainer_of(tmp_path, train, **options):
+    return small_trainer(tmp_path, Recipe(model=SMALL, train=train), **options)
 
 
 def config(**changes):
@@ -60,7 +33,7 @@ def test_accumulated_micro_batches_give_the_loss_of_one_large_batch(tmp_path, ke
 
 def test_checkpointing_changes_no_loss(tmp_path):
     plain = losses_of(trainer_of(tmp_path, config()))
-    recomputed = losses_of(trainer_of(tmp_path, config(gradient_checkpointing=True)))
+    recomputed = losses_of(trainer_of(tmp_path, config(checkpointing="full")))
     assert recomputed == pytest.approx(plain, rel=1e-6)
 
 

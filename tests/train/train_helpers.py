@@ -8,10 +8,58 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tigon.train.packing import IGNORE_INDEX, Collator, RowDataset, pack
+from tigon.train.recipe import ModelConfig, Recipe
+from tigon.train.tokenizer import Encoded
+
 TINY_MODEL = {
     "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 128,
 }  # fmt: skip
+
+
+CPU = torch.device("cpu")
+SMALL = ModelConfig(name="tigon-demo", kernels="none", config=TINY_MODEL)
+
+
+def rows(n_documents: int = 24, length: int = 16) -> RowDataset:
+    """Prompt-and-answer rows of different lengths, so that micro-batches hold different numbers of learned tokens."""
+    draw = torch.Generator().manual_seed(0)
+    documents = []
+    for i in range(n_documents):
+        n = 4 + i % 12
+        tokens = torch.randint(2, 512, (n,), generator=draw).tolist()
+        documents.append(Encoded(tokens, [IGNORE_INDEX] * 2 + tokens[2:], f"d:{i}", False))
+    return RowDataset(pack(documents, length, packing=False, cross_document=False, too_long="error").rows)
+
+
+def small_trainer(
+    folder: Path, recipe: Recipe, *, data: RowDataset | None = None, kernels: str | None = None, evaluate: bool = False,
+    device: torch.device = CPU,
+) -> Any:  # fmt: skip
+    """The trainer of a recipe, built as `tigon train` builds it, on rows made here."""
+    from tigon.train import engine, model, preflight, trainer
+
+    choices = recipe.choices(precision=preflight.resolve_precision(recipe.train.precision, device))
+    config = model.load_config(recipe.model)
+    facts = engine.facts_of(recipe, config, model.parameter_shapes(config), device)
+    built, _ = engine.build(
+        recipe.model, config, choices, facts, device=device, seed=1, kernels=kernels or recipe.model.kernels,
+        base=folder / "base",
+    )  # fmt: skip
+    data = data or rows()
+    args = trainer.arguments(recipe.train, choices, facts, folder=folder / "c", device=device, evaluate=evaluate)
+    optimizer = engine.make_optimizer(recipe.train, choices)
+    return trainer.TigonTrainer(
+        built, args, Collator(0, packing=False), data, data if evaluate else None, optimizer
+    )  # fmt: skip
+
+
+def losses_of(trainer: Any) -> list[float]:
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 PRECISIONS = ("fp32", "amp-bf16", "amp-fp16", "bf16")
 KERNELS = ("none", "no-flce", "tigon", "liger")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 OFFLOADS = ("none", "cpu", "nvme")
+LORA_TARGETS = ("linear", "head", "embeddings")
+CHECKPOINTINGS = ("none", "full", "selective", "offload", "every-N")
+CHECKPOINTING_PATTERN = r"none|full|selective|offload|every-[1-9][0-9]{0,3}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +23,8 @@ class Choices:
     """`fp32`; `amp-bf16`, `amp-fp16`: autocast over fp32 weights; `bf16`: weights, gradients and states in bf16."""
     optimizer: str = "adamw"
     """A row of the optimizer table."""
+    galore_rank: int = 128
+    """Rank of the subspace, when the optimizer is a GaLore one."""
     checkpointing: str = "none"
     """`none`; `full`: recompute every layer; `every-N`: recompute one layer in N; `selective`: keep the products,
     recompute the rest; `offload`: `full`, with the layers' inputs kept on the host."""
@@ -27,14 +34,44 @@ class Choices:
     attention: str = "sdpa"
     lora_rank: int | None = None
     """None: full fine-tuning."""
+    lora_targets: tuple[str, ...] = ("linear",)
+    """Where adapters go, when `lora_rank` is set: the layers' linear modules, the head, the embeddings."""
     quantized: bool = False
     """QLoRA: the frozen weights in NF4. Needs `lora_rank`."""
     gpus: int = 1
     zero: int = 0
     """DeepSpeed's stage: 0 none, 1 optimizer states, 2 gradients too, 3 weights too."""
     fsdp: bool = False
-    """PyTorch FSDP2, resharding after forward."""
+    """PyTorch FSDP2."""
+    reshard: bool = True
+    """FSDP2 frees the gathered weights of a layer after its forward pass, and gathers them again for the backward."""
     offload: str = "none"
     """Where the states that `zero` or `fsdp` partition live: `none` (on the GPU), `cpu`, `nvme`."""
     accumulate: int = 1
     """Micro-batches in an optimizer step."""
+
+
+# The recipe key behind each field: what messages and documents call it.
+RECIPE_KEYS: Mapping[str, str] = {
+    "precision": "train.precision",
+    "optimizer": "train.optimizer",
+    "galore_rank": "train.galore_rank",
+    "checkpointing": "train.checkpointing",
+    "kernels": "model.kernels",
+    "attention": "model.attention",
+    "lora_rank": "lora.rank",
+    "lora_targets": "lora.targets",
+    "quantized": "lora.quantize",
+    "gpus": "sharding.gpus",
+    "zero": "sharding.zero",
+    "fsdp": "sharding.fsdp",
+    "reshard": "sharding.reshard",
+    "offload": "sharding.offload",
+    "accumulate": "train.gradient_accumulation",
+}
+
+
+def every_n_layers(checkpointing: str) -> int | None:
+    """N of `every-N`, None for the other words."""
+    found = re.fullmatch(r"every-(\d+)", checkpointing)
+    return int(found[1]) if found else None

@@ -18,11 +18,16 @@ import torch
 from transformers import TrainerCallback
 
 from tigon.profile.peak import Peak, PeakMeter, training_state
+from tigon.techniques.choices import Choices
+from tigon.techniques.technique import Facts
 from tigon.train import trainer as trainers
+from tigon.train.engine import make_optimizer
 from tigon.train.packing import Collator, RowDataset
 from tigon.train.recipe import TrainConfig
 
-LABELS = {"none": "unpatched", "no-linear-ce": "all but linear cross entropy", "tigon": "all of tigon"}
+LABELS = {
+    "none": "unpatched", "no-flce": "all but linear cross entropy", "tigon": "all of tigon", "liger": "Liger Kernel",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,9 @@ def compare(
     *,
     train: TrainConfig,
     steps: int,
+    choices: Choices,
+    facts: Facts,
     folder: Path,
-    precision: str,
     device: torch.device,
     collator: Collator,
     rows: RowDataset,
@@ -101,8 +107,9 @@ def compare(
     for choice in kernels:
         announce(f"comparison: {steps} steps, {LABELS[choice]}")
         try:
-            args = trainers.arguments(short, folder=folder, precision=precision, device=device, evaluate=False)
-            repeats.append(_repeat(choice, build, args, device=device, collator=collator, rows=rows))
+            args = trainers.arguments(short, choices, facts, folder=folder, device=device, evaluate=False)
+            optimizer = make_optimizer(short, choices)
+            repeats.append(_repeat(choice, build, args, optimizer, device=device, collator=collator, rows=rows))
         except torch.OutOfMemoryError:
             repeats.append(Repeat(choice, error="out of memory"))
         _release(device)
@@ -110,10 +117,11 @@ def compare(
 
 
 def _repeat(
-    choice: str, build: Callable[[str], Any], args: Any, *, device: torch.device, collator: Collator, rows: RowDataset
-) -> Repeat:
+    choice: str, build: Callable[[str], Any], args: Any, optimizer: trainers.MakeOptimizer | None, *,
+    device: torch.device, collator: Collator, rows: RowDataset,
+) -> Repeat:  # fmt: skip
     observer = _Observer(device, args.max_steps)
-    trainer = trainers.TigonTrainer(build(choice), args, collator, rows, None)
+    trainer = trainers.TigonTrainer(build(choice), args, collator, rows, None, optimizer)
     trainer.add_callback(observer)
     try:
         trainer.train()

@@ -26,14 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from tigon.errors import RunFolderError
-from tigon.train import recipe as recipes
 from tigon.train.recipe import OutputConfig, Recipe
+from tigon.train.recipe_file import loads_saved
 
 RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (
     "recipe.yaml", "metrics.jsonl", "summary.json", "data.json", "environment.json"
 )  # fmt: skip
 # trainer_state.json is the last file the Trainer writes into a checkpoint
-CHECKPOINT_FILES = ("optimizer.pt", "scheduler.pt", "trainer_state.json")
+CHECKPOINT_FILES = ("scheduler.pt", "trainer_state.json")
+# the optimizer's state: the Trainer's own file, FSDP2's, DeepSpeed's folder
+OPTIMIZER_STATES = ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*")
 # What a resumed run may change: it has no part in the losses.
 FREE_TO_CHANGE = ("comparison.", "output.", "train.log_steps", "train.keep_checkpoints")
 
@@ -122,7 +124,7 @@ def find(output: OutputConfig, recipe: Recipe) -> RunFolder:
 
     With `if_exists: number` the newest of name, name-2, ... Raises RunFolderError saying which of these fails.
     """
-    path = _newest(output)
+    path = newest(output)
     if path is None:
         wanted = Path(output.folder) / output.name
         raise RunFolderError(f"{wanted}: no run to resume there; start it without --resume, or set output.name")
@@ -130,7 +132,7 @@ def find(output: OutputConfig, recipe: Recipe) -> RunFolder:
         raise RunFolderError(f"{path}: not a run folder, it has no {RECIPE}; set output.name to the run to resume")
     if (path / SUMMARY).exists():
         raise RunFolderError(f"{path}: this run is complete, see report.html in it; start a new one without --resume")
-    changed = _differences(recipes.loads_saved(path / RECIPE), recipe)
+    changed = _differences(loads_saved(path / RECIPE), recipe)
     if changed:
         name, before, now = changed[0]
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
@@ -164,6 +166,8 @@ def _incomplete(path: Path, step: int) -> str | None:
     for name in CHECKPOINT_FILES:
         if not (path / name).is_file():
             return f"lacks {name}"
+    if not any(match for pattern in OPTIMIZER_STATES for match in path.glob(pattern)):
+        return "lacks optimizer.pt"
     if not any(path.glob("*.safetensors")):
         return "lacks its .safetensors weights"
     if not any(path.glob("rng_state*.pth")):
@@ -176,7 +180,7 @@ def _incomplete(path: Path, step: int) -> str | None:
     return None if found == step else f"says it is step {found}"
 
 
-def _newest(output: OutputConfig) -> Path | None:
+def newest(output: OutputConfig) -> Path | None:
     parent = Path(output.folder)
     first = parent / output.name
     if output.if_exists == "error":

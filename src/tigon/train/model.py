@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,6 @@ from tigon.errors import RecipeError
 from tigon.models.config import is_hub_id
 from tigon.models.presets import PRESETS
 from tigon.train.recipe import ModelConfig
-
-# What each value of `model.kernels` asks of the patcher; None leaves the model as it is.
-PATCH_FLAGS: Mapping[str, Mapping[str, bool] | None] = {
-    "tigon": {},
-    "no-linear-ce": {"linear_cross_entropy": False},
-    "none": None,
-}
 
 
 def is_preset(name: str) -> bool:
@@ -77,8 +72,8 @@ def _preset_config(model: ModelConfig) -> Any:
         raise RecipeError(f"model.config: {type(config).__name__} refuses it: {' '.join(str(error).split())}") from None
 
 
-def count_parameters(config: Any) -> int:
-    """Parameters of the model, tied ones once, without allocating it."""
+def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Every parameter by name, tied ones once, without allocating the model."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -86,18 +81,23 @@ def count_parameters(config: Any) -> int:
             model = AutoModelForCausalLM.from_config(config)
     except (ValueError, RuntimeError, TypeError, ZeroDivisionError) as error:
         raise RecipeError(f"model: cannot be built: {' '.join(str(error).split())[:240]}") from None
-    return sum(parameter.numel() for parameter in model.parameters())
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def build(model: ModelConfig, config: Any, *, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+def build(
+    model: ModelConfig, config: Any, *, dtype: torch.dtype, device: torch.device, seed: int,
+    loading: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
     """The model on `device`, unpatched. The same seed gives a preset the same weights.
 
     A checkpoint is loaded in `dtype`: transformers would keep the file's own, which makes "bf16 autocast over fp32
-    weights" pure bf16 without a word.
+    weights" pure bf16 without a word. loading: further options of from_pretrained, such as a quantisation.
     """
     from transformers import AutoModelForCausalLM, set_seed
 
     set_seed(seed)
+    if loading:
+        loading = {**loading, "device_map": {"": device}}  # a quantised model cannot be moved afterwards
     if is_preset(model.name):
         with torch.device(device):
             built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=model.attention)
@@ -105,24 +105,43 @@ def build(model: ModelConfig, config: Any, *, dtype: torch.dtype, device: torch.
         try:
             built = AutoModelForCausalLM.from_pretrained(
                 model.name, dtype=dtype, attn_implementation=model.attention, revision=model.revision,
-                trust_remote_code=model.trust_remote_code, use_safetensors=True,
+                trust_remote_code=model.trust_remote_code, use_safetensors=True, **(loading or {}),
             )  # fmt: skip
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:240]
             raise RecipeError(f"model.name: {model.name} cannot be loaded: {reason}") from None
-    built = built.to(device)
+    if not loading:
+        built = built.to(device)
     built.config.use_cache = False  # with a cache, transformers ignores the document borders in position_ids
     return built
 
 
 def patch(model: Any, kernels: str) -> Any:
-    """Patch as `kernels` says; the patcher's report, or None when the model stays as it is."""
-    flags = PATCH_FLAGS[kernels]
-    if flags is None:
-        return None
+    """Patch as `kernels` says; what was done, or None when the model stays as it is."""
+    return KERNELS[kernels](model)
+
+
+def _tigon(model: Any, **ops: bool) -> Any:
     from tigon.models import patch as patch_model
 
-    return patch_model(model, **flags)
+    return patch_model(model, **ops)
+
+
+def _liger(model: Any) -> str:
+    """Liger's own patcher, with the fused linear cross entropy and without what it replaces."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model)
+    return f"Liger Kernel {importlib.metadata.version('liger-kernel')}, its defaults for {model.config.model_type}"
+
+
+# What each word of `model.kernels` does to a model.
+KERNELS: Mapping[str, Callable[[Any], Any]] = {
+    "tigon": _tigon,
+    "no-flce": partial(_tigon, linear_cross_entropy=False),
+    "none": lambda model: None,
+    "liger": _liger,
+}
 
 
 def sample(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, seed: int) -> str:

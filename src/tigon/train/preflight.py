@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon.errors import RecipeError, RunFolderError
+from tigon.techniques import matrix
+from tigon.techniques.choices import Choices
+from tigon.techniques.optimizers import OPTIMIZERS, Parameter
+from tigon.train import launch
 from tigon.train.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -19,10 +26,6 @@ EXTRAS = (
     "transformers", "accelerate", "tokenizers", "safetensors", "yaml", "rich", "tensorboard", "matplotlib", "jinja2",
 )  # fmt: skip
 OLDEST_TRANSFORMERS = (5, 8)
-# fp32 weights (4) and AdamW's two moments (8); pure bf16 halves both
-CHECKPOINT_BYTES_PER_PARAMETER = 12
-# the same and a gradient: what is there before the first activation
-STATE_BYTES_PER_PARAMETER = 16
 
 
 def check_packages() -> None:
@@ -48,18 +51,34 @@ def check_device(recipe: Recipe) -> torch.device:
     wanted = recipe.train.device
     if wanted == "cuda" and not gpu_present():
         raise RecipeError("train.device is cuda, but PyTorch sees no GPU here; use --set train.device=cpu")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RecipeError("WORLD_SIZE is more than 1, but tigon train runs in one process; start it without torchrun")
     on_gpu = wanted != "cpu" and gpu_present()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    if on_gpu and not launch.joined() and recipe.sharding.gpus > torch.cuda.device_count():
+        raise RecipeError(
+            f"sharding.gpus is {recipe.sharding.gpus}, but PyTorch sees {torch.cuda.device_count()} here; lower it"
+        )
+    here = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())) if on_gpu else 0
+    device = torch.device("cuda", here) if on_gpu else torch.device("cpu")
     precision, attention = recipe.train.precision, recipe.model.attention
-    if precision == "fp16" and device.type == "cpu":
-        raise RecipeError("train.precision is fp16, which needs a GPU; on the CPU use fp32 or bf16")
-    if precision in ("bf16", "pure-bf16") and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
-        raise RecipeError(f"train.precision is {precision}, which {torch.cuda.get_device_name()} lacks; use fp16")
+    if precision in ("amp-bf16", "bf16") and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+        raise RecipeError(f"train.precision is {precision}, which {torch.cuda.get_device_name()} lacks; use amp-fp16")
     if attention.startswith("flash_attention"):
         _check_flash(attention, device, resolve_precision(precision, device))
     return device
+
+
+def check_techniques(recipe: Recipe, device: torch.device) -> Choices:
+    """The techniques of this run on this machine; refuses those that it cannot carry out."""
+    precision = resolve_precision(recipe.train.precision, device)
+    choices = replace(recipe.choices(precision=precision), gpus=max(recipe.sharding.gpus, launch.processes()))
+    matrix.check(choices, device=device.type)
+    if device.type == "cpu" and choices.zero and (choices.gpus > 1 or choices.precision != "fp32"):
+        raise RecipeError("sharding.zero on the CPU is for one process in fp32 (Accelerate has no more); use GPUs")
+    if choices.kernels == "liger":
+        if importlib.util.find_spec("liger_kernel") is None:
+            raise RecipeError("model.kernels is liger, which needs liger-kernel, not installed here")
+        if device.type == "cpu":
+            raise RecipeError("model.kernels is liger, whose kernels need a GPU; without one use tigon")
+    return choices
 
 
 def _check_flash(attention: str, device: torch.device, precision: str) -> None:
@@ -69,7 +88,7 @@ def _check_flash(attention: str, device: torch.device, precision: str) -> None:
     if device.type == "cpu" or not getattr(transformers.utils, probe)():
         raise RecipeError(f"model.attention is {attention}, which needs a GPU and its package; use sdpa")
     if precision == "fp32":
-        raise RecipeError(f"model.attention is {attention}, which has no fp32; set train.precision to bf16 or fp16")
+        raise RecipeError(f"model.attention is {attention}, which has no fp32; set train.precision to amp-bf16")
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
@@ -78,7 +97,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
     if precision != "auto":
         return precision
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
+    return "amp-bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
 
 
 def check_lengths(recipe: Recipe, config: Any) -> None:
@@ -104,28 +123,53 @@ def check_vocabulary(recipe: Recipe, config: Any, tokenizer_size: int) -> None:
         )
 
 
-def check_memory(recipe: Recipe, device: torch.device, n_parameters: int) -> None:
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of what a run holds, from shapes alone."""
+
+    weights: int
+    gradients: int
+    states: int
+
+
+def sizes(choices: Choices, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
+    """Weights, gradients and optimizer states. Adapters and sharding are left out: both only make the rest smaller."""
+    row = OPTIMIZERS[choices.optimizer]
+    itemsize = 2 if choices.precision == "bf16" else 4
+    numel = sum(math.prod(shape) for shape in shapes.values())
+    if choices.lora_rank is not None:
+        return Sizes(numel // 2 if choices.quantized else numel * itemsize, 0, 0)
+    vocabulary = max(max(shape, default=0) for shape in shapes.values())
+    parameters = [Parameter(s, itemsize, projected=len(s) == 2 and vocabulary not in s) for s in shapes.values()]
+    states = row.state_bytes(parameters, rank=choices.galore_rank)
+    return Sizes(numel * itemsize, 0 if row.in_backward else numel * itemsize, states)
+
+
+def check_memory(recipe: Recipe, choices: Choices, device: torch.device, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse a model whose weights, gradients and optimizer alone are larger than the device."""
     from tigon.profile.device import total_bytes
 
-    needed_bytes = n_parameters * STATE_BYTES_PER_PARAMETER // (2 if recipe.train.precision == "pure-bf16" else 1)
-    has_bytes = total_bytes(device)
+    if choices.zero or choices.fsdp:
+        return  # where they live depends on stage and offload: `tigon plan` knows
+    found, has_bytes = sizes(choices, shapes), total_bytes(device)
+    needed_bytes = found.weights + found.gradients + found.states
+    n_parameters = sum(math.prod(shape) for shape in shapes.values())
     if needed_bytes > has_bytes:
         raise RecipeError(
-            f"{recipe.model.name} has {n_parameters / 1e9:.1f} G parameters: weights, gradients and AdamW take "
-            f"{needed_bytes / 2**30:.0f} GiB, and {device} has {has_bytes / 2**30:.0f} GiB; choose a smaller model"
+            f"{recipe.model.name} has {n_parameters / 1e9:.1f} G parameters: weights, gradients and "
+            f"{choices.optimizer} take {needed_bytes / 2**30:.0f} GiB, and {device} has {has_bytes / 2**30:.0f} GiB; "
+            "choose a smaller model"
         )
 
 
-def check_disk(recipe: Recipe, n_parameters: int) -> None:
+def check_disk(recipe: Recipe, choices: Choices, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Room for the checkpoints kept, the one being written, and the final model."""
-    per_parameter = CHECKPOINT_BYTES_PER_PARAMETER // (2 if recipe.train.precision == "pure-bf16" else 1)
-    checkpoint_bytes = n_parameters * per_parameter
+    found = sizes(choices, shapes)
     needed_bytes = 32 * 2**20  # reports, charts, logs
-    if recipe.train.save_steps is not None:
-        needed_bytes += (recipe.train.keep_checkpoints + 1) * checkpoint_bytes
+    if recipe.train.save_steps is not None and choices.lora_rank is None:
+        needed_bytes += (recipe.train.keep_checkpoints + 1) * (found.weights + found.states)
     if recipe.output.save_model:
-        needed_bytes += checkpoint_bytes // 3
+        needed_bytes += found.weights
     parent = Path(recipe.output.folder)
     while not parent.exists():
         parent = parent.parent

@@ -1,35 +1,48 @@
-"""The recipe of a run: frozen dataclasses, filled from YAML and `--set`, checked before anything else happens.
+"""The recipe of a run: frozen dataclasses, one field a key.
 
-A key is declared once, as a dataclass field with its help, limits and choices; the loader, the error messages and the
-table in docs/train.md are generated from that declaration. Nothing here imports torch, so a wrong recipe is refused at
-once. YAML is read with `yaml.safe_load` after a look at its node tree, which gives every key its line and refuses
-repeated keys (YAML itself keeps the last one without a word), deep nesting and alias bombs.
+A key is declared once, with its help, limits and choices; the loader (recipe_file.py), the error messages and the table
+in docs/train.md are generated from that declaration.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
+import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tigon.errors import RecipeError
+from tigon.techniques.choices import (
+    ATTENTIONS,
+    CHECKPOINTING_PATTERN,
+    CHECKPOINTINGS,
+    KERNELS,
+    LORA_TARGETS,
+    OFFLOADS,
+    PRECISIONS,
+    Choices,
+)  # fmt: skip
+from tigon.techniques.matrix import refusals
+from tigon.techniques.optimizers import OPTIMIZERS
 
-MAX_RECIPE_BYTES = 64 * 1024
-MAX_NODES = 4096  # counted with aliases expanded, which is what an alias bomb blows up
-MAX_DEPTH = 8
 NAME_PATTERN = r"[A-Za-z0-9._-]{1,80}"
+AUTO_PRECISION = "amp-bf16"  # what `auto` is on a GPU; nothing is excluded with it that is not with fp32
 
 
-def key(default: Any, help: str, *, choices: Sequence[str] = (), minimum: float | None = None,
-        maximum: float | None = None, above: float | None = None) -> Any:  # fmt: skip
-    """A recipe key. `minimum` and `maximum` are inclusive, `above` is exclusive; a tuple default makes a list key."""
-    metadata = {"help": help, "choices": tuple(choices), "minimum": minimum, "maximum": maximum, "above": above}
+def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | None = None,
+        renamed: Mapping[str, str] | None = None, minimum: float | None = None, maximum: float | None = None,
+        above: float | None = None) -> Any:  # fmt: skip
+    """A recipe key. `minimum` and `maximum` are inclusive, `above` is exclusive; a tuple default makes a list key.
+
+    pattern: what a value must match where `choices` are not all of them. renamed: words of old, and their new ones.
+    """
+    metadata = {
+        "help": help, "choices": tuple(choices), "pattern": pattern, "renamed": renamed or {}, "minimum": minimum,
+        "maximum": maximum, "above": above,
+    }  # fmt: skip
     return field(default=default, metadata=metadata)
 
 
@@ -42,12 +55,13 @@ class ModelConfig:
         None, "Changes to a preset's shape, in the names of its transformers config, e.g. `{num_hidden_layers: 2}`."
     )
     kernels: str = key(
-        "tigon", "`tigon`: every op patched; `no-linear-ce`: all but the linear cross entropy; `none`: unpatched.",
-        choices=("tigon", "no-linear-ce", "none"),
+        "tigon", "`tigon`: every op patched; `no-flce`: all but the linear cross entropy; `none`: unpatched; `liger`: "
+        "Liger Kernel instead, for comparison.",
+        choices=KERNELS, renamed={"no-linear-ce": "no-flce"},
     )  # fmt: skip
     attention: str = key(
         "sdpa", "Attention implementation; the flash ones need their package and a GPU.",
-        choices=("sdpa", "flash_attention_2", "flash_attention_3", "eager"),
+        choices=ATTENTIONS,
     )  # fmt: skip
     revision: str | None = key(None, "Commit, tag or branch of a hub model.")
     trust_remote_code: bool = key(False, "Run Python code that comes with a checkpoint. Only for authors you trust.")
@@ -94,19 +108,29 @@ class TrainConfig:
     epochs: float | None = key(None, "Passes over the rows; give this or `steps`.", above=0)
     batch_size: int = key(8, "Rows in a micro-batch.", minimum=1)
     gradient_accumulation: int = key(1, "Micro-batches in an optimizer step.", minimum=1)
-    learning_rate: float = key(3e-4, "Peak learning rate of AdamW.", above=0)
+    learning_rate: float = key(3e-4, "Peak learning rate.", above=0)
     schedule: str = key("cosine", "Learning rate after the warm-up.", choices=("cosine", "linear", "constant"))
     warmup_steps: int = key(0, "Steps of linear warm-up.", minimum=0)
     weight_decay: float = key(0.1, "Decoupled weight decay.", minimum=0)
     adam_beta1: float = key(0.9, "AdamW's decay of the first moment.", minimum=0, maximum=0.9999)
     adam_beta2: float = key(0.95, "AdamW's decay of the second moment.", minimum=0, maximum=0.99999)
+    optimizer: str = key(
+        "adamw", "Optimizer; docs/techniques/optimizers.md tells them apart.", choices=tuple(OPTIMIZERS)
+    )
+    galore_rank: int = key(128, "Rank of the gradients' subspace, for the galore optimizers.", minimum=1)
+    galore_gap: int = key(200, "Steps between choices of that subspace.", minimum=1)
     max_grad_norm: float = key(1.0, "Clip the gradient's norm to this; 0: no clipping.", minimum=0)
     precision: str = key(
-        "auto", "`bf16`, `fp16`: autocast over fp32 weights; `pure-bf16`: weights and optimizer in bf16 too; `auto`: "
-        "bf16 on a GPU that has it, else fp32.",
-        choices=("auto", "bf16", "fp16", "fp32", "pure-bf16"),
+        "auto", "`amp-bf16`, `amp-fp16`: autocast over fp32 weights; `bf16`: weights, gradients and optimizer in bf16 "
+        "too; `auto`: amp-bf16 on a GPU that has it, else fp32.",
+        choices=("auto", *PRECISIONS), renamed={"pure-bf16": "bf16", "fp16": "amp-fp16"},
     )  # fmt: skip
-    gradient_checkpointing: bool = key(False, "Recompute each layer in the backward pass instead of keeping it.")
+    tf32: bool = key(False, "Let the GPU round the factors of fp32 products to 10 bits of mantissa: faster.")
+    checkpointing: str = key(
+        "none", "What is recomputed in the backward pass instead of kept: `full`: every layer; `every-N`: one layer in "
+        "N, e.g. `every-2`; `selective`: all but the products; `offload`: every layer, its input waiting on the host.",
+        choices=CHECKPOINTINGS, pattern=CHECKPOINTING_PATTERN,
+    )  # fmt: skip
     seed: int = key(1, "Seed of weights, row order and dropout.", minimum=0, maximum=2**32 - 1)
     device: str = key("auto", "`auto`: the GPU when there is one.", choices=("auto", "cpu", "cuda"))
     workers: int = key(0, "Processes that prepare batches; 0: in the training process.", minimum=0, maximum=64)
@@ -117,6 +141,38 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Training small matrices beside the model's own weights, which stay as they are; merged into them at the end."""
+
+    rank: int | None = key(None, "Rank of the adapters; none: full fine-tuning.", minimum=1, maximum=4096)
+    alpha: float | None = key(None, "The adapters' product is scaled by alpha / rank; none: 2 x rank.", above=0)
+    targets: tuple[str, ...] = key(
+        ("linear",), "What gets adapters: the `linear` modules of the layers, the `head`, the `embeddings`.",
+        choices=LORA_TARGETS,
+    )  # fmt: skip
+    quantize: bool = key(False, "Keep the model's own weights in 4 bits (NF4, scales quantised too): QLoRA.")
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """Several GPUs, and where weights and optimizer states live."""
+
+    gpus: int = key(1, "Processes, one a GPU; also `--gpus`. Without a GPU they run on the CPU.", minimum=1, maximum=64)
+    zero: int = key(
+        0, "DeepSpeed ZeRO: 1 partitions the optimizer's states over the GPUs, 2 the gradients too, 3 the weights too.",
+        minimum=0, maximum=3,
+    )  # fmt: skip
+    fsdp: bool = key(False, "PyTorch FSDP2: weights, gradients and states partitioned over the GPUs.")
+    reshard: bool = key(True, "FSDP2: free a layer's gathered weights after its forward pass.")
+    offload: str = key(
+        "none", "Where partitioned states live: `cpu`: optimizer states, with `zero: 3` or `fsdp` weights too; `nvme`: "
+        "both in files, with `zero: 3`.",
+        choices=OFFLOADS,
+    )  # fmt: skip
+    nvme_folder: str | None = key(None, "Folder of those files, on a fast local disk.")
+
+
+@dataclass(frozen=True)
 class ComparisonConfig:
     """A short repeat of the run after training, once per kernel choice: same seed, weights and rows."""
 
@@ -124,8 +180,8 @@ class ComparisonConfig:
                      minimum=0, maximum=1000)  # fmt: skip
     batch_size: int | None = key(None, "Rows in a micro-batch; none: `train.batch_size`.", minimum=1)
     kernels: tuple[str, ...] = key(
-        ("none", "no-linear-ce", "tigon"), "What to compare, in the words of `model.kernels`.",
-        choices=("tigon", "no-linear-ce", "none"),
+        ("none", "no-flce", "tigon"), "What to compare, in the words of `model.kernels`.",
+        choices=KERNELS, renamed={"no-linear-ce": "no-flce"},
     )  # fmt: skip
 
 
@@ -152,6 +208,8 @@ class Recipe:
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
+    sharding: ShardingConfig = ShardingConfig()
     comparison: ComparisonConfig = ComparisonConfig()
     output: OutputConfig = OutputConfig()
 
@@ -165,238 +223,27 @@ class Recipe:
 
         return {name: plain(section) for name, section in dataclasses.asdict(self).items()}
 
+    def choices(self, *, precision: str | None = None) -> Choices:
+        """The techniques, in the planner's words. precision: what `auto` turned out to be on this machine."""
+        train, lora, sharding = self.train, self.lora, self.sharding
+        said = AUTO_PRECISION if train.precision == "auto" else train.precision
+        return Choices(
+            precision=precision or said, optimizer=train.optimizer, galore_rank=train.galore_rank,
+            checkpointing=train.checkpointing, kernels=self.model.kernels, attention=self.model.attention,
+            lora_rank=lora.rank, lora_targets=lora.targets, quantized=lora.quantize, gpus=sharding.gpus,
+            zero=sharding.zero, fsdp=sharding.fsdp, reshard=sharding.reshard, offload=sharding.offload,
+            accumulate=train.gradient_accumulation,
+        )  # fmt: skip
+
 
 SECTIONS: dict[str, type[Any]] = {
-    "model": ModelConfig, "data": DataConfig, "train": TrainConfig, "comparison": ComparisonConfig,
-    "output": OutputConfig,
+    "model": ModelConfig, "data": DataConfig, "train": TrainConfig, "lora": LoraConfig, "sharding": ShardingConfig,
+    "comparison": ComparisonConfig, "output": OutputConfig,
 }  # fmt: skip
-ON_GPU = "on_gpu"
 
 
-def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool]) -> Recipe:
-    """The recipe in `path` with `--set section.key=value` applied last.
-
-    gpu_present: asked only when `train.device` is auto and the recipe has an `on_gpu` block (importing torch is slow).
-    Raises RecipeError naming file, line and key.
-    """
-    raw, lines = _read_yaml(path)
-    _check_keys(raw, path, lines)
-    on_gpu = raw.pop(ON_GPU, None)
-    assignments = [_parse_override(text) for text in overrides]
-    device = _peek_device(raw, assignments)
-    if on_gpu and (device == "cuda" or (device == "auto" and gpu_present())):
-        _merge(raw, on_gpu)
-    for dotted, value in assignments:
-        _assign(raw, dotted, value)
-    sources = {dotted: "--set" for dotted, _ in assignments}
-    recipe = _build(Recipe, raw, "", lambda dotted: _where(path, lines, dotted, sources))
-    assert isinstance(recipe, Recipe)
-    _check_combinations(recipe, path)
-    return recipe
-
-
-def loads_saved(path: Path) -> Recipe:
-    """The resolved recipe that a run wrote into its own folder."""
-    return load(path, gpu_present=lambda: False)
-
-
-def reference_table() -> str:
-    """The Markdown tables of docs/train.md, one for each section."""
-    parts = []
-    for section, cls in SECTIONS.items():
-        parts.append(f"### `{section}`\n\n{cls.__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|")
-        hints = typing.get_type_hints(cls)
-        for f in dataclasses.fields(cls):
-            default = "none" if f.default is None else _yaml_scalar(f.default)
-            limits = _limits_text(f.metadata)
-            meaning = f.metadata["help"] + (f" {limits[0].upper()}{limits[1:]}." if limits else "")
-            row = f"| `{section}.{f.name}` | {_type_name(hints[f.name])} | `{default}` | {meaning} |"
-            parts.append(row)
-        parts.append("")
-    return "\n".join(parts)
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The file's mapping and the line of every dotted key."""
-    import yaml
-
-    if not path.is_file():
-        raise RecipeError(f"{path}: no such recipe file; give the path of a YAML recipe, e.g. recipes/quickstart.yaml")
-    size_bytes = path.stat().st_size
-    if size_bytes > MAX_RECIPE_BYTES:
-        raise RecipeError(f"{path}: {size_bytes} bytes is over the {MAX_RECIPE_BYTES} bytes a recipe may have")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8") from None
-    lines: dict[str, int] = {}
-    try:
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        if tree is not None:
-            _walk(tree, path, "", 0, lines, [0])
-        raw = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f":{mark.line + 1}" if mark else ""
-        raise RecipeError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if raw is None:
-        raw = {}
-    if not isinstance(raw, dict):
-        sections = ", ".join(SECTIONS)
-        raise RecipeError(f"{path}: a recipe is a mapping of the sections {sections}, not {_article(_kind(raw))}")
-    return raw, lines
-
-
-def _walk(node: Any, path: Path, dotted: str, depth: int, lines: dict[str, int], count: list[int]) -> None:
-    """Record the line of every key; refuse repeated keys, deep nesting and expanded aliases."""
-    import yaml
-
-    count[0] += 1
-    line = node.start_mark.line + 1
-    if depth > MAX_DEPTH or count[0] > MAX_NODES:
-        raise RecipeError(f"{path}:{line}: nested deeper than {MAX_DEPTH} or more than {MAX_NODES} values; simplify it")
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key_node, value_node in node.value:
-            name = str(key_node.value)
-            child = f"{dotted}.{name}" if dotted else name
-            if name in seen:
-                raise RecipeError(f"{path}:{key_node.start_mark.line + 1}: {child} is given twice; keep one of them")
-            seen.add(name)
-            lines[child] = key_node.start_mark.line + 1
-            _walk(value_node, path, child, depth + 1, lines, count)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _walk(item, path, dotted, depth + 1, lines, count)
-
-
-def _check_keys(raw: dict[str, Any], path: Path, lines: dict[str, int]) -> None:
-    """Refuse unknown sections and keys, those under on_gpu too, even on a machine that will not use them."""
-    for section, value in raw.items():
-        known = [*SECTIONS, ON_GPU]
-        if section not in known:
-            raise _unknown(str(section), known, _where(path, lines, str(section), {}))
-        if value is None:
-            raw[section] = value = {}
-        if not isinstance(value, dict):
-            where = _where(path, lines, section, {})
-            raise RecipeError(f"{where}: {section} is a section of keys, not {_article(_kind(value))}")
-    if ON_GPU in raw:
-        for section, keys in raw[ON_GPU].items():
-            dotted = f"{ON_GPU}.{section}"
-            where = _where(path, lines, dotted, {})
-            if section not in SECTIONS:
-                raise _unknown(dotted, [f"{ON_GPU}.{name}" for name in SECTIONS], where)
-            if not isinstance(keys, dict):
-                raise RecipeError(f"{where}: {dotted} is a section of keys, not {_article(_kind(keys))}")
-        _build(Recipe, raw[ON_GPU], f"{ON_GPU}.", lambda dotted: _where(path, lines, dotted, {}))
-
-
-def _parse_override(text: str) -> tuple[str, Any]:
-    import yaml
-
-    dotted, separator, value_text = text.partition("=")
-    dotted = dotted.strip()
-    if not separator or not dotted:
-        raise RecipeError(f"--set {text}: expected section.key=value, e.g. --set train.batch_size=8")
-    section, _, rest = dotted.partition(".")
-    if section not in SECTIONS or not rest:
-        raise _unknown(dotted, _all_keys(), "--set")
-    try:
-        value = yaml.safe_load(value_text)
-    except yaml.YAMLError:
-        raise RecipeError(f"--set {text}: the value is not valid YAML; quote it") from None
-    return dotted, value
-
-
-def _assign(raw: dict[str, Any], dotted: str, value: Any) -> None:
-    section, name, *rest = dotted.split(".")
-    target = raw.setdefault(section, {})
-    if rest:  # model.config.num_hidden_layers=2
-        inner = target.get(name) or {}
-        if not isinstance(inner, dict) or len(rest) > 1:
-            raise _unknown(dotted, _all_keys(), "--set")
-        target[name] = {**inner, rest[0]: value}
-    else:
-        target[name] = value
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
-    """Section by section; a key of `over` replaces the whole value, so `config: {}` there empties the mapping."""
-    for section, values in over.items():
-        base[section] = {**base.get(section, {}), **values}
-        # steps and epochs exclude each other: the block that speaks last decides
-        if section == "train" and ("steps" in values) != ("epochs" in values):
-            base[section].pop("epochs" if "steps" in values else "steps", None)
-
-
-def _peek_device(raw: dict[str, Any], assignments: Sequence[tuple[str, Any]]) -> Any:
-    device = raw.get("train", {}).get("device", TrainConfig.device)
-    for dotted, value in assignments:
-        device = value if dotted == "train.device" else device
-    return device
-
-
-# --- typed construction ----------------------------------------------------------------------------------------------
-
-
-def _build(cls: type[Any], raw: Mapping[str, Any], prefix: str, where: Callable[[str], str]) -> Any:
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    values: dict[str, Any] = {}
-    for name, value in raw.items():
-        dotted = f"{prefix}{name}"
-        if name not in fields:
-            root = f"{ON_GPU}." if prefix.startswith(ON_GPU) else ""
-            raise _unknown(dotted, [root + known for known in _all_keys()], where(dotted))
-        hint = hints[name]
-        if dataclasses.is_dataclass(hint):
-            values[name] = _build(typing.cast("type[Any]", hint), value, f"{dotted}.", where)
-        else:
-            values[name] = _convert(value, hint, fields[name].metadata, dotted, where)
-    return cls(**values)
-
-
-def _convert(value: Any, hint: Any, limits: Mapping[str, Any], dotted: str, where: Callable[[str], str]) -> Any:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and types.NoneType in options:
-        return None
-    (target,) = [option for option in options if option is not types.NoneType]
-    if typing.get_origin(target) is tuple:
-        items = value if isinstance(value, list) else [value]
-        return tuple(_convert(item, typing.get_args(target)[0], limits, dotted, where) for item in items)
-    if typing.get_origin(target) is Mapping:
-        if not isinstance(value, dict):
-            found = _article(_kind(value))
-            raise RecipeError(f"{where(dotted)}: {dotted} is a mapping such as {{name: value}}, not {found}")
-        return dict(value)
-    if target is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-3, without a dot, as text
-            value = float(value)
-    if type(value) is not target:
-        found, wanted = _article(_kind(value)), _article(_type_name(target))
-        raise RecipeError(f"{where(dotted)}: {dotted} is {value!r}, {found}; it must be {wanted}")
-    _check_limits(value, limits, dotted, where)
-    return value
-
-
-def _check_limits(value: Any, limits: Mapping[str, Any], dotted: str, where: Callable[[str], str]) -> None:
-    choices, minimum, maximum, above = (limits[name] for name in ("choices", "minimum", "maximum", "above"))
-    if choices and value not in choices:
-        raise RecipeError(f"{where(dotted)}: {dotted} is {value!r}; it must be one of {', '.join(choices)}")
-    too_small = (minimum is not None and not value >= minimum) or (above is not None and not value > above)
-    if too_small or (maximum is not None and not value <= maximum) or value in (float("inf"), float("-inf")):
-        raise RecipeError(f"{where(dotted)}: {dotted} is {value}; it {_limits_text(limits) or 'must be finite'}")
-
-
-def _check_combinations(recipe: Recipe, path: Path) -> None:
-    import re
-
+def check_combinations(recipe: Recipe, path: object) -> None:
+    """Refuse keys that do not go together; techniques among them. Raises RecipeError with the file's name."""
     train, output = recipe.train, recipe.output
     if (train.steps is None) == (train.epochs is None):
         said = "both are given" if train.steps is not None else "neither is given"
@@ -410,32 +257,53 @@ def _check_combinations(recipe: Recipe, path: Path) -> None:
         raise RecipeError(f"{path}: comparison.steps is 1; the first step only warms up, so give 2 or more, or 0")
     if not recipe.data.source:
         raise RecipeError(f"{path}: data.source is empty; name a file, a folder or python-docs")
+    for reason in refusals(recipe.choices()):
+        raise RecipeError(f"{path}: {reason}")
+    for wrong, reason in _WRONG_PAIRS:
+        if wrong(recipe):
+            raise RecipeError(f"{path}: {reason}")
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
+# Pairs with a key that is no technique of its own.
+_WRONG_PAIRS: tuple[tuple[typing.Callable[[Recipe], bool], str], ...] = (
+    (
+        lambda r: r.train.optimizer == "galore-layerwise" and r.train.max_grad_norm > 0,
+        "train.optimizer: galore-layerwise frees each gradient before the norm of all is known, so nothing can be "
+        "clipped; set train.max_grad_norm: 0, or use train.optimizer: galore",
+    ),
+    (
+        lambda r: (r.sharding.offload == "nvme") != (r.sharding.nvme_folder is not None),
+        "sharding.offload: nvme and sharding.nvme_folder belong together; give both or neither",
+    ),
+    (
+        lambda r: bool(r.comparison.steps) and (r.sharding.gpus > 1 or r.sharding.zero > 0 or r.sharding.fsdp),
+        "comparison.steps needs one process without sharding; set comparison.steps: 0",
+    ),
+    (
+        lambda r: bool(r.comparison.steps) and r.lora.rank is not None,
+        "comparison.steps compares kernels in full fine-tuning; with lora.rank set comparison.steps: 0",
+    ),
+)
 
 
-def _all_keys() -> list[str]:
-    return [f"{section}.{f.name}" for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)]
+def reference_table() -> str:
+    """The Markdown tables of docs/train.md, one for each section."""
+    parts = []
+    for section, cls in SECTIONS.items():
+        parts.append(f"### `{section}`\n\n{cls.__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|")
+        hints = typing.get_type_hints(cls)
+        for f in dataclasses.fields(cls):
+            default = "none" if f.default is None else _yaml_scalar(f.default)
+            limits = limits_text(f.metadata)
+            meaning = f.metadata["help"] + (f" {limits[0].upper()}{limits[1:]}." if limits else "")
+            row = f"| `{section}.{f.name}` | {type_name(hints[f.name])} | `{default}` | {meaning} |"
+            parts.append(row)
+        parts.append("")
+    return "\n".join(parts)
 
 
-def _unknown(dotted: str, known: Sequence[str], where: str) -> RecipeError:
-    leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
-    near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
-    near = near or [leaves[m] for m in difflib.get_close_matches(dotted.rsplit(".", 1)[-1], list(leaves), n=1)]
-    hint = f"the nearest key is {near[0]}" if near else f"known: {', '.join(known[:8])}, ..., see docs/train.md"
-    return RecipeError(f"{where}: {dotted} is not a recipe key; {hint}")
-
-
-def _where(path: Path, lines: Mapping[str, int], dotted: str, sources: Mapping[str, str]) -> str:
-    if dotted in sources:
-        return sources[dotted]
-    if dotted not in lines and f"{ON_GPU}.{dotted}" in lines:
-        dotted = f"{ON_GPU}.{dotted}"
-    return f"{path}:{lines[dotted]}" if dotted in lines else str(path)
-
-
-def _limits_text(limits: Mapping[str, Any]) -> str:
+def limits_text(limits: Mapping[str, Any]) -> str:
+    """What a value must be, as the end of a sentence; empty when anything goes."""
     if limits["choices"]:
         return "one of " + ", ".join(f"`{choice}`" for choice in limits["choices"])
     words = [
@@ -446,22 +314,14 @@ def _limits_text(limits: Mapping[str, Any]) -> str:
     return "must be " + " and ".join(word for word in words if word) if any(words) else ""
 
 
-def _type_name(hint: Any) -> str:
+def type_name(hint: Any) -> str:
+    """A type in the words of someone who writes YAML."""
     if isinstance(hint, types.UnionType):
-        return " or ".join(_type_name(option) for option in typing.get_args(hint))
+        return " or ".join(type_name(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return f"{_type_name(typing.get_args(hint)[0])} or list"
+        return f"{type_name(typing.get_args(hint)[0])} or list"
     names = {str: "text", int: "integer", float: "number", bool: "true/false", types.NoneType: "none"}
     return names.get(hint, "mapping")
-
-
-def _kind(value: Any) -> str:
-    names = {str: "text", int: "integer", float: "number", bool: "true/false value", list: "list", dict: "mapping"}
-    return names.get(type(value), "empty value" if value is None else type(value).__name__)
-
-
-def _article(noun: str) -> str:
-    return noun if noun == "text" else f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def _yaml_scalar(value: Any) -> str:

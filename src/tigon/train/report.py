@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tigon.train import charts, folder
-from tigon.train import recipe as recipes
+from tigon.train import charts, folder, recipe_file
 from tigon.train.folder import RunFolder
+from tigon.train.prediction import comparison_line
 from tigon.train.progress import format_bytes, format_seconds
 
 COMPARISON_COLUMNS = ("last loss", "largest difference", "peak memory", "of it the step itself", "saved", "tokens/s")
@@ -42,7 +42,7 @@ def write(run: RunFolder, summary: Mapping[str, Any]) -> None:
 
 def _view(run: RunFolder, summary: Mapping[str, Any]) -> dict[str, Any]:
     recipe_text = (run.path / folder.RECIPE).read_text(encoding="utf-8")
-    recipe = recipes.loads_saved(run.path / folder.RECIPE)
+    recipe = recipe_file.loads_saved(run.path / folder.RECIPE)
     data, environment = run.read_json(folder.DATA), run.read_json(folder.ENVIRONMENT)
     train = [record for record in run.records() if record["event"] == "train"]
     millions, sources = data["parameters"] / 1e6, ", ".join(recipe.data.source)
@@ -76,6 +76,8 @@ def _tiles(train: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> li
             ("tokens/s, median", f"{statistics.median(steady):,.0f}"),
             ("peak memory", format_bytes(max(r["memory_peak_bytes"] for r in train))),
         ]
+    if summary.get("memory"):
+        tiles.append(("peak memory a GPU, predicted beside measured", comparison_line(summary["memory"])))
     tiles.append(("training time", format_seconds(summary["train_s"])))
     return [{"name": name, "value": value} for name, value in tiles]
 

@@ -6,17 +6,20 @@ Everything up to `_prepare` only reads; the run folder is made after the last ch
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shlex
 import time
+import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon.errors import RecipeError, RunFolderError, TigonError
-from tigon.train import documents, folder, preflight
-from tigon.train import recipe as recipes
+from tigon.techniques import TECHNIQUES
+from tigon.train import documents, folder, launch, preflight, recipe_file
 from tigon.train.folder import RunFolder
 from tigon.train.recipe import Recipe
 
@@ -24,7 +27,10 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from tigon.techniques.choices import Choices
+    from tigon.techniques.technique import Facts
     from tigon.train.packing import Collator, Packed, Row
+    from tigon.train.prediction import Prediction
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,8 @@ class Prepared:
 
     recipe: Recipe
     device: torch.device
-    precision: str
+    choices: Choices
+    facts: Facts
     config: Any
     n_parameters: int
     tokenizer: Any
@@ -42,30 +49,45 @@ class Prepared:
     collator: Collator
     prompt: list[int]
     data: dict[str, Any]
+    command: str = ""
+    prediction: Prediction | None = None
 
 
-def train(path: Path, overrides: Sequence[str] = (), *, resume: bool = False) -> Path:
-    """Carry out the recipe at `path`; returns the run folder. Raises RecipeError and its kinds before anything is
-    written, or, when the run itself fails, after leaving the folder ready for --resume."""
+def train(path: Path, overrides: Sequence[str] = (), *, resume: bool = False, auto: bool = False) -> Path:
+    """Carry out the recipe at `path`; returns the run folder. auto: first change it to what fits the GPU. Raises
+    RecipeError and its kinds before anything is written, or, when the run itself fails, after leaving the folder ready
+    for --resume."""
     preflight.check_packages()
     command = shlex.join(["tigon", "train", str(path), *(word for text in overrides for word in ("--set", text))])
-    recipe = recipes.load(path, overrides, gpu_present=preflight.gpu_present)
+    recipe = recipe_file.load(path, overrides, gpu_present=preflight.gpu_present)
     documents.check_sources((*recipe.data.source, *recipe.data.eval_source))
     run = folder.find(recipe.output, recipe) if resume else None
     if run is None:
         folder.check(recipe.output, command)
     _quiet_libraries(recipe)
+    device = preflight.check_device(recipe)
+    if auto:
+        from tigon.train import prediction
+
+        overrides = prediction.with_auto(recipe, overrides, device, resume=resume)
+        recipe = recipe_file.load(path, overrides, gpu_present=preflight.gpu_present)
+    if recipe.sharding.gpus > 1 and not launch.joined():
+        preflight.check_techniques(recipe, device)
+        code = launch.launch(path, overrides, recipe.sharding.gpus, resume=resume)
+        if code:
+            raise SystemExit(code)
+        return _newest_folder(recipe, run)
 
     from rich.console import Console
 
-    console = Console(highlight=False)
-    prepared = _prepare(recipe)
+    console = Console(highlight=False, quiet=launch.rank() > 0)
+    prepared = _prepare_all(recipe, device)
     if run is None:
-        run = folder.create(recipe.output, command)
-        _write_inputs(run, prepared)
+        run = _create(prepared, command)
     else:
         _check_same_data(run, prepared)
     _announce(console, run, prepared)
+    prepared = _predict(console, prepared, path, overrides)
     try:
         _carry_out(run, prepared, console)
     except OSError as error:
@@ -77,19 +99,54 @@ def train(path: Path, overrides: Sequence[str] = (), *, resume: bool = False) ->
         hint = f"; continue with `{command} --resume`" if resumable else ""
         console.print(f"interrupted; {run.path} keeps what was written{hint}", markup=False, soft_wrap=True)
         raise
+    if launch.joined():
+        launch.leave()
     return run.path
 
 
-def _prepare(recipe: Recipe) -> Prepared:
-    from tigon.train import model, tokenizer
+def _newest_folder(recipe: Recipe, resumed: RunFolder | None) -> Path:
+    """Where the processes that this one started have written."""
+    path = resumed.path if resumed is not None else folder.newest(recipe.output)
+    assert path is not None, "the processes ended well without a run folder"
+    return path
+
+
+def _prepare_all(recipe: Recipe, device: torch.device) -> Prepared:
+    """`_prepare`, in the first process first. What it refuses, it refuses in all: only the first says so."""
+    if recipe.sharding.zero > 0 or recipe.sharding.fsdp:
+        launch.name_lone_rank_if_alone()
+    if launch.joined():
+        launch.join(device)
+    try:
+        with launch.first_process_first():
+            return _prepare(recipe, device)
+    except TigonError:
+        if launch.rank() > 0:
+            raise SystemExit(2) from None
+        raise
+
+
+def _create(prepared: Prepared, command: str) -> RunFolder:
+    """The run folder, made by the first process and told to the others."""
+    made = ""
+    if launch.rank() == 0:
+        run = folder.create(prepared.recipe.output, command)
+        _write_inputs(run, prepared)
+        made = str(run.path)
+    return RunFolder(Path(launch.told(made)))
+
+
+def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
+    from tigon.train import engine, model, tokenizer
     from tigon.train.packing import Collator, fingerprint, unigram_entropy
 
-    device = preflight.check_device(recipe)
     config = model.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
-    n_parameters = model.count_parameters(config)
-    preflight.check_disk(recipe, n_parameters)
-    preflight.check_memory(recipe, device, n_parameters)
+    shapes = model.parameter_shapes(config)
+    n_parameters = sum(math.prod(shape) for shape in shapes.values())
+    choices = preflight.check_techniques(recipe, device)
+    preflight.check_disk(recipe, choices, shapes)
+    preflight.check_memory(recipe, choices, device, shapes)
     data = recipe.data
     read = documents.read(data.source, data.format, data.max_text_mib)
     if data.eval_source:
@@ -118,9 +175,10 @@ def _prepare(recipe: Recipe) -> Prepared:
         "unigram_entropy": unigram_entropy(eval_rows or train.rows),
         "fingerprint": fingerprint([*train.rows, *eval_rows]),
     }
-    precision = preflight.resolve_precision(recipe.train.precision, device)
-    collator = Collator(pad_id, data.packing, flatten)
-    return Prepared(recipe, device, precision, config, n_parameters, tok, train, eval_rows, collator, prompt, facts)
+    return Prepared(
+        recipe, device, choices, engine.facts_of(recipe, config, shapes, device), config, n_parameters, tok, train,
+        eval_rows, Collator(pad_id, data.packing, flatten), prompt, facts,
+    )  # fmt: skip
 
 
 def _tokenizer(recipe: Recipe, learned: Sequence[documents.Document]) -> Any:
@@ -190,14 +248,17 @@ def _check_same_data(run: RunFolder, prepared: Prepared) -> None:
 
 def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
     recipe, data = prepared.recipe, prepared.data
-    tokens = recipe.train.batch_size * recipe.train.gradient_accumulation * recipe.data.sequence_length
+    rows = recipe.train.batch_size * recipe.train.gradient_accumulation * prepared.choices.gpus
+    tokens = rows * recipe.data.sequence_length
+    techniques = ", ".join(name for name, row in TECHNIQUES.items() if row.used_by(prepared.choices))
     name, millions = recipe.model.name, prepared.n_parameters / 1e6
     lines = [
         f"run      {run.path}" + (f", from {run.checkpoint.name}" if run.checkpoint else ""),
         f"model    {name}, {millions:,.1f} M parameters, kernels: {recipe.model.kernels}",
         f"data     {', '.join(recipe.data.source)}: {data['tokens']:,} tokens in {data['rows']:,} rows, "
         f"{data['held_out_tokens']:,} held out; unigram entropy {data['unigram_entropy']:.3f} nats",
-        f"device   {prepared.device}, {prepared.precision}, {tokens:,} tokens a step",
+        f"device   {prepared.device}, {prepared.choices.precision}, {tokens:,} tokens a step",
+        f"memory   {techniques}",
     ]
     if data["truncated_rows"] or data["dropped_rows"]:
         counts = f"{data['truncated_rows']} rows truncated, {data['dropped_rows']} dropped"
@@ -206,16 +267,32 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _build(prepared: Prepared, kernels: str) -> tuple[Any, Any]:
+def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequence[str]) -> Prepared:
+    """`prepared` with what the planner says about it, which is printed."""
+    from tigon.train import prediction
+
+    words = (word for text in overrides for word in ("--set", text))
+    command = shlex.join(["tigon", "train", str(path), *words])
+    found = None
+    if launch.rank() == 0:
+        found, lines = prediction.announce(
+            prepared.recipe, prepared.config, prepared.choices, prepared.device,
+            evaluated=bool(prepared.eval_rows), command=command,
+        )  # fmt: skip
+        for line in lines:
+            console.print(line, markup=False, soft_wrap=True)
+    return replace(prepared, command=command, prediction=found)
+
+
+def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     """(model, patch report or None)"""
-    import torch
+    from tigon.train import engine
 
-    from tigon.train import model
-
-    dtype = torch.bfloat16 if prepared.precision == "pure-bf16" else torch.float32
     recipe = prepared.recipe
-    built = model.build(recipe.model, prepared.config, dtype=dtype, device=prepared.device, seed=recipe.train.seed)
-    return built, model.patch(built, kernels)
+    return engine.build(
+        recipe.model, prepared.config, prepared.choices, prepared.facts, device=prepared.device,
+        seed=recipe.train.seed, kernels=kernels, base=run.path / "base",
+    )  # fmt: skip
 
 
 def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
@@ -223,6 +300,8 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
     from tigon.train import report
 
     summary = _train_and_save(run, prepared, console)
+    if launch.rank() > 0:
+        return
     # The trained model is gone by now: the comparison has the device to itself.
     summary["comparison"] = [repeat.as_mapping() for repeat in _compare(run, prepared, console)]
     result = {name: value for name, value in summary.items() if name != "sample"}
@@ -236,57 +315,77 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console) -> dic
     """What the run found, but for the comparison."""
     import torch
 
-    from tigon.train import model
+    from tigon.train import engine, model, prediction
 
     recipe, tok = prepared.recipe, prepared.tokenizer
-    built, patched = _build(prepared, recipe.model.kernels)
-    n_sample, seed = recipe.output.sample_tokens, recipe.train.seed
+    try:
+        built, patched = _build(run, prepared, recipe.model.kernels)
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(run, prepared, error) from None
+    # drawing a sample from sharded weights would take all processes
+    alone = launch.rank() == 0 and not engine.weights_are_sharded(prepared.choices)
+    n_sample, seed = recipe.output.sample_tokens if alone else 0, recipe.train.seed
     sample = {"prompt": tok.decode(prepared.prompt), "before": "", "after": ""}
     if n_sample:
         sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
     started_s = time.perf_counter()
     try:
-        eval_loss = _train(run, prepared, built, console)
-    except torch.OutOfMemoryError:
-        raise RecipeError(
-            f"out of GPU memory with train.batch_size {recipe.train.batch_size} and data.sequence_length "
-            f"{recipe.data.sequence_length}; lower one of them, or set train.gradient_checkpointing: true"
-        ) from None
+        trainer, eval_loss = _train(run, prepared, built, console)
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(run, prepared, error) from None
+    memory = prediction.compared(prepared.prediction, prepared.device)
     train_s = time.perf_counter() - started_s
     if n_sample:
         sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
     if recipe.output.save_model:
-        built.save_pretrained(run.path / "model")
-        tok.save_pretrained(run.path / "model")
+        target = run.path / "model"
+        engine.save(built, trainer, prepared.choices, target, model=recipe.model, base=run.path / "base")
+        if launch.rank() == 0:
+            tok.save_pretrained(target)
     return {
         "eval_loss": eval_loss,
         "unigram_entropy": prepared.data["unigram_entropy"],
         "train_s": train_s,
+        "memory": memory,
         "patch": "unpatched" if patched is None else str(patched),
         "sample": sample,
     }
 
 
-def _train(run: RunFolder, prepared: Prepared, built: Any, console: Console) -> float | None:
-    """Train and evaluate; the final held-out loss in nats, None when nothing was held out."""
+def _out_of_memory(run: RunFolder, prepared: Prepared, error: BaseException) -> RecipeError:
+    from tigon.train import prediction
+
+    return prediction.out_of_memory(
+        error, prepared.prediction, prepared.recipe, folder=run.path, device=prepared.device, command=prepared.command
+    )
+
+
+def _train(run: RunFolder, prepared: Prepared, built: Any, console: Console) -> tuple[Any, float | None]:
+    """Train and evaluate: (trainer, the final held-out loss in nats or None when nothing was held out)."""
     from torch.utils.tensorboard import SummaryWriter
 
+    from tigon.train import engine
     from tigon.train import trainer as trainers
     from tigon.train.packing import RowDataset
     from tigon.train.progress import MetricsWriter, ProgressDisplay
 
     recipe = prepared.recipe
     args = trainers.arguments(
-        recipe.train, folder=run.path / "checkpoints", precision=prepared.precision, device=prepared.device,
+        recipe.train, prepared.choices, prepared.facts, folder=run.path / "checkpoints", device=prepared.device,
         evaluate=bool(prepared.eval_rows),
     )  # fmt: skip
     eval_rows = RowDataset(prepared.eval_rows) if prepared.eval_rows else None
-    trainer = trainers.TigonTrainer(built, args, prepared.collator, RowDataset(prepared.train.rows), eval_rows)
+    trainer = trainers.TigonTrainer(
+        built, args, prepared.collator, RowDataset(prepared.train.rows), eval_rows,
+        engine.make_optimizer(recipe.train, prepared.choices),
+    )  # fmt: skip
     purge_step = folder.step_of(run.checkpoint) + 1 if run.checkpoint else None
     display = ProgressDisplay(console)
-    with SummaryWriter(str(run.path / "tensorboard"), purge_step=purge_step) as writer:
-        for callback in (MetricsWriter(run, writer), display):
-            trainer.add_callback(callback)
+    with ExitStack() as stack:
+        if launch.rank() == 0:
+            writer = stack.enter_context(SummaryWriter(str(run.path / "tensorboard"), purge_step=purge_step))
+            for callback in (MetricsWriter(run, writer), display):
+                trainer.add_callback(callback)
         try:
             trainer.train(resume_from_checkpoint=str(run.checkpoint) if run.checkpoint else None)
         except Exception as error:
@@ -299,13 +398,13 @@ def _train(run: RunFolder, prepared: Prepared, built: Any, console: Console) -> 
         finally:
             display.close()
         trainers.refuse_nonfinite_weights(built, trainer.state.global_step)
-        return _final_eval_loss(run, trainer) if eval_rows is not None else None
+        return trainer, (_final_eval_loss(trainer) if eval_rows is not None else None)
 
 
-def _final_eval_loss(run: RunFolder, trainer: Any) -> float:
+def _final_eval_loss(trainer: Any) -> float:
     """The held-out loss after the last step, from the records when that step was an evaluation's anyway."""
-    for record in reversed(run.records()):
-        if record["event"] == "eval" and record["step"] == trainer.state.global_step:
+    for record in reversed(trainer.state.log_history):
+        if "eval_loss" in record and record["step"] == trainer.state.global_step:
             return float(record["eval_loss"])
     return float(trainer.evaluate()["eval_loss"])
 
@@ -319,11 +418,12 @@ def _compare(run: RunFolder, prepared: Prepared, console: Console) -> list[Any]:
         return []
     return compare(
         recipe.comparison.kernels,
-        lambda kernels: _build(prepared, kernels)[0],
+        lambda kernels: _build(run, prepared, kernels)[0],
         train=replace(recipe.train, batch_size=recipe.comparison.batch_size or recipe.train.batch_size),
+        choices=prepared.choices,
+        facts=prepared.facts,
         steps=recipe.comparison.steps,
         folder=run.path / "checkpoints",
-        precision=prepared.precision,
         device=prepared.device,
         collator=prepared.collator,
         rows=RowDataset(prepared.train.rows),
@@ -338,6 +438,7 @@ def _last_step(run: RunFolder) -> int:
 def _conclude(console: Console, run: RunFolder, summary: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from tigon.train.prediction import comparison_line
     from tigon.train.progress import format_bytes
 
     if summary["eval_loss"] is not None:
@@ -357,6 +458,8 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any]) -> None
                 table.add_row(row["label"], f"{row['losses'][-1]:.6f}", format_bytes(peak), format_bytes(peak - rest),
                               f"{row['tokens_per_s']:,.0f}")  # fmt: skip
         console.print(table)
+    if summary["memory"]:
+        console.print(f"memory   {comparison_line(summary['memory'])}", markup=False, soft_wrap=True)
     console.print(f"report   {run.path / 'report.html'}", markup=False, soft_wrap=True)
 
 
@@ -369,6 +472,7 @@ def _quiet_libraries(recipe: Recipe) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # about DeepSpeed's calls
 
     try:
         import transformers

@@ -1,0 +1,155 @@
+"""GaLore: AdamW in a low-rank subspace of each linear layer's gradient (arXiv 2403.03507).
+
+For a weight W of m x n with m <= n and its gradient G, every `gap` steps P becomes an orthonormal basis of the r
+leading left singular vectors of G (equation 6); AdamW's moments live in R = P^T G, r x n, and W moves by alpha P N(R)
+(algorithm 2, alpha = 0.25). With m > n the other side is projected. Moments are kept when the subspace changes.
+
+Unlike galore-torch 1.0 the whole state is plain tensors and integers, so that checkpoints load with weights_only=True
+and a resumed run is the uninterrupted one; the range finder is random but seeded by the step, so it needs no state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.techniques.optimizers import Parameter, galore_projects
+
+SCALE = 0.25  # alpha of the paper's experiments (§5)
+OVERSAMPLING, POWER_ITERATIONS = 8, 2  # arXiv 0909.4061 §4.5: more of either changes the basis below rounding
+
+
+class GaLoreAdamW(torch.optim.Optimizer):
+    """AdamW; parameters of groups with a `rank` are updated within a subspace of that rank.
+
+    layerwise: update each parameter as soon as the backward pass has its gradient, and free that gradient (§4.4);
+    step() then does nothing, and neither accumulation nor clipping is possible.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, *, gap: int = 200, layerwise: bool = False,
+    ) -> None:  # fmt: skip
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rank": 0, "gap": gap}
+        super().__init__(params, defaults)
+        self._layerwise = layerwise
+        if layerwise:
+            for index, group in enumerate(self.param_groups):
+                for parameter in group["params"]:
+                    parameter.register_post_accumulate_grad_hook(self._hook(index))
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def update(parameter: Tensor) -> None:  # the group is looked up late: load_state_dict replaces it
+            self._update(parameter, self.param_groups[index])
+            parameter.grad = None
+
+        return update
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._layerwise:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self._update(parameter, group)
+        return loss
+
+    @torch.no_grad()
+    def _update(self, weight: Tensor, group: dict[str, Any]) -> None:
+        if weight.grad is None:
+            return
+        state = self.state[weight]
+        state["step"] = step = state.get("step", 0) + 1
+        gradient = weight.grad
+        if group["rank"]:
+            if (step - 1) % group["gap"] == 0:
+                state["projection"] = basis(gradient, group["rank"], seed=step).to(weight.dtype)
+            gradient = project(gradient, state["projection"])
+        if "exp_avg" not in state:
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(gradient, dtype=weight.dtype) for _ in range(2))
+        beta1, beta2 = group["betas"]
+        gradient = gradient.float()
+        # in fp32, and rounded to the states' dtype once: bf16 states would lose small updates in place
+        first = torch.lerp(state["exp_avg"].float(), gradient, 1 - beta1)
+        second = (state["exp_avg_sq"].float() * beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        state["exp_avg"].copy_(first)
+        state["exp_avg_sq"].copy_(second)
+        denominator = second.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+        update = first.div_(1 - beta1**step).div_(denominator)
+        if group["rank"]:
+            update = back(update, state["projection"]).mul_(SCALE)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(update.to(weight.dtype), alpha=-group["lr"])
+
+
+def basis(gradient: Tensor, rank: int, *, seed: int) -> Tensor:
+    """Orthonormal basis of the leading singular directions of an (m, n) gradient on its shorter side, fp32.
+
+    (m, r) when m <= n, else (n, r). Randomised range finder with power iterations (arXiv 0909.4061, algorithm 4.4),
+    then an exact decomposition within the range found.
+    """
+    short = gradient.float() if gradient.shape[0] <= gradient.shape[1] else gradient.float().T
+    width = min(rank + OVERSAMPLING, short.shape[0])
+    draw = torch.Generator(device=short.device).manual_seed(seed)
+    probe = torch.randn(short.shape[1], width, device=short.device, generator=draw)
+    with torch.autocast(short.device.type, enabled=False):
+        found = torch.linalg.qr(short @ probe).Q
+        for _ in range(POWER_ITERATIONS):
+            found = torch.linalg.qr(short @ torch.linalg.qr(short.T @ found).Q).Q
+        inner = found.T @ short
+        directions = torch.linalg.eigh(inner @ inner.T).eigenvectors  # of ascending eigenvalues
+        leading: Tensor = found @ directions[:, -rank:].flip(-1)
+        return leading
+
+
+def project(gradient: Tensor, projection: Tensor) -> Tensor:
+    """(m, n) -> (r, n) or, when m > n, (m, r)."""
+    projection = projection.to(gradient.dtype)
+    return projection.T @ gradient if gradient.shape[0] <= gradient.shape[1] else gradient @ projection
+
+
+def back(update: Tensor, projection: Tensor) -> Tensor:
+    """(r, n) -> (m, n), or (m, r) -> (m, n)."""
+    projection = projection.to(update.dtype)
+    return projection @ update if update.shape[0] == projection.shape[1] else update @ projection.T
+
+
+def projected_names(model: nn.Module, rank: int) -> set[str]:
+    """The weights that GaLore projects: those of linear modules other than the head, wider and higher than `rank`."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    found = set()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            shape = Parameter(tuple(module.weight.shape), module.weight.element_size(), projected=True)
+            if galore_projects(shape, rank):
+                found.add(f"{path}.weight" if path else "weight")
+    return found
+
+
+def build(
+    model: nn.Module, decayed: Iterable[str], *, lr: float, betas: tuple[float, float], weight_decay: float, rank: int,
+    gap: int, layerwise: bool,
+) -> GaLoreAdamW:  # fmt: skip
+    """The optimizer of a model; `decayed` are the names of the parameters that weight decay is for."""
+    return GaLoreAdamW(groups(model, decayed, weight_decay, rank), lr=lr, betas=betas, gap=gap, layerwise=layerwise)
+
+
+def groups(model: nn.Module, decayed: Iterable[str], weight_decay: float, rank: int) -> list[dict[str, Any]]:
+    """Parameter groups: projected or not, decayed or not."""
+    projected, decayed = projected_names(model, rank), set(decayed)
+    sorted_out: dict[tuple[int, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = (rank if name in projected else 0, weight_decay if name in decayed else 0.0)
+            sorted_out.setdefault(kind, []).append(parameter)
+    return [
+        {"params": parameters, "rank": group_rank, "weight_decay": decay}
+        for (group_rank, decay), parameters in sorted_out.items()
+    ]

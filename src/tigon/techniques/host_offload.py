@@ -1,0 +1,87 @@
+"""What autograd saves, waiting in pinned host memory, with the copies on a stream of their own.
+
+A copy to the host starts when a tensor is saved and runs beside the layer that comes next; the copy back starts one
+tensor ahead of its use. On devices without streams tensors are left where they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MIN_BYTES = 2**20  # below, a copy costs more than it frees
+MAX_LEAVING = 2  # tensors on their way out; the compute stream waits for the oldest before a third
+
+
+class _Waiting:
+    """A tensor on the host, and the one saved before it: the next that the backward pass will ask for."""
+
+    __slots__ = ("__weakref__", "arrived", "device", "earlier", "host", "returned")
+
+    def __init__(self, host: Tensor, device: torch.device, earlier: _Waiting | None) -> None:
+        self.host, self.device = host, device
+        self.earlier = weakref.ref(earlier) if earlier is not None else None
+        self.returned: Tensor | None = None
+        self.arrived: Any = None
+
+
+class HostOffload:
+    """`with offload.saving():` around code whose saved tensors shall wait on the host."""
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+        self._leaving: deque[tuple[Any, Tensor]] = deque()
+        self._newest: weakref.ref[_Waiting] | None = None
+
+    def saving(self) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(self._save, self._restore)
+
+    def _save(self, tensor: Tensor) -> Any:
+        is_parameter = tensor.is_leaf and tensor.requires_grad
+        if tensor.device.type != "cuda" or is_parameter or tensor.nbytes < MIN_BYTES:
+            return tensor
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        computing = torch.cuda.current_stream(tensor.device)
+        self._stream.wait_stream(computing)
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+            left = self._stream.record_event()
+        # The reference is dropped only behind the copy on the compute stream, so that nothing overwrites the memory
+        # early. record_stream would do so too, but frees late by an unknown number of layers.
+        self._leaving.append((left, tensor))
+        while len(self._leaving) > MAX_LEAVING:
+            computing.wait_event(self._leaving.popleft()[0])
+        waiting = _Waiting(host, tensor.device, self._newest() if self._newest else None)
+        self._newest = weakref.ref(waiting)
+        return waiting
+
+    def _restore(self, saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        computing = torch.cuda.current_stream(saved.device)
+        while self._leaving:  # the forward pass is over
+            computing.wait_event(self._leaving.popleft()[0])
+        self._fetch(saved)
+        computing.wait_event(saved.arrived)
+        tensor: Tensor = saved.returned
+        saved.returned = None
+        earlier = saved.earlier() if saved.earlier is not None else None
+        if earlier is not None:
+            self._fetch(earlier)
+        return tensor
+
+    def _fetch(self, waiting: _Waiting) -> None:
+        """Start the copy back, unless it has started. Allocated on the compute stream, where it will be used."""
+        if waiting.returned is not None:
+            return
+        waiting.returned = torch.empty_like(waiting.host, device=waiting.device)
+        self._stream.wait_stream(torch.cuda.current_stream(waiting.device))
+        with torch.cuda.stream(self._stream):
+            waiting.returned.copy_(waiting.host, non_blocking=True)
+            waiting.arrived = self._stream.record_event()

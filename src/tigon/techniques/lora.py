@@ -1,0 +1,86 @@
+"""LoRA (arXiv 2106.09685) and QLoRA (arXiv 2305.14314), by PEFT and bitsandbytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tigon.techniques.choices import Choices
+from tigon.techniques.condition import Condition
+from tigon.techniques.technique import Facts, Technique
+
+# The dtype that 4-bit weights are multiplied in, by the word of `train.precision`.
+_COMPUTE_DTYPES: Mapping[str, str] = {
+    "fp32": "float32", "amp-bf16": "bfloat16", "amp-fp16": "float16", "bf16": "bfloat16",
+}  # fmt: skip
+
+
+def target_modules(model: Any, targets: tuple[str, ...]) -> list[str]:
+    """The paths of the modules that get adapters."""
+    from torch import nn
+
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    wanted = {
+        "linear": lambda module: isinstance(module, nn.Linear) and module is not head,
+        "head": lambda module: module is head,
+        "embeddings": lambda module: module is embeddings,
+    }
+    return [path for path, module in model.named_modules() if any(wanted[target](module) for target in targets)]
+
+
+def _adapters(model: Any, choices: Choices, facts: Facts) -> Any:
+    import peft
+
+    assert choices.lora_rank is not None
+    config = peft.LoraConfig(
+        r=choices.lora_rank, lora_alpha=facts.lora_alpha or 2 * choices.lora_rank, lora_dropout=0.0, bias="none",
+        target_modules=target_modules(model, choices.lora_targets), task_type="CAUSAL_LM",
+    )  # fmt: skip
+    wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=choices.precision != "bf16")
+    # checkpointed layers with frozen weights would see no input that wants a gradient
+    model.enable_input_require_grads()
+    return wrapped
+
+
+def _nf4(choices: Choices, facts: Facts) -> Mapping[str, Any]:
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    compute = getattr(torch, _COMPUTE_DTYPES[choices.precision])
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute,
+        )
+    }  # fmt: skip
+
+
+def _without_cpu_packing(model: Any, choices: Choices, facts: Facts) -> Any:
+    """On a CPU with bf16 instructions, bitsandbytes repacks the weights at the first forward pass of an evaluation and
+    leaves them so; training after it goes through an operator without a derivative (0.50.2, nn/modules.py: Linear4bit).
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+TECHNIQUES = (
+    Technique(
+        name="lora", page="lora",
+        saves="Gradients and optimizer states of all but the adapters: about 12 of 16 bytes a parameter.",
+        costs="Two thin products beside each adapted one. Activations are needed as before.",
+        precision="Updates of rank `lora.rank`; merged into the weights at the end.", needs=("peft",),
+        recipe={"lora.rank": 16}, chosen=(Condition("lora_rank", "is at least", 1),), model=_adapters,
+        source="peft; arXiv 2106.09685",
+    ),
+    Technique(
+        name="qlora", page="lora",
+        saves="As LoRA, and the frozen weights of the layers' linear modules take 0.516 bytes instead of 2 or 4.",
+        costs="Weights are dequantised before each product.",
+        precision="The frozen weights are rounded to 16 levels (NF4, blocks of 64, scales in 8 bits).",
+        needs=("peft", "bitsandbytes"), recipe={"lora.rank": 16, "lora.quantize": True},
+        chosen=(Condition("quantized", "is", True),), loading=_nf4, model=_without_cpu_packing,
+        source="bitsandbytes; arXiv 2305.14314",
+    ),
+)  # fmt: skip

@@ -1,0 +1,137 @@
+"""From choices to the engines that carry them out: the model as techniques want it, its optimizer, its last save."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.choices import Choices
+from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.precision import WEIGHT_DTYPES
+from tigon.techniques.technique import Facts
+from tigon.train import launch
+from tigon.train import model as models
+from tigon.train.recipe import ModelConfig, Recipe, TrainConfig
+from tigon.train.trainer import MakeOptimizer
+
+
+def facts_of(recipe: Recipe, config: Any, shapes: dict[str, tuple[int, ...]], device: torch.device) -> Facts:
+    """What the techniques ask about this run."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return Facts(
+        device=device.type, shapes=shapes, hidden_size=int(getattr(text, "hidden_size", 0)),
+        processes=launch.processes(), tf32=recipe.train.tf32, lora_alpha=recipe.lora.alpha,
+        nvme_folder=recipe.sharding.nvme_folder,
+    )  # fmt: skip
+
+
+def make_optimizer(train: TrainConfig, choices: Choices) -> MakeOptimizer | None:
+    """None where the Trainer makes it from its name."""
+    if OPTIMIZERS[choices.optimizer].trainer_name is not None:
+        return None
+    from tigon.techniques import galore
+
+    return partial(
+        galore.build, lr=train.learning_rate, betas=(train.adam_beta1, train.adam_beta2),
+        weight_decay=train.weight_decay, rank=choices.galore_rank, gap=train.galore_gap,
+        layerwise=OPTIMIZERS[choices.optimizer].in_backward,
+    )  # fmt: skip
+
+
+def build(
+    model: ModelConfig, config: Any, choices: Choices, facts: Facts, *, device: torch.device, seed: int, kernels: str,
+    base: Path,
+) -> tuple[Any, Any]:  # fmt: skip
+    """(model, what patching it did): loaded, patched, and changed as the techniques say.
+
+    base: where a preset's random weights are written first when they are quantised, which happens while loading, or
+    when adapters will be merged into them from there.
+    """
+    dtype = getattr(torch, WEIGHT_DTYPES[choices.precision])
+    used = [technique for technique in TECHNIQUES.values() if technique.used_by(choices)]
+    loading: dict[str, Any] = {}
+    for technique in used:
+        loading |= technique.loading(choices, facts)
+    if models.is_preset(model.name) and (loading or _merged_from_files(choices)):
+        with launch.first_process_first():
+            model = saved_preset(model, config, seed=seed, folder=base)
+    built = models.build(model, config, dtype=dtype, device=device, seed=seed, loading=loading)
+    report = models.patch(built, kernels)
+    for technique in used:
+        built = technique.model(built, choices, facts)
+    return built, report
+
+
+def saved_preset(model: ModelConfig, config: Any, *, seed: int, folder: Path) -> ModelConfig:
+    """A preset's random weights as a bf16 checkpoint in `folder`, unless they are there; the config that names it."""
+    if not (folder / "config.json").exists():
+        built = models.build(model, config, dtype=torch.bfloat16, device=torch.device("cpu"), seed=seed)
+        built.save_pretrained(folder)
+    return ModelConfig(name=str(folder), kernels=model.kernels, attention=model.attention)
+
+
+def save(built: Any, trainer: Any, choices: Choices, folder: Path, *, model: ModelConfig, base: Path) -> None:
+    """The final weights as a checkpoint that transformers loads, adapters merged. Every process calls it."""
+    if choices.lora_rank is None:
+        if weights_are_sharded(choices):  # gathered by all processes, written by the first
+            trainer.save_model(str(folder))
+            (folder / "training_args.bin").unlink(missing_ok=True)
+        elif trainer.is_world_process_zero():
+            built.save_pretrained(folder)
+        return
+    if not _merged_from_files(choices):
+        if trainer.is_world_process_zero():
+            merged(built).save_pretrained(folder)
+        return
+    adapters = folder.with_name("adapters")
+    trainer.save_model(str(adapters))
+    (adapters / "training_args.bin").unlink(missing_ok=True)
+    if trainer.is_world_process_zero():
+        _merge_saved(adapters, folder, model=model, base=base)
+
+
+def weights_are_sharded(choices: Choices) -> bool:
+    """Whether a process holds only a part of the weights between steps."""
+    return choices.zero == 3 or choices.fsdp
+
+
+def _merged_from_files(choices: Choices) -> bool:
+    """Whether the weights in memory are none that adapters could be added to."""
+    return choices.lora_rank is not None and (choices.quantized or weights_are_sharded(choices))
+
+
+def merged(wrapped: Any) -> Any:
+    """The base model of a PEFT model with the adapters added to its weights.
+
+    A head tied to the embeddings is untied first if either has an adapter of its own: adding to the shared weight would
+    change both.
+    """
+    from torch import nn
+
+    base = wrapped.get_base_model()
+    head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
+    adapted = [hasattr(module, "base_layer") for module in (head, embeddings)]
+    inner = [module.base_layer if hasattr(module, "base_layer") else module for module in (head, embeddings)]
+    if any(adapted) and inner[0].weight is inner[1].weight:
+        inner[0].weight = nn.Parameter(inner[0].weight.detach().clone())
+        base.config.tie_word_embeddings = False
+    return wrapped.merge_and_unload()
+
+
+def _merge_saved(adapters: Path, folder: Path, *, model: ModelConfig, base: Path) -> None:
+    """Adapters from their file into the base checkpoint in bf16, on the CPU: quantised weights cannot be added to."""
+    import peft
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()  # with stage 3 alive, from_pretrained would partition the weights as it loads them
+    name = str(base) if models.is_preset(model.name) else model.name
+    plain = AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.bfloat16, revision=model.revision if name == model.name else None,
+        trust_remote_code=model.trust_remote_code, use_safetensors=True,
+    )  # fmt: skip
+    merged(peft.PeftModel.from_pretrained(plain, str(adapters))).save_pretrained(folder)

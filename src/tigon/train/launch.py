@@ -1,0 +1,110 @@
+"""Several processes: who starts them, and which one this is.
+
+`tigon train` starts one process a GPU itself, by PyTorch's own launcher (torch.distributed.run); started by a launcher,
+it joins in. A lone process needs none, but for DeepSpeed and FSDP2 it names itself the only rank of one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def joined() -> bool:
+    """Whether a launcher started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def name_lone_rank_if_alone() -> None:
+    """What DeepSpeed and FSDP2 read from a launcher, for a process that has none."""
+    if joined():
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+
+
+def join(device: torch.device) -> None:
+    """Meet the other processes. Gloo carries what is on the CPU, FSDP2's offloaded states among it."""
+    import torch
+    from torch import distributed
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not distributed.is_initialized():
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+
+
+@contextmanager
+def first_process_first() -> Iterator[None]:
+    """The first process runs the block, then the others: what the first leaves in a cache is made once."""
+    from torch import distributed
+
+    if rank() > 0:
+        distributed.barrier()
+    try:
+        yield
+    finally:  # also when the first refuses the run: the others then refuse it too, instead of losing a peer
+        if processes() > 1 and rank() == 0:
+            distributed.barrier()
+
+
+def leave() -> None:
+    """Say goodbye to the other processes, and so to PyTorch's warning about those who do not."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def told(value: str) -> str:
+    """The first process's `value`, everywhere."""
+    from torch import distributed
+
+    if processes() == 1:
+        return value
+    words = [value]
+    distributed.broadcast_object_list(words, src=0)
+    return words[0]
+
+
+def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bool) -> int:
+    """Run the same command in `n_processes` processes; the exit code of the first that failed, or 0."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # torchrun sets it to 1 with a warning
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // n_processes)))
+    words = [word for text in overrides for word in ("--set", text)]
+    arguments = [
+        "--standalone", f"--nproc-per-node={n_processes}", "-m", "tigon", "train", str(path), *words,
+        *(["--resume"] if resume else []),
+    ]  # fmt: skip
+    sys.stdout.flush()
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the processes have said it themselves
+    try:
+        run.run(run.parse_args(arguments))
+    except ChildFailedError as error:
+        first = min(error.failures.values(), key=lambda failure: failure.timestamp)
+        return int(first.exitcode)
+    return 0

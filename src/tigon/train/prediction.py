@@ -1,0 +1,255 @@
+"""What the planner says about a run on this machine's GPU: before it, beside what was measured, and when it fails.
+
+On a CPU nothing is said: the estimate is of a GPU, and what could be measured there is the whole process.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tigon.errors import RecipeError, TigonError
+from tigon.memory import as_recipe, policy
+from tigon.memory.gpus import GIB, GPUS, Gpu, find_gpu
+from tigon.memory.planner import Option, label, look, search
+from tigon.memory.policy import Asked
+from tigon.memory.present import gib, seconds
+from tigon.memory.request import Request
+from tigon.techniques.choices import Choices
+from tigon.train import launch
+from tigon.train.recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+SNAPSHOT = "memory_snapshot-{rank}.pickle"
+# What --auto and the next rung may change, where the recipe says nothing else.
+_FREE = ("precision", "optimizer", "checkpointing", "zero", "fsdp", "offload", "accumulate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The estimate of a run on a GPU."""
+
+    option: Option
+    gpu: Gpu
+    free: frozenset[str]
+
+    def lines(self, command: str) -> list[str]:
+        """For the console: the peak and the time, and what to do where it will not fit."""
+        found = self.option.estimate
+        said = [
+            f"plan     peak {gib(found.peak_allocated_bytes)} allocated, {gib(found.peak_reserved_bytes)} reserved a "
+            f"GPU ({found.peak_phase}), {seconds(found.step_s)} a step"
+        ]
+        if not self.option.fits(self.gpu):
+            said.append(
+                f"warning  needs {gib(found.device_bytes)} with the CUDA context, and {self.gpu} has "
+                f"{gib(self.gpu.memory_bytes)}: it will run out of memory. {next_rung(self, command)}"
+            )
+        return said
+
+    def as_mapping(self) -> dict[str, Any]:
+        found = self.option.estimate
+        names = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "step_s", "peak_phase")
+        return {name: getattr(found, name) for name in names} | {"components": dict(found.components)}
+
+
+# --- before a run ----------------------------------------------------------------------------------------------------
+
+
+def gpu_here(device: torch.device) -> Gpu:
+    """The row of this GPU with the memory that this process can have of it."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    row = _row_of(properties.name, properties.total_memory)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    own_bytes = torch.cuda.memory_reserved(device) + row.context_bytes
+    return replace(row, memory_bytes=min(free_bytes + own_bytes, properties.total_memory))
+
+
+def _row_of(name: str, total_bytes: int) -> Gpu:
+    """By name as the driver says it (`NVIDIA A100-SXM4-80GB`), else the rates of one with as much memory."""
+    said = set(re.split(r"[\s_-]+", name.lower()))
+    rows = [row for row in GPUS.values() if set(row.name.split("-")) <= said]
+    return max(rows, key=lambda row: len(row.name)) if rows else find_gpu(f"{total_bytes / GIB:.2f}GiB")
+
+
+def predict(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu, *, evaluated: bool) -> Prediction:
+    """The estimate of a recipe. Raises UsageError for a model that cannot be traced."""
+    request = request_of(recipe, config, choices, evaluated=evaluated)
+    return Prediction(option=look(request, gpu), gpu=gpu, free=free_in(recipe))
+
+
+def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool) -> Request:
+    """The question that a recipe is."""
+    data, train = recipe.data, recipe.train
+    flash = recipe.model.attention.startswith("flash")
+    return Request(
+        model=recipe.model.name, config=config, batch=train.batch_size, seq=data.sequence_length, choices=choices,
+        masked=not flash and not (data.packing and data.cross_document_attention), clipped=train.max_grad_norm > 0,
+        evaluated=evaluated,
+    )  # fmt: skip
+
+
+def free_in(recipe: Recipe) -> frozenset[str]:
+    """The techniques that a recipe leaves at their defaults."""
+    default, said = Choices(), recipe.choices()
+    free = {name for name in _FREE if getattr(said, name) == getattr(default, name)}
+    if recipe.train.precision != "auto":
+        free.discard("precision")
+    return frozenset(free)
+
+
+# --- what to do instead ----------------------------------------------------------------------------------------------
+
+
+def alternative(request: Request, gpu: Gpu, free: frozenset[str]) -> Option | None:
+    """The fastest recipe that fits among those that change least of the numbers; None: there is none."""
+    found, _ = search(Asked(request=request, free=free, gpu=policy.with_headroom(gpu), runnable_here=True))
+    if not found:
+        return None
+    least = min(policy.change_rank(one.option.request.choices) for one in found)
+    return next(one.option for one in found if policy.change_rank(one.option.request.choices) == least)
+
+
+def changed_keys(before: Request, after: Request) -> dict[str, Any]:
+    """The recipe keys that lead from one to the other; those gone back to their default with it."""
+    old, new = as_recipe.keys(before), as_recipe.keys(after)
+    default = as_recipe.keys(replace(before, choices=Choices()))
+    keys = {key: value for key, value in new.items() if old.get(key, default.get(key)) != value}
+    return {key: value for key, value in keys.items() if key != "model.name"}
+
+
+def next_rung(prediction: Prediction, command: str, *, below_bytes: int | None = None) -> str:
+    """A sentence: what fits, and the command that runs it. below_bytes: less than this was shown not to be enough."""
+    gpu = prediction.gpu
+    if below_bytes is not None:
+        gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, below_bytes))
+    found = alternative(prediction.option.request, gpu, prediction.free)
+    if found is None:
+        return (
+            "Nothing that the recipe leaves free makes it fit: lower data.sequence_length or train.batch_size, take "
+            "more GPUs, or train adapters with lora.rank."
+        )
+    changed = changed_keys(prediction.option.request, found.request)
+    words = shlex.join(part for key, value in changed.items() for part in ("--set", f"{key}={as_recipe.word(value)}"))
+    costs = "".join(f" ({name}: {cost})" for name, cost in policy.changes(found.request.choices).items())
+    return f"Next rung: {label(found.request.choices)}, {gib(found.estimate.device_bytes)}{costs}: {command} {words}"
+
+
+def choose(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu) -> tuple[list[str], str]:
+    """(`--set` assignments that make the recipe the fastest that fits, what they are in words), for --auto.
+
+    Raises RecipeError when nothing fits.
+    """
+    evaluated = recipe.data.eval_fraction > 0 or bool(recipe.data.eval_source)
+    request = request_of(recipe, config, choices, evaluated=evaluated)
+    found = alternative(request, gpu, free_in(recipe))
+    if found is None:
+        needs = look(request, gpu).estimate.device_bytes
+        raise RecipeError(
+            f"--auto: nothing that the recipe leaves free fits {gpu} ({gib(gpu.memory_bytes)}; as it is, the run needs "
+            f"{gib(needs)}); lower data.sequence_length or train.batch_size, or set lora.rank"
+        )
+    changed = changed_keys(request, found.request)
+    assignments = [f"{key}={as_recipe.word(value)}" for key, value in changed.items()]
+    said = ", ".join(assignments) if assignments else "nothing to change"
+    return assignments, f"{said}; {gib(found.estimate.device_bytes)}, {seconds(found.estimate.step_s)} a step"
+
+
+def with_auto(recipe: Recipe, overrides: Sequence[str], device: torch.device, *, resume: bool) -> list[str]:
+    """`overrides` and what --auto adds to them, which is printed. Raises RecipeError."""
+    from rich.console import Console
+
+    from tigon.train import model, preflight
+
+    if launch.joined():  # the process that started this one has chosen
+        return list(overrides)
+    if resume:
+        raise RecipeError("--auto with --resume: a run goes on with the techniques it began with; leave --auto out")
+    if device.type != "cuda":
+        raise RecipeError("--auto chooses for a GPU, and this run is on the CPU; leave it out, or ask `tigon plan`")
+    config = model.load_config(recipe.model)
+    preflight.check_lengths(recipe, config)
+    choices = preflight.check_techniques(recipe, device)
+    assignments, said = choose(recipe, config, choices, gpu_here(device))
+    Console(highlight=False).print(f"auto     {said}", markup=False, soft_wrap=True)
+    return [*overrides, *assignments]
+
+
+# --- beside and after a run ------------------------------------------------------------------------------------------
+
+
+def announce(recipe: Recipe, config: Any, choices: Choices, device: torch.device, *, evaluated: bool,
+             command: str) -> tuple[Prediction | None, list[str]]:  # fmt: skip
+    """(the prediction, lines for the console). A model that cannot be predicted is trained all the same."""
+    if device.type != "cuda":
+        return None, []
+    try:
+        found = predict(recipe, config, choices, gpu_here(device), evaluated=evaluated)
+        return found, found.lines(command)
+    except TigonError as error:
+        return None, [f"plan     no prediction: {error}"]
+
+
+def measured(device: torch.device) -> Mapping[str, int]:
+    """The allocator's own peaks so far."""
+    import torch
+
+    return {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+    }
+
+
+def compared(prediction: Prediction | None, device: torch.device) -> dict[str, Any] | None:
+    """For the summary: predicted and measured; None where nothing was predicted."""
+    if prediction is None:
+        return None
+    return {"predicted": prediction.as_mapping(), "measured": dict(measured(device))}
+
+
+def comparison_line(memory: Mapping[str, Any]) -> str:
+    """One line for the console and the report."""
+    predicted, found = memory["predicted"], memory["measured"]
+    words = []
+    for name in ("allocated", "reserved"):
+        ours, theirs = predicted[f"peak_{name}_bytes"], found[f"peak_{name}_bytes"]
+        off = f" ({ours / theirs - 1:+.1%})" if theirs else ""
+        words.append(f"{name} {gib(ours)} predicted, {gib(theirs)} measured{off}")
+    return "; ".join(words)
+
+
+def out_of_memory(
+    error: BaseException, prediction: Prediction | None, recipe: Recipe, *, folder: Path, device: torch.device,
+    command: str,
+) -> RecipeError:  # fmt: skip
+    """The error to raise instead: needed, had, next rung with its command; a memory snapshot is written on CUDA."""
+    said = [
+        f"out of GPU memory with train.batch_size {recipe.train.batch_size} and data.sequence_length "
+        f"{recipe.data.sequence_length}"
+    ]
+    if device.type == "cuda":
+        import torch
+
+        snapshot = folder / SNAPSHOT.format(rank=launch.rank())
+        torch.cuda.memory._dump_snapshot(str(snapshot))
+        said.append(f"snapshot in {snapshot}, for pytorch.org/memory_viz")
+    asked = re.search(r"Tried to allocate ([\d.]+ [KMGT]iB)", str(error))
+    if asked:
+        said.append(f"the last allocation asked for {asked[1]}")
+    if prediction is None:
+        return RecipeError("; ".join([*said, "lower one of them, or set train.checkpointing: full"]))
+    needed = prediction.option.estimate.device_bytes
+    said.append(f"needed {gib(needed)}, had {gib(prediction.gpu.memory_bytes)}")
+    try:
+        said.append(next_rung(prediction, command, below_bytes=needed - 1))
+    except TigonError as why:
+        said.append(f"no next rung: {why}")
+    return RecipeError("; ".join(said))

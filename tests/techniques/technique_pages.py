@@ -1,0 +1,115 @@
+"""The generated parts of docs/techniques, from the records: run this file to rewrite them.
+
+    python tests/techniques/technique_pages.py
+
+Each page keeps its own words; what stands between its markers is made here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.choices import Choices
+from tigon.techniques.condition import yaml_word
+from tigon.techniques.matrix import EXCLUSIONS, exclusion_table
+from tigon.techniques.optimizers import OPTIMIZERS, bytes_a_parameter
+from tigon.techniques.technique import Technique
+
+FOLDER = Path(__file__).parents[2] / "docs" / "techniques"
+BEGIN, END = "<!-- from the records -->", "<!-- end of the records -->"
+TITLES = {
+    "precision": "Number formats", "checkpointing": "Activation checkpointing", "accumulation": "Gradient accumulation",
+    "optimizers": "Optimizers", "ddp": "Data parallelism", "zero": "DeepSpeed ZeRO", "offload": "DeepSpeed offload",
+    "fsdp2": "PyTorch FSDP2", "lora": "LoRA and QLoRA",
+}  # fmt: skip
+
+
+def recipe_lines(recipe: Mapping[str, Any]) -> str:
+    """Dotted keys as YAML."""
+    sections: dict[str, list[str]] = {}
+    for dotted, value in recipe.items():
+        section, name = dotted.split(".")
+        sections.setdefault(section, []).append(f"{name}: {yaml_word(value)}")
+    return "\n".join(f"{section}: {{{', '.join(keys)}}}" for section, keys in sections.items())
+
+
+def excludes(technique: Technique) -> list[str]:
+    """The exclusions that name a choice of this technique."""
+    own = {condition.field: condition for condition in technique.chosen}
+    found = []
+    for row in EXCLUSIONS:
+        touching = [condition for condition in row.when if condition.field in own]
+        if touching and all(condition.holds(_chosen(technique)) for condition in touching):
+            others = [str(condition) for condition in row.when if condition.field not in own]
+            if others:
+                found.append(f"with {' and '.join(others)}: {row.reason}. Instead: {row.instead}.")
+    return found
+
+
+def _chosen(technique: Technique) -> Choices:
+    from tigon.train.recipe import SECTIONS, Recipe
+
+    sections: dict[str, dict[str, Any]] = {}
+    for dotted, value in technique.recipe.items():
+        section, name = dotted.split(".")
+        sections.setdefault(section, {})[name] = value
+    return Recipe(**{section: SECTIONS[section](**values) for section, values in sections.items()}).choices()
+
+
+def section(technique: Technique) -> str:
+    needs = ", ".join(technique.needs) or "nothing else"
+    if technique.devices == ("cuda",):
+        needs += "; a GPU"
+    lines = [
+        f"## `{technique.name}`", "",
+        f"- **Saves.** {technique.saves}", f"- **Costs.** {technique.costs}", f"- **Result.** {technique.precision}",
+        f"- **Needs.** {needs}.", f"- **Source.** {technique.source}.",
+    ]  # fmt: skip
+    refused = excludes(technique)
+    if refused:
+        lines += ["- **Refused**", *(f"  - {text}" for text in refused)]
+    lines += ["", "```yaml", recipe_lines(technique.recipe), "```", ""]
+    return "\n".join(lines)
+
+
+def optimizer_table() -> str:
+    lines = [
+        "| `train.optimizer` | what it is | bytes of state a parameter | result | needs |",
+        "|---|---|---|---|---|",
+    ]
+    for row in OPTIMIZERS.values():
+        needs = ", ".join(filter(None, (row.package, "a GPU" if row.devices == ("cuda",) else ""))) or "-"
+        lines.append(f"| `{row.name}` | {row.help} | {bytes_a_parameter(row):.3g} | {row.precision} | {needs} |")
+    note = "Bytes are the state of a 4096 x 4096 fp32 matrix, GaLore's at rank 128; `state_tensors` of a row is exact."
+    return "\n".join([*lines, "", note])
+
+
+def generated(page: str) -> str:
+    """What stands between the markers of a page."""
+    if page == "README":
+        listed = ["| technique | saves | costs |", "|---|---|---|"]
+        for name, technique in TECHNIQUES.items():
+            listed.append(f"| [`{name}`]({technique.page}.md) | {technique.saves} | {technique.costs} |")
+        return "\n".join([*listed, "", "## What is refused, and why", "", exclusion_table()])
+    if page == "optimizers":
+        return optimizer_table()
+    return "\n".join(section(technique) for technique in TECHNIQUES.values() if technique.page == page).rstrip()
+
+
+def with_generated(page: str, text: str) -> str:
+    pattern = re.escape(BEGIN) + r".*?" + re.escape(END)
+    return re.sub(pattern, lambda match: f"{BEGIN}\n{generated(page)}\n{END}", text, flags=re.DOTALL)
+
+
+def pages() -> list[str]:
+    return ["README", *TITLES]
+
+
+if __name__ == "__main__":
+    for page in pages():
+        path = FOLDER / f"{page}.md"
+        path.write_text(with_generated(page, path.read_text(encoding="utf-8")), encoding="utf-8")

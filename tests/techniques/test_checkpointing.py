@@ -1,0 +1,158 @@
+"""Each way to keep less for the backward pass: the same gradient, the memory it promises, the work it repeats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tigon import patch
+from tigon.profile.peak import PeakMeter
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.checkpointing import KEPT_OPS
+from tigon.techniques.choices import Choices
+from tigon.techniques.technique import Facts
+
+transformers = pytest.importorskip("transformers")
+
+WORDS = ("full", "every-2", "selective", "offload")
+CPU = torch.device("cpu")
+N_LAYERS = 4
+
+
+def model(word: str, *, kernels: bool = True, device: torch.device = CPU, width: int = 32) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=width, intermediate_size=3 * width, num_hidden_layers=N_LAYERS, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=128, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    made = transformers.LlamaForCausalLM(config).to(device).train()
+    if kernels:
+        patch(made)
+    choices = Choices(checkpointing=word)
+    for technique in TECHNIQUES.values():
+        if technique.page == "checkpointing" and technique.used_by(choices):
+            made = technique.model(made, choices, Facts())
+    return made
+
+
+def inputs(device: torch.device = CPU, tokens: int = 64) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 128, (2, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def loss_and_gradients(made: Any, device: torch.device = CPU, tokens: int = 64) -> dict[str, torch.Tensor]:
+    loss = made(**inputs(device, tokens)).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in made.named_parameters()}}
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["patched", "unpatched"])
+@pytest.mark.parametrize("word", WORDS)
+def test_checkpointing_changes_loss_or_gradient(word, kernels):
+    want = loss_and_gradients(model("none", kernels=kernels))
+    got = loss_and_gradients(model(word, kernels=kernels))
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Count(TorchDispatchMode):
+    """How often each operator runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def backward_counts(word: str) -> Counter[str]:
+    loss = model(word)(**inputs()).loss
+    with Count() as count:
+        loss.backward()
+    return count.n
+
+
+def test_selective_checkpointing_repeats_products_or_keeps_norms():
+    none, full, selective = (backward_counts(word) for word in ("none", "full", "selective"))
+    products = [name for name in KEPT_OPS if full[name] or none[name]]
+    assert products
+    for name in products:
+        assert selective[name] == none[name], name
+    assert sum(full[name] - none[name] for name in products) >= 7 * N_LAYERS
+    repeated = {name for name in selective if selective[name] > none[name]}
+    assert any(name.startswith("tigon::") for name in repeated) or "aten::silu" in repeated, repeated
+
+
+def test_every_second_layer_is_repeated_more_or_less_often_than_that():
+    none, half, full = (backward_counts(word)["aten::mm"] for word in ("none", "every-2", "full"))
+    assert (half - none) * 2 == full - none > 0
+
+
+def peak_bytes(word: str) -> int:
+    made = model(word)
+    meter = PeakMeter(CPU)
+    meter.start(list(made.parameters()))
+    made(**inputs(tokens=256)).loss.backward()
+    return meter.stop().step_bytes
+
+
+def test_memory_is_not_in_the_order_of_what_is_kept():
+    none, every, full, selective = (peak_bytes(word) for word in ("none", "every-2", "full", "selective"))
+    assert full < every < none
+    assert full < selective < none
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("word", WORDS)
+def test_checkpointing_changes_loss_or_gradient_of_the_kernels(word):
+    device = torch.device("cuda")
+    want = loss_and_gradients(model("none", device=device, width=256), device, 512)
+    got = loss_and_gradients(model(word, device=device, width=256), device, 512)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_offloaded_inputs_stay_on_the_gpu_or_change_the_gradient():
+    """32 MiB a layer leave; gradients are those of recomputation without offload, bit for bit."""
+    device, tokens, width = torch.device("cuda"), 4096, 1024
+    found = {}
+    for word in ("full", "offload"):
+        made = model(word, device=device, width=width)
+        loss_and_gradients(made, device, tokens)  # the first pass allocates gradients and buffers
+        made.zero_grad(set_to_none=False)
+        torch.cuda.reset_peak_memory_stats()
+        gradients = loss_and_gradients(made, device, tokens)
+        found[word] = ({name: t.clone() for name, t in gradients.items()}, torch.cuda.max_memory_allocated())
+        del made, gradients
+        torch.cuda.empty_cache()
+    for name, want in found["full"][0].items():
+        torch.testing.assert_close(found["offload"][0][name], want, rtol=0, atol=0)
+    input_bytes = 2 * tokens * width * 4
+    # two may be on their way out, one is fetched ahead
+    assert found["full"][1] - found["offload"][1] >= (N_LAYERS - 3) * input_bytes
+
+
+@pytest.mark.gpu
+def test_offload_waits_for_its_copies():
+    """The copies run on a stream of their own: a trace has kernels during them."""
+    made = model("offload", device=torch.device("cuda"), width=2048)
+    for _ in range(2):
+        loss_and_gradients(made, torch.device("cuda"), 8192)
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as trace:
+        loss_and_gradients(made, torch.device("cuda"), 8192)
+        torch.cuda.synchronize()
+    spans = [(e.time_range.start, e.time_range.end, e.name) for e in trace.events() if e.device_type.name == "CUDA"]
+    copies = [span for span in spans if "Memcpy" in span[2] and ("DtoH" in span[2] or "HtoD" in span[2])]
+    kernels = [span for span in spans if "Mem" not in span[2]]
+    large = [copy for copy in copies if copy[1] - copy[0] > 100]
+    assert len(large) >= 2 * (N_LAYERS - 1)
+    overlapped = [c for c in large if any(k[0] < c[1] and c[0] < k[1] for k in kernels)]
+    assert len(overlapped) >= len(large) // 2

@@ -1,0 +1,86 @@
+"""What excludes what: every row is reached, says why and what instead, and leaves the defaults alone."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import technique_pages
+
+from tigon.errors import RecipeError
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.choices import RECIPE_KEYS, Choices, every_n_layers
+from tigon.techniques.condition import Condition
+from tigon.techniques.matrix import EXCLUSIONS, Exclusion, check, exclusion_table, refusals
+from tigon.techniques.optimizers import OPTIMIZERS
+
+OTHER = {"optimizer": "sgd", "offload": "cpu", "zero": 0}  # values that a negative condition holds for
+
+
+def satisfying(condition: Condition) -> Any:
+    """A value that the condition holds for."""
+    if condition.test in ("is not", "is not one of"):
+        return OTHER[condition.field]
+    return condition.wanted[0] if condition.test == "is one of" else condition.wanted
+
+
+@pytest.mark.parametrize("row", EXCLUSIONS, ids=lambda row: " and ".join(map(str, row.when)))
+def test_excluded_choices_pass_or_lose_their_reason(row: Exclusion):
+    choices = Choices(**{condition.field: satisfying(condition) for condition in row.when})
+    assert row.applies(choices)
+    (sentence,) = [text for text in refusals(choices) if row.reason in text]
+    assert row.instead in sentence and "\n" not in sentence
+    with pytest.raises(RecipeError):
+        check(choices, device="cuda")
+
+
+def test_defaults_or_a_technique_alone_are_refused():
+    assert refusals(Choices()) == ()
+    for name in OPTIMIZERS:
+        assert refusals(Choices(optimizer=name)) == (), name
+    for alone in ({"zero": 3}, {"fsdp": True}, {"lora_rank": 8}, {"gpus": 8}, {"accumulate": 4}, {"kernels": "liger"}):
+        assert refusals(Choices(**alone)) == (), alone
+    assert refusals(Choices(zero=3, offload="nvme", checkpointing="offload", lora_rank=8, gpus=2)) == ()
+
+
+def test_an_optimizer_without_row_is_not_named():
+    (reason,) = refusals(replace(Choices(), optimizer="adamw_8bit"))
+    assert "adamw_8bit" in reason and "adamw-8bit" in reason
+
+
+def test_gpu_only_choice_is_not_refused_on_the_cpu():
+    with pytest.raises(RecipeError, match=r"train\.precision: amp-fp16 needs a GPU"):
+        check(Choices(precision="amp-fp16"), device="cpu")
+
+
+def test_package_that_is_missing_is_not_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
+    with pytest.raises(RecipeError, match=r"needs bitsandbytes, not installed here: pip install 'tigon\[bnb\]'"):
+        check(Choices(optimizer="adamw-8bit"), device="cuda")
+
+
+def test_a_field_of_choices_has_no_recipe_key():
+    assert set(RECIPE_KEYS) == {field.name for field in fields(Choices)}
+
+
+def test_every_n_is_read_from_other_words():
+    assert [every_n_layers(word) for word in ("every-3", "full", "none")] == [3, None, None]
+
+
+@pytest.mark.parametrize("page", technique_pages.pages())
+def test_page_of_a_technique_is_out_of_date(page):
+    """If this fails: python tests/techniques/technique_pages.py rewrites docs/techniques."""
+    text = (technique_pages.FOLDER / f"{page}.md").read_text(encoding="utf-8")
+    assert technique_pages.BEGIN in text
+    assert text == technique_pages.with_generated(page, text)
+
+
+def test_a_technique_has_no_page():
+    assert {technique.page for technique in TECHNIQUES.values()} == set(technique_pages.TITLES)
+    assert exclusion_table() in technique_pages.generated("README")
+
+
+def test_one_technique_is_used_by_no_choice_or_by_the_default_twice():
+    used = [name for name, technique in TECHNIQUES.items() if technique.used_by(Choices())]
+    assert used == ["amp-bf16", "adamw"]

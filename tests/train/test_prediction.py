@@ -1,0 +1,149 @@
+"""The planner in `tigon train`: what it asks, what it says, and what --auto and running out of memory lead to."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tigon.errors import RecipeError
+from tigon.memory.gpus import MIB, find_gpu
+from tigon.train import model, prediction, preflight, recipe_file
+
+TEXT = "model: {name: tigon-demo}\ndata: {sequence_length: 1024}\ntrain: {steps: 2, batch_size: 16, {more}}\n"
+
+
+def gpu_of(memory_mib):
+    return replace(find_gpu("h200"), memory_bytes=memory_mib * MIB, context_bytes=MIB, cublas_workspace_bytes=MIB)
+
+
+@pytest.fixture
+def recipe_of(tmp_path):
+    path = tmp_path / "r.yaml"
+
+    def load(more="", overrides=()):
+        path.write_text(TEXT.replace("{more}", more))
+        return recipe_file.load(path, overrides, gpu_present=lambda: True)
+
+    return load
+
+
+def asked(recipe):
+    return recipe, model.load_config(recipe.model), recipe.choices(precision="amp-bf16")
+
+
+def predicted(recipe, memory_mib):
+    return prediction.predict(*asked(recipe), gpu_of(memory_mib), evaluated=True)
+
+
+def test_the_question_is_not_the_run_that_the_recipe_describes(recipe_of):
+    recipe = recipe_of("max_grad_norm: 0, gradient_accumulation: 2, checkpointing: full")
+    request = prediction.request_of(*asked(recipe), evaluated=False)
+    assert (request.batch, request.seq, request.clipped, request.masked) == (16, 1024, False, True)
+    assert (request.choices.accumulate, request.choices.checkpointing) == (2, "full")
+    joined = recipe_of(overrides=["data.cross_document_attention=true"])
+    assert not prediction.request_of(*asked(joined), evaluated=False).masked
+
+
+def test_a_run_that_fits_is_warned_about_or_one_that_does_not_is_not(recipe_of):
+    assert len(predicted(recipe_of(), 8000).lines("tigon train r.yaml")) == 1
+    _, warning = predicted(recipe_of(), 700).lines("tigon train r.yaml")
+    assert warning.startswith("warning") and "Next rung" in warning and "tigon train r.yaml --set" in warning
+
+
+def test_the_next_rungs_command_leads_to_a_recipe_that_does_not_fit(recipe_of):
+    recipe = recipe_of()
+    _, warning = predicted(recipe, 700).lines("tigon train r.yaml")
+    words = shlex.split(warning.partition(": tigon train r.yaml ")[2])
+    assert words[::2] == ["--set"] * (len(words) // 2)
+    better = predicted(recipe_of(overrides=words[1::2]), 700)
+    assert better.option.fits(gpu_of(700))
+    assert better.option.request.batch * better.option.request.choices.accumulate == recipe.train.batch_size
+
+
+def test_what_the_recipe_says_is_changed_by_auto(recipe_of):
+    recipe = recipe_of("checkpointing: full, optimizer: lion-8bit, precision: fp32")
+    free = prediction.free_in(recipe)
+    assert not free & {"checkpointing", "optimizer", "precision"} and "zero" in free
+    assignments, _ = prediction.choose(*asked(recipe_of("checkpointing: full")), gpu_of(8000))
+    assert assignments == [], "it fits as it is"
+
+
+def test_auto_changes_the_numbers_where_that_is_not_needed(recipe_of):
+    assignments, said = prediction.choose(*asked(recipe_of()), gpu_of(700))
+    recipe = recipe_of(overrides=assignments)
+    assert recipe.choices().optimizer == "adamw" and recipe.choices().precision == "amp-bf16"
+    assert predicted(recipe, 700).option.fits(gpu_of(700)) and assignments[0] in said
+
+
+def test_auto_goes_on_where_nothing_fits(recipe_of):
+    with pytest.raises(RecipeError, match=r"--auto: nothing .* fits"):
+        prediction.choose(*asked(recipe_of("gradient_accumulation: 2")), gpu_of(20))
+
+
+def test_auto_is_taken_on_a_cpu_or_with_resume(recipe_of):
+    for resume, words in ((False, "on the CPU"), (True, "--resume")):
+        with pytest.raises(RecipeError, match=words):
+            prediction.with_auto(recipe_of(), [], torch.device("cpu"), resume=resume)
+
+
+def test_out_of_memory_does_not_say_needed_had_next_rung_and_command(recipe_of, tmp_path):
+    found = predicted(recipe_of(), 700)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ...")
+    said = str(
+        prediction.out_of_memory(
+            error, found, recipe_of(), folder=tmp_path, device=torch.device("cpu"), command="tigon train r.yaml"
+        )
+    )
+    needed = found.option.estimate.device_bytes / 2**30
+    for words in (f"needed {needed:.2f} GiB", "had 0.68 GiB", "1.50 GiB", "Next rung", "tigon train r.yaml --set"):
+        assert words in said
+    assert "\n" not in said
+
+
+def test_out_of_memory_recommends_what_needs_as_much(recipe_of, tmp_path):
+    """Where the prediction said that it fits, the next rung has to be smaller than what failed."""
+    found = predicted(recipe_of(), 8000)
+    said = prediction.next_rung(found, "tigon train r.yaml", below_bytes=found.option.estimate.device_bytes - 1)
+    words = shlex.split(said.partition(": tigon train r.yaml ")[2])
+    better = predicted(recipe_of(overrides=words[1::2]), 8000)
+    assert better.option.estimate.device_bytes < found.option.estimate.device_bytes
+
+
+def test_a_cpu_run_gets_a_prediction_of_a_gpu(recipe_of):
+    said = prediction.announce(*asked(recipe_of()), torch.device("cpu"), evaluated=True, command="")
+    assert said == (None, []) and prediction.compared(None, torch.device("cpu")) is None
+
+
+def test_the_comparison_has_the_error_the_wrong_way_round(recipe_of):
+    found = predicted(recipe_of(), 8000).as_mapping()
+    measured = {name: int(found[name] / 1.02) for name in ("peak_allocated_bytes", "peak_reserved_bytes")}
+    assert prediction.comparison_line({"predicted": found, "measured": measured}).count("(+2.0%)") == 2
+
+
+NAMES = {
+    "NVIDIA H200": "h200", "NVIDIA A100-SXM4-80GB": "a100-80gb", "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie", "NVIDIA GeForce RTX 4090": "rtx-4090", "NVIDIA L4": "l4",
+    "AMD Instinct MI300X": "mi300x",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "row"), NAMES.items())
+def test_the_drivers_name_finds_another_row(said, row):
+    assert prediction._row_of(said, 1 << 35).name == row
+
+
+def test_an_unknown_gpu_has_no_rates():
+    assert prediction._row_of("Some GPU", 24 << 30).memory_bytes == 24 << 30
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the allocator's memory is compared")
+def test_the_gpu_of_this_machine_has_other_memory_than_the_driver_says(recipe_of):
+    device = torch.device("cuda", 0)
+    gpu = prediction.gpu_here(device)
+    assert 0 < gpu.memory_bytes <= torch.cuda.get_device_properties(device).total_memory
+    found, lines = prediction.announce(*asked(recipe_of()), device, evaluated=True, command="tigon train r.yaml")
+    assert found is not None and lines and preflight.gpu_present()

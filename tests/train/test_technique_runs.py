@@ -1,0 +1,383 @@
+"""Techniques in real runs of one-layer models: the same training as without them, and checkpoints that resume."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train_helpers import SMALL, losses_of, records, rows, small_trainer
+
+from tigon.models import DeferredLogits
+from tigon.techniques.choices import KERNELS
+from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.train import engine
+from tigon.train.recipe import LoraConfig, Recipe, TrainConfig
+from tigon.train.recipe_file import load
+
+ROOT = Path(__file__).parents[2]
+
+
+def recipe_of(lora: LoraConfig | None = None, **train: Any) -> Recipe:
+    values = {"steps": 4, "batch_size": 8, "learning_rate": 0.01, "log_steps": 1, "galore_rank": 8, "galore_gap": 3}
+    return Recipe(model=SMALL, train=TrainConfig(**{**values, **train}), lora=lora or LoraConfig())
+
+
+def need(package: str | None) -> None:
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+def settings(name: str) -> dict[str, Any]:
+    """What a recipe with this optimizer has to say, and a rate that suits it."""
+    row = OPTIMIZERS[name]
+    rates = {"sgd": 0.5, "lion-8bit": 0.001}
+    clip = {"max_grad_norm": 0.0} if row.in_backward else {}
+    return {"optimizer": name, "learning_rate": rates.get(name, 0.01), **clip}
+
+
+on_cpu = pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values() if "cpu" in row.devices])
+only_gpu = pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values() if "cpu" not in row.devices])
+
+
+def resumed_and_whole(name: str, folder: Path, device: torch.device) -> tuple[list[float], list[float]]:
+    recipe = recipe_of(**settings(name), steps=6, save_steps=2)
+    whole = losses_of(small_trainer(folder, recipe, device=device))
+    cut = small_trainer(folder, recipe, device=device)
+    cut.train(resume_from_checkpoint=str(folder / "c" / "checkpoint-4"))
+    resumed = [entry["loss"] for entry in cut.state.log_history if "loss" in entry]
+    return resumed, whole
+
+
+@on_cpu
+def test_resumed_optimizer_differs_from_the_uninterrupted_one(name, tmp_path):
+    need(OPTIMIZERS[name].package)
+    # torchao compiles a kernel for each shape: seconds, and nothing of it is ours
+    with torch.compiler.set_stance("force_eager") if OPTIMIZERS[name].needs_compiler else nullcontext():
+        resumed, whole = resumed_and_whole(name, tmp_path, torch.device("cpu"))
+    assert resumed == whole
+    assert whole[-1] < whole[0] - 0.05, "it does not learn"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_resumed_on_the_gpu_differs_from_the_uninterrupted_one(name, tmp_path):
+    need(OPTIMIZERS[name].package)
+    resumed, whole = resumed_and_whole(name, tmp_path, torch.device("cuda", 0))
+    assert resumed == pytest.approx(whole, rel=1e-6)
+    assert whole[-1] < whole[0] - 0.05, "it does not learn"
+
+
+@pytest.mark.parametrize("kernels", ["none", "tigon"])
+def test_a_split_of_the_batch_changes_the_gradient(kernels, tmp_path):
+    """Rows hold different numbers of learned tokens, so averaging micro-batches would fail this."""
+    data, moved = rows(), {}
+    for batch_size, accumulate in ((8, 1), (4, 2), (2, 4), (1, 8)):
+        recipe = recipe_of(
+            steps=1, batch_size=batch_size, gradient_accumulation=accumulate, optimizer="sgd", learning_rate=1.0,
+            weight_decay=0.0, max_grad_norm=0.0,
+        )  # fmt: skip
+        trainer = small_trainer(tmp_path, recipe, data=data, kernels=kernels)
+        trainer.train()
+        moved[accumulate] = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    for accumulate in (2, 4, 8):
+        for name, want in moved[1].items():
+            torch.testing.assert_close(moved[accumulate][name], want, rtol=1e-5, atol=1e-6)
+
+
+PRECISIONS = {"amp-bf16": 0.05, "bf16": 0.05}
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), PRECISIONS.items())
+def test_lower_precision_trains_otherwise(precision, tolerance, tmp_path):
+    want = losses_of(small_trainer(tmp_path, recipe_of(precision="fp32")))
+    got = losses_of(small_trainer(tmp_path, recipe_of(precision=precision)))
+    assert got == pytest.approx(want, abs=tolerance)
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+TARGETS = {
+    "linear": ("linear",), "head": ("linear", "head"), "embeddings": ("embeddings",),
+    "all": ("linear", "head", "embeddings"),
+}  # fmt: skip
+
+
+def adapted(targets: tuple[str, ...], *, quantize: bool = False, **train: Any) -> Recipe:
+    return recipe_of(LoraConfig(rank=4, targets=targets, quantize=quantize), precision="fp32", **train)
+
+
+def one_batch(trainer: Any) -> dict[str, torch.Tensor]:
+    return next(iter(trainer.get_train_dataloader()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("quantize", [False, True], ids=["lora", "qlora"])
+@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS.keys())
+def test_adapters_train_with_logits_or_otherwise_than_unpatched(targets, quantize, tmp_path):
+    need("peft")
+    need("bitsandbytes" if quantize else None)
+    losses = {}
+    for kernels in ("none", "tigon"):
+        recipe = adapted(targets, quantize=quantize)
+        trainer = small_trainer(tmp_path, recipe, kernels=kernels)
+        outputs = trainer.model.train()(**one_batch(trainer))
+        # an adapter adds to what the head returns, so the loss falls back to whole logits, with a warning
+        assert isinstance(outputs.logits, DeferredLogits) == (kernels == "tigon" and "head" not in targets)
+        losses[kernels] = losses_of(trainer)
+    assert losses["tigon"] == pytest.approx(losses["none"], rel=2e-5)
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("quantize", [False, True], ids=["lora", "qlora"])
+@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS.keys())
+def test_merged_checkpoint_computes_something_else(targets, quantize, tmp_path):
+    """TINY_MODEL ties its head to its embeddings: an adapter on either must leave the other alone."""
+    from transformers import AutoModelForCausalLM
+
+    need("peft")
+    need("bitsandbytes" if quantize else None)
+    recipe = adapted(targets, quantize=quantize, learning_rate=0.1)
+    trainer = small_trainer(tmp_path, recipe)
+    trainer.train()
+    built, base, batch = trainer.model.eval(), tmp_path / "base", one_batch(trainer)
+    if quantize:  # the base of the merged checkpoint is the one before quantisation
+        import peft
+
+        trainer.save_model(str(tmp_path / "a"))
+        plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        built = peft.PeftModel.from_pretrained(plain, str(tmp_path / "a")).eval()
+    with torch.no_grad():
+        want = built(input_ids=batch["input_ids"]).logits
+    choices = recipe.choices(precision="fp32")
+    engine.save(trainer.model, trainer, choices, tmp_path / "model", model=recipe.model, base=base)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    with torch.no_grad():
+        got = merged(input_ids=batch["input_ids"]).logits
+    tolerance = 0.05 if quantize else 1e-4  # the merged weights of a quantised model are written in bf16
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    if quantize:
+        assert list(tmp_path.glob("adapters/*.safetensors"))
+
+
+def test_evaluation_before_training_breaks_the_gradient_of_qlora(tmp_path):
+    need("bitsandbytes")
+    losses = []
+    for evaluated in (False, True):
+        trainer = small_trainer(tmp_path, adapted(("linear",), quantize=True), evaluate=True)
+        if evaluated:
+            trainer.evaluate()
+        losses.append(losses_of(trainer))
+    assert losses[0] == losses[1]
+
+
+def test_resumed_adapters_differ_from_the_uninterrupted_ones(tmp_path):
+    need("peft")
+    recipe = adapted(("linear", "head"), steps=6, save_steps=2)
+    whole = losses_of(small_trainer(tmp_path, recipe))
+    cut = small_trainer(tmp_path, recipe)
+    cut.train(resume_from_checkpoint=str(tmp_path / "c" / "checkpoint-4"))
+    assert [entry["loss"] for entry in cut.state.log_history if "loss" in entry] == whole
+
+
+# --- through the command ---------------------------------------------------------------------------------------------
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in records(folder, "train")]
+
+
+def test_two_processes_train_otherwise_than_one_with_twice_the_rows(recipe, tigon, here, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    changes = {"model": {"kernels": "tigon"}, "output": {"save_model": True}}
+    one = recipe("one.yaml", **{**changes, "output": {"name": "one", "save_model": True}})
+    two = recipe("two.yaml", **{**changes, "train": {"batch_size": 2}, "output": {"name": "two", "save_model": True}})
+    assert tigon("train", one).code == 0
+    outcome = tigon("train", two, "--gpus", "2")
+    assert outcome.code == 0, outcome.err
+    assert losses(here / "runs" / "two") == pytest.approx(losses(here / "runs" / "one"), rel=1e-5)
+    assert (here / "runs" / "two" / "report.html").exists()
+    held_out = [records(here / "runs" / name, "result")[0]["eval_loss"] for name in ("one", "two")]
+    assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
+
+
+REFUSED = {
+    "galore with ZeRO": (
+        ("train.optimizer=galore", "sharding.zero=2"),
+        r"flat slices of all parameters.*sharding\.zero",
+    ),
+    "8 bits with offload": (
+        ("train.optimizer=adamw-8bit", "sharding.zero=3", "sharding.offload=cpu"),
+        r"DeepSpeedCPUAdam.*use train\.optimizer: adamw",
+    ),
+    "4 bits without adapters": (("lora.quantize=true",), r"nothing would be trained; use lora\.rank"),
+    "clipping of what is gone": (("train.optimizer=galore-layerwise",), r"set train\.max_grad_norm: 0"),
+    "files without a folder": (("sharding.zero=3", "sharding.offload=nvme"), r"sharding\.nvme_folder"),
+    "ZeRO with processes on the CPU": (("sharding.zero=2", "sharding.gpus=2"), r"one process in fp32"),
+    "paging on the CPU": (("train.optimizer=paged-adamw",), r"paged-adamw needs a GPU"),
+}
+
+
+@pytest.mark.parametrize("sets, message", REFUSED.values(), ids=REFUSED.keys())
+def test_excluded_pair_is_loaded_or_leaves_something(recipe, tigon, here, sets, message):
+    path = recipe()
+    before = set(here.rglob("*"))
+    outcome = tigon("train", path, *(word for text in sets for word in ("--set", text)))
+    assert re.search(message, outcome.error_line())
+    assert set(here.rglob("*")) == before
+
+
+def run(here: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own: DeepSpeed keeps a process group and more for good."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "tigon", *map(str, words)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here)
+
+
+def test_processes_repeat_a_refusal(recipe, here):
+    """What only the processes can see, as a text that is too short, is one line from the first."""
+    done = run(here, "train", recipe(train={"batch_size": 1000}), "--gpus", 2)
+    assert done.returncode == 2, done.stderr[-2000:]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("tigon: ")]
+    assert len(lines) == 1 and "fewer than train.batch_size 1000" in lines[0]
+    assert "Traceback" not in done.stderr
+    assert not (here / "runs").exists()
+
+
+ZERO = {"stage 1": 1, "stage 2": 2, "stage 3": 3}
+
+
+@pytest.mark.parametrize("stage", ZERO.values(), ids=ZERO.keys())
+def test_zero_trains_otherwise_or_cannot_be_resumed(recipe, tigon, here, monkeypatch, stage):
+    """One process: Accelerate runs DeepSpeed on the CPU in no more."""
+    need("deepspeed")
+    path = recipe(model={"kernels": "tigon"}, train={"save_steps": 2}, output={"name": "plain"})
+    assert tigon("train", path).code == 0
+    words = ["train", path, "--set", f"sharding.zero={stage}", "--set"]
+    done = run(here, *words, "output.name=zero")
+    assert done.returncode == 0, done.stderr[-2000:]
+    want, runs = losses(here / "runs" / "plain"), here / "runs"
+    assert losses(runs / "zero") == pytest.approx(want, rel=1e-5)
+    shutil.copytree(runs / "zero", runs / "cut")
+    shutil.rmtree(runs / "cut" / "checkpoints" / "checkpoint-4")
+    (runs / "cut" / "summary.json").unlink()
+    done = run(here, *words, "output.name=cut", "--resume")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert losses(runs / "cut") == losses(runs / "zero")
+
+
+# Accelerate takes FSDP2 for accelerators only. The program says that processes on the CPU are one, by another's name.
+_FSDP = """
+import dataclasses, sys
+from pathlib import Path
+import accelerate.state as state
+
+class Words:
+    def __getattr__(self, name):
+        return getattr(real, "MULTI_CPU" if name == "MULTI_MUSA" else name)
+
+real, state.DistributedType = state.DistributedType, Words()
+import tigon.techniques as techniques
+techniques.TECHNIQUES.update(
+    {name: dataclasses.replace(row, devices=("cpu", "cuda")) for name, row in techniques.TECHNIQUES.items()}
+)
+from tigon.train.run import train
+train(Path(sys.argv[1]), ["sharding.fsdp=true", *sys.argv[3:]], resume=sys.argv[2] == "resume")
+"""
+
+
+def run_fsdp(here: Path, recipe: Path, name: str, *sets: str, how: str = "anew") -> None:
+    (here / "fsdp.py").write_text(_FSDP, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "fsdp.py"]
+    command = [*launcher, str(recipe), how, f"output.name={name}", *sets]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "MaterializedLogitsWarning" not in done.stderr, "the loss was not fused"
+
+
+def test_fsdp2_trains_otherwise_or_cannot_be_resumed(recipe, tigon, here):
+    """Two processes: the losses of one with twice the rows; resumed, the same; and its checkpoint is whole."""
+    path = recipe("one.yaml", model={"kernels": "tigon"}, train={"save_steps": 2}, output={"name": "plain"})
+    assert tigon("train", path).code == 0
+    runs = here / "runs"
+    run_fsdp(here, path, "fsdp", "train.batch_size=2", "output.save_model=true")
+    assert losses(runs / "fsdp") == pytest.approx(losses(runs / "plain"), rel=1e-5)
+    shutil.copytree(runs / "fsdp", runs / "cut")
+    shutil.rmtree(runs / "cut" / "checkpoints" / "checkpoint-4")
+    (runs / "cut" / "summary.json").unlink()
+    run_fsdp(here, path, "cut", "train.batch_size=2", "output.save_model=true", how="resume")
+    assert losses(runs / "cut") == losses(runs / "fsdp")
+    again = recipe("again.yaml", model={"name": str(runs / "fsdp" / "model"), "config": None}, output={"name": "again"})
+    assert tigon("train", again).code == 0
+    assert losses(runs / "again")[0] < losses(runs / "fsdp")[0] - 0.1, "the gathered weights were not the trained ones"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16"])
+def test_fsdp2_with_adapters_or_autocast_trains_otherwise(recipe, tigon, here, precision):
+    need("peft")
+    sets = ["lora.rank=4"] if precision == "fp32" else [f"train.precision={precision}", "train.checkpointing=selective"]
+    path = recipe("one.yaml", model={"kernels": "tigon"}, output={"save_model": True, "name": "one"})
+    run_fsdp(here, path, "fsdp", "train.batch_size=2", *sets)
+    base = here / "runs" / "fsdp" / "base"  # adapters are merged into the preset as it was written there
+    tokenizer = here / "runs" / "fsdp" / "tokenizer"
+    sets += [f"model.name={base}", "model.config=null", f"data.tokenizer={tokenizer}"] if base.exists() else []
+    assert tigon("train", path, *(word for text in sets for word in ("--set", text))).code == 0
+    want, got = losses(here / "runs" / "one"), losses(here / "runs" / "fsdp")
+    assert got == pytest.approx(want, rel=1e-4 if precision == "fp32" else 5e-3)
+
+
+def test_kernel_words_of_choices_and_model_differ():
+    from tigon.train.model import KERNELS as appliers
+
+    assert set(appliers) == set(KERNELS)
+
+
+TECHNIQUE_RECIPES = sorted((ROOT / "recipes" / "techniques").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", TECHNIQUE_RECIPES, ids=lambda path: path.stem)
+def test_recipe_of_a_technique_does_not_use_it(path):
+    from tigon.techniques import TECHNIQUES
+
+    technique = TECHNIQUES[path.stem]
+    for gpu in (False, True):
+        assert technique.used_by(load(path, gpu_present=lambda gpu=gpu: gpu).choices())
+
+
+def test_a_technique_has_no_recipe():
+    from tigon.techniques import TECHNIQUES
+
+    assert {path.stem for path in TECHNIQUE_RECIPES} == set(TECHNIQUES)
+
+
+SMALLER = ("train.device=cpu", "train.steps=3", "train.warmup_steps=1", "data.max_text_mib=0.1", "data.vocab_size=400",
+           "data.sequence_length=32", "model.config.num_hidden_layers=1", "output.sample_tokens=0")  # fmt: skip
+# DeepSpeed compiles its CPU optimizer for two minutes; and what a process has of DeepSpeed stays.
+ELSEWHERE = ("zero-", "ddp")
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in TECHNIQUE_RECIPES if not p.stem.startswith(ELSEWHERE)], ids=lambda path: path.stem
+)  # fmt: skip
+def test_recipe_of_a_technique_does_not_run_on_the_cpu(path, tigon, here):
+    from tigon.techniques import TECHNIQUES
+
+    technique = TECHNIQUES[path.stem]
+    if technique.devices == ("cuda",):
+        pytest.skip("for GPUs")
+    for package in technique.needs:
+        need(package)
+    with torch.compiler.set_stance("force_eager"):
+        outcome = tigon("train", path, *(word for text in SMALLER for word in ("--set", text)))
+    assert outcome.code == 0, outcome.err
+    assert len(records(here / "runs" / path.stem, "train")) >= 1

@@ -1,0 +1,142 @@
+"""Every technique's recipe on GPUs, through the command: it trains as the plain run does, and resumes.
+
+Those that shard take two GPUs where there are two, and one otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from train_helpers import records
+
+from tigon.techniques import TECHNIQUES
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes" / "techniques").glob("*.yaml"))
+STEPS = 8
+SMALL = {
+    "model.name": "smollm2-135m", "model.config.num_hidden_layers": 4, "data.max_text_mib": 0.5,
+    "data.sequence_length": 256, "train.steps": STEPS, "train.warmup_steps": 0, "train.log_steps": 1,
+    "train.save_steps": STEPS // 2, "train.batch_size": 4, "output.if_exists": "error", "output.sample_tokens": 0,
+}  # fmt: skip
+# Other optimizers, or fewer trained weights, than the plain run's: they must learn, not follow it.
+FREE = {"lion-8bit", "adafactor", "sgd", "galore", "galore-layerwise", "lora", "qlora"}
+TOLERANCE = 0.08  # of a loss near 9 after 8 steps, in bf16
+
+
+def run(here: Path, recipe: Path, settings: dict[str, Any], *words: str) -> subprocess.CompletedProcess[str]:
+    sets = [word for key, value in settings.items() for word in ("--set", f"{key}={yaml.safe_dump(value).split()[0]}")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TORCH_CUDA_ARCH_LIST": "9.0"}
+    command = [sys.executable, "-m", "tigon", "train", str(recipe), *sets, *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here)
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in records(folder, "train")]
+
+
+@functools.cache
+def plain(folder: Path, gpus: int, precision: str) -> tuple[float, ...]:
+    """AdamW without any technique, on as many rows a step."""
+    settings = {**SMALL, "train.precision": precision, "train.batch_size": 4 * gpus, "output.name": f"plain{gpus}"}
+    done = run(folder, ROOT / "recipes" / "techniques" / "amp-bf16.yaml", settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return tuple(losses(folder / "runs" / f"plain{gpus}"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_of_a_technique_trains_otherwise_or_cannot_be_resumed(recipe, folder):
+    technique = TECHNIQUES[recipe.stem]
+    for package in technique.needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    gpus = min(int(technique.recipe.get("sharding.gpus", 1)), torch.cuda.device_count())
+    settings = {**SMALL, "sharding.gpus": gpus, "output.name": recipe.stem}
+    if "sharding.nvme_folder" in technique.recipe:
+        settings["sharding.nvme_folder"] = str(folder / "swap")
+        (folder / "swap").mkdir(exist_ok=True)
+    done = run(folder, recipe, settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert recipe.stem in done.stdout, "the run does not say that it uses it"
+    assert "MaterializedLogitsWarning" not in done.stderr, "the loss was not fused"
+    whole = losses(folder / "runs" / recipe.stem)
+    assert len(whole) == STEPS and whole[-1] < whole[0]
+    accumulate = int(technique.recipe.get("train.gradient_accumulation", 1))
+    if recipe.stem not in FREE and accumulate == 1:
+        assert whole == pytest.approx(plain(folder, gpus, "amp-bf16"), abs=TOLERANCE)
+    assert list((folder / "runs" / recipe.stem / "model").glob("*.safetensors"))
+
+    cut = folder / "runs" / f"{recipe.stem}-cut"
+    shutil.copytree(folder / "runs" / recipe.stem, cut)
+    shutil.rmtree(cut / "checkpoints" / f"checkpoint-{STEPS}")
+    (cut / "summary.json").unlink()
+    done = run(folder, recipe, {**settings, "output.name": cut.name}, "--resume")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert losses(cut) == pytest.approx(whole, rel=1e-4)
+    for path in (folder / "runs" / recipe.stem, cut):
+        shutil.rmtree(path)
+
+
+PAIRS = {
+    "ZeRO-3 with adapters": {"sharding.zero": 3, "lora.rank": 8},
+    "ZeRO-3 with 4 bits": {"sharding.zero": 3, "lora.rank": 8, "lora.quantize": True},
+    "ZeRO-3 with 8-bit states": {"sharding.zero": 3, "train.optimizer": "adamw-8bit"},
+    "ZeRO-3 in bf16": {"sharding.zero": 3, "train.precision": "bf16"},
+    "ZeRO-2 in bf16": {"sharding.zero": 2, "train.precision": "bf16"},
+    "ZeRO-2 in fp16": {"sharding.zero": 2, "train.precision": "amp-fp16"},
+    "ZeRO-3 with weights on the host": {"sharding.zero": 3, "sharding.offload": "cpu"},
+    "ZeRO-3 with inputs on the host": {"sharding.zero": 3, "train.checkpointing": "offload"},
+    "FSDP2 with adapters": {"sharding.fsdp": True, "lora.rank": 8},
+    "FSDP2 without resharding": {"sharding.fsdp": True, "sharding.reshard": False},
+    "FSDP2 with checkpointing": {"sharding.fsdp": True, "train.checkpointing": "full"},
+    "FSDP2 with selective checkpointing": {"sharding.fsdp": True, "train.checkpointing": "selective"},
+    "FSDP2 with inputs on the host": {"sharding.fsdp": True, "train.checkpointing": "offload"},
+    "FSDP2 in bf16": {"sharding.fsdp": True, "train.precision": "bf16"},
+    "FSDP2 in fp16": {"sharding.fsdp": True, "train.precision": "amp-fp16"},
+    "FSDP2 with torchao": {"sharding.fsdp": True, "train.optimizer": "adamw-torchao-8bit"},
+    "4 bits with inputs on the host": {"lora.rank": 8, "lora.quantize": True, "train.checkpointing": "offload"},
+    "GaLore with checkpointing": {"train.optimizer": "galore", "train.checkpointing": "full"},
+    "Liger": {"model.kernels": "liger"},
+    "DDP with adapters and 4 bits": {"sharding.gpus": 2, "lora.rank": 8, "lora.quantize": True},
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
+def test_pair_of_techniques_does_not_work(pair, folder, request):
+    packages = {"sharding.zero": "deepspeed", "lora.quantize": "bitsandbytes"}
+    needed = [package for key, package in packages.items() if key in pair]
+    needed += ["bitsandbytes"] * ("8bit" in str(pair.get("train.optimizer")))
+    needed += ["liger_kernel"] * (pair.get("model.kernels") == "liger")
+    for package in needed:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    sharded = "sharding.zero" in pair or "sharding.fsdp" in pair or "sharding.gpus" in pair
+    gpus = min(2 if sharded else 1, torch.cuda.device_count())
+    name = "pair-" + "".join(c if c.isalnum() else "-" for c in request.node.callspec.id)
+    settings = {**SMALL, "train.save_steps": None, "output.name": name, **pair, "sharding.gpus": gpus}
+    done = run(folder, ROOT / "recipes" / "techniques" / "amp-bf16.yaml", settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "MaterializedLogitsWarning" not in done.stderr, "the loss was not fused"
+    found = losses(folder / "runs" / name)
+    assert len(found) == STEPS and found[-1] < found[0]
+    if "lora.rank" not in pair and pair.get("train.optimizer") != "galore":
+        assert found == pytest.approx(plain(folder, gpus, "amp-bf16"), abs=TOLERANCE)
+    assert list((folder / "runs" / name / "model").glob("*.safetensors"))
+    shutil.rmtree(folder / "runs" / name)
