@@ -1,0 +1,64 @@
+"""LoRA by PEFT's own modules, and 4-bit frozen weights as bitsandbytes holds them, on a model without data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.errors import UsageError
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.choices import Choices
+from tigon.techniques.technique import Facts
+
+# bitsandbytes 0.50.2 with double quantisation: half a byte a weight, an 8-bit scale for 64 of them, an fp32 scale for
+# 256 of those, and two tables of 16 and 256 fp32 values.
+NF4_BLOCK, NF4_OUTER_BLOCK, NF4_TABLE_BYTES = 64, 256, 4 * (16 + 256)
+
+
+def nf4_bytes(numel: int) -> tuple[int, ...]:
+    """The tensors that hold `numel` weights in NF4, bytes of each."""
+    scales = math.ceil(numel / NF4_BLOCK)
+    return math.ceil(numel / 2), scales, 4 * math.ceil(scales / NF4_OUTER_BLOCK), NF4_TABLE_BYTES
+
+
+class _Product(torch.autograd.Function):
+    """y = x Wᵀ with W made for the product and dropped, in the forward and again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Tensor:
+        ctx.shape = shape
+        return x @ x.new_empty(shape).t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy @ dy.new_empty(ctx.shape), None, None
+
+
+class Nf4Linear(nn.Linear):
+    """A frozen linear module whose weight is not held in a float dtype; what holds it is counted by `statics`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            x = x.to(torch.get_autocast_dtype("cpu"))
+        y: Tensor = _Product.apply(x, None, (self.out_features, self.in_features))
+        return y if self.bias is None else y + self.bias
+
+
+def quantize(model: Any) -> None:
+    """Turn the linear modules of the layers into 4-bit ones, as transformers does: all but the head."""
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if type(module) is nn.Linear and module is not head:
+            module.__class__ = Nf4Linear
+
+
+def attach(model: Any, choices: Choices) -> None:
+    """Put adapters into `model` in place, and freeze the rest, as the run does. Raises UsageError without PEFT."""
+    technique = TECHNIQUES["lora"]
+    try:
+        technique.model(model, choices, Facts())
+    except ImportError as error:
+        raise UsageError(f"LoRA cannot be traced: {error}; pip install -U 'tigon[peft]'.") from None

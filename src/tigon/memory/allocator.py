@@ -1,0 +1,116 @@
+"""PyTorch's caching allocator, by its rules, over a sequence of allocations and frees: how much it reserves.
+
+Rules and constants are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.11) with default settings: no expandable
+segments, no limit on splitting, one stream. Blocks are found best fit; segments that are wholly free are given back
+only where a new one would not fit on the device any more.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+MIN_BLOCK = 512
+SMALL = 1 << 20
+"""Requests up to this come from the pool of small segments."""
+SMALL_SEGMENT = 2 << 20
+LARGE_SEGMENT = 20 << 20
+"""Segment for requests below MIN_LARGE."""
+MIN_LARGE = 10 << 20
+ROUND_LARGE = 2 << 20
+
+
+@dataclass(eq=False)
+class _Block:
+    size: int
+    address: int
+    free: bool = False
+    before: _Block | None = None
+    after: _Block | None = None
+
+
+class CachingAllocator:
+    """`allocate` returns a handle for `free`; `reserved_bytes` and `peak_reserved_bytes` are its statistics.
+
+    limit_bytes: what the device has for it; None: no end. A request that fits nowhere is granted all the same.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = 0
+        # (size, address, block), sorted: best fit is the first that is large enough.
+        self._pools: tuple[list[tuple[int, int, _Block]], ...] = ([], [])
+        self._next_address = 0
+
+    def allocate(self, nbytes: int) -> _Block:
+        """Take `nbytes` (more than 0) from a pool."""
+        size = max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
+        small = size <= SMALL
+        pool = self._pools[small]
+        at = bisect.bisect_left(pool, (size, -1))
+        # PyTorch takes the best fit whatever is left over: max_split_size is unlimited.
+        block = pool.pop(at)[2] if at < len(pool) else self._segment(size)
+        left = block.size - size
+        if left >= MIN_BLOCK if small else left > SMALL:
+            rest = _Block(left, block.address + size, before=block, after=block.after)
+            if block.after is not None:
+                block.after.before = rest
+            block.size, block.after = size, rest
+            self._put(rest, small)
+        block.free = False
+        self.allocated_bytes += block.size
+        return block
+
+    def free(self, block: _Block, *, small: bool) -> None:
+        """Give a block back; neighbours that are free merge with it. small: the pool it came from."""
+        self.allocated_bytes -= block.size
+        pool = self._pools[small]
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            self._take(pool, before)
+            before.size += block.size
+            before.after = after
+            if after is not None:
+                after.before = before
+            block = before
+        if after is not None and after.free:
+            self._take(pool, after)
+            block.size += after.size
+            block.after = after.after
+            if after.after is not None:
+                after.after.before = block
+        self._put(block, small)
+
+    def _segment(self, size: int) -> _Block:
+        if size <= SMALL:
+            segment = SMALL_SEGMENT
+        elif size < MIN_LARGE:
+            segment = LARGE_SEGMENT
+        else:
+            segment = -(-size // ROUND_LARGE) * ROUND_LARGE
+        if self.limit_bytes is not None and self.reserved_bytes + segment > self.limit_bytes:
+            self._release()
+        self.reserved_bytes += segment
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        # Segments do not touch: blocks of two of them never merge, and are told apart by their address.
+        self._next_address += segment + MIN_BLOCK
+        return _Block(segment, self._next_address - segment - MIN_BLOCK)
+
+    def _release(self) -> None:
+        for pool in self._pools:
+            whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
+            self.reserved_bytes -= sum(size for size, _, _ in whole)
+            pool[:] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
+
+    def _put(self, block: _Block, small: bool) -> None:
+        block.free = True
+        bisect.insort(self._pools[small], (block.size, block.address, block))
+
+    @staticmethod
+    def _take(pool: list[tuple[int, int, _Block]], block: _Block) -> None:
+        del pool[bisect.bisect_left(pool, (block.size, block.address))]
+
+
+def is_small(nbytes: int) -> bool:
+    """Whether a request of `nbytes` comes from the pool of small segments."""
+    return nbytes <= SMALL

@@ -1,0 +1,142 @@
+"""Attention as CUDA runs it, on fake tensors: what each kernel saves, and what its backward needs besides.
+
+On the CPU, scaled_dot_product_attention takes other kernels, so it is not traced but replaced. What is allocated here
+was read in PyTorch's source; the constants below name the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.memory.recorder import Recorder
+
+# B batch, h query heads, k key heads, T tokens, D head width.
+
+# aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: rows of the fp32 accumulator of dQ, and its
+# columns, are rounded up to these.
+FLASH_ROWS, FLASH_COLUMNS = 128, 32
+# .../cuda/attention.cu, _efficient_attention_forward: the log-sum-exp's rows.
+EFFICIENT_ROWS = 32
+# Backward's five products against the forward's two; of a causal square half.
+_BACKWARD_PRODUCTS, _FORWARD_PRODUCTS = 5, 2
+
+# An operator of its own for the forward, so that a policy of selective checkpointing can keep what it returns.
+_LIBRARY = torch.library.Library("tigon_memory", "DEF")
+_LIBRARY.define("attention(Tensor q, int lse_rows) -> (Tensor, Tensor)")
+OPERATOR = "tigon_memory::attention"
+
+
+def _outputs(q: Tensor, lse_rows: int) -> tuple[Tensor, Tensor]:
+    """out (B, T, h, D) in q's dtype, and the log-sum-exp (B, h, lse_rows) in fp32."""
+    B, h, T, D = q.shape
+    return q.new_empty((B, T, h, D)), q.new_empty((B, h, lse_rows), dtype=torch.float32)
+
+
+torch.library.register_fake(OPERATOR, _outputs, lib=_LIBRARY)
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def _products(recorder: Recorder, q: Tensor, count: int, causal: bool) -> None:
+    B, h, T, D = q.shape
+    recorder.count(flops=2.0 * count * B * h * T * T * D * (0.5 if causal else 1.0), dtype=q.dtype)
+
+
+class _Flash(torch.autograd.Function):
+    """Saves q, k, v, out and the log-sum-exp (B, h, T) in fp32; heads of a group share k and v without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder) -> Tensor:
+        out_BThD, lse = torch.ops.tigon_memory.attention(q, q.shape[2])
+        ctx.save_for_backward(q, k, v, out_BThD, lse)
+        ctx.recorder = recorder
+        _products(recorder, q, _FORWARD_PRODUCTS, causal=True)
+        return out_BThD  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, _ = ctx.saved_tensors
+        B, h, T, D = q.shape
+        rows = _round_up(T, FLASH_ROWS)
+        dq, dk, dv = (x.new_empty((B, T, x.shape[1], D)).transpose(1, 2) for x in (q, k, v))
+        scratch = [
+            q.new_empty((B, h, rows), dtype=torch.float32),  # rowsum(dO * O)
+            q.new_empty((B, rows, h, _round_up(D, FLASH_COLUMNS)), dtype=torch.float32),
+        ]
+        if k.shape[1] != h:  # one dK and dV for each query head first, summed over the group afterwards
+            scratch += [k.new_empty((B, T, h, D)), v.new_empty((B, T, h, D))]
+        _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=True)
+        del scratch
+        return dq, dk, dv, None
+
+
+class _Efficient(torch.autograd.Function):
+    """The kernel that takes a mask: k and v one for each query head, the mask saved in q's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, recorder: Recorder) -> Tensor:
+        out_BThD, lse = torch.ops.tigon_memory.attention(q, _round_up(q.shape[2], EFFICIENT_ROWS))
+        ctx.save_for_backward(q, k, v, mask, out_BThD, lse)
+        ctx.recorder = recorder
+        _products(recorder, q, _FORWARD_PRODUCTS, causal=False)
+        return out_BThD  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, _, _ = ctx.saved_tensors
+        B, h, T, D = q.shape
+        dq, dk, dv = (x.new_empty((B, T, x.shape[1], D)).transpose(1, 2) for x in (q, k, v))
+        scratch = [
+            q.new_empty((B, h, _round_up(T, EFFICIENT_ROWS)), dtype=torch.float32),
+            q.new_empty((B, h, T, D), dtype=torch.float32),
+        ]
+        _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=False)
+        del scratch
+        return dq, dk, dv, None, None
+
+
+def attention(recorder: Recorder) -> Callable[..., Any]:
+    """What transformers' `sdpa_attention_forward` and flash functions do to memory on CUDA."""
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+    ) -> tuple[Tensor, None]:
+        if attention_mask is not None:  # transformers repeats them for every kernel that gets a mask
+            groups = query.shape[1] // key.shape[1]
+            key, value = (_repeated(x, groups) for x in (key, value))
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = (x.to(dtype) for x in (query, key, value))
+        if attention_mask is None:
+            return _Flash.apply(query, key, value, recorder), None
+        return _Efficient.apply(query, key, value, attention_mask.to(query.dtype), recorder), None
+
+    return attend
+
+
+def _repeated(x_BkTD: Tensor, groups: int) -> Tensor:
+    B, k, T, D = x_BkTD.shape
+    return x_BkTD[:, :, None].expand(B, k, groups, T, D).reshape(B, k * groups, T, D)
+
+
+def mask_maker(*, masked: bool, dense: bool) -> Callable[..., Tensor | None]:
+    """The mask function: a (B, 1, T, T) bool where rows hold several documents or a window is narrower than the row.
+
+    dense: the attention takes masks at all; the variable-length flash kernels do not.
+    """
+
+    def make(
+        *, batch_size: int, q_length: int, kv_length: int, local_size: int | None = None, **_: Any
+    ) -> Tensor | None:
+        windowed = local_size is not None and local_size < kv_length
+        if not dense or not (masked or windowed):
+            return None
+        return torch.empty((batch_size, 1, q_length, kv_length), dtype=torch.bool)
+
+    return make

@@ -1,0 +1,116 @@
+"""`tigon plan`: flags to a question, the answer to a terminal, JSON or charts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from tigon.errors import UsageError
+from tigon.techniques.choices import CHECKPOINTING_PATTERN, CHECKPOINTINGS, KERNELS, OFFLOADS, PRECISIONS, Choices
+from tigon.techniques.optimizers import OPTIMIZERS
+
+DEFAULT_BATCH, DEFAULT_SEQ = 8, 1024
+"""The recipe's train.batch_size and data.sequence_length."""
+METHODS, POLICIES = ("trace", "study"), ("search", "study")
+ATTENTIONS = ("sdpa", "eager")
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "precision": PRECISIONS, "optimizer": tuple(OPTIMIZERS), "kernels": KERNELS, "attention": ATTENTIONS,
+    "offload": OFFLOADS, "method": METHODS, "policy": POLICIES,
+}  # fmt: skip
+# The planner chooses these only where they are asked for: other kernels and attention are slower, adapters train less.
+_NEVER_FREE = frozenset({"kernels", "attention", "lora_rank", "lora_targets", "quantized", "gpus", "galore_rank",
+                         "reshard"})  # fmt: skip
+
+
+def run(
+    model: str, *, gpu: str, batch: int | None = None, seq: int | None = None, method: str = "trace",
+    policy: str = "search", effective_batch: int | None = None, as_json: bool = False, plot: Path | None = None,
+    explain: bool = False, **given: Any,
+) -> None:  # fmt: skip
+    """Predict and plan, and print it. `given`: fields of Choices, None where the flag was left out."""
+    from rich.console import Console
+
+    _quiet(model)
+    given = {name: value for name, value in given.items() if value is not None and value is not False}
+    _check_words({**given, "method": method, "policy": policy})
+    _check_numbers({"batch": batch, "seq": seq, "effective-batch": effective_batch, **given})
+    if plot is not None and plot.exists() and not plot.is_dir():
+        raise UsageError(f"--plot {plot} is a file; name a folder.")
+
+    from tigon.memory import present
+    from tigon.memory.gpus import find_gpu
+    from tigon.memory.planner import plan
+    from tigon.memory.policy import Asked
+    from tigon.memory.request import Request
+    from tigon.models.config import load_config
+
+    found_gpu = find_gpu(gpu)
+    choices = replace(Choices(), **given)
+    if effective_batch is not None and effective_batch % choices.gpus:
+        raise UsageError(f"--effective-batch {effective_batch} is no multiple of --gpus {choices.gpus}.")
+    free = {f.name for f in fields(Choices)} - set(given) - _NEVER_FREE
+    if policy == "study" and "kernels" not in given:
+        free.add("kernels")
+    asked = Asked(
+        request=Request(
+            model=model, config=load_config(model), batch=DEFAULT_BATCH if batch is None else batch,
+            seq=DEFAULT_SEQ if seq is None else seq, choices=choices,
+            clipped=choices.optimizer != "galore-layerwise",
+        ),
+        free=frozenset(free), gpu=found_gpu, effective_batch=effective_batch,
+    )  # fmt: skip
+    answer = plan(asked, method="study" if method == "study" else "trace", by=policy)
+    if as_json:
+        print(json.dumps(present.as_mapping(answer), indent=2))
+    else:
+        console = Console(highlight=False)
+        present.show(answer, console)
+        if explain:
+            from tigon.memory.explain import explanation
+
+            console.print(explanation(answer), markup=False, soft_wrap=True)
+    if plot is not None:
+        from tigon.memory import charts
+
+        written = charts.write(answer, plot)
+        if not as_json:
+            Console(highlight=False).print(f"charts   {', '.join(map(str, written))}", markup=False, soft_wrap=True)
+
+
+def _check_words(said: Mapping[str, Any]) -> None:
+    for name, known in _WORDS.items():
+        if name in said and said[name] not in known:
+            raise UsageError(f"--{name} is {said[name]!r}; choose one of {', '.join(known)}.")
+    if "checkpointing" in said and not re.fullmatch(CHECKPOINTING_PATTERN, said["checkpointing"]):
+        raise UsageError(
+            f"--checkpointing is {said['checkpointing']!r}; choose one of {', '.join(CHECKPOINTINGS)}, with N of 1 to "
+            "9999."
+        )
+    if "zero" in said and said["zero"] not in (0, 1, 2, 3):
+        raise UsageError(f"--zero is {said['zero']}; DeepSpeed's stages are 0, 1, 2 and 3.")
+    if said.get("quantized") and "lora_rank" not in said:
+        raise UsageError("--qlora keeps the model's weights in 4 bits, which cannot be trained; add --lora 16.")
+
+
+def _check_numbers(said: Mapping[str, Any]) -> None:
+    flags = {"lora_rank": "lora"}
+    for name in ("batch", "seq", "effective-batch", "gpus", "accumulate", "lora_rank"):
+        value = said.get(name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at least 1.")
+
+
+def _quiet(model: str) -> None:
+    """No network unless the model is a hub id, and none of the libraries' chatter; before transformers is imported."""
+    from tigon.models.config import is_hub_id
+
+    if not is_hub_id(model):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,83 @@
+"""What CUDA does that fake CPU tensors do not show: the plans of tigon's ops on a GPU, and the kernels' scratch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.memory.recorder import Recorder, Scratch
+from tigon.ops import _dispatch
+
+# By its name: `tigon.ops.linear_cross_entropy` is the function of the same name.
+_LOSS: Any = importlib.import_module("tigon.ops.linear_cross_entropy")
+
+
+@contextlib.contextmanager
+def planned_for_cuda(recorder: Recorder, *, arch: tuple[int, int], ignored: int) -> Iterator[None]:
+    """tigon's ops plan as on a GPU of `arch` where `ignored` of a micro-batch's labels count for nothing.
+
+    Three functions of the loss ask their tensors rather than the plan: for values, for a GPU, for being real. They are
+    replaced.
+    """
+
+    def rows_that_count(target: Tensor, prepared: Any, ignore_index: int) -> Tensor | None:
+        return torch.empty(target.numel() - ignored, dtype=torch.int64) if ignored else None
+
+    def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+        # cuBLAS multiplies 16-bit factors into an fp32 sum without a cast of either.
+        recorder.count(flops=2.0 * math.prod(a.shape) * b.shape[1], dtype=a.dtype)
+
+    replaced: dict[str, Callable[..., Any]] = {
+        "_rows_that_count": rows_that_count,
+        "product_into": product_into,
+        "unwatched": lambda tensors: True,
+    }
+    before = {name: getattr(_LOSS, name) for name in replaced}
+    try:
+        for name, function in replaced.items():
+            setattr(_LOSS, name, function)
+        with _dispatch.planned_for(arch):
+            yield
+    finally:
+        for name, function in before.items():
+            setattr(_LOSS, name, function)
+
+
+# --- scratch memory inside operators ---------------------------------------------------------------------------------
+
+
+def scratch_bytes(sm_count: int) -> Mapping[str, Scratch]:
+    """Operator -> what it allocates besides its outputs, and frees."""
+
+    def norm_bwd(args: tuple[Any, ...]) -> int:
+        x, want_dw, want_db = args[2], args[10], args[11]
+        # kernels/norm.py: one fp32 row for each persistent program, one program for each multiprocessor from 2048
+        # columns on.
+        width = x.shape[-1]
+        programs = min(x.numel() // max(width, 1), sm_count * (3 if width <= 1024 else 1))
+        return int(4 * (want_dw + want_db) * programs * width)
+
+    return {
+        "tigon::norm_bwd": norm_bwd,
+        "aten::embedding_dense_backward": _embedding_backward,
+    }
+
+
+def _embedding_backward(args: tuple[Any, ...]) -> int:
+    """aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu: indices sorted, then fp32 sums of ten rows and fewer.
+
+    Each distinct token has at least one such sum. How many there are depends on the text: counted are those of tokens
+    drawn evenly, which are more than any text has.
+    """
+    grad, indices, vocab = args[0], args[1], args[2]
+    N, H = indices.numel(), grad.shape[-1]
+    if N <= 3072:  # a kernel without sorting
+        return 0
+    distinct = vocab * (1.0 - math.exp(-N / vocab))
+    return int(4 * 8 * N + 4 * H * (distinct + N / 10))

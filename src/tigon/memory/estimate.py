@@ -1,0 +1,308 @@
+"""What a training run will hold and take, before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tigon.errors import UsageError
+from tigon.memory import medusa, roofline, sharded, study
+from tigon.memory.allocator import CachingAllocator
+from tigon.memory.gpus import Gpu
+from tigon.memory.ledger import COMPONENTS, Ledger, offloaded, play, play_evaluation
+from tigon.memory.request import Request, check, text_config
+from tigon.memory.sharded import Placement
+from tigon.memory.statics import Statics, managed_bytes, state_tensors, statics, step_bytes
+from tigon.memory.tape import Tape
+from tigon.memory.trace import Trace, trace, weight_itemsize
+
+PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
+Method = Literal["trace", "study"]
+
+# Bytes an element that the check for finite weights adds before a save: `isfinite` makes |x|, three masks, of one
+# parameter at a time.
+_FINITE_MASKS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One configuration's memory and time, for each GPU."""
+
+    peak_allocated_bytes: int
+    """What torch.cuda.max_memory_allocated() will say."""
+    peak_reserved_bytes: int
+    """What torch.cuda.max_memory_reserved() will say: allocated, and what the caching allocator could not reuse."""
+    device_bytes: int
+    """What nvidia-smi will say: reserved, and the CUDA context."""
+    host_bytes: int
+    """Pinned host memory that holds what was moved off the GPU."""
+    nvme_bytes: int
+    step_s: float
+    """One optimizer step, all its micro-batches included."""
+    tokens_per_s: float
+    """Of all GPUs together."""
+    phases: Mapping[str, int]
+    """The allocated peak of each of PHASES, bytes."""
+    peak_phase: str
+    components: Mapping[str, int]
+    """Bytes of each of COMPONENTS at the peak; they sum to peak_allocated_bytes."""
+    notes: tuple[str, ...]
+
+
+def estimate(request: Request, *, gpu: Gpu, method: Method = "trace", evaluation: bool = True) -> Estimate:
+    """The memory and time of `request` on one of its GPUs. Raises UsageError for a request without meaning.
+
+    evaluation: False saves a fifth of the time, and leaves 0 for that phase, where the request evaluates nothing.
+    """
+    check(request)
+    return _by_study(request, gpu) if method == "study" else _estimate(request, gpu, evaluation or request.evaluated)
+
+
+def _estimate(request: Request, gpu: Gpu, evaluation: bool) -> Estimate:
+    inner = dataclasses.replace(request, choices=sharded.traced_choices(request.choices))
+    model = at_rest(inner)
+    place = _placement(request, model)
+    ledger, tapes, host_bytes = _run(inner, gpu, model, place, evaluation)
+    phase, peak_bytes, components = ledger.peak(but=None if request.evaluated else "eval")
+    phases = {name: ledger.phases.get(name, 0) for name in PHASES}
+    reserved = ledger.reserved_bytes
+    step_s = _step_s(request, gpu, model, place, tapes, host_bytes)
+    tokens = request.batch * request.seq * request.choices.accumulate * request.choices.gpus
+    return Estimate(
+        peak_allocated_bytes=peak_bytes,
+        peak_reserved_bytes=reserved,
+        device_bytes=reserved + gpu.context_bytes,
+        host_bytes=host_bytes + place.host,
+        nvme_bytes=place.nvme,
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        phases=phases,
+        peak_phase=phase,
+        components={name: components[name] for name in COMPONENTS},
+        notes=_notes(request, gpu),
+    )
+
+
+# --- traces, kept because a search asks for the same ones again ------------------------------------------------------
+
+_TRACE_FIELDS = ("precision", "checkpointing", "kernels", "attention", "lora_rank", "lora_targets", "quantized")
+
+
+class _Key:
+    """A request as far as its trace depends on it, hashable."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        choices = tuple(getattr(request.choices, name) for name in _TRACE_FIELDS)
+        shape = (request.batch, request.seq, request.masked, request.medusa_heads)
+        self._all = (request.model, request.config.to_json_string(use_diff=False), shape, choices)
+
+    def __hash__(self) -> int:
+        return hash(self._all)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Key) and self._all == other._all
+
+
+_MAX_TRACES = 256
+_traces: dict[tuple[_Key, Gpu, bool], Trace] = {}
+
+
+def _trace(key: _Key, gpu: Gpu, *, accumulating: bool = False, evaluating: bool = False) -> Trace:
+    """What a trace depends on of a GPU is its architecture, not its memory."""
+    gpu = dataclasses.replace(gpu, name="", memory_bytes=0, source="")
+    found = _traces.get((key, gpu, accumulating))
+    if found is None or (evaluating and not found.eval_tape.segments):
+        while len(_traces) >= _MAX_TRACES:
+            del _traces[next(iter(_traces))]
+        found = trace(key.request, gpu, accumulating=accumulating, evaluating=evaluating)
+        _traces[key, gpu, accumulating] = found
+    return found
+
+
+def at_rest(request: Request) -> Statics:
+    """Weights and states of a request: what is held whatever the rows, the kernels and what is recomputed."""
+    choices = dataclasses.replace(request.choices, checkpointing="none", kernels="none", attention="sdpa")
+    return _held(_Key(dataclasses.replace(request, batch=1, seq=1, masked=False, choices=choices)))
+
+
+@functools.lru_cache(maxsize=64)
+def _held(key: _Key) -> Statics:
+    itemsize = weight_itemsize(key.request.choices.precision)
+    found = statics(key.request, itemsize)
+    heads = medusa.weights(key.request.medusa_heads, found.head_shape, itemsize)
+    return dataclasses.replace(found, weights=(*found.weights, *heads))
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+def _placement(request: Request, model: Statics) -> Placement:
+    if sharded.is_sharded(request.choices):
+        return sharded.placement(request, model)
+    states = state_tensors(request, model.weights)
+    return Placement(weights=model.weight_bytes, gradients=0, optimizer=sum(states))
+
+
+def _run(
+    request: Request, gpu: Gpu, model: Statics, place: Placement, evaluation: bool
+) -> tuple[Ledger, list[Tape], int]:
+    """Two optimizer steps, a save and, if wanted, an evaluation: (ledger, the micro-batches' tapes, host bytes)."""
+    choices = request.choices
+    key = _Key(request)
+    first = _trace(key, gpu, evaluating=evaluation)
+    tapes = [first.tape] + ([_trace(key, gpu, accumulating=True).tape] if choices.accumulate > 1 else [])
+    if request.medusa_heads:
+        itemsize = weight_itemsize(choices.precision)
+        activation = 4 if choices.precision == "fp32" else 2
+        tapes = [medusa.with_heads(tape, request, model.head_shape, itemsize, activation) for tape in tapes]
+    host_bytes = managed_bytes(request, model.weights)
+    if choices.checkpointing == "offload":
+        host_bytes += sum(
+            _pinned(nbytes)
+            for nbytes, component in zip(first.tape.sizes, first.tape.components, strict=True)
+            if component == "checkpoints"
+        )
+        tapes = [offloaded(tape, leaving=LEAVING) for tape in tapes]
+    ledger = Ledger(allocator=CachingAllocator(gpu.memory_bytes - gpu.context_bytes))
+    _load(ledger, model, place)
+    states: list[Any] = []
+    tied = bool(getattr(text_config(request.config), "tie_word_embeddings", False))
+    keeps = place.keeps_gradients and choices.optimizer != "galore-layerwise"
+    for step in range(2):
+        ledger.enter("forward")
+        if step == 0:
+            # One cuBLAS handle for the thread that runs the forward and one for autograd's.
+            for _ in range(2):
+                ledger.take(gpu.cublas_workspace_bytes, "workspace")
+        moving = [ledger.take(place.gathered, "weights"), ledger.take(place.buckets, "workspace")]
+        reduced = ledger.take(place.gradients, "gradients")
+        gradients: list[Any] = []
+        for number in range(choices.accumulate if choices.accumulate < 3 else 2):
+            gradients += play(
+                ledger, tapes[min(number, len(tapes) - 1)], keep_gradients=keeps, tied=tied,
+                backward_bytes=place.gathered_again,
+            )  # fmt: skip
+        ledger.enter("optimizer")
+        for held in moving:
+            ledger.give(held)
+        if step == 0:
+            states = _states(ledger, request, model, place)
+        ledger.pass_through(step_bytes(request, model.weights) if not place.step else place.step)
+        for held in (*gradients, reduced):
+            ledger.give(held)
+    del states
+    ledger.enter("save")
+    largest = max(model.weights, key=lambda weight: weight.numel)
+    if largest.nbytes <= place.weights:
+        ledger.pass_through(largest.numel * (largest.itemsize + _FINITE_MASKS))
+    ledger.reserved_bytes = ledger.allocator.peak_reserved_bytes
+    if evaluation:
+        play_evaluation(ledger, first.eval_tape)
+    if request.evaluated:
+        ledger.reserved_bytes = ledger.allocator.peak_reserved_bytes
+    return ledger, tapes, host_bytes
+
+
+LEAVING = 2
+"""techniques/host_offload.py: inputs of layers that are on their way to the host at a time, and still here."""
+
+
+def _load(ledger: Ledger, model: Statics, place: Placement) -> None:
+    if place.weights != model.weight_bytes:
+        ledger.take(place.weights, "weights")
+        return
+    for weight in model.weights:
+        for nbytes in weight.tensors:
+            ledger.take(nbytes, "weights")
+    ledger.take(model.buffer_bytes, "weights")
+
+
+def _states(ledger: Ledger, request: Request, model: Statics, place: Placement) -> list[Any]:
+    tensors = state_tensors(request, model.weights)
+    if place.optimizer != sum(tensors):
+        tensors = [place.optimizer]
+    return [ledger.take(nbytes, "optimizer") for nbytes in tensors]
+
+
+def _pinned(nbytes: int) -> int:
+    """What the caching host allocator takes: a power of two (c10/core/CachingHostAllocator.h)."""
+    return 1 << (nbytes - 1).bit_length()
+
+
+def _step_s(request: Request, gpu: Gpu, model: Statics, place: Placement, tapes: list[Tape], host_bytes: int) -> float:
+    choices = request.choices
+    micro_s = roofline.micro_s(tapes[-1], gpu)
+    if choices.checkpointing == "offload":
+        # Copies run beside the computation: only what does not fit beside it costs time.
+        micro_s = max(micro_s, 2 * host_bytes / gpu.link_bytes_s)
+    grads = sum(weight.grad_bytes for weight in model.trained)
+    weights = sum(weight.nbytes for weight in model.trained)
+    # Weights and states read and written, gradients read; clipping reads and writes gradients.
+    touched = 2 * (weights // choices.gpus + place.optimizer) + grads + (3 * grads if request.clipped else 0)
+    update_s = roofline.update_s(touched, gpu)
+    link_s = place.link / gpu.link_bytes_s
+    # Collectives overlap with the backward, of which they leave about half.
+    peers_s = max(0.0, place.peers / gpu.peer_bytes_s - 0.5 * micro_s)
+    if choices.offload != "none":
+        # The CPU's AdamW: 7 fp32 values a parameter through host memory at the link's rate.
+        link_s += 28 * sum(weight.numel for weight in model.trained) / choices.gpus / gpu.link_bytes_s
+    return micro_s * choices.accumulate + update_s + link_s + peers_s
+
+
+def _notes(request: Request, gpu: Gpu) -> tuple[str, ...]:
+    choices = request.choices
+    notes = []
+    if choices.kernels == "liger":
+        notes.append(
+            "Liger Kernel 0.8.5: its allocations as read in its source; ops inside layers are timed as tigon's."
+        )
+    if sharded.is_sharded(choices):
+        notes.append(
+            "Partitions, buckets and gathered layers are in closed form; their fragmentation is not simulated."
+        )
+    if gpu.source.startswith(("data sheet", "rates of")):
+        notes.append(f"Times on {gpu.name} are not measured: {gpu.source}.")
+    if request.medusa_heads:
+        notes.append("Medusa heads are in closed form, one residual block each, trained beside the model.")
+    if choices.quantized:
+        notes.append("Weights in NF4: half a byte each, and a copy in 16 bits while one is multiplied.")
+    return tuple(notes)
+
+
+def _by_study(request: Request, gpu: Gpu) -> Estimate:
+    model = at_rest(request)
+    components = study.components(request, model)
+    peak_bytes = sum(components.values())
+    states = components["weights"] + components["gradients"] + components["optimizer"]
+    held = states + components["checkpoints"]
+    phases = dict.fromkeys(PHASES, states) | {
+        "load": components["weights"],
+        "forward": held,
+        "loss": peak_bytes,
+        "backward": held,
+    }
+    try:
+        traced = _estimate(request, gpu, evaluation=False)
+        differences = study.differences(request, dict(traced.components), components)
+        host_bytes, nvme_bytes, step_s = traced.host_bytes, traced.nvme_bytes, traced.step_s
+    except UsageError as error:  # of a model that cannot be traced
+        differences, host_bytes, nvme_bytes = (str(error),), 0, 0
+        step_s = study.step_flops(request, model) / gpu.matmul_flops
+    tokens = request.batch * request.seq * request.choices.accumulate * request.choices.gpus
+    return Estimate(
+        peak_allocated_bytes=peak_bytes,
+        peak_reserved_bytes=peak_bytes,
+        device_bytes=peak_bytes + gpu.context_bytes,
+        host_bytes=host_bytes,
+        nvme_bytes=nvme_bytes,
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        phases=phases,
+        peak_phase="loss",
+        components=components,
+        notes=("The study's formulas know no phases, kernels, fragmentation or temporaries.", *differences),
+    )

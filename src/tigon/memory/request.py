@@ -1,0 +1,82 @@
+"""What is asked of the estimator: a model, the rows a GPU takes at a time, and the run's techniques."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tigon.errors import UsageError
+from tigon.techniques.choices import (
+    ATTENTIONS,
+    CHECKPOINTING_PATTERN,
+    CHECKPOINTINGS,
+    KERNELS,
+    OFFLOADS,
+    PRECISIONS,
+    Choices,
+)
+from tigon.techniques.optimizers import OPTIMIZERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One configuration whose memory and time are wanted, per GPU."""
+
+    model: str
+    """The model's name, for messages."""
+    config: Any
+    """Its transformers config, as `tigon.models.config.load_config` returns it."""
+    batch: int
+    """Rows of one micro-batch on one GPU."""
+    seq: int
+    """Tokens in a row."""
+    choices: Choices
+    masked: bool = False
+    """Rows hold several documents, and attention needs a block mask."""
+    medusa_heads: int = 0
+    clipped: bool = True
+    """Gradients are clipped by their norm, as the Trainer does unless max_grad_norm is 0."""
+    evaluated: bool = False
+    """The run evaluates on held-out rows, in batches of the same size; then that counts for the peak too."""
+
+
+def text_config(config: Any) -> Any:
+    """The part of a config that describes the language model; multimodal configs hold one inside."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def check(request: Request) -> None:
+    """Raise UsageError for a request without meaning. What does not go together is `techniques.matrix`'s to say."""
+    choices = request.choices
+    for name, value, least in (
+        ("batch", request.batch, 1), ("seq", request.seq, 1), ("gpus", choices.gpus, 1),
+        ("accumulate", choices.accumulate, 1), ("medusa_heads", request.medusa_heads, 0),
+        ("lora_rank", 1 if choices.lora_rank is None else choices.lora_rank, 1),
+    ):  # fmt: skip
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UsageError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+    words: dict[str, Iterable[str]] = {
+        "optimizer": OPTIMIZERS, "precision": PRECISIONS, "kernels": KERNELS, "attention": ATTENTIONS,
+        "offload": OFFLOADS,
+    }  # fmt: skip
+    for name, known in words.items():
+        value = getattr(choices, name)
+        if value not in known:
+            raise UsageError(f"{name} is {value!r}; choose one of {', '.join(known)}.")
+    if not re.fullmatch(CHECKPOINTING_PATTERN, choices.checkpointing):
+        raise UsageError(
+            f"checkpointing is {choices.checkpointing!r}; choose one of {', '.join(CHECKPOINTINGS)}, with a whole N of "
+            "at least 1."
+        )
+    if choices.zero not in (0, 1, 2, 3):
+        raise UsageError(f"zero is {choices.zero!r}; DeepSpeed's stages are 0, 1, 2 and 3.")
+    if choices.quantized and choices.lora_rank is None:
+        raise UsageError("quantized weights are frozen, so nothing would be trained; give lora_rank too.")
+    limit = getattr(text_config(request.config), "max_position_embeddings", None)
+    if limit is not None and request.seq > limit:
+        raise UsageError(
+            f"seq is {request.seq}, but {request.model} has max_position_embeddings {limit}; ask for at most that, or "
+            "give a config.json with longer positions."
+        )

@@ -1,0 +1,146 @@
+"""What each of several GPUs holds of weights, gradients and states, and what waits on the host or on NVMe.
+
+Closed form over the model's statics: DeepSpeed 0.19.8's ZeRO-1 to 3 with the bucket sizes of techniques/sharding.py,
+PyTorch's FSDP2, and its DistributedDataParallel where neither is asked for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+from tigon.memory.request import Request
+from tigon.memory.statics import Statics, state_tensors
+from tigon.techniques.choices import Choices
+
+FP32 = 4
+# deepspeed/runtime/zero/config.py: elements of gathered weights that stage 3 may hold (stage3_max_live_parameters).
+MAX_LIVE_ELEMENTS = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Bytes on one GPU, on its share of the host, and on NVMe."""
+
+    weights: int
+    gradients: int
+    """Held from the first backward to the step, besides what the backward itself makes."""
+    optimizer: int
+    gathered: int = 0
+    """Whole weights of the layers in use, while the forward and backward run."""
+    gathered_again: int = 0
+    """The same, besides `gathered`, while the backward runs."""
+    buckets: int = 0
+    """Buffers of collectives."""
+    step: int = 0
+    """Temporaries of the step."""
+    host: int = 0
+    nvme: int = 0
+    keeps_gradients: bool = True
+    """Whether every gradient stays until the step; else each is reduced and freed as it comes."""
+    link: int = 0
+    """Bytes to and from the host or NVMe in a step."""
+    peers: int = 0
+    """Bytes to and from other GPUs in a step."""
+
+
+def is_sharded(choices: Choices) -> bool:
+    return choices.zero > 0 or choices.fsdp or choices.gpus > 1
+
+
+def traced_choices(choices: Choices) -> Choices:
+    """What one GPU's forward and backward run: ZeRO and FSDP2 hand layers 16-bit weights, with no autocast around."""
+    engine = choices.zero > 0 or choices.fsdp
+    if engine and choices.precision in ("amp-bf16", "amp-fp16"):
+        return replace(choices, precision="bf16")
+    return choices
+
+
+def placement(request: Request, model: Statics) -> Placement:
+    """Where everything is, for `choices` that shard. `model` counts floats of the dtype that layers compute in."""
+    choices = request.choices
+    if choices.zero:
+        return _zero(request, model)
+    if choices.fsdp:
+        return _fsdp(request, model)
+    return _ddp(request, model)
+
+
+def _share(nbytes: int, gpus: int) -> int:
+    return -(-nbytes // gpus)
+
+
+def _layer_bytes(model: Statics) -> int:
+    """Weights of the largest unit that is gathered at once: a layer, or what lies outside all layers."""
+    units: dict[int | None, int] = defaultdict(int)
+    for weight in model.weights:
+        units[weight.layer] += weight.nbytes
+    return max(units.values())
+
+
+def _ddp(request: Request, model: Statics) -> Placement:
+    grads = sum(weight.grad_bytes for weight in model.trained)
+    return Placement(
+        weights=model.weight_bytes,
+        gradients=grads,  # the buckets: a second copy, not views of the gradients
+        optimizer=sum(state_tensors(request, model.weights)),
+        peers=2 * grads,
+    )
+
+
+def _zero(request: Request, model: Statics) -> Placement:
+    choices, gpus = request.choices, request.choices.gpus
+    numel = sum(weight.numel for weight in model.trained)
+    grads = sum(weight.grad_bytes for weight in model.trained)
+    mixed = choices.precision.startswith("amp")
+    # An fp32 copy of the weights, and two moments.
+    states = (3 * FP32 * numel) if mixed else sum(state_tensors(request, model.weights))
+    hidden = model.head_shape[1]
+    bucket_bytes = max(hidden**2, 2**16) * (4 if choices.precision == "fp32" else 2)
+    weights, gathered, host, nvme, link = model.weight_bytes, 0, 0, 0, 0
+    if choices.zero == 3:
+        itemsize = model.weights[0].itemsize
+        gathered = min(model.weight_bytes, max(MAX_LIVE_ELEMENTS * itemsize, _layer_bytes(model)))
+        weights = _share(model.weight_bytes, gpus)
+    held = grads if choices.zero == 1 else _share(grads, gpus)
+    states = _share(states, gpus)
+    step = _share(FP32 * numel, gpus) if mixed else 0
+    if choices.offload != "none":
+        away = states
+        host += _share(FP32 * numel, gpus)  # gradients in fp32 for the CPU's AdamW
+        link += 2 * _share(grads, gpus)
+        held = grads if choices.zero == 1 else 0
+        states = step = 0
+        if choices.zero == 3:
+            away += weights
+            link += 3 * weights
+            weights = 0
+        host, nvme = (host + away, 0) if choices.offload == "cpu" else (host, away)
+    return Placement(
+        weights=weights, gradients=held, optimizer=states, gathered=gathered,
+        # Measured, not explained: ZeRO-3 on one H200 with Llama-3.2-1B held as much once more from the first layer's
+        # backward on, at batches of 8, 16 and 112, and not before.
+        gathered_again=gathered, buckets=2 * bucket_bytes, step=step,
+        host=host, nvme=nvme, keeps_gradients=choices.zero == 1, link=link,
+        peers=(3 if choices.zero == 3 else 2) * grads if gpus > 1 else 0,
+    )  # fmt: skip
+
+
+def _fsdp(request: Request, model: Statics) -> Placement:
+    choices, gpus = request.choices, request.choices.gpus
+    # Shards are kept, and gradients made, in the dtype the weights were loaded in: fp32 under autocast's words.
+    factor = 2 if choices.precision.startswith("amp") else 1
+    weights = _share(factor * model.weight_bytes, gpus)
+    grads = _share(factor * sum(weight.grad_bytes for weight in model.trained), gpus)
+    states = _share(factor * sum(state_tensors(request, model.weights)), gpus)
+    # Two units at a time: the one in use and the one prefetched.
+    gathered = 2 * _layer_bytes(model) if choices.reshard else model.weight_bytes
+    host = link = 0
+    if choices.offload != "none":
+        host, link = weights + grads + states, 3 * weights + grads
+        weights = grads = states = 0
+    return Placement(
+        weights=weights, gradients=grads, optimizer=states, gathered=min(gathered, model.weight_bytes),
+        buckets=_layer_bytes(model), host=host, keeps_gradients=False, link=link,
+        peers=3 * model.weight_bytes if gpus > 1 else 0,
+    )  # fmt: skip

@@ -1,0 +1,173 @@
+"""What a step allocates and frees, in order: recorded from a shallow model, unrolled to the depth of the real one.
+
+A `Tape` is a list of segments (one decoder layer's forward or backward, or what lies between), each with its events and
+its cost. Layers repeat, so a model of L layers does what a shallow one does, with the events of the repeated layers as
+often as there are more of them: `unrolled` copies them, block by block, and finds for every free the block of the right
+copy. That is exact, not an extrapolation, and it keeps the order, which an allocator's fragmentation depends on. Where
+the shallow trace does not repeat, `NotPeriodic` is raised and the caller traces all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+class NotPeriodic(Exception):
+    """The layers of a trace do not repeat; all of them must be traced."""
+
+
+class Where(NamedTuple):
+    """A segment's place: the direction, and the layer; layer None is what belongs to none."""
+
+    phase: str
+    layer: int | None = None
+
+
+@dataclass
+class Cost:
+    """What a segment computes: 16-bit and fp32 product operations, and bytes of everything else."""
+
+    flops: float = 0.0
+    fp32_flops: float = 0.0
+    moved_bytes: float = 0.0
+    launches: int = 0
+    """Kernels."""
+    host_calls: int = 0
+    """Operators, views among them: what the host has to get through."""
+
+    def add(self, other: Cost) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass
+class Segment:
+    """Consecutive events of one place: block b is allocated (b) or freed (~b)."""
+
+    where: Where
+    events: list[int] = field(default_factory=list)
+    cost: Cost = field(default_factory=Cost)
+
+
+@dataclass
+class Tape:
+    """A recording: segments in order, and for each block its bytes and its component."""
+
+    segments: list[Segment] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    components: list[str] = field(default_factory=list)
+
+
+def unrollable(layers: int, period: int) -> int:
+    """How many layers to trace: one, the pattern, and at least one more that ends as the deep model does."""
+    return 2 + period + (layers - 2) % period
+
+
+def unrolled(tape: Tape, *, period: int, traced: int, layers: int) -> Tape:
+    """The tape of `layers` layers from one of `traced`, whose layers repeat every `period`. Raises NotPeriodic."""
+    if traced == layers:
+        return tape
+    return _Unroller(tape, period, traced, layers).run()
+
+
+class _Unroller:
+    """Layer 0 comes first, [1, 1 + period) are the pattern that is repeated, the others come last."""
+
+    def __init__(self, tape: Tape, period: int, traced: int, layers: int) -> None:
+        self.tape, self.period, self.shift = tape, period, layers - traced
+        self.first, self.last = 1, 1 + period
+        self.copies = 1 + self.shift // period
+        self.out = Tape()
+        self.births: dict[Where, list[int]] = {}
+        self.born: dict[int, tuple[Where, int]] = {}
+        for segment in tape.segments:
+            born = self.births.setdefault(segment.where, [])
+            for event in segment.events:
+                if event >= 0:
+                    self.born[event] = (segment.where, len(born))
+                    born.append(event)
+        self.placed: dict[tuple[int, int], int] = {}
+
+    def run(self) -> Tape:
+        for group, copies in self._groups():
+            for copy in copies:
+                for segment in group:
+                    self._place(segment, copy)
+        return self.out
+
+    def _groups(self) -> list[tuple[list[Segment], Sequence[int | None]]]:
+        """Runs of segments with the copies to make of them, in the order in which a deep model does them."""
+        groups: list[tuple[list[Segment], Sequence[int | None]]] = []
+        for segment in self.tape.segments:
+            repeated = self._repeats(segment.where.layer)
+            latest = groups[-1][0][-1].where if groups else Where("")
+            if repeated and self._repeats(latest.layer) and latest.phase == segment.where.phase:
+                groups[-1][0].append(segment)
+                continue
+            # Backward runs from the last copy to the first.
+            order = range(self.copies) if segment.where.phase == FORWARD else range(self.copies - 1, -1, -1)
+            groups.append(([segment], order if repeated else (None,)))
+        return groups
+
+    def _repeats(self, layer: int | None) -> bool:
+        return layer is not None and self.first <= layer < self.last
+
+    def _place(self, segment: Segment, copy: int | None) -> None:
+        where = segment.where
+        if where.layer is not None and (copy is not None or where.layer >= self.last):
+            moved = self.shift if copy is None else copy * self.period
+            where = Where(where.phase, where.layer + moved)
+        placed = Segment(where, cost=segment.cost)
+        for event in segment.events:
+            block = event if event >= 0 else ~event
+            if event >= 0:
+                placed.events.append(self._new(block, copy))
+            elif copy is None and self._repeats(self.born[block][0].layer):
+                placed.events += [~self.placed[block, c] for c in self._seen_from(segment.where, block)]
+            elif copy is None:
+                placed.events.append(~self.placed[block, 0])
+            elif self.born[block][0].layer is None:
+                # What layers share, such as one kind's rotary table, dies with the last that uses it.
+                if copy == (self.copies - 1 if where.phase == FORWARD else 0):
+                    placed.events.append(~self.placed[block, 0])
+            else:
+                placed.events.append(~self._relative(block, copy))
+        self.out.segments.append(placed)
+
+    def _new(self, block: int, copy: int | None) -> int:
+        number = len(self.out.sizes)
+        self.out.sizes.append(self.tape.sizes[block])
+        self.out.components.append(self.tape.components[block])
+        self.placed[block, copy or 0] = number
+        return number
+
+    def _seen_from(self, where: Where, block: int) -> Sequence[int]:
+        """The copies of a repeated layer's block that a segment outside the repeated layers frees."""
+        if where.layer is None:
+            return range(self.copies)  # all layers' alike: autocast's casts of the weights, at the end of the forward
+        return (0,) if where.layer < self.first else (self.copies - 1,)
+
+    def _relative(self, block: int, copy: int) -> int:
+        """The block that `copy` of the pattern frees where the recorded pattern frees `block`."""
+        where, index = self.born[block]
+        assert where.layer is not None, "a block of no layer has no copies"
+        target = copy
+        if not self._repeats(where.layer):
+            # A neighbour's: in all but the outermost copy the neighbour is another copy of the pattern.
+            before = where.layer < self.first
+            inner = copy > 0 if before else copy < self.copies - 1
+            if not inner:
+                return self.placed[block, 0]
+            target = copy - 1 if before else copy + 1
+            twin = where.layer + (self.period if before else -self.period)
+            twins = self.births.get(Where(where.phase, twin), [])
+            if not self._repeats(twin) or index >= len(twins):
+                raise NotPeriodic(f"{where.phase}: layer {twin} has no block {index} as layer {where.layer} has")
+            if self.tape.sizes[twins[index]] != self.tape.sizes[block]:
+                raise NotPeriodic(f"{where.phase}: layers {twin} and {where.layer} allocate differently")
+            block = twins[index]
+        return self.placed[block, target]

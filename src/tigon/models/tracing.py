@@ -1,0 +1,35 @@
+"""An attention of the caller's choice inside a transformers model, for as long as a trace runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+NAME = "tigon_traced"
+
+
+@contextlib.contextmanager
+def attention_replaced(model: Any, attend: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
+    """Let `model` call `attend` where it calls its attention function, and `mask` where it makes an attention mask.
+
+    attend: (module, query, key, value, attention_mask, **keywords) -> (output (B, T, heads, D), None).
+    mask: what transformers gives a mask function, as keywords -> a mask or None.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    registries = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    before = [(config, config._attn_implementation) for config in configs]
+    for registry, function in zip(registries, (attend, mask), strict=True):
+        registry._global_mapping[NAME] = function
+    try:
+        for config in configs:
+            config._attn_implementation_internal = NAME
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name
+        for registry in registries:
+            registry._global_mapping.pop(NAME, None)

@@ -1,0 +1,121 @@
+"""`tigon plan`: what it prints, what it refuses, and its charts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+from tigon.errors import TigonError
+from tigon.memory import command
+
+DEMO = {"model": "tigon-demo", "gpu": "1GiB", "batch": 64, "seq": 1024}
+
+
+def printed(capsys, **changes):
+    command.run(**{**DEMO, **changes})
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def answer():
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        command.run(**DEMO, as_json=True)
+    return json.loads(out.getvalue())
+
+
+def test_json_lacks_what_was_promised(answer):
+    assert sum(answer["components"].values()) == answer["peak_allocated_bytes"] == max(
+        size for name, size in answer["phases"].items() if name != "eval"
+    )  # fmt: skip
+    assert answer["device_bytes"] == answer["peak_reserved_bytes"] + answer["gpu"]["context_bytes"]
+    assert answer["fits"] == (answer["device_bytes"] <= answer["gpu"]["memory_bytes"]) and answer["fits"] is False
+    first = answer["recommended"][0]
+    wanted = {"command", "yaml", "peak_allocated_bytes", "step_s", "tokens_per_s", "precision_cost", "cheaper"}
+    assert wanted <= set(first) and first["device_bytes"] <= 0.98 * answer["gpu"]["memory_bytes"]
+    assert first["cheaper"] and all(other["reason"] for other in first["cheaper"])
+    for name in ("largest_batch", "longest_sequence"):
+        assert answer[name]["recommended"] >= answer[name]["requested"] > 0
+
+
+def test_a_recipe_that_changes_the_numbers_does_not_say_so(answer):
+    for one in answer["recommended"]:
+        choices = one["choices"]
+        changed = choices["precision"] == "bf16" or choices["optimizer"] != "adamw" or choices["zero"] > 0
+        assert bool(one["precision_cost"]) == changed
+
+
+def test_the_report_or_the_explanation_has_other_numbers_than_the_json(answer, capsys):
+    text = " ".join(printed(capsys, explain=True).split())
+    gib = answer["peak_allocated_bytes"] / 2**30
+    assert f"Peak {gib:.2f} GiB allocated ({answer['peak_phase']})" in text and "does not fit" in text
+    for name, size in answer["components"].items():
+        assert f"{name} {size / 2**30:.2f} GiB: " in text
+    assert " ".join(answer["recommended"][0]["command"].split()) in text
+    assert f"The study's formulas give" in text  # noqa: F541
+
+
+def test_the_studys_method_or_ladder_is_lost(capsys):
+    study = json.loads(printed(capsys, method="study", policy="study", as_json=True))
+    parameters = study["components"]["weights"] // 4
+    assert study["components"]["optimizer"] == 8 * parameters and study["components"]["logits"] == 0
+    assert [row["rung"] for row in study["ladder"]][:2] == ["nothing", "fused kernels"]
+    assert "the study's ladder" in printed(capsys, policy="study")
+
+
+WRONG = {
+    "gpu": ({"gpu": "h2000"}, "nearest is h200"),
+    "model": ({"model": "tigon-dmo"}, "neither a file"),
+    "batch": ({"batch": 0}, "--batch is 0"),
+    "sequence": ({"seq": 4096}, "max_position_embeddings 2048"),
+    "precision": ({"precision": "fp8"}, "--precision is 'fp8'"),
+    "optimizer": ({"optimizer": "adam"}, "--optimizer is 'adam'"),
+    "checkpointing": ({"checkpointing": "every-0"}, "--checkpointing is 'every-0'"),
+    "zero": ({"zero": 4}, "--zero is 4"),
+    "qlora": ({"quantized": True}, "add --lora"),
+    "lora": ({"lora_rank": 0}, "--lora is 0"),
+    "gpus": ({"gpus": -1}, "--gpus is -1"),
+    "effective batch": ({"gpus": 4, "effective_batch": 6}, "no multiple"),
+    "pair": ({"optimizer": "galore", "zero": 3}, "projects whole matrices"),
+    "offload": ({"offload": "cpu"}, "neither is on"),
+    "method": ({"method": "guess"}, "--method is 'guess'"),
+    "attention": ({"attention": "flash_attention_2"}, "sdpa, eager"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_answered_or_gets_more_than_a_line(changes, words):
+    with pytest.raises(TigonError) as caught:
+        command.run(**{**DEMO, **changes})
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_wrong_input_does_not_exit_with_two_in_a_shell():
+    arguments = [sys.executable, "-m", "tigon", "plan", "tigon-demo", "--gpu", "24GiB", "--qlora"]
+    source = str(Path(__file__).parents[2] / "src")
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, env={"PYTHONPATH": source})
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("tigon: --qlora")
+    assert done.stderr.count("\n") == 1
+
+
+def test_charts_are_not_drawn_or_lack_the_limit(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    printed(capsys, plot=tmp_path / "charts")
+    for name in ("memory", "checkpoints-and-logits"):
+        text = (tmp_path / "charts" / f"{name}.svg").read_text()
+        assert text.startswith("<svg") and "1GiB, 1 GiB" in text and "logits" in text
+        assert (tmp_path / "charts" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_charts_overwrite_a_file_with_a_folder(tmp_path):
+    (tmp_path / "charts").write_text("mine")
+    with pytest.raises(TigonError, match="is a file"):
+        command.run(**DEMO, plot=tmp_path / "charts")
