@@ -123,7 +123,6 @@ KNOWN = (
     Known(
         spills, "exp_logits_kernel", "cuda", "a slope beside each of a thread's 64 exponentials", {"HAS_SOFTCAP": True}
     ),
-    Known(has_narrow_loads, "norm_bwd_dw_wide_kernel", "hip", _TILE),
     Known(has_narrow_loads, "rope_kernel", "hip", _TILE),
     Known(has_narrow_loads, "glu_bwd_kernel", "hip", _TILE),
     Known(has_narrow_loads, "scale_rows_kernel", "hip", _TILE),
@@ -133,12 +132,7 @@ KNOWN = (
         "cuda",
         "the tiles come through tensor descriptors; threads load a row's label and shift, and the bias",
     ),
-    Known(
-        has_narrow_loads,
-        "scaled_product_kernel",
-        "cuda",
-        "the tiles come through tensor descriptors; threads load a row's factor",
-    ),
+    Known(has_narrow_loads, "label_order_kernel", "cuda", "labels, each a load of its own"),
 )
 
 

@@ -294,7 +294,7 @@ BWD_TILES_CENTERED = {
 # Widths of q and k norms, measured with 10^6 rows.
 NARROW_BWD_TILES = {128: Tile(16, 8, 3, 3), 256: Tile(8, 4, 3, 4)}
 # (columns of a tile, warps) of the backward's two kernels for rows wider than MAX_BLOCK, measured at 28672.
-WIDE_DX, WIDE_DW = (16384, 16), (512, 4)
+WIDE_DX, WIDE_DW = (16384, 16), (512, 1)
 
 
 @functools.cache
