@@ -1,8 +1,8 @@
 """How far the estimates are from what was measured: `python -m tigon.memory.accuracy [--into docs/planner.md]`.
 
-The measurements are those of tools/measure_plans.py. Without a document, each case's errors are printed, and for those
-beyond a limit the peaks of each phase. With one, the predictions are written beside the measurements, the table between
-the document's markers, and the chart into img/ beside it.
+The measurements are those of tools/measure_plans.py. Every case's errors are printed, and of those whose memory is
+beyond a limit the peaks of each phase. With a document, the predictions are written beside the measurements, the table
+between the document's markers, and the chart into img/ beside it.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def request_of(case: Mapping[str, Any]) -> Request:
     if case["config"]:
         shape = {name: value for name, value in PRESETS[case["model"]].items() if name != "model_type"}
         config = type(config)(**(shape | case["config"]))
-    chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in case["choices"].items()}
+    chosen: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in case["choices"].items()
+    }
     return Request(
         model=case["model"], config=config, batch=case["batch"], seq=case["seq"], choices=Choices(**chosen),
         masked=case["masked"], evaluated=case["evaluated"],
@@ -238,7 +240,7 @@ def _summary(comparisons: Sequence[Comparison]) -> str:
 
 def table(comparisons: Sequence[Comparison]) -> str:
     """Markdown: each case with predicted, measured and error of every quantity."""
-    names = [f"{word} ({q.unit})" if word else "error" for q in QUANTITIES for word in (q.name, "measured", "")]
+    names = [name for q in QUANTITIES for name in (f"{q.name} predicted ({q.unit})", f"measured ({q.unit})", "error")]
     rows = [_cells(["case", *names]), _cells(["---", *["--:"] * len(names)])]
     for one in comparisons:
         cells = [one.id]
@@ -309,7 +311,8 @@ def _plain_ticks(axes: Any, ends: Sequence[float]) -> None:
     """The round numbers of the range, written out: 10, 20, 50 rather than powers of ten."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    ticks = [base * 10**power for power in range(-1, 6) for base in (1, 2, 5) if ends[0] < base * 10**power < ends[1]]
+    bases = (1, 2, 5) if ends[1] < 20 * ends[0] else (1, 3)
+    ticks = [base * 10**power for power in range(-1, 6) for base in bases if ends[0] < base * 10**power < ends[1]]
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(FixedLocator(ticks))
         axis.set_minor_locator(NullLocator())
@@ -319,18 +322,24 @@ def _plain_ticks(axes: Any, ends: Sequence[float]) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def into_document(found: Measurements, comparisons: Sequence[Comparison], document: Path) -> None:
-    """Table between the document's markers, chart beside it. Raises UsageError without the markers."""
+_BETWEEN = re.compile(rf"({re.escape(BEGIN)}\n).*?(\n?{re.escape(END)})", re.DOTALL)
+
+
+def read_document(document: Path) -> str:
+    """The document's text. Raises UsageError for one that cannot be read or has no markers."""
     try:
         text = document.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{document} cannot be read: {error.strerror}.") from None
-    pattern = re.compile(rf"({re.escape(BEGIN)}\n).*?(\n?{re.escape(END)})", re.DOTALL)
-    if not pattern.search(text):
+    if not _BETWEEN.search(text):
         raise UsageError(f"{document} has no lines {BEGIN} ... {END}; add them where the table should stand.")
-    inside = section(found, comparisons)
-    new = pattern.sub(lambda match: f"{match[1]}{inside}\n{END}", text, count=1)
-    drawing = chart(comparisons)
+    return text
+
+
+def into_document(found: Measurements, comparisons: Sequence[Comparison], document: Path) -> None:
+    """Table between the document's markers, chart beside it. Raises UsageError without the markers."""
+    inside, drawing = section(found, comparisons), chart(comparisons)
+    new = _BETWEEN.sub(lambda match: f"{match[1]}{inside}\n{END}", read_document(document), count=1)
     drawn = document.parent / CHART
     drawn.parent.mkdir(parents=True, exist_ok=True)
     drawn.write_text(drawing + "\n", encoding="utf-8")
@@ -347,7 +356,7 @@ def _print(found: Measurements, comparisons: Sequence[Comparison]) -> None:
             for q in QUANTITIES
         )
         print(f"{one.id:{width}}  {'  '.join(values)}")
-        if abs(one.error(QUANTITIES[0])) > QUANTITIES[0].worst:
+        if any(abs(one.error(quantity)) > quantity.worst for quantity in QUANTITIES[:2]):
             for phase, nbytes in one.case["phases"].items():
                 print(f"    {phase}: {one.phases[phase] / GIB:.2f} predicted, {nbytes / GIB:.2f} GiB measured")
     for case in found.others:
@@ -367,6 +376,8 @@ def main() -> None:
         found = load(asked.measurements)
         if not found.measured:
             raise UsageError(f"{asked.measurements} holds no case that ran to its end.")
+        if asked.into is not None:
+            read_document(asked.into)  # half a minute before it is needed
         comparisons = compare(found)
         _print(found, comparisons)
         if asked.into is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -41,10 +42,13 @@ class Nf4Linear(nn.Linear):
     """A frozen linear module whose weight is not held in a float dtype; what holds it is counted by `statics`."""
 
     def forward(self, x: Tensor) -> Tensor:
+        # bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward: the product's dtype goes in, the input's comes out.
+        # Under autocast that is fp32 after a norm with fp32 weights, where a dense linear module gives 16 bits.
+        entered = x.dtype
         if torch.is_autocast_enabled("cpu"):
             x = x.to(torch.get_autocast_dtype("cpu"))
         y: Tensor = _Product.apply(x, None, (self.out_features, self.in_features))
-        return y if self.bias is None else y + self.bias
+        return (y if self.bias is None else y + self.bias).to(entered)
 
 
 def quantize(model: Any) -> None:
@@ -55,6 +59,18 @@ def quantize(model: Any) -> None:
             module.__class__ = Nf4Linear
 
 
+def _adapted(layer: Any, x: Tensor) -> Tensor:
+    """PEFT's layer around a 4-bit one (PEFT 0.21, tuners/lora/bnb.py, Linear4bit.forward): the product is cloned, and
+    the input goes to the adapter as it is where autocast will cast it; a dense layer's is cast to fp32 first."""
+    result: Tensor = layer.base_layer(x).clone()
+    for name in layer.active_adapters:
+        a, b = layer.lora_A[name], layer.lora_B[name]
+        entering = x if torch.is_autocast_enabled("cpu") else x.to(a.weight.dtype)
+        added = b(a(layer.lora_dropout[name](entering))) * layer.scaling[name]
+        result = result + (added if torch.is_autocast_enabled("cpu") else added.to(result.dtype))
+    return result
+
+
 def attach(model: Any, choices: Choices) -> None:
     """Put adapters into `model` in place, and freeze the rest, as the run does. Raises UsageError without PEFT."""
     technique = TECHNIQUES["lora"]
@@ -62,3 +78,6 @@ def attach(model: Any, choices: Choices) -> None:
         technique.model(model, choices, Facts())
     except ImportError as error:
         raise UsageError(f"LoRA cannot be traced: {error}; pip install -U 'tigon[peft]'.") from None
+    for module in list(model.modules()):
+        if isinstance(getattr(module, "base_layer", None), Nf4Linear):
+            module.forward = functools.partial(_adapted, module)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tigon.memory.recorder import Recorder
 
@@ -21,6 +22,8 @@ from tigon.memory.recorder import Recorder
 FLASH_ROWS, FLASH_COLUMNS = 128, 32
 # .../cuda/attention.cu, _efficient_attention_forward: the log-sum-exp's rows.
 EFFICIENT_ROWS = 32
+# sdp_utils.cpp, use_flash_attention.
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
 # Backward's five products against the forward's two; of a causal square half.
 _BACKWARD_PRODUCTS, _FORWARD_PRODUCTS = 5, 2
 
@@ -77,14 +80,14 @@ class _Flash(torch.autograd.Function):
 
 
 class _Efficient(torch.autograd.Function):
-    """The kernel that takes a mask: k and v one for each query head, the mask saved in q's dtype."""
+    """The kernel that takes a mask, and fp32: k and v one for each query head, the mask saved in q's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, recorder: Recorder) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, recorder: Recorder) -> Tensor:
         out_BThD, lse = torch.ops.tigon_memory.attention(q, _round_up(q.shape[2], EFFICIENT_ROWS))
         ctx.save_for_backward(q, k, v, mask, out_BThD, lse)
-        ctx.recorder = recorder
-        _products(recorder, q, _FORWARD_PRODUCTS, causal=False)
+        ctx.recorder, ctx.causal = recorder, mask is None
+        _products(recorder, q, _FORWARD_PRODUCTS, causal=ctx.causal)
         return out_BThD  # type: ignore[no-any-return]
 
     @staticmethod
@@ -96,7 +99,7 @@ class _Efficient(torch.autograd.Function):
             q.new_empty((B, h, _round_up(T, EFFICIENT_ROWS)), dtype=torch.float32),
             q.new_empty((B, h, T, D), dtype=torch.float32),
         ]
-        _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=False)
+        _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=ctx.causal)
         del scratch
         return dq, dk, dv, None, None
 
@@ -113,11 +116,27 @@ def attention(recorder: Recorder) -> Callable[..., Any]:
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = (x.to(dtype) for x in (query, key, value))
+        if attention_mask is None and query.dtype not in _FLASH_DTYPES:
+            return _without_flash(query, key, value, recorder), None
         if attention_mask is None:
             return _Flash.apply(query, key, value, recorder), None
         return _Efficient.apply(query, key, value, attention_mask.to(query.dtype), recorder), None
 
     return attend
+
+
+def _without_flash(q: Tensor, k: Tensor, v: Tensor, recorder: Recorder) -> Tensor:
+    """Causal attention in a dtype that the flash kernel does not take.
+
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: the memory-efficient kernel takes fp32 too, but no groups of
+    heads (check_batch_size_and_num_heads_dense), with which only the products themselves are left. Those are traced as
+    they are, .../transformers/attention.cpp, _scaled_dot_product_attention_math.
+    """
+    if k.shape[1] == q.shape[1]:
+        return _Efficient.apply(q, k, v, None, recorder)  # type: ignore[no-any-return]
+    with sdpa_kernel(SDPBackend.MATH):
+        out_BhTD = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out_BhTD.transpose(1, 2).contiguous()
 
 
 def _repeated(x_BkTD: Tensor, groups: int) -> Tensor:

@@ -43,6 +43,8 @@ def run(
     if plot is not None and plot.exists() and not plot.is_dir():
         raise UsageError(f"--plot {plot} is a file; name a folder.")
 
+    import torch
+
     from tigon.memory import present
     from tigon.memory.gpus import find_gpu
     from tigon.memory.planner import plan
@@ -50,6 +52,7 @@ def run(
     from tigon.memory.request import Request
     from tigon.models.config import load_config
 
+    torch.set_num_threads(1)  # nothing is computed, and OpenMP's threads spin while they wait
     found_gpu = find_gpu(gpu)
     choices = replace(Choices(), **given)
     if effective_batch is not None and effective_batch % choices.gpus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,13 +16,16 @@ from tigon.memory.gpus import Gpu
 from tigon.memory.ledger import COMPONENTS, Ledger, offloaded, play, play_evaluation
 from tigon.memory.request import Request, check, text_config
 from tigon.memory.sharded import Placement
-from tigon.memory.statics import Statics, managed_bytes, state_tensors, statics, step_bytes
+from tigon.memory.statics import Statics, managed_bytes, state_tensors, statics, step_tensors, update_work
 from tigon.memory.tape import Tape
 from tigon.memory.trace import Trace, trace, weight_itemsize
+from tigon.models.presets import PRESETS
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
 Method = Literal["trace", "study"]
 
+# The allocator's third step is the first that finds the blocks of one with optimizer states.
+STEPS = 3
 # Bytes an element that the check for finite weights adds before a save: `isfinite` makes |x|, three masks, of one
 # parameter at a time.
 _FINITE_MASKS = 3
@@ -168,11 +172,11 @@ def _run(
         )
         tapes = [offloaded(tape, leaving=LEAVING) for tape in tapes]
     ledger = Ledger(allocator=CachingAllocator(gpu.memory_bytes - gpu.context_bytes))
-    _load(ledger, model, place)
+    _load(ledger, request, model, place)
     states: list[Any] = []
-    tied = bool(getattr(text_config(request.config), "tie_word_embeddings", False))
+    tied = _is_tied(request)
     keeps = place.keeps_gradients and choices.optimizer != "galore-layerwise"
-    for step in range(2):
+    for step in range(STEPS):
         ledger.enter("forward")
         if step == 0:
             # One cuBLAS handle for the thread that runs the forward and one for autograd's.
@@ -191,14 +195,18 @@ def _run(
             ledger.give(held)
         if step == 0:
             states = _states(ledger, request, model, place)
-        ledger.pass_through(step_bytes(request, model.weights) if not place.step else place.step)
+        passing = [place.step] if place.step else step_tensors(request, model.weights)
+        for held in [ledger.take(nbytes, "workspace") for nbytes in passing]:
+            ledger.give(held)
         for held in (*gradients, reduced):
             ledger.give(held)
     del states
     ledger.enter("save")
     largest = max(model.weights, key=lambda weight: weight.numel)
     if largest.nbytes <= place.weights:
-        ledger.pass_through(largest.numel * (largest.itemsize + _FINITE_MASKS))
+        checked = [largest.numel * largest.itemsize, *(largest.numel,) * _FINITE_MASKS]
+        for held in [ledger.take(nbytes, "workspace") for nbytes in checked]:
+            ledger.give(held)
     ledger.reserved_bytes = ledger.allocator.peak_reserved_bytes
     if evaluation:
         play_evaluation(ledger, first.eval_tape)
@@ -211,7 +219,7 @@ LEAVING = 2
 """techniques/host_offload.py: inputs of layers that are on their way to the host at a time, and still here."""
 
 
-def _load(ledger: Ledger, model: Statics, place: Placement) -> None:
+def _load(ledger: Ledger, request: Request, model: Statics, place: Placement) -> None:
     if place.weights != model.weight_bytes:
         ledger.take(place.weights, "weights")
         return
@@ -219,6 +227,14 @@ def _load(ledger: Ledger, model: Statics, place: Placement) -> None:
         for nbytes in weight.tensors:
             ledger.take(nbytes, "weights")
     ledger.take(model.buffer_bytes, "weights")
+    if request.model in PRESETS and not request.choices.quantized and _is_tied(request):
+        # Built on the device, a head has a weight of its own until transformers ties it (post_init): the allocator
+        # keeps the block. What is read from files is built without memory.
+        ledger.pass_through(math.prod(model.head_shape) * model.weights[0].itemsize)
+
+
+def _is_tied(request: Request) -> bool:
+    return bool(getattr(text_config(request.config), "tie_word_embeddings", False))
 
 
 def _states(ledger: Ledger, request: Request, model: Statics, place: Placement) -> list[Any]:
@@ -240,10 +256,14 @@ def _step_s(request: Request, gpu: Gpu, model: Statics, place: Placement, tapes:
         # Copies run beside the computation: only what does not fit beside it costs time.
         micro_s = max(micro_s, 2 * host_bytes / gpu.link_bytes_s)
     grads = sum(weight.grad_bytes for weight in model.trained)
-    weights = sum(weight.nbytes for weight in model.trained)
-    # Weights and states read and written, gradients read; clipping reads and writes gradients.
-    touched = 2 * (weights // choices.gpus + place.optimizer) + grads + (3 * grads if request.clipped else 0)
-    update_s = roofline.update_s(touched, gpu)
+    # Clipping reads the gradients, and reads and writes them again.
+    clipping = 3 * grads if request.clipped else 0
+    if sharded.is_sharded(choices):
+        weights = sum(weight.nbytes for weight in model.trained)
+        moved, calls, sm_s = 2 * (weights // choices.gpus + place.optimizer) + grads, 0, 0.0
+    else:
+        moved, calls, sm_s = update_work(request, model.weights)
+    update_s = roofline.update_s(moved + clipping, calls, sm_s, gpu)
     link_s = place.link / gpu.link_bytes_s
     # Collectives overlap with the backward, of which they leave about half.
     peers_s = max(0.0, place.peers / gpu.peer_bytes_s - 0.5 * micro_s)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
+from tigon.memory.beside import Beside
 from tigon.memory.estimate import estimate
 from tigon.memory.gpus import Gpu
 from tigon.memory.request import Request, text_config
@@ -30,24 +32,37 @@ class Extents:
 
 
 def extents(request: Request, gpu: Gpu) -> Extents:
-    """Solve for both, with a few traces each."""
-    single = replace(request, choices=replace(request.choices, accumulate=1))
+    """Solve for both, with a few traces each: the batch in a process beside this one, where processes can be forked."""
+    beside = Beside(largest_batch, request, gpu)
+    return Extents(longest_sequence=longest_sequence(request, gpu), largest_batch=beside.result())
 
-    def room(batch: int, seq: int) -> tuple[bool, int]:
-        found = estimate(replace(single, batch=batch, seq=seq), gpu=gpu, evaluation=False)
-        return found.device_bytes <= gpu.memory_bytes, gpu.memory_bytes - gpu.context_bytes - found.peak_allocated_bytes
 
-    at_rest = estimate(single, gpu=gpu, evaluation=False).components
-    empty = gpu.memory_bytes - gpu.context_bytes - at_rest["weights"] - at_rest["optimizer"]
+def largest_batch(request: Request, gpu: Gpu) -> int:
+    """Rows of a micro-batch."""
+    return largest(
+        lambda n: _room(request, gpu, batch=n), start=request.batch, limit=1 << 16, empty=_empty(request, gpu)
+    )
+
+
+def longest_sequence(request: Request, gpu: Gpu) -> int:
+    """Tokens in a row."""
     limit = int(getattr(text_config(request.config), "max_position_embeddings", None) or 1 << 20)
-    return Extents(
-        largest_batch=largest(lambda n: room(n, request.seq), start=request.batch, limit=1 << 16, empty=empty),
-        longest_sequence=SHORTEST
-        * largest(
-            lambda n: room(request.batch, min(n * SHORTEST, limit)), start=max(1, request.seq // SHORTEST),
-            limit=max(1, limit // SHORTEST), empty=empty,
-        ),
+    return SHORTEST * largest(
+        lambda n: _room(request, gpu, seq=min(n * SHORTEST, limit)), start=max(1, request.seq // SHORTEST),
+        limit=max(1, limit // SHORTEST), empty=_empty(request, gpu),
     )  # fmt: skip
+
+
+def _room(request: Request, gpu: Gpu, **changes: Any) -> tuple[bool, int]:
+    asked = replace(request, choices=replace(request.choices, accumulate=1), **changes)
+    found = estimate(asked, gpu=gpu, evaluation=False)
+    return found.device_bytes <= gpu.memory_bytes, gpu.memory_bytes - gpu.context_bytes - found.peak_allocated_bytes
+
+
+def _empty(request: Request, gpu: Gpu) -> int:
+    at_rest = estimate(replace(request, choices=replace(request.choices, accumulate=1)), gpu=gpu, evaluation=False)
+    held = at_rest.components["weights"] + at_rest.components["optimizer"]
+    return gpu.memory_bytes - gpu.context_bytes - held
 
 
 def largest(room: Callable[[int], tuple[bool, int]], *, start: int, limit: int, empty: int) -> int:

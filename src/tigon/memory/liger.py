@@ -45,8 +45,9 @@ class _FusedLoss(torch.autograd.Function):
         grads = torch.empty_like(hidden_NH), torch.empty_like(weight_VH)
         losses, logits_CV = hidden_NH.new_empty(N, dtype=torch.float32), hidden_NH.new_empty((rows, V))
         recorder.count(flops=6.0 * math.prod(hidden_NH.shape) * V, dtype=hidden_NH.dtype, launches=5 * -(-N // rows))
-        # Its loss kernel reads the logits twice and writes them once; dW is read and written by every chunk.
-        recorder.count(moved_bytes=3.0 * N * V * logits_CV.itemsize + 2.0 * -(-N // rows) * grads[1].nbytes, launches=0)
+        # Its loss kernel reads the logits twice and writes them once; dW is read and written by every chunk, and the
+        # weight read by two products of too few rows to hide it.
+        recorder.count(moved_bytes=3.0 * N * V * logits_CV.itemsize + 4.0 * -(-N // rows) * grads[1].nbytes, launches=0)
         del logits_CV
         ctx.save_for_backward(*grads)
         return losses.sum()

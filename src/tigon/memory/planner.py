@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from tigon.errors import RecipeError, UsageError
 from tigon.memory import policy
+from tigon.memory.beside import Beside
 from tigon.memory.estimate import Estimate, Method, estimate
 from tigon.memory.extent import Extents, extents
 from tigon.memory.gpus import GIB, Gpu
@@ -96,16 +97,17 @@ def plan(asked: Asked, *, method: Method = "trace", by: str = "search") -> Plan:
         raise UsageError(f"{reason}.")
     option = Option(request=asked.request, estimate=estimate(asked.request, gpu=asked.gpu, method=method))
     gpu, asked = asked.gpu, replace(asked, gpu=policy.with_headroom(asked.gpu))
+    reach = Beside(extents, asked.request, asked.gpu)
     ladder: tuple[Step, ...] = ()
     if by == "study":
         ladder, recommended, refused = _climb(asked)
     else:
         recommended, refused = search(asked)
-    best = recommended[0].option if recommended else None
+    best_extents = extents(recommended[0].option.request, asked.gpu) if recommended else None
     return Plan(
         asked=asked, gpu=gpu, method=method, option=option, recommended=tuple(recommended), refused=refused,
-        ladder=ladder, extents=extents(asked.request, asked.gpu),
-        best_extents=extents(best.request, asked.gpu) if best else None,
+        ladder=ladder, extents=reach.result(),
+        best_extents=best_extents,
     )  # fmt: skip
 
 
@@ -212,6 +214,8 @@ def search(asked: Asked) -> tuple[list[Recommendation], tuple[str, ...]]:
     """(recommendations, fastest first; why combinations were not looked at)"""
     found = _Search(asked, [], {})
     for choices in policy.walks(asked):
+        if found.fitting and "optimizer" in asked.free and choices.optimizer in policy.LAST_RESORTS:
+            continue
         reasons = matrix.refusals(choices) or (_missing_here(choices) if asked.runnable_here else ())
         if reasons:
             found.refused |= dict.fromkeys(reasons)

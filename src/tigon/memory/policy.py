@@ -24,6 +24,8 @@ OPTIMIZERS = (
     "adamw", "adamw-8bit", "adamw-torchao-8bit", "adamw-torchao-4bit", "adafactor", "galore", "galore-layerwise",
 )  # fmt: skip
 """What trains like AdamW, from the least change of its numbers to the most."""
+LAST_RESORTS = frozenset({"adamw-torchao-4bit", "adafactor", "galore", "galore-layerwise"})
+"""Tried only where nothing that changes less fits: their traces take seconds, and their time is modelled roughly."""
 PLACEMENTS: tuple[Mapping[str, Any], ...] = (
     {"zero": 0, "fsdp": False, "offload": "none"},
     {"zero": 2, "fsdp": False, "offload": "none"},

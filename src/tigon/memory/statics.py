@@ -12,7 +12,7 @@ from tigon.memory import adapters
 from tigon.memory.recorder import rounded
 from tigon.memory.request import Request
 from tigon.models.config import build_on_meta
-from tigon.techniques.optimizers import OPTIMIZERS, Parameter
+from tigon.techniques.optimizers import FP32, OPTIMIZERS, Parameter
 
 # The first number in a parameter's path: `model.layers.7.mlp...`, `transformer.h.7.attn...`.
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -104,10 +104,11 @@ def statics(request: Request, itemsize: int) -> Statics:
 
 
 def optimizer_parameters(weights: tuple[Weight, ...]) -> list[Parameter]:
-    """The trained weights as the optimizer table wants them."""
+    """The trained weights as the optimizer table wants them, in the order of the Trainer's groups: those that decay,
+    which are all but norms and biases (transformers 5.17, Trainer.create_optimizer), then the others."""
     return [
         Parameter(weight.shape, weight.itemsize, weight.projected, weight.embedding)
-        for weight in weights
+        for weight in sorted(weights, key=lambda weight: len(weight.shape) < 2)
         if weight.trained
     ]
 
@@ -122,6 +123,18 @@ def state_tensors(request: Request, weights: tuple[Weight, ...]) -> list[int]:
     return tensors
 
 
+def update_work(request: Request, weights: tuple[Weight, ...]) -> tuple[int, int, float]:
+    """One optimizer step: (bytes that weights, gradients and states on the GPU are read and written with, operators
+    that the host launches, seconds of one multiprocessor besides)."""
+    optimizer, rank = OPTIMIZERS[request.choices.optimizer], request.choices.galore_rank
+    parameters = optimizer_parameters(weights)
+    if optimizer.step_moves is None:
+        moved = sum(3 * parameter.nbytes for parameter in parameters) + 2 * sum(state_tensors(request, weights))
+    else:
+        moved = sum(optimizer.step_moves(parameter, rank) for parameter in parameters)
+    return moved, optimizer.step_calls * len(parameters), sum(map(optimizer.step_sm_s, parameters))
+
+
 def managed_bytes(request: Request, weights: tuple[Weight, ...]) -> int:
     """Optimizer state in unified memory, which PyTorch does not count and which moves to the host."""
     optimizer = OPTIMIZERS[request.choices.optimizer]
@@ -129,7 +142,12 @@ def managed_bytes(request: Request, weights: tuple[Weight, ...]) -> int:
     return optimizer.state_bytes(parameters, rank=request.choices.galore_rank, place="managed")
 
 
-def step_bytes(request: Request, weights: tuple[Weight, ...]) -> int:
-    """The most that the optimizer's step adds to weights, gradients and states."""
-    optimizer = OPTIMIZERS[request.choices.optimizer]
-    return optimizer.step_peak_bytes(optimizer_parameters(weights), rank=request.choices.galore_rank)
+def step_tensors(request: Request, weights: tuple[Weight, ...]) -> list[int]:
+    """The most that the optimizer's step adds to weights, gradients and states: bytes of each tensor."""
+    optimizer, rank = OPTIMIZERS[request.choices.optimizer], request.choices.galore_rank
+    parameters = optimizer_parameters(weights)
+    if optimizer.step_holds_all:
+        return [optimizer.step_bytes(parameter, rank) for parameter in parameters]
+    whole = FP32 * max((parameter.numel for parameter in parameters), default=1)
+    count, rest = divmod(optimizer.step_peak_bytes(parameters, rank=rank), whole)
+    return [whole] * count + [rest] * (rest > 0)

@@ -74,8 +74,17 @@ class Optimizer:
     """State that all parameters share, such as quantisation maps."""
     step_bytes: Callable[[Parameter, int], int] = lambda parameter, rank: 0
     """Temporaries of one parameter's update."""
+    step_leaves: Callable[[Parameter, int], int] = lambda parameter, rank: 0
+    """What of them is still held when the next parameter's are highest."""
     step_holds_all: bool = False
     """The temporaries of all parameters live at once (foreach); otherwise one parameter's at a time."""
+    step_moves: Callable[[Parameter, int], int] | None = None
+    """Bytes of device memory that one parameter's update reads and writes, counted over its operators; None: a single
+    pass over weight, gradient and states."""
+    step_calls: int = 0
+    """Operators that the host launches for each parameter, if one by one."""
+    step_sm_s: Callable[[Parameter], float] = lambda parameter: 0.0
+    """Seconds that one multiprocessor computes for a parameter's update beyond what its bytes take."""
     precision: str
     """What it does to the result, against AdamW with fp32 states."""
     source: str
@@ -92,8 +101,12 @@ class Optimizer:
 
     def step_peak_bytes(self, parameters: Iterable[Parameter], *, rank: int = 0) -> int:
         """The most that the step itself adds to weights, gradients and states."""
+        parameters = list(parameters)
         each = [self.step_bytes(parameter, rank) for parameter in parameters]
-        return sum(each) if self.step_holds_all else max(each, default=0)
+        if self.step_holds_all:
+            return sum(each)
+        left = [0, *(self.step_leaves(parameter, rank) for parameter in parameters)]
+        return max(map(sum, zip(each, left, strict=False)), default=0)
 
 
 # --- the shapes of states --------------------------------------------------------------------------------------------
@@ -109,6 +122,10 @@ def _moments(count: int, *, itemsize: int | None = None, step_on_device: bool = 
     return states
 
 
+def _bnb_quantises(parameter: Parameter) -> bool:
+    return parameter.numel >= BNB_MIN_8BIT and not parameter.embedding
+
+
 def _bnb(count: int, *, bits: int, paged: bool) -> States:
     """bitsandbytes: `count` moments in `bits`, with an fp32 absolute maximum for every 256 elements of 8-bit ones.
 
@@ -118,7 +135,7 @@ def _bnb(count: int, *, bits: int, paged: bool) -> States:
 
     def states(parameter: Parameter, rank: int) -> tuple[StateTensor, ...]:
         n = parameter.numel
-        quantised = bits == 8 and n >= BNB_MIN_8BIT and not parameter.embedding
+        quantised = bits == 8 and _bnb_quantises(parameter)
         place = "managed" if paged and n >= BNB_MIN_PAGED else "device"
         moment = StateTensor(n * (1 if quantised else FP32), place)
         scale = StateTensor(FP32 * math.ceil(n / BLOCK))
@@ -176,8 +193,38 @@ def _like_parameter(parameter: Parameter, rank: int) -> int:
 
 
 def _adafactor_step(parameter: Parameter, rank: int) -> int:
-    """Two updates in fp32, one of the parameter before, and a negative; below fp32 copies of gradient and weight."""
-    return parameter.numel * FP32 * (3 if parameter.itemsize == FP32 else 5)
+    """The gradient's square and its sum with epsilon, in fp32; below fp32 copies of gradient and weight too.
+
+    transformers==5.17 optimization.py, Adafactor.step: the update of the parameter before is bound until then.
+    """
+    return parameter.numel * FP32 * (2 if parameter.itemsize == FP32 else 4)
+
+
+def _fp32_copy(parameter: Parameter, rank: int) -> int:
+    return parameter.numel * FP32
+
+
+def _adafactor_moves(parameter: Parameter, rank: int) -> int:
+    """21 reads and writes in fp32; in 16 bits the casts of gradient and weight and the copy back besides."""
+    return parameter.numel * (21 * FP32 if parameter.itemsize == FP32 else 26 * FP32)
+
+
+def _galore_moves(parameter: Parameter, rank: int) -> int:
+    """31 reads and writes of what Adam works on, in fp32; a projected weight's gradient and update are 9 more."""
+    if not galore_projects(parameter, rank):
+        return parameter.numel * 31 * FP32
+    whole = 9 * FP32 if parameter.itemsize == FP32 else 30
+    return parameter.numel * whole + rank * max(parameter.shape) * 31 * FP32
+
+
+# The blockwise 8-bit kernel looks each new state up in a table of 256 (bitsandbytes, csrc/kernels.cu): it computes
+# longer than it waits for memory. Two steps measured on an H200, of 1.0 and 7.5 thousand million 8-bit elements, took
+# 25 and 178 ms longer than their bytes; times its 132 multiprocessors.
+_BNB_8BIT_SM_S = 24e-12 * 132
+
+
+def _bnb_8bit_sm_s(parameter: Parameter) -> float:
+    return parameter.numel * _BNB_8BIT_SM_S if _bnb_quantises(parameter) else 0.0
 
 
 def _galore_step(parameter: Parameter, rank: int) -> int:
@@ -188,6 +235,10 @@ def _galore_step(parameter: Parameter, rank: int) -> int:
     moment = rank * max(parameter.shape) * FP32
     return 3 * moment + parameter.numel * (FP32 if parameter.itemsize == FP32 else FP32 + parameter.itemsize)
 
+
+# torch.compile's wrapper around one parameter's update with its three-part states: 0.2 ms of the host in the one step
+# that was measured (Qwen3-0.6B on an H200), which is the time of so many operators.
+_COMPILED_CALLS = 65
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
@@ -206,7 +257,7 @@ _ROWS = (
     Optimizer(
         name="adamw-8bit", help="AdamW with 8-bit blockwise moments.",
         trainer_name="adamw_bnb_8bit", package="bitsandbytes", states=_bnb(2, bits=8, paged=False),
-        shared_bytes=2 * 256 * FP32,
+        shared_bytes=2 * 256 * FP32, step_sm_s=_bnb_8bit_sm_s,
         precision="Moments quantised in blocks of 256; fp32 for embeddings and parameters below 4,096 elements.",
         source="bitsandbytes; arXiv 2110.02861",
     ),
@@ -219,7 +270,7 @@ _ROWS = (
     Optimizer(
         name="paged-adamw-8bit", help="`adamw-8bit` with the moments in unified memory.",
         devices=("cuda",), trainer_name="paged_adamw_8bit", package="bitsandbytes", states=_bnb(2, bits=8, paged=True),
-        shared_bytes=2 * 256 * FP32,
+        shared_bytes=2 * 256 * FP32, step_sm_s=_bnb_8bit_sm_s,
         precision="As `adamw-8bit`.", source="bitsandbytes; arXiv 2110.02861, 2305.14314",
     ),
     Optimizer(
@@ -231,17 +282,20 @@ _ROWS = (
     Optimizer(
         name="adamw-torchao-8bit", help="AdamW with 8-bit blockwise moments, compiled by PyTorch.",
         trainer_name="adamw_torch_8bit", package="torchao", needs_compiler=True, states=_torchao(8),
+        step_calls=_COMPILED_CALLS,
         precision="As `adamw-8bit`; a parameter whose size is no multiple of 256 keeps moments of its own dtype.",
         source="torchao.optim.AdamW8bit; arXiv 2110.02861",
     ),
     Optimizer(
         name="adamw-torchao-4bit", help="AdamW with 4-bit blockwise moments, compiled by PyTorch.",
         trainer_name="adamw_torch_4bit", package="torchao", needs_compiler=True, states=_torchao(4),
+        step_calls=_COMPILED_CALLS,
         precision="Moments of 16 levels in blocks of 256.", source="torchao.optim.AdamW4bit; arXiv 2309.01507",
     ),
     Optimizer(
         name="adafactor", help="Adafactor with the recipe's learning rate: second moments as a row and a column.",
-        trainer_name="adafactor", states=_adafactor, step_bytes=_adafactor_step,
+        trainer_name="adafactor", states=_adafactor, step_bytes=_adafactor_step, step_leaves=_fp32_copy,
+        step_moves=_adafactor_moves, step_calls=27,
         precision="Another optimizer: no first moment, a rank-1 second one, updates clipped to unit RMS.",
         source="transformers.Adafactor; arXiv 1804.04235",
     ),
@@ -253,14 +307,14 @@ _ROWS = (
     Optimizer(
         name="galore",
         help="AdamW in a subspace of each linear layer's gradient, chosen anew every `train.galore_gap` steps.",
-        trainer_name=None, states=_galore, step_bytes=_galore_step,
+        trainer_name=None, states=_galore, step_bytes=_galore_step, step_moves=_galore_moves, step_calls=16,
         precision="Updates of rank `train.galore_rank` in linear layers; AdamW elsewhere.",
         source="tigon.techniques.galore; arXiv 2403.03507",
     ),
     Optimizer(
         name="galore-layerwise", in_backward=True,
         help="`galore`, each weight updated in the backward pass and its gradient freed.",
-        trainer_name=None, states=_galore, step_bytes=_galore_step,
+        trainer_name=None, states=_galore, step_bytes=_galore_step, step_moves=_galore_moves, step_calls=16,
         precision="As `galore`, without clipping of the gradient's norm.",
         source="tigon.techniques.galore; arXiv 2403.03507 §4.4",
     ),

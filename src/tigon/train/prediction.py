@@ -126,11 +126,12 @@ def changed_keys(before: Request, after: Request) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if key != "model.name"}
 
 
-def next_rung(prediction: Prediction, command: str, *, below_bytes: int | None = None) -> str:
-    """A sentence: what fits, and the command that runs it. below_bytes: less than this was shown not to be enough."""
-    gpu = prediction.gpu
-    if below_bytes is not None:
-        gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, below_bytes))
+def next_rung(prediction: Prediction, command: str, *, failed: bool = False) -> str:
+    """A sentence: what fits, and the command that runs it. failed: the recipe has run out of memory, whatever was
+    predicted, so that what is named has to fit where this one cannot."""
+    gpu, own = prediction.gpu, prediction.option.estimate
+    if failed:
+        gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, own.peak_allocated_bytes + gpu.context_bytes - 1))
     found = alternative(prediction.option.request, gpu, prediction.free)
     if found is None:
         return (
@@ -249,7 +250,7 @@ def out_of_memory(
     needed = prediction.option.estimate.device_bytes
     said.append(f"needed {gib(needed)}, had {gib(prediction.gpu.memory_bytes)}")
     try:
-        said.append(next_rung(prediction, command, below_bytes=needed - 1))
+        said.append(next_rung(prediction, command, failed=True))
     except TigonError as why:
         said.append(f"no next rung: {why}")
     return RecipeError("; ".join(said))
