@@ -1,6 +1,6 @@
 """Measure the training runs that the planner's predictions are checked against, one after the other on one GPU.
 
-    python tools/measure_plans.py --json benchmarks/results/nvidia-h200/plans.json [--only REGEX] [--time-limit S]
+    python tools/measure_plans.py --json benchmarks/results/nvidia-h200/planner/runs.json [--only REGEX] [--time-limit S]
 
 Each case goes through what `tigon train` goes through: model, patch, techniques, arguments, Trainer; on random tokens,
 with random weights, without files. The peaks are those of the whole run, from the model's first tensor to the check

@@ -156,7 +156,7 @@ def test_a_measured_step_is_missed(row: tuple[Any, ...]) -> None:
         assert found_per_s == pytest.approx(kilo_tokens_per_s, rel=0.15)
 
 
-# Whole runs on an H200, of benchmarks/results/nvidia-h200/plans.json: (choices, model, batch, seq, allocated and
+# Whole runs on an H200, of benchmarks/results/nvidia-h200/planner/runs.json: (choices, model, batch, seq, allocated and
 # reserved GiB, ms of a step), each under the mistake that it would show.
 RUNS: dict[str, tuple[dict[str, Any], str, int, int, float, float, float]] = {
     "a kernel for groups of heads in fp32": ({"precision": "fp32"}, "llama-3.2-1b", 2, 1024, 24.89, 25.99, 361),

@@ -27,8 +27,9 @@ DOCUMENT = ROOT / "docs" / "planner.md"
 LEAST_CASES = 40
 MAX_LEFT = 1 << 16
 """Bytes that a case may find: bitsandbytes keeps its tables of levels for the process, 1 KiB each."""
-SAME = 1e-3
-"""How far a prediction may be from the committed one before the document is stale, relative."""
+SAME, SAME_WITH_OTHERS = 1e-3, 0.05
+"""How far a prediction may be from the committed one before the document is stale, relative: with the versions it was
+made with, and with others. Eager attention of transformers 5.23 reserves 3.4 % less than that of 5.17."""
 
 committed = pytest.mark.skipif(
     not MEASURED.exists(), reason=f"no {accuracy.MEASUREMENTS} yet: tools/measure_plans.py makes it, on a GPU"
@@ -81,12 +82,14 @@ def test_case_began_with_memory_of_another(measurements: Measurements) -> None:
 
 @committed
 def test_committed_predictions_are_stale(measurements: Measurements, comparisons: list[Comparison]) -> None:
-    before = accuracy.load_predictions(measurements, accuracy.predictions_path(MEASURED))
+    path = accuracy.predictions_path(MEASURED)
+    before = accuracy.load_predictions(measurements, path)
+    allowed = SAME if accuracy.predicted_with(path) == accuracy.versions() else SAME_WITH_OTHERS
     stale = [
         f"{old.id}: {quantity.name} was {old.predicted[quantity.name]:g}, is {new.predicted[quantity.name]:g}"
         for old, new in zip(before, comparisons, strict=True)
         for quantity in QUANTITIES
-        if abs(old.predicted[quantity.name] / new.predicted[quantity.name] - 1) > SAME
+        if abs(old.predicted[quantity.name] / new.predicted[quantity.name] - 1) > allowed
     ]
     assert not stale, "run `python -m tigon.memory.accuracy --into docs/planner.md`\n" + "\n".join(stale)
 

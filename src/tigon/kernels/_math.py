@@ -2,6 +2,10 @@
 
 import triton
 import triton.language as tl
+from triton import knobs
+
+# Whether kernels run as Python on the CPU (TRITON_INTERPRET=1), where some operations round or fail as on no GPU.
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit

@@ -37,7 +37,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _squash(r, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def squash(r, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """(z, dz/dr) of a raw logit."""
     slope = 1.0
     if HAS_SCALE:
@@ -48,6 +48,20 @@ def _squash(r, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexp
         r = softcap * t
         slope = derivative * slope
     return r, slope
+
+
+@triton.jit
+def row_weights(
+    row, y, valid, ClassWeight, TokenWeight, HAS_CLASS_WEIGHT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr
+):
+    """(w_y, a) of a row: 1 where not given; a is NaN where the label is none."""
+    w_y = tl.full([], 1.0, dtype=tl.float32)
+    if HAS_CLASS_WEIGHT:
+        w_y = tl.load(ClassWeight + y, mask=valid, other=0.0).to(tl.float32)
+    a = tl.full([], 1.0, dtype=tl.float32)
+    if HAS_TOKEN_WEIGHT:
+        a = tl.load(TokenWeight + row).to(tl.float32)
+    return w_y, tl.where(valid, a, float("nan"))
 
 
 @triton.jit
@@ -85,7 +99,7 @@ def _accumulate(
     HAS_SCALE: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_PREDICTED: tl.constexpr,
 ):  # fmt: skip
     """One tile into the lanes' running maximum, sum of exp(z - shift) and what else is wanted."""
-    z, _ = _squash(r.to(tl.float32), scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+    z, _ = squash(r.to(tl.float32), scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     if MASKED:
         z = tl.where(mask, z, -float("inf"))
     if WANT_PREDICTED:
@@ -111,7 +125,7 @@ def _write_gradient(
     HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
     """dr of one tile but for the label's own term: (on_p · exp(z - m) - even · w_v) · factor · dz/dr."""
-    z, slope = _squash(r.to(tl.float32), scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+    z, slope = squash(r.to(tl.float32), scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     dz = tl.exp2((z - m) * LOG2E) * (on_p * factor)
     if HAS_SMOOTHING:
         if HAS_CLASS_WEIGHT:
@@ -183,7 +197,7 @@ def cross_entropy_fwd_kernel(
     else:
         valid = (y >= 0) & (y < V)
         r_y = tl.load(R + row * stride_r + y, mask=valid, other=0.0).to(tl.float32)
-        z_y, slope_y = _squash(r_y, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+        z_y, slope_y = squash(r_y, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
         weight_sum = _weight_sum(WeightSum, V, HAS_CLASS_WEIGHT, HAS_SMOOTHING)
         shift = tl.where(tl.abs(z_y) < float("inf"), z_y, 0.0)
         m = shift
@@ -246,13 +260,7 @@ def cross_entropy_fwd_kernel(
         m_or_0 = tl.where(m == -float("inf"), 0.0, m)
         s *= tl.exp2((shift - m_or_0) * LOG2E)
         log_s = tl.log(s)
-        w_y = tl.full([], 1.0, dtype=tl.float32)
-        if HAS_CLASS_WEIGHT:
-            w_y = tl.load(ClassWeight + y, mask=valid, other=0.0).to(tl.float32)
-        a = tl.full([], 1.0, dtype=tl.float32)
-        if HAS_TOKEN_WEIGHT:
-            a = tl.load(TokenWeight + row).to(tl.float32)
-        a = tl.where(valid, a, float("nan"))
+        w_y, a = row_weights(row, y, valid, ClassWeight, TokenWeight, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT)
         hit = (1.0 - smoothing) * w_y
         loss = hit * ((m - z_y) + log_s)
         if HAS_SMOOTHING:
@@ -312,7 +320,7 @@ def cross_entropy_part_kernel(
     tile = tl.program_id(1)
     cols = tile * BLOCK + tl.arange(0, BLOCK)
     r = tl.load(R + row * stride_r + cols, mask=cols < V, other=0.0).to(tl.float32)
-    z, _ = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+    z, _ = squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     z = tl.where(cols < V, z, -float("inf"))
     m = tl.max(z, axis=0)
     m_or_0 = tl.where(m == -float("inf"), 0.0, m)
@@ -322,7 +330,7 @@ def cross_entropy_part_kernel(
         y = tl.load(Target + row).to(tl.int64)
         valid = (y >= 0) & (y < V)
         r_y = tl.load(R + row * stride_r + y, mask=valid, other=0.0).to(tl.float32)
-        z_y, _slope_y = _squash(r_y, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+        z_y, _slope_y = squash(r_y, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
         tl.store(ZY + row, z_y)
 
 
@@ -349,13 +357,7 @@ def cross_entropy_whole_kernel(
     m_or_0 = tl.where(m == -float("inf"), 0.0, m)
     log_s = tl.log(tl.sum(tl.where(m_P == -float("inf"), 0.0, s_P * tl.exp2((m_P - m_or_0) * LOG2E)), axis=0))
     z_y = tl.load(ZY + row)
-    w_y = tl.full([], 1.0, dtype=tl.float32)
-    if HAS_CLASS_WEIGHT:
-        w_y = tl.load(ClassWeight + y, mask=valid, other=0.0).to(tl.float32)
-    a = tl.full([], 1.0, dtype=tl.float32)
-    if HAS_TOKEN_WEIGHT:
-        a = tl.load(TokenWeight + row).to(tl.float32)
-    a = tl.where(valid, a, float("nan"))
+    w_y, a = row_weights(row, y, valid, ClassWeight, TokenWeight, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT)
     if tile == 0:
         loss = w_y * ((m - z_y) + log_s)
         if HAS_Z_LOSS:
@@ -368,7 +370,7 @@ def cross_entropy_whole_kernel(
         cols = tile * BLOCK + tl.arange(0, BLOCK)
         mask = cols < V
         r = tl.load(R + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
-        z, slope = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+        z, slope = squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
         dr = _gradient(
             z, slope, cols, y, m_or_0, log_s, a * tl.load(GradScale), 0.0, z_loss, w_y, 0.0, V, ClassWeight, mask,
             False, HAS_Z_LOSS, HAS_CLASS_WEIGHT,
@@ -404,7 +406,7 @@ def cross_entropy_bwd_kernel(
         m = tl.load(Stats + row)
         log_s = tl.load(Stats + N + row)
         r = tl.load(R + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
-        z, slope = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+        z, slope = squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
         dr = _gradient(
             z, slope, cols, y, m, log_s, factor, smoothing, z_loss, w_y, weight_sum, V, ClassWeight,
             mask, HAS_SMOOTHING, HAS_Z_LOSS, HAS_CLASS_WEIGHT,

@@ -26,10 +26,10 @@ Only bf16 has the exponent range for E.
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
 from tigon.kernels import _device
-from tigon.kernels.cross_entropy import LOG2E, _squash
+from tigon.kernels._math import INTERPRETED
+from tigon.kernels.cross_entropy import LOG2E, row_weights, squash
 
 # C rows (tokens of a chunk), V columns (vocabulary), H hidden, P column tiles.
 
@@ -37,8 +37,6 @@ OFFSET = tl.constexpr(64.0)
 # Above this a row is computed again: E · W and f must stay far from the ends of bf16's range.
 LARGEST_SUM = tl.constexpr(2.0**80)
 LN2 = tl.constexpr(0.6931471805599453)
-# The interpreter multiplies the bits of bf16 as integers.
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
@@ -60,7 +58,7 @@ def label_logit_kernel(
     r = tl.sum(total, axis=0)
     if HAS_BIAS:
         r += tl.load(Bias + y).to(tl.float32)
-    z, slope = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+    z, slope = squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     if HAS_SOFTCAP:
         tl.store(Slope + row, slope)
     finite = tl.where(tl.abs(z) < float("inf"), z, 0.0)
@@ -78,12 +76,20 @@ def _write_half(
     cols = at_v + tl.arange(0, WIDTH)
     if HAS_BIAS:
         r += tl.load(Bias + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
-    z, slope = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+    z, slope = squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     e = tl.exp2(z * LOG2E - shift[:, None])
     e = tl.where((cols[None, :] < V) & (cols[None, :] != y[:, None]), e, 0.0)
     if STORE:
         e_desc.store([at_c, at_v], (e * slope if HAS_SOFTCAP else e).to(tl.bfloat16))
     return tl.sum(e, axis=1)
+
+
+@triton.jit
+def _tile_at(tile, row_tiles, column_tiles, group_tiles):
+    """(row tile, column tile): `group_tiles` row tiles stay in L2 while all columns pass by."""
+    group = tile // (group_tiles * column_tiles) * group_tiles
+    in_group = tl.minimum(row_tiles - group, group_tiles)
+    return group + tile % in_group, tile % (group_tiles * column_tiles) // in_group
 
 
 @triton.jit
@@ -93,20 +99,17 @@ def exp_logits_kernel(
     BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """E (STORE) and its sums over column tiles, by as many programs as run at once; tile after tile, so that a tile's
-    loads begin during the epilogue of the one before. `group_tiles` row tiles stay in L2 while W passes by."""
+    loads begin during the epilogue of the one before."""
     row_tiles = tl.cdiv(C, BLOCK_C)
     column_tiles = tl.cdiv(V, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
-        group = tile // (group_tiles * column_tiles) * group_tiles
-        in_group = tl.minimum(row_tiles - group, group_tiles)
-        at_c = (group + tile % in_group) * BLOCK_C
-        column_tile = (tile % (group_tiles * column_tiles)) // in_group
-        at_v = column_tile * BLOCK_V
+        row_tile, column_tile = _tile_at(tile, row_tiles, column_tiles, group_tiles)
+        at_c, at_v = row_tile * BLOCK_C, column_tile * BLOCK_V
         acc = tl.zeros([BLOCK_C, BLOCK_V], dtype=tl.float32)
         for k in range(tl.cdiv(H, BLOCK_H)):
             x = x_desc.load([at_c, k * BLOCK_H])
             w = w_desc.load([at_v, k * BLOCK_H])
-            if _INTERPRETED:
+            if INTERPRETED:  # it multiplies the bits of bf16 as integers
                 acc = tl.dot(x.to(tl.float32), w.T.to(tl.float32), acc)
             else:
                 acc = tl.dot(x, w.T, acc)
@@ -141,7 +144,7 @@ def _logits_again(
         r += tl.sum(w * x[None, :], axis=1)
     if HAS_BIAS:
         r += tl.load(Bias + cols, mask=cols < V, other=0.0).to(tl.float32)
-    z, slope = _squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
+    z, slope = squash(r, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     return tl.where(cols < V, z, -float("inf")), slope
 
 
@@ -198,13 +201,7 @@ def row_factors_kernel(
     confident = (z_y == m) & (small < 1e-3)
     log_s = tl.where(confident, small * (1.0 - small * (0.5 - small * 0.3333333333)), log_s)
     lse = m + log_s
-    w_y = tl.full([], 1.0, dtype=tl.float32)
-    if HAS_CLASS_WEIGHT:
-        w_y = tl.load(ClassWeight + y, mask=valid, other=0.0).to(tl.float32)
-    a = tl.full([], 1.0, dtype=tl.float32)
-    if HAS_TOKEN_WEIGHT:
-        a = tl.load(TokenWeight + row).to(tl.float32)
-    a = tl.where(valid, a, float("nan"))
+    w_y, a = row_weights(row, y, valid, ClassWeight, TokenWeight, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT)
     loss = w_y * ((m - z_y) + log_s)
     on_p = w_y
     if HAS_Z_LOSS:
@@ -246,15 +243,13 @@ def scaled_product_kernel(
     row_tiles = tl.cdiv(C, BLOCK_C)
     column_tiles = tl.cdiv(H, BLOCK_H)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
-        group = tile // (group_tiles * column_tiles) * group_tiles
-        in_group = tl.minimum(row_tiles - group, group_tiles)
-        at_c = (group + tile % in_group) * BLOCK_C
-        at_h = (tile % (group_tiles * column_tiles)) // in_group * BLOCK_H
+        row_tile, column_tile = _tile_at(tile, row_tiles, column_tiles, group_tiles)
+        at_c, at_h = row_tile * BLOCK_C, column_tile * BLOCK_H
         acc = tl.zeros([BLOCK_C, BLOCK_H], dtype=tl.float32)
         for k in range(tl.cdiv(V, BLOCK_V)):
             e = e_desc.load([at_c, k * BLOCK_V])
             w = w_desc.load([k * BLOCK_V, at_h])
-            if _INTERPRETED:
+            if INTERPRETED:
                 acc = tl.dot(e.to(tl.float32), w.to(tl.float32), acc)
             else:
                 acc = tl.dot(e, w, acc)

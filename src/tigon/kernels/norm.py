@@ -21,20 +21,16 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
 from tigon.kernels import _device
 from tigon.kernels._launch import launch
 from tigon.kernels._layout import row_view
+from tigon.kernels._math import INTERPRETED
 
 # M rows, H columns; a program handles ROWS rows at a time and BLOCK columns.
 
 # Widest row held in registers. Wider rows are read tile by tile, twice, the second time mostly from L2.
 MAX_BLOCK = 16384
-
-
-# The interpreter adds the terms of `tl.reduce` one after the other, which rounds as no GPU does; `tl.sum` it does not.
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
@@ -45,7 +41,8 @@ def _add_pairs(a, b, c, d):
 @triton.jit
 def _two_sums(a, b):
     """Row sums of two tiles with one exchange between the warps."""
-    if _INTERPRETED:
+    # `tl.reduce` adds term after term there, which rounds as no GPU does; `tl.sum` does not.
+    if INTERPRETED:
         return tl.sum(a, axis=1, keep_dims=True), tl.sum(b, axis=1, keep_dims=True)
     return tl.reduce((a, b), 1, _add_pairs, keep_dims=True)
 

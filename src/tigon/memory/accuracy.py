@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from tigon.models.presets import PRESETS
 from tigon.profile.figure import INK, MUTED, new_figure, svg
 from tigon.techniques.choices import Choices
 
-MEASUREMENTS = Path("benchmarks/results/nvidia-h200/plans.json")
+MEASUREMENTS = Path("benchmarks/results/nvidia-h200/planner/runs.json")
 CHART = "img/planner-accuracy.svg"
+REMAKE = "`python -m tigon.memory.accuracy --into docs/planner.md` makes it"
 BEGIN, END = "<!-- accuracy -->", "<!-- /accuracy -->"
 
 
@@ -154,16 +156,26 @@ def predictions_path(measurements: Path) -> Path:
     return measurements.with_name(f"{measurements.stem}-predicted.json")
 
 
+def versions() -> dict[str, str]:
+    """Of the packages whose code a prediction traces: another release may keep a tensor longer or not at all."""
+    return {name: metadata.version(name).partition("+")[0] for name in ("torch", "transformers", "peft")}
+
+
 def save_predictions(comparisons: Iterable[Comparison], path: Path) -> None:
-    rows = {one.id: {**one.predicted, "phases": dict(one.phases)} for one in comparisons}
-    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    cases = {one.id: {**one.predicted, "phases": dict(one.phases)} for one in comparisons}
+    path.write_text(json.dumps({"versions": versions(), "cases": cases}, indent=1) + "\n", encoding="utf-8")
+
+
+def predicted_with(path: Path) -> dict[str, str]:
+    """The versions that the predictions in `path` were made with. Raises UsageError."""
+    return dict(_read(path, hint=REMAKE)["versions"])
 
 
 def load_predictions(found: Measurements, path: Path) -> list[Comparison]:
     """Every measured case with the predictions in `path`: what the document was made of. Raises UsageError."""
-    rows = _read(path, hint="`python -m tigon.memory.accuracy --into docs/planner.md` makes it")
+    rows = _read(path, hint=REMAKE)["cases"]
     if missing := [case["id"] for case in found.measured if case["id"] not in rows]:
-        raise UsageError(f"{path} lacks {missing[0]}; run `python -m tigon.memory.accuracy --into docs/planner.md`.")
+        raise UsageError(f"{path} lacks {missing[0]}; {REMAKE}.")
     return [
         Comparison(
             case=case, phases=rows[case["id"]]["phases"],

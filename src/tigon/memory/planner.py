@@ -9,7 +9,6 @@ batch, does not say already that the micro-batch cannot fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tigon.errors import RecipeError, UsageError
@@ -342,13 +341,6 @@ def _enlarge(option: Option, asked: Asked) -> tuple[Option, list[Step]]:
             steps.append(_step("accumulation", found, gpu, f"{rows // batch} micro-batches of {batch} rows: "))
     last = [step.option for step in steps if step.option is not None and step.fits]
     return (last[-1] if last else option), steps
-
-
-def options_of(found: Plan) -> Iterator[Option]:
-    """What was asked for, then what is recommended."""
-    yield found.option
-    for recommendation in found.recommended:
-        yield recommendation.option
 
 
 def rung(choices: Choices, batch: int) -> str:

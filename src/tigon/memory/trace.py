@@ -14,7 +14,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -188,7 +188,6 @@ class _Run:
     model: Any
     recorder: Recorder
     accumulating: bool
-    recomputing: bool = field(default=False, init=False)
 
     def fill(self) -> None:
         """Put fake CPU tensors of the run's dtype where the model has meta ones; tied weights stay one."""

@@ -221,17 +221,9 @@ def _chunks_body(
     options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     tile = _exp_tile(hidden_NH, weight_VH, options, want_bias or entropy or predicted)
     outputs = _chunks_outputs(
-        hidden_NH,
-        weight_VH,
-        keep,
-        fp32_accumulate,
-        tile is not None,
-        want_hidden,
-        want_weight,
-        want_bias,
-        entropy,
+        hidden_NH, weight_VH, keep, fp32_accumulate, tile is not None, want_hidden, want_weight, want_bias, entropy,
         predicted,
-    )
+    )  # fmt: skip
     loss, stats, entropies, argmax, dx_NH, dw_VH, db_V, kept_NV, factors_N = outputs
     if tile is not None and not _starts_aligned(weight_VH):
         tile = None
