@@ -53,6 +53,15 @@ def test_a_run_that_fits_is_warned_about_or_one_that_does_not_is_not(recipe_of):
     assert warning.startswith("warning") and "Next rung" in warning and "tigon train r.yaml --set" in warning
 
 
+def test_more_than_the_hosts_memory_is_offloaded_without_a_warning(recipe_of, monkeypatch):
+    recipe = recipe_of("checkpointing: offload")
+    monkeypatch.setattr(prediction, "host_free_bytes", lambda: 1 << 40)
+    assert len(predicted(recipe, 8000).lines("tigon train r.yaml")) == 1
+    monkeypatch.setattr(prediction, "host_free_bytes", lambda: 1 << 20)
+    _, warning = predicted(recipe, 8000).lines("tigon train r.yaml")
+    assert warning.startswith("warning") and "of the host's memory" in warning
+
+
 def test_the_next_rungs_command_leads_to_a_recipe_that_does_not_fit(recipe_of):
     recipe = recipe_of()
     _, warning = predicted(recipe, 700).lines("tigon train r.yaml")

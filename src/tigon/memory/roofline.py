@@ -12,8 +12,8 @@ from tigon.memory.tape import Cost, Tape
 HOST_S = 3e-6
 """Host time of an operator with its autograd, eager PyTorch: of the machine whose runs are in
 benchmarks/results/nvidia-h200/planner/runs.json, where Llama-3.2-1B on 512 tokens leaves the GPU idle; its rows of
-2,048 and QLoRA's allow at most 5e-6. Two rows of 4 x 1024 tokens that were measured on another day are predicted too fast with
-it; 8e-6 fitted those."""
+2,048 and QLoRA's allow at most 5e-6. Two rows of 4 x 1024 tokens that were measured on another day are predicted too
+fast with it; 8e-6 fitted those."""
 LAUNCH_S = 2e-6
 """From the end of one kernel to the start of the next."""
 PRODUCT_SHARE = 0.93

@@ -30,6 +30,7 @@ from tigon.memory.tape import NotPeriodic, Tape, Where, unrollable, unrolled
 from tigon.models.config import build_on_meta
 from tigon.models.loss_seam import causal_lm_loss
 from tigon.models.tracing import attention_replaced
+from tigon.techniques import checkpointing
 from tigon.techniques.checkpointing import KEPT_OPS
 from tigon.techniques.choices import every_n_layers
 
@@ -268,12 +269,8 @@ class _Run:
         kind = self.request.choices.checkpointing
         if kind == "none":
             return
-        options: dict[str, Any] = {
-            "use_reentrant": False,
-            "context_fn": functools.partial(self._contexts, selective=kind == "selective"),
-        }
-        every = every_n_layers(kind)
-        self.model.gradient_checkpointing_enable(options, **({} if every is None else {"every_n_layers": every}))
+        contexts = functools.partial(self._contexts, selective=kind == "selective")
+        checkpointing.enable(self.model, every_n_layers(kind) or 1, context_fn=contexts)
 
     def _contexts(self, selective: bool) -> tuple[Any, Any]:
         """checkpoint()'s own pair, of forward and recomputation; here they also tell which of the two is on."""

@@ -86,4 +86,23 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
         "sliding_window": 4096, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    # the three that the Liger Kernel paper measures beside llama-3-8b
+    "gemma-7b": {
+        "model_type": "gemma", "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "mistral-7b": {
+        "model_type": "mistral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "qwen2-7b": {
+        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
 }  # fmt: skip

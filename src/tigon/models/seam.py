@@ -84,7 +84,8 @@ def patched_class(base: type[nn.Module], seam: Seam) -> type[PatchedModule]:
 def _patched_class(base: type[nn.Module], seam: Seam) -> type[PatchedModule]:
     identity = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     methods = seam.namespace(base)
-    return type(base.__name__, (PatchedModule, base), {**identity, **methods, "_tigon_base": base, "_tigon_seam": seam})
+    bases = (base,) if issubclass(base, PatchedModule) else (PatchedModule, base)  # a second seam goes on top
+    return type(base.__name__, bases, {**identity, **methods, "_tigon_base": base, "_tigon_seam": seam})
 
 
 def imitate(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:

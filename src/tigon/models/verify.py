@@ -243,11 +243,14 @@ def _generation(prompt: Tensor, forced: Tensor | None) -> Run:
 def _checkpointed(training: Run) -> Run:
     def run(model: nn.Module) -> Tensors:
         switch: Any = model
-        switch.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5.23 has a new name for it
+        old_name = not hasattr(model, "activation_checkpointing_enable")
+        enable = switch.gradient_checkpointing_enable if old_name else switch.activation_checkpointing_enable
+        enable({"use_reentrant": False})
         try:
             return training(model)
         finally:
-            switch.gradient_checkpointing_disable()
+            (switch.gradient_checkpointing_disable if old_name else switch.activation_checkpointing_disable)()
 
     return run
 

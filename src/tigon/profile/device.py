@@ -26,6 +26,11 @@ def used_bytes(device: torch.device) -> tuple[int, int]:
     return _psutil().Process().memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
+def host_free_bytes() -> int:
+    """What the machine's processes could still have of its memory."""
+    return int(_psutil().virtual_memory().available)
+
+
 def _psutil() -> Any:
     """psutil comes with accelerate; it carries no types."""
     return importlib.import_module("psutil")

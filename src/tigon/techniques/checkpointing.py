@@ -21,8 +21,8 @@ KEPT_OPS = (
 )  # fmt: skip
 
 
-def _enable(model: Any, every: int = 1, **options: Any) -> None:
-    """transformers' own switch, which 5.23 calls activation_checkpointing_enable.
+def enable(model: Any, every: int = 1, **options: Any) -> None:
+    """transformers' own switch, which 5.23 calls activation_checkpointing_enable; options: of `checkpoint`.
 
     Below 5.17 it has no `every_n_layers`.
     """
@@ -33,17 +33,17 @@ def _enable(model: Any, every: int = 1, **options: Any) -> None:
 
 
 def _full(model: Any, choices: Choices, facts: Facts) -> Any:
-    _enable(model)
+    enable(model)
     return model
 
 
 def _every(model: Any, choices: Choices, facts: Facts) -> Any:
-    _enable(model, every=every_n_layers(choices.checkpointing) or 1)
+    enable(model, every=every_n_layers(choices.checkpointing) or 1)
     return model
 
 
 def _selective(model: Any, choices: Choices, facts: Facts) -> Any:
-    _enable(model, context_fn=selective_contexts)
+    enable(model, context_fn=selective_contexts)
     return model
 
 
@@ -66,7 +66,7 @@ def _offload(model: Any, choices: Choices, facts: Facts) -> Any:
 
     from tigon.techniques.host_offload import HostOffload
 
-    _enable(model)
+    enable(model)
     offload = HostOffload()
 
     def offloaded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

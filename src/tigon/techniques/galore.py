@@ -27,7 +27,8 @@ class GaLoreAdamW(torch.optim.Optimizer):
     """AdamW; parameters of groups with a `rank` are updated within a subspace of that rank.
 
     layerwise: update each parameter as soon as the backward pass has its gradient, and free that gradient (§4.4);
-    step() then does nothing, and neither accumulation nor clipping is possible.
+    step() then does nothing, and neither accumulation nor clipping is possible. A gradient that is not finite changes
+    nothing; each weight's is looked at by itself, which waits for the GPU.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rank": 0, "gap": gap}
         super().__init__(params, defaults)
         self._layerwise = layerwise
+        self._n_refused = 0
         if layerwise:
             for index, group in enumerate(self.param_groups):
                 for parameter in group["params"]:
@@ -44,10 +46,19 @@ class GaLoreAdamW(torch.optim.Optimizer):
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def update(parameter: Tensor) -> None:  # the group is looked up late: load_state_dict replaces it
-            self._update(parameter, self.param_groups[index])
+            gradient = parameter.grad
+            if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                self._n_refused += 1
+            else:
+                self._update(parameter, self.param_groups[index])
             parameter.grad = None
 
         return update
+
+    def take_refused(self) -> bool:
+        """Whether `layerwise` left out an update since the last call, because its gradient was not finite."""
+        found, self._n_refused = self._n_refused > 0, 0
+        return found
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -19,6 +19,7 @@ from tigon.memory.planner import Option, label, look, search
 from tigon.memory.policy import Asked
 from tigon.memory.present import gib, seconds
 from tigon.memory.request import Request
+from tigon.profile.device import host_free_bytes
 from tigon.techniques.choices import Choices
 from tigon.train import launch
 from tigon.train.recipe import Recipe
@@ -26,6 +27,8 @@ from tigon.train.recipe import Recipe
 if TYPE_CHECKING:
     import torch
 
+GPUS_A_HOST = 8
+"""More than these are taken to be spread over several machines."""
 SNAPSHOT = "memory_snapshot-{rank}.pickle"
 # What --auto and the next rung may change, where the recipe says nothing else.
 _FREE = ("precision", "optimizer", "checkpointing", "zero", "fsdp", "offload", "accumulate")
@@ -50,6 +53,12 @@ class Prediction:
             said.append(
                 f"warning  needs {gib(found.device_bytes)} with the CUDA context, and {self.gpu} has "
                 f"{gib(self.gpu.memory_bytes)}: it will run out of memory. {next_rung(self, command)}"
+            )
+        host_bytes = found.host_bytes * min(self.option.request.choices.gpus, GPUS_A_HOST)
+        if host_bytes > host_free_bytes():
+            said.append(
+                f"warning  offloading needs {gib(host_bytes)} of the host's memory, and {gib(host_free_bytes())} are "
+                "free: it will be killed or swap. Take more GPUs, sharding.offload: none, or nvme"
             )
         return said
 
