@@ -136,6 +136,8 @@ def _line(m: Measurement) -> str:
         parts.append(f"{m.extra_peak_bytes / 2**20:.4g} MiB")
     if m.host_us is not None:
         parts.append(f"host {m.host_us:.0f} us")
+    if m.prepare_s is not None and m.prepare_s >= 1:
+        parts.append(f"ready after {m.prepare_s:.0f} s")
     if m.errors:
         parts.append(
             f"error {max(m.errors.values()):.1e}{' WRONG: ' + ', '.join(m.breaks_rule) if m.breaks_rule else ''}"

@@ -117,13 +117,16 @@ def _blank(problem: Problem, dtype: torch.dtype, ceilings: dict[str, float]) -> 
 
 
 def _guarded(measurement: Measurement, device: torch.device, work: Callable[[], Any]) -> Any:
-    """The result of `work`, or None and the reason in the measurement."""
+    """The result of `work`, or None and the reason in the measurement. Its time is added to `prepare_s`."""
+    start_s = time.monotonic()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return work()
     except Exception as error:
         _write_down(measurement, error)
+    finally:
+        measurement.prepare_s = round((measurement.prepare_s or 0.0) + time.monotonic() - start_s, 2)
     # Outside the handler: the exception's traceback holds the tensors of the failed call.
     timing.release(device)
     _check_device(device, measurement)

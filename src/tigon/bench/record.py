@@ -57,6 +57,8 @@ class Measurement:
     tflop_per_s: float | None = None
     fraction: float | None = None
     """Of the limit: the limit's time over the judged time."""
+    prepare_s: float | None = None
+    """Before it was timed: its import, compilation and tuning, its errors and its memory."""
 
     def judged_ms(self, graph: bool) -> Spread | None:
         """Forward + backward: the graph's if the row is judged by it and there is one, else the eager."""
