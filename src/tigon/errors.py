@@ -9,6 +9,7 @@
       x RecipeError           a run recipe that cannot be carried out
         + DataError           a data file, named with its line
         + RunFolderError      a run folder or checkpoint that cannot be written or resumed
+        + ProcessError        a process of a run that has died
       x PatchError            a model the patcher must not, or cannot, change
       x KernelError           a kernel that cannot run here                             (also a RuntimeError)
       x BenchError            a benchmark that refuses to go on, or a record that is none
@@ -54,6 +55,10 @@ class DataError(RecipeError):
 
 class RunFolderError(RecipeError):
     """A run folder or checkpoint that cannot be written to or resumed from."""
+
+
+class ProcessError(RecipeError):
+    """A process of a run that has died: one of several ranks, or one that prepares batches."""
 
 
 class PatchError(TigonError):

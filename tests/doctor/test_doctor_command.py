@@ -16,8 +16,9 @@ pytest.importorskip("transformers")
 
 from tigon import cli
 from tigon.doctor import diagnose, diagnosis
-from tigon.doctor.self_test import CHECKS, OpCheck
+from tigon.doctor.self_test import CHECKS
 from tigon.errors import UsageError
+from tigon.ops.self_check import OpCheck
 
 SRC = Path(__file__).parents[2] / "src"
 LLAMA = {

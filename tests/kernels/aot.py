@@ -63,6 +63,8 @@ class Target:
     """The most shared memory (LDS) of one program: CUDA C++ Programming Guide, "Technical Specifications per Compute
     Capability" (less 1 KiB that CUDA keeps); AMD CDNA 2, 3 and 4 ISA guides."""
     dtypes: tuple[str, ...] = ("bfloat16",)
+    once: bool = False
+    """Each op's kernels once, for the largest case, rather than every way through them: a chip close to another."""
 
     @property
     def gpu(self) -> GPUTarget:
@@ -75,12 +77,12 @@ class Target:
 
 TARGETS = {
     "sm_80": Target("cuda", 80, 32, 163 << 10),
-    "sm_89": Target("cuda", 89, 32, 99 << 10),
+    "sm_89": Target("cuda", 89, 32, 99 << 10, once=True),
     "sm_90": Target("cuda", 90, 32, 227 << 10, ALL_DTYPES),
-    "sm_100": Target("cuda", 100, 32, 227 << 10),
-    "gfx90a": Target("hip", "gfx90a", 64, 64 << 10),
+    "sm_100": Target("cuda", 100, 32, 227 << 10, once=True),
+    "gfx90a": Target("hip", "gfx90a", 64, 64 << 10, once=True),
     "gfx942": Target("hip", "gfx942", 64, 64 << 10, ALL_DTYPES),
-    "gfx950": Target("hip", "gfx950", 64, 160 << 10),
+    "gfx950": Target("hip", "gfx950", 64, 160 << 10, once=True),
 }
 
 # Ways through the kernels, and widths of today's models, that no record has a case for.
@@ -275,7 +277,12 @@ def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
             launches = distinct(x for op, case in cases for x in record(op, case, dtype, chosen))
             for name in chosen:
                 here = [launch for launch in launches if launch.target == name and (thorough or launch.whole)]
-                yield from here if every else covering(here)
+                if every:
+                    yield from here
+                elif TARGETS[name].once:
+                    yield from {(launch.op, launch.kernel): launch for launch in reversed(here)}.values()
+                else:
+                    yield from covering(here)
 
 
 # --- compiling --------------------------------------------------------------------------------------------------------

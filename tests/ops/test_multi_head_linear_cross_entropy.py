@@ -13,6 +13,7 @@ from tigon.errors import OptionError, ShapeError
 from tigon.ops import linear_cross_entropy, multi_head_linear_cross_entropy
 
 B, T, H, V = 2, 11, 8, 29
+CPU = torch.device("cpu")
 
 
 def heads(device: torch.device, count: int = 3) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -35,7 +36,7 @@ def test_head_is_scored_on_another_position(backend: Any) -> None:
     for x, w, s in zip(hiddens, weights, shifts, strict=True):
         by_hand.append(linear_cross_entropy(x[:, :-s], w, target[:, s:], outputs=("accuracy",)))
     torch.testing.assert_close(got.losses, torch.stack([o.loss for o in by_hand]).detach(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(got.accuracy, torch.stack([o.accuracy for o in by_hand]))
+    torch.testing.assert_close(got.accuracy[:, 0], torch.stack([o.accuracy for o in by_hand]))
     total = sum(c * o.loss for c, o in zip(factors, by_hand, strict=True))
     torch.testing.assert_close(got.loss, total, rtol=1e-6, atol=0)
     leaves = [*hiddens, *weights]
@@ -79,6 +80,115 @@ def test_shift_past_the_end_divides_by_zero(backend: Any) -> None:
     assert bool((weights[0].grad != 0).any())
 
 
+def blocks_of(device: torch.device, count: int) -> list[list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(13)
+    return [
+        [((torch.randn(H, H) / H).to(device).requires_grad_(), torch.randn(H).to(device).requires_grad_())]
+        for _ in range(count)
+    ]
+
+
+def test_chunks_or_shared_weights_change_the_blocks_gradient() -> None:
+    """One chunk or many, heads with weights of their own or one: the same sums."""
+    for shared in (False, True):
+        found = []
+        for chunk_bytes in (1 << 20, 8 * V * 4):
+            hiddens, weights, target = heads(CPU)
+            blocks = blocks_of(CPU, 3)
+            loss = multi_head_linear_cross_entropy(
+                hiddens[0], weights[0] if shared else weights, target, shifts=(1, 2, 4), blocks=blocks,
+                head_weights=(1.0, 0.5, 0.25), chunk_bytes=chunk_bytes,
+            )  # fmt: skip
+            leaves = [hiddens[0], *(weights[:1] if shared else weights), *(t for b in blocks for p in b for t in p)]
+            found.append((loss.detach(), torch.autograd.grad(loss, leaves)))
+        torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
+        for a, b in zip(found[0][1], found[1][1], strict=True):
+            assert relative_error(a, b) < 1e-6
+
+
+def test_head_is_scored_across_documents() -> None:
+    """Two documents in a row, against the same with every label taken out that is in another document."""
+    hiddens, weights, target = heads(CPU)
+    positions = torch.cat([torch.arange(4), torch.arange(T - 4)]).expand(B, T).to(CPU)
+    for k, shift in enumerate((1, 2, 4)):
+        one = {"shifts": (shift,), "outputs": ("losses", "counts")}
+        got = multi_head_linear_cross_entropy(hiddens[k], weights[k], target, positions=positions, **one)
+        by_hand = target.clone()
+        by_hand[:, 4 : 4 + shift] = -100  # the first tokens of the second document: their predictors are in the first
+        want = multi_head_linear_cross_entropy(hiddens[k], weights[k], by_hand, **one)
+        torch.testing.assert_close(got.loss, want.loss, rtol=1e-6, atol=0)
+        assert int(got.counts[0]) == int(want.counts[0]) == int((by_hand[:, shift:] != -100).sum())
+    with pytest.raises(ShapeError, match="positions"):
+        multi_head_linear_cross_entropy(hiddens, weights, target, shifts=(1, 2, 3), positions=positions[:, 1:])
+
+
+def test_accuracy_counts_another_rank() -> None:
+    """The share of targets among the 1, 2, ... 5 largest logits, as topk finds them."""
+    hiddens, weights, target = heads(CPU)
+    shifts = (1, 2, 4)
+    got = multi_head_linear_cross_entropy(
+        hiddens, weights, target, shifts=shifts, outputs=("accuracy",), logit_scale=-2.0, chunk_bytes=8 * V * 4
+    )
+    for k, shift in enumerate(shifts):
+        logits, labels = (-2.0 * hiddens[k] @ weights[k].t())[:, :-shift], target[:, shift:]
+        hit = logits.topk(5).indices == labels.unsqueeze(-1)
+        share = (hit.cumsum(-1) * (labels != -100).unsqueeze(-1)).sum((0, 1)) / (labels != -100).sum()
+        torch.testing.assert_close(got.accuracy[k], share)
+
+
+def test_weights_of_the_heads_as_a_tensor_give_another_loss() -> None:
+    hiddens, weights, target = heads(CPU)
+    factors = torch.tensor([1.0, 0.5, 0.0], device=CPU)
+    losses = [
+        multi_head_linear_cross_entropy(hiddens, weights, target, shifts=(1, 2, 3), head_weights=given)
+        for given in (factors, factors.tolist())
+    ]
+    assert torch.equal(*losses)
+
+
+def test_compiled_loss_is_another_or_compiles_anew_for_other_weights() -> None:
+    """A schedule changes the heads' weights at every step; as a tensor they are no reason for another graph."""
+    hiddens, weights, target = heads(CPU)
+    blocks = blocks_of(CPU, 3)
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def loss_of(factors: Tensor) -> Any:
+        return multi_head_linear_cross_entropy(
+            hiddens[0], weights, target, shifts=(1, 2, 4), blocks=blocks, head_weights=factors
+        )
+
+    compiled = torch.compile(loss_of, backend=backend, fullgraph=True)
+    for last in (0.5, 0.25):
+        factors = torch.tensor([1.0, 0.5, last])
+        torch.testing.assert_close(compiled(factors), loss_of(factors), rtol=1e-6, atol=0)
+    assert len(graphs) == 1
+
+
+def flops_of(**frozen: bool) -> float:
+    """Operations of the products of a forward and a backward, by PyTorch's profiler."""
+    torch.manual_seed(12)
+    hidden = torch.randn(2, 64, 32, requires_grad=not frozen.get("hidden"))
+    weights = [torch.randn(512, 32, requires_grad=not frozen.get("weight")) for _ in range(2)]
+    target = torch.randint(0, 512, (2, 64))
+    with torch.autograd.profiler.profile(with_flops=True) as found:
+        loss = multi_head_linear_cross_entropy(hidden, weights, target, shifts=(1, 2))
+        if loss.requires_grad:
+            loss.backward()
+    return sum(event.flops for event in found.function_events)
+
+
+def test_frozen_part_costs_its_product() -> None:
+    """Three products a head: of the logits, of the hidden gradient, of the weight's."""
+    everything = flops_of()
+    assert flops_of(hidden=True) == pytest.approx(everything * 2 / 3, rel=0.02)
+    assert flops_of(weight=True) == pytest.approx(everything * 2 / 3, rel=0.02)
+    assert flops_of(hidden=True, weight=True) == pytest.approx(everything / 3, rel=0.02)
+
+
 def test_counts_or_options_without_meaning_pass(backend: Any) -> None:
     hiddens, weights, target = heads(backend.device)
     with pytest.raises(ShapeError, match="one a head"):
@@ -91,5 +201,8 @@ def test_counts_or_options_without_meaning_pass(backend: Any) -> None:
         multi_head_linear_cross_entropy(hiddens, weights, target, shifts=(1, 2, 3), reduction="none")
     with pytest.raises(OptionError, match="outputs"):
         multi_head_linear_cross_entropy(hiddens, weights, target, shifts=(1, 2, 3), outputs=("entropy",))
+    with pytest.raises(ShapeError, match=r"a block is \(8, 4\)"):
+        block = (torch.randn(H, 4, device=backend.device), torch.randn(H, device=backend.device))
+        multi_head_linear_cross_entropy(hiddens, weights, target, shifts=(1, 2, 3), blocks=[[], [], [block]])
     with pytest.raises(ShapeError, match="must agree"):
         multi_head_linear_cross_entropy(hiddens, weights, target[:, 1:], shifts=(1, 2, 3))

@@ -1,11 +1,12 @@
 """Linear + cross entropy for several heads that predict several tokens ahead (Medusa, arXiv 2401.10774, eq. 1).
 
-    L = Σ_k c_k · linear_cross_entropy(hidden_k, weight_k, target shifted left by s_k)
+    L = Σ_k c_k · linear_cross_entropy(blocks_k(hidden_k), weight_k, target shifted left by s_k)
+    blocks_k: x ← x + SiLU(x Wᵀ + b), as often as head k has blocks
 
-Head k at position t is scored against target[t + s_k]; positions whose label lies past the end are ignored, and so
-dropped before the products. The heads take turns with one chunk of logits, so K heads cost the memory of one. The
-gradients are made in the forward for an upstream gradient of 1 (a scalar loss is linear in it), and what several heads
-share, a trunk's hidden state or one lm_head, is summed over the heads in fp32.
+Head k at position t is scored against target[t + s_k], unless that lies past the end or in another document. All of it
+happens in the forward, chunk by chunk (`_multi_head_loop`), for an upstream gradient of 1 (a scalar loss is linear in
+it): what is kept for the backward is one gradient for each distinct tensor, whatever the number of heads. A tensor that
+wants no gradient costs no product and no memory.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import _loss
-from tigon.ops._chunk_loop import chunk_loop
-from tigon.ops._dispatch import Differentiable, check_dtype, first_order
+from tigon.ops._dispatch import Differentiable, check_dtype, first_order, unwatched
 from tigon.ops._loss import LossOptions
+from tigon.ops._multi_head_loop import multi_head_loop, scored
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.cross_entropy import Reduction, gradient_scales, make_target
 from tigon.ops.linear_cross_entropy import (
-    _even_chunk,
-    _rows_that_count,
+    _keeps_graph,
+    _may_wait,
+    _scaled_in_place,
     _settle_dtypes,
     default_chunk_bytes,
     linear_cross_entropy_oracle,
@@ -33,19 +36,23 @@ from tigon.ops.linear_cross_entropy import (
 
 # B batch, T positions, N = B·T tokens, H hidden, V vocabulary, K heads.
 
-OUTPUTS = ("losses", "accuracy")
+OUTPUTS = ("losses", "counts", "accuracy")
+Block = tuple[Tensor, Tensor]
+"""Weight (H, H) and bias (H,) of a residual block."""
 
 
 class MultiHeadOutput(NamedTuple):
     """What `multi_head_linear_cross_entropy` returns when `outputs` names more than the loss; only `loss` is
     differentiable.
 
-    loss: 0-dim fp32, Σ_k c_k · loss_k. losses: (K,) fp32, the heads' own losses. accuracy: (K,) fp32, each head's
-    share of not ignored tokens whose largest logit is the target's.
+    loss: 0-dim fp32, Σ_k c_k · loss_k. losses: (K,) fp32, the heads' own losses. counts: (K,) int64, tokens that each
+    head was scored on. accuracy: (K, 5) fp32, the share of them whose target is among the head's 1, 2, ... 5 largest
+    logits, a tie counting as among them; 0 where a head was scored on none.
     """
 
     loss: Tensor
     losses: Tensor | None = None
+    counts: Tensor | None = None
     accuracy: Tensor | None = None
 
 
@@ -59,96 +66,84 @@ def shift_left(target_BT: Tensor, shift: int, ignore_index: int) -> Tensor:
     return shifted
 
 
-class _Sums:
-    """Gradients of tensors that several heads share: fp32 sums, rounded at once where only one head uses a tensor."""
-
-    def __init__(self, tensors: Sequence[Tensor], users: Sequence[int], wanted: Sequence[bool]) -> None:
-        self._tensors, self._wanted = tensors, wanted
-        self._shared = [users.count(i) > 1 for i in range(len(tensors))]
-        self.sums: list[Tensor | None] = [None] * len(tensors)
-
-    def add(self, which: int, gradient: Tensor, left: Tensor, index: Tensor | None) -> None:
-        if not self._wanted[which]:
-            return
-        like = self._tensors[which]
-        # fp16 stays in fp32 until the loss scale is on.
-        wide = self._shared[which] or like.dtype == torch.float16
-        dtype = left.dtype if wide else like.dtype
-        part = _loss.scale_rows(gradient, left, index, like.shape[0], dtype)
-        total = self.sums[which]
-        self.sums[which] = part if total is None else total.add_(part)
-
-
 class MultiHeadLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_count: int, hidden_of: list[int], weight_of: list[int], targets: list[Tensor],
-        inv_denominators: list[Tensor], head_weights: list[float], indices: list[Tensor | None],
-        options: LossOptions, predicted: bool, chunk_bytes: int, grad_enabled: bool, *tensors: Tensor,
+        ctx: Any, target: Tensor, positions: Tensor | None, rows: Tensor | None, inverses_K: Tensor, factors_K: Tensor,
+        layout: tuple[list[int], list[int], list[int], list[int]], hidden_count: int, weight_count: int,
+        options: LossOptions, chunk_bytes: Sequence[int], top: bool, grad_enabled: bool, *tensors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        hiddens, weights = tensors[:hidden_count], tensors[hidden_count:]
+        heads_end = hidden_count + weight_count
+        hiddens, weights, blocks = tensors[:hidden_count], tensors[hidden_count:heads_end], tensors[heads_end:]
         want = [grad_enabled and need for need in ctx.needs_input_grad[-len(tensors) :]]
-        hidden_sums = _Sums(hiddens, hidden_of, want[:hidden_count])
-        weight_sums = _Sums(weights, weight_of, want[hidden_count:])
-        losses, hits = [], []
-        for k, (h, w) in enumerate(zip(hidden_of, weight_of, strict=True)):
-            x_NH, weight_VH, target, index = hiddens[h], weights[w], targets[k], indices[k]
-            if index is not None:
-                x_NH, target = x_NH.index_select(0, index), target.index_select(0, index)
-            most = max(1, chunk_bytes // (weight_VH.shape[0] * x_NH.element_size()))
-            tokens = x_NH.shape[0]
-            chunk = _even_chunk(tokens, most) if isinstance(tokens, int) else most
-            stored, left = gradient_scales(x_NH.dtype, inv_denominators[k] * head_weights[k], None, None, options)
-            loss_N, _, _, argmax, dx, dw, _, _, _ = chunk_loop(
-                x_NH, weight_VH, None, target, None, None, stored, *options, chunk, False, True,
-                want[h], want[hidden_count + w], False, False, predicted,
-            )  # fmt: skip
-            losses.append(loss_N.sum() * inv_denominators[k])
-            if predicted:
-                hits.append(_loss.accuracy(argmax, target, options.ignore_index))
-            if want[h]:
-                hidden_sums.add(h, dx, left, index)
-            if want[hidden_count + w]:
-                weight_sums.add(w, dw, left, None)
-            # Before the next head makes its own: at its peak this loop holds one fp32 dW.
-            del dx, dw
-        ctx.dtypes = [t.dtype for t in tensors]
-        ctx.save_for_backward(*hidden_sums.sums, *weight_sums.sums)
-        head_losses = torch.stack(losses)
-        total = torch.stack([loss * c for loss, c in zip(losses, head_weights, strict=True)]).sum()
-        accuracy = torch.stack(hits) if predicted else head_losses.new_empty(0)
-        ctx.mark_non_differentiable(head_losses, accuracy)
-        return total, head_losses, accuracy
+        stored_K, left = _common_scale(hiddens[0].dtype, inverses_K * factors_K, options)
+        sums_K, hits, dx, dw, db = multi_head_loop(
+            target, positions, rows, stored_K, hiddens, weights, blocks, *layout,
+            want[:hidden_count], want[hidden_count:heads_end], want[heads_end:], *options, chunk_bytes, top,
+        )  # fmt: skip
+        ctx.want, ctx.dtypes = want, [t.dtype for t in tensors]
+        # Not saved tensors, which could not be given away: they are scaled where they lie. `left` is one, so that a
+        # second backward of a graph that was not retained is refused.
+        ctx.gradients = [*dx, *dw, *db]
+        ctx.save_for_backward(left)
+        losses_K = sums_K * inverses_K
+        ctx.mark_non_differentiable(losses_K, hits)
+        return (losses_K * factors_K).sum(), losses_K, hits
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        grads = (
-            None if total is None else _loss.scale_rows(total, dloss, None, total.shape[0], dtype)
-            for total, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return *[None] * 11, *grads
+        (left,) = ctx.saved_tensors
+        scale, gradients, once = dloss * left, ctx.gradients, not _keeps_graph()
+        if once:
+            ctx.gradients = None  # the rest of the model's backward needs their memory
+        found: list[Tensor | None] = []
+        for i, (wanted, dtype) in enumerate(zip(ctx.want, ctx.dtypes, strict=True)):
+            gradient, gradients[i] = gradients[i], gradients[i] if not once else None
+            if not wanted:
+                found.append(None)
+            elif once and gradient.dtype == dtype and gradient.ndim == 2 and unwatched((gradient,)):
+                found.append(_scaled_in_place(gradient, scale))
+            elif gradient.ndim == 1:
+                found.append((gradient * scale).to(dtype))
+            else:
+                found.append(_loss.scale_rows(gradient, scale, None, gradient.shape[0], dtype))
+            del gradient
+        return *[None] * 12, *found
+
+
+def _common_scale(dtype: torch.dtype, scales_K: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
+    """(scale of each head's stored gradients, what is left to multiply by); fp16 stores those of the head with the
+    largest scale as `gradient_scales` wants them, and the others' in proportion, so that one factor is left for all."""
+    if dtype != torch.float16:
+        return scales_K, torch.ones_like(scales_K[0])
+    stored, left = gradient_scales(dtype, torch.ones_like(scales_K[0]), None, None, options)
+    largest = scales_K.abs().amax()
+    largest = torch.where(largest > 0, largest, 1.0)
+    return scales_K / largest * stored, left * largest
 
 
 def _apply(
-    hiddens: Sequence[Tensor], weights: Sequence[Tensor], targets: Sequence[Tensor],
-    inv_denominators: Sequence[Tensor], hidden_of: list[int], weight_of: list[int], head_weights: list[float],
+    target: Tensor, positions: Tensor | None, rows: Tensor | None, inverses_K: Tensor, factors_K: Tensor,
+    hiddens: Sequence[Tensor], weights: Sequence[Tensor], blocks: Sequence[Tensor],
+    shifts: list[int], hidden_of: list[int], weight_of: list[int], block_counts: list[int],
     ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-    predicted: bool, chunk_bytes: int, indices: Sequence[Tensor | None] | None = None,
+    chunk_bytes: Sequence[int], top: bool,
 ) -> Any:  # fmt: skip
     options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    layout = (list(shifts), list(hidden_of), list(weight_of), list(block_counts))
     return MultiHeadLinearCrossEntropy.apply(
-        len(hiddens), hidden_of, weight_of, targets, inv_denominators, head_weights,
-        indices if indices is not None else [None] * len(targets), options, predicted, chunk_bytes,
-        torch.is_grad_enabled(), *hiddens, *weights,
+        target, positions, rows, inverses_K, factors_K, layout, len(hiddens), len(weights), options, chunk_bytes, top,
+        torch.is_grad_enabled(), *hiddens, *weights, *blocks,
     )  # fmt: skip
 
 
 _multi_head = Differentiable(
     "multi_head_linear_cross_entropy",
-    "(Tensor[] hiddens, Tensor[] weights, Tensor[] targets, Tensor[] inv_denominators, int[] hidden_of,"
-    " int[] weight_of, float[] head_weights, int ignore_index, float label_smoothing, float? softcap,"
-    " float logit_scale, float z_loss, bool predicted, int chunk_bytes) -> (Tensor, Tensor, Tensor)",
+    "(Tensor target, Tensor? positions, Tensor? rows, Tensor inverses, Tensor factors, Tensor[] hiddens,"
+    " Tensor[] weights, Tensor[] blocks, int[] shifts, int[] hidden_of, int[] weight_of, int[] block_counts,"
+    " int ignore_index, float label_smoothing, float? softcap, float logit_scale, float z_loss, int[] chunk_bytes,"
+    " bool top) -> (Tensor, Tensor, Tensor)",
     _apply,
 )
 
@@ -159,7 +154,9 @@ def multi_head_linear_cross_entropy(
     target: Tensor,
     *,
     shifts: Sequence[int],
-    head_weights: Sequence[float] | None = None,
+    blocks: Sequence[Sequence[Block]] | None = None,
+    positions: Tensor | None = None,
+    head_weights: Tensor | Sequence[float] | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
@@ -177,9 +174,14 @@ def multi_head_linear_cross_entropy(
         weights: K tensors (V, H), or one that all heads share.
         target: (B, T), int64 or int32; head k at position t is scored against target[t + shifts[k]].
         shifts: K offsets >= 0; Medusa's head k (k = 1, 2, ...) has k + 1 over unshifted labels.
-        head_weights: K factors c_k, 1 each if left out.
+        blocks: of each head, the residual blocks between its hidden state and its output weight, each a weight (H, H)
+            and a bias (H,); none if left out.
+        positions: (B, T), positions inside documents, for rows that hold several: a head is not scored where t and
+            t + shifts[k] are of different ones.
+        head_weights: K factors c_k, 1 each if left out; a tensor (K,) changes from step to step without a new graph.
         reduction: "mean" (of each head over its own tokens, or over `num_items`) or "sum".
-        outputs: more to return: "losses", "accuracy"; see `MultiHeadOutput`.
+        outputs: more to return: "losses", "counts", "accuracy"; see `MultiHeadOutput`. Accuracy costs each head
+            another product of the forward.
         ignore_index, label_smoothing, softcap, logit_scale, z_loss, num_items, chunk_bytes: as in
             `linear_cross_entropy`.
 
@@ -191,29 +193,52 @@ def multi_head_linear_cross_entropy(
     """
     hidden_list = [hiddens] * len(shifts) if isinstance(hiddens, Tensor) else list(hiddens)
     weight_list = [weights] * len(shifts) if isinstance(weights, Tensor) else list(weights)
-    factors = [1.0] * len(shifts) if head_weights is None else [float(c) for c in head_weights]
+    block_lists = [()] * len(shifts) if blocks is None else [tuple(of_head) for of_head in blocks]
     options = _loss.check_options(reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, num_items, ())
-    _check_heads(hidden_list, weight_list, target, shifts, factors, reduction, outputs)
+    _check_heads(hidden_list, weight_list, block_lists, target, shifts, head_weights, reduction, outputs)
+    if positions is not None and positions.shape != target.shape:
+        raise ShapeError(f"positions is {tuple(positions.shape)}, target is {tuple(target.shape)}; they must agree.")
     hidden_unique, hidden_of = _unique(hidden_list)
     weight_unique, weight_of = _unique(weight_list)
     settled = [_settle_dtypes(hidden_unique[0], w, None)[1] for w in weight_unique]
     flat = [_settle_dtypes(h, settled[0], None)[0].reshape(-1, h.shape[-1]) for h in hidden_unique]
-    shifted = [shift_left(target, s, ignore_index) for s in shifts]
-    targets = [t.reshape(-1).contiguous() for t in shifted]
+    flat_blocks = [t.to(flat[0].dtype) for of_head in block_lists for block in of_head for t in block]
     acc = torch.promote_types(flat[0].dtype, torch.float32)
-    inverses = [_loss.inverse_denominator(t, None, num_items, options, reduction, acc) for t in targets]
-    if chunk_bytes is None:
-        chunk_bytes, _ = default_chunk_bytes(flat[0])
-    args = (
-        flat, settled, targets, inverses, hidden_of, weight_of, factors, *options, "accuracy" in outputs, chunk_bytes,
+    counts_K, any_N = scored(target, positions, shifts, ignore_index)
+    least_most = default_chunk_bytes(flat[0]) if chunk_bytes is None else (chunk_bytes, chunk_bytes)
+    loss, losses, hits = _multi_head(
+        target, positions, any_N.nonzero().squeeze(1) if _may_wait(target) else None,
+        _inverses(counts_K, num_items, reduction, acc), _factors(head_weights, counts_K, acc),
+        flat, settled, flat_blocks, list(shifts), hidden_of, weight_of, [len(of_head) for of_head in block_lists],
+        *options, list(least_most), "accuracy" in outputs,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
-        loss, losses, accuracy = _multi_head(*args)
-    else:
-        loss, losses, accuracy = _apply(*args, [_rows_that_count(t, None, ignore_index) for t in shifted])
     if not outputs:
         return loss  # type: ignore[no-any-return]
-    return MultiHeadOutput(loss, losses if "losses" in outputs else None, accuracy if "accuracy" in outputs else None)
+    return MultiHeadOutput(
+        loss,
+        losses if "losses" in outputs else None,
+        counts_K if "counts" in outputs else None,
+        hits.to(acc) / counts_K.clamp(min=1).unsqueeze(1) if "accuracy" in outputs else None,
+    )
+
+
+def _inverses(counts_K: Tensor, num_items: Tensor | float | None, reduction: str, dtype: torch.dtype) -> Tensor:
+    """1 / D of each head, 0 where D is 0; never read on the host."""
+    if reduction != "mean":
+        return torch.ones_like(counts_K, dtype=dtype)
+    if num_items is not None:
+        items = torch.as_tensor(num_items, dtype=dtype).to(counts_K.device, non_blocking=True)
+        denominators = items.reshape(-1).expand(counts_K.shape[0])
+    else:
+        denominators = counts_K.to(dtype)
+    inverses: Tensor = torch.where(denominators == 0, 0.0, 1.0 / denominators)
+    return inverses
+
+
+def _factors(head_weights: Tensor | Sequence[float] | None, like_K: Tensor, dtype: torch.dtype) -> Tensor:
+    if head_weights is None:
+        return torch.ones_like(like_K, dtype=dtype)
+    return torch.as_tensor(head_weights, dtype=dtype).to(like_K.device, non_blocking=True)
 
 
 def _unique(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
@@ -230,13 +255,14 @@ def _unique(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
 
 
 def _check_heads(
-    hiddens: list[Tensor], weights: list[Tensor], target: Tensor, shifts: Sequence[int], factors: list[float],
-    reduction: str, outputs: tuple[str, ...],
+    hiddens: list[Tensor], weights: list[Tensor], blocks: Sequence[Sequence[Block]], target: Tensor,
+    shifts: Sequence[int], factors: Tensor | Sequence[float] | None, reduction: str, outputs: tuple[str, ...],
 ) -> None:  # fmt: skip
-    if not shifts or not len(hiddens) == len(weights) == len(shifts) == len(factors):
+    n_factors = len(shifts) if factors is None else len(factors)
+    if not shifts or not len(hiddens) == len(weights) == len(blocks) == n_factors == len(shifts):
         raise ShapeError(
-            f"{len(hiddens)} hiddens, {len(weights)} weights, {len(shifts)} shifts, {len(factors)} head_weights; "
-            "each must be one a head."
+            f"{len(hiddens)} hiddens, {len(weights)} weights, {len(blocks)} blocks, {len(shifts)} shifts, {n_factors} "
+            "head_weights; each must be one a head."
         )
     if reduction == "none":
         raise OptionError("reduction='none' is not defined for a sum over heads; call linear_cross_entropy per head.")
@@ -246,60 +272,88 @@ def _check_heads(
     if unknown:
         raise OptionError(f"outputs names {unknown[0]!r}; choose from {', '.join(OUTPUTS)}.")
     check_dtype(*hiddens, *weights)
-    for hidden, weight in zip(hiddens, weights, strict=True):
+    for hidden, weight, of_head in zip(hiddens, weights, blocks, strict=True):
         if hidden.ndim != 3 or weight.ndim != 2 or weight.shape[1] != hidden.shape[2]:
             raise ShapeError(
                 f"hidden is {tuple(hidden.shape)}, weight is {tuple(weight.shape)}; they must be (B, T, H) and (V, H)."
             )
+        H = hidden.shape[2]
+        for block, bias in of_head:
+            if block.shape != (H, H) or bias.shape != (H,):
+                raise ShapeError(
+                    f"a block is {tuple(block.shape)} with a bias {tuple(bias.shape)}; with hidden "
+                    f"{tuple(hidden.shape)} they must be {(H, H)} and {(H,)}."
+                )
         _loss.check_target(target, hidden.shape[:-1], "hidden")
 
 
 # --- the record: the generic tests and benchmarks differentiate named tensors, so the lists are spelled out -----------
 
 
-def _gather(inputs: dict[str, Any], name: str) -> Tensor | list[Tensor]:
-    found = [inputs.pop(key) for key in sorted(k for k in inputs if k.startswith(name + "_"))]
-    return found[0] if len(found) == 1 else found
+def _gather(inputs: dict[str, Any], name: str) -> list[Tensor]:
+    return [inputs.pop(key) for key in sorted(k for k in inputs if k.startswith(name + "_"))]
+
+
+def _operands(inputs: dict[str, Any]) -> tuple[Any, Any, list[list[Block]]]:
+    """(hiddens, weights, blocks); a single block is every head's."""
+    hiddens, weights = _gather(inputs, "hidden"), _gather(inputs, "weight")
+    blocks = list(zip(_gather(inputs, "block"), _gather(inputs, "bias"), strict=True))
+    return (
+        hiddens[0] if len(hiddens) == 1 else hiddens,
+        weights[0] if len(weights) == 1 else weights,
+        [[blocks[k]] if k < len(blocks) else [] for k in range(len(inputs["shifts"]))],
+    )
 
 
 def _call(target: Tensor, **inputs: Any) -> Any:
-    return multi_head_linear_cross_entropy(_gather(inputs, "hidden"), _gather(inputs, "weight"), target, **inputs)
+    hiddens, weights, blocks = _operands(inputs)
+    return multi_head_linear_cross_entropy(hiddens, weights, target, blocks=blocks, **inputs)
 
 
 def _oracle(
     target: Tensor, *, shifts: Sequence[int], head_weights: Sequence[float], chunk_bytes: int | None = None,
     **inputs: Any,
 ) -> Tensor:  # fmt: skip
-    hiddens, weights = _gather(inputs, "hidden"), _gather(inputs, "weight")
+    hiddens, weights, blocks = _operands({"shifts": shifts, **inputs})
+    inputs = {name: value for name, value in inputs.items() if name.split("_")[0] not in _TENSORS}
     losses = []
     for k, (shift, factor) in enumerate(zip(shifts, head_weights, strict=True)):
-        hidden = hiddens if isinstance(hiddens, Tensor) else hiddens[k]
+        x = hiddens if isinstance(hiddens, Tensor) else hiddens[k]
         weight = weights if isinstance(weights, Tensor) else weights[k]
+        for block, bias in blocks[k]:
+            x = x + F.silu(F.linear(x, block, bias))
         labels = shift_left(target, shift, inputs.get("ignore_index", -100))
-        losses.append(factor * linear_cross_entropy_oracle(hidden, weight, labels, **inputs))
+        losses.append(factor * linear_cross_entropy_oracle(x, weight, labels, **inputs))
     return torch.stack(losses).sum()
+
+
+_TENSORS = ("hidden", "weight", "block", "bias")
 
 
 def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     B, T, H, V = case.shape
     options = dict(case.options)
-    hiddens, weights = options.pop("hiddens"), options.pop("weights")
-    return {
-        "target": make_target((B, T), V, 0.2, -100, device),
-        **{f"hidden_{k}": randn(B, T, H, dtype=dtype, device=device) for k in range(hiddens)},
-        **{f"weight_{k}": randn(V, H, dtype=dtype, device=device, scale=2.0 / H**0.5) for k in range(weights)},
-        **options,
+    counts = {name: options.pop(f"{name}s", 0) for name in ("hidden", "weight", "block")}
+    shapes = {"hidden": (B, T, H), "weight": (V, H), "block": (H, H), "bias": (H,)}
+    counts["bias"] = counts["block"]
+    scales = {"weight": 2.0 / H**0.5, "block": 1.0 / H**0.5}
+    tensors = {
+        f"{name}_{k}": randn(*shapes[name], dtype=dtype, device=device, scale=scales.get(name, 1.0))
+        for name in _TENSORS
+        for k in range(counts[name])
     }
+    return {"target": make_target((B, T), V, 0.2, -100, device), **tensors, **options}
 
 
 def _cost(target: Tensor, *, shifts: Sequence[int], **inputs: Any) -> Cost:
     hidden, weight = inputs["hidden_0"], inputs["weight_0"]
     N, H, V, K = target.numel(), hidden.shape[-1], weight.shape[0], len(shifts)
+    blocks = sum(name.startswith("block_") for name in inputs)
     logits_bytes = N * V * hidden.element_size()
     return Cost(
         moved_bytes=K * (2 * (hidden.nbytes + weight.nbytes) + 2 * logits_bytes),
-        saved_bytes=sum(t.nbytes for name, t in inputs.items() if name.startswith(("hidden_", "weight_"))),
-        flops=6 * K * N * H * V,
+        saved_bytes=sum(t.nbytes for name, t in inputs.items() if name.split("_")[0] in _TENSORS),
+        flops=6 * N * H * (K * V + blocks * H),
     )
 
 
@@ -310,11 +364,13 @@ MULTI_HEAD_LINEAR_CROSS_ENTROPY = Op(
     call=_call,
     oracle=_oracle,
     make=_make,
-    grads=("hidden_0", "hidden_1", "hidden_2", "weight_0", "weight_1", "weight_2"),
+    grads=tuple(f"{name}_{k}" for name in _TENSORS for k in range(3)),
     cases=(
         Case(id="own-heads", shape=(2, 21, 24, 100), options={"hiddens": 3, "weights": 3, **_HEADS}),
         Case(id="shared-trunk", shape=(2, 21, 24, 100), options={"hiddens": 1, "weights": 3, **_HEADS}),
         Case(id="shared-lm-head", shape=(2, 21, 24, 100), options={"hiddens": 3, "weights": 1, **_HEADS}),
+        Case(id="medusa", shape=(2, 21, 24, 100), options={"hiddens": 1, "weights": 3, "blocks": 3, **_HEADS}),
+        Case(id="medusa-shared", shape=(2, 21, 24, 100), options={"hiddens": 1, "weights": 1, "blocks": 3, **_HEADS}),
         Case(
             id="sum-softcap",
             shape=(2, 21, 24, 100),
@@ -325,7 +381,7 @@ MULTI_HEAD_LINEAR_CROSS_ENTROPY = Op(
             id="medusa-1b",
             shape=(2, 512, 2048, 128256),
             small=False,
-            options={"hiddens": 3, "weights": 1, **_HEADS, "chunk_bytes": 1 << 27},
+            options={"hiddens": 1, "weights": 1, "blocks": 3, **_HEADS, "chunk_bytes": 1 << 27},
         ),
     ),
     cost=_cost,

@@ -1,0 +1,75 @@
+"""The measured part of docs/medusa.md: what a record says, and that the page is that of the committed ones."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    spec = importlib.util.spec_from_file_location("medusa_page", ROOT / "tools" / "medusa_page.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def point(variant: str, tokens: int, status: str = "ok", gib: float = 0.0, speed: float = 0.0) -> dict[str, Any]:
+    return {
+        "variant": variant, "axes": {"data.sequence_length": tokens}, "status": status,
+        "peak_allocated_bytes": gib * 2**30, "tokens_per_s": speed, "predicted_allocated_bytes": 30.0 * 2**30,
+    }  # fmt: skip
+
+
+def record() -> dict[str, Any]:
+    eager, fused = "stage 1, 3 heads, eager", "stage 1, 3 heads, fused"
+    return {
+        "name": "medusa",
+        "variants": [eager, fused],
+        "environment": {"device": "A GPU", "versions": {"torch": "2.11", "triton": None}, "dates": ["2026-11-21"]},
+        "points": [
+            point(eager, 1024, gib=40.5, speed=1000.4), point(eager, 2048, "out of memory"),
+            point(fused, 1024, gib=30.25, speed=2000.0), point(fused, 2048, gib=31.0, speed=2100.0),
+        ],
+    }  # fmt: skip
+
+
+def test_record_is_read_otherwise_than_it_says(tool: Any) -> None:
+    drawn: dict[Path, str] = {}
+    said = tool.block("medusa", {"a-gpu": {"medusa": record()}}, drawn)
+    assert "A GPU, torch 2.11, 2026-11-21." in said
+    assert "| stage 1, 3 heads | 1,024 | 40.5 | 30.2 | 30.0 | 1,000 | 2,000 |" in said
+    assert "| stage 1, 3 heads | 2,048 | out of memory | 31.0 | 30.0 |  | 2,100 |" in said
+    assert "- stage 1, 3 heads: eager 1,024; fused 2,048, the longest tried tokens" in said
+    assert list(drawn) == [Path("img/medusa/a-gpu/medusa.svg")]
+    assert drawn[Path("img/medusa/a-gpu/medusa.svg")].startswith("<svg")
+
+
+def test_page_has_figures_without_a_record(tool: Any) -> None:
+    assert tool.block("medusa", {}, {}) == "Not measured yet."
+    with pytest.raises(SystemExit, match="no lines <!-- medusa -->"):
+        tool.page("nothing", {})
+
+
+def test_record_of_another_sweep_is_taken(tool: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "gpu" / "medusa"
+    folder.mkdir(parents=True)
+    (folder / "medusa.json").write_text('{"name": "quick"}')
+    with pytest.raises(SystemExit, match=r"no results\.json of the sweep medusa"):
+        tool.load(tmp_path)
+
+
+def test_page_is_not_that_of_the_committed_records(tool: Any) -> None:
+    text = tool.DOCUMENT.read_text(encoding="utf-8")
+    new, drawn = tool.page(text, tool.load(tool.RECORDS))
+    assert new == text, "run python tools/medusa_page.py"
+    for path, svg in drawn.items():
+        assert (tool.DOCUMENT.parent / path).read_text(encoding="utf-8") == svg
