@@ -34,11 +34,11 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 def request_of(
-    name: str = "llama", *, batch: int = 2, seq: int = 64, masked: bool = False, medusa_heads: int = 0,
+    name: str = "llama", *, batch: int = 2, seq: int = 64, masked: bool = False, heads: Any = None,
     evaluated: bool = False, shape: dict[str, Any] | None = None, **choices: Any,
 ) -> Request:  # fmt: skip
     """A request for a small model with these choices."""
     return Request(
         model=name, config=config_of(name, **(shape or {})), batch=batch, seq=seq, masked=masked,
-        medusa_heads=medusa_heads, evaluated=evaluated, choices=Choices(**choices),
+        heads=heads, evaluated=evaluated, choices=Choices(**choices),
     )  # fmt: skip

@@ -10,6 +10,7 @@ from memory_helpers import BARE, H200, config_of, request_of
 from transformers import AutoConfig
 
 from tigon.errors import UsageError
+from tigon.medusa import Attachment, HeadsSpec, Objective
 from tigon.memory.estimate import COMPONENTS, PHASES, estimate
 from tigon.memory.gpus import GPUS, find_gpu
 from tigon.memory.request import Request
@@ -17,6 +18,11 @@ from tigon.models.config import load_config
 from tigon.techniques.choices import Choices
 
 GIB = 1 << 30
+
+
+def heads_of(stage: int, count: int = 3, shared: bool = True) -> Attachment:
+    return Attachment(HeadsSpec(count=count, shared=shared), Objective(stage=stage))
+
 
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -38,7 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "zero-2-cpu": {"zero": 2, "gpus": 2, "offload": "cpu"},
     "zero-3-nvme": {"zero": 3, "offload": "nvme"},
     "fsdp": {"fsdp": True, "gpus": 4},
-    "medusa": {"medusa_heads": 3},
+    "heads": {"heads": heads_of(2)},
+    "heads-stage-1": {"heads": heads_of(1), "precision": "bf16"},
     "evaluated": {"evaluated": True},
 }
 
@@ -77,7 +84,10 @@ def test_a_fused_loss_saves_nothing() -> None:
         ({"masked": True}, {"masked": False}),
         ({"zero": 1, "gpus": 4}, {"zero": 2, "gpus": 4}),
         ({"zero": 2, "gpus": 4}, {"zero": 2, "gpus": 4, "offload": "cpu"}),
-        ({"medusa_heads": 1}, {"medusa_heads": 0}),
+        ({"heads": heads_of(2)}, {}),
+        ({"heads": heads_of(2)}, {"heads": heads_of(1)}),
+        ({"heads": heads_of(2, shared=False)}, {"heads": heads_of(2)}),
+        ({"heads": heads_of(2), "kernels": "none"}, {"heads": heads_of(2)}),
     ],
     ids=lambda case: "-".join(f"{name}={value}" for name, value in case.items()),
 )
@@ -230,7 +240,6 @@ def test_a_step_without_evaluation_counts_it() -> None:
         ({"accumulate": 0}, "accumulate is 0"),
         ({"lora_rank": 0}, "lora_rank is 0"),
         ({"quantized": True}, "lora_rank"),
-        ({"medusa_heads": -1}, "medusa_heads is -1"),
     ],
     ids=str,
 )

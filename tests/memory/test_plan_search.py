@@ -108,6 +108,31 @@ def test_a_faster_recipe_of_the_same_kind_was_overlooked(memory_mib):
     assert best.option.estimate.tokens_per_s >= 0.97 * max(speeds)
 
 
+def test_layers_in_pieces_are_planned_where_less_would_do_or_missed_where_nothing_else_does(monkeypatch):
+    monkeypatch.setattr(policy, "TILE_TOKENS", 512)
+    config = config_of("llama", intermediate_size=1024, max_position_embeddings=4096, num_hidden_layers=3)
+    fixed = Choices(optimizer="sgd", precision="bf16")
+    request = Request(model="tigon-demo", config=config, batch=2, seq=4096, choices=fixed)
+    free = frozenset({"checkpointing", "mlp_tile_tokens", "attention_groups"})
+    asked = replace(asked_of(4000), request=request, free=free)
+    pieces = {"mlp_tile_tokens": 512, "attention_groups": 2}
+    assert policy.recomputations(asked, fixed)[-1] == {"checkpointing": "offload", **pieces}
+    [plenty] = search(asked)[0]
+    assert plenty.option.request.choices.mlp_tile_tokens == 0
+    in_pieces = look(replace(request, choices=replace(fixed, checkpointing="offload", **pieces)), asked.gpu)
+    tight = replace(asked.gpu, memory_bytes=int(1.03 * in_pieces.estimate.device_bytes))
+    [found] = search(replace(asked, gpu=tight))[0]
+    assert {name: getattr(found.option.request.choices, name) for name in pieces} == pieces
+
+
+def test_a_model_whose_mlps_cannot_be_tiled_ends_the_search(monkeypatch):
+    monkeypatch.setattr(policy, "TILE_TOKENS", 64)
+    asked = asked_of(1, optimizer="sgd", precision="bf16", accumulate=1)
+    experts = config_of("llama", model_type="mixtral", num_local_experts=2, num_hidden_layers=2)
+    found, _ = search(replace(asked, request=replace(asked.request, config=experts)))
+    assert not found
+
+
 def test_splits_lose_or_gain_rows():
     for asked in (asked_of(400), asked_of(400, batch=7), asked_of(400, effective_batch=48)):
         assert all(batch * accumulate == asked.rows for batch, accumulate in policy.splits(asked))

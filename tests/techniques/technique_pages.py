@@ -22,9 +22,10 @@ from tigon.techniques.technique import Technique
 FOLDER = Path(__file__).parents[2] / "docs" / "techniques"
 BEGIN, END = "<!-- from the records -->", "<!-- end of the records -->"
 TITLES = {
-    "precision": "Number formats", "checkpointing": "Activation checkpointing", "accumulation": "Gradient accumulation",
-    "optimizers": "Optimizers", "ddp": "Data parallelism", "zero": "DeepSpeed ZeRO", "offload": "DeepSpeed offload",
-    "fsdp2": "PyTorch FSDP2", "lora": "LoRA and QLoRA",
+    "precision": "Number formats", "checkpointing": "Activation checkpointing",
+    "tiling": "Layers in pieces, for long rows", "accumulation": "Gradient accumulation", "optimizers": "Optimizers",
+    "ddp": "Data parallelism", "zero": "DeepSpeed ZeRO", "offload": "DeepSpeed offload", "fsdp2": "PyTorch FSDP2",
+    "lora": "LoRA and QLoRA",
 }  # fmt: skip
 
 

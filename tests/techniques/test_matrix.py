@@ -15,7 +15,8 @@ from tigon.techniques.condition import Condition
 from tigon.techniques.matrix import EXCLUSIONS, Exclusion, check, exclusion_table, refusals
 from tigon.techniques.optimizers import OPTIMIZERS
 
-OTHER = {"optimizer": "sgd", "offload": "cpu", "zero": 0}  # values that a negative condition holds for
+# values that a negative condition holds for
+OTHER = {"attention": "eager", "optimizer": "sgd", "offload": "cpu", "zero": 0}
 
 
 def satisfying(condition: Condition) -> Any:

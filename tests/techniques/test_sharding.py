@@ -78,16 +78,21 @@ import torch.distributed as dist
 from tigon import patch
 from tigon.models import MODELS, DeferredLogits
 from tigon.models.tiny import tiny_batch, tiny_model
+from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.sharding import deepspeed_config
 from tigon.techniques.technique import Facts
 
-stage, ranks = int(sys.argv[1]), int(os.environ["WORLD_SIZE"])
+stage, tile_tokens, ranks = int(sys.argv[1]), int(sys.argv[2]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 model = tiny_model("llama", MODELS["llama"].tiny)
 patch(model)
-config = deepspeed_config(Choices(zero=stage, precision="fp32", gpus=ranks), Facts(device="cpu", processes=ranks))
+facts = Facts(device="cpu", processes=ranks)
+choices = Choices(zero=stage, precision="fp32", gpus=ranks, checkpointing="full", mlp_tile_tokens=tile_tokens)
+for name in ("checkpointing-full", "tiled-mlp") if tile_tokens else ():
+    model = TECHNIQUES[name].model(model, choices, facts)
+config = deepspeed_config(choices, facts)
 config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
 config |= {"train_micro_batch_size_per_gpu": 2 // ranks, "train_batch_size": 2, "gradient_accumulation_steps": 1,
            "gradient_clipping": 1.0}
@@ -112,21 +117,27 @@ dist.destroy_process_group()
 """
 
 
-def train(stage: int, ranks: int, script: Path) -> dict[str, list[Any]]:
+def train(stage: int, ranks: int, tile_tokens: int, script: Path) -> dict[str, list[Any]]:
     script.write_text(_TRAIN, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*command, str(script), str(stage)], env=environment, capture_output=True, text=True, cwd=script.parent
+        [*command, str(script), str(stage), str(tile_tokens)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=script.parent,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.split("RESULT")[1].splitlines()[0])
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_ranks_of_zero_train_otherwise_than_one_or_with_logits(stage, tmp_path):
+@pytest.mark.parametrize(("stage", "tile_tokens"), [(1, 0), (2, 0), (3, 5)], ids=["1", "2", "3-in-tiles"])
+def test_two_ranks_of_zero_train_otherwise_than_one_or_with_logits(stage, tile_tokens, tmp_path):
+    """The two of stage 3 recompute their layers, with MLPs in tiles of tokens."""
     pytest.importorskip("deepspeed")
-    one, two = (train(stage, ranks, tmp_path / "train.py") for ranks in (1, 2))
+    one = train(stage, 1, 0, tmp_path / "train.py")
+    two = train(stage, 2, tile_tokens, tmp_path / "train.py")
     assert two["deferred"] == [True] * 4
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert two["losses"][-1] < two["losses"][0] - 0.1

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tigon.memory.recorder import Recorder
+from tigon.techniques.head_groups import one_by_one
 
 # B batch, h query heads, k key heads, T tokens, D head width.
 
@@ -55,28 +56,32 @@ class _Flash(torch.autograd.Function):
     """Saves q, k, v, out and the log-sum-exp (B, h, T) in fp32; heads of a group share k and v without a copy."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder, groups: int) -> Tensor:
         out_BThD, lse = torch.ops.tigon_memory.attention(q, q.shape[2])
         ctx.save_for_backward(q, k, v, out_BThD, lse)
-        ctx.recorder = recorder
+        ctx.recorder, ctx.groups = recorder, groups
         _products(recorder, q, _FORWARD_PRODUCTS, causal=True)
         return out_BThD  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, _, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # held to the end: the kernel reads the outputs too
+        q, k, v = saved[:3]
         B, h, T, D = q.shape
         rows = _round_up(T, FLASH_ROWS)
         dq, dk, dv = (x.new_empty((B, T, x.shape[1], D)).transpose(1, 2) for x in (q, k, v))
-        scratch = [
+        grouped = ctx.groups > 1  # then these are a group's, and its results apart from the whole
+        h //= ctx.groups
+        scratch = [x.new_empty((B, T, x.shape[1] // ctx.groups, D)) for x in (q, k, v)] if grouped else []
+        scratch += [
             q.new_empty((B, h, rows), dtype=torch.float32),  # rowsum(dO * O)
             q.new_empty((B, rows, h, _round_up(D, FLASH_COLUMNS)), dtype=torch.float32),
         ]
-        if k.shape[1] != h:  # one dK and dV for each query head first, summed over the group afterwards
+        if k.shape[1] != q.shape[1]:  # one dK and dV for each query head first, summed over the group afterwards
             scratch += [k.new_empty((B, T, h, D)), v.new_empty((B, T, h, D))]
         _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=True)
         del scratch
-        return dq, dk, dv, None
+        return dq, dk, dv, None, None
 
 
 class _Efficient(torch.autograd.Function):
@@ -92,7 +97,8 @@ class _Efficient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, _, _, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # held to the end: the kernel reads the outputs too
+        q, k, v = saved[:3]
         B, h, T, D = q.shape
         dq, dk, dv = (x.new_empty((B, T, x.shape[1], D)).transpose(1, 2) for x in (q, k, v))
         scratch = [
@@ -104,25 +110,37 @@ class _Efficient(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def attention(recorder: Recorder) -> Callable[..., Any]:
-    """What transformers' `sdpa_attention_forward` and flash functions do to memory on CUDA."""
+def attention(recorder: Recorder, groups: int = 1) -> Callable[..., Any]:
+    """What transformers' `sdpa_attention_forward` and flash functions do to memory on CUDA; groups: of key heads whose
+    backward passes take turns."""
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
     ) -> tuple[Tensor, None]:
         if attention_mask is not None:  # transformers repeats them for every kernel that gets a mask
-            groups = query.shape[1] // key.shape[1]
-            key, value = (_repeated(x, groups) for x in (key, value))
+            shared_by = query.shape[1] // key.shape[1]
+            key, value = (_repeated(x, shared_by) for x in (key, value))
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = (x.to(dtype) for x in (query, key, value))
         if attention_mask is None and query.dtype not in _FLASH_DTYPES:
             return _without_flash(query, key, value, recorder), None
         if attention_mask is None:
-            return _Flash.apply(query, key, value, recorder), None
+            return _Flash.apply(query, key, value, recorder, groups), None
         return _Efficient.apply(query, key, value, attention_mask.to(query.dtype), recorder), None
 
-    return attend
+    if groups == 1:
+        return attend
+    by_parts = one_by_one(attend, groups)
+
+    def grouped(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+    ) -> tuple[Tensor, None]:
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+        flash = attention_mask is None and dtype in _FLASH_DTYPES
+        return (attend if flash else by_parts)(module, query, key, value, attention_mask)
+
+    return grouped
 
 
 def _without_flash(q: Tensor, k: Tensor, v: Tensor, recorder: Recorder) -> Tensor:

@@ -16,14 +16,15 @@ from tigon.ops import _dispatch
 
 # By its name: `tigon.ops.linear_cross_entropy` is the function of the same name.
 _LOSS: Any = importlib.import_module("tigon.ops.linear_cross_entropy")
+_HEADS_LOSS: Any = importlib.import_module("tigon.ops.multi_head_linear_cross_entropy")
 
 
 @contextlib.contextmanager
 def planned_for_cuda(recorder: Recorder, *, arch: tuple[int, int], ignored: int) -> Iterator[None]:
     """tigon's ops plan as on a GPU of `arch` where `ignored` of a micro-batch's labels count for nothing.
 
-    Three functions of the loss ask their tensors rather than the plan: for values, for a GPU, for being real. They are
-    replaced.
+    Three functions of the losses ask their tensors rather than the plan: for values, for a GPU, for being real. They
+    are replaced.
     """
 
     def rows_that_count(target: Tensor, prepared: Any, ignore_index: int) -> Tensor | None:
@@ -33,20 +34,21 @@ def planned_for_cuda(recorder: Recorder, *, arch: tuple[int, int], ignored: int)
         # cuBLAS multiplies 16-bit factors into an fp32 sum without a cast of either.
         recorder.count(flops=2.0 * math.prod(a.shape) * b.shape[1], dtype=a.dtype)
 
-    replaced: dict[str, Callable[..., Any]] = {
-        "_rows_that_count": rows_that_count,
-        "product_into": product_into,
-        "unwatched": lambda tensors: True,
+    replaced: dict[tuple[Any, str], Callable[..., Any]] = {
+        (_LOSS, "_rows_that_count"): rows_that_count,
+        (_LOSS, "product_into"): product_into,
+        (_LOSS, "unwatched"): lambda tensors: True,
+        (_HEADS_LOSS, "unwatched"): lambda tensors: True,
     }
-    before = {name: getattr(_LOSS, name) for name in replaced}
+    before = {(module, name): getattr(module, name) for module, name in replaced}
     try:
-        for name, function in replaced.items():
-            setattr(_LOSS, name, function)
+        for (module, name), function in replaced.items():
+            setattr(module, name, function)
         with _dispatch.planned_for(arch):
             yield
     finally:
-        for name, function in before.items():
-            setattr(_LOSS, name, function)
+        for (module, name), function in before.items():
+            setattr(module, name, function)
 
 
 # --- scratch memory inside operators ---------------------------------------------------------------------------------

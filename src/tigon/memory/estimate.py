@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tigon.errors import UsageError
-from tigon.memory import medusa, roofline, sharded, study
+from tigon.memory import roofline, sharded, study
 from tigon.memory.allocator import CachingAllocator
 from tigon.memory.gpus import Gpu
 from tigon.memory.ledger import COMPONENTS, Ledger, offloaded, play, play_evaluation
@@ -92,7 +92,10 @@ def _estimate(request: Request, gpu: Gpu, evaluation: bool) -> Estimate:
 
 # --- traces, kept because a search asks for the same ones again ------------------------------------------------------
 
-_TRACE_FIELDS = ("precision", "checkpointing", "kernels", "attention", "lora_rank", "lora_targets", "quantized")
+_TRACE_FIELDS = (
+    "precision", "checkpointing", "mlp_tile_tokens", "kernels", "attention", "attention_groups", "lora_rank",
+    "lora_targets", "quantized",
+)  # fmt: skip
 
 
 class _Key:
@@ -101,7 +104,7 @@ class _Key:
     def __init__(self, request: Request) -> None:
         self.request = request
         choices = tuple(getattr(request.choices, name) for name in _TRACE_FIELDS)
-        shape = (request.batch, request.seq, request.masked, request.medusa_heads)
+        shape = (request.batch, request.seq, request.masked, request.heads)
         self._all = (request.model, request.config.to_json_string(use_diff=False), shape, choices)
 
     def __hash__(self) -> int:
@@ -129,16 +132,16 @@ def _trace(key: _Key, gpu: Gpu, *, accumulating: bool = False, evaluating: bool 
 
 def at_rest(request: Request) -> Statics:
     """Weights and states of a request: what is held whatever the rows, the kernels and what is recomputed."""
-    choices = dataclasses.replace(request.choices, checkpointing="none", kernels="none", attention="sdpa")
+    choices = dataclasses.replace(
+        request.choices, checkpointing="none", mlp_tile_tokens=0, kernels="none", attention="sdpa"
+    )
     return _held(_Key(dataclasses.replace(request, batch=1, seq=1, masked=False, choices=choices)))
 
 
 @functools.lru_cache(maxsize=64)
 def _held(key: _Key) -> Statics:
     itemsize = weight_itemsize(key.request.choices.precision)
-    found = statics(key.request, itemsize)
-    heads = medusa.weights(key.request.medusa_heads, found.head_shape, itemsize)
-    return dataclasses.replace(found, weights=(*found.weights, *heads))
+    return statics(key.request, itemsize)
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -159,10 +162,6 @@ def _run(
     key = _Key(request)
     first = _trace(key, gpu, evaluating=evaluation)
     tapes = [first.tape] + ([_trace(key, gpu, accumulating=True).tape] if choices.accumulate > 1 else [])
-    if request.medusa_heads:
-        itemsize = weight_itemsize(choices.precision)
-        activation = 4 if choices.precision == "fp32" else 2
-        tapes = [medusa.with_heads(tape, request, model.head_shape, itemsize, activation) for tape in tapes]
     host_bytes = managed_bytes(request, model.weights)
     if choices.checkpointing == "offload":
         host_bytes += sum(
@@ -286,8 +285,6 @@ def _notes(request: Request, gpu: Gpu) -> tuple[str, ...]:
         )
     if gpu.source.startswith(("data sheet", "rates of")):
         notes.append(f"Times on {gpu.name} are not measured: {gpu.source}.")
-    if request.medusa_heads:
-        notes.append("Medusa heads are in closed form, one residual block each, trained beside the model.")
     if choices.quantized:
         notes.append("Weights in NF4: half a byte each, and a copy in 16 bits while one is multiplied.")
     return tuple(notes)

@@ -128,11 +128,12 @@ class _Search:
         asked, rejected = self.asked, list[Rejected]()
         unchecked: Option | None = None  # the whole batch without checkpointing, which bounds what others keep
         best: Option | None = None
-        for checkpointing in policy.CHECKPOINTINGS if "checkpointing" in asked.free else (choices.checkpointing,):
+        for kept in policy.recomputations(asked, choices):
+            checkpointing = kept["checkpointing"]
             for number, (batch, accumulate) in enumerate(policy.splits(asked)):
                 if best is not None and not _may_be_faster(best, unchecked, checkpointing, batch):
                     break
-                tried = replace(choices, checkpointing=checkpointing, accumulate=accumulate)
+                tried = replace(choices, **kept, accumulate=accumulate)
                 reasons = matrix.refusals(tried)
                 if reasons:
                     self.refused |= dict.fromkeys(reasons)
@@ -164,6 +165,12 @@ class _Search:
 
     def consider(self, choices: Choices, batch: int, unchecked: Option | None) -> Option | Rejected:
         """The configuration estimated, unless something cheaper to know says that it cannot fit."""
+        try:
+            return self._consider(choices, batch, unchecked)
+        except RecipeError as error:  # this model has no part that the technique works on
+            return Rejected(choices=choices, batch=batch, device_bytes=0, reason=str(error))
+
+    def _consider(self, choices: Choices, batch: int, unchecked: Option | None) -> Option | Rejected:
         gpu = self.asked.gpu
 
         def too_much(needs: int) -> Rejected | None:
@@ -353,6 +360,10 @@ def label(choices: Choices) -> str:
     """A configuration in a few words."""
     said = [choices.precision, choices.optimizer]
     said.append("no checkpointing" if choices.checkpointing == "none" else f"checkpointing {choices.checkpointing}")
+    if choices.mlp_tile_tokens:
+        said.append(f"MLP tiles of {choices.mlp_tile_tokens}")
+    if choices.attention_groups > 1:
+        said.append(f"attention in {choices.attention_groups} groups")
     if choices.kernels != "tigon":
         said.append(f"kernels {choices.kernels}")
     if choices.lora_rank is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tigon.memory.gpus import Gpu
-from tigon.memory.request import Request
+from tigon.memory.request import Request, text_config
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 
@@ -20,6 +20,8 @@ PRECISIONS = ("amp-bf16", "bf16")
 """fp32 is slower and larger than amp-bf16, and every GPU of the table has bf16."""
 CHECKPOINTINGS = ("none", "selective", "every-2", "full", "offload")
 """Fastest first."""
+TILE_TOKENS = 8192
+"""Tokens of an MLP's tile, the last resort where rows are longer: a Llama MLP of this many fills a GPU."""
 OPTIMIZERS = (
     "adamw", "adamw-8bit", "adamw-torchao-8bit", "adamw-torchao-4bit", "adafactor", "galore", "galore-layerwise",
 )  # fmt: skip
@@ -132,6 +134,22 @@ def placements(asked: Asked, choices: Choices) -> Iterator[Choices]:
         placed = replace(choices, **row)
         if placed.optimizer != "adamw-torchao-8bit" or placed.fsdp or "optimizer" not in asked.free:
             yield placed  # elsewhere bitsandbytes has the same bytes without a compiler
+
+
+def recomputations(asked: Asked, choices: Choices) -> list[Mapping[str, Any]]:
+    """What of a layer may be kept, fastest first: fields of Choices. Last comes a layer in pieces, if rows are long."""
+    kinds = CHECKPOINTINGS if "checkpointing" in asked.free else (choices.checkpointing,)
+    found: list[Mapping[str, Any]] = [{"checkpointing": kind} for kind in kinds]
+    pieces = {"mlp_tile_tokens": TILE_TOKENS, "attention_groups": _key_heads(asked.request.config)}
+    pieces = {name: value for name, value in pieces.items() if name in asked.free}
+    if pieces and asked.request.seq > TILE_TOKENS and choices.attention == "sdpa" and kinds[-1] != "none":
+        found.append({**found[-1], **pieces})
+    return found
+
+
+def _key_heads(config: Any) -> int:
+    text = text_config(config)
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
 
 
 def splits(asked: Asked) -> list[tuple[int, int]]:

@@ -164,7 +164,8 @@ class Recorder(TorchDispatchMode):
         if product is not None:
             names = (argument.name for argument in func._schema.arguments)
             flops = product(dict(zip(names, args, strict=False)))
-            if any(isinstance(t, Tensor) and t.dtype in _HALF for t in args):
+            flat = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+            if any(isinstance(t, Tensor) and t.dtype in _HALF for t in flat):
                 cost.flops += flops
             else:
                 cost.fp32_flops += flops
@@ -207,6 +208,21 @@ def _hidden_grad(args: Mapping[str, Any]) -> float:
     return float(2 * math.prod(args["g"].shape) * args["weight"].shape[1])
 
 
+def _multi_head(args: Mapping[str, Any]) -> float:
+    """Each head's residual blocks and logits, and the gradients of both that are wanted."""
+    tokens, flops = args["target"].numel(), 0.0
+    blocks, start = args["blocks"], 0
+    for hidden, weight, count in zip(args["hidden_of"], args["weight_of"], args["block_counts"], strict=True):
+        own = args["want_blocks"][start : start + 2 * count]
+        vocab, width = args["weights"][weight].shape
+        upstream = args["want_hiddens"][hidden] or any(own)
+        flops += 2 * tokens * width * vocab * (1 + upstream + args["want_weights"][weight])
+        flops += 2 * tokens * width * width * count * (1 + any(own) + args["want_hiddens"][hidden])
+        start += 2 * count
+    assert start == len(blocks), "the blocks' tensors are not two a block"
+    return float(flops)
+
+
 # Operators that multiply matrices; all others are taken to be bound by the bytes they touch.
 _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "aten::mm": _mm,
@@ -214,4 +230,5 @@ _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "aten::addmm": _mm,
     "tigon::linear_cross_entropy_chunks": _chunked_loss,
     "tigon::linear_cross_entropy_hidden_grad": _hidden_grad,
+    "tigon::multi_head_linear_cross_entropy_chunks": _multi_head,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,8 @@ class Request:
     choices: Choices
     masked: bool = False
     """Rows hold several documents, and attention needs a block mask."""
-    medusa_heads: int = 0
+    heads: Callable[[Any], Any] | None = None
+    """Puts heads on the model, as `tigon.medusa.Attachment` does; hashable, equal where the heads are."""
     clipped: bool = True
     """Gradients are clipped by their norm, as the Trainer does unless max_grad_norm is 0."""
     evaluated: bool = False
@@ -52,7 +53,7 @@ def check(request: Request) -> None:
     choices = request.choices
     for name, value, least in (
         ("batch", request.batch, 1), ("seq", request.seq, 1), ("gpus", choices.gpus, 1),
-        ("accumulate", choices.accumulate, 1), ("medusa_heads", request.medusa_heads, 0),
+        ("accumulate", choices.accumulate, 1),
         ("lora_rank", 1 if choices.lora_rank is None else choices.lora_rank, 1),
     ):  # fmt: skip
         if not isinstance(value, int) or isinstance(value, bool) or value < least:

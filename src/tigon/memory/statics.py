@@ -83,6 +83,8 @@ def statics(request: Request, itemsize: int) -> Statics:
         adapters.quantize(model)
     if choices.lora_rank is not None:
         adapters.attach(model, choices)
+    if request.heads is not None:
+        request.heads(model)
     head = model.get_output_embeddings()
     quantized = {id(m.weight) for m in model.modules() if isinstance(m, adapters.Nf4Linear)}
     layers = {id(p) for name, m in model.named_modules() if _LAYER.search(f"{name}.") for p in m.parameters(False)}

@@ -30,7 +30,7 @@ from tigon.memory.tape import NotPeriodic, Tape, Where, unrollable, unrolled
 from tigon.models.config import build_on_meta
 from tigon.models.loss_seam import causal_lm_loss
 from tigon.models.tracing import attention_replaced
-from tigon.techniques import checkpointing
+from tigon.techniques import checkpointing, head_groups, tiling
 from tigon.techniques.checkpointing import KEPT_OPS
 from tigon.techniques.choices import every_n_layers
 
@@ -131,6 +131,11 @@ def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluati
     _patch(model, choices.kernels, recorder)
     if choices.lora_rank is not None:
         adapters.attach(model, choices)
+    head_groups.check_groups(config, choices.attention_groups)
+    if choices.mlp_tile_tokens:
+        tiling.tile(model, choices.mlp_tile_tokens)
+    if request.heads is not None:
+        request.heads(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     run = _Run(request, model, recorder, accumulating)
     collecting = gc.isenabled()
@@ -141,7 +146,8 @@ def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluati
             run.fill()
             if choices.attention != "eager":
                 mask = attention.mask_maker(masked=request.masked, dense=choices.attention == "sdpa")
-                stack.enter_context(attention_replaced(model, attention.attention(recorder), mask))
+                attend = attention.attention(recorder, choices.attention_groups)
+                stack.enter_context(attention_replaced(model, attend, mask))
             stack.enter_context(cuda_plan.planned_for_cuda(recorder, arch=gpu.arch, ignored=request.batch))
             stack.enter_context(_foreign_code(request.model))
             run.train()
@@ -337,8 +343,9 @@ def _is_checkpointed(layer: nn.Module) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers: the longest list of modules in the model."""
-    stacks = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    """The repeated layers: the longest list of modules in the model's trunk; heads beside it may have longer ones."""
+    trunk = getattr(model, "base_model", model)
+    stacks = [list(module) for module in trunk.modules() if isinstance(module, nn.ModuleList)]
     return max(stacks, key=len)
 
 

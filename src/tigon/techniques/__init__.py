@@ -6,6 +6,8 @@ condition.py      conditions on choices, as data
 matrix.py         the choices that exclude each other, with reason, alternative and source
 optimizers.py     the optimizers: bytes of state and of the step, package, precision
 galore.py         GaLore, the one optimizer of our own
+tiling.py         MLPs that take a tile of tokens at a time
+head_groups.py    attention whose backward takes a group of heads at a time
 precision.py, checkpointing.py, accumulation.py, sharding.py, lora.py    the records
 host_offload.py   what autograd saves, in host memory beside the computation
 
@@ -16,11 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tigon.techniques import accumulation, checkpointing, lora, optimizers, precision, sharding
+from tigon.techniques import (
+    accumulation,
+    checkpointing,
+    head_groups,
+    lora,
+    optimizers,
+    precision,
+    sharding,
+    tiling,
+)
 from tigon.techniques.technique import Technique
 
 TECHNIQUES: Mapping[str, Technique] = {
     technique.name: technique
-    for room in (precision, checkpointing, accumulation, optimizers, sharding, lora)
+    for room in (precision, checkpointing, tiling, head_groups, accumulation, optimizers, sharding, lora)
     for technique in room.TECHNIQUES
 }

@@ -28,10 +28,14 @@ class Choices:
     checkpointing: str = "none"
     """`none`; `full`: recompute every layer; `every-N`: recompute one layer in N; `selective`: keep the products,
     recompute the rest; `offload`: `full`, with the layers' inputs kept on the host."""
+    mlp_tile_tokens: int = 0
+    """Tokens that an MLP takes at a time, forward and backward; 0: all."""
     kernels: str = "tigon"
     """`none`: the model as transformers has it; `no-flce`: all but the linear cross entropy; `tigon`: every op;
     `liger`: Liger Kernel, for comparison."""
     attention: str = "sdpa"
+    attention_groups: int = 1
+    """Groups of key heads, with their query heads, that attention takes one after the other."""
     lora_rank: int | None = None
     """None: full fine-tuning."""
     lora_targets: tuple[str, ...] = ("linear",)
@@ -57,8 +61,10 @@ RECIPE_KEYS: Mapping[str, str] = {
     "optimizer": "train.optimizer",
     "galore_rank": "train.galore_rank",
     "checkpointing": "train.checkpointing",
+    "mlp_tile_tokens": "train.mlp_tile_tokens",
     "kernels": "model.kernels",
     "attention": "model.attention",
+    "attention_groups": "train.attention_groups",
     "lora_rank": "lora.rank",
     "lora_targets": "lora.targets",
     "quantized": "lora.quantize",

@@ -135,6 +135,12 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         source="deepspeed.ai/docs/config-json, offload_optimizer and offload_param",
     ),
     Exclusion(
+        when=(Condition("attention_groups", "is at least", 2), Condition("attention", "is not", "sdpa")),
+        reason="it is the sdpa function that is called group by group",
+        instead="model.attention: sdpa",
+        source="tigon.techniques.head_groups",
+    ),
+    Exclusion(
         when=(Condition("kernels", "is", "liger"), Condition("zero", "is", 3)),
         reason="Liger reads the head's weight past its module, where stage 3 has left it empty",
         instead="model.kernels: tigon, or sharding.zero: 2",

@@ -1,0 +1,182 @@
+"""Attention whose backward pass takes one group of heads after another.
+
+A flash kernel's memory is linear in the sequence, but its backward adds an fp32 copy of dQ and, where query heads share
+key heads, a dK and a dV for each query head: 8 GiB beside 2 GiB of Q for Llama-3.2-1B at 524,288 tokens. Heads do not
+meet, so groups of them may take turns, and the scratch is a group's.
+
+The forward stays one call, because its output is one tensor; the backward calls PyTorch's own kernel on slices of what
+the forward saved, and writes slices of dQ, dK and dV. Where that kernel does not serve (a mask, fp32), the whole
+function is called group by group, whose outputs a copy puts together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.errors import RecipeError
+from tigon.techniques.choices import Choices
+from tigon.techniques.condition import Condition
+from tigon.techniques.technique import Facts, Technique
+
+# B batch, h query heads, k key heads, T tokens, D head width.
+
+Attend = Callable[..., tuple[Tensor, Any]]
+"""An attention function of transformers: (module, query (B, h, T, D), key (B, k, T, D), value, attention_mask, ...) ->
+(out (B, T, h, D), weights or None)."""
+
+
+class _Kernel(NamedTuple):
+    """PyTorch's causal flash attention on one kind of device."""
+
+    forward: Callable[..., Any]
+    """(q, k, v, scale) -> (out, log-sum-exp (B, h, T), what else its backward takes)"""
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """(dout, q, k, v, out, lse, rest, scale) -> (dq, dk, dv)"""
+    dtypes: tuple[torch.dtype, ...]
+    shares_key_heads: bool
+
+
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
+    return found[0], found[1], found[2:8]
+
+
+def _cuda_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: tuple[Any, ...], scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    cum_q, cum_k, max_q, max_k, seed, offset = rest
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+        dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset, scale=scale
+    )
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+    return out, lse, ()
+
+
+def _cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: tuple[Any, ...], scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+        dout, q, k, v, out, lse, 0.0, True, scale=scale
+    )
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_KERNELS: Mapping[str, _Kernel] = {
+    "cuda": _Kernel(_cuda_forward, _cuda_backward, _HALF, shares_key_heads=True),
+    "cpu": _Kernel(_cpu_forward, _cpu_backward, (torch.float32, torch.float64, *_HALF), shares_key_heads=False),
+}
+MAX_WIDTH = 256  # of a head, for the kernel on CUDA
+
+
+class _Flash(torch.autograd.Function):
+    """Causal attention; saves q, k, v, out and the log-sum-exp as PyTorch's does."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, groups: int, scale: float | None) -> Tensor:
+        out_BhTD, lse_BhT, rest = _KERNELS[q.device.type].forward(q, k, v, scale)
+        ctx.save_for_backward(q, k, v, out_BhTD, lse_BhT)
+        ctx.rest, ctx.groups, ctx.scale = rest, groups, scale
+        return out_BhTD  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        backward, made = _KERNELS[dout.device.type].backward, [torch.empty_like(x) for x in saved[:3]]
+        parts = [x.chunk(ctx.groups, dim=1) for x in (dout, *saved, *made)]
+        for dout_g, q, k, v, out, lse, dq, dk, dv in zip(*parts, strict=True):
+            found = backward(dout_g, q, k, v, out, lse.contiguous(), ctx.rest, ctx.scale)
+            for target, part in zip((dq, dk, dv), found, strict=True):
+                target.copy_(part)
+        return *made, None, None
+
+
+def in_groups(attend: Attend, groups: int) -> Attend:
+    """`attend` with the scratch of one group of key heads, and their query heads, at a time."""
+    by_parts = one_by_one(attend, groups)
+
+    def grouped(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+        scaling: float | None = None, is_causal: bool | None = None, **options: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
+        if not torch.is_grad_enabled():  # the forward has no scratch
+            return attend(module, query, key, value, attention_mask, **rest)
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        plain = attention_mask is None and causal and dropout == 0 and options.get("position_bias") is None
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (x.to(dtype) for x in (query, key, value))
+        if not plain or not _kernel_takes(query, key, value):
+            return by_parts(module, query, key, value, attention_mask, **rest)
+        out_BhTD: Tensor = _Flash.apply(query, key, value, groups, scaling)
+        return out_BhTD.transpose(1, 2).contiguous(), None
+
+    return grouped
+
+
+def _kernel_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    kernel = _KERNELS.get(query.device.type)
+    if kernel is None or not query.dtype == key.dtype == value.dtype or query.dtype not in kernel.dtypes:
+        return False
+    if query.shape[1] != key.shape[1] and not kernel.shares_key_heads:
+        return False
+    width = query.shape[-1]
+    return query.shape[2] == key.shape[2] > 1 and value.shape[-1] == width <= MAX_WIDTH and width % 8 == 0
+
+
+def one_by_one(attend: Attend, groups: int) -> Attend:
+    """`attend` called for each group in turn."""
+
+    def grouped(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Any]:
+        parts = zip(*(x.chunk(groups, dim=1) for x in (query, key, value)), strict=True)
+        return torch.cat([attend(module, q, k, v, attention_mask, **options)[0] for q, k, v in parts], dim=2), None
+
+    return grouped
+
+
+def _group(model: Any, choices: Choices, facts: Facts) -> Any:
+    """Under a name of its own in transformers' registries, for this model's configs alone."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    groups = choices.attention_groups
+    check_groups(model.config, groups)
+    name = f"sdpa_in_{groups}_groups"
+    ALL_ATTENTION_FUNCTIONS.register(name, in_groups(ALL_ATTENTION_FUNCTIONS["sdpa"], groups))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        if config._attn_implementation == "sdpa":
+            config._attn_implementation_internal = name
+    return model
+
+
+def check_groups(config: Any, groups: int) -> None:
+    """Raise RecipeError unless the key heads of a transformers config fall into so many groups."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if key_heads % groups:
+        raise RecipeError(
+            f"train.attention_groups is {groups}, and the model has {key_heads} key heads; choose a divisor of that"
+        )
+
+
+TECHNIQUES = (
+    Technique(
+        name="grouped-attention", page="tiling",
+        saves="Scratch of attention's backward pass for all but one group of heads: of a flash kernel 4 bytes an "
+        "element of Q, and 4 more where query heads share key heads.",
+        costs="As many launches as groups, which short rows notice; with a mask also a copy of the output and of dQ.",
+        recipe={"train.attention_groups": 4}, chosen=(Condition("attention_groups", "is at least", 2),), model=_group,
+        source="PyTorch 2.11 flash_api.cpp: mha_bwd",
+    ),
+)  # fmt: skip

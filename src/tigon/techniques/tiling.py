@@ -1,0 +1,175 @@
+"""MLPs that take a tile of tokens at a time (as TiledMLP of arXiv 2506.13996, §3.1).
+
+An MLP looks at each token by itself, so tokens may take turns. Of a whole MLP only its input is kept; a tile's inner
+activations exist while that tile is computed, and are made again in the backward pass. Beside checkpointing, which
+keeps one layer's inner activations at a time, this leaves a tile's: they no longer grow with the sequence.
+
+A weight's gradient is the sum over the tiles. It is added up in fp32 and rounded once, where autograd would add the
+tiles' rounded gradients in the weight's dtype (64 tiles in bf16: 8 times the rounding error). That sum is why this is
+an autograd function, and not a checkpoint a tile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.errors import RecipeError
+from tigon.techniques.choices import Choices
+from tigon.techniques.condition import Condition
+from tigon.techniques.technique import Facts, Technique
+
+# N tokens of all rows, H hidden.
+
+# What transformers calls the MLP of a decoder layer.
+_MLP = re.compile(r".*\.\d+\.(mlp|feed_forward|ffn)")
+# Routed experts choose among all tokens, and return what the router found beside the sum.
+_ROUTED = ("experts", "router", "gate")
+
+
+def tile(model: nn.Module, tokens: int) -> None:
+    """Let every dense MLP of the decoder layers take `tokens` tokens at a time, on this instance only.
+
+    Raises RecipeError where there is none.
+    """
+    found = dense_mlps(model)
+    if not found:
+        raise RecipeError(
+            f"train.mlp_tile_tokens: {type(model).__name__} has no dense MLP of its own in its decoder layers (routed "
+            "experts are left alone); set it to 0"
+        )
+    for mlp in found:
+        mlp.forward = _Tiles(mlp, tokens)
+
+
+def dense_mlps(model: nn.Module) -> list[nn.Module]:
+    """The MLPs of the decoder layers but those with routed experts."""
+    named = [module for name, module in model.named_modules() if _MLP.fullmatch(name)]
+    return [mlp for mlp in named if not any(name in _ROUTED for name, _ in mlp.named_children())]
+
+
+class _Tiles:
+    """The forward of an MLP, called tile by tile."""
+
+    def __init__(self, mlp: nn.Module, tokens: int) -> None:
+        self.mlp, self.tokens = mlp, tokens
+        self.whole: Callable[[Tensor], Tensor] = mlp.forward
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if hidden.shape[:-1].numel() <= self.tokens:
+            return self.whole(hidden)
+        out: Tensor = _TiledMLP.apply(self, hidden, *self.trained())
+        return out
+
+    def trained(self) -> list[nn.Parameter]:
+        """Read at each use: adapters come later, and engines that shard put other tensors in their place."""
+        return [weight for weight in self.mlp.parameters() if weight.requires_grad]
+
+    def draws(self) -> bool:
+        return self.mlp.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in self.mlp.modules())
+
+
+class _TiledMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tiles: _Tiles, hidden: Tensor, *trained: Tensor) -> Tensor:
+        ctx.tiles, ctx.device = tiles, hidden.device
+        kind = hidden.device.type
+        ctx.autocast = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
+        ctx.rng = _rng_state(hidden.device) if tiles.draws() else None
+        ctx.save_for_backward(hidden)
+        x_NH, out_NH = _rows(hidden), None
+        for at in _spans(x_NH.shape[1], tiles.tokens):
+            y = tiles.whole(x_NH[:, at])
+            if out_NH is None:
+                out_NH = y.new_empty((1, x_NH.shape[1], y.shape[-1]))
+            out_NH[:, at] = y
+        assert out_NH is not None
+        return out_NH.view(*hidden.shape[:-1], -1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        tiles: _Tiles = ctx.tiles
+        (hidden,) = ctx.saved_tensors
+        trained = tiles.trained()
+        x_NH, dout_NH = _rows(hidden), _rows(dout)
+        dx_NH = torch.empty_like(x_NH, memory_format=torch.contiguous_format) if ctx.needs_input_grad[1] else None
+        sums: list[Tensor | None] = [None] * len(trained)
+        with torch.autocast(ctx.device.type, **ctx.autocast), _rng_of(ctx.rng, ctx.device):
+            for at in _spans(x_NH.shape[1], tiles.tokens):
+                with torch.enable_grad():
+                    tile_x = x_NH[:, at].detach().requires_grad_(dx_NH is not None)
+                    y = tiles.whole(tile_x)
+                wanted = [*([tile_x] if dx_NH is not None else []), *trained]
+                grads: list[Tensor | None] = [*torch.autograd.grad(y, wanted, dout_NH[:, at], allow_unused=True)]
+                del y
+                if dx_NH is not None:
+                    dtile = grads.pop(0)
+                    assert dtile is not None, "an MLP's output depends on its input"
+                    dx_NH[:, at] = dtile
+                _add(sums, grads)
+        dweights = [None if s is None else s.to(w.dtype) for s, w in zip(sums, trained, strict=True)]
+        return None, None if dx_NH is None else dx_NH.view(hidden.shape), *dweights
+
+
+def _add(sums: list[Tensor | None], grads: list[Tensor | None]) -> None:
+    """Add one tile's gradients to the sums, in fp32 (fp64 for fp64)."""
+    for i, grad in enumerate(grads):
+        if grad is not None:
+            total = sums[i]
+            sums[i] = grad.to(torch.promote_types(grad.dtype, torch.float32)) if total is None else total.add_(grad)
+        grads[i] = None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(1, N, H): an MLP sees three dimensions, as ever."""
+    return x.reshape(1, -1, x.shape[-1])
+
+
+def _spans(n_tokens: int, tokens: int) -> Iterator[slice]:
+    return (slice(start, min(start + tokens, n_tokens)) for start in range(0, n_tokens, tokens))
+
+
+def _rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def _rng_of(state: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
+    """The generators as they were before the forward pass, so that dropout draws the same masks again."""
+    if state is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], device)
+        yield
+
+
+def _tile(model: Any, choices: Choices, facts: Facts) -> Any:
+    tile(model, choices.mlp_tile_tokens)
+    if choices.zero == 3:
+        # Stage 3 gathers a module's weights around its call: here around the MLP, not around each product of a tile.
+        from deepspeed.utils import set_z3_leaf_modules
+
+        set_z3_leaf_modules(model, list({type(mlp) for mlp in dense_mlps(model)}))
+    return model
+
+
+TECHNIQUES = (
+    Technique(
+        name="tiled-mlp", page="tiling",
+        saves="Inner activations of an MLP for all but one tile of tokens: with checkpointing, what a layer's gate, up "
+        "and their product take for the whole sequence, and their gradients.",
+        costs="A second forward pass of the MLPs, beyond the one of checkpointing; fp32 sums of one MLP's weight "
+        "gradients. Tiles of fewer than some thousand tokens leave a GPU idle.",
+        recipe={"train.mlp_tile_tokens": 8192}, chosen=(Condition("mlp_tile_tokens", "is at least", 1),), model=_tile,
+        source="arXiv 2506.13996 §3.1",
+    ),
+)  # fmt: skip

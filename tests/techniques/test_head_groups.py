@@ -1,0 +1,103 @@
+"""Attention whose heads take turns in the backward: the same gradients, less scratch, one model's business."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tigon.errors import RecipeError
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.choices import Choices
+from tigon.techniques.head_groups import _KERNELS, _Flash
+from tigon.techniques.technique import Facts
+
+transformers = pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+
+
+def llama(*, key_heads: int, groups: int, width: int = 32, device: torch.device = CPU, dtype: Any = torch.float32):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=width, intermediate_size=width, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=key_heads, vocab_size=64, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(device, dtype).train()
+    if groups > 1:
+        TECHNIQUES["grouped-attention"].model(model, Choices(attention_groups=groups), Facts())
+    return model
+
+
+def loss_and_gradients(model: Any, *, tokens: int = 40, documents: bool = False) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 64, (2, tokens), generator=torch.Generator().manual_seed(1)).to(model.device)
+    positions = torch.arange(tokens, device=ids.device) % 13 if documents else torch.arange(tokens, device=ids.device)
+    loss = model(input_ids=ids, labels=ids, position_ids=positions[None].expand(2, -1)).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["causal", "block-mask"])
+@pytest.mark.parametrize(("key_heads", "groups"), [(4, 2), (4, 4), (2, 2)])
+def test_groups_change_loss_or_gradient(key_heads, groups, documents, monkeypatch):
+    called = []
+    kernel = _KERNELS["cpu"]
+    counted = kernel._replace(backward=lambda *args: called.append(args[1].shape[1]) or kernel.backward(*args))
+    monkeypatch.setitem(_KERNELS, "cpu", counted)
+    want = loss_and_gradients(llama(key_heads=key_heads, groups=1), documents=documents)
+    assert not called
+    got = loss_and_gradients(llama(key_heads=key_heads, groups=groups), documents=documents)
+    for name, expected in want.items():
+        torch.testing.assert_close(got[name], expected, msg=lambda text, name=name: f"{name}: {text}")
+    by_kernel = key_heads == 4 and not documents  # on the CPU it takes neither a mask nor shared key heads
+    assert called == ([4 // groups] * (2 * groups) if by_kernel else [])
+
+
+@pytest.mark.parametrize("strides", ["heads first", "tokens first"])
+def test_gradient_of_the_groups_is_not_the_derivative(strides):
+    shape = (1, 2, 6, 8) if strides == "heads first" else (1, 6, 2, 8)
+    q, k, v = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
+    if strides == "tokens first":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    assert torch.autograd.gradcheck(lambda q, k, v: _Flash.apply(q, k, v, 2, 0.3), inputs)
+
+
+def test_another_model_attends_in_groups():
+    one, other = llama(key_heads=4, groups=2), llama(key_heads=4, groups=1)
+    assert one.config._attn_implementation == "sdpa_in_2_groups"
+    assert other.config._attn_implementation == "sdpa"
+    assert "sdpa_in" not in one.config.to_json_string()
+
+
+def test_groups_that_do_not_divide_the_key_heads_are_taken():
+    with pytest.raises(RecipeError, match="attention_groups is 3, and the model has 4 key heads"):
+        llama(key_heads=4, groups=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", [False, True], ids=["causal", "block-mask"])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_groups_change_the_gradient_of_the_kernel(key_heads, documents):
+    options = {"width": 256, "device": torch.device("cuda"), "dtype": torch.bfloat16}
+    want = loss_and_gradients(llama(key_heads=key_heads, groups=1, **options), tokens=512, documents=documents)
+    got = loss_and_gradients(llama(key_heads=key_heads, groups=2, **options), tokens=512, documents=documents)
+    for name, expected in want.items():
+        torch.testing.assert_close(got[name], expected, rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_scratch_of_all_heads_is_alive_at_once():
+    """Of 8 bytes an element of Q, shared key heads, four groups leave two."""
+    device, found = torch.device("cuda"), {}
+    q, k, v = (torch.randn(1, 32768, h, 64, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+               for h in (16, 4, 4))  # fmt: skip
+    for groups in (1, 4):
+        out = _Flash.apply(q, k, v, groups, None)
+        upstream = torch.ones_like(out)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(out, (q, k, v), upstream)
+        found[groups] = torch.cuda.max_memory_allocated() - before
+    assert found[1] - found[4] >= 0.7 * 8 * q.numel() * 0.75
