@@ -9,8 +9,7 @@ as oneDNN's packed weights. Process RSS has that, but moves with the C library's
 
 from __future__ import annotations
 
-import os
-import sys
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
+
+from tigon.profile.quiet import library_log_lines_dropped
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class PeakMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._profile: Any = None
+        self._quiet = contextlib.ExitStack()
         self._at_rest_bytes = 0
 
     def start(self, alive: Iterable[Tensor]) -> None:
@@ -53,12 +55,7 @@ class PeakMeter:
             self._at_rest_bytes = torch.cuda.memory_allocated(self._device)
             return
         self._at_rest_bytes = storage_bytes(alive)
-        # The profiler and the CPU allocator write C++ log lines to file descriptor 2: when profiling starts and ends,
-        # and for memory older than that. Their log levels are read when torch is imported, long before this.
-        sys.stderr.flush()
-        self._stderr = os.dup(2)
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
+        self._quiet.enter_context(library_log_lines_dropped())
         self._profile = profile(use_kineto=True, profile_memory=True)
         self._profile.__enter__()
 
@@ -67,11 +64,8 @@ class PeakMeter:
             torch.cuda.synchronize(self._device)
             return Peak(self._at_rest_bytes, torch.cuda.max_memory_allocated(self._device))
         assert self._profile is not None, "stop() without start()"
-        try:
+        with self._quiet:
             self._profile.__exit__(None, None, None)
-        finally:
-            os.dup2(self._stderr, 2)
-            os.close(self._stderr)
         events = [event for event in self._profile.kineto_results.events() if event.name() == "[memory]"]
         live_bytes = most_bytes = 0
         for event in sorted(events, key=lambda event: event.start_ns()):

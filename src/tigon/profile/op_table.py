@@ -1,0 +1,128 @@
+"""Where a step's time goes: each operator with its time, its share, its launches and the FLOP/s of its products.
+
+On CUDA an operator's time is that of the kernels that it launched; a kernel launched by no operator (Triton's, called
+without the dispatcher) has a row of its own, so the rows sum to the device's busy time. On the CPU it is the time
+spent in the operator itself and not in those it calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch._C._autograd import DeviceType
+
+Shape = Sequence[int]
+
+
+def _product(a: Shape, b: Shape) -> int:
+    """(..., M, K) by (..., K, N)."""
+    return 2 * math.prod(a) * b[-1]
+
+
+def _attention(q_BHTD: Shape, k_BHTD: Shape, v_BHTD: Shape) -> int:
+    """Scores and their product with the values; the half that a causal mask leaves out is counted."""
+    return 2 * math.prod(q_BHTD[:3]) * k_BHTD[2] * (q_BHTD[3] + v_BHTD[3])
+
+
+def _attention_backward(q_BHTD: Shape, k_BHTD: Shape, v_BHTD: Shape) -> int:
+    """The scores again, and the gradients of values, scores, queries and keys."""
+    return 2 * math.prod(q_BHTD[:3]) * k_BHTD[2] * (3 * q_BHTD[3] + 2 * v_BHTD[3])
+
+
+# Operators that multiply matrices, as the profiler names them: the work, and the first and last argument it depends on.
+_PRODUCTS: Mapping[str, tuple[Callable[..., int], int, int]] = {
+    "aten::mm": (_product, 0, 2),
+    "aten::bmm": (_product, 0, 2),
+    "aten::addmm": (_product, 1, 3),
+    "aten::baddbmm": (_product, 1, 3),
+    **{
+        f"aten::_scaled_dot_product_{kind}": (_attention, 0, 3)
+        for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    },
+    **{
+        f"aten::_scaled_dot_product_{kind}_backward": (_attention_backward, 1, 4)
+        for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    },
+}
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """One operator, over the whole step."""
+
+    name: str
+    time_ms: float
+    share: float
+    """Of all rows' time."""
+    launches: int
+    """Kernels on CUDA, calls on the CPU."""
+    flops: float
+    """Floating-point operations; 0 where it multiplies no matrices."""
+
+    @property
+    def flops_per_s(self) -> float:
+        return 1000 * self.flops / self.time_ms if self.time_ms else 0.0
+
+    def as_mapping(self) -> dict[str, Any]:
+        return {**asdict(self), "flops_per_s": self.flops_per_s}
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> OpRow:
+        return cls(**{name: mapping[name] for name in ("name", "time_ms", "share", "launches", "flops")})
+
+
+def op_table(events: Iterable[Any], *, on_cuda: bool) -> list[OpRow]:
+    """Rows from the FunctionEvents of a torch.profiler run with record_shapes=True, the slowest first."""
+    spent_us: dict[str, float] = {}
+    launches: dict[str, int] = {}
+    flops: dict[str, float] = {}
+    kernels_us: dict[str, float] = {}
+    kernels_seen: dict[str, int] = {}
+
+    def add(name: str, time_us: float, count: int) -> None:
+        spent_us[name] = spent_us.get(name, 0.0) + time_us
+        launches[name] = launches.get(name, 0) + count
+
+    for event in events:
+        if event.device_type != DeviceType.CPU:
+            if not event.is_user_annotation:
+                kernels_us[event.name] = kernels_us.get(event.name, 0.0) + event.time_range.elapsed_us()
+                kernels_seen[event.name] = kernels_seen.get(event.name, 0) + 1
+            continue
+        if on_cuda:
+            if event.kernels and _is_op(event.name):
+                add(event.name, sum(kernel.duration for kernel in event.kernels), len(event.kernels))
+                for kernel in event.kernels:
+                    kernels_us[kernel.name] = kernels_us.get(kernel.name, 0.0) - kernel.duration
+                    kernels_seen[kernel.name] = kernels_seen.get(kernel.name, 0) - 1
+        elif _is_op(event.name):
+            add(event.name, event.self_cpu_time_total, 1)
+        flops[event.name] = flops.get(event.name, 0.0) + _flops(event)
+    if on_cuda:
+        for name, count in kernels_seen.items():
+            if count > 0:
+                add(name, kernels_us[name], count)
+    whole_us = sum(spent_us.values()) or 1.0
+    rows = [
+        OpRow(name, time_us / 1000, time_us / whole_us, launches[name], flops.get(name, 0.0))
+        for name, time_us in spent_us.items()
+        if time_us > 0
+    ]
+    return sorted(rows, key=lambda row: -row.time_ms)
+
+
+def _is_op(name: str) -> bool:
+    """An operator or an autograd function, not the runtime's own calls, a step's range or the engine's bookkeeping."""
+    return not name.startswith(("cuda", "cu", "hip", "ProfilerStep", "autograd::engine", "Optimizer.", "enumerate("))
+
+
+def _flops(event: Any) -> float:
+    """From the shapes of its arguments; 0 for what multiplies no matrices."""
+    if event.name not in _PRODUCTS:
+        return 0.0
+    work, first, end = _PRODUCTS[event.name]
+    shapes = (event.input_shapes or [])[first:end]
+    return float(work(*shapes)) if len(shapes) == end - first and all(shapes) else 0.0

@@ -1,0 +1,30 @@
+"""Numbers as readers see them."""
+
+from __future__ import annotations
+
+
+def in_bytes(nbytes: float) -> str:
+    """In the largest unit that there is one of."""
+    for unit, size, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:,.{digits}f} {unit}"
+    return f"{nbytes / 1024:,.1f} KiB" if abs(nbytes) >= 1024 else f"{nbytes:.0f} B" if nbytes else "0"
+
+
+def in_flops(flops_per_s: float) -> str:
+    """TFLOP/s from one on, else GFLOP/s; nothing for none."""
+    if not flops_per_s:
+        return ""
+    return f"{flops_per_s / 1e12:,.1f} TFLOP/s" if flops_per_s >= 1e12 else f"{flops_per_s / 1e9:,.1f} GFLOP/s"
+
+
+def in_ms(time_ms: float) -> str:
+    """Three digits, or as many as there are before the point; seconds from one on."""
+    if time_ms >= 1000:
+        return f"{time_ms / 1000:,.2f} s"
+    return f"{time_ms:.3g} ms" if time_ms < 100 else f"{time_ms:.0f} ms"
+
+
+def off_by(predicted: float, measured: float) -> str:
+    """How far a prediction is from what was measured."""
+    return f"{predicted / measured - 1:+.1%}" if measured else ""
