@@ -1,0 +1,290 @@
+"""A model with heads: the same model, with another forward in training, and its heads as one more submodule.
+
+As in `tigon.models.seam`, the model's `__class__` becomes a generated subclass: Trainer, Accelerate, FSDP2, DeepSpeed
+and PEFT go on seeing a transformers model, and checkpoints hold the heads under `draft_heads.`.
+
+In training with labels, the model's trunk runs (in stage 1 without a graph), and then all losses are computed at once,
+inside the forwards of the modules whose weights they need: engines that shard weights have gathered them there. In
+evaluation, and without labels, the forward is the model's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tigon.errors import PatchError, UsageError
+from tigon.medusa import loss
+from tigon.medusa.heads import MedusaHeads, MtpHeads, Visit, decoder_layers, inside, make_heads
+from tigon.medusa.record import HeadRecord
+from tigon.medusa.spec import HeadsSpec, Objective
+from tigon.models.loss_seam import HeadSeam
+from tigon.models.patch import spec_of, unwrap
+from tigon.models.seam import Change, PatchedModule, Seam, imitate
+from tigon.ops.multi_head_linear_cross_entropy import MultiHeadOutput
+
+# B batch, T positions, H hidden, K losses.
+
+NAME = "draft_heads"
+# What a causal language model's forward takes and its trunk does not.
+_NOT_THE_TRUNKS = frozenset({"labels", "logits_to_keep", "num_items_in_batch", "skip_logits", "return_dict", "self"})
+
+
+@dataclass
+class HeadState:
+    """What changes from step to step, and what is measured."""
+
+    objective: Objective
+    count: int
+    scheduled: float = 1.0
+    """The schedule's value now."""
+    ranked: bool = False
+    """Whether accuracies are wanted of this step; they cost a third of the heads' time."""
+    scoring: bool = False
+    record: HeadRecord = field(default_factory=lambda: HeadRecord([]))
+
+    def __post_init__(self) -> None:
+        if not self.record.names:
+            self.record = self.new_record()
+
+    def new_record(self) -> HeadRecord:
+        own = ["model"] if self.objective.stage == 2 else []
+        return HeadRecord([*own, *(f"head{k}" for k in range(1, self.count + 1))])
+
+    def factors(self) -> list[float]:
+        return self.objective.factors(self.count, self.scheduled)
+
+
+@dataclass(frozen=True)
+class DoorSeam(Seam):
+    """The model's lm_head, which lets a `Visit` in."""
+
+    op: ClassVar[str] = "multi_head_linear_cross_entropy"
+    flag: ClassVar[str] = "heads"
+
+    def candidate(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear)
+
+    def objection(self, module: nn.Module) -> str | None:
+        if not isinstance(module, nn.Linear):
+            return f"its output head is a {type(module).__module__}.{type(module).__name__}, not a linear module"
+        return "its output head has a bias" if module.bias is not None else None
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        base_forward: Callable[..., Any] = base.forward
+
+        def forward(self: Any, input: Any) -> Any:
+            return input.run() if isinstance(input, Visit) else base_forward(self, input)
+
+        return {"forward": forward}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadedSeam(Seam):
+    """A causal language model that trains its heads."""
+
+    op: ClassVar[str] = "multi_head_linear_cross_entropy"
+    flag: ClassVar[str] = "heads"
+
+    objective: Objective
+    fused: bool
+    """False: by PyTorch's own ops, with all logits; for comparison."""
+
+    def candidate(self, module: nn.Module) -> bool:
+        return hasattr(module, "get_output_embeddings") and hasattr(module, "base_model")
+
+    def objection(self, module: Any) -> str | None:
+        if not self.candidate(module) or module.base_model is module:
+            return "it is no causal language model with a trunk of its own"
+        if isinstance(getattr(module, NAME, None), nn.Module):
+            return "it has heads already; detach them first"
+        if self.objective.stage == 2 and getattr(module.config, "output_router_logits", False):
+            return "its config has output_router_logits, whose loss would be lost; set it to False"
+        return DoorSeam().objection(module.get_output_embeddings())
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        seam, base_forward, base_train = self, base.forward, base.train
+        signature = inspect.signature(base_forward)
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind_partial(self, *args, **kwargs).arguments
+            inputs = {**bound, **bound.pop("kwargs", {})}
+            heads = getattr(self, NAME)
+            if inputs.get("labels") is None or not (self.training or heads.state.scoring):
+                return base_forward(self, *args, **kwargs)
+            from transformers.modeling_outputs import CausalLMOutputWithPast
+
+            found = seam.losses(self, inputs, factors=heads.state.factors(), ranked=heads.state.ranked)
+            heads.state.record.add(found, inputs.get("num_items_in_batch"))
+            return CausalLMOutputWithPast(loss=found.loss)
+
+        def train(self: Any, mode: bool = True) -> Any:
+            base_train(self, mode)
+            if seam.objective.stage == 1:
+                self.base_model.eval()  # frozen: no dropout, and nothing to checkpoint
+            return self
+
+        imitate(base_forward, forward)
+        return {"forward": forward, "train": train}
+
+    def losses(self, model: Any, inputs: Mapping[str, Any], *, factors: list[float], ranked: bool) -> MultiHeadOutput:
+        """The losses of one batch, the keyword arguments of the model's forward."""
+        heads, head = getattr(model, NAME), model.get_output_embeddings()
+        labels, positions = inputs["labels"], inputs.get("position_ids")
+        layer_inputs: dict[str, Any] = {}
+        with contextlib.ExitStack() as stack:
+            if heads.spec.kind == "mtp":
+                stack.enter_context(layer_inputs_kept(model, layer_inputs))
+            if self.objective.stage == 1:
+                stack.enter_context(torch.no_grad())
+            # With a cache, transformers ignores the borders of documents in position_ids.
+            hidden = trunk(model, {**inputs, "use_cache": False}).last_hidden_state
+        joint = self.objective.stage == 2
+        found: list[MultiHeadOutput] = []
+
+        def compute() -> Tensor:
+            weights = heads.weights() or [head.weight] * heads.spec.count
+            hiddens = heads.hiddens(model, hidden, inputs["input_ids"], layer_inputs)
+            blocks = heads.block_weights()
+            if joint:
+                hiddens, weights, blocks = [hidden, *hiddens], [head.weight, *weights], [[], *blocks]
+            compute_losses = loss.fused if self.fused else loss.plain
+            found.append(
+                compute_losses(
+                    hiddens, weights, blocks, labels, shifts=self.objective.shifts(heads.spec.count),
+                    factors=factors, positions=positions,
+                    num_items=_on(hidden.device, inputs.get("num_items_in_batch")),
+                    logit_map=spec_of(model).logits.read(model.config.get_text_config()), ranked=ranked,
+                )
+            )  # fmt: skip
+            return found[0].loss
+
+        total = inside([head, *heads.visited()], compute)
+        return found[0]._replace(loss=total)
+
+
+def trunk(model: Any, inputs: Mapping[str, Any]) -> Any:
+    """The model without its head, called with what of `inputs` is meant for it."""
+    return model.base_model(**{name: value for name, value in inputs.items() if name not in _NOT_THE_TRUNKS})
+
+
+@contextlib.contextmanager
+def layer_inputs_kept(model: Any, kept: dict[str, Any]) -> Iterator[None]:
+    """What the last decoder layer is called with besides the hidden state, in `kept`: masks and rotary tables."""
+
+    def keep(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        kept.update({n: v for n, v in kwargs.items() if n not in ("hidden_states", "past_key_values", "use_cache")})
+
+    handle = decoder_layers(model)[-1].register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _on(device: torch.device, num_items: Tensor | float | None) -> Tensor | float | None:
+    return num_items.to(device).reshape(()) if isinstance(num_items, Tensor) else num_items
+
+
+def attach(
+    model: Any, spec: HeadsSpec, objective: Objective, state: Mapping[str, Tensor] | None = None
+) -> MedusaHeads | MtpHeads:
+    """Give a model heads and the losses that train them; returns the heads, which are `model.draft_heads` now.
+
+    Args:
+        model: a transformers causal language model, or a PEFT wrapper of one, after `tigon.patch` and before any engine
+            wraps it. Unpatched, or without the fused loss, the heads' losses are PyTorch's own, with all logits.
+        spec: which heads. objective: what is minimised; stage 1 freezes everything but the heads.
+        state: the heads' weights, as `load_heads` returns them; none: as the authors start them.
+
+    Raises:
+        PatchError: this model cannot have them, with the reason; nothing was changed.
+    """
+    model = unwrap(model)
+    head = model.get_output_embeddings()
+    seam = HeadedSeam(objective=objective, fused=_has_fused_loss(head))
+    reason = seam.objection(model)
+    if reason is not None:
+        raise PatchError(f"{type(model).__name__} cannot have heads: {reason}.")
+    heads = make_heads(spec, model)
+    if state is not None:
+        load_into(heads, state)
+    if objective.stage == 1:
+        model.requires_grad_(False)
+    heads.requires_grad_(True)
+    heads.state = HeadState(objective=objective, count=spec.count)
+    setattr(model, NAME, heads)
+    for change in _changes(model, seam):
+        change.apply()
+    model.train(model.training)
+    return heads
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """`attach` of these heads, as a value: what the planner puts on the models that it traces."""
+
+    spec: HeadsSpec
+    objective: Objective
+
+    def __call__(self, model: Any) -> MedusaHeads | MtpHeads:
+        return attach(model, self.spec, self.objective)
+
+
+def _has_fused_loss(head: nn.Module) -> bool:
+    return isinstance(head, PatchedModule) and isinstance(head._tigon_seam, HeadSeam)
+
+
+def _changes(model: Any, seam: HeadedSeam) -> tuple[Change, Change]:
+    return Change("lm_head", model.get_output_embeddings(), DoorSeam()), Change("", model, seam)
+
+
+def load_into(heads: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Raises UsageError where names or shapes differ."""
+    own = heads.state_dict()
+    wrong = sorted(own.keys() ^ state.keys()) or [n for n, t in own.items() if t.shape != state[n].shape]
+    if wrong:
+        raise UsageError(
+            f"the heads' file does not fit: {wrong[0]} ({len(wrong)} differ); kind, count, layers and output must be "
+            "those that it was trained with, and the model the same."
+        )
+    heads.load_state_dict(dict(state))
+
+
+def heads_of(model: Any) -> MedusaHeads | MtpHeads:
+    """The heads of a model that has them. Raises UsageError."""
+    heads = getattr(unwrap(model), NAME, None)
+    if heads is None:
+        raise UsageError(f"this {type(model).__name__} has no heads; attach them first.")
+    return heads  # type: ignore[no-any-return]
+
+
+def detach(model: Any) -> MedusaHeads | MtpHeads:
+    """Take the heads off, and the model's forward back; returns the heads. What stage 1 froze stays frozen."""
+    model = unwrap(model)
+    heads = heads_of(model)
+    for change in _changes(model, type(model)._tigon_seam):
+        change.revert()
+    delattr(model, NAME)
+    return heads
+
+
+@contextlib.contextmanager
+def scoring(model: Any) -> Iterator[HeadRecord]:
+    """While it is open, the model in evaluation computes the heads' losses and accuracies of a batch with labels, each
+    loss divided by its own count, and puts them into the record that this yields."""
+    heads = heads_of(model)
+    before = heads.state
+    heads.state = dataclasses.replace(before, scoring=True, ranked=True, record=before.new_record())
+    try:
+        with torch.no_grad():
+            yield heads.state.record
+    finally:
+        heads.state = before

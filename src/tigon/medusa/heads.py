@@ -1,0 +1,189 @@
+"""The heads as modules. They hold weights; the losses compute with those inside the modules' own forwards (`door`)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.errors import PatchError
+from tigon.medusa.spec import HeadsSpec
+
+# B batch, T positions, H hidden, V vocabulary, K heads.
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Passed to a module in place of an input: run this inside the module's forward, where its weights are whole.
+
+    FSDP2 and ZeRO-3 gather a module's weights in its forward hooks, so what needs several modules' weights at once runs
+    inside all of their forwards.
+    """
+
+    run: Callable[[], Tensor]
+
+
+def inside(modules: Sequence[nn.Module], run: Callable[[], Tensor]) -> Tensor:
+    """`run()`, called inside the forwards of all `modules`, each of which lets a `Visit` in."""
+    if not modules:
+        return run()
+    return modules[0](Visit(lambda: inside(modules[1:], run)))  # type: ignore[no-any-return]
+
+
+class Linear(nn.Linear):
+    """A linear module that lets a `Visit` in."""
+
+    def forward(self, input: Any) -> Tensor:
+        return input.run() if isinstance(input, Visit) else super().forward(input)
+
+
+class ResidualBlocks(nn.Module):
+    """x ← x + SiLU(W x + b), `layers` times; the identity at first."""
+
+    def __init__(self, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Linear(hidden, hidden) for _ in range(layers)])
+        # The authors' trainer leaves the biases at nn.Linear's random start; with 0 a head starts as the lm_head.
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def weights(self) -> list[tuple[Tensor, Tensor]]:
+        """Each block's weight and bias."""
+        return [(linear.weight, linear.bias) for linear in self.layers]  # type: ignore[misc]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in self.layers:
+            x = x + F.silu(linear(x))
+        return x
+
+
+class MedusaHeads(nn.Module):
+    """K heads on one hidden state: residual blocks, then an output weight, of its own or the model's lm_head.
+
+    Parameters are named as vLLM names them: `blocks.k.layers.i.{weight,bias}`, `lm_heads.k.weight`.
+    """
+
+    state: Any  # attach.HeadState
+
+    def __init__(self, spec: HeadsSpec, head: nn.Linear) -> None:
+        """head: the model's lm_head, from which the output weights start."""
+        super().__init__()
+        self.spec = spec
+        vocab, hidden = head.weight.shape
+        self.blocks = nn.ModuleList([ResidualBlocks(hidden, spec.layers) for _ in range(spec.count)])
+        self.lm_heads = nn.ModuleList()
+        for _ in range(0 if spec.shared else spec.count):
+            own = Linear(hidden, vocab, bias=False)
+            with torch.no_grad():
+                own.weight.copy_(head.weight)
+            self.lm_heads.append(own)
+
+    def visited(self) -> list[nn.Module]:
+        """The modules whose weights the loss computes with."""
+        return [m for m in self.modules() if isinstance(m, Linear)]
+
+    def weights(self) -> list[Tensor] | None:
+        """Each head's output weight; None where they share the model's."""
+        return [own.weight for own in self.lm_heads] or None  # type: ignore[misc]
+
+    def block_weights(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """Each head's blocks as weights and biases."""
+        return [blocks.weights() for blocks in self.blocks]  # type: ignore[operator]
+
+    def hiddens(
+        self, model: Any, hidden_BTH: Tensor, input_ids: Tensor, layer_inputs: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """What each head's blocks start from: the same for all."""
+        return [hidden_BTH] * self.spec.count
+
+    def logits(self, hidden_NH: Tensor, head: nn.Module) -> Tensor:
+        """(K, N, V) for decoding."""
+        outputs = self.lm_heads or [head] * self.spec.count
+        return torch.stack([out(blocks(hidden_NH)) for blocks, out in zip(self.blocks, outputs, strict=True)])
+
+
+class MtpModule(nn.Module):
+    """One multi-token-prediction module (DeepSeek-V3, arXiv 2412.19437, eq. 21-23): the hidden state of the depth
+    before, and the embedding of the token one further ahead, through one transformer layer.
+
+    The layer starts as a copy of the model's last one. Names as in DeepSeek-V3's checkpoints.
+    """
+
+    def __init__(self, layer: nn.Module, norm: nn.Module, hidden: int, std: float) -> None:
+        super().__init__()
+        self.enorm, self.hnorm, self.norm = (copy.deepcopy(norm) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
+        nn.init.normal_(self.eh_proj.weight, std=std)
+        self.layer = copy.deepcopy(layer)
+
+    def forward(self, hidden_BTH: Tensor, embedded_BTH: Tensor, layer_inputs: Mapping[str, Any]) -> Tensor:
+        joined = torch.cat([self.enorm(embedded_BTH), self.hnorm(hidden_BTH)], dim=-1)
+        output = self.layer(self.eh_proj(joined), **layer_inputs)
+        return self.norm(output[0] if isinstance(output, tuple) else output)  # type: ignore[no-any-return]
+
+
+class MtpHeads(nn.Module):
+    """MTP modules one after the other; embedding and lm_head are the model's."""
+
+    state: Any  # attach.HeadState
+
+    def __init__(self, spec: HeadsSpec, model: Any) -> None:
+        super().__init__()
+        self.spec = spec
+        hidden = int(model.get_output_embeddings().weight.shape[1])
+        std = float(getattr(model.config.get_text_config(), "initializer_range", 0.02))
+        layer, norm = decoder_layers(model)[-1], final_norm(model)
+        self.mtp = nn.ModuleList([MtpModule(layer, norm, hidden, std) for _ in range(spec.count)])
+
+    def visited(self) -> list[nn.Module]:
+        return []
+
+    def weights(self) -> None:
+        return None
+
+    def block_weights(self) -> list[list[tuple[Tensor, Tensor]]]:
+        return [[] for _ in range(self.spec.count)]
+
+    def hiddens(
+        self, model: Any, hidden_BTH: Tensor, input_ids: Tensor, layer_inputs: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """The output of each depth. Where the token ahead lies past the end of the row, its place is taken by the last
+        token: no position that sees it is scored."""
+        found, T = [], input_ids.shape[1]
+        for depth, module in enumerate(self.mtp, start=1):
+            positions = torch.arange(depth, depth + T, device=input_ids.device).clamp(max=T - 1)
+            hidden_BTH = module(hidden_BTH, model.get_input_embeddings()(input_ids[:, positions]), layer_inputs)
+            found.append(hidden_BTH)
+        return found
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The repeated layers: the longest list of modules in the model's trunk."""
+    return max((list(module) for module in model.base_model.modules() if isinstance(module, nn.ModuleList)), key=len)
+
+
+def final_norm(model: Any) -> nn.Module:
+    """The norm after the last layer: the last norm beside the list of layers."""
+    layers = decoder_layers(model)
+    holder = next(
+        m for m in model.base_model.modules()
+        if any(isinstance(c, nn.ModuleList) and list(c)[:1] == layers[:1] for c in m.children())
+    )  # fmt: skip
+    norms = [child for name, child in holder.named_children() if "norm" in name or name == "ln_f"]
+    if not norms:
+        raise PatchError(f"{type(model).__name__} has no norm after its layers, which MTP modules need; use medusa.")
+    found: nn.Module = norms[-1]
+    return found
+
+
+def make_heads(spec: HeadsSpec, model: Any) -> MedusaHeads | MtpHeads:
+    """New heads for a model, on its device and in its dtype."""
+    head = model.get_output_embeddings()
+    with torch.device(head.weight.device):  # a model without data gets heads without
+        made = MtpHeads(spec, model) if spec.kind == "mtp" else MedusaHeads(spec, head)
+    return made.to(dtype=head.weight.dtype)

@@ -1,0 +1,133 @@
+"""Heads on disk. One folder that three readers take:
+
+    config.json          vLLM renames any key with `num` and `heads` to num_heads, with `num` and `layers` to
+                         num_hidden_layers (vllm/transformers_utils/configs/medusa.py), so the names are the authors'
+    model.safetensors    vLLM's names: blocks.k.layers.i.{weight,bias}, lm_heads.k.weight; with `original_lm_head` a
+                         single lm_heads.0.weight (vllm/model_executor/models/medusa.py), and `medusa_fc_bias`, as its
+                         blocks have none by default
+    medusa_lm_head.pt    FasterDecoding/Medusa's: k.i.linear.{weight,bias} and k.n.weight (medusa/model/medusa_model.py)
+
+MTP modules have no reader beside a model family of their own; they are written with the names of DeepSeek-V3's
+checkpoints, model.layers.N.*, N counting on from the model's last layer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.errors import UsageError
+from tigon.medusa.spec import HeadsSpec
+
+CONFIG, WEIGHTS, AUTHORS_WEIGHTS = "config.json", "model.safetensors", "medusa_lm_head.pt"
+
+
+def save_heads(
+    spec: HeadsSpec, state: Mapping[str, Tensor], folder: Path, *, head: Tensor, base: str, n_layers: int
+) -> None:
+    """Write heads.
+
+    Args:
+        state: the heads' state_dict. head: the model's lm_head weight (V, H), which shared heads are written with.
+        base: what the model is loaded by, for the authors' reader. n_layers: decoder layers of the model.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab, hidden = head.shape
+    config: dict[str, Any] = {
+        "architectures": ["MedusaModel" if spec.kind == "medusa" else "MtpModules"],
+        "model_type": spec.kind,
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "base_model_name_or_path": base,
+        "torch_dtype": str(head.dtype).removeprefix("torch."),
+    }
+    if spec.kind == "medusa":
+        config |= {
+            "medusa_num_heads": spec.count, "medusa_num_layers": spec.layers, "medusa_fc_bias": True,
+            "original_lm_head": spec.shared,
+        }  # fmt: skip
+    else:
+        config |= {"num_nextn_predict_layers": spec.count, "base_layers": n_layers}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    if spec.kind == "mtp":
+        save_file({_mtp_name(name, n_layers): t for name, t in on_cpu.items()}, folder / WEIGHTS, {"format": "pt"})
+        return
+    lm_head = head.detach().cpu().contiguous()
+    written = {**on_cpu, **({"lm_heads.0.weight": lm_head} if spec.shared else {})}
+    save_file(written, folder / WEIGHTS, {"format": "pt"})
+    authors = {_authors_name(name, spec): tensor for name, tensor in on_cpu.items()}
+    if spec.shared:  # one tensor under many names: the file holds it once
+        authors |= {f"{k}.{spec.layers}.weight": lm_head for k in range(spec.count)}
+    torch.save(authors, folder / AUTHORS_WEIGHTS)
+
+
+def load_heads(folder: Path) -> tuple[HeadsSpec, dict[str, Tensor]]:
+    """(which heads, their state_dict) of a folder of `save_heads` or of the authors' trainer. Raises UsageError."""
+    from safetensors.torch import load_file
+
+    if not (folder / CONFIG).is_file():
+        raise UsageError(f"{folder}: no {CONFIG}; give a folder with heads, as `tigon medusa` leaves one in its run.")
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if "num_nextn_predict_layers" in config:
+        spec = HeadsSpec(kind="mtp", count=config["num_nextn_predict_layers"], shared=True)
+        read = load_file(folder / WEIGHTS)
+        return spec, {_mtp_name_back(name, config["base_layers"]): tensor for name, tensor in read.items()}
+    spec = HeadsSpec(
+        count=config.get("medusa_num_heads", config.get("num_heads", 0)),
+        layers=config.get("medusa_num_layers", config.get("num_hidden_layers", 1)),
+        shared=bool(config.get("original_lm_head", False)),
+    )
+    if not spec.count:
+        raise UsageError(f"{folder / CONFIG}: no medusa_num_heads in it; these are no Medusa heads.")
+    if (folder / WEIGHTS).is_file():
+        read = load_file(folder / WEIGHTS)
+    elif (folder / AUTHORS_WEIGHTS).is_file():
+        found = torch.load(folder / AUTHORS_WEIGHTS, map_location="cpu", weights_only=True)
+        read = {_name_of_authors(name, spec): tensor for name, tensor in found.items()}
+    else:
+        raise UsageError(f"{folder}: neither {WEIGHTS} nor {AUTHORS_WEIGHTS} in it.")
+    return spec, {name: t for name, t in read.items() if not (spec.shared and name.startswith("lm_heads."))}
+
+
+def _authors_name(name: str, spec: HeadsSpec) -> str:
+    block = re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", name)
+    if block:
+        return f"{block[1]}.{block[2]}.linear.{block[3]}"
+    return f"{name.split('.')[1]}.{spec.layers}.weight"
+
+
+def _name_of_authors(name: str, spec: HeadsSpec) -> str:
+    block = re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name)
+    if block:
+        return f"blocks.{block[1]}.layers.{block[2]}.{block[3]}"
+    return f"lm_heads.{name.split('.')[0]}.weight"
+
+
+_MTP_LAYER, _MTP_NORM = "layer.", "norm."
+
+
+def _mtp_name(name: str, n_layers: int) -> str:
+    _, depth, rest = name.split(".", 2)
+    if rest.startswith(_MTP_LAYER):
+        rest = rest.removeprefix(_MTP_LAYER)
+    elif rest.startswith(_MTP_NORM):
+        rest = f"shared_head.{rest}"
+    return f"model.layers.{n_layers + int(depth)}.{rest}"
+
+
+def _mtp_name_back(name: str, n_layers: int) -> str:
+    _, _, number, rest = name.split(".", 3)
+    if rest.startswith("shared_head."):
+        rest = rest.removeprefix("shared_head.")
+    elif not rest.startswith(("enorm.", "hnorm.", "eh_proj.")):
+        rest = _MTP_LAYER + rest
+    return f"mtp.{int(number) - n_layers}.{rest}"

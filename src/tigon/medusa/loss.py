@@ -1,0 +1,68 @@
+"""The losses of a model and its heads: fused, or the plain formula, for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon import ops
+from tigon.models.logits import LogitMap
+from tigon.ops.multi_head_linear_cross_entropy import MultiHeadOutput
+
+# B batch, T positions, H hidden, V vocabulary, K heads.
+
+Blocks = Sequence[Sequence[tuple[Tensor, Tensor]]]
+IGNORE_INDEX = -100
+RANKS = 5
+
+
+def fused(
+    hiddens: Sequence[Tensor], weights: Sequence[Tensor], blocks: Blocks, labels_BT: Tensor, *, shifts: Sequence[int],
+    factors: Sequence[float], positions: Tensor | None, num_items: Tensor | float | None, logit_map: LogitMap,
+    ranked: bool,
+) -> MultiHeadOutput:  # fmt: skip
+    """Σ_k factors_k · loss_k by `tigon.ops.multi_head_linear_cross_entropy`, and what the log wants of it."""
+    return ops.multi_head_linear_cross_entropy(  # type: ignore[return-value]  # a tuple, as outputs are named
+        hiddens, weights, labels_BT, shifts=shifts, blocks=blocks, positions=positions, head_weights=factors,
+        num_items=num_items, logit_scale=logit_map.scale, softcap=logit_map.softcap,
+        outputs=("losses", "counts", *(("accuracy",) if ranked else ())),
+    )  # fmt: skip
+
+
+def plain(
+    hiddens: Sequence[Tensor], weights: Sequence[Tensor], blocks: Blocks, labels_BT: Tensor, *, shifts: Sequence[int],
+    factors: Sequence[float], positions: Tensor | None, num_items: Tensor | float | None, logit_map: LogitMap,
+    ranked: bool,
+) -> MultiHeadOutput:  # fmt: skip
+    """The same as PyTorch's own ops have it, head by head, with each head's logits whole."""
+    losses, counts, accuracy = [], [], []
+    for hidden, weight, of_head, shift in zip(hiddens, weights, blocks, shifts, strict=True):
+        x = hidden
+        for block, bias in of_head:
+            x = x + F.silu(F.linear(x, block, bias))
+        logits = logit_map_of(F.linear(x[:, :-shift], weight), logit_map).float()
+        labels = labels_BT[:, shift:]
+        if positions is not None:
+            labels = torch.where(positions[:, shift:] == positions[:, :-shift] + shift, labels, IGNORE_INDEX)
+        valid = labels != IGNORE_INDEX
+        counts.append(valid.sum())
+        items = counts[-1].clamp(min=1) if num_items is None else num_items
+        losses.append(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / items)
+        if ranked:
+            with torch.no_grad():
+                best = logits.topk(RANKS, dim=-1).indices == labels.unsqueeze(-1)
+                accuracy.append((best.cumsum(-1) * valid.unsqueeze(-1)).sum((0, 1)) / counts[-1].clamp(min=1))
+    stacked = torch.stack(losses)
+    total = (stacked * stacked.new_tensor(factors)).sum()
+    return MultiHeadOutput(
+        total, stacked.detach(), torch.stack(counts), torch.stack(accuracy).float() if ranked else None
+    )
+
+
+def logit_map_of(logits: Tensor, logit_map: LogitMap) -> Tensor:
+    """What the model does to its logits."""
+    logits = logits * logit_map.scale
+    return logits if logit_map.softcap is None else torch.tanh(logits / logit_map.softcap) * logit_map.softcap

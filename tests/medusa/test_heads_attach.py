@@ -1,0 +1,146 @@
+"""What attaching changes in a model, what it refuses, and that detaching takes it back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from heads_helpers import CPU, MEDUSA, MTP, SHARED, SPECS, batch, with_heads
+
+from tigon.errors import PatchError, UsageError
+from tigon.medusa import HeadsSpec, Objective, attach, detach, heads_of
+from tigon.medusa.attach import scoring
+from tigon.medusa.spec import scheduled, shares_head
+from tigon.models import patch
+from tigon.models.tiny import tiny_batch, tiny_model
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
+def test_detached_model_is_another_one(spec: HeadsSpec, patched: bool) -> None:
+    model: Any = tiny_model("llama")
+    if patched:
+        patch(model)
+    before = {name: type(m) for name, m in model.named_modules()}
+    wanted = model(**batch()).loss.detach()
+    heads = attach(model, spec, Objective(stage=2))
+    assert heads_of(model) is heads
+    assert detach(model) is heads
+    assert {name: type(m) for name, m in model.named_modules()} == before
+    assert not [name for name, _ in model.named_parameters() if "heads" in name]
+    torch.testing.assert_close(model(**batch()).loss.detach(), wanted, rtol=0, atol=0)
+
+
+def test_evaluation_gives_another_loss_or_no_logits() -> None:
+    """In evaluation, and without labels, the model is what it was."""
+    inputs = batch()
+    plain: Any = tiny_model("llama").eval()
+    model = with_heads(MEDUSA, Objective(stage=2)).eval()
+    with torch.no_grad():
+        wanted, got = plain(**inputs), model(**inputs)
+        torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+        assert model.train()(input_ids=inputs["input_ids"]).logits.shape == wanted.logits.shape
+
+
+def test_heads_are_attached_twice_or_to_what_cannot_have_them() -> None:
+    model: Any = tiny_model("llama")
+    with pytest.raises(UsageError, match="no heads"):
+        heads_of(model)
+    attach(model, SHARED, Objective())
+    with pytest.raises(PatchError, match="has heads already"):
+        attach(model, SHARED, Objective())
+    biased: Any = tiny_model("llama")
+    biased.lm_head.bias = torch.nn.Parameter(torch.zeros(biased.lm_head.out_features))
+    with pytest.raises(PatchError, match="its output head has a bias"):
+        attach(biased, SHARED, Objective())
+    assert all(p.requires_grad for p in biased.parameters()), "stage 1 has frozen a model that got no heads"
+    mixture: Any = tiny_model("mixtral")
+    mixture.config.output_router_logits = True
+    with pytest.raises(PatchError, match="output_router_logits"):
+        attach(mixture, SHARED, Objective(stage=2))
+
+
+def test_state_of_other_heads_is_loaded() -> None:
+    model: Any = tiny_model("llama")
+    state = {name: t.clone() for name, t in attach(model, MEDUSA, Objective()).state_dict().items()}
+    detach(model)
+    with pytest.raises(UsageError, match=r"does not fit: .*count, layers and output"):
+        attach(model, SHARED, Objective(), state)
+    assert not hasattr(model, "draft_heads")
+
+
+def test_measured_heads_are_not_what_they_do() -> None:
+    """Loss and accuracies of the log, and of a held-out batch, against logits looked at one by one."""
+    model = with_heads(MEDUSA, Objective(stage=2))
+    inputs, state = batch(), model.draft_heads.state
+    state.ranked = True
+    items = (inputs["labels"][:, 1:] != -100).sum()
+    for row in range(2):  # micro-batches with different numbers of labels
+        model(**{name: t[row : row + 1] for name, t in inputs.items()}, num_items_in_batch=items)
+    logged = state.record.take()
+    assert state.record.take() == {}
+    model.eval()
+    with scoring(model) as record:
+        model(**inputs)
+    held_out = record.take()
+    assert state.record.take() == {}, "held-out tokens are in the training's record"
+    with torch.no_grad():
+        hidden = model.model(inputs["input_ids"]).last_hidden_state
+    for k, logits in enumerate(model.draft_heads.logits(hidden.reshape(-1, 32), model.lm_head), start=1):
+        z = logits.detach().view(2, -1, logits.shape[-1])[:, : -1 - k].log_softmax(-1)
+        labels = inputs["labels"][:, 1 + k :]
+        told = [(z[b, t], int(y)) for b in range(2) for t, y in enumerate(labels[b]) if y != -100]
+        loss = sum(-float(row[y]) for row, y in told) / len(told)
+        for found in (logged, held_out):
+            assert found[f"head{k}_loss"] == pytest.approx(loss, rel=1e-5)
+            for rank in (1, 5):
+                share = sum(y in row.topk(rank).indices for row, y in told) / len(told)
+                assert found[f"head{k}_top{rank}"] == pytest.approx(share, abs=1e-6)
+
+
+def test_schedule_is_another_curve() -> None:
+    assert [scheduled("constant", t, 10, 1.0) for t in (1, 10)] == [1.0, 1.0]
+    assert [scheduled("linear", t, 10, 1.0) for t in (1, 5, 10)] == [0.1, 0.5, 1.0]
+    assert scheduled("sine", 5, 10, 1.0) == pytest.approx(0.5**0.5)
+    assert [scheduled("linear", t, 10, 0.5) for t in (1, 5, 9)] == [0.2, 1.0, 1.0]
+
+
+def test_output_is_shared_where_heads_are_small() -> None:
+    """5 heads of 128256 x 2048 would add more than Llama-3.2-1B's own 1.24 G parameters; an 8 B is larger."""
+    head_1b, head_8b = 128256 * 2048, 128256 * 4096
+    assert shares_head("auto", "medusa", 5, 1_235_814_400, head_1b)
+    assert not shares_head("auto", "medusa", 3, 1_235_814_400, head_1b)
+    assert not shares_head("auto", "medusa", 5, 8_030_261_248, head_8b)
+    assert shares_head("shared", "medusa", 1, 10**12, 1)
+    assert not shares_head("separate", "medusa", 5, 1, 10**12)
+    assert shares_head("separate", "mtp", 1, 10**12, 1)
+
+
+def test_checkpointed_layers_change_the_gradient() -> None:
+    grads = []
+    for checkpointed in (False, True):
+        model = with_heads(MTP, Objective(stage=2))
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(**tiny_batch(CPU)).loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-5, atol=1e-7)
+
+
+def test_adapters_beside_heads_get_no_gradient() -> None:
+    peft = pytest.importorskip("peft")
+    model: Any = tiny_model("llama")
+    patch(model)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "gate_proj"]))
+    attach(wrapped, MEDUSA, Objective(stage=2))
+    wrapped.train()
+    wrapped(**batch()).loss.backward()
+    learned = {name for name, p in wrapped.named_parameters() if p.grad is not None}
+    adapters = {name for name, _ in wrapped.named_parameters() if "lora_" in name}
+    heads = {name for name, _ in wrapped.named_parameters() if "draft_heads" in name}
+    assert adapters and heads and learned == adapters | heads

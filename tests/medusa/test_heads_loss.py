@@ -1,0 +1,234 @@
+"""The losses of heads, and every gradient, beside the definition written out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from heads_helpers import (
+    CPU,
+    MTP,
+    SPECS,
+    batch,
+    by_definition,
+    farthest,
+    gradients,
+    two_documents,
+    with_heads,
+)
+
+from tigon.medusa import HeadsSpec, Objective
+from tigon.models import MODELS, patch
+from tigon.models.tiny import tiny_batch, tiny_model
+from tigon.profile.peak import PeakMeter
+
+pytest.importorskip("transformers")
+
+LIMIT = 1e-5
+STAGES = {stage: Objective(stage=stage, decay=0.7, coefficient=0.3) for stage in (1, 2)}
+every_kind = pytest.mark.parametrize("kind", SPECS)
+both_stages = pytest.mark.parametrize("stage", STAGES)
+both_losses = pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+
+
+def both(model: Any, inputs: dict[str, Any], objective: Objective, num_items: Any = None) -> tuple[Any, Any]:
+    """((loss, gradients) of the model's own forward, of the definition)"""
+    more = {} if num_items is None else {"num_items_in_batch": num_items}
+    loss = model(**inputs, **more).loss
+    got = loss.detach(), gradients(model, loss)
+    truth = by_definition(model, inputs, objective, num_items)
+    return got, (truth.detach(), gradients(model, truth))
+
+
+@every_kind
+@both_stages
+@both_losses
+def test_loss_or_gradient_differs_from_the_definition(kind: str, stage: int, fused: bool) -> None:
+    model = with_heads(SPECS[kind], STAGES[stage], fused=fused)
+    (loss, grads), (truth, wanted) = both(model, batch(), STAGES[stage])
+    torch.testing.assert_close(loss, truth, rtol=LIMIT, atol=0)
+    assert farthest(grads, wanted) < LIMIT
+
+
+@every_kind
+@both_stages
+@both_losses
+def test_packed_row_scores_a_head_across_documents(kind: str, stage: int, fused: bool) -> None:
+    model = with_heads(SPECS[kind], STAGES[stage], fused=fused)
+    inputs = batch(position_ids=two_documents())
+    (loss, grads), (truth, wanted) = both(model, inputs, STAGES[stage])
+    torch.testing.assert_close(loss, truth, rtol=LIMIT, atol=0)
+    assert farthest(grads, wanted) < LIMIT
+
+
+@pytest.mark.parametrize("kind", ["separate", "shared"])
+def test_documents_packed_in_a_row_lose_otherwise_than_apart(kind: str) -> None:
+    """Two documents in one row against the same two as rows of their own."""
+    model = with_heads(SPECS[kind], STAGES[2])
+    whole = tiny_batch(CPU, rows=1)
+    first = two_documents()[:1]
+    items = torch.tensor(10)
+    packed = {**whole, "position_ids": first, "labels": whole["input_ids"].masked_fill(first == 0, -100)}
+    together = model(**packed, num_items_in_batch=items).loss
+    apart = [
+        model(input_ids=ids, labels=ids, num_items_in_batch=items).loss
+        for ids in (whole["input_ids"][:, :7], whole["input_ids"][:, 7:])
+    ]
+    torch.testing.assert_close(together, sum(apart), rtol=LIMIT, atol=0)
+
+
+@every_kind
+@both_stages
+def test_split_of_the_batch_changes_the_gradient(kind: str, stage: int) -> None:
+    """Two micro-batches of one row, which hold different numbers of labels, against both at once."""
+    model = with_heads(SPECS[kind], STAGES[stage])
+    inputs = batch()
+    items = (inputs["labels"][:, 1:] != -100).sum()
+    (_, at_once), (_, wanted) = both(model, inputs, STAGES[stage], items)
+    model.zero_grad()
+    for row in range(2):
+        model(**{name: t[row : row + 1] for name, t in inputs.items()}, num_items_in_batch=items).loss.backward()
+    split = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert farthest(split, at_once) < LIMIT
+    assert farthest(at_once, wanted) < LIMIT
+
+
+@every_kind
+def test_head_further_ahead_than_the_row_is_scored(kind: str) -> None:
+    """Rows of three tokens: the second head and those after it have nothing to predict, and get no gradient."""
+    model = with_heads(SPECS[kind], STAGES[2]).double()
+    inputs = {name: t[1:, :3].contiguous() for name, t in batch().items()}
+    (loss, grads), (truth, wanted) = both(model, inputs, STAGES[2])
+    torch.testing.assert_close(loss, truth, rtol=1e-10, atol=0)
+    missing = {name: torch.zeros_like(t) for name, t in grads.items() if name not in wanted}
+    assert farthest(grads, {**wanted, **missing}) < 1e-10
+    if kind != "mtp":
+        assert all(not t.any() for name, t in grads.items() if "blocks.1" in name or "blocks.2" in name)
+
+
+def test_batch_without_a_label_gives_a_loss_or_a_gradient() -> None:
+    model = with_heads(SPECS["separate"], STAGES[2])
+    inputs = batch()
+    inputs["labels"] = torch.full_like(inputs["labels"], -100)
+    loss = model(**inputs).loss
+    assert float(loss.detach()) == 0.0
+    assert all(not t.any() for t in gradients(model, loss).values())
+
+
+@every_kind
+def test_stage_1_leaves_a_gradient_in_the_model_or_a_head_without_one(kind: str) -> None:
+    model = with_heads(SPECS[kind], STAGES[1])
+    grads = gradients(model, model(**batch()).loss)
+    assert set(grads) == {f"draft_heads.{name}" for name, _ in model.draft_heads.named_parameters()}
+    assert all(bool(t.any()) for t in grads.values())
+
+
+def test_frozen_model_runs_in_training_mode() -> None:
+    """Dropout in what does not learn would only be noise."""
+    model = with_heads(SPECS["shared"], STAGES[1])
+    assert model.training and model.draft_heads.training and not model.model.training
+    joint = with_heads(SPECS["shared"], STAGES[2])
+    assert joint.model.training
+
+
+def test_head_starts_elsewhere_than_at_the_lm_head() -> None:
+    """With residual blocks that are the identity, heads of both outputs begin with the model's logits."""
+    from tigon.medusa import attach
+
+    for spec in (HeadsSpec(count=2, layers=2), HeadsSpec(count=2, shared=True)):
+        model: Any = tiny_model("llama")
+        heads = attach(model, spec, Objective())
+        hidden = torch.randn(5, 32)
+        for logits in heads.logits(hidden, model.lm_head):
+            torch.testing.assert_close(logits, model.lm_head(hidden), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_stage_2_without_heads_weight_is_not_the_models_own_loss(family: str) -> None:
+    """Whatever a family does between its trunk and its loss: caps, scales, ties."""
+    model: Any = tiny_model(family, MODELS[family].tiny, every_expert=True)
+    inputs = tiny_batch(CPU)
+    model.eval()
+    with torch.no_grad():
+        wanted = model(**inputs).loss
+    from tigon.medusa import attach
+
+    patch(model)
+    attach(model, HeadsSpec(count=2, shared=True), Objective(stage=2, coefficient=1e-9))
+    model.train()
+    got = model(**inputs).loss
+    torch.testing.assert_close(got.detach(), wanted, rtol=2e-5, atol=0)
+    got.backward()
+
+
+def test_schedule_or_decay_is_left_out() -> None:
+    objective = Objective(stage=2, decay=0.5, coefficient=0.4)
+    assert objective.factors(3, 0.5) == [1.0, 0.1, 0.05, 0.025]
+    assert objective.shifts(3) == [1, 2, 3, 4]
+    assert dataclasses.replace(objective, stage=1).factors(2, 1.0) == [0.2, 0.1]
+    assert dataclasses.replace(objective, stage=1).shifts(2) == [2, 3]
+    model = with_heads(SPECS["shared"], objective)
+    whole = float(model(**batch()).loss.detach())
+    model.draft_heads.state.scheduled = 0.0
+    own = float(model(**batch()).loss.detach())
+    model.draft_heads.state.scheduled = 0.5
+    assert float(model(**batch()).loss.detach()) == pytest.approx((whole + own) / 2, rel=1e-5)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def step_bytes(count: int, *, shared: bool, fused: bool = True, stage: int = 2) -> tuple[int, int]:
+    """(what a training step adds to the weights at its worst moment, the heads' own weights)"""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tigon.medusa import attach
+
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(config)
+    if fused:
+        patch(model)
+    heads = attach(model, HeadsSpec(count=count, shared=shared), STAGES[stage])
+    model.train()
+    ids = torch.randint(0, 4096, (2, 1024), generator=torch.Generator().manual_seed(1))
+    meter = PeakMeter(CPU)
+    meter.start(list(model.parameters()))
+    model(input_ids=ids, labels=ids).loss.backward()
+    return meter.stop().step_bytes, sum(p.numel() * 4 for p in heads.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
+def test_memory_grows_with_the_heads_by_more_than_their_weights(shared: bool, stage: int) -> None:
+    """From 2 heads to 6 the peak grows by the gradients of what was added, and by nothing that is as long as the rows:
+    2048 tokens of 64 hidden values are 512 KiB, and 16 MiB of logits a chunk."""
+    (few, few_weights), (many, many_weights) = (step_bytes(n, shared=shared, stage=stage) for n in (2, 6))
+    grown = many - few
+    assert grown <= (many_weights - few_weights) + 2**17, (few, many)
+
+
+def test_plain_loss_has_the_memory_of_the_fused_one() -> None:
+    """That the count above can see what it looks for: with PyTorch's own ops each head adds its logits."""
+    few, many = (step_bytes(n, shared=True, fused=False)[0] for n in (2, 4))
+    assert many - few > 2 * 2048 * 4096 * 4
+
+
+def test_frozen_trunk_keeps_activations() -> None:
+    """Stage 1 against stage 2 of the same model: no gradient of the model, and nothing of its layers is kept."""
+    one, two = step_bytes(2, shared=True, stage=1)[0], step_bytes(2, shared=True, stage=2)[0]
+    embedding = 2 * 4096 * 64 * 4
+    assert one < two - embedding, (one, two)
+
+
+def test_mtp_module_counts_other_layers_than_the_trunks() -> None:
+    """More modules than the model has layers: they must not be taken for the model's layers."""
+    from tigon.medusa.heads import decoder_layers
+
+    model = with_heads(dataclasses.replace(MTP, count=4), STAGES[2])
+    assert decoder_layers(model) == list(model.model.layers)
