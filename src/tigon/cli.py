@@ -75,6 +75,23 @@ def _app() -> Any:
 
         train(recipe, [*(assignments or ()), *([f"sharding.gpus={gpus}"] if gpus else [])], resume=resume, auto=auto)
 
+    @app.command("medusa")
+    def medusa_command(
+        recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="YAML with `heads:`; docs/medusa.md.")],
+        assignments: Annotated[
+            list[str] | None,
+            typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key, e.g. --set heads.count=5."),
+        ] = None,
+        gpus: Annotated[
+            int | None, typer.Option(metavar="N", help="Processes, one a GPU; the same as --set sharding.gpus=N.")
+        ] = None,
+        resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
+    ) -> None:
+        """Train heads that predict several tokens ahead (Medusa, MTP), with a report at the end."""
+        from tigon.train.heads import train_with_heads
+
+        train_with_heads(recipe, [*(assignments or ()), *([f"sharding.gpus={gpus}"] if gpus else [])], resume=resume)
+
     @app.command("plan")
     def plan_command(
         model: Annotated[str, typer.Argument(help="A preset, a checkpoint folder, a config.json or a hub id.")],
@@ -111,6 +128,52 @@ def _app() -> Any:
             lora_rank=lora, quantized=qlora, accumulate=accumulate, effective_batch=effective_batch, method=method,
             policy=policy, as_json=as_json, plot=plot, explain=explain,
         )  # fmt: skip
+
+    @app.command("sweep")
+    def sweep_command(
+        file: Annotated[Path, typer.Argument(metavar="SWEEP.yaml", help="YAML; docs/sweep.md lists its keys.")],
+        assignments: Annotated[
+            list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key of every point.")
+        ] = None,
+        memory_limit: Annotated[
+            str | None, typer.Option(metavar="SIZE", help="Of each process, e.g. 24GiB or rtx-4090.")
+        ] = None,
+        time_limit: Annotated[
+            str | None, typer.Option(metavar="TIME", help="Start no point that would end later, e.g. 500s or 9m.")
+        ] = None,
+        out: Annotated[Path | None, typer.Option(metavar="DIR", help="Results; runs/sweeps/NAME if left out.")] = None,
+        only: Annotated[str | None, typer.Option(metavar="REGEX", help="Only points whose name this finds.")] = None,
+        retry: Annotated[bool, typer.Option("--retry", help="Measure points again that failed.")] = False,
+        draw: Annotated[bool, typer.Option("--draw", help="Measure nothing; only make the report anew.")] = False,
+    ) -> None:
+        """Train a recipe over a grid of its keys; what its folder holds already is not measured again."""
+        from tigon.sweep.run import sweep
+
+        sweep(
+            file, assignments or (), memory_limit=memory_limit, time_limit=time_limit, out=out, only=only, retry=retry,
+            draw=draw,
+        )  # fmt: skip
+
+    @app.command("profile")
+    def profile_command(
+        recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="YAML; docs/train.md lists its keys.")],
+        assignments: Annotated[
+            list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key.")
+        ] = None,
+        steps: Annotated[int, typer.Option(metavar="N", help="Steps whose allocations are recorded.")] = 2,
+        beside: Annotated[
+            Path | None, typer.Option(metavar="RECIPE.yaml", help="Profile this one too, side by side.")
+        ] = None,
+        beside_assignments: Annotated[
+            list[str] | None,
+            typer.Option("--beside-set", metavar="KEY=VALUE", help="Change a key of the one beside only."),
+        ] = None,
+        out: Annotated[Path | None, typer.Option(metavar="DIR", help="Empty or new folder to write to.")] = None,
+    ) -> None:
+        """Record what a recipe's first steps do to memory, and where a step's time goes."""
+        from tigon.train.profiling import Asked, profile
+
+        profile(Asked(recipe, tuple(assignments or ()), steps, beside, tuple(beside_assignments or ()), out))
 
     @app.command("models")
     def models_command(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +17,16 @@ for package in ("transformers", "tokenizers", "typer", "rich", "tensorboard", "m
     pytest.importorskip(package)
 
 
+def user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder as the current one, with the tokenizer cache kept inside it."""
     monkeypatch.chdir(tmp_path)
+    # DeepSpeed compiles an operator where it has no cache, for a minute each time: that one stays where it is
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(user_cache() / "torch_extensions" / "tigon-tests"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path
@@ -47,6 +55,21 @@ def recipe(here: Path) -> Callable[..., Path]:
     return write
 
 
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path, Callable[[], None]], None]:
+    """kept(name, here, make): fill the folder `here` by make(), or with a copy of what it once made of this name."""
+    store = tmp_path_factory.mktemp("kept")
+
+    def fill(name: str, here: Path, make: Callable[[], None]) -> None:
+        if (store / name).exists():
+            shutil.copytree(store / name, here, dirs_exist_ok=True)
+        else:
+            make()
+            shutil.copytree(here, store / name)
+
+    return fill
+
+
 @pytest.fixture
 def tigon(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """The `tigon` command in this process: main() with these arguments."""
@@ -54,6 +77,7 @@ def tigon(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     def call(*arguments: object) -> Outcome:
         from tigon import cli
 
+        monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")  # so that what a run sets ends with the test
         monkeypatch.setattr(sys, "argv", ["tigon", *map(str, arguments)])
         capsys.readouterr()
         code = 0

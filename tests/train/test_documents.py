@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tigon.errors import DataError
-from tigon.train.documents import BUILT_IN, Document, Segment, hold_out, read
+from tigon.train.documents import BUILT_IN, BadRows, Document, Segment, hold_out, read
 
 
 def jsonl(path, *rows):
@@ -62,6 +62,22 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path, line, message):
     with pytest.raises(DataError, match=message) as caught:
         read([str(path)], "auto", None)
     assert str(caught.value).startswith(f"{path}:3: ") and "\n" not in str(caught.value)
+
+
+def test_rows_left_out_are_not_named_or_take_good_ones_with_them(tmp_path):
+    path, bad = tmp_path / "d.jsonl", BadRows("skip")
+    path.write_bytes(GOOD.join([b"", *(line for line, _ in BAD_ROWS.values()), b""]))
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"one\ntwo \xe9\n")
+    found = read([str(path), str(latin)], "auto", None, bad)
+    assert [d.origin for d in found] == [f"{path}:{n}" for n in range(1, 2 * len(BAD_ROWS) + 2, 2)]
+    assert len(bad.said) == len(BAD_ROWS) + 1
+    for number, (said, (_, message)) in enumerate(zip(bad.said, BAD_ROWS.values(), strict=False)):
+        assert said.startswith(f"{path}:{2 * number + 2}: ") and message in said
+    assert bad.said[-1].startswith(f"{latin}:2: not UTF-8")
+    path.write_bytes(b"".join(line for line, _ in BAD_ROWS.values()))
+    with pytest.raises(DataError, match=r"no text in it.*; \d+ rows were left out, the first: .*d\.jsonl:1"):
+        read([str(path)], "auto", None, BadRows("skip"))
 
 
 BAD_CHATS = {

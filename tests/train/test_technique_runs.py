@@ -8,13 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from train_helpers import SMALL, losses_of, records, rows, small_trainer
+from train_helpers import SMALL, forks, in_forks, losses_of, records, rows, small_trainer
 
 from tigon.models import DeferredLogits
 from tigon.techniques.choices import KERNELS
@@ -22,6 +24,7 @@ from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.train import engine
 from tigon.train.recipe import LoraConfig, Recipe, TrainConfig
 from tigon.train.recipe_file import load
+from tigon.train.run import train
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,13 +51,20 @@ on_cpu = pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values(
 only_gpu = pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values() if "cpu" not in row.devices])
 
 
-def resumed_and_whole(name: str, folder: Path, device: torch.device) -> tuple[list[float], list[float]]:
-    recipe = recipe_of(**settings(name), steps=6, save_steps=2)
-    whole = losses_of(small_trainer(folder, recipe, device=device))
+def resumed_and_whole(
+    name: str, folder: Path, device: torch.device, *, at: int = 4, **train: Any
+) -> tuple[list[float], list[float], bool]:
+    """Losses of a run of six steps, three an epoch, resumed after step `at`; of the whole one; whether the weights at
+    the end are the same to the bit."""
+    split = {} if OPTIMIZERS[name].in_backward else {"batch_size": 4, "gradient_accumulation": 2}
+    recipe = recipe_of(**settings(name), **split, steps=6, save_steps=1, keep_checkpoints=9, **train)
+    uncut = small_trainer(folder, recipe, device=device)
+    whole = losses_of(uncut)
     cut = small_trainer(folder, recipe, device=device)
-    cut.train(resume_from_checkpoint=str(folder / "c" / "checkpoint-4"))
+    cut.train(resume_from_checkpoint=str(folder / "c" / f"checkpoint-{at}"))
     resumed = [entry["loss"] for entry in cut.state.log_history if "loss" in entry]
-    return resumed, whole
+    pairs = zip(uncut.model.parameters(), cut.model.parameters(), strict=True)
+    return resumed, whole, all(torch.equal(a, b) for a, b in pairs)
 
 
 @on_cpu
@@ -62,16 +72,23 @@ def test_resumed_optimizer_differs_from_the_uninterrupted_one(name, tmp_path):
     need(OPTIMIZERS[name].package)
     # torchao compiles a kernel for each shape: seconds, and nothing of it is ours
     with torch.compiler.set_stance("force_eager") if OPTIMIZERS[name].needs_compiler else nullcontext():
-        resumed, whole = resumed_and_whole(name, tmp_path, torch.device("cpu"))
-    assert resumed == whole
+        resumed, whole, same = resumed_and_whole(name, tmp_path, torch.device("cpu"))
+    assert resumed == whole and same
     assert whole[-1] < whole[0] - 0.05, "it does not learn"
+
+
+@pytest.mark.parametrize(("at", "workers"), [(2, 0), (3, 0), (2, 2), (3, 2), (5, 2)])
+def test_resumed_run_sees_other_rows(at, workers, tmp_path):
+    """Within the first epoch, at its end, within the second; with rows prepared here or by processes."""
+    resumed, whole, same = resumed_and_whole("adamw", tmp_path, torch.device("cpu"), at=at, workers=workers)
+    assert resumed == whole and same
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_resumed_on_the_gpu_differs_from_the_uninterrupted_one(name, tmp_path):
     need(OPTIMIZERS[name].package)
-    resumed, whole = resumed_and_whole(name, tmp_path, torch.device("cuda", 0))
+    resumed, whole, _ = resumed_and_whole(name, tmp_path, torch.device("cuda", 0))
     assert resumed == pytest.approx(whole, rel=1e-6)
     assert whole[-1] < whole[0] - 0.05, "it does not learn"
 
@@ -196,20 +213,6 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records(folder, "train")]
 
 
-def test_two_processes_train_otherwise_than_one_with_twice_the_rows(recipe, tigon, here, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    changes = {"model": {"kernels": "tigon"}, "output": {"save_model": True}}
-    one = recipe("one.yaml", **{**changes, "output": {"name": "one", "save_model": True}})
-    two = recipe("two.yaml", **{**changes, "train": {"batch_size": 2}, "output": {"name": "two", "save_model": True}})
-    assert tigon("train", one).code == 0
-    outcome = tigon("train", two, "--gpus", "2")
-    assert outcome.code == 0, outcome.err
-    assert losses(here / "runs" / "two") == pytest.approx(losses(here / "runs" / "one"), rel=1e-5)
-    assert (here / "runs" / "two" / "report.html").exists()
-    held_out = [records(here / "runs" / name, "result")[0]["eval_loss"] for name in ("one", "two")]
-    assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
-
-
 REFUSED = {
     "galore with ZeRO": (
         ("train.optimizer=galore", "sharding.zero=2"),
@@ -256,72 +259,88 @@ def test_processes_repeat_a_refusal(recipe, here):
 ZERO = {"stage 1": 1, "stage 2": 2, "stage 3": 3}
 
 
+def succeeds(action: Callable[[int], Any], here: Path, count: int = 1) -> str:
+    """What `action(rank)` wrote to stderr in `count` copies of this process, none of which failed."""
+    said = here / "stderr.txt"
+    said.unlink(missing_ok=True)
+    statuses = in_forks(action, count, said=said)
+    text = said.read_text(encoding="utf-8")
+    assert statuses == [0] * count, text[-3000:]
+    return text
+
+
+def cut_back(runs: Path, name: str) -> None:
+    """A copy of a run of four steps as a kill after its second would leave it."""
+    shutil.copytree(runs / name, runs / "cut")
+    shutil.rmtree(runs / "cut" / "checkpoints" / "checkpoint-4")
+    (runs / "cut" / "summary.json").unlink()
+
+
+@forks
+def test_two_processes_train_otherwise_than_one_with_twice_the_rows(recipe, tigon, here):
+    one = recipe("one.yaml", model={"kernels": "tigon"}, output={"name": "one"})
+    assert tigon("train", one).code == 0
+    sets = ["train.batch_size=2", "sharding.gpus=2", "output.name=two"]
+    succeeds(lambda rank: train(one, sets), here, 2)
+    assert losses(here / "runs" / "two") == pytest.approx(losses(here / "runs" / "one"), rel=1e-5)
+    assert (here / "runs" / "two" / "report.html").exists()
+    held_out = [records(here / "runs" / name, "result")[0]["eval_loss"] for name in ("one", "two")]
+    assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
+
+
+@forks
 @pytest.mark.parametrize("stage", ZERO.values(), ids=ZERO.keys())
-def test_zero_trains_otherwise_or_cannot_be_resumed(recipe, tigon, here, monkeypatch, stage):
+def test_zero_trains_otherwise_or_cannot_be_resumed(recipe, tigon, here, stage):
     """One process: Accelerate runs DeepSpeed on the CPU in no more."""
     need("deepspeed")
     path = recipe(model={"kernels": "tigon"}, train={"save_steps": 2}, output={"name": "plain"})
     assert tigon("train", path).code == 0
-    words = ["train", path, "--set", f"sharding.zero={stage}", "--set"]
-    done = run(here, *words, "output.name=zero")
-    assert done.returncode == 0, done.stderr[-2000:]
-    want, runs = losses(here / "runs" / "plain"), here / "runs"
-    assert losses(runs / "zero") == pytest.approx(want, rel=1e-5)
-    shutil.copytree(runs / "zero", runs / "cut")
-    shutil.rmtree(runs / "cut" / "checkpoints" / "checkpoint-4")
-    (runs / "cut" / "summary.json").unlink()
-    done = run(here, *words, "output.name=cut", "--resume")
-    assert done.returncode == 0, done.stderr[-2000:]
+    sets, runs = [f"sharding.zero={stage}", "output.name=zero"], here / "runs"
+    succeeds(lambda rank: train(path, sets), here)
+    assert losses(runs / "zero") == pytest.approx(losses(runs / "plain"), rel=1e-5)
+    cut_back(runs, "zero")
+    succeeds(lambda rank: train(path, [*sets[:1], "output.name=cut"], resume=True), here)
     assert losses(runs / "cut") == losses(runs / "zero")
 
 
-# Accelerate takes FSDP2 for accelerators only. The program says that processes on the CPU are one, by another's name.
-_FSDP = """
-import dataclasses, sys
-from pathlib import Path
-import accelerate.state as state
+def fsdp_rank(recipe: Path, sets: Sequence[str], resume: bool) -> None:
+    """Accelerate takes FSDP2 for accelerators only: here processes on the CPU are one, by another's name."""
+    import accelerate.state as state
 
-class Words:
-    def __getattr__(self, name):
-        return getattr(real, "MULTI_CPU" if name == "MULTI_MUSA" else name)
+    from tigon.techniques import TECHNIQUES
 
-real, state.DistributedType = state.DistributedType, Words()
-import tigon.techniques as techniques
-techniques.TECHNIQUES.update(
-    {name: dataclasses.replace(row, devices=("cpu", "cuda")) for name, row in techniques.TECHNIQUES.items()}
-)
-from tigon.train.run import train
-train(Path(sys.argv[1]), ["sharding.fsdp=true", *sys.argv[3:]], resume=sys.argv[2] == "resume")
-"""
+    class Words:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, "MULTI_CPU" if name == "MULTI_MUSA" else name)
+
+    real, state.DistributedType = state.DistributedType, Words()
+    TECHNIQUES.update({name: replace(row, devices=("cpu", "cuda")) for name, row in TECHNIQUES.items()})
+    train(recipe, ["sharding.fsdp=true", *sets], resume=resume)
 
 
-def run_fsdp(here: Path, recipe: Path, name: str, *sets: str, how: str = "anew") -> None:
-    (here / "fsdp.py").write_text(_FSDP, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "fsdp.py"]
-    command = [*launcher, str(recipe), how, f"output.name={name}", *sets]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "MaterializedLogitsWarning" not in done.stderr, "the loss was not fused"
+def run_fsdp(here: Path, recipe: Path, name: str, *sets: str, resume: bool = False) -> None:
+    words = [f"output.name={name}", *sets]
+    said = succeeds(lambda rank: fsdp_rank(recipe, words, resume), here, 2)
+    assert "MaterializedLogitsWarning" not in said, "the loss was not fused"
 
 
+@forks
 def test_fsdp2_trains_otherwise_or_cannot_be_resumed(recipe, tigon, here):
     """Two processes: the losses of one with twice the rows; resumed, the same; and its checkpoint is whole."""
     path = recipe("one.yaml", model={"kernels": "tigon"}, train={"save_steps": 2}, output={"name": "plain"})
     assert tigon("train", path).code == 0
-    runs = here / "runs"
-    run_fsdp(here, path, "fsdp", "train.batch_size=2", "output.save_model=true")
+    runs, sets = here / "runs", ("train.batch_size=2", "output.save_model=true")
+    run_fsdp(here, path, "fsdp", *sets)
     assert losses(runs / "fsdp") == pytest.approx(losses(runs / "plain"), rel=1e-5)
-    shutil.copytree(runs / "fsdp", runs / "cut")
-    shutil.rmtree(runs / "cut" / "checkpoints" / "checkpoint-4")
-    (runs / "cut" / "summary.json").unlink()
-    run_fsdp(here, path, "cut", "train.batch_size=2", "output.save_model=true", how="resume")
+    cut_back(runs, "fsdp")
+    run_fsdp(here, path, "cut", *sets, resume=True)
     assert losses(runs / "cut") == losses(runs / "fsdp")
     again = recipe("again.yaml", model={"name": str(runs / "fsdp" / "model"), "config": None}, output={"name": "again"})
     assert tigon("train", again).code == 0
     assert losses(runs / "again")[0] < losses(runs / "fsdp")[0] - 0.1, "the gathered weights were not the trained ones"
 
 
+@forks
 @pytest.mark.parametrize("precision", ["fp32", "amp-bf16"])
 def test_fsdp2_with_adapters_or_autocast_trains_otherwise(recipe, tigon, here, precision):
     need("peft")

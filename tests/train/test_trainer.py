@@ -9,7 +9,6 @@ import pytest
 import torch
 from train_helpers import SMALL, losses_of, records, rows, small_trainer, words
 
-from tigon.errors import RecipeError
 from tigon.train.packing import IGNORE_INDEX
 from tigon.train.recipe import Recipe, TrainConfig
 
@@ -51,26 +50,6 @@ def test_evaluation_is_the_mean_over_learned_tokens_whatever_the_batch(tmp_path)
             total += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
             n_learned += int((labels != IGNORE_INDEX).sum())
     assert by_batch == pytest.approx([total / n_learned] * 2, rel=1e-5)
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tmp_path):
-    trainer = trainer_of(tmp_path, config(steps=3, save_steps=1))
-    with torch.no_grad():
-        trainer.model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(RecipeError, match=r"the loss is nan by step 1: training diverged.*train\.learning_rate"):
-        trainer.train()
-    assert not list(tmp_path.rglob("*.safetensors"))
-
-
-def test_weights_that_are_not_finite_are_never_saved(tmp_path):
-    trainer = trainer_of(tmp_path, config(steps=2, save_steps=1, log_steps=2))
-    unused = trainer.model.model.embed_tokens.weight
-    with torch.no_grad():
-        unused[1] = float("inf")  # a token that no row holds: the loss stays finite
-    trainer.args.logging_first_step = False
-    with pytest.raises(RecipeError, match="not finite"):
-        trainer.train()
-    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_checkpoints_hold_no_pickled_arguments(tmp_path):
@@ -131,3 +110,38 @@ def test_a_checkpoint_folder_trains_again_as_a_model(recipe, tigon, here):
     assert outcome.code == 0, outcome.err
     first, second = (records(here / "runs" / name, "train") for name in ("first", "second"))
     assert second[0]["loss"] < first[0]["loss"] - 0.1, "the saved weights were not loaded"
+
+
+def test_bad_rows_that_are_left_out_change_the_run_or_are_not_counted(recipe, tigon, here):
+    good = [json.dumps({"prompt": words(5, seed=i), "completion": words(4, seed=i + 100)}) for i in range(40)]
+    bad = ['{"prompt": "p", "completion": ', '{"prompt": "p"}', '{"prompt": "p", "completion": " "}', "[]"]
+    (here / "good.jsonl").write_text("\n".join(good), encoding="utf-8")
+    (here / "mixed.jsonl").write_text("\n".join([*good[:20], *bad, *good[20:]]), encoding="utf-8")
+    data = {"sequence_length": 64, "eval_fraction": 0.0}
+    path = recipe(data={**data, "source": "good.jsonl"}, train={"batch_size": 2})
+    mixed = recipe("mixed.yaml", data={**data, "source": "mixed.jsonl"}, train={"batch_size": 2})
+    assert tigon("train", path).code == 0
+    words_ = ("--set", "output.name=mixed")
+    assert "mixed.jsonl:21: not valid JSON" in tigon("train", mixed, *words_).error_line()
+    outcome = tigon("train", mixed, *words_, "--set", "data.bad_rows=skip")
+    assert outcome.code == 0, outcome.err
+    assert "warning  4 rows left out (data.bad_rows: skip): mixed.jsonl:21: not valid JSON" in outcome.out
+    found = [records(here / "runs" / name, "train") for name in ("r", "mixed")]
+    assert [r["loss"] for r in found[0]] == [r["loss"] for r in found[1]]
+    assert records(here / "runs" / "mixed", "data")[0]["bad_rows"] == 4
+
+
+def test_id_beyond_the_vocabulary_reaches_the_model():
+    from tigon.errors import DataError
+    from tigon.train.documents import BadRows, Document, Segment
+    from tigon.train.tokenizer import encode, train_bpe
+
+    tokenizer = train_bpe([words(200)], 400)
+    documents = [Document("d:1", (Segment("ka", True),)), Document("d:2", (Segment("\u00e9", True),))]
+    largest = [max(e.tokens) for e in encode(documents, tokenizer)]
+    limit = min(largest) + 1
+    bad = BadRows("skip")
+    (kept,) = encode(documents, tokenizer, vocab_size=limit, bad=bad)
+    assert max(kept.tokens) < limit and len(bad.said) == 1
+    with pytest.raises(DataError, match=rf"d:\d: the tokenizer gives id \d+, and the model's vocabulary has {limit}"):
+        encode(documents, tokenizer, vocab_size=limit)

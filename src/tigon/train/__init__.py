@@ -7,6 +7,11 @@ packing.py     documents -> rows of tokens, labels and positions; the collator
 folder.py      the run folder: created last, resumed only when it is ours
 preflight.py   everything that can be refused before the folder exists
 trainer.py     the Trainer subclass and its arguments
+checkpoint.py  checkpoints: complete or not there, compared with their manifest before they are used
+finite.py      the gate that leaves out a step whose loss or gradient is not finite
+stopping.py    SIGTERM and SIGINT: a checkpoint at the end of the step
+self_check.py  ops that are wrong on this GPU, left out of the patch
+faults.py      what is said of a fault, and what a resumed run is refused for
 progress.py    callbacks: live table, plain lines, metrics.jsonl
 comparison.py  the same steps with different kernels: loss, peak memory, tokens/s
 report.py      report.md and report.html

@@ -18,8 +18,11 @@ def draw(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> di
     train = [record for record in records if record["event"] == "train"]
     held_out = [record for record in records if record["event"] == "eval"]
     charts = {}
-    if train:
+    if train and "head1_loss" in train[0]:  # a sum of losses says little
+        charts["heads"] = _heads(train, held_out, summary["unigram_entropy"])
+    elif train:
         charts["loss"] = _loss(train, held_out, summary["unigram_entropy"])
+    if train:
         charts["throughput"] = _throughput(train)
     measured = [row for row in summary["comparison"] if not row["error"]]
     if measured:
@@ -37,6 +40,26 @@ def _loss(train: Sequence[Any], held_out: Sequence[Any], entropy: float) -> str:
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.legend(frameon=False)
     return svg(figure, "loss")
+
+
+def _heads(train: Sequence[Any], held_out: Sequence[Any], entropy: float) -> str:
+    """Loss and accuracy of each head, and of the model where it learns too."""
+    figure, (loss, top) = new_figure(2, columns=2)
+    names = [name.removesuffix("_loss") for name in train[0] if name.endswith("_loss")]
+    colours = (BASELINE, ACCENT, SECOND, "#4338ca", "#a16207", "#be185d")
+    for number, name in enumerate(names, start=0 if names[0] == "model" else 1):
+        colour, label = colours[number % len(colours)], "model" if name == "model" else f"head {name[4:]}"
+        for axes, of, scale in ((loss, f"{name}_loss", 1), (top, f"{name}_top1", 100)):
+            points = [(r["step"], scale * r[of]) for r in train if of in r]
+            axes.plot(*zip(*points, strict=True), color=colour, label=label)
+            found = [(r["step"], scale * r[of]) for r in held_out if of in r]
+            if found:
+                axes.plot(*zip(*found, strict=True), "o", color=colour, ms=4)
+    loss.axhline(entropy, color=BASELINE, ls="--", lw=1)
+    loss.set(xlabel="step", ylabel="loss (nats a token)")
+    top.set(xlabel="step", ylabel="right at the first guess (%)", ylim=(0, None))
+    loss.legend(frameon=False)
+    return svg(figure, "heads")
 
 
 def _throughput(train: Sequence[Any]) -> str:

@@ -13,7 +13,7 @@ import os
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +60,34 @@ class Document:
         return "".join([s.text for s in self.segments] + [m.content for m in self.messages])
 
 
-def read(sources: Sequence[str], layout: str, max_text_mib: float | None) -> list[Document]:
+@dataclass
+class BadRows:
+    """What is done about a row that cannot be used: the run is refused, or the row left out and counted."""
+
+    policy: str = "error"
+    """The word of `data.bad_rows`."""
+    said: list[str] = field(default_factory=list)
+    """What is wrong with the rows left out, each with its file and line."""
+
+    def take(self, error: DataError) -> None:
+        if self.policy == "error":
+            raise error
+        self.said.append(str(error))
+
+
+def read(sources: Sequence[str], layout: str, max_text_mib: float | None, bad: BadRows | None = None) -> list[Document]:
     """The documents of `sources` in order, up to `max_text_mib` of text. Raises DataError naming file and line."""
     budget_bytes = math.inf if max_text_mib is None else max_text_mib * 2**20
     documents: list[Document] = []
-    for document in _all(sources, layout):
+    bad = bad or BadRows()
+    for document in _all(sources, layout, bad):
         budget_bytes -= len(document.text.encode("utf-8", errors="replace"))
         if budget_bytes < 0 and documents:
             break
         documents.append(document)
     if not documents:
-        raise DataError(f"{', '.join(sources)}: no text in it; name files that are not empty in data.source")
+        why = f"; {len(bad.said)} rows were left out, the first: {bad.said[0]}" if bad.said else ""
+        raise DataError(f"{', '.join(sources)}: no text in it; name files that are not empty in data.source{why}")
     return documents
 
 
@@ -106,7 +123,7 @@ def hold_out(documents: Sequence[Document], fraction: float) -> tuple[list[Docum
     )
 
 
-def _all(sources: Sequence[str], layout: str) -> Iterator[Document]:
+def _all(sources: Sequence[str], layout: str, bad: BadRows) -> Iterator[Document]:
     check_sources(sources)
     for source in sources:
         if source == BUILT_IN:
@@ -116,9 +133,9 @@ def _all(sources: Sequence[str], layout: str) -> Iterator[Document]:
             if not paths:
                 raise DataError(f"{source}: no {', '.join(SUFFIXES)} file in this folder; put the data there")
             for path in paths:
-                yield from _file(path, layout)
+                yield from _file(path, layout, bad)
         else:
-            yield from _file(Path(source), layout)
+            yield from _file(Path(source), layout, bad)
 
 
 def _python_docs() -> Iterator[Document]:
@@ -145,9 +162,9 @@ def _python_docs() -> Iterator[Document]:
                 yield Document(path.relative_to(root).as_posix(), (Segment(text, True),))
 
 
-def _file(path: Path, layout: str) -> Iterator[Document]:
+def _file(path: Path, layout: str, bad: BadRows) -> Iterator[Document]:
     if path.suffix == ".jsonl" or layout not in ("auto", "text"):
-        yield from _jsonl(path, layout)
+        yield from _jsonl(path, layout, bad)
         return
     if path.suffix == ".json":
         raise DataError(f"{path}: one JSON value is not read; write one object a line and call it {path.stem}.jsonl")
@@ -155,24 +172,30 @@ def _file(path: Path, layout: str) -> Iterator[Document]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise DataError(f"{path}:{line}: not UTF-8 text (byte {error.start}); convert the file to UTF-8") from None
+        bad.take(DataError(f"{path}:{line}: not UTF-8 text (byte {error.start}); convert the file to UTF-8"))
+        return
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     if text.strip():
         yield Document(str(path), (Segment(text, True),))
 
 
-def _jsonl(path: Path, layout: str) -> Iterator[Document]:
+def _jsonl(path: Path, layout: str, bad: BadRows) -> Iterator[Document]:
     """One document a row; blank lines are allowed."""
     with path.open("rb") as handle:
         for number, line in enumerate(handle, start=1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
-            row = _parse_row(line, where)
-            if layout == "auto":
-                layout = _detect(row, where)
-            yield LAYOUTS[layout].read(row, where)
+            try:
+                row = _parse_row(line, where)
+                if layout == "auto":
+                    layout = _detect(row, where)
+                document = LAYOUTS[layout].read(row, where)
+            except DataError as error:
+                bad.take(error)
+            else:
+                yield document
 
 
 def _parse_row(line: bytes, where: str) -> dict[str, Any]:

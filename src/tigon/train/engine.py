@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,9 @@ def make_optimizer(train: TrainConfig, choices: Choices) -> MakeOptimizer | None
 
 def build(
     model: ModelConfig, config: Any, choices: Choices, facts: Facts, *, device: torch.device, seed: int, kernels: str,
-    base: Path,
+    base: Path, ops: Mapping[str, bool] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """(model, what patching it did): loaded, patched, and changed as the techniques say.
+    """(model, what patching it did): loaded, patched (without the ops that are False), changed as the techniques say.
 
     base: where a preset's random weights are written first when they are quantised, which happens while loading, or
     when adapters will be merged into them from there.
@@ -60,7 +61,7 @@ def build(
         with launch.first_process_first():
             model = saved_preset(model, config, seed=seed, folder=base)
     built = models.build(model, config, dtype=dtype, device=device, seed=seed, loading=loading)
-    report = models.patch(built, kernels)
+    report = models.patch(built, kernels, **(ops or {}))
     for technique in used:
         built = technique.model(built, choices, facts)
     return built, report

@@ -5,7 +5,7 @@
     data.json          rows, tokens, unigram entropy, fingerprint
     metrics.jsonl      one record a line, in order of time; `event` says what it is
     tensorboard/       the same as scalars
-    checkpoints/       checkpoint-N, to resume from
+    checkpoints/       checkpoint-N, to resume from; each with a manifest of its files
     tokenizer/         the tokenizer used
     model/             final weights (safetensors) and tokenizer
     charts/            the report's charts as SVG
@@ -19,33 +19,43 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tigon.errors import RunFolderError
+from tigon.train import checkpoint
 from tigon.train.recipe import OutputConfig, Recipe
 from tigon.train.recipe_file import loads_saved
 
 RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (
     "recipe.yaml", "metrics.jsonl", "summary.json", "data.json", "environment.json"
 )  # fmt: skip
-# trainer_state.json is the last file the Trainer writes into a checkpoint
-CHECKPOINT_FILES = ("scheduler.pt", "trainer_state.json")
-# the optimizer's state: the Trainer's own file, FSDP2's, DeepSpeed's folder
-OPTIMIZER_STATES = ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*")
 # What a resumed run may change: it has no part in the losses.
-FREE_TO_CHANGE = ("comparison.", "output.", "train.log_steps", "train.keep_checkpoints")
+FREE_TO_CHANGE = (
+    "comparison.", "output.", "train.log_steps", "train.eval_steps", "train.save_steps", "train.keep_checkpoints",
+    "train.workers", "train.max_skipped_steps",
+)  # fmt: skip
+BATCH_SPLIT = ("train.batch_size", "train.gradient_accumulation")  # may change if their product stays
+CHECKPOINTS = "checkpoints"
+LOCK_PATIENCE = 7  # s
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run folder that exists and is ours. `checkpoint` is where to resume from, None for a new run."""
+    """A run folder that exists and is ours. `found` is what to resume from, None for a new run."""
 
     path: Path
-    checkpoint: Path | None = None
+    found: checkpoint.Found | None = None
+    changed: tuple[tuple[str, Any, Any], ...] = ()
+    """Recipe keys that differ from the run's so far and may: (key, before, now)."""
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return self.found.path if self.found is not None else None
 
     @property
     def metrics(self) -> Path:
@@ -120,7 +130,7 @@ def create(output: OutputConfig, command: str) -> RunFolder:
 
 
 def find(output: OutputConfig, recipe: Recipe) -> RunFolder:
-    """The folder to resume: there, incomplete, of this recipe, with a complete checkpoint.
+    """The folder to resume: there, incomplete, of this recipe. `with_checkpoint` looks for what to resume from.
 
     With `if_exists: number` the newest of name, name-2, ... Raises RunFolderError saying which of these fails.
     """
@@ -132,52 +142,55 @@ def find(output: OutputConfig, recipe: Recipe) -> RunFolder:
         raise RunFolderError(f"{path}: not a run folder, it has no {RECIPE}; set output.name to the run to resume")
     if (path / SUMMARY).exists():
         raise RunFolderError(f"{path}: this run is complete, see report.html in it; start a new one without --resume")
-    changed = _differences(loads_saved(path / RECIPE), recipe)
-    if changed:
-        name, before, now = changed[0]
-        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        raise RunFolderError(f"{path}: the run had {name}: {before}, the recipe now has {now}{more}; make them agree")
-    return RunFolder(path, newest_checkpoint(path / "checkpoints"))
+    _refuse_links(path)
+    before = loads_saved(path / RECIPE)
+    changed = _differences(before, recipe)
+    refused = [(name, old, new) for name, old, new in changed if not _only_rounds(name, before, recipe)]
+    if refused:
+        said = "; ".join(f"the run had {name}: {old}, the recipe now has {new}" for name, old, new in refused)
+        raise RunFolderError(f"{path}: {said}; make them agree")
+    return RunFolder(path, changed=tuple(changed))
 
 
-def step_of(checkpoint: Path) -> int:
-    """The optimizer step in a checkpoint's name."""
-    return int(checkpoint.name.split("-")[1])
+def with_checkpoint(run: RunFolder) -> RunFolder:
+    """`run` with the newest checkpoint that is as it was written. Raises RunFolderError when there is none."""
+    return replace(run, found=checkpoint.newest(run.path / CHECKPOINTS))
 
 
-def newest_checkpoint(folder: Path) -> Path:
-    """The newest complete checkpoint; one that a kill left half written is passed over."""
-    numbered = []
-    for path in folder.glob("checkpoint-*"):
-        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
-        if match and path.is_dir() and not path.is_symlink():
-            numbered.append((int(match[1]), path))
-    problems = []
-    for step, path in sorted(numbered, reverse=True):
-        problem = _incomplete(path, step)
-        if problem is None:
-            return path
-        problems.append(f"{path.name} {problem}")
-    why = "; ".join(problems) or "there is none; set train.save_steps"
-    raise RunFolderError(f"{folder}: no complete checkpoint to resume from: {why}; start a new run without --resume")
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Alone in the run folder, for as long as the block runs; the system takes the lock back from a killed process.
 
-
-def _incomplete(path: Path, step: int) -> str | None:
-    for name in CHECKPOINT_FILES:
-        if not (path / name).is_file():
-            return f"lacks {name}"
-    if not any(match for pattern in OPTIMIZER_STATES for match in path.glob(pattern)):
-        return "lacks optimizer.pt"
-    if not any(path.glob("*.safetensors")):
-        return "lacks its .safetensors weights"
-    if not any(path.glob("rng_state*.pth")):
-        return "lacks rng_state.pth"
+    Raises RunFolderError where another process has it.
+    """
     try:
-        state = json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        found = state["global_step"]
-    except (ValueError, KeyError, TypeError):
-        return "has an unreadable trainer_state.json"
-    return None if found == step else f"says it is step {found}"
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        yield
+        return
+    with (path / RECIPE).open("r+b") as handle:
+        for patience in range(LOCK_PATIENCE, -1, -1):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not patience:
+                    raise RunFolderError(
+                        f"{path}: another process is training into this run folder; wait for its end, or stop it"
+                    ) from None
+                time.sleep(1)  # processes that prepare batches notice after 5 s that a killed run is gone
+            except OSError:  # a file system without locks
+                break
+        yield
+
+
+def _refuse_links(path: Path) -> None:
+    """A run makes no links, and one in its folder would have it write somewhere else."""
+    for folder, folders, files in os.walk(path):
+        for name in folders + files:
+            here = Path(folder, name)
+            if here.is_symlink():
+                raise RunFolderError(f"{here}: a link to {os.readlink(here)}, which no run makes; remove it")
 
 
 def newest(output: OutputConfig) -> Path | None:
@@ -201,3 +214,9 @@ def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
         for name in old[section]
         if old[section][name] != new[section][name] and not f"{section}.{name}".startswith(FREE_TO_CHANGE)
     ]
+
+
+def _only_rounds(name: str, before: Recipe, now: Recipe) -> bool:
+    """Whether a resumed run has the same numbers to rounding with this key as it is now."""
+    rows = [recipe.train.batch_size * recipe.train.gradient_accumulation for recipe in (before, now)]
+    return name == "train.checkpointing" or (name in BATCH_SPLIT and rows[0] == rows[1])

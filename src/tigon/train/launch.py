@@ -13,10 +13,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from tigon.errors import ProcessError
+from tigon.train import stopping
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
+SHUTDOWN_S = 180  # for a checkpoint, once the processes have been told to stop
 
 
 def joined() -> bool:
@@ -51,6 +57,8 @@ def join(device: torch.device) -> None:
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:  # Accelerate's name for it would be cpu:0, for which torch.load knows no place
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     if not distributed.is_initialized():
         distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
@@ -69,15 +77,20 @@ def first_process_first() -> Iterator[None]:
             distributed.barrier()
 
 
-def leave() -> None:
-    """Say goodbye to the other processes, and so to PyTorch's warning about those who do not."""
+def leave(*, together: bool = False) -> None:
+    """Say goodbye to the other processes, and so to PyTorch's warning about those who do not.
+
+    together: wait for all of them before, where the first to go would have a launcher end the others.
+    """
     from torch import distributed
 
     if distributed.is_initialized():
+        if together:
+            distributed.barrier()
         distributed.destroy_process_group()
 
 
-def told(value: str) -> str:
+def told(value: T) -> T:
     """The first process's `value`, everywhere."""
     from torch import distributed
 
@@ -89,22 +102,37 @@ def told(value: str) -> str:
 
 
 def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bool) -> int:
-    """Run the same command in `n_processes` processes; the exit code of the first that failed, or 0."""
+    """Run the same command in `n_processes` processes; the exit code of the first that failed, or 0.
+
+    A signal is passed on to them, and its exit code returned when they have saved. Raises ProcessError for one that was
+    killed.
+    """
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # torchrun sets it to 1 with a warning
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // n_processes)))
     words = [word for text in overrides for word in ("--set", text)]
-    arguments = [
-        "--standalone", f"--nproc-per-node={n_processes}", "-m", "tigon", "train", str(path), *words,
-        *(["--resume"] if resume else []),
-    ]  # fmt: skip
+    options = ["--standalone", f"--nproc-per-node={n_processes}", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT"]
+    known = {option for action in run.get_args_parser()._actions for option in action.option_strings}
+    if "--shutdown-timeout" in known:  # PyTorch 2.11 has 30 s and no option
+        options.append(f"--shutdown-timeout={SHUTDOWN_S}")
+    arguments = [*options, "-m", "tigon", "train", str(path), *words, *(["--resume"] if resume else [])]
     sys.stdout.flush()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the processes have said it themselves
     try:
         run.run(run.parse_args(arguments))
+    except SignalException as error:
+        return stopping.EXIT_OFFSET + int(error.sigval)
     except ChildFailedError as error:
-        first = min(error.failures.values(), key=lambda failure: failure.timestamp)
-        return int(first.exitcode)
+        rank, first = min(error.failures.items(), key=lambda item: item[1].timestamp)
+        code = int(first.exitcode)
+        if code < 0:
+            raise ProcessError(
+                f"process {rank} of {n_processes} was killed ({stopping.signal_name(-code)}), and the others were "
+                "ended; the kernel's log names the cause if memory was short. Continue from the last checkpoint with "
+                "--resume"
+            ) from None
+        return code
     return 0

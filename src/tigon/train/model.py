@@ -116,9 +116,9 @@ def build(
     return built
 
 
-def patch(model: Any, kernels: str) -> Any:
-    """Patch as `kernels` says; what was done, or None when the model stays as it is."""
-    return KERNELS[kernels](model)
+def patch(model: Any, kernels: str, **ops: bool) -> Any:
+    """Patch as `kernels` says, without the ops that are False in `ops`; what was done, None where nothing was."""
+    return KERNELS[kernels](model, **ops)
 
 
 def _tigon(model: Any, **ops: bool) -> Any:
@@ -127,7 +127,7 @@ def _tigon(model: Any, **ops: bool) -> Any:
     return patch_model(model, **ops)
 
 
-def _liger(model: Any) -> str:
+def _liger(model: Any, **ops: bool) -> str:
     """Liger's own patcher, with the fused linear cross entropy and without what it replaces."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -139,7 +139,7 @@ def _liger(model: Any) -> str:
 KERNELS: Mapping[str, Callable[[Any], Any]] = {
     "tigon": _tigon,
     "no-flce": partial(_tigon, linear_cross_entropy=False),
-    "none": lambda model: None,
+    "none": lambda model, **ops: None,
     "liger": _liger,
 }
 

@@ -31,7 +31,10 @@ GPUS_A_HOST = 8
 """More than these are taken to be spread over several machines."""
 SNAPSHOT = "memory_snapshot-{rank}.pickle"
 # What --auto and the next rung may change, where the recipe says nothing else.
-_FREE = ("precision", "optimizer", "checkpointing", "zero", "fsdp", "offload", "accumulate")
+_FREE = (
+    "precision", "optimizer", "checkpointing", "mlp_tile_tokens", "attention_groups", "zero", "fsdp", "offload",
+    "accumulate",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +105,20 @@ def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool
     return Request(
         model=recipe.model.name, config=config, batch=train.batch_size, seq=data.sequence_length, choices=choices,
         masked=not flash and not (data.packing and data.cross_document_attention), clipped=train.max_grad_norm > 0,
-        evaluated=evaluated,
+        evaluated=evaluated, heads=heads_of(recipe, config),
     )  # fmt: skip
+
+
+def heads_of(recipe: Recipe, config: Any) -> Any:
+    """What puts the recipe's heads on the model that is traced; None without."""
+    if recipe.heads.stage is None:
+        return None
+    from tigon.medusa import Attachment
+    from tigon.train import heads, model
+
+    spec = heads.check(recipe, model.parameter_shapes(config))
+    assert spec is not None
+    return Attachment(spec, heads.objective_of(recipe.heads))
 
 
 def free_in(recipe: Recipe) -> frozenset[str]:
@@ -234,6 +249,17 @@ def comparison_line(memory: Mapping[str, Any]) -> str:
         off = f" ({ours / theirs - 1:+.1%})" if theirs else ""
         words.append(f"{name} {gib(ours)} predicted, {gib(theirs)} measured{off}")
     return "; ".join(words)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is the device's memory, whoever asked for it: PyTorch, cuBLAS, Triton or the driver."""
+    import torch
+
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError)
+        and any(words in text for words in ("out of memory", "STATUS_ALLOC_FAILED", "DefaultCPUAllocator"))
+    )
 
 
 def out_of_memory(

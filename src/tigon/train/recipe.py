@@ -59,6 +59,11 @@ class ModelConfig:
         "Liger Kernel instead, for comparison.",
         choices=KERNELS, renamed={"no-linear-ce": "no-flce"},
     )  # fmt: skip
+    self_test: str = key(
+        "fallback", "On a GPU, try every op on small inputs first. One that is wrong here: `fallback`: the model keeps "
+        "its own code in its place, with a warning; `strict`: stop; `off`: do not try.",
+        choices=("fallback", "strict", "off"),
+    )  # fmt: skip
     attention: str = key(
         "sdpa", "Attention implementation; the flash ones need their package and a GPU.",
         choices=ATTENTIONS,
@@ -98,6 +103,11 @@ class DataConfig:
         "(counted in the report). Plain text is cut into pieces and loses nothing.",
         choices=("error", "truncate", "drop"),
     )  # fmt: skip
+    bad_rows: str = key(
+        "error", "A row that cannot be used (no JSON, no UTF-8, other keys, nothing to learn from, refused by the chat "
+        "template): stop and name it, or leave it out (counted in the report).",
+        choices=("error", "skip"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,6 +141,10 @@ class TrainConfig:
         "N, e.g. `every-2`; `selective`: all but the products; `offload`: every layer, its input waiting on the host.",
         choices=CHECKPOINTINGS, pattern=CHECKPOINTING_PATTERN,
     )  # fmt: skip
+    mlp_tile_tokens: int = key(0, "Tokens that a layer's MLP takes at a time, in both directions; 0: all of them.",
+                               minimum=0)  # fmt: skip
+    attention_groups: int = key(1, "Groups of heads that attention takes one after the other; divides the key heads.",
+                                minimum=1)  # fmt: skip
     seed: int = key(1, "Seed of weights, row order and dropout.", minimum=0, maximum=2**32 - 1)
     device: str = key("auto", "`auto`: the GPU when there is one.", choices=("auto", "cpu", "cuda"))
     workers: int = key(0, "Processes that prepare batches; 0: in the training process.", minimum=0, maximum=64)
@@ -138,6 +152,11 @@ class TrainConfig:
     eval_steps: int | None = key(None, "Steps between evaluations; none: only at the end.", minimum=1)
     save_steps: int | None = key(None, "Steps between checkpoints; none: only the final model.", minimum=1)
     keep_checkpoints: int = key(2, "Newest checkpoints kept.", minimum=1)
+    max_skipped_steps: int = key(
+        3, "Steps in a row whose loss or gradient may be infinite or no number. Such a step changes no weight and is "
+        "counted; one more stops the run.",
+        minimum=0,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,6 +189,43 @@ class ShardingConfig:
         choices=OFFLOADS,
     )  # fmt: skip
     nvme_folder: str | None = key(None, "Folder of those files, on a fast local disk.")
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """Heads that predict several tokens ahead, for speculative decoding: `tigon medusa`; see docs/medusa.md."""
+
+    stage: int | None = key(
+        None, "1: only the heads learn, on a frozen model; 2: model and heads learn together; none: no heads.",
+        minimum=1, maximum=2,
+    )  # fmt: skip
+    kind: str = key(
+        "medusa", "`medusa`: independent heads of residual blocks; `mtp`: DeepSeek-V3's modules of one transformer "
+        "layer each, one after the other.",
+        choices=("medusa", "mtp"),
+    )  # fmt: skip
+    count: int = key(3, "Heads; head k predicts the token k + 1 ahead.", minimum=1, maximum=16)
+    layers: int = key(1, "Residual blocks of a medusa head.", minimum=0, maximum=8)
+    output: str = key(
+        "auto", "Where a medusa head's logits come from: the model's lm_head (`shared`), or an output weight of its "
+        "own that starts as a copy of it (`separate`); `auto`: shared where the heads would outweigh the model.",
+        choices=("auto", "shared", "separate"),
+    )  # fmt: skip
+    start: str | None = key(
+        None, "Folder of heads to start from, `heads/` of another run or a published one; its kind, count, layers and "
+        "output are then used.",
+    )  # fmt: skip
+    decay: float = key(0.8, "Head k's loss counts decay^k.", above=0, maximum=1)
+    coefficient: float = key(0.2, "Weight of all heads' losses beside the model's own.", above=0)
+    schedule: str = key(
+        "constant", "That weight over the steps: from the first on, or rising from 0 in a line or a quarter of a sine.",
+        choices=("constant", "linear", "sine"),
+    )  # fmt: skip
+    ramp: float = key(1.0, "Share of the steps over which it rises.", above=0, maximum=1)
+    learning_rate_multiplier: float = key(4.0, "In stage 2, the heads' learning rate over the model's.", above=0)
+    base_steps: int = key(
+        0, "Steps of ordinary training before the heads are put on, for a preset, whose weights are random.", minimum=0
+    )
 
 
 @dataclass(frozen=True)
@@ -210,6 +266,7 @@ class Recipe:
     train: TrainConfig = TrainConfig()
     lora: LoraConfig = LoraConfig()
     sharding: ShardingConfig = ShardingConfig()
+    heads: HeadsConfig = HeadsConfig()
     comparison: ComparisonConfig = ComparisonConfig()
     output: OutputConfig = OutputConfig()
 
@@ -229,8 +286,9 @@ class Recipe:
         said = AUTO_PRECISION if train.precision == "auto" else train.precision
         return Choices(
             precision=precision or said, optimizer=train.optimizer, galore_rank=train.galore_rank,
-            checkpointing=train.checkpointing, kernels=self.model.kernels, attention=self.model.attention,
-            lora_rank=lora.rank, lora_targets=lora.targets, quantized=lora.quantize, gpus=sharding.gpus,
+            checkpointing=train.checkpointing, mlp_tile_tokens=train.mlp_tile_tokens, kernels=self.model.kernels,
+            attention=self.model.attention, attention_groups=train.attention_groups, lora_rank=lora.rank,
+            lora_targets=lora.targets, quantized=lora.quantize, gpus=sharding.gpus,
             zero=sharding.zero, fsdp=sharding.fsdp, reshard=sharding.reshard, offload=sharding.offload,
             accumulate=train.gradient_accumulation,
         )  # fmt: skip
@@ -238,7 +296,7 @@ class Recipe:
 
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig, "data": DataConfig, "train": TrainConfig, "lora": LoraConfig, "sharding": ShardingConfig,
-    "comparison": ComparisonConfig, "output": OutputConfig,
+    "heads": HeadsConfig, "comparison": ComparisonConfig, "output": OutputConfig,
 }  # fmt: skip
 
 
@@ -282,6 +340,38 @@ _WRONG_PAIRS: tuple[tuple[typing.Callable[[Recipe], bool], str], ...] = (
     (
         lambda r: bool(r.comparison.steps) and r.lora.rank is not None,
         "comparison.steps compares kernels in full fine-tuning; with lora.rank set comparison.steps: 0",
+    ),
+    (
+        lambda r: r.heads.stage == 1 and r.lora.rank is not None,
+        "heads.stage: 1 freezes the model, so that adapters would not learn; set heads.stage: 2, or leave lora.rank "
+        "out",
+    ),
+    (
+        lambda r: r.heads.stage == 1 and r.train.checkpointing != "none",
+        "heads.stage: 1 keeps no activations of the model, so that there is nothing to compute again; set "
+        "train.checkpointing: none",
+    ),
+    (
+        lambda r: r.heads.stage is not None and r.lora.rank is not None and "head" in r.lora.targets,
+        "the heads' losses multiply with the lm_head's own weight; leave head out of lora.targets",
+    ),
+    (
+        lambda r: r.heads.stage is not None and r.lora.rank is not None and (r.sharding.zero == 3 or r.sharding.fsdp),
+        "adapters and heads together are not written from sharded weights; set sharding.zero to 2 or less and "
+        "sharding.fsdp: false, or leave lora.rank out",
+    ),
+    (
+        lambda r: r.heads.kind == "mtp" and r.heads.stage is not None and r.lora.rank is not None,
+        "heads.kind: mtp starts from a copy of the last layer, which with lora.rank is frozen but for its adapters; "
+        "use heads.kind: medusa",
+    ),
+    (
+        lambda r: r.heads.stage is not None and r.train.optimizer == "galore-layerwise",
+        "train.optimizer: galore-layerwise has no learning rate for each part of the model; use galore",
+    ),
+    (
+        lambda r: r.heads.stage is not None and r.model.kernels == "liger",
+        "Liger Kernel has no loss of several heads; set model.kernels to tigon, no-flce or none",
     ),
 )
 

@@ -1,7 +1,7 @@
 """report.md and report.html of a run, from what its folder holds.
 
 Both are filled from one view. Every value is escaped where it is printed: HTML by Jinja2's autoescape, Markdown by
-`_escape_markdown` as the template's finalizer; texts that may hold anything stand in fences longer than any inside.
+`escape_markdown` as the template's finalizer; texts that may hold anything stand in fences longer than any inside.
 report.html is one file: charts are inlined as SVG, and its content security policy forbids scripts and all loading.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from tigon.train import charts, folder, recipe_file
 from tigon.train.folder import RunFolder
+from tigon.train.heads import decoding_line
 from tigon.train.prediction import comparison_line
 from tigon.train.progress import format_bytes, format_seconds
 
@@ -34,8 +35,8 @@ def write(run: RunFolder, summary: Mapping[str, Any]) -> None:
     html = Environment(autoescape=True).from_string((here / "report.html.j2").read_text(encoding="utf-8"))
     # the charts are our own markup; nothing else is exempt from escaping
     run.write_text("report.html", html.render(**view, charts={name: Markup(svg) for name, svg in drawn.items()}))
-    plain = Environment(finalize=_escape_markdown, keep_trailing_newline=True)
-    plain.filters["fenced"] = _fenced
+    plain = Environment(finalize=escape_markdown, keep_trailing_newline=True)
+    plain.filters["fenced"] = fenced
     markdown = plain.from_string((here / "report.md.j2").read_text(encoding="utf-8")).render(**view, charts=drawn)
     run.write_text("report.md", re.sub(r"\n{3,}", "\n\n", re.sub(r"\|\n\n\|", "|\n|", markdown)))
 
@@ -51,6 +52,8 @@ def _view(run: RunFolder, summary: Mapping[str, Any]) -> dict[str, Any]:
         "title": run.path.name,
         "lead": f"{recipe.model.name}, {millions:,.1f} M parameters, on {sources}",
         "tiles": _tiles(train, summary),
+        "heads": _head_rows(run.records()),
+        "decoded": decoding_line(summary["decoded"]) if summary.get("decoded") else None,
         "comparison": _comparison_rows(summary["comparison"]),
         "comparison_columns": COMPARISON_COLUMNS,
         "comparison_note": _comparison_note(recipe.comparison.steps, on_gpu),
@@ -70,16 +73,37 @@ def _tiles(train: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> li
         tiles.append(("final held-out loss (nats a token)", f"{summary['eval_loss']:.4f}"))
     tiles.append(("unigram entropy of the held-out text", f"{summary['unigram_entropy']:.4f}"))
     if train:
+        name, of = ("head 1's training loss", "head1_loss") if "head1_loss" in train[0] else ("training loss", "loss")
         steady = [r["tokens_per_s"] for r in train[1:]] or [train[0]["tokens_per_s"]]
         tiles += [
-            ("training loss, first to last", f"{train[0]['loss']:.3f} → {train[-1]['loss']:.3f}"),
+            (f"{name}, first to last", f"{train[0][of]:.3f} → {train[-1][of]:.3f}"),
             ("tokens/s, median", f"{statistics.median(steady):,.0f}"),
             ("peak memory", format_bytes(max(r["memory_peak_bytes"] for r in train))),
         ]
     if summary.get("memory"):
         tiles.append(("peak memory a GPU, predicted beside measured", comparison_line(summary["memory"])))
     tiles.append(("training time", format_seconds(summary["train_s"])))
+    if summary.get("skipped_steps"):
+        tiles.append(("steps skipped, loss or gradient not finite", str(summary["skipped_steps"])))
+    if summary.get("evaluation_error"):
+        tiles.append(("no evaluation", summary["evaluation_error"]))
     return [{"name": name, "value": value} for name, value in tiles]
+
+
+def _head_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each head's loss and accuracies, held out where something was, else of the last step that measured them."""
+    measured = [r for r in records if "head1_top1" in r]
+    if not measured:
+        return []
+    last = next((r for r in reversed(measured) if r["event"] == "eval"), measured[-1])
+    names = [name.removesuffix("_loss") for name in last if name.endswith("_loss") and f"{name[:-5]}_top1" in last]
+    return [
+        {
+            "label": "the model" if name == "model" else f"head {name[4:]}, {int(name[4:]) + 1} tokens ahead",
+            "cells": [f"{last[f'{name}_loss']:.4f}", *(f"{last[f'{name}_top{k}']:.1%}" for k in range(1, 6))],
+        }
+        for name in names
+    ]
 
 
 def _comparison_rows(repeats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -117,18 +141,18 @@ def _number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
 
 
-def _escape_markdown(value: Any) -> Any:
+def escape_markdown(value: Any) -> Any:
     """For Jinja2's `finalize`: whatever Markdown or HTML would read as markup, escaped; line breaks become spaces."""
-    if isinstance(value, _Fenced) or not isinstance(value, str):
+    if isinstance(value, Fenced) or not isinstance(value, str):
         return value
     text = value.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|#!~])", r"\\\1", " ".join(text.splitlines()))
 
 
-class _Fenced(str):
+class Fenced(str):
     """Text already inside a fence."""
 
 
-def _fenced(value: str) -> _Fenced:
+def fenced(value: str) -> Fenced:
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", value)), default=0))
-    return _Fenced(f"{fence}text\n{value}\n{fence}")
+    return Fenced(f"{fence}text\n{value}\n{fence}")

@@ -5,21 +5,23 @@ Everything up to `_prepare` only reads; the run folder is made after the last ch
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import shlex
+import signal
+import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tigon.errors import RecipeError, RunFolderError, TigonError
+from tigon.errors import RecipeError, TigonError
 from tigon.techniques import TECHNIQUES
-from tigon.train import documents, folder, launch, preflight, recipe_file
+from tigon.train import checkpoint, documents, faults, folder, launch, preflight, recipe_file, stopping
 from tigon.train.folder import RunFolder
 from tigon.train.recipe import Recipe
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from tigon.medusa import HeadsSpec
     from tigon.techniques.choices import Choices
     from tigon.techniques.technique import Facts
     from tigon.train.packing import Collator, Packed, Row
@@ -49,8 +52,13 @@ class Prepared:
     collator: Collator
     prompt: list[int]
     data: dict[str, Any]
+    bad_rows: tuple[str, ...] = ()
+    """What is wrong with the first rows left out."""
+    wrong_ops: Mapping[str, str] = field(default_factory=dict)
+    """Kernels that failed their self-test, and why; the model keeps its own code in their place."""
     command: str = ""
     prediction: Prediction | None = None
+    heads: HeadsSpec | None = None
 
 
 def train(path: Path, overrides: Sequence[str] = (), *, resume: bool = False, auto: bool = False) -> Path:
@@ -64,7 +72,8 @@ def train(path: Path, overrides: Sequence[str] = (), *, resume: bool = False, au
     run = folder.find(recipe.output, recipe) if resume else None
     if run is None:
         folder.check(recipe.output, command)
-    _quiet_libraries(recipe)
+    quiet_libraries(recipe)
+    checkpoint.no_pickles()
     device = preflight.check_device(recipe)
     if auto:
         from tigon.train import prediction
@@ -78,27 +87,54 @@ def train(path: Path, overrides: Sequence[str] = (), *, resume: bool = False, au
             raise SystemExit(code)
         return _newest_folder(recipe, run)
 
+    with ExitStack() as held:
+        if run is not None and launch.rank() == 0:
+            held.enter_context(folder.locked(run.path))
+            run = folder.with_checkpoint(run)
+        return _train_alone_or_joined(recipe, device, run, path, overrides, held)
+
+
+def _train_alone_or_joined(
+    recipe: Recipe, device: torch.device, run: RunFolder | None, path: Path, overrides: Sequence[str], held: ExitStack
+) -> Path:
+    """One process's part of a run, up to its end. held: what the run folder's lock is kept in."""
     from rich.console import Console
 
     console = Console(highlight=False, quiet=launch.rank() > 0)
-    prepared = _prepare_all(recipe, device)
+    prepared = prepare_all(recipe, device)
+    command = shlex.join(["tigon", "train", str(path), *(word for text in overrides for word in ("--set", text))])
     if run is None:
         run = _create(prepared, command)
+        if launch.rank() == 0:
+            held.enter_context(folder.locked(run.path))
     else:
-        _check_same_data(run, prepared)
+        run = launch.told(run)  # the first process has looked for the checkpoint
+        faults.check_same_run(run, prepared, console)
     _announce(console, run, prepared)
     prepared = _predict(console, prepared, path, overrides)
-    try:
-        _carry_out(run, prepared, console)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+    with stopping.sigterm_interrupts():
+        try:
+            _carry_out(run, prepared, console)
+        except stopping.Stopped as stop:
+            if launch.rank() == 0:
+                said = (
+                    f"tigon: {stop}; {checkpoint.name_of(stop.step)} is complete; `{command} --resume` goes on from it"
+                )
+                print(said, file=sys.stderr)
+            launch.leave(together=True)
+            raise SystemExit(stop.exit_code) from None
+        except KeyboardInterrupt as interrupt:
+            resumable = any((run.path / folder.CHECKPOINTS).glob("checkpoint-*"))
+            hint = f"; continue with `{command} --resume`" if resumable else ""
+            console.print(f"interrupted; {run.path} keeps what was written{hint}", markup=False, soft_wrap=True)
+            if isinstance(interrupt, stopping.Terminated):
+                raise SystemExit(stopping.EXIT_OFFSET + signal.SIGTERM) from None
             raise
-        raise RunFolderError(f"{run.path}: the disk is full; free some space, then `{command} --resume`") from None
-    except KeyboardInterrupt:
-        resumable = any((run.path / "checkpoints").glob("checkpoint-*"))
-        hint = f"; continue with `{command} --resume`" if resumable else ""
-        console.print(f"interrupted; {run.path} keeps what was written{hint}", markup=False, soft_wrap=True)
-        raise
+        except Exception as error:
+            known = None if isinstance(error, TigonError) else faults.in_words(error, run, command)
+            if known is None:
+                raise
+            raise known from error
     if launch.joined():
         launch.leave()
     return run.path
@@ -111,8 +147,10 @@ def _newest_folder(recipe: Recipe, resumed: RunFolder | None) -> Path:
     return path
 
 
-def _prepare_all(recipe: Recipe, device: torch.device) -> Prepared:
+def prepare_all(recipe: Recipe, device: torch.device) -> Prepared:
     """`_prepare`, in the first process first. What it refuses, it refuses in all: only the first says so."""
+    if launch.joined():
+        stopping.end_with_parent()
     if recipe.sharding.zero > 0 or recipe.sharding.fsdp:
         launch.name_lone_rank_if_alone()
     if launch.joined():
@@ -137,7 +175,7 @@ def _create(prepared: Prepared, command: str) -> RunFolder:
 
 
 def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
-    from tigon.train import engine, model, tokenizer
+    from tigon.train import engine, heads, model, self_check, tokenizer
     from tigon.train.packing import Collator, fingerprint, unigram_entropy
 
     config = model.load_config(recipe.model)
@@ -145,18 +183,21 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     shapes = model.parameter_shapes(config)
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     choices = preflight.check_techniques(recipe, device)
+    spec = heads.check(recipe, shapes)
     preflight.check_disk(recipe, choices, shapes)
     preflight.check_memory(recipe, choices, device, shapes)
     data = recipe.data
-    read = documents.read(data.source, data.format, data.max_text_mib)
+    bad = documents.BadRows(data.bad_rows)
+    read = documents.read(data.source, data.format, data.max_text_mib, bad)
     if data.eval_source:
-        learned, held_out = read, documents.read(data.eval_source, data.format, None)
+        learned, held_out = read, documents.read(data.eval_source, data.format, None, bad)
     else:
         learned, held_out = documents.hold_out(read, data.eval_fraction)
     tok = _tokenizer(recipe, learned)
     preflight.check_vocabulary(recipe, config, len(tok))
-    train = _pack(recipe, tokenizer.encode(learned, tok))
-    held = _pack(recipe, tokenizer.encode(held_out, tok)) if held_out else None
+    encode = partial(tokenizer.encode, tokenizer=tok, vocab_size=config.vocab_size, bad=bad)
+    train = _pack(recipe, encode(learned))
+    held = _pack(recipe, encode(held_out)) if held_out else None
     eval_rows = held.rows if held else []
     _check_enough(recipe, len(train.rows))
     prompt = _prompt(recipe, tok, eval_rows or train.rows)
@@ -170,6 +211,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         "held_out_tokens": held.n_tokens if held else 0,
         "truncated_rows": train.n_truncated + (held.n_truncated if held else 0),
         "dropped_rows": train.n_dropped + (held.n_dropped if held else 0),
+        "bad_rows": len(bad.said),
         "tokenizer_size": len(tok),
         "parameters": n_parameters,
         "unigram_entropy": unigram_entropy(eval_rows or train.rows),
@@ -177,7 +219,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     }
     return Prepared(
         recipe, device, choices, engine.facts_of(recipe, config, shapes, device), config, n_parameters, tok, train,
-        eval_rows, Collator(pad_id, data.packing, flatten), prompt, facts,
+        eval_rows, Collator(pad_id, data.packing, flatten), prompt, facts, heads=spec,
+        bad_rows=tuple(bad.said[:3]), wrong_ops=self_check.wrong_ops(recipe, choices, device),
     )  # fmt: skip
 
 
@@ -234,16 +277,9 @@ def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
     run.write_json(folder.ENVIRONMENT, preflight.environment(prepared.device))
     run.write_json(folder.DATA, prepared.data)
     run.append({"event": "data", "step": 0, **prepared.data})
+    if prepared.wrong_ops:
+        run.append({"event": "self_test", "step": 0, "wrong_ops": dict(prepared.wrong_ops)})
     prepared.tokenizer.save_pretrained(run.path / "tokenizer")
-
-
-def _check_same_data(run: RunFolder, prepared: Prepared) -> None:
-    before = run.read_json(folder.DATA)
-    if before["fingerprint"] != prepared.data["fingerprint"]:
-        raise RunFolderError(
-            f"{run.path}: the data changed since the run began ({before['tokens']} tokens then, "
-            f"{prepared.data['tokens']} now); restore it, or start a new run without --resume"
-        )
 
 
 def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
@@ -260,9 +296,19 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         f"device   {prepared.device}, {prepared.choices.precision}, {tokens:,} tokens a step",
         f"memory   {techniques}",
     ]
+    if prepared.heads is not None:
+        from tigon.train import heads
+
+        lines.append(f"heads    {heads.describe(recipe.heads, prepared.heads)}")
     if data["truncated_rows"] or data["dropped_rows"]:
         counts = f"{data['truncated_rows']} rows truncated, {data['dropped_rows']} dropped"
         lines.append(f"warning  {counts} (data.too_long: {recipe.data.too_long})")
+    for name, why in prepared.wrong_ops.items():
+        lines.append(
+            f"warning  {name} gives wrong results here ({why}): the model's own code is used; see `tigon doctor`"
+        )
+    if data["bad_rows"]:
+        lines.append(f"warning  {data['bad_rows']} rows left out (data.bad_rows: skip): {'; '.join(prepared.bad_rows)}")
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 
@@ -286,13 +332,15 @@ def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequen
 
 def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     """(model, patch report or None)"""
-    from tigon.train import engine
+    from tigon.train import engine, heads, self_check
 
     recipe = prepared.recipe
-    return engine.build(
-        recipe.model, prepared.config, prepared.choices, prepared.facts, device=prepared.device,
+    built, patched = engine.build(
+        heads.model_of(recipe, run.path), prepared.config, prepared.choices, prepared.facts, device=prepared.device,
         seed=recipe.train.seed, kernels=kernels, base=run.path / "base",
+        ops=self_check.without(prepared.wrong_ops),
     )  # fmt: skip
+    return (built if prepared.heads is None else heads.attach(built, recipe.heads, prepared.heads)), patched
 
 
 def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
@@ -313,15 +361,14 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
 
 def _train_and_save(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, Any]:
     """What the run found, but for the comparison."""
-    import torch
-
-    from tigon.train import engine, model, prediction
+    from tigon.train import engine, heads, model, prediction
+    from tigon.train.progress import ProgressDisplay
 
     recipe, tok = prepared.recipe, prepared.tokenizer
-    try:
+    if heads.needs_base(recipe, run.path):
+        heads.train_base(prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
+    with faults.memory_watched(run, prepared):
         built, patched = _build(run, prepared, recipe.model.kernels)
-    except torch.OutOfMemoryError as error:
-        raise _out_of_memory(run, prepared, error) from None
     # drawing a sample from sharded weights would take all processes
     alone = launch.rank() == 0 and not engine.weights_are_sharded(prepared.choices)
     n_sample, seed = recipe.output.sample_tokens if alone else 0, recipe.train.seed
@@ -329,42 +376,41 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console) -> dic
     if n_sample:
         sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
     started_s = time.perf_counter()
-    try:
+    with faults.memory_watched(run, prepared):
         trainer, eval_loss = _train(run, prepared, built, console)
-    except torch.OutOfMemoryError as error:
-        raise _out_of_memory(run, prepared, error) from None
     memory = prediction.compared(prepared.prediction, prepared.device)
     train_s = time.perf_counter() - started_s
     if n_sample:
         sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
+    decoded = None
+    if n_sample and prepared.heads is not None:
+        decoded = heads.decoded(built, recipe, prepared.eval_rows or prepared.train.rows, tok.eos_token_id)
     if recipe.output.save_model:
-        target = run.path / "model"
-        engine.save(built, trainer, prepared.choices, target, model=recipe.model, base=run.path / "base")
-        if launch.rank() == 0:
+        target, written = run.path / "model", True
+        if prepared.heads is not None:
+            written = heads.save(built, trainer, recipe, prepared.choices, run.path)
+        else:
+            engine.save(built, trainer, prepared.choices, target, model=recipe.model, base=run.path / "base")
+        if launch.rank() == 0 and written:
             tok.save_pretrained(target)
     return {
         "eval_loss": eval_loss,
         "unigram_entropy": prepared.data["unigram_entropy"],
         "train_s": train_s,
         "memory": memory,
+        "skipped_steps": trainer.gate.skipped,
+        "evaluation_error": trainer.evaluation_error,
         "patch": "unpatched" if patched is None else str(patched),
+        "decoded": decoded,
         "sample": sample,
     }
-
-
-def _out_of_memory(run: RunFolder, prepared: Prepared, error: BaseException) -> RecipeError:
-    from tigon.train import prediction
-
-    return prediction.out_of_memory(
-        error, prepared.prediction, prepared.recipe, folder=run.path, device=prepared.device, command=prepared.command
-    )
 
 
 def _train(run: RunFolder, prepared: Prepared, built: Any, console: Console) -> tuple[Any, float | None]:
     """Train and evaluate: (trainer, the final held-out loss in nats or None when nothing was held out)."""
     from torch.utils.tensorboard import SummaryWriter
 
-    from tigon.train import engine
+    from tigon.train import engine, heads, prediction
     from tigon.train import trainer as trainers
     from tigon.train.packing import RowDataset
     from tigon.train.progress import MetricsWriter, ProgressDisplay
@@ -375,11 +421,16 @@ def _train(run: RunFolder, prepared: Prepared, built: Any, console: Console) -> 
         evaluate=bool(prepared.eval_rows),
     )  # fmt: skip
     eval_rows = RowDataset(prepared.eval_rows) if prepared.eval_rows else None
-    trainer = trainers.TigonTrainer(
+    make = trainers.TigonTrainer if prepared.heads is None else partial(heads.HeadsTrainer, recipe.heads)
+    trainer = make(
         built, args, prepared.collator, RowDataset(prepared.train.rows), eval_rows,
         engine.make_optimizer(recipe.train, prepared.choices),
+        trainers.Safeguards(
+            stop=stopping.Stop(speaks=launch.rank() == 0), max_skipped_steps=recipe.train.max_skipped_steps,
+            facts=faults.facts(prepared),
+        ),
     )  # fmt: skip
-    purge_step = folder.step_of(run.checkpoint) + 1 if run.checkpoint else None
+    purge_step = checkpoint.step_of(run.checkpoint) + 1 if run.checkpoint else None
     display = ProgressDisplay(console)
     with ExitStack() as stack:
         if launch.rank() == 0:
@@ -391,22 +442,31 @@ def _train(run: RunFolder, prepared: Prepared, built: Any, console: Console) -> 
         except Exception as error:
             if run.checkpoint is None or trainer.n_micro_steps or isinstance(error, TigonError):
                 raise
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            raise RunFolderError(
-                f"{run.checkpoint}: cannot be loaded ({reason}); remove it to resume from the checkpoint before"
-            ) from error
+            if prediction.is_out_of_memory(error):
+                raise
+            raise faults.unreadable(run, error) from error
         finally:
             display.close()
+        if trainer.stopped_by:
+            raise stopping.Stopped(trainer.stopped_by, trainer.state.global_step)
+        trainer.gate.settle(trainer.state.global_step)
         trainers.refuse_nonfinite_weights(built, trainer.state.global_step)
         return trainer, (_final_eval_loss(trainer) if eval_rows is not None else None)
 
 
-def _final_eval_loss(trainer: Any) -> float:
-    """The held-out loss after the last step, from the records when that step was an evaluation's anyway."""
+def _final_eval_loss(trainer: Any) -> float | None:
+    """The held-out loss after the last step, from the records when that step was an evaluation's anyway; None where
+    evaluation does not fit into memory, which is no reason to lose what was trained."""
+    from tigon.train.trainer import EvaluationFailed
+
     for record in reversed(trainer.state.log_history):
         if "eval_loss" in record and record["step"] == trainer.state.global_step:
             return float(record["eval_loss"])
-    return float(trainer.evaluate()["eval_loss"])
+    try:
+        return float(trainer.evaluate()["eval_loss"])
+    except EvaluationFailed as error:
+        trainer.evaluation_error = str(error)
+        return None
 
 
 def _compare(run: RunFolder, prepared: Prepared, console: Console) -> list[Any]:
@@ -446,6 +506,14 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any]) -> None
         side = "below" if gap > 0 else "above"
         line = f"held-out loss {summary['eval_loss']:.4f} nats, {abs(gap):.2f} {side} the unigram entropy"
         console.print(line, markup=False)
+    if summary["decoded"]:
+        from tigon.train import heads
+
+        console.print(f"heads    {heads.decoding_line(summary['decoded'])}", markup=False, soft_wrap=True)
+    if summary["evaluation_error"]:
+        console.print(f"warning  {summary['evaluation_error']}", markup=False, soft_wrap=True)
+    if summary["skipped_steps"]:
+        console.print(f"warning  {summary['skipped_steps']} steps skipped: loss or gradient was not finite")
     if summary["comparison"]:
         table = Table(title="the same steps, seed and rows", box=None, header_style="bold")
         for title in ("kernels", "last loss", "peak memory", "step alone", "tokens/s"):
@@ -463,7 +531,7 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any]) -> None
     console.print(f"report   {run.path / 'report.html'}", markup=False, soft_wrap=True)
 
 
-def _quiet_libraries(recipe: Recipe) -> None:
+def quiet_libraries(recipe: Recipe) -> None:
     """No network unless a hub id is asked for, and none of the libraries' own chatter; both before their import."""
     from tigon.models.config import is_hub_id
 

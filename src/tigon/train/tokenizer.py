@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.errors import DataError, RecipeError
-from tigon.train.documents import Document, Segment
+from tigon.train.documents import BadRows, Document, Segment
 
 END_OF_TEXT, PADDING = "<|end|>", "<|pad|>"
 IGNORE_INDEX = -100
@@ -79,9 +79,15 @@ def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) 
         ) from None
 
 
-def encode(documents: Sequence[Document], tokenizer: Any) -> list[Encoded]:
-    """Tokens and labels of every document, closed by the end-of-text token, which is learned."""
-    segments = [document.segments or chat_segments(document, tokenizer) for document in documents]
+def encode(
+    documents: Sequence[Document], tokenizer: Any, *, vocab_size: int | None = None, bad: BadRows | None = None
+) -> list[Encoded]:
+    """Tokens and labels of every document, closed by the end-of-text token, which is learned.
+
+    vocab_size: the model's, if ids beyond it are to be refused.
+    """
+    bad = bad or BadRows()
+    documents, segments = _worded(documents, tokenizer, bad)
     # A chat template writes special tokens as text; anywhere else "<|end|>" in a file is just those characters.
     encoded: dict[bool, list[list[int]]] = {}
     for chat in (False, True):
@@ -103,8 +109,30 @@ def encode(documents: Sequence[Document], tokenizer: Any) -> list[Encoded]:
         if tokens[-1:] != end:
             tokens += end
             labels += end
-        result.append(Encoded(tokens, labels, document.origin, document.is_text))
+        if vocab_size is not None and (largest := max(tokens, default=0)) >= vocab_size:
+            bad.take(
+                DataError(
+                    f"{document.origin}: the tokenizer gives id {largest}, and the model's vocabulary has "
+                    f"{vocab_size}; use the model's own tokenizer"
+                )
+            )
+        else:
+            result.append(Encoded(tokens, labels, document.origin, document.is_text))
     return result
+
+
+def _worded(
+    documents: Sequence[Document], tokenizer: Any, bad: BadRows
+) -> tuple[list[Document], list[tuple[Segment, ...]]]:
+    """The documents whose text can be made, and their segments."""
+    kept, segments = [], []
+    for document in documents:
+        try:
+            segments.append(document.segments or chat_segments(document, tokenizer))
+            kept.append(document)
+        except DataError as error:
+            bad.take(error)
+    return kept, segments
 
 
 def chat_segments(document: Document, tokenizer: Any) -> tuple[Segment, ...]:

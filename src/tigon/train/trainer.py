@@ -1,19 +1,27 @@
-"""Hugging Face's Trainer with four changes, and its arguments from a recipe.
+"""Hugging Face's Trainer with six changes, and its arguments from a recipe.
 
 1. Evaluation is the exact mean over tokens. The Trainer's own averages batch means, which differs when batches hold
    different numbers of learned tokens, and asks for the logits, which tigon's loss never materialises.
 2. Every logged record carries tokens/s and memory.
-3. A loss that is not finite stops the run: the Trainer's default logs it as 0.0 and goes on. Weights that are not
-   finite are never saved.
-4. Checkpoints hold no pickled arguments.
+3. A step whose loss or gradient is not finite is left out (finite.py): the Trainer's default logs such a loss as 0.0
+   and goes on. Weights that are not finite are never saved.
+4. Checkpoints are complete or not there, and hold no pickled arguments (checkpoint.py).
+5. A signal saves at the end of the step (stopping.py).
+6. Evaluation that runs out of memory halves its batches, which changes nothing in a mean over tokens.
 """
 
 from __future__ import annotations
 
+import errno
+import gc
 import math
+import os
+import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +34,34 @@ from tigon.profile.device import used_bytes
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.technique import Facts
-from tigon.train.packing import Collator, RowDataset
+from tigon.train import checkpoint
+from tigon.train.finite import FiniteGate
+from tigon.train.packing import Collator, Row, RowDataset
 from tigon.train.recipe import TrainConfig
+from tigon.train.stopping import Stop, deaf
 from tigon.train.tokenizer import IGNORE_INDEX
 
 MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
+WORKER_TIMEOUT_S = 600  # for a batch from a process that prepares them; making one takes milliseconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Safeguards:
+    """What a trainer does about faults, beyond what it always does."""
+
+    stop: Stop | None = None
+    """What takes note of signals while it trains; None: they have their usual effect."""
+    max_skipped_steps: int = TrainConfig.max_skipped_steps
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What a checkpoint says of its run, for the one that resumes it."""
+
+
+class EvaluationFailed(Exception):
+    """Evaluation ran out of memory, whatever its batches; training has lost nothing by it."""
+
+
+class _NothingLeft(Exception):
+    """The checkpoint is that of the last step."""
 
 
 def arguments(
@@ -85,19 +116,39 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
 
     def __init__(
         self, model: Any, args: Any, collator: Collator, train_rows: RowDataset, eval_rows: RowDataset | None = None,
-        make_optimizer: MakeOptimizer | None = None,
+        make_optimizer: MakeOptimizer | None = None, safeguards: Safeguards | None = None,
     ) -> None:  # fmt: skip
         """make_optimizer: (model, names of decayed parameters) -> optimizer, where the Trainer has no name for it."""
         super().__init__(
             model=model, args=args, data_collator=collator, train_dataset=train_rows, eval_dataset=eval_rows
         )
         self._make_optimizer = make_optimizer
+        self.safeguards = safeguards or Safeguards()
+        self.gate = FiniteGate(self.args.device, self.safeguards.max_skipped_steps)
+        self.evaluation_error: str | None = None
+        self.stopped_by = 0
+        """The signal that ended training; 0: none did."""
+        self._writing: Path | None = None
         self._sum_in_fp32()
         for silent in (PrinterCallback, ProgressCallback):
             self.remove_callback(silent)
-        self.add_callback(_Stopwatch(self))
+        self.add_callback(_Boundaries(self))
         self.n_micro_steps = 0
         self.restart_clock()
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_deepspeed_enabled:
+            checkpoint.know_deepspeed_classes()
+        with self.safeguards.stop or nullcontext():
+            try:
+                return super().train(*args, **kwargs)
+            except _NothingLeft:  # the Trainer would take one step more
+                self.is_in_train = False
+
+    def asked_to_stop(self) -> bool:
+        """Whether a signal came, in any process; all of them ask at once."""
+        self.stopped_by = self.safeguards.stop.agreed() if self.safeguards.stop is not None else 0
+        return bool(self.stopped_by)
 
     def restart_clock(self) -> None:
         """Evaluating and saving are no training time."""
@@ -119,62 +170,149 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         self.n_micro_steps += 1
         self.tokens_since_mark += inputs["input_ids"].numel()
-        return super().training_step(model, inputs, *args, **kwargs)
+        return self.gate.add(super().training_step(model, inputs, *args, **kwargs))
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return self.gate.poisoned(super().compute_loss(*args, **kwargs))
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Called once a step, between the backward pass and the optimizer; with DeepSpeed after its step, which leaves
+        out by itself what is not finite."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        scale = None
+        if self.is_deepspeed_enabled:
+            scale = float(getattr(self.optimizer.optimizer, "loss_scale", 1.0))
+        elif getattr(self.accelerator, "scaler", None) is not None:
+            scale = float(self.accelerator.scaler.get_scale())
+        self.gate.close(norm, self.optimizer, scale=scale, step=self.state.global_step + 1)
+        return norm
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        if self.args.dataloader_num_workers:
+            start = partial(_start_worker, loader.worker_init_fn)
+            for each in (loader, getattr(loader, "base_dataloader", loader)):  # Accelerate's, and the one it asks
+                each.timeout, each.worker_init_fn = WORKER_TIMEOUT_S, start
+        return loader
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
-            self._refuse_nonfinite(logs["loss"])
+            self._put_losses(logs)
             seconds = time.perf_counter() - self.mark_s
             logs["tokens_per_s"] = self.tokens_since_mark * self.args.world_size / seconds
             logs["memory_bytes"], logs["memory_peak_bytes"] = used_bytes(self.args.device)
             self.restart_clock()
         super().log(logs, *args, **kwargs)
 
+    def _put_losses(self, logs: dict[str, float]) -> None:
+        """The mean loss of the steps that were taken, instead of all; none where none was."""
+        self.gate.settle(self.state.global_step)
+        loss_sum, n_steps = self.gate.mean_loss()
+        loss_sum = self.accelerator.reduce(loss_sum, "mean")
+        if int(n_steps):
+            logs["loss"] = float(loss_sum) / int(n_steps)
+        else:
+            del logs["loss"]
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            del logs["grad_norm"]
+        if self.gate.skipped:
+            logs["skipped_steps"] = self.gate.skipped
+
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """The mean loss over all learned tokens of the evaluation rows, in nats."""
+        """The mean loss over all learned tokens of the evaluation rows, in nats; {} where a signal came in between.
+
+        Raises EvaluationFailed.
+        """
         was_training = self.model.training
         self.model.eval()
-        total = torch.zeros((), dtype=torch.float64)
-        n_learned = 0
-        with torch.no_grad():
-            for batch in self._eval_batches(eval_dataset or self.eval_dataset):
-                inputs = self._prepare_inputs(batch)
-                # one item: the model then returns the sum over its tokens (the Trainer's own loss contract)
-                one = torch.ones((), dtype=torch.long, device=inputs["labels"].device)
-                with self.compute_loss_context_manager(), self.accelerator.autocast():
-                    loss = self.model(**inputs, num_items_in_batch=one).loss
-                total += loss.double().cpu()
-                n_learned += int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
-        self.model.train(was_training)
-        own = torch.tensor([float(total), n_learned], dtype=torch.float64, device=self.args.device)
-        sums = self.accelerator.reduce(own)
-        metrics = {f"{metric_key_prefix}_loss": float(sums[0] / sums[1])}
+        sums = torch.zeros(2, dtype=torch.float64)
+        try:
+            for rows, counts in self._eval_rows(eval_dataset or self.eval_dataset):
+                if self.is_in_train and self.asked_to_stop():  # the step is done: save it, while there is time
+                    self.control.should_save = self.control.should_training_stop = True
+                    return {}
+                sums += self._sums_of(rows) * counts
+        finally:
+            self.model.train(was_training)
+        total, n_learned = self.accelerator.reduce(sums.to(self.args.device)).tolist()
+        metrics = {f"{metric_key_prefix}_loss": total / n_learned}
         self.log(dict(metrics))
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _eval_batches(self, rows: RowDataset) -> Iterator[dict[str, Any]]:
-        """This process's share. All get as many batches, as sharded weights are gathered by all at once; the Trainer's
-        own loader evens them out with rows from the beginning, which would count twice."""
+    def _eval_rows(self, rows: RowDataset) -> Iterator[tuple[list[Row], bool]]:
+        """This process's share: (rows, whether they count). All get as many batches, as sharded weights are gathered by
+        all at once; the Trainer's own loader evens them out with rows from the beginning, which would count twice."""
         size, world, rank = self.args.per_device_eval_batch_size, self.args.world_size, self.args.process_index
         for first in range(0, len(rows), size * world):
             start = first + rank * size
             own = [rows[i] for i in range(start, min(start + size, len(rows)))]
-            batch = self.data_collator(own or [rows[0]])
-            if not own:
-                batch["labels"].fill_(IGNORE_INDEX)
-            yield batch
+            yield own or [rows[0]], bool(own)
+
+    def _sums_of(self, rows: Sequence[Row]) -> torch.Tensor:
+        """(sum of the losses, learned tokens) of a batch, by halves where all of it does not fit."""
+        try:
+            return self._forward_sums(rows)
+        except torch.OutOfMemoryError as error:
+            alone = self.args.world_size == 1
+            if len(rows) == 1 or not alone:  # with others the forward passes have to stay in step
+                fix = "lower data.sequence_length" if alone else "lower train.batch_size"
+                raise EvaluationFailed(f"evaluation ran out of memory with {len(rows)} rows at once; {fix}") from error
+        gc.collect()
+        if self.args.device.type == "cuda":
+            torch.cuda.empty_cache()
+        half = len(rows) // 2
+        self.args.per_device_eval_batch_size = half
+        return self._sums_of(rows[:half]) + self._sums_of(rows[half:])
+
+    def _forward_sums(self, rows: Sequence[Row]) -> torch.Tensor:
+        inputs = self._prepare_inputs(self.data_collator(rows))
+        # one item: the model then returns the sum over its tokens (the Trainer's own loss contract)
+        one = torch.ones((), dtype=torch.long, device=inputs["labels"].device)
+        with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
+            loss = self.model(**inputs, num_items_in_batch=one).loss
+        n_learned = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
+        return torch.tensor([float(loss), n_learned], dtype=torch.float64)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Between steps: training goes on without an evaluation that does not fit."""
+        try:
+            return super()._evaluate(*args, **kwargs)
+        except EvaluationFailed as error:
+            self.evaluation_error = str(error)
+            return {}
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._writing) if self._writing is not None else str(super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        refuse_nonfinite_weights(model, self.state.global_step)
-        super()._save_checkpoint(model, trial)
+        """All processes write into the scratch folder; when all are done, the first makes a checkpoint of it."""
+        step, first, folder = self.state.global_step, self.is_world_process_zero(), Path(self.args.output_dir)
+        refuse_nonfinite_weights(model, step)
+        if first:
+            checkpoint.clear(folder)
+        self.accelerator.wait_for_everyone()
+        self._writing = checkpoint.scratch(folder, step)
+        try:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if first:
+                checkpoint.publish(folder, step, self.safeguards.facts, keep=self.args.save_total_limit)
+        except BaseException as error:
+            full = checkpoint.disk_is_full(error, folder)
+            shutil.rmtree(self._writing, ignore_errors=True)
+            if full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+            raise
+        finally:
+            self._writing = None
+        self.accelerator.wait_for_everyone()
 
-    def _refuse_nonfinite(self, loss: float) -> None:
-        if not math.isfinite(loss):
-            raise RecipeError(
-                f"the loss is {loss} by step {self.state.global_step}: training diverged and was stopped; lower "
-                f"train.learning_rate ({self.args.learning_rate:g}), raise train.warmup_steps, or use another precision"
-            )
+
+def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
+    deaf(worker)
+    if seed is not None:
+        seed(worker)
 
 
 def refuse_nonfinite_weights(model: Any, step: int) -> None:
@@ -195,19 +333,28 @@ def _own_part(parameter: Any) -> torch.Tensor:
     return shard
 
 
-class _Stopwatch(TrainerCallback):  # type: ignore[misc]
-    """Keeps the trainer's clock on training alone, and drops the pickle that the Trainer puts into checkpoints."""
+class _Boundaries(TrainerCallback):  # type: ignore[misc]
+    """What happens between steps: the clock is kept on training alone, and a wish to stop is heard."""
 
     def __init__(self, trainer: TigonTrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # a resumed state has the intervals of the run that saved it, which a recipe may change
+        state.compute_steps(args, state.max_steps)
+        if state.global_step >= state.max_steps:
+            raise _NothingLeft
         self._trainer.restart_clock()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer.asked_to_stop():
+            control.should_evaluate = False
+            control.should_save = control.should_training_stop = True
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.restart_clock()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        (checkpoint / "training_args.bin").unlink(missing_ok=True)
+        if self._trainer.asked_to_stop():
+            control.should_training_stop = True
         self._trainer.restart_clock()

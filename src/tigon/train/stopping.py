@@ -1,0 +1,124 @@
+"""SIGTERM and SIGINT: the first asks for a checkpoint at the end of the step, the second ends the process at once.
+
+A handler runs between two bytecodes, when the optimizer may be half done, so it only takes a note, which the trainer
+reads at step boundaries. All processes read it there together: one of them that stops alone would leave the others
+waiting. The second signal has its default effect, which needs no bytecode to be reached.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT") if hasattr(signal, name))
+EXIT_OFFSET = 128  # as shells have it: 130 after SIGINT, 143 after SIGTERM
+
+
+class Stopped(Exception):
+    """Training ended after a step because a signal came, with that step's checkpoint complete."""
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(f"stopped by {signal_name(number)} after step {step}")
+        self.exit_code, self.step = EXIT_OFFSET + number, step
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM where there is no step to wait for: it ends a run as Ctrl-C does."""
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Raise Terminated for SIGTERM, so that what is open is closed and something is said."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Stop:
+    """While it is entered, a signal is a wish to stop. Entered in another thread than the main one it does nothing."""
+
+    def __init__(self, *, speaks: bool = True) -> None:
+        """speaks: say on stderr that the wish was heard; one process of several does."""
+        self.number = 0
+        """The signal that came; 0: none."""
+        self._speaks = speaks
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        if self._speaks:  # not by print, which may be what was interrupted
+            said = f"\ntigon: {signal_name(number)}: saving at the end of this step; a second signal ends at once\n"
+            os.write(2, said.encode())
+
+    def agreed(self) -> int:
+        """The signal that any process has had, asked by all of them at once; 0: none."""
+        import torch
+        from torch import distributed
+
+        if not distributed.is_initialized() or distributed.get_world_size() == 1:
+            return self.number
+        heard = torch.tensor([self.number])  # on the CPU, where nothing waits for a GPU
+        distributed.all_reduce(heard, op=distributed.ReduceOp.MAX)
+        self.number = int(heard)
+        return self.number
+
+
+def signal_name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def deaf(worker: int) -> None:
+    """For processes that prepare batches: a signal to the whole group is the training process's to answer."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_children() -> None:
+    """Kill the processes that prepare batches: Python would wait at exit for one that hangs.
+
+    PyTorch raises from its handler, wherever the program is, when one of them dies; not for these.
+    """
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
+    signal.signal(signal.SIGCHLD, before)
+
+
+def end_with_parent() -> None:
+    """Have the system send this process SIGTERM when the one that started it is gone (Linux).
+
+    A launcher that was killed would leave its processes to train on, unseen.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))

@@ -1,0 +1,248 @@
+"""A save that is cut off, a disk that is full, a file that changed: the last complete checkpoint stays usable."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from collections import namedtuple
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import safetensors.torch
+from train_helpers import SMALL, forks, in_forks, records, small_trainer
+
+from tigon.errors import RunFolderError
+from tigon.train import checkpoint
+from tigon.train.recipe import Recipe, TrainConfig
+
+CHANGES = {"os.mkdir", "os.rmdir", "os.remove", "os.rename", "shutil.rmtree"}
+
+
+def saved(folder: Path, keep: int = 1):
+    """A trainer after two steps, with checkpoint-2 in `folder`/c."""
+    train = TrainConfig(steps=2, batch_size=8, save_steps=2, keep_checkpoints=keep, log_steps=1)
+    trainer = small_trainer(folder, Recipe(model=SMALL, train=train))
+    trainer.train()
+    return trainer
+
+
+def save_as(trainer, step: int) -> None:
+    trainer.state.global_step = step
+    trainer._save_checkpoint(trainer.model, None)
+
+
+def killed_after(n_changes: int, folder: str) -> None:
+    """SIGKILL this process at its n-th change of a file or folder with `folder` in its path."""
+    left = [n_changes]
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open":
+            writes = isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+            if not (writes or (isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR))):
+                return
+        elif event not in CHANGES:
+            return
+        if folder in str(arguments[0]):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+@forks
+def test_kill_during_a_save_leaves_no_complete_checkpoint_or_a_half_one_in_sight(tmp_path):
+    trainer, folder, seen = saved(tmp_path), tmp_path / "c", set()
+    shutil.copytree(folder, tmp_path / "before")
+
+    def look(and_save: bool) -> None:
+        found = checkpoint.newest(folder)
+        assert not found.passed_over
+        seen.add(found.path.name)
+        if and_save:  # the next save finds nothing in its way
+            save_as(trainer, 4)
+            assert checkpoint.newest(folder).path.name == "checkpoint-4"
+            assert [path.name for path in folder.iterdir()] == ["checkpoint-4"]
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "before", folder)
+
+    for n_changes in range(1000):
+        (status,) = in_forks(lambda _, n=n_changes: (killed_after(n, str(folder)), save_as(trainer, 3)), fresh=False)
+        if not os.WIFSIGNALED(status):
+            break
+        look(and_save=n_changes % 4 == 0)
+    assert n_changes > 10, "hardly any change of a file was seen"
+    for delay_ms in range(2, 40, 8):  # within PyTorch's own writes too, which no hook sees
+        in_forks(
+            lambda _, ms=delay_ms: (signal.setitimer(signal.ITIMER_REAL, ms / 1000), save_as(trainer, 3)), fresh=False
+        )
+        look(and_save=False)
+    assert seen == {"checkpoint-2", "checkpoint-3"}
+
+
+def test_damaged_file_of_the_newest_checkpoint_is_resumed_from(tmp_path):
+    trainer, folder = saved(tmp_path, keep=2), tmp_path / "c"
+    save_as(trainer, 3)
+    shutil.copytree(folder, tmp_path / "before")
+    names = sorted(path.name for path in (folder / "checkpoint-3").iterdir())
+    assert {"manifest.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"} <= set(names)
+
+    def flip(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+    def link(path: Path) -> None:
+        other = path.rename(path.parent.parent / "elsewhere")
+        path.symlink_to(other)
+
+    damages = {
+        "cut off": lambda path: os.truncate(path, path.stat().st_size // 2), "flipped": flip, "removed": Path.unlink,
+        "linked": link,
+    }  # fmt: skip
+    for name in names:
+        for damage, apply in damages.items():
+            apply(folder / "checkpoint-3" / name)
+            found = checkpoint.newest(folder)
+            assert found.path.name == "checkpoint-2", (name, damage)
+            (problem,) = found.passed_over
+            assert problem.startswith("checkpoint-3 ") and (name in problem or name == "manifest.json"), problem
+            shutil.rmtree(folder)
+            shutil.copytree(tmp_path / "before", folder)
+    (folder / "checkpoint-3" / "pytorch_model.bin").write_bytes(b"x")
+    assert "holds pytorch_model.bin" in checkpoint.newest(folder).passed_over[0]
+    shutil.rmtree(folder / "checkpoint-2")
+    with pytest.raises(RunFolderError, match=r"no complete checkpoint to resume from: checkpoint-3 holds"):
+        checkpoint.newest(folder)
+
+
+def test_digest_of_a_file_in_pieces_misses_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(checkpoint, "READ_BYTES", 300)
+    path, found = tmp_path / "f", set()
+    data = bytes(range(256)) * 14
+    for position in (None, 0, 999, 1000, 2999, len(data) - 1):
+        changed = bytearray(data)
+        if position is not None:
+            changed[position] ^= 128
+        path.write_bytes(changed)
+        found.add(checkpoint.digest(path))
+    assert len(found) == 6
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="the file that is always full is Linux's")
+def test_full_disk_leaves_half_a_checkpoint_or_costs_the_last_one(tmp_path, monkeypatch):
+    """Every file of a checkpoint in turn is written to /dev/full, by whichever library writes it."""
+    trainer, folder = saved(tmp_path), tmp_path / "c"
+    names = {path.name for path in (folder / "checkpoint-2").iterdir()}
+    usage, original = namedtuple("usage", "total used free"), type(trainer).save_model
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 2**40, 0))
+
+    def check(name: str) -> None:
+        with pytest.raises(OSError, match="No space left") as caught:
+            save_as(trainer, 3)
+        assert caught.value.errno == errno.ENOSPC, name
+        assert [path.name for path in folder.iterdir()] == ["checkpoint-2"], name
+        assert checkpoint.newest(folder).path.name == "checkpoint-2"
+
+    for name in sorted(names - {"manifest.json", "model.safetensors"}):
+
+        def prepared(self, output_dir=None, _internal_call=False, name=name):
+            Path(output_dir).mkdir(parents=True)
+            (Path(output_dir) / name).symlink_to(FULL)
+            original(self, output_dir, _internal_call)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(trainer), "save_model", prepared)
+            check(name)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", lambda self, text, encoding: FULL.write_bytes(text.encode()))
+        check("manifest.json")
+    with monkeypatch.context() as patch:  # safetensors moves its file into place, over any link; this is what it says
+        error = safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        patch.setattr(safetensors.torch, "serialize_file", mock.Mock(side_effect=error), raising=False)
+        check("model.safetensors")
+    monkeypatch.undo()
+    save_as(trainer, 3)
+    assert checkpoint.newest(folder).path.name == "checkpoint-3"
+
+
+@pytest.fixture
+def whole(recipe, tigon, here, kept):
+    """(recipe, folder of an uninterrupted run with three checkpoints)"""
+
+    def make() -> None:
+        path = recipe(train={"steps": 6, "save_steps": 2, "keep_checkpoints": 5}, output={"name": "whole"})
+        outcome = tigon("train", path)
+        assert outcome.code == 0, outcome.err
+
+    kept("six steps", here, make)
+    return here / "recipe.yaml", here / "runs" / "whole"
+
+
+def cut_back(whole: Path, name: str, *steps: int) -> Path:
+    """A copy of a finished run as a kill would leave it, without the checkpoints of `steps`."""
+    cut = whole.with_name(name)
+    shutil.copytree(whole, cut)
+    (cut / "summary.json").unlink()
+    for step in steps:
+        shutil.rmtree(cut / "checkpoints" / f"checkpoint-{step}")
+    return cut
+
+
+def weights(folder: Path, step: int = 6) -> bytes:
+    return (folder / "checkpoints" / f"checkpoint-{step}" / "model.safetensors").read_bytes()
+
+
+def train_losses(folder: Path) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in records(folder, "train")]
+
+
+@forks
+def test_killed_run_resumed_differs_from_the_uninterrupted_one(whole, tigon, here):
+    """kill -9 in the middle of saving checkpoint-4, by the command, and again in the middle of saving checkpoint-6."""
+    path, uninterrupted = whole
+    killed = here / "runs" / "killed"
+    words = ["train", path, "--set", "output.name=killed"]
+    for step, more in ((4, []), (6, ["--resume"])):
+        (status,) = in_forks(lambda _, f=f".writing-{step}", m=more: (killed_after(3, f), tigon(*words, *m)))
+        assert os.WIFSIGNALED(status) and list(killed.rglob(f".writing-{step}")), "the kill missed the save"
+    outcome = tigon(*words, "--resume")
+    assert outcome.code == 0 and "from checkpoint-4" in outcome.out, outcome.err
+    assert weights(killed) == weights(uninterrupted)
+    assert train_losses(killed) == train_losses(uninterrupted)
+    assert not list(killed.rglob(".writing*"))
+
+
+def test_damage_is_passed_over_in_silence_or_not_at_all(whole, tigon):
+    path, uninterrupted = whole
+    cut = cut_back(uninterrupted, "cut")
+    data = bytearray((cut / "checkpoints" / "checkpoint-6" / "optimizer.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (cut / "checkpoints" / "checkpoint-6" / "optimizer.pt").write_bytes(data)
+    outcome = tigon("train", path, "--set", "output.name=cut", "--resume")
+    assert outcome.code == 0, outcome.err
+    assert "from checkpoint-4" in outcome.out
+    assert re.search(r"passed over: checkpoint-6 is damaged: the content of optimizer\.pt", outcome.out)
+    assert weights(cut) == weights(uninterrupted)
+    assert "optimizer.pt" in json.dumps(records(cut, "resume"))
+
+
+def test_resume_after_the_last_step_takes_one_more(whole, tigon):
+    """As a kill during the last evaluation leaves it."""
+    path, uninterrupted = whole
+    cut = cut_back(uninterrupted, "cut")
+    outcome = tigon("train", path, "--set", "output.name=cut", "--resume")
+    assert outcome.code == 0, outcome.err
+    assert train_losses(cut) == train_losses(uninterrupted)
+    found = [records(folder, "result")[0]["eval_loss"] for folder in (cut, uninterrupted)]
+    assert found[0] == found[1]

@@ -1,0 +1,73 @@
+"""What only a GPU shows of faults: steps left out without waiting, memory that really runs out."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import pytest
+import torch
+from test_finite_steps import Watch, spoil
+from train_helpers import SMALL, rows, small_trainer
+
+from tigon.errors import RecipeError
+from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.train.recipe import Recipe, TrainConfig
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+
+
+def trainer_of(folder, **train):
+    values = {"steps": 5, "batch_size": 4, "learning_rate": 0.01, "log_steps": 1, "galore_rank": 8, **train}
+    return small_trainer(folder, Recipe(model=SMALL, train=TrainConfig(**values)), device=CUDA, evaluate=True)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_step_that_is_not_finite_moves_a_weight_on_the_gpu(name, tmp_path):
+    row = OPTIMIZERS[name]
+    if row.package:
+        pytest.importorskip(row.package)
+    trainer = trainer_of(tmp_path, optimizer=name, **({"max_grad_norm": 0.0} if row.in_backward else {}))
+    spoil(trainer, "nan", {3})
+    watch = Watch(trainer)
+    trainer.train()
+    trainer.gate.settle(5)
+    moved = [not torch.equal(watch.weights[step], watch.weights[step - 1]) for step in range(1, 6)]
+    assert moved == [True, True, False, True, True] and trainer.gate.skipped == 1
+    assert bool(torch.isfinite(watch.weights[5]).all())
+
+
+def test_run_on_the_gpu_goes_far_past_its_limit(tmp_path):
+    """The host hears of a step while the next one runs, so it may stop one step late, with the same weights."""
+    trainer = trainer_of(tmp_path, steps=20, max_skipped_steps=2, log_steps=50)
+    spoil(trainer, "gradient", set(range(3, 21)))
+    with pytest.raises(RecipeError, match="3 steps in a row, up to step 5"):
+        trainer.train()
+    assert trainer.state.global_step <= 5
+
+
+def test_scale_that_is_too_large_counts_as_divergence(tmp_path):
+    trainer = trainer_of(tmp_path, precision="amp-fp16", max_skipped_steps=0)
+    trainer.train()
+    assert trainer.gate.skipped == 0
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses and all(math.isfinite(loss) for loss in losses)
+
+
+def test_evaluation_in_too_little_memory_has_another_loss(tmp_path):
+    """The memory that the process may have is cut until a batch of all rows does not fit."""
+    trainer = trainer_of(tmp_path, batch_size=512)
+    trainer.eval_dataset = rows(512)
+    want = trainer.evaluate()["eval_loss"]
+    trainer.args.per_device_eval_batch_size = 512
+    gc.collect()
+    torch.cuda.empty_cache()
+    free_bytes = torch.cuda.memory_allocated() + 24 * 2**20
+    torch.cuda.set_per_process_memory_fraction(free_bytes / torch.cuda.get_device_properties(CUDA).total_memory)
+    try:
+        got = trainer.evaluate()["eval_loss"]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert trainer.args.per_device_eval_batch_size < 512, "it all fitted, so nothing was shown"
+    assert got == pytest.approx(want, rel=1e-5)

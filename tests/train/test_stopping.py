@@ -1,0 +1,153 @@
+"""SIGTERM and SIGINT in every phase of a run: saved at a step boundary, said, the shell's exit code, exact resume."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+from test_checkpoints import train_losses, weights
+from torch.utils.data import get_worker_info
+from train_helpers import forks, in_forks
+
+from tigon.train import checkpoint, stopping, trainer
+
+TRAIN = {"steps": 6, "eval_steps": 3, "keep_checkpoints": 9}
+
+
+def kill_at(monkeypatch, owner, name: str, call: int, number: int) -> None:
+    """Send this process the signal in the middle of the n-th call."""
+    original, calls = getattr(owner, name), [0]
+
+    def wrapped(*arguments, **kwargs):
+        calls[0] += 1
+        if calls[0] == call:
+            os.kill(os.getpid(), number)
+        return original(*arguments, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """Filled by the first test that needs it."""
+    return {}
+
+
+# where, the n-th call there, the signal, and the step it ends after. save_steps: 4 is the first to save.
+PHASES = {
+    "in a step": (trainer.TigonTrainer, "compute_loss", 2, signal.SIGTERM, 2, 143),
+    "in an evaluation": (trainer.TigonTrainer, "_forward_sums", 1, signal.SIGINT, 3, 130),
+    "in a save": (checkpoint, "publish", 1, signal.SIGTERM, 4, 143),
+    "in the last step": (trainer.TigonTrainer, "compute_loss", 6, signal.SIGINT, 6, 130),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_stopped_run_resumed_differs_from_the_uninterrupted_one(phase, recipe, tigon, here, monkeypatch, uninterrupted):
+    owner, name, call, number, step, code = PHASES[phase]
+    path = recipe(train={**TRAIN, "save_steps": 4})
+    if not uninterrupted:
+        assert tigon("train", path, "--set", "output.name=whole").code == 0
+        whole = here / "runs" / "whole"
+        uninterrupted.update(losses=train_losses(whole), weights=weights(whole))
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        kill_at(patch, owner, name, call, number)
+        outcome = tigon("train", path)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    run = here / "runs" / "r"
+    assert outcome.code == code, (outcome.code, outcome.err)
+    word = signal.Signals(number).name
+    assert f"stopped by {word} after step {step}; checkpoint-{step} is complete" in outcome.err
+    assert checkpoint.newest(run / "checkpoints").path.name == f"checkpoint-{step}"
+    outcome = tigon("train", path, "--resume")
+    assert outcome.code == 0 and f"from checkpoint-{step}" in outcome.out, outcome.err
+    assert train_losses(run) == uninterrupted["losses"]
+    assert weights(run) == uninterrupted["weights"]
+
+
+def test_run_without_checkpoints_is_lost_by_a_signal(recipe, tigon, here, monkeypatch):
+    path = recipe(train={**TRAIN, "eval_steps": None, "workers": 2})
+    with monkeypatch.context() as patch:
+        kill_at(patch, trainer.TigonTrainer, "compute_loss", 3, signal.SIGTERM)
+        outcome = tigon("train", path)
+    assert outcome.code == 143 and "checkpoint-3 is complete" in outcome.err
+    assert "saving at the end of this step" not in outcome.out
+    assert checkpoint.newest(here / "runs" / "r" / "checkpoints").path.name == "checkpoint-3"
+
+
+def test_signal_outside_of_training_says_nothing_or_exits_otherwise(recipe, tigon, here, monkeypatch):
+    """In the last evaluation and while the model is built there is no step to wait for."""
+    from tigon.train import run
+
+    for name, number, code in (("_final_eval_loss", signal.SIGTERM, 143), ("_build", signal.SIGINT, 130)):
+        with monkeypatch.context() as patch:
+            kill_at(patch, run, name, 1, number)
+            outcome = tigon("train", recipe(output={"name": name}, train={"save_steps": 2}))
+        assert outcome.code == code and "interrupted; runs/" in outcome.out
+        assert ("--resume" in outcome.out) == (name == "_final_eval_loss")
+
+
+@forks
+@pytest.mark.parametrize("first", stopping.SIGNALS)
+def test_second_signal_is_waited_for(first):
+    """At once, also where no Python runs: a handler in Python would wait for the call to return."""
+
+    def wait(_: int) -> None:
+        with stopping.Stop(speaks=False) as stop:
+            os.kill(os.getpid(), first)
+            assert stop.number == first
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+
+    started_s = time.monotonic()
+    (status,) = in_forks(wait)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGINT
+    assert time.monotonic() - started_s < 30
+
+
+def test_process_that_prepares_batches_dies_of_a_signal_to_the_group(recipe, tigon, here, monkeypatch):
+    """A shell's Ctrl-C and a batch system's SIGTERM go to the whole group."""
+    from tigon.train.trainer import TigonTrainer
+
+    original = TigonTrainer.compute_loss
+
+    def compute_loss(self, *arguments, **kwargs):
+        if self.state.global_step == 1:
+            children = multiprocessing.active_children()
+            assert len(children) == 2
+            for child in children:
+                for number in stopping.SIGNALS:
+                    os.kill(child.pid, number)
+        return original(self, *arguments, **kwargs)
+
+    monkeypatch.setattr(TigonTrainer, "compute_loss", compute_loss)
+    outcome = tigon("train", recipe(train={"workers": 2, "steps": 4}))
+    assert outcome.code == 0, outcome.err
+
+
+def test_dead_or_hanging_process_that_prepares_batches_is_waited_for(recipe, tigon, here, monkeypatch):
+    from tigon.train.packing import Collator
+
+    original, made = Collator.__call__, [0]
+    path = recipe(train={"workers": 1, "steps": 9, "save_steps": 1})
+    fates = {"killed by signal": lambda: os.kill(os.getpid(), signal.SIGKILL), "timed out": lambda: time.sleep(60)}
+    monkeypatch.setattr(trainer, "WORKER_TIMEOUT_S", 2)
+    for wanted, fate in fates.items():
+
+        def collate(self, rows, fate=fate):
+            if get_worker_info() is not None:
+                made[0] += 1
+                if made[0] == 6:
+                    fate()
+            return original(self, rows)
+
+        monkeypatch.setattr(Collator, "__call__", collate)
+        name = wanted.replace(" ", "-")
+        line = tigon("train", path, "--set", f"output.name={name}").error_line()
+        assert "a process that prepares batches (train.workers) died or hangs" in line and wanted in line, line
+        assert checkpoint.step_of(checkpoint.newest(here / "runs" / name / "checkpoints").path) >= 2
+        assert not multiprocessing.active_children()

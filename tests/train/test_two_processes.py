@@ -1,0 +1,129 @@
+"""Faults of two processes on the CPU: signals passed on, a rank that is killed, a gradient that is bad on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_finite_steps import Watch, spoil
+from train_helpers import SMALL, forks, in_forks, records, small_trainer
+
+from tigon.train import checkpoint, stopping
+from tigon.train.recipe import Recipe, TrainConfig
+
+ROOT = Path(__file__).parents[2]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+
+
+def train_as_rank(rank: int, folder: Path) -> None:
+    """What one of two processes does: five steps, the third with a gradient that is infinite in rank 1, the fourth
+    with a loss that is, whose gradients are finite."""
+    torch.distributed.init_process_group("gloo")
+    train = TrainConfig(steps=5, batch_size=4, learning_rate=0.01, log_steps=1)
+    trainer = small_trainer(folder / str(rank), Recipe(model=SMALL, train=train))
+    if rank == 1:
+        spoil(trainer, "gradient", {3})
+        spoil(trainer, "inf", {4})
+    watch = Watch(trainer)
+    trainer.train()
+    moved = [not torch.equal(watch.weights[step], watch.weights[step - 1]) for step in range(1, 6)]
+    said = {"skipped": trainer.gate.skipped, "moved": moved, "last": watch.weights[5].double().sum().item()}
+    (folder / f"{rank}.json").write_text(json.dumps(said), encoding="utf-8")
+    torch.distributed.barrier()
+
+
+@forks
+def test_gradient_bad_in_one_process_is_applied_in_the_other(tmp_path):
+    said = tmp_path / "stderr"
+    assert in_forks(lambda rank: train_as_rank(rank, tmp_path), 2, said=said) == [0, 0], said.read_text()[-2000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2))
+    assert first == second
+    assert first["skipped"] == 2 and first["moved"] == [True, True, False, False, True]
+
+
+def start(here: Path, *words: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tigon", "train", *map(str, words), "--gpus", "2"]
+    return subprocess.Popen(
+        command, env=environment, cwd=here, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def reached(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Wait until the run has logged `step`."""
+    deadline_s = time.monotonic() + 120
+    while time.monotonic() < deadline_s and process.poll() is None:
+        if (run / "metrics.jsonl").exists() and any(r["step"] >= step for r in records(run, "train")):
+            return
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError(process.communicate())
+
+
+def children_of(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
+    return [int(word) for word in found.split()]
+
+
+@linux
+def test_two_processes_lose_what_they_have_to_a_kill_or_a_signal(recipe, here):
+    """SIGKILL to rank 1; then, resumed, SIGTERM to the launcher."""
+    path = recipe(train={"steps": 100_000, "batch_size": 1, "save_steps": 3, "log_steps": 1})
+    run = here / "runs" / "r"
+    process = start(here, path)
+    reached(run, 5, process)
+    os.kill(children_of(process.pid)[1], signal.SIGKILL)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 2, said
+    assert "tigon: process 1 of 2 was killed (SIGKILL), and the others were ended" in said
+    found = checkpoint.newest(run / "checkpoints")
+    killed_at = checkpoint.step_of(found.path)
+    assert killed_at >= 3 and not found.passed_over
+
+    process = start(here, path, "--resume")
+    reached(run, killed_at + 4, process)
+    process.send_signal(signal.SIGTERM)
+    out, said = process.communicate(timeout=100)
+    assert process.returncode == 143, said
+    assert f"from checkpoint-{killed_at}" in out
+    stopped_at = checkpoint.step_of(checkpoint.newest(run / "checkpoints").path)
+    assert f"stopped by SIGTERM after step {stopped_at}; checkpoint-{stopped_at} is complete" in said
+    assert said.count("saving at the end of this step") == 1 and "Traceback" not in said
+    assert [r["step"] for r in records(run, "train")] == list(range(1, stopped_at + 1))
+
+
+@linux
+@forks
+def test_process_trains_on_when_its_launcher_is_killed(tmp_path):
+    launcher = os.fork()
+    if launcher == 0:
+        if os.fork() == 0:
+            with stopping.Stop(speaks=False) as stop:
+                stopping.end_with_parent()
+                (tmp_path / "ready").touch()
+                for _ in range(200):
+                    time.sleep(0.05)
+                    if stop.number:
+                        (tmp_path / signal.Signals(stop.number).name).touch()
+                        break
+        else:
+            time.sleep(60)
+        os._exit(0)
+    wait_for(tmp_path / "ready")
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    wait_for(tmp_path / "SIGTERM")
+
+
+def wait_for(path: Path) -> None:
+    deadline_s = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline_s, f"{path} never came"
+        time.sleep(0.02)
