@@ -1,0 +1,286 @@
+"""The charts of a sweep as SVG: grouped bars of peak memory, lines of memory and throughput along an axis of the grid.
+
+What has no figure is marked where it would stand: OOM, or what else became of it. Names come from the sweep file, so
+nothing in them is read as mathematics, and matplotlib escapes them in the SVG.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tigon.profile.figure import GRID, INK, new_figure, svg
+from tigon.sweep import failures
+from tigon.sweep.points import short
+
+Row = Mapping[str, Any]
+
+# Colour, hatch and marker by variant, so that the colour is not needed to tell them apart. The kernels' usual names
+# look the same in every sweep; other names take the looks that are left, in their order.
+LOOKS = (
+    ("#6b7280", "", "o"), ("#0f766e", "//", "s"), ("#c2410c", "", "^"), ("#1d4ed8", "\\\\", "D"),
+    ("#7e22ce", "xx", "v"), ("#a16207", "..", "<"), ("#be185d", "--", ">"), ("#4d7c0f", "++", "P"),
+)  # fmt: skip
+_OWN_LOOKS = {"unpatched": 0, "all but linear CE": 1, "tigon": 2, "Liger": 3}
+LIMIT = "#b91c1c"
+GIB = 1 << 30
+MOST_CHARTS = 12
+_MARKS = {
+    failures.OUT_OF_MEMORY: "OOM", failures.SKIPPED: "OOM", failures.FAILED: "failed", failures.REFUSED: "refused",
+    failures.TIMED_OUT: "timed out", failures.NOT_MEASURED: "not measured",
+}  # fmt: skip
+_AXIS_WORDS = {
+    "train.batch_size": "rows in a micro-batch", "data.sequence_length": "tokens in a row", "model.name": "model",
+    "train.gradient_accumulation": "micro-batches in a step", "sharding.gpus": "GPUs",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The points along one axis, the other axes fixed."""
+
+    axis: str
+    fixed: Mapping[str, Any]
+    values: tuple[Any, ...]
+    rows: Mapping[tuple[str, Any], Row]
+    """(variant, value) -> point"""
+
+    @property
+    def numeric(self) -> bool:
+        return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in self.values)
+
+    @property
+    def title(self) -> str:
+        return ", ".join(f"{axis_words(key)}: {_tick(value)}" for key, value in self.fixed.items())
+
+
+def axis_words(key: str) -> str:
+    """An axis of the grid in words."""
+    return _AXIS_WORDS.get(key, short(key).replace("_", " "))
+
+
+def slices(results: Mapping[str, Any]) -> Iterator[Slice]:
+    """Every axis with at least two values, once for each combination of the others'."""
+    for axis in results["axes"]:
+        groups: dict[tuple[tuple[str, Any], ...], list[Row]] = {}
+        for row in results["points"]:
+            if axis in row["axes"]:
+                fixed = tuple((key, _hashable(value)) for key, value in row["axes"].items() if key != axis)
+                groups.setdefault(fixed, []).append(row)
+        for fixed, rows in groups.items():
+            values = tuple(dict.fromkeys(_hashable(row["axes"][axis]) for row in rows))
+            if len(values) >= 2:
+                by_place = {(row["variant"], _hashable(row["axes"][axis])): row for row in rows}
+                ordered = tuple(sorted(values)) if all(isinstance(value, (int, float)) for value in values) else values
+                yield Slice(axis, dict(fixed), ordered, by_place)
+
+
+def _hashable(value: Any) -> Any:
+    return str(value) if isinstance(value, (list, dict)) else value
+
+
+def names(results: Mapping[str, Any]) -> list[str]:
+    """The charts that there are figures for."""
+    return [name for name, _ in _planned(results)]
+
+
+def draw(results: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> SVG of each."""
+    import matplotlib
+
+    with matplotlib.rc_context({"text.parse_math": False}):
+        return {name: make(name) for name, make in _planned(results)}
+
+
+def _planned(results: Mapping[str, Any]) -> list[tuple[str, Callable[[str], str]]]:
+    charts: list[tuple[str, Callable[[str], str]]] = []
+    for number, part in enumerate(slices(results)):
+        if not any(row["status"] == failures.OK for row in part.rows.values()) or len(charts) >= MOST_CHARTS:
+            continue
+        name = f"{short(part.axis).replace('_', '-')}-{number}"
+        charts.append((f"bars-{name}", partial(bars, results, part)))
+        if part.numeric:
+            charts.append((f"lines-{name}", partial(lines, results, part)))
+    if not charts and any(row["status"] == failures.OK for row in results["points"]):
+        charts.append(("points", partial(ranking, results, results["points"])))
+    return charts
+
+
+# --- grouped bars ----------------------------------------------------------------------------------------------------
+
+
+def bars(results: Mapping[str, Any], part: Slice, name: str) -> str:
+    """Peak memory, and tokens/s, a group of bars for each value, a bar for each variant."""
+    figure, panels = new_figure(2, columns=1, height=5.6)
+    quantities: tuple[tuple[str, Callable[[Row], float | None]], ...] = (
+        ("peak memory (GiB)", peak_gib), ("tokens/s", lambda row: row.get("tokens_per_s")),
+    )  # fmt: skip
+    for axes, (label, value_of) in zip(panels, quantities, strict=True):
+        _group(axes, results, part, value_of)
+        axes.set_ylabel(label, color=INK)
+    panels[1].set_xlabel(axis_words(part.axis), color=INK)
+    if part.title:
+        panels[0].set_title(part.title, color=INK, fontsize=9, loc="left")
+    _limit(panels[0], results)
+    _legend(figure, panels[0])
+    return svg(figure, name)
+
+
+def _group(axes: Any, results: Mapping[str, Any], part: Slice, value_of: Callable[[Row], float | None]) -> None:
+    variants = _variants(results, part)
+    width = 0.84 / len(variants)
+    top = max((value_of(row) or 0 for row in part.rows.values() if row["status"] == failures.OK), default=1)
+    for number, variant in enumerate(variants):
+        color, hatch, _ = _look(results, variant)
+        places, heights = [], []
+        for group, value in enumerate(part.values):
+            row = part.rows.get((variant, value))
+            place = group + (number - (len(variants) - 1) / 2) * width
+            found = value_of(row) if row is not None and row["status"] == failures.OK else None
+            if found is not None:
+                places.append(place)
+                heights.append(found)
+            elif row is not None:
+                axes.text(place, 0.015 * top, _MARKS.get(row["status"], ""), rotation=90, ha="center", va="bottom",
+                          fontsize=7, color=color, fontweight="bold")  # fmt: skip
+        axes.bar(places, heights, width * 0.92, color=color, hatch=hatch, edgecolor="white", lw=0.4,
+                 label=_label(variant))  # fmt: skip
+    axes.set_xticks(range(len(part.values)), [_tick(value) for value in part.values])
+    axes.set_xlim(-0.6, len(part.values) - 0.4)
+    axes.set_ylim(0, 1.12 * top)
+
+
+# --- lines -----------------------------------------------------------------------------------------------------------
+
+
+def lines(results: Mapping[str, Any], part: Slice, name: str) -> str:
+    """Peak memory with the planner's prediction, and tokens/s, along a numeric axis."""
+    figure, (memory, speed) = new_figure(2, columns=2, height=3.5)
+    predicted = False
+    for variant in _variants(results, part):
+        color, _, marker = _look(results, variant)
+        own = [(value, part.rows[variant, value]) for value in part.values if (variant, value) in part.rows]
+        ok = [(value, row) for value, row in own if row["status"] == failures.OK]
+        look: dict[str, Any] = {"color": color, "marker": marker, "ms": 4, "lw": 1.6}
+        memory.plot([v for v, _ in ok], [peak_gib(row) for _, row in ok], label=_label(variant), **look)
+        speed.plot([v for v, _ in ok], [row["tokens_per_s"] for _, row in ok], **look)
+        told = [(value, row["predicted_allocated_bytes"]) for value, row in own if row["predicted_allocated_bytes"]]
+        if told:
+            predicted = True
+            memory.plot([v for v, _ in told], [b / GIB for _, b in told], color=color, ls=":", lw=1)
+        out = [value for value, row in own if row["status"] in (failures.OUT_OF_MEMORY, failures.SKIPPED)]
+        if out:
+            memory.plot(out, [0] * len(out), color=color, marker="x", ls="", ms=6, mew=1.6, clip_on=False)
+    for axes, label in ((memory, "peak memory (GiB)"), (speed, "tokens/s")):
+        _number_axis(axes, part)
+        axes.set_ylabel(label, color=INK)
+        axes.set_ylim(0, None)
+    ran_out = any(row["status"] == failures.OUT_OF_MEMORY for row in part.rows.values())
+    notes = [part.title, "dotted: predicted" if predicted else "", "×: out of memory" if ran_out else ""]
+    memory.set_title("   ".join(note for note in notes if note), color=INK, fontsize=8, loc="left")
+    _limit(memory, results)
+    _legend(figure, memory)
+    return svg(figure, name)
+
+
+def _number_axis(axes: Any, part: Slice) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    values = [float(value) for value in part.values]
+    if min(values) > 0 and max(values) >= 8 * min(values):
+        axes.set_xscale("log", base=2)
+    # from the largest down, what is not too near to its neighbour
+    shown: list[Any] = []
+    for value in reversed(part.values):
+        if not shown or value <= 0.8 * shown[-1] or max(values) < 8 * min(values):
+            shown.append(value)
+    axes.xaxis.set_major_locator(FixedLocator([float(value) for value in shown]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if value < 1e5 else f"{value:,.0f}"))
+    if len(shown) > 5:
+        axes.tick_params(axis="x", labelrotation=40)
+    axes.set_xlabel(axis_words(part.axis), color=INK)
+
+
+# --- one bar a point -------------------------------------------------------------------------------------------------
+
+
+def ranking(results: Mapping[str, Any], rows: Sequence[Row], name: str) -> str:
+    """Peak memory and tokens/s of every point, one line each; for sweeps without an axis."""
+    height = max(2.4, 0.8 + 0.26 * len(rows))
+    figure, (memory, speed) = new_figure(2, columns=2, height=height)
+    labels = [_label(row["id"]) for row in rows]
+    for axes, label, value_of in (
+        (memory, "peak memory (GiB)", peak_gib), (speed, "tokens/s", lambda row: row.get("tokens_per_s")),
+    ):  # fmt: skip
+        values = [value_of(row) if row["status"] == failures.OK else None for row in rows]
+        told = [row["predicted_allocated_bytes"] / GIB for row in rows if row["predicted_allocated_bytes"]]
+        top = max([value for value in values if value is not None] + (told if axes is memory else []), default=1)
+        axes.barh(range(len(rows)), [value or 0 for value in values], color=LOOKS[2][0], height=0.7)
+        for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+            shown = _MARKS.get(row["status"], "") if value is None else f"{value:,.{1 if value < 1000 else 0}f}"
+            axes.text((value or 0) + 0.01 * top, place, shown, va="center", fontsize=7, color=INK)
+        axes.set_yticks(range(len(rows)), labels if axes is memory else [""] * len(rows))
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(0, 1.18 * top)
+        axes.grid(visible=False, axis="y")
+        axes.grid(axis="x", color=GRID, lw=0.8)
+        axes.set_xlabel(label, color=INK)
+    predicted = [(place, row["predicted_allocated_bytes"] / GIB) for place, row in enumerate(rows)
+                 if row["predicted_allocated_bytes"] and row["status"] == failures.OK]  # fmt: skip
+    if predicted:
+        memory.plot([v for _, v in predicted], [p for p, _ in predicted], "|", color=INK, ms=9, mew=1.4)
+        memory.set_title("line: predicted", color=INK, fontsize=8, loc="left")
+    return svg(figure, name)
+
+
+# --- small parts -----------------------------------------------------------------------------------------------------
+
+
+def peak_gib(row: Row) -> float | None:
+    """GiB that PyTorch had allocated at most."""
+    found = row.get("peak_allocated_bytes")
+    return None if found is None else found / GIB
+
+
+def _variants(results: Mapping[str, Any], part: Slice) -> list[str]:
+    return [name for name in results["variants"] if any(variant == name for variant, _ in part.rows)]
+
+
+def _look(results: Mapping[str, Any], variant: str) -> tuple[str, str, str]:
+    """(colour, hatch, marker)"""
+    if variant in _OWN_LOOKS:
+        return LOOKS[_OWN_LOOKS[variant]]
+    taken = {_OWN_LOOKS[name] for name in results["variants"] if name in _OWN_LOOKS}
+    free = [look for number, look in enumerate(LOOKS) if number not in taken]
+    others = [name for name in results["variants"] if name not in _OWN_LOOKS]
+    return free[others.index(variant) % len(free)]
+
+
+def _limit(axes: Any, results: Mapping[str, Any]) -> None:
+    if results["memory_limit_bytes"]:
+        limit_gib = results["memory_limit_bytes"] / GIB
+        axes.axhline(limit_gib, color=LIMIT, ls="--", lw=1)
+        axes.text(1, limit_gib, f" limit {limit_gib:g} GiB", transform=axes.get_yaxis_transform(), ha="right",
+                  va="bottom", fontsize=7, color=LIMIT)  # fmt: skip
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, max(high, 1.08 * limit_gib))
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > 1:
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=min(5, len(handles)), frameon=False, fontsize=8
+        )
+
+
+def _label(text: str) -> str:
+    """A leading underscore would hide a line from its legend."""
+    return f"\u200b{text}" if text.startswith("_") else text
+
+
+def _tick(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,153 @@
+"""The results folder of a sweep. A finished point is one file of its own, written whole: a kill loses none of them.
+
+points/ID.N.json   one measurement: repeat N of a point
+logs/ID.N.log      what its processes said
+results.json       all of it together, with card, versions, commits, dates and the command; made anew each time
+results.csv        the same as a table
+report.html, report.md, charts/
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tigon.errors import RunFolderError
+from tigon.sweep import worker
+from tigon.sweep.points import Point
+
+SCHEMA = 1
+RESULTS, TABLE, POINTS, LOGS, SCRATCH = "results.json", "results.csv", "points", "logs", ".scratch"
+_SAME = ("device", "driver", "versions")
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """A folder that exists and is this sweep's."""
+
+    path: Path
+
+    @property
+    def scratch(self) -> Path:
+        """For orders, results on their way, and what techniques write; empty when a sweep begins."""
+        return self.path / SCRATCH
+
+    def machine(self) -> dict[str, Any] | None:
+        """The environment of any measurement that is here; None: there is none yet."""
+        found = (_read(file) for file in sorted((self.path / POINTS).glob("*.json")))
+        return next((dict(record["environment"]) for record in found if record is not None), None)
+
+    def log(self, point: Point, repeat: int) -> Path:
+        return self.path / LOGS / f"{point.file}.{repeat}.log"
+
+    def records(self, points: Sequence[Point]) -> dict[str, list[dict[str, Any]]]:
+        """Point id -> its measurements, by repeat. Those of points that have changed since are left where they are."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for point in points:
+            own = []
+            for file in sorted((self.path / POINTS).glob(f"{glob_escape(point.file)}.*.json")):
+                record = _read(file)
+                if record is not None and record["id"] == point.id and record["key"] == point.key:
+                    own.append(record)
+            if own:
+                found[point.id] = sorted(own, key=lambda record: int(record["repeat"]))
+        return found
+
+    def keep(self, point: Point, repeat: int, record: Mapping[str, Any]) -> None:
+        worker.write(self.path / POINTS / f"{point.file}.{repeat}.json", record)
+
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        worker.write(self.path / RESULTS, results)
+        write_text(self.path / TABLE, as_csv(results))
+
+
+def glob_escape(text: str) -> str:
+    """`[` in a glob opens a class of characters."""
+    return text.replace("[", "[[]")
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """A record, or None for what is no record: it is then measured again."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        return record if record["schema"] == SCHEMA else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def open_folder(path: Path, name: str) -> SweepFolder:
+    """The folder, made if need be, its scratch empty. Raises RunFolderError for one that is something else's."""
+    try:
+        if path.exists() and any(path.iterdir()) and not (path / POINTS).is_dir():
+            raise RunFolderError(f"{path}: not a folder of `tigon sweep`; choose another with --out")
+        shutil.rmtree(path / SCRATCH, ignore_errors=True)
+        for part in (POINTS, LOGS, SCRATCH):
+            (path / part).mkdir(parents=True, exist_ok=True)
+        if (path / RESULTS).exists():
+            before = json.loads((path / RESULTS).read_text(encoding="utf-8")).get("name")
+            if before != name:
+                raise RunFolderError(f"{path}: holds the sweep {before}, this one is {name}; choose another with --out")
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be used: {error.strerror}; choose another with --out") from None
+    except ValueError:
+        pass  # results.json is made anew
+    return SweepFolder(path)
+
+
+def check_machine(records: Mapping[str, Sequence[Mapping[str, Any]]], here: Mapping[str, Any], path: Path) -> None:
+    """Refuse to mix points of two machines in one table. Raises RunFolderError."""
+    for own in records.values():
+        for record in own:
+            for name in _SAME:
+                if record["environment"][name] != here[name]:
+                    was, now = _difference(record["environment"][name], here[name])
+                    raise RunFolderError(
+                        f"{path}: its points were measured with {name} {was}, and here it is {now}; --draw shows what "
+                        "is there, --out begins another"
+                    )
+
+
+def _difference(was: Any, now: Any) -> tuple[str, str]:
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        return tuple(", ".join(f"{name} {of.get(name)}" for name in names) for of in (was, now))  # type: ignore[return-value]
+    return str(was), str(now)
+
+
+COLUMNS = (
+    "variant", "status", "detail", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes", "step_s",
+    "step_s_low", "step_s_high", "tokens_per_s", "last_loss", "predicted_allocated_bytes", "predicted_reserved_bytes",
+    "predicted_step_s", "repeats", "wall_s",
+)  # fmt: skip
+
+
+def as_csv(results: Mapping[str, Any]) -> str:
+    """One line a point, an axis of the grid a column."""
+    axes = results["axes"]
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["id", *axes, *COLUMNS])
+    for point in results["points"]:
+        cells = [point["id"], *(point["axes"].get(axis, "") for axis in axes), *(point.get(name) for name in COLUMNS)]
+        table.writerow(["" if cell is None else _plain(cell) for cell in cells])
+    return text.getvalue()
+
+
+def _plain(cell: Any) -> Any:
+    """A spreadsheet runs what begins like a formula."""
+    return f"'{cell}" if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@") else cell
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)

@@ -1,0 +1,35 @@
+"""A limit to a process's memory, so that a large card behaves like a small one."""
+
+from __future__ import annotations
+
+import torch
+
+from tigon.errors import UsageError
+from tigon.memory.gpus import Gpu, find_gpu
+
+
+def gpu_row(name: str, total_bytes: int) -> Gpu:
+    """The planner's row of a GPU by the driver's name for it, else of one with as much memory."""
+    try:
+        return find_gpu(name)
+    except UsageError:
+        return find_gpu(f"{total_bytes / 2**30:.2f}GiB")
+
+
+def cap(device: torch.device, limit_bytes: int | None) -> None:
+    """Let this process have `limit_bytes` and no more.
+
+    GPU: PyTorch's allocator may reserve the limit less the CUDA context, which it does not see, as the planner counts
+    it. CPU (Linux): the process's data segment, heap and private mappings together, which counts memory when it is
+    asked for rather than when it is first used.
+    """
+    if limit_bytes is None:
+        return
+    if device.type == "cuda":
+        _, total_bytes = torch.cuda.mem_get_info(device)
+        allowed = limit_bytes - gpu_row(torch.cuda.get_device_name(device), total_bytes).context_bytes
+        torch.cuda.set_per_process_memory_fraction(max(0.0, min(1.0, allowed / total_bytes)), device)
+        return
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))

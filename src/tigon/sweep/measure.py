@@ -1,0 +1,229 @@
+"""One point measured: the training of `tigon train`, its model, techniques, arguments and Trainer, and a watch on it.
+
+On a GPU the peaks are the allocator's, of the whole process from the model's first tensor to the check of the weights
+after the last step. A CPU keeps none: there one more step is trained, in which PyTorch's allocations and releases are
+summed up, and the peak is that step's; the process's resident set is recorded beside it. Steps are timed between
+synchronisations. Reading data, evaluation, saving and the report are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from tigon.bench import record
+from tigon.errors import TigonError
+from tigon.profile.device import used_bytes
+from tigon.profile.peak import PeakMeter, training_state
+from tigon.sweep import limit, rows
+from tigon.techniques.choices import Choices
+from tigon.train import engine, heads, launch, preflight
+from tigon.train import model as models
+from tigon.train import trainer as trainers
+from tigon.train.recipe import Recipe
+
+PACKAGES = ("accelerate", "peft", "deepspeed", "bitsandbytes", "torchao")
+
+
+class TrainingStopped(Exception):
+    """The training refused to go on, for a loss that is not finite for instance: no refusal of the recipe."""
+
+
+class Watch:
+    """Step times and peaks. Every mark reads what the allocator's peaks became since the last one, and resets them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.phases: dict[str, int] = {}
+        self.allocated_bytes = self.reserved_bytes = 0
+        self.step_s: list[float] = []
+        self.updated: list[bool] = []
+        self.losses: list[float] = []
+        self._begin_s = 0.0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def mark(self, phase: str) -> None:
+        """What came before this belongs to `phase`."""
+        if self.device.type != "cuda":
+            return
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self.phases[phase] = max(self.phases.get(phase, 0), peak)
+        self.allocated_bytes = max(self.allocated_bytes, peak)
+        self.reserved_bytes = max(self.reserved_bytes, torch.cuda.max_memory_reserved(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def begin(self) -> None:
+        self._synchronize()
+        self._begin_s = time.perf_counter()
+
+    def end(self, updated: bool) -> None:
+        self._synchronize()
+        self.step_s.append(time.perf_counter() - self._begin_s)
+        self.updated.append(updated)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class _WatchedTrainer(trainers.TigonTrainer):
+    """The trainer of `tigon train`, which marks where the phases end. DeepSpeed's backward holds its optimizer step."""
+
+    watch: Watch
+    n_positions = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.watch.mark("forward")
+        return loss
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self.n_positions += inputs["input_ids"].numel()
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.watch.mark("backward")
+        return loss
+
+
+class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """Times every step; on a CPU the step after the last timed one is the one whose memory is summed up."""
+
+    def __init__(self, watch: Watch, trainer: Any, metered_step: int | None) -> None:
+        self._watch, self._trainer, self._metered_step = watch, trainer, metered_step
+        self._meter: PeakMeter | None = None
+        self.positions: list[int] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._positions_before = self._trainer.n_positions
+        if state.global_step == self._metered_step:
+            self._meter = PeakMeter(self._watch.device)
+            self._meter.start(_alive(kwargs["model"], kwargs["optimizer"]))
+        self._watch.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._meter is not None:
+            self.stop()
+            return
+        self._watch.end(not self._trainer.accelerator.optimizer_step_was_skipped)
+        self._watch.mark("optimizer")
+        self.positions.append(self._trainer.n_positions - self._positions_before)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs and state.global_step != (self._metered_step or -1) + 1:
+            self._watch.losses.append(float(logs["loss"]))
+
+    def stop(self) -> None:
+        """End the metering, also when the step failed."""
+        if self._meter is not None:
+            self._watch.allocated_bytes, self._meter = self._meter.stop().peak_bytes, None
+
+
+def _alive(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    """What outlives a step; DeepSpeed's states hang on the optimizer that it wraps."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return list(training_state(model, inner if hasattr(inner, "state") else optimizer))
+
+
+def measure(recipe: Recipe, *, how_rows: str, unchecked: bool, limit_bytes: int | None, folder: Path) -> dict[str, Any]:
+    """Train `recipe` and return what was seen. Raises what the training raises.
+
+    unchecked: even where `tigon train` refuses the combination of techniques. limit_bytes: of the process on its GPU,
+    the CUDA context counted. folder: for what techniques write (NVMe, quantised checkpoints).
+    """
+    begin_s = time.perf_counter()
+    device = preflight.check_device(recipe)
+    limit.cap(device, limit_bytes)
+    if recipe.sharding.zero > 0 or recipe.sharding.fsdp:
+        launch.name_lone_rank_if_alone()
+    if launch.joined():
+        launch.join(device)
+    config = models.load_config(recipe.model)
+    preflight.check_lengths(recipe, config)
+    choices = _choices(recipe, device, unchecked=unchecked)
+    shapes = models.parameter_shapes(config)
+    facts = engine.facts_of(recipe, config, shapes, device)
+    assert recipe.train.steps is not None, "a sweep counts steps"
+    metered_step = recipe.train.steps if device.type == "cpu" else None
+    if metered_step is not None:
+        train = dataclasses.replace(recipe.train, steps=recipe.train.steps + 1)
+        recipe = dataclasses.replace(recipe, train=train)
+    with launch.first_process_first():
+        data, collator = rows.make(recipe, config, how_rows, processes=launch.processes(), folder=folder)
+    watch = Watch(device)
+    load_s = time.perf_counter()
+    built, _ = engine.build(
+        recipe.model, config, choices, facts, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
+        base=folder / "base",
+    )  # fmt: skip
+    built = heads.put_on(built, recipe, shapes)
+    watch.mark("load")
+    args = trainers.arguments(
+        recipe.train, choices, facts, folder=folder / "checkpoints", device=device, evaluate=False
+    )
+    make_optimizer = engine.make_optimizer(recipe.train, choices)
+    trainer = _WatchedTrainer(built, args, collator, data, None, make_optimizer)
+    trainer.watch = watch
+    steps = _Steps(watch, trainer, metered_step)
+    trainer.add_callback(steps)
+    try:
+        trainer.train()
+        trainers.refuse_nonfinite_weights(built, trainer.state.global_step)
+    except TigonError as error:
+        raise TrainingStopped(error) from error
+    finally:
+        steps.stop()
+    watch.mark("save")
+    end_s = time.perf_counter()
+    _, resident_bytes = used_bytes(torch.device("cpu"))
+    return {
+        "peak_allocated_bytes": watch.allocated_bytes,
+        "peak_reserved_bytes": watch.reserved_bytes or None,
+        "peak_resident_bytes": resident_bytes,
+        "outside_bytes": _outside_bytes(device),
+        "phases": watch.phases,
+        "step_s": watch.step_s,
+        "updated": watch.updated,
+        "positions": steps.positions,
+        "losses": watch.losses,
+        "parameters": sum(shape.numel() for shape in map(torch.Size, shapes.values())),
+        "precision": choices.precision,
+        "prepare_s": load_s - begin_s,
+        "train_s": end_s - load_s,
+    }
+
+
+def _choices(recipe: Recipe, device: torch.device, *, unchecked: bool) -> Choices:
+    if not unchecked:
+        return preflight.check_techniques(recipe, device)
+    precision = preflight.resolve_precision(recipe.train.precision, device)
+    gpus = max(recipe.sharding.gpus, launch.processes())
+    return dataclasses.replace(recipe.choices(precision=precision), gpus=gpus)
+
+
+def _outside_bytes(device: torch.device) -> int | None:
+    """What the GPU has given away beyond this process's allocator: its CUDA context, and other processes."""
+    if device.type != "cuda":
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return total_bytes - free_bytes - torch.cuda.memory_reserved(device)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Card, memory, driver, versions, commit and date."""
+    import importlib.metadata
+
+    found = record.environment(device)
+    for package in PACKAGES:
+        try:
+            found["versions"][package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found["versions"][package] = None
+    gpu = device.type == "cuda"
+    found["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory if gpu else None
+    found["gpus"] = torch.cuda.device_count() if gpu else 0
+    return found

@@ -1,0 +1,133 @@
+"""What the measurements of a sweep come to: one row a point, medians over the timed steps of its repeats."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tigon.sweep import failures, folder
+from tigon.sweep.definition import Sweep
+from tigon.sweep.points import Point, changed_keys
+
+Records = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+def collect(
+    sweep: Sweep, points: Sequence[Point], records: Records, *, limit_bytes: int | None, command: str,
+    predictions: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
+    """results.json: the settings, the machine, and every point, measured or not."""
+    rows = [row_of(point, records.get(point.id, ()), sweep, predictions.get(point.id, {})) for point in points]
+    every = [record for own in records.values() for record in own]
+    return {
+        "schema": folder.SCHEMA,
+        "name": sweep.name,
+        "title": sweep.title,
+        "about": sweep.about,
+        "command": command,
+        "axes": list(sweep.axes),
+        "variants": [variant.name for variant in sweep.variants],
+        "baseline": sweep.baseline,
+        "rows": sweep.rows,
+        "steps": sweep.steps,
+        "warmup": sweep.warmup,
+        "repeats": sweep.repeats,
+        "memory_limit_bytes": limit_bytes,
+        "environment": _environment(every),
+        "points": with_skipped(rows, sweep),
+    }
+
+
+def _environment(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The machine of all records, with every commit and date that they were measured at."""
+    if not records:
+        return None
+    shared = {k: v for k, v in records[0]["environment"].items() if k not in ("tigon_commit", "date")}
+    commits, dates = (
+        sorted({str(record["environment"][name]) for record in records}) for name in ("tigon_commit", "date")
+    )
+    return {**shared, "tigon_commits": commits, "dates": dates}
+
+
+def row_of(
+    point: Point, own: Sequence[Mapping[str, Any]], sweep: Sweep, predicted: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A point of results.json."""
+    row: dict[str, Any] = {
+        "id": point.id, "variant": point.variant, "axes": dict(point.axes), "unchecked": point.unchecked,
+        "keys": changed_keys(point.recipe) if point.recipe else {}, "status": failures.NOT_MEASURED, "detail": "",
+        "predicted_allocated_bytes": predicted.get("peak_allocated_bytes"),
+        "predicted_reserved_bytes": predicted.get("peak_reserved_bytes"),
+        "predicted_device_bytes": predicted.get("device_bytes"), "predicted_step_s": predicted.get("step_s"),
+        "predicted_components": predicted.get("components"),
+    }  # fmt: skip
+    if point.refused:
+        return row | {"status": failures.REFUSED, "detail": point.refused}
+    if not own:
+        return row
+    row |= {"repeats": len(own), "wall_s": sum(record["wall_s"] for record in own)}
+    bad = next((record for record in own if record["status"] != failures.OK), None)
+    if bad is not None:
+        return row | {"status": bad["status"], "detail": bad["detail"]}
+    return row | {"status": failures.OK} | _figures([record["measured"] for record in own], sweep.warmup)
+
+
+def _figures(measured: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, Any]:
+    """Peaks are the highest of the repeats, times the median of all timed steps with their lowest and highest."""
+    timed = [step_s for one in measured for step_s in timed_steps(one, warmup)]
+    step_s = statistics.median(timed)
+    first = measured[0]
+
+    def most(name: str) -> int | None:
+        values = [one[name] for one in measured if one[name] is not None]
+        return max(values, default=None)
+
+    positions = statistics.median(first["positions"][warmup:])
+    return {
+        "peak_allocated_bytes": most("peak_allocated_bytes"), "peak_reserved_bytes": most("peak_reserved_bytes"),
+        "peak_resident_bytes": most("peak_resident_bytes"), "outside_bytes": most("outside_bytes"),
+        "phases": {name: max(one["phases"].get(name, 0) for one in measured) for name in first["phases"]},
+        "step_s": step_s, "step_s_low": min(timed), "step_s_high": max(timed), "n_timed": len(timed),
+        "tokens_per_step": positions * first["processes"], "tokens_per_s": positions * first["processes"] / step_s,
+        "last_loss": first["losses"][-1] if first["losses"] else None, "losses": first["losses"],
+        "skipped_updates": sum(not done for one in measured for done in one["updated"]),
+        "parameters": first["parameters"], "precision": first["precision"],
+    }  # fmt: skip
+
+
+def timed_steps(measured: Mapping[str, Any], warmup: int) -> list[float]:
+    """Seconds of the steps after the warm-up that changed the weights: fp16 loss scaling skips a few at first, and
+    those are quicker. All of them where none did."""
+    steps = list(zip(measured["step_s"], measured["updated"], strict=True))[warmup:]
+    return [step_s for step_s, updated in steps if updated] or [step_s for step_s, _ in steps]
+
+
+def with_skipped(rows: Sequence[dict[str, Any]], sweep: Sweep) -> list[dict[str, Any]]:
+    """Rows not measured because a smaller one ran out of memory say so."""
+    return [
+        row | {"status": failures.SKIPPED, "detail": f"after {why} ran out of memory"}
+        if row["status"] == failures.NOT_MEASURED and (why := skipped_after(row, rows, sweep.stop_after_oom))
+        else row
+        for row in rows
+    ]
+
+
+def skipped_after(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], axis: str | None) -> str | None:
+    """The id of a row that differs only by a smaller value of `axis` and ran out of memory."""
+    if axis is None or axis not in row["axes"]:
+        return None
+    for other in rows:
+        if other["status"] != failures.OUT_OF_MEMORY or other["variant"] != row["variant"]:
+            continue
+        if axis not in other["axes"] or other["axes"][axis] >= row["axes"][axis]:
+            continue
+        if all(other["axes"].get(name) == value for name, value in row["axes"].items() if name != axis):
+            return str(other["id"])
+    return None
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, with hours where there are any."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

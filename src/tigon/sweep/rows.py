@@ -1,0 +1,112 @@
+"""The rows of a point, exactly as many as its steps take.
+
+recipe   what the recipe's `data` says
+random   rows of exactly `data.sequence_length` tokens, drawn from the whole vocabulary, one document each, all learned:
+         memory and time do not depend on what the tokens say, and nothing has to be read or tokenised
+alpaca   instruction, input and output made of the text that every Python carries, in Alpaca's form: only the output is
+         learned, rows are packed as the recipe says, and the text is learned by nobody's standard
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tigon.errors import RecipeError
+from tigon.train import documents, tokenizer
+from tigon.train import model as models
+from tigon.train.packing import Collator, Row, RowDataset, pack
+from tigon.train.recipe import Recipe
+from tigon.train.tokenizer import IGNORE_INDEX
+
+ALPACA_FILE = "alpaca.jsonl"
+_INPUT_CHARACTERS, _ALPACA_ROWS = 100, 12_000
+_ANSWER_CHARACTERS = (120, 240, 480)
+"""In turns: several such rows fit into one of 512 tokens, as of Alpaca's."""
+
+
+def make(recipe: Recipe, config: Any, how: str, *, processes: int, folder: Path) -> tuple[RowDataset, Collator]:
+    """(rows, their collator). folder: where the Alpaca rows are written. Raises RecipeError as `tigon train` does."""
+    train = recipe.train
+    assert train.steps is not None, "a sweep counts steps"
+    count = train.steps * train.batch_size * train.gradient_accumulation * processes
+    flatten = recipe.data.packing and recipe.model.attention.startswith("flash")
+    if how == "random":
+        rows, pad_id = _random(count, recipe.data.sequence_length, config.vocab_size), 0
+        return RowDataset(rows), Collator(pad_id, packing=True, flatten=flatten)
+    if how == "alpaca":
+        source = alpaca_file(folder)
+        data = replace(recipe.data, source=(str(source),), format="alpaca", too_long="truncate")
+        recipe = replace(recipe, data=data)
+    rows, pad_id = _of_recipe(recipe)
+    # too few rows are repeated, so that no batch of an epoch's end is smaller than the others
+    rows = (rows * math.ceil(count / len(rows)))[:count]
+    return RowDataset(rows), Collator(pad_id, recipe.data.packing, flatten)
+
+
+def _random(count: int, length: int, vocab_size: int) -> list[Row]:
+    generator = torch.Generator().manual_seed(1)
+    positions_T = torch.arange(length, dtype=torch.int32)
+    rows = []
+    for _ in range(count):
+        tokens_T = torch.randint(vocab_size, (length,), generator=generator, dtype=torch.int32)
+        labels_T = tokens_T.clone()
+        labels_T[0] = IGNORE_INDEX  # nothing before it predicts it
+        rows.append(Row(tokens_T, labels_T, positions_T))
+    return rows
+
+
+def _of_recipe(recipe: Recipe) -> tuple[list[Row], int]:
+    data, model = recipe.data, recipe.model
+    read = documents.read(data.source, data.format, data.max_text_mib)
+    if data.tokenizer == "auto" and models.is_preset(model.name):
+        texts = [document.text for document in read]
+        tok = tokenizer.train_bpe(texts, data.vocab_size, tokenizer.default_cache_folder())
+    else:
+        own = data.tokenizer == "auto"
+        tok = tokenizer.load_tokenizer(
+            model.name if own else data.tokenizer, revision=model.revision if own else None,
+            trust_remote_code=model.trust_remote_code,
+        )  # fmt: skip
+    packed = pack(
+        tokenizer.encode(read, tok), data.sequence_length, packing=data.packing,
+        cross_document=data.cross_document_attention, too_long=data.too_long,
+    )  # fmt: skip
+    if not packed.rows:
+        raise RecipeError(f"{', '.join(data.source)}: no row of {data.sequence_length} tokens; name more text")
+    return packed.rows, tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
+
+
+def alpaca_file(folder: Path) -> Path:
+    """Rows in Alpaca's form from the built-in text, in `folder`; made once."""
+    path = folder / ALPACA_FILE
+    if not path.exists():
+        lines = [json.dumps(row) for row, _ in zip(_alpaca_rows(), range(_ALPACA_ROWS), strict=False)]
+        scratch = path.with_name(f".{path.name}.part")
+        scratch.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        scratch.replace(path)
+    return path
+
+
+def _alpaca_rows() -> Iterator[dict[str, str]]:
+    """Each document in pieces: the beginning of a piece is the input, the rest the output."""
+    lengths = itertools.cycle(_ANSWER_CHARACTERS)
+    for document in documents.read((documents.BUILT_IN,), "auto", 8.0):
+        start = 0
+        while start + _INPUT_CHARACTERS + max(_ANSWER_CHARACTERS) < len(document.text):
+            middle = start + _INPUT_CHARACTERS
+            stop = middle + next(lengths)
+            if document.text[middle:stop].strip():
+                yield {
+                    "instruction": f"Continue this passage of {document.origin}.",
+                    "input": document.text[start:middle],
+                    "output": document.text[middle:stop],
+                }
+            start = stop

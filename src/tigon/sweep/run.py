@@ -1,0 +1,371 @@
+"""`tigon sweep`, in order: read, expand, look at the machine, measure point after point, write the report.
+
+Every point is a process of its own, or as many as it has GPUs: nothing of one point is left for the next, and what
+takes the process down takes only the point. The planner predicts a point while it is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tigon.errors import RecipeError, TigonError, UsageError
+from tigon.memory.gpus import find_gpu
+from tigon.profile.units import in_bytes
+from tigon.sweep import definition, failures, folder, points, results
+from tigon.sweep.definition import Sweep
+from tigon.sweep.folder import SweepFolder
+from tigon.sweep.points import Point
+from tigon.sweep.processes import AHEAD, Workers
+from tigon.train import preflight, stopping
+
+LEAST_LIMIT_BYTES = 1 << 30
+PREDICTIONS = "predictions.json"
+DEFAULT_OUT = Path("runs") / "sweeps"
+_FINISHED = (failures.OK, failures.OUT_OF_MEMORY)
+
+
+@dataclass
+class Run:
+    """A sweep under way."""
+
+    sweep: Sweep
+    points: list[Point]
+    folder: SweepFolder
+    environment: Mapping[str, Any]
+    limit_bytes: int | None
+    command: str
+    predictions: dict[str, dict[str, Any]]
+    records: dict[str, list[dict[str, Any]]]
+    workers: Workers
+    wall_s: list[tuple[str, float]] = field(default_factory=list)
+    """(variant, seconds) of what was measured in this call."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            results.row_of(point, self.records.get(point.id, ()), self.sweep, self.predictions.get(point.id, {}))
+            for point in self.points
+        ]
+
+    def results(self) -> dict[str, Any]:
+        return results.collect(
+            self.sweep, self.points, self.records, limit_bytes=self.limit_bytes, command=self.command,
+            predictions=self.predictions,
+        )  # fmt: skip
+
+
+def sweep(
+    path: Path, assignments: Sequence[str] = (), *, memory_limit: str | None = None, time_limit: str | None = None,
+    out: Path | None = None, only: str | None = None, retry: bool = False, draw: bool = False,
+) -> Path:  # fmt: skip
+    """Carry out the sweep file, or what of it is not in its folder yet; returns the folder.
+
+    draw: measure nothing, only make the report of what is there. retry: failed points again. Raises RecipeError and
+    UsageError before anything is measured.
+    """
+    preflight.check_packages()
+    time_limit_s = _time_limit(time_limit)
+    read = definition.load(path)
+    limit_bytes = _limit(memory_limit or read.memory_limit)
+    chosen = folder.open_folder(out or DEFAULT_OUT / read.name, read.name)
+    before = chosen.machine()
+    # results of a GPU are drawn anywhere: what the recipes say `on_gpu` holds for them there too
+    measured_on_gpu = before is not None and before["memory_bytes"] is not None
+    every = points.expand(
+        read, assignments, memory_limit_bytes=limit_bytes, scratch=chosen.scratch,
+        gpu_present=lambda: measured_on_gpu or preflight.gpu_present(),
+    )  # fmt: skip
+    run = Run(
+        sweep=read, points=every, folder=chosen, environment=before or {}, limit_bytes=limit_bytes,
+        command=_command(path, assignments, memory_limit), predictions=_read_predictions(chosen, every),
+        records=chosen.records(every), workers=Workers(chosen),
+    )  # fmt: skip
+    with stopping.sigterm_interrupts():
+        try:
+            if draw:
+                for point in every:
+                    _predict(run, point)
+            else:
+                _measure(run, _chosen(every, only, path), time_limit_s=time_limit_s, retry=retry)
+        except KeyboardInterrupt as interrupt:
+            _say(run, "interrupted; what was measured is kept, and the same command goes on")
+            if isinstance(interrupt, stopping.Terminated):
+                raise SystemExit(stopping.EXIT_OFFSET + signal.SIGTERM) from None
+            raise
+        finally:
+            run.workers.close()
+            _finish(run)
+    return chosen.path
+
+
+def _limit(text: str | None) -> int | None:
+    if text is None:
+        return None
+    limit_bytes = find_gpu(text).memory_bytes
+    if limit_bytes < LEAST_LIMIT_BYTES:
+        raise UsageError(f"--memory-limit {text} is less than 1 GiB; give a size such as 24GiB, or a GPU's name.")
+    if not preflight.gpu_present() and not sys.platform.startswith("linux"):
+        raise UsageError("--memory-limit needs a GPU, or Linux for a limit of the process on the CPU; leave it out.")
+    return limit_bytes
+
+
+def _time_limit(text: str | None) -> float | None:
+    """Seconds of `500`, `500s` or `9m`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)?", (text or "").strip())
+    if text is None:
+        return None
+    if not found:
+        raise UsageError(f"--time-limit {text}: give seconds, minutes or hours, e.g. 500s, 9m or 1h.")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2] or "s"]
+
+
+def _command(path: Path, assignments: Sequence[str], memory_limit: str | None) -> str:
+    words = ["tigon", "sweep", str(path)]
+    words += [word for text in assignments for word in ("--set", text)]
+    return shlex.join(words + (["--memory-limit", memory_limit] if memory_limit else []))
+
+
+def _chosen(every: Sequence[Point], only: str | None, path: Path) -> list[Point]:
+    if only is None:
+        return list(every)
+    try:
+        found = [point for point in every if re.search(only, point.id)]
+    except re.error as error:
+        raise UsageError(f"--only {only}: not a regular expression: {error}.") from None
+    if not found:
+        raise UsageError(f"--only {only} finds no point of {path}; the first is called {every[0].id!r}.")
+    return found
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+def _measure(run: Run, chosen: Sequence[Point], *, time_limit_s: float | None, retry: bool) -> None:
+    began_s = time.perf_counter()
+    todo = _todo(run, chosen, retry=retry)
+    _say(
+        run,
+        f"sweep    {run.sweep.path}: {len(run.points)} points, {len(todo)} measurements to do, in {run.folder.path}",
+    )
+    for point in run.points:
+        if point.refused:
+            _say(run, f"refused  {point.id}: {point.refused}")
+    if not todo:
+        return
+    run.environment = _probe(run)
+    folder.check_machine(run.records, run.environment, run.folder.path)
+    _say(run, f"device   {run.environment['device']}{_limit_words(run)}")
+    for number, (point, repeat) in enumerate(todo, 1):
+        ahead = len(todo) - number + 1
+        if why := results.skipped_after(_row(run, point), run.rows(), run.sweep.stop_after_oom):
+            _say(run, f"[{number}/{len(todo)}] {point.id}: skipped, after {why} ran out of memory")
+            continue
+        passed_s = time.perf_counter() - began_s
+        if time_limit_s is not None and passed_s + _expected_s(run, point) > time_limit_s:
+            _say(run, f"time limit: {ahead} not started, from {point.id}; the same command measures what is left")
+            break
+        if run.environment["memory_bytes"] and not run.workers.n_ready:
+            run.workers.prepare(min(AHEAD, ahead))
+        record = _measure_one(run, point, repeat)
+        run.folder.keep(point, repeat, record)
+        _remember(run, point, record)
+        _say(run, f"[{number}/{len(todo)}] {point.id}: {_result_words(run, point, record)}  {_eta(run, todo[number:])}")
+
+
+def _todo(run: Run, chosen: Sequence[Point], *, retry: bool) -> list[tuple[Point, int]]:
+    """What is not measured yet: a first time for all, then a second. A failed point is not measured further."""
+    todo = []
+    for repeat in range(run.sweep.repeats):
+        for point in chosen:
+            own = run.records.get(point.id, [])
+            done = {record["repeat"] for record in own if not retry or record["status"] in _FINISHED}
+            failed = any(record["status"] != failures.OK for record in own if record["repeat"] in done)
+            if not point.refused and not failed and repeat not in done:
+                todo.append((point, repeat))
+    return todo
+
+
+def _remember(run: Run, point: Point, record: dict[str, Any]) -> None:
+    others = [one for one in run.records.get(point.id, []) if one["repeat"] != record["repeat"]]
+    run.records[point.id] = sorted([*others, record], key=lambda one: int(one["repeat"]))
+    run.wall_s.append((point.variant, record["wall_s"]))
+
+
+def _row(run: Run, point: Point) -> dict[str, Any]:
+    return results.row_of(point, run.records.get(point.id, ()), run.sweep, {})
+
+
+def _expected_s(run: Run, point: Point) -> float:
+    """How long a point may take, by the longest of the last ones: of its own variant, if there was one."""
+    own = [seconds for variant, seconds in run.wall_s if variant == point.variant]
+    return max((own or [seconds for _, seconds in run.wall_s])[-3:], default=0.0)
+
+
+def _eta(run: Run, ahead: Sequence[tuple[Point, int]]) -> str:
+    rest = sum(_expected_s(run, point) for point, _ in ahead)
+    return f"({run.wall_s[-1][1]:.0f} s; ETA {results.clock(rest)})" if ahead else f"({run.wall_s[-1][1]:.0f} s)"
+
+
+# --- one point -------------------------------------------------------------------------------------------------------
+
+
+def _measure_one(run: Run, point: Point, repeat: int) -> dict[str, Any]:
+    """Carry out one repeat of a point in its own processes: a record, whatever became of them."""
+    import yaml
+
+    assert point.recipe is not None, "refused points are not measured"
+    scratch, log = run.folder.scratch, run.folder.log(point, repeat)
+    recipe_file, result = scratch / "recipe.yaml", scratch / "result"
+    recipe_file.write_text(yaml.safe_dump(point.recipe.as_mapping(), allow_unicode=True), encoding="utf-8")
+    order = {
+        "recipe": str(recipe_file), "rows": run.sweep.rows, "unchecked": point.unchecked,
+        "limit_bytes": run.limit_bytes, "result": str(result),
+    }  # fmt: skip
+    kills = failures.kernel_kills()
+    began_s = time.perf_counter()
+    # what techniques write can be as large as the model: not into the results
+    with tempfile.TemporaryDirectory(prefix="tigon-sweep-") as room:
+        code = _run(run, {**order, "folder": room}, point, log)
+    wall_s = time.perf_counter() - began_s
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(scratch.glob("result.*"))]
+    _empty(scratch)
+    status, detail, measured = _judge(found, code, point, log, kills, run.sweep.timeout_s)
+    return {
+        "schema": folder.SCHEMA, "id": point.id, "key": point.key, "variant": point.variant, "axes": dict(point.axes),
+        "repeat": repeat, "status": status, "detail": detail, "measured": measured, "wall_s": wall_s,
+        "environment": run.environment, "command": run.command, "memory_limit_bytes": run.limit_bytes,
+        "recipe": point.recipe.as_mapping(),
+    }  # fmt: skip
+
+
+def _run(run: Run, order: Mapping[str, Any], point: Point, log: Path) -> int | None:
+    """The exit code of the point's processes, or None when they took too long; the planner works meanwhile."""
+    assert point.recipe is not None
+    with run.workers.carry_out(order, log, processes=point.recipe.sharding.gpus) as process:
+        began_s = time.perf_counter()
+        _predict(run, point)
+        try:
+            return process.wait(max(1.0, run.sweep.timeout_s - (time.perf_counter() - began_s)))
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def _probe(run: Run) -> dict[str, Any]:
+    """The machine, as a worker sees it. Raises RecipeError when no worker can run."""
+    own = run.folder
+    answer, log = own.scratch / "probe.json", own.path / folder.LOGS / "probe.log"
+    with run.workers.carry_out({"probe": str(answer)}, log) as process:
+        code = process.wait()
+    if not answer.exists():
+        _, detail = failures.of_exit(code, log, None)
+        raise RecipeError(f"a point cannot be started: {detail}; {log} has all of it")
+    found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    _empty(own.scratch)
+    return found
+
+
+def _empty(scratch: Path) -> None:
+    import shutil
+
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(exist_ok=True)
+
+
+def _judge(
+    found: Sequence[Mapping[str, Any]], code: int | None, point: Point, log: Path, kills: int | None, timeout_s: float
+) -> tuple[str, str, dict[str, Any] | None]:
+    """(status, reason, figures) from what the processes wrote, or from how they ended."""
+    assert point.recipe is not None
+    for status in (failures.OUT_OF_MEMORY, failures.REFUSED, failures.FAILED):
+        for one in found:
+            if one["status"] == status:
+                return status, one["detail"], None
+    if len(found) == point.recipe.sharding.gpus:
+        return failures.OK, "", _together(found)
+    if code is None:
+        return failures.TIMED_OUT, f"longer than {timeout_s:g} s", None
+    return (*failures.of_exit(code, log, kills), None)
+
+
+def _together(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One set of figures for all processes: the first one's, with the highest peaks of any."""
+    measured = {name: value for name, value in found[0].items() if name not in ("status", "detail")}
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes"):
+        values = [one[name] for one in found if one[name] is not None]
+        measured[name] = max(values, default=None)
+    return measured | {"processes": len(found)}
+
+
+# --- predictions -----------------------------------------------------------------------------------------------------
+
+
+def _predict(run: Run, point: Point) -> None:
+    """Ask the planner about a point once; a point that it cannot predict has no prediction. It predicts GPUs only."""
+    total_bytes = run.environment.get("memory_bytes")
+    if total_bytes is None or point.id in run.predictions or point.recipe is None:
+        return
+    from tigon.sweep.prediction import predict
+
+    try:
+        found = predict(point.recipe, run.environment["device"], min(total_bytes, run.limit_bytes or total_bytes))
+    except TigonError as error:
+        found = {"reason": failures.line(error)}
+    run.predictions[point.id] = {**found, "key": point.key}
+
+
+def _read_predictions(own: SweepFolder, every: Sequence[Point]) -> dict[str, dict[str, Any]]:
+    """What was predicted before of points that are still the same."""
+    try:
+        found: dict[str, dict[str, Any]] = json.loads((own.path / PREDICTIONS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    keys = {point.id: point.key for point in every}
+    return {name: told for name, told in found.items() if told.get("key") == keys.get(name)}
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def _finish(run: Run) -> None:
+    """Results and report of what is there, also after an interruption."""
+    from tigon.sweep import report, worker  # matplotlib and transformers, which take seconds
+
+    if run.predictions:
+        worker.write(run.folder.path / PREDICTIONS, run.predictions)
+    found = run.results()
+    run.folder.write_results(found)
+    report.write(found, run.folder.path)
+    done = sum(row["status"] in _FINISHED for row in found["points"])
+    _say(run, f"results  {done} of {len(found['points'])} points measured, {run.folder.path / folder.RESULTS}")
+    _say(run, f"report   {run.folder.path / 'report.html'}")
+
+
+def _say(run: Run, text: str) -> None:
+    print(text, flush=True)
+
+
+def _limit_words(run: Run) -> str:
+    if run.limit_bytes is None:
+        return ""
+    how = "the CUDA context counted" if run.environment["memory_bytes"] else "of the process's data segment"
+    return f", limited to {run.limit_bytes / 2**30:.1f} GiB, {how}"
+
+
+def _result_words(run: Run, point: Point, record: Mapping[str, Any]) -> str:
+    if record["status"] != failures.OK:
+        return f"{record['status']}. {record['detail']}"
+    row = _row(run, point)
+    return (
+        f"peak {in_bytes(row['peak_allocated_bytes'])}, {row['tokens_per_s']:,.0f} tokens/s, "
+        f"{1e3 * row['step_s']:,.0f} ms a step"
+    )

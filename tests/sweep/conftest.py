@@ -1,0 +1,125 @@
+"""A sweep file, and a worker that ends as it is told instead of training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+yaml = pytest.importorskip("yaml")
+for package in ("transformers", "typer", "rich", "matplotlib", "jinja2"):
+    pytest.importorskip(package)
+
+# What it does is chosen by the point's seed; it writes what a worker writes.
+FAKE_WORKER = """
+import importlib.util, json, os, sys, time
+from pathlib import Path
+import yaml
+# by its path: importing tigon imports PyTorch, which takes seconds
+spec = importlib.util.spec_from_file_location("worker", os.environ["TIGON_TEST_WORKER"])
+worker = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(worker)
+if len(sys.argv) > 1:
+    file = sys.argv[1]
+else:
+    Path(os.environ["TIGON_SWEEP_READY"]).touch()
+    file = sys.stdin.readline().strip() or sys.exit(1)
+worker._end_with_the_sweep()
+order = json.loads(Path(file).read_text())
+gpu = os.environ.get("TIGON_TEST_GPU")
+if "probe" in order:
+    worker.write(Path(order["probe"]), {"device": gpu or "CPU (test)", "driver": None, "threads": 1,
+                 "memory_bytes": 139 * 2**30 if gpu else None, "gpus": 0, "versions": {"torch": "0"},
+                 "tigon_commit": "abc", "date": "2026-01-01"})
+    sys.exit()
+recipe = yaml.safe_load(Path(order["recipe"]).read_text())
+size, seed = recipe["train"]["batch_size"], recipe["train"]["seed"]
+Path(order["result"]).with_name("started").touch()
+with open(os.environ["TIGON_TEST_STARTED"], "a") as said:
+    said.write(f"{size} {seed} {os.getpid()}\\n")
+if seed == 2 and size >= 16:
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has little.")
+if seed == 3:
+    os.kill(os.getpid(), 9)
+if seed == 4:
+    time.sleep(60)
+if seed == 5:
+    print("Traceback"); sys.exit("ValueError: the moon is full")
+if seed == 6 and size == 8:
+    time.sleep(60)
+worker.write(Path(order["result"] + ".0"), {"status": "ok", "detail": "", "peak_allocated_bytes": size * 2**20,
+    "peak_reserved_bytes": None, "peak_resident_bytes": 1, "outside_bytes": None, "phases": {},
+    "step_s": [9.0, 0.5, 1.0, 0.1], "updated": [True, True, True, False], "positions": [size * 8] * 4,
+    "losses": [2.0, 1.0], "parameters": 7, "precision": "fp32"})
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder as the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
+    return tmp_path
+
+
+@pytest.fixture
+def write_sweep(here: Path) -> Callable[..., Path]:
+    """Writes s.yaml: a grid of rows, and whatever keys are given."""
+
+    def write(**keys: Any) -> Path:
+        mapping: dict[str, Any] = {
+            "name": "s",
+            "recipe": {"train": {"device": "cpu", "precision": "fp32"}, "data": {"sequence_length": 8}},
+            "grid": {"train.batch_size": [4, 8]},
+            "rows": "random",
+            "steps": 4,
+            "warmup": 1,
+        } | keys
+        path = here / f"{mapping['name']}.yaml"
+        path.write_text(yaml.safe_dump({k: v for k, v in mapping.items() if v is not None}, sort_keys=False))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def fake_workers(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Points are carried out by FAKE_WORKER; returns the (batch size, seed) of those started so far."""
+    from tigon.sweep import processes, worker
+
+    script, started = here / "fake_worker.py", here / "started.txt"
+    script.write_text(FAKE_WORKER, encoding="utf-8")
+    monkeypatch.setattr(processes, "WORKER", (str(script),))
+    monkeypatch.setenv("TIGON_TEST_STARTED", str(started))
+    monkeypatch.setenv("TIGON_TEST_WORKER", worker.__file__)
+
+    def seen() -> list[str]:
+        text = started.read_text(encoding="utf-8") if started.exists() else ""
+        return [" ".join(line.split()[:2]) for line in text.splitlines()]
+
+    return seen
+
+
+@pytest.fixture
+def tigon(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The `tigon` command in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        from tigon import cli
+
+        monkeypatch.setattr(sys, "argv", ["tigon", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call

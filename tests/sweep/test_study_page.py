@@ -1,0 +1,132 @@
+"""docs/study.md says what the committed records say, and no number where there is no record."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tigon.errors import UsageError
+from tigon.sweep import blocks, definition, failures, points, published, results, study
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "study.md"
+GIB = 1 << 30
+ENVIRONMENT = {
+    "device": "Test GPU", "driver": "1", "threads": None, "versions": {"torch": "9"}, "memory_bytes": 100 * GIB,
+    "gpus": 1, "tigon_commit": "abc", "date": "2026-01-02",
+}  # fmt: skip
+
+
+def invented(name: str, folder: Path) -> dict:
+    """A record of a committed sweep, its figures made up: peaks grow with the tokens, and some run out of memory."""
+    read = definition.load(ROOT / "recipes" / "study" / f"{name}.yaml")
+    every = points.expand(read, (), memory_limit_bytes=24 * GIB, gpu_present=lambda: True, scratch=folder)
+    records = {}
+    for number, point in enumerate(every):
+        train = point.recipe.train
+        tokens = train.batch_size * point.recipe.data.sequence_length
+        each = {"none": 3, "no-flce": 2.5, "tigon": 0.18, "liger": 0.17}[point.recipe.model.kernels]
+        peak = int(GIB * (2 + each * tokens / 2048))
+        status = failures.OUT_OF_MEMORY if peak > 24 * GIB else failures.OK
+        figures = {
+            "peak_allocated_bytes": peak, "peak_reserved_bytes": peak + GIB, "peak_resident_bytes": 1,
+            "outside_bytes": GIB // 2, "phases": {"forward": peak},
+            "step_s": [9.0, *[0.5 + number / 100] * (read.steps - 1)],
+            "updated": [True] * read.steps, "positions": [tokens] * read.steps, "losses": [9.0, 8.0 + number / 1000],
+            "parameters": 1, "precision": "bf16", "processes": 1,
+        }  # fmt: skip
+        records[point.id] = [{
+            "status": status, "detail": "", "wall_s": 30.0, "repeat": 0, "measured": figures,
+            "environment": ENVIRONMENT,
+        }]  # fmt: skip
+    told = {point.id: {"peak_allocated_bytes": 5 * GIB} for point in every}
+    return results.collect(read, every, records, limit_bytes=24 * GIB, command=f"tigon sweep {name}", predictions=told)
+
+
+# One of each kind of block: drawing takes a second a record.
+MADE_UP = ("batch", "sequence", "largest-batch", "ladder", "techniques", "paper-two-gpus")
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory):
+    """A folder of records, one of each block."""
+    folder = tmp_path_factory.mktemp("records")
+    (folder / "test-gpu" / "study").mkdir(parents=True)
+    for name in MADE_UP:
+        text = json.dumps(invented(name, folder))
+        (folder / "test-gpu" / "study" / f"{name}.json").write_text(text, encoding="utf-8")
+    return folder
+
+
+def inside(text: str, name: str) -> str:
+    begin, end = study.markers(name)
+    return text[text.index(begin) + len(begin) : text.index(end)].strip()
+
+
+def test_committed_page_differs_from_the_committed_records():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    records = study.load(ROOT / study.RECORDS)
+    assert study.page(text, records) == text, "run `python -m tigon.sweep.study --into docs/study.md`"
+    for image in re.findall(r"\]\((img/study/[^)]+)\)", text):
+        assert (DOCUMENT.parent / image).is_file(), image
+
+
+def test_block_without_a_record_has_a_number():
+    text = study.page(DOCUMENT.read_text(encoding="utf-8"), {})
+    for name in study.BLOCKS:
+        assert inside(text, name).startswith("Not measured yet.")
+        assert not re.search(r"\d", inside(text, name)), name
+    assert inside(text, "advice") == "Not measured yet."
+
+
+def test_page_of_records_misses_a_figure(made_up, tmp_path):
+    document = tmp_path / "study.md"
+    document.write_text(DOCUMENT.read_text(encoding="utf-8"), encoding="utf-8")
+    study.main(["--records", str(made_up), "--into", str(document)])
+    text = document.read_text(encoding="utf-8")
+    assert all("Not measured yet" not in inside(text, name) for name in (*MADE_UP, "advice"))
+    batch = inside(text, "batch")
+    assert "Test GPU (100.0 GiB, driver 1)" in batch and "tigon at commit abc; 2026-01-02" in batch
+    row = next(line for line in batch.splitlines() if line.startswith("| 8 |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:4] == ["14.00", "5.00", "16,384"] and cells[-2:] == ["17.1", "3.4"]
+    row = next(line for line in batch.splitlines() if line.startswith("| 112 |"))
+    assert "OOM" in row and row.rstrip().endswith("| OOM | 19.4 |")
+    assert "Most rows in a micro-batch that ran: unpatched 8, all but linear CE 16, tigon 112, Liger 112." in batch
+    advice = inside(text, "advice")
+    assert "at 8 rows of 1024 tokens tigon's kernels take 11.3 of 14.0 GiB away, 9.3 of them" in advice
+    assert "0.548" not in text and "-55 %, +43 % (64 rows)" in inside(text, "paper-two-gpus")
+    for image in re.findall(r"\]\((img/study/[^)]+)\)", text):
+        assert (tmp_path / image).read_text(encoding="utf-8").startswith("<svg"), image
+    again = study.page(text, study.load(made_up))
+    assert again == text, "made twice, the page differs"
+
+
+def test_page_without_a_marker_or_a_file_that_is_no_record_is_taken(tmp_path):
+    with pytest.raises(UsageError, match="has no lines <!-- study: batch -->"):
+        study.page("# nothing", {})
+    (tmp_path / "gpu" / "study").mkdir(parents=True)
+    (tmp_path / "gpu" / "study" / "batch.json").write_text('{"schema": 1, "name": "sequence"}', encoding="utf-8")
+    with pytest.raises(UsageError, match=r"is no results.json of the sweep batch"):
+        study.load(tmp_path)
+
+
+def test_every_figure_of_others_names_its_source():
+    for source in (published.STUDY, published.PAPER, published.AMD):
+        assert source.name and source.setting
+    page = DOCUMENT.read_text(encoding="utf-8")
+    assert "arXiv 2410.10989" in page
+    assert set(published.PAPER_GAINS) == set(published.AMD_GAINS)
+
+
+def test_ladder_compares_with_a_rung_that_did_not_run(made_up):
+    record = json.loads((made_up / "test-gpu/study/ladder.json").read_text(encoding="utf-8"))
+    for row, peak_gib in zip(record["points"], range(20, 0, -1), strict=False):
+        row |= {"status": "ok", "peak_allocated_bytes": peak_gib * GIB}
+        row |= {"tokens_per_s": 1000.0, "step_s": 1.0, "last_loss": 8.0}
+    record["points"][1] |= {"status": failures.OUT_OF_MEMORY}
+    third = blocks.ladder(record).splitlines()[4]
+    assert "| -2.00 |" in third, "its neighbour did not run: the rung before that counts"

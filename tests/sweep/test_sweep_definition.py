@@ -1,0 +1,115 @@
+"""A wrong sweep file is one line with the file, the key and what to write; nothing is measured or written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tigon.errors import RecipeError
+from tigon.sweep import definition, points
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+WRONG = {
+    "an unknown key": ({"repeat": 2}, "repeat is not a key of a sweep; the nearest is repeats"),
+    "an unknown recipe key": ({"grid": {"train.batchsize": [1]}}, "the nearest is train.batch_size"),
+    "an empty axis": ({"grid": {"train.batch_size": []}}, "no values"),
+    "steps in the recipe's words": ({"set": {"train.steps": 4}}, "write steps: in the sweep file"),
+    "a key in two places": ({"set": {"train.batch_size": 4}}, "an axis of the grid"),
+    "no step left to time": ({"steps": 2, "warmup": 2}, "leaves none to time"),
+    "a baseline that is no variant": ({"baseline": "x"}, "must be one of all"),
+    "an axis of words": (
+        {"grid": {"model.kernels": ["none"]}, "stop_after_oom": "model.kernels"}, "a key of the grid with numbers",
+    ),
+    "rows of another kind": ({"rows": "real"}, "one of recipe, random, alpaca"),
+    "a name with a path": ({"name": ".."}, "names a folder"),
+    "variants and recipes": ({"variants": {"a": {}}, "recipes": "*.yaml"}, "give one of them"),
+    "a pattern without files": ({"recipe": None, "recipes": "x*.yaml"}, "matches no file"),
+    "no recipe": ({"recipe": None}, "recipe is the path of a recipe file"),
+    "half a step": ({"steps": 2.5}, "a whole number from 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_sweep_file_is_not_refused_with_its_reason(name, write_sweep, here):
+    keys, reason = WRONG[name]
+    path = write_sweep(**keys) if keys.get("name") != ".." else write_sweep()
+    if keys.get("name") == "..":
+        path.write_text(path.read_text().replace("name: s", "name: .."))
+    with pytest.raises(RecipeError, match="(?s)" + reason.replace("(", r"\(")):
+        definition.load(path)
+
+
+def test_refusal_of_the_command_is_more_than_a_line(write_sweep, tigon, here):
+    code, out, err = tigon("sweep", write_sweep(stepz=3))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "stepz" in err and not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--time-limit", "soon"), "e.g. 500s, 9m or 1h"),
+        (("--memory-limit", "24 apples"), "24GiB"),
+        (("--set", "train.batch_size=1"), "is an axis"),
+        (("--set", "train.learning_rate=fast"), "no point can be trained"),
+        (("--only", "["), "not a regular expression"),
+        (("--only", "x"), "finds no point"),
+    ],
+)
+def test_wrong_flag_is_not_refused(arguments, said, write_sweep, tigon):
+    code, _, err = tigon("sweep", write_sweep(), *arguments)
+    assert code == 2 and said in err and err.count("\n") == 1
+
+
+def _expand(path: Path, here: Path, *assignments: str) -> list[points.Point]:
+    read = definition.load(path)
+    return points.expand(read, assignments, memory_limit_bytes=None, gpu_present=lambda: False, scratch=here)
+
+
+def test_union_of_grids_repeats_or_loses_a_point(write_sweep, here):
+    grids = [
+        {"train.batch_size": [1, 2], "data.sequence_length": [8]},
+        {"train.batch_size": [2], "data.sequence_length": [8, 16]},
+    ]
+    found = _expand(write_sweep(grid=grids, variants={"a": {}, "b": {"model.kernels": "none"}}), here)
+    places = {(p.variant, p.axes["train.batch_size"], p.axes["data.sequence_length"]) for p in found}
+    assert len(found) == len(places) == 6
+    assert all(p.recipe.train.batch_size == p.axes["train.batch_size"] for p in found)
+    assert {p.recipe.model.kernels for p in found if p.variant == "b"} == {"none"}
+
+
+def test_excluded_pair_takes_the_sweep_down(write_sweep, here):
+    found = _expand(write_sweep(variants={"good": {}, "bad": {"train.optimizer": "galore", "sharding.zero": 2}}), here)
+    assert [bool(p.refused) for p in found] == [False, True, False, True]
+    assert "ZeRO hands the optimizer flat slices" in found[1].refused
+
+
+def test_unchecked_variant_is_refused(write_sweep, here):
+    keys = {"train.optimizer": "galore", "sharding.zero": 2, "unchecked": True}
+    assert all(p.recipe is not None for p in _expand(write_sweep(variants={"bad": keys}), here))
+
+
+def test_point_keeps_its_record_when_what_it_trains_changes(write_sweep, here):
+    before = _expand(write_sweep(), here)[0]
+    assert _expand(write_sweep(title="another"), here)[0].key == before.key
+    assert _expand(write_sweep(), here, "train.learning_rate=1")[0].key != before.key
+    assert _expand(write_sweep(steps=5), here)[0].key != before.key
+
+
+@pytest.mark.parametrize("path", sorted((RECIPES / "study").glob("*.yaml")), ids=lambda path: path.stem)
+def test_committed_sweep_has_a_refused_point(path, tmp_path):
+    if path.stem == "base":
+        pytest.skip("a recipe, not a sweep")
+    read = definition.load(path)
+    assert read.name == path.stem
+    found = points.expand(read, (), memory_limit_bytes=None, gpu_present=lambda: True, scratch=tmp_path)
+    assert not [f"{p.id}: {p.refused}" for p in found if p.refused]
+
+
+def test_technique_has_no_place_in_the_study():
+    sweeps = [definition.load(RECIPES / "study" / f"{name}.yaml") for name in ("techniques", "techniques-two-gpus")]
+    measured = {variant.name for sweep in sweeps for variant in sweep.variants}
+    # AdamW in mixed precision is both its own recipe and amp-bf16's
+    assert {path.stem for path in (RECIPES / "techniques").glob("*.yaml")} - measured == {"adamw"}

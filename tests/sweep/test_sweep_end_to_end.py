@@ -1,0 +1,119 @@
+"""Real points: what is measured is the training of `tigon train`, and the counts are those of the model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tigon.sweep import definition, failures, points
+from tigon.sweep.measure import measure
+
+SMALL = {
+    "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 4096, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def run_point(write_sweep, here):
+    """Measures, in this process, the one point that a sweep file with these keys has."""
+
+    def run(how: str = "random", **keys: object) -> dict:
+        recipe = {
+            "model": {"name": "tigon-demo", "config": SMALL},
+            "data": {"sequence_length": 64, "max_text_mib": 0.05, "vocab_size": 1000},
+            "train": {"device": "cpu", "precision": "fp32", "batch_size": 8, "learning_rate": 0.01},
+        }
+        path = write_sweep(recipe=recipe, grid={}, steps=3, rows=how, set=keys)
+        (point,) = points.expand(
+            definition.load(path), (), memory_limit_bytes=None, gpu_present=lambda: False, scratch=here
+        )
+        assert not point.refused
+        return measure(point.recipe, how_rows=how, unchecked=False, limit_bytes=None, folder=here)
+
+    return run
+
+
+def test_peak_of_a_point_is_not_what_its_kernels_hold(run_point):
+    """The logits of 8 x 64 tokens over 4096 words are 8 MiB in fp32; the unfused loss holds several of them."""
+    plain, fused = (run_point(**{"model.kernels": kernels}) for kernels in ("none", "tigon"))
+    logits_bytes = 8 * 64 * 4096 * 4
+    assert plain["peak_allocated_bytes"] - fused["peak_allocated_bytes"] > 1.5 * logits_bytes
+    assert plain["losses"] == pytest.approx(fused["losses"], rel=1e-5)
+    for found in (plain, fused):
+        assert found["positions"] == [512] * 3 and len(found["step_s"]) == len(found["losses"]) == 3
+        assert found["updated"] == [True] * 3
+        assert found["parameters"] == 4096 * 32 + 32 + 2 * 32 + 32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 64
+
+
+def test_accumulated_micro_batches_are_not_counted(run_point):
+    assert run_point(**{"train.gradient_accumulation": 2})["positions"] == [1024] * 3
+
+
+@pytest.mark.parametrize("how", ["recipe", "alpaca"])
+def test_rows_of_text_do_not_fill_every_step_alike(how, run_point):
+    found = run_point(how, **{"data.cross_document_attention": True, "data.sequence_length": 128})
+    assert all(800 < positions <= 1024 for positions in found["positions"])
+    assert found["losses"][-1] < found["losses"][0], "nothing was learned of real rows"
+
+
+def test_refusal_of_this_machine_and_divergence_look_alike(here):
+    """What a worker makes of them; in this process."""
+    import yaml
+
+    from tigon.sweep import worker
+
+    def result(**train: object) -> tuple[str, str]:
+        recipe = {
+            "model": {"name": "tigon-demo", "config": SMALL}, "data": {"sequence_length": 16},
+            "train": {"steps": 3, "device": "cpu", "batch_size": 2, "precision": "fp32", "max_grad_norm": 0, **train},
+        }  # fmt: skip
+        (here / "r.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+        order = {"recipe": str(here / "r.yaml"), "rows": "random", "unchecked": False, "limit_bytes": None}
+        found = worker._carry_out({**order, "folder": str(here)})
+        return found["status"], found["detail"]
+
+    assert result(precision="amp-fp16") == (
+        failures.REFUSED, "train.precision: amp-fp16 needs a GPU, and this run is on the CPU"
+    )  # fmt: skip
+    status, detail = result(learning_rate=1e38)
+    assert status == failures.FAILED and "not finite" in detail
+
+
+def test_quick_point_cannot_be_measured_by_the_command(write_sweep, tigon, here):
+    """The whole way once: a process of its own, its record, the report; and nothing is measured a second time."""
+    recipe = {
+        "model": {"name": "tigon-demo", "config": SMALL}, "data": {"sequence_length": 16},
+        "train": {"device": "cpu", "precision": "fp32", "batch_size": 2},
+    }  # fmt: skip
+    path = write_sweep(recipe=recipe, grid={}, steps=2)
+    code, out, err = tigon("sweep", path, "--memory-limit", "8GiB")
+    assert code == 0, err
+    found = json.loads((here / "runs/sweeps/s/results.json").read_text(encoding="utf-8"))
+    (row,) = found["points"]
+    assert row["status"] == failures.OK, row["detail"]
+    assert row["peak_allocated_bytes"] > 4 * row["parameters"] * 4 and row["tokens_per_step"] == 32
+    assert found["memory_limit_bytes"] == 8 << 30 and "limited to 8.0 GiB, of the process's data segment" in out
+    assert (here / "runs/sweeps/s/report.html").exists()
+    code, out, _ = tigon("sweep", path, "--memory-limit", "8GiB")
+    assert code == 0 and "0 measurements to do" in out
+
+
+def test_memory_limit_of_a_cpu_does_not_end_a_point_as_out_of_memory():
+    """In a process of its own, because a limit cannot be taken back."""
+    import subprocess
+    import sys
+
+    code = """
+import torch
+from tigon.sweep import failures
+from tigon.sweep.limit import cap
+cap(torch.device("cpu"), 4 << 30)
+try:
+    torch.ones(3 << 30)
+except RuntimeError as error:
+    print(failures.of_exception(error)[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == failures.OUT_OF_MEMORY, done.stderr[-500:]

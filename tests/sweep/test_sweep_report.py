@@ -1,0 +1,68 @@
+"""The report of a sweep: what is measured stands in it, names are no markup, and it opens in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree
+
+import pytest
+
+from tigon.sweep import charts, failures
+from tigon.sweep.run import sweep
+
+EVIL = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+def evil(write_sweep, fake_workers):
+    """A sweep whose every string is hostile, with points of all kinds."""
+    path = write_sweep(
+        title=f"{EVIL} | `t` $x_1$", about=f"{EVIL} [l](javascript:alert(1))",
+        grid={"train.batch_size": [4, 16]},
+        variants={f"_{EVIL}": {}, "fat $y^2$": {"train.seed": 2}, "bad": {"train.seed": 5}},
+    )  # fmt: skip
+    return sweep(path)
+
+
+def test_name_is_read_as_markup(evil):
+    page = (evil / "report.html").read_text(encoding="utf-8")
+    assert "<script" not in page and "&lt;script&gt;" in page
+    for svg in (evil / "charts").iterdir():
+        text = svg.read_text(encoding="utf-8")
+        assert "<script" not in text
+        xml.etree.ElementTree.fromstring(text)  # well formed, whatever the names
+        assert "fat $y^2$" in text, "read as mathematics"
+    markdown = (evil / "report.md").read_text(encoding="utf-8")
+    assert "<script" not in markdown and not re.search(r"(?<!\\)\]\(javascript", markdown)
+
+
+def test_report_loads_something_or_runs_a_script(evil):
+    page = (evil / "report.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in page
+    assert not re.search(r'(src|href)="(?!#)[^"]*"', page)
+
+
+def test_table_lacks_what_was_measured_or_why_it_was_not(evil):
+    page = (evil / "report.html").read_text(encoding="utf-8")
+    assert "4.0 MiB" in page
+    assert failures.OUT_OF_MEMORY in page
+    assert "ValueError: the moon is full" in page
+    assert "CPU (test)" in page and "2026-01-01" in page and "abc" in page
+
+
+def test_out_of_memory_is_not_marked_in_the_bars(evil):
+    found = json.loads((evil / "results.json").read_text(encoding="utf-8"))
+    drawn = charts.draw(found)
+    bars = next(svg for name, svg in drawn.items() if name.startswith("bars"))
+    assert bars.count(">OOM<") == 2 and bars.count(">failed<") >= 2  # one in each panel
+
+
+def test_facets_of_a_union_of_grids(write_sweep, fake_workers):
+    grids = [
+        {"train.batch_size": [1, 2], "data.sequence_length": [8]},
+        {"train.batch_size": [2], "data.sequence_length": [8, 16]},
+    ]
+    found = json.loads((sweep(write_sweep(grid=grids)) / "results.json").read_text(encoding="utf-8"))
+    parts = {(part.axis, tuple(part.values)) for part in charts.slices(found)}
+    assert parts == {("train.batch_size", (1, 2)), ("data.sequence_length", (8, 16))}
