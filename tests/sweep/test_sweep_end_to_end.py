@@ -15,17 +15,19 @@ SMALL = {
 }  # fmt: skip
 
 
+RECIPE = {
+    "model": {"name": "tigon-demo", "config": SMALL},
+    "data": {"sequence_length": 64, "max_text_mib": 0.05, "vocab_size": 1000},
+    "train": {"device": "cpu", "precision": "fp32", "batch_size": 8, "learning_rate": 0.01},
+}
+
+
 @pytest.fixture
 def run_point(write_sweep, here):
     """Measures, in this process, the one point that a sweep file with these keys has."""
 
     def run(how: str = "random", **keys: object) -> dict:
-        recipe = {
-            "model": {"name": "tigon-demo", "config": SMALL},
-            "data": {"sequence_length": 64, "max_text_mib": 0.05, "vocab_size": 1000},
-            "train": {"device": "cpu", "precision": "fp32", "batch_size": 8, "learning_rate": 0.01},
-        }
-        path = write_sweep(recipe=recipe, grid={}, steps=3, rows=how, set=keys)
+        path = write_sweep(recipe=RECIPE, grid={}, steps=3, rows=how, set=keys)
         (point,) = points.expand(
             definition.load(path), (), memory_limit_bytes=None, gpu_present=lambda: False, scratch=here
         )
@@ -45,6 +47,19 @@ def test_peak_of_a_point_is_not_what_its_kernels_hold(run_point):
         assert found["positions"] == [512] * 3 and len(found["step_s"]) == len(found["losses"]) == 3
         assert found["updated"] == [True] * 3
         assert found["parameters"] == 4096 * 32 + 32 + 2 * 32 + 32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 64
+
+
+def test_point_trains_otherwise_than_tigon_train(run_point, here):
+    from tigon.train.run import train
+
+    keys = {"train.schedule": "constant"}
+    point = run_point("recipe", **keys)
+    keys |= {"data.eval_fraction": 0, "train.log_steps": 1, "train.steps": 3}
+    path = here / "r.yaml"
+    path.write_text(json.dumps(RECIPE | {"output": {"save_model": False, "sample_tokens": 0}}))
+    run = train(path, [f"{key}={value}" for key, value in keys.items()])
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert point["losses"] == [record["loss"] for record in records if record["event"] == "train"]
 
 
 def test_accumulated_micro_batches_are_not_counted(run_point):

@@ -1,6 +1,6 @@
-"""The rows of a point, exactly as many as its steps take.
+"""The rows of a point, at least as many as its steps take.
 
-recipe   what the recipe's `data` says
+recipe   what the recipe's `data` says, all of it, so that the steps see what they would in `tigon train`
 random   rows of exactly `data.sequence_length` tokens, drawn from the whole vocabulary, one document each, all learned:
          memory and time do not depend on what the tokens say, and nothing has to be read or tokenised
 alpaca   instruction, input and output made of the text that every Python carries, in Alpaca's form: only the output is
@@ -46,8 +46,8 @@ def make(recipe: Recipe, config: Any, how: str, *, processes: int, folder: Path)
         data = replace(recipe.data, source=(str(source),), format="alpaca", too_long="truncate")
         recipe = replace(recipe, data=data)
     rows, pad_id = _of_recipe(recipe)
-    # too few rows are repeated, so that no batch of an epoch's end is smaller than the others
-    rows = (rows * math.ceil(count / len(rows)))[:count]
+    if len(rows) < count:  # repeated, so that no batch of an epoch's end is smaller than the others
+        rows = (rows * math.ceil(count / len(rows)))[:count]
     return RowDataset(rows), Collator(pad_id, recipe.data.packing, flatten)
 
 
