@@ -70,6 +70,10 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
                 for case in op.cases:
                     if case.small and max(case.shape) <= 200:
                         run(op.call, op, with_leaves(op, make(op, case, torch.float32)))
+    with _recorded(recorded):  # in place only of what was computed
+        for up in (torch.randn(4, 32), None):
+            gate = torch.randn(4, 32, requires_grad=True) * 1.0
+            OPS["swiglu"].call(gate, None if up is None else up.requires_grad_() * 1.0, inplace=True).sum().backward()
     # bf16 has operators of its own where a kernel runs: logits that leave their product as exponentials.
     op = OPS["linear_cross_entropy"]
     with _recorded(recorded), nullcontext() if HAS_GPU else kernels_on_the_cpu():

@@ -133,19 +133,30 @@ def glu_bwd(dy, gate, up, activation, want_dgate, want_dup):
     dgate = torch.empty(gate.shape if want_dgate else (0,), dtype=gate.dtype, device=gate.device)
     other = gate if up is None else up
     dup = torch.empty(other.shape if want_dup else (0,), dtype=other.dtype, device=other.device)
-    if gate.numel():
-        g_MF, u_MF = _halves(gate, up)
-        M, F = g_MF.shape
-        if up is None:
-            dg_MF, du_MF = _halves(dgate, None)
-        else:
-            dg_MF, du_MF = (d.view(M, F) if d.numel() else d.view(0, 1) for d in (dgate, dup))
-        dy_MF = row_view(dy, F)
-        grid, tile = _tile(M, F, BWD_TILE, gate.device.index)
-        launch(
-            gate, glu_bwd_kernel, grid,
-            dy_MF, g_MF, u_MF, dg_MF, du_MF, M, F,
-            dy_MF.stride(0), g_MF.stride(0), u_MF.stride(0), dg_MF.stride(0), du_MF.stride(0),
-            ACTIVATION=activation, WANT_DG=want_dgate, WANT_DU=up is None or want_dup, **tile,
-        )  # fmt: skip
+    _launch_bwd(dy, gate, up, dgate, dup, activation, want_dgate, want_dup)
     return dgate, dup
+
+
+def glu_bwd_inplace(dy, gate, up, activation):
+    """Launch the backward with the gradients written over gate and up, which are contiguous: an element's program has
+    read all three of its numbers before it writes two."""
+    _launch_bwd(dy, gate, up, gate, up, activation, True, True)
+
+
+def _launch_bwd(dy, gate, up, dgate, dup, activation, want_dgate, want_dup):
+    if not gate.numel():
+        return
+    g_MF, u_MF = _halves(gate, up)
+    M, F = g_MF.shape
+    if up is None:
+        dg_MF, du_MF = _halves(dgate, None)
+    else:
+        dg_MF, du_MF = (d.view(M, F) if d.numel() else d.view(0, 1) for d in (dgate, dup))
+    dy_MF = row_view(dy, F)
+    grid, tile = _tile(M, F, BWD_TILE, gate.device.index)
+    launch(
+        gate, glu_bwd_kernel, grid,
+        dy_MF, g_MF, u_MF, dg_MF, du_MF, M, F,
+        dy_MF.stride(0), g_MF.stride(0), u_MF.stride(0), dg_MF.stride(0), du_MF.stride(0),
+        ACTIVATION=activation, WANT_DG=want_dgate, WANT_DU=up is None or want_dup, **tile,
+    )  # fmt: skip

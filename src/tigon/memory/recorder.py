@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
             with self:  # its fake allocates what the kernel does, temporaries included
                 out = primitive.fake(*args)
             self.tape.segments[-1].cost.host_calls = calls
-        results = out if isinstance(out, (tuple, list)) else (out,)
+        results = out if isinstance(out, (tuple, list)) else _written(func, args) if out is None else (out,)
         self.tape.segments[-1].cost.host_calls += self._host_calls if name in PRIMITIVES else 1
         inplace = _FIRST if _sums_gradients(func, args) else self._inplace.get(name)
         fresh = False
@@ -175,6 +175,12 @@ class Recorder(TorchDispatchMode):
             if isinstance(arg, (tuple, list)):
                 tensors += [t for t in arg if isinstance(t, Tensor)]
         cost.moved_bytes += sum(t.numel() * t.itemsize for t in tensors)
+
+
+def _written(func: Any, args: Any) -> tuple[Any, ...]:
+    """The arguments that an operator writes to: all the result of one that returns nothing."""
+    said = zip(args, func._schema.arguments, strict=False)
+    return tuple(arg for arg, word in said if word.alias_info is not None and word.alias_info.is_write)
 
 
 _FIRST: Inplace = {0: 0}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tigon import ops
 from tigon.models import probe
 from tigon.models.seam import Seam, is_dtensor
+from tigon.ops.glu import alone
 
 Gated = Callable[..., Tensor]
 _GELU_ERF, _GELU_TANH = partial(ops.geglu, approximate="none"), partial(ops.geglu, approximate="tanh")
@@ -112,7 +113,15 @@ class GatedMlpSeam(Seam):
                 return plain_forward(self, x)
             if gate_scale is not None:
                 g = g * getattr(self, gate_scale)
-            y = gated(g) if packed is not None else gated(g, getattr(self, up)(x))
+            if packed is not None:
+                inplace = alone(g)
+                y = gated(g, inplace=inplace)
+            else:
+                u = getattr(self, up)(x)
+                inplace = alone(g) and alone(u)
+                y = gated(g, u, inplace=inplace)
+                del u
+            del g  # without gradients nothing else holds them
             z: Tensor = getattr(self, down)(y)
             return z if down_scale is None else z * getattr(self, down_scale)
 

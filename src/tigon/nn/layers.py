@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon import ops
-from tigon.ops.glu import Approximate
+from tigon.ops.glu import Approximate, alone
 from tigon.ops.rms_norm import Casting
 
 # B, T = any leading dimensions; H = hidden, F = intermediate.
@@ -117,19 +117,23 @@ class _GatedMLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, **options)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
 
-    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gate, up (..., F) -> (..., F)."""
+    def gated(self, gate: Tensor, up: Tensor, inplace: bool) -> Tensor:
+        """gate, up (..., F) -> (..., F). inplace: as in the ops."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        inplace = alone(gate) and alone(up)
+        inner = self.gated(gate, up, inplace)
+        del gate, up
+        return self.down_proj(inner)  # type: ignore[no-any-return]
 
 
 class SwiGLUMLP(_GatedMLP):
     """Llama's MLP: act = silu (Shazeer 2020, arXiv 2002.05202)."""
 
-    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return ops.swiglu(gate, up)
+    def gated(self, gate: Tensor, up: Tensor, inplace: bool) -> Tensor:
+        return ops.swiglu(gate, up, inplace=inplace)
 
 
 class GeGLUMLP(_GatedMLP):
@@ -141,5 +145,5 @@ class GeGLUMLP(_GatedMLP):
         super().__init__(hidden_size, intermediate_size, **options)
         self.approximate: Approximate = approximate
 
-    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return ops.geglu(gate, up, approximate=self.approximate)
+    def gated(self, gate: Tensor, up: Tensor, inplace: bool) -> Tensor:
+        return ops.geglu(gate, up, approximate=self.approximate, inplace=inplace)

@@ -8,10 +8,15 @@ f is recomputed.
 
 A packed projection is taken as it is: `swiglu(gate_up)` reads the two halves of (..., 2F) in place and writes one
 packed gradient, where `chunk` would cost a copy of the gradient.
+
+`inplace=True` lets the backward write dgate and dup over gate and up, two tensors less when an MLP's backward holds
+most. The caller says with it that nobody else reads the two; `alone` finds that out for a tensor that the caller has
+just made. A backward that keeps the graph (`retain_graph=True`) leaves them as they are.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Literal
 
 import torch
@@ -59,16 +64,27 @@ def _bwd_reference(
     dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, want_dgate: bool, want_dup: bool
 ) -> tuple[Tensor, Tensor]:
     dgate, dup = _bwd_fake(dy, gate, up, activation, want_dgate, want_dup)
+    dg, du = _split(dgate, None) if up is None else (dgate, dup)
+    _write_grads(dy, gate, up, activation, dg if want_dgate else None, du if want_dup or up is None else None)
+    return dgate, dup
+
+
+def _bwd_inplace_reference(dy: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> None:
+    _write_grads(dy, gate, up, activation, *_split(gate, up))
+
+
+def _write_grads(
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, dg: Tensor | None, du: Tensor | None
+) -> None:
+    """Into dg and du, which may be the halves themselves."""
     g, u = _split(gate, up)
     acc = torch.promote_types(dy.dtype, torch.float32)
     f, df = _activation(g.to(acc), activation)
     dy = dy.to(acc)
-    dg, du = _split(dgate, None) if up is None else (dgate, dup)
-    if want_dgate:
+    if dg is not None:
         dg.copy_(dy * u.to(acc) * df)
-    if want_dup or up is None:
+    if du is not None:
         du.copy_(dy * f)
-    return dgate, dup
 
 
 def _fwd_fake(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
@@ -98,13 +114,23 @@ glu_bwd = Primitive(
     kernel="tigon.kernels.glu:glu_bwd",
     fake=_bwd_fake,
 )
+glu_bwd_inplace = Primitive(
+    "glu_bwd_inplace",
+    "(Tensor dy, Tensor(a!) gate, Tensor(b!)? up, str activation) -> ()",
+    reference=_bwd_inplace_reference,
+    kernel="tigon.kernels.glu:glu_bwd_inplace",
+    fake=lambda dy, gate, up, activation: None,
+)
 
 
 class GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, inplace: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
+        # A leaf's value is the caller's, and one gradient without the other leaves an input to be read.
+        both = ctx.needs_input_grad[0] and (up is None or ctx.needs_input_grad[1])
+        ctx.inplace = inplace and both and all(t is None or (not t.is_leaf and t.is_contiguous()) for t in (gate, up))
         return glu_fwd(gate, up, activation)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -112,14 +138,47 @@ class GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         want_dgate, want_dup = ctx.needs_input_grad[:2]
+        if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
+            dgate, dup = gate.detach(), None if up is None else up.detach()
+            glu_bwd_inplace(dy, dgate, dup, ctx.activation)
+            # Whoever saved them after all gets an error from autograd instead of gradients for activations.
+            torch.autograd.graph.increment_version([t for t in (dgate, dup) if t is not None])
+            return dgate, dup, None, None
         dgate, dup = glu_bwd(dy, gate, up, ctx.activation, want_dgate, want_dup)
-        return dgate if want_dgate else None, dup if want_dup else None, None
+        return dgate if want_dgate else None, dup if want_dup else None, None, None
 
 
-_glu = Differentiable("glu", "(Tensor gate, Tensor? up, str activation) -> Tensor", GLU.apply)
+_glu = Differentiable("glu", "(Tensor gate, Tensor? up, str activation, bool inplace) -> Tensor", GLU.apply)
 
 
-def _gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def _holders(x: Tensor) -> tuple[int, int]:
+    """References to the Python object, and tensors (views, detached ones) that share its memory."""
+    return sys.getrefcount(x), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
+def _counted_for_a_caller(x: Tensor) -> tuple[int, int]:
+    return _holders(x)
+
+
+def _of_a_new_tensor() -> tuple[int, int]:
+    x = torch.empty(1)
+    return _counted_for_a_caller(x)
+
+
+# What this Python and this PyTorch count for a tensor that only one local variable holds.
+_ALONE = _of_a_new_tensor()
+
+
+def alone(x: Tensor) -> bool:
+    """Whether nothing holds `x`, or memory of it, but one local variable of the calling function: no hook kept it. Ask
+    before the call that `x` is passed to: while arguments are put together, they count too.
+
+    What autograd saved of it for another node is not seen; such a node gets an error from autograd, not wrong numbers.
+    """
+    return not torch.compiler.is_compiling() and _holders(x) == _ALONE
+
+
+def _gated(gate: Tensor, up: Tensor | None, activation: str, inplace: bool) -> Tensor:
     check_dtype(gate, up)
     if up is None:
         if gate.ndim == 0 or gate.shape[-1] % 2:
@@ -132,15 +191,17 @@ def _gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
         if torch.float64 in (gate.dtype, up.dtype):
             # fp64 has no kernel, so both must be seen to be fp64.
             gate, up = gate.double(), up.double()
-    return _glu(gate, up, activation)  # type: ignore[no-any-return]
+    # A compiler plans its own buffers.
+    return _glu(gate, up, activation, inplace and not torch.compiler.is_compiling())  # type: ignore[no-any-return]
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = False) -> Tensor:
     """`silu(gate) * up`.
 
     Args:
         gate: (..., F), fp16, bf16, fp32 or fp64, any strides; or both halves packed, (..., 2F) = [gate | up].
         up: (..., F) of gate's shape, its dtype may differ; None when gate is packed.
+        inplace: nobody else reads gate and up, so that the backward may write their gradients over them.
 
     Returns:
         (..., F), in the promoted dtype of gate and up. Gradients have the dtype of their input.
@@ -148,10 +209,12 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     Raises:
         ShapeError: shapes or devices differ, or a packed width is odd. DtypeError: not a supported float.
     """
-    return _gated(gate, up, "silu")
+    return _gated(gate, up, "silu", inplace)
 
 
-def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh") -> Tensor:
+def geglu(
+    gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", inplace: bool = False
+) -> Tensor:
     """`gelu(gate) * up`; args, result and errors as `swiglu`.
 
     Args:
@@ -162,7 +225,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = 
     """
     if approximate not in _GELU:
         raise OptionError(f"approximate={approximate!r} is not known; choose one of {', '.join(_GELU)}.")
-    return _gated(gate, up, _GELU[approximate])
+    return _gated(gate, up, _GELU[approximate], inplace)
 
 
 def swiglu_oracle(gate: Tensor, up: Tensor | None = None) -> Tensor:
