@@ -83,6 +83,7 @@ def test_signal_outside_of_training_says_nothing_or_exits_otherwise(recipe, tigo
     """In the last evaluation and while the model is built there is no step to wait for."""
     from tigon.train import run
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     for name, number, code in (("_final_eval_loss", signal.SIGTERM, 143), ("_build", signal.SIGINT, 130)):
         with monkeypatch.context() as patch:
             kill_at(patch, run, name, 1, number)

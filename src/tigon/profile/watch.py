@@ -28,6 +28,7 @@ class Watch:
         self._journal, self._model, self._layers = journal, model, layers
         self._checkpointed, self._name_nodes = checkpointed, name_nodes
         self._handles: list[Any] = []
+        self._bracketed: list[tuple[nn.Module, str, Any]] = []
 
     def __enter__(self) -> Watch:
         add, model = self._handles.append, self._model
@@ -35,6 +36,7 @@ class Watch:
         add(model.register_forward_pre_hook(self._enter_model))
         add(model.register_forward_hook(self._leave_model))
         for number, layer in enumerate(self._layers):
+            self._bracket_recomputation(number, layer)
             add(layer.register_forward_pre_hook(functools.partial(self._enter_layer, number), with_kwargs=True))
             # also when a recomputation stops early, which it does by raising
             add(layer.register_forward_hook(functools.partial(self._leave_layer, number), always_call=True))
@@ -51,6 +53,9 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for layer, name, function in self._bracketed:
+            setattr(layer, name, function)
+        self._bracketed.clear()
 
     # --- what the training loop says ---------------------------------------------------------------------------------
 
@@ -99,6 +104,25 @@ class Watch:
     def _enter_head(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not _in_backward():
             self._journal.enter("loss")
+
+    def _bracket_recomputation(self, number: int, layer: nn.Module) -> None:
+        """By what the layer hands to its checkpointing function: from transformers 5.23 on, hooks on a layer do not run
+        again in a recomputation."""
+
+        def bracketed(function: Callable[..., Any], *args: Any) -> Any:
+            if not _in_backward():
+                return function(*args)
+            self._journal.enter("backward", number, recomputed=True)
+            try:  # it stops early, by raising
+                return function(*args)
+            finally:
+                self._journal.enter("backward", number)
+
+        for name in [name for name in vars(layer) if name.endswith("checkpointing_func")]:
+            checkpoint = getattr(layer, name)
+            self._bracketed.append((layer, name, checkpoint))
+            setattr(layer, name, lambda function, *args, checkpoint=checkpoint, **options: checkpoint(
+                functools.partial(bracketed, function), *args, **options))  # fmt: skip
 
     def _enter_layer(self, number: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
         if _in_backward():
