@@ -78,6 +78,44 @@ def test_another_node_that_saved_an_input_computes_with_the_gradient() -> None:
         squared.backward()
 
 
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("which", ["gate_proj", "up_proj"])
+def test_a_loss_on_the_gates_reads_gradients_instead(which: str, checkpointed: bool) -> None:
+    """Another node saves what a hook sees; recomputed, autograd checks no versions of it."""
+    from torch.utils.checkpoint import checkpoint
+
+    def step(inplace: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        mlp, extra = SwiGLUMLP(16, 64), []
+        getattr(mlp, which).register_forward_hook(lambda m, a, out: extra.append(out.pow(2).mean()))
+        if not inplace:
+            mlp.gated = lambda gate, up, _: swiglu(gate, up)  # type: ignore[method-assign]
+
+        def run(x: Tensor) -> Tensor:
+            del extra[:]
+            out = mlp(x).sum()
+            return out + extra[0]
+
+        x = torch.randn(8, 16, requires_grad=True)
+        (checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)).backward()
+        return [x.grad, *(p.grad for p in mlp.parameters())]
+
+    for got, want in zip(step(True), step(False), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_recomputed_mlp_holds_gradients_beside_what_they_could_overwrite(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    from tigon.ops import glu
+
+    calls = []
+    run = glu.glu_bwd_inplace.run
+    monkeypatch.setattr(glu.glu_bwd_inplace, "run", lambda *args: calls.append(1) or run(*args))
+    checkpoint(SwiGLUMLP(16, 64), torch.randn(8, 16, requires_grad=True), use_reentrant=False).sum().backward()
+    assert calls
+
+
 # --- the modules that ask for it -------------------------------------------------------------------------------------
 
 

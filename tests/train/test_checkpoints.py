@@ -122,6 +122,35 @@ def test_damaged_file_of_the_newest_checkpoint_is_resumed_from(tmp_path):
         checkpoint.newest(folder)
 
 
+def test_checkpoints_kept_are_damaged_ones_or_a_save_removes_what_it_replaces_first(tmp_path, monkeypatch):
+    def save(step: int, keep: int) -> None:
+        (checkpoint.scratch(tmp_path, step) / f"checkpoint-{step}").mkdir(parents=True)
+        (checkpoint.scratch(tmp_path, step) / f"checkpoint-{step}" / "w").write_text(str(step))
+        checkpoint.publish(tmp_path, step, {}, keep=keep)
+
+    def left() -> list[str]:
+        return sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+
+    for step in (5, 10):
+        save(step, keep=2)
+    assert left() == ["checkpoint-10", "checkpoint-5"]
+    (tmp_path / "checkpoint-20").mkdir()  # damaged: 10 was resumed
+    save(13, keep=2)
+    assert left() == ["checkpoint-10", "checkpoint-13"]
+    save(14, keep=1)
+    assert left() == ["checkpoint-14"]
+    seen: list[bool] = []
+    rmtree = shutil.rmtree
+
+    def watched(path: Path, **options: bool) -> None:
+        seen.append(checkpoint.problem_of(tmp_path / "checkpoint-14", 14) is None)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", watched)
+    save(14, keep=1)
+    assert seen and all(seen), "the checkpoint is gone while its successor is not yet there"
+
+
 def test_digest_of_a_file_in_pieces_misses_one(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "PIECE_BYTES", 1000)
     monkeypatch.setattr(checkpoint, "READ_BYTES", 300)

@@ -52,6 +52,7 @@ BAD_ROWS = {
     "empty answer": (b'{"prompt": "p", "completion": " "}\n', "nothing to learn from"),
     "not UTF-8": (b'{"prompt": "\xff", "completion": "c"}\n', "not UTF-8"),
     "deep JSON": (b"[" * 200_000 + b"\n", "nested too deeply"),
+    "long number": (b'{"prompt": ' + b"1" * 5000 + b"}\n", "not a JSON row"),
 }
 
 

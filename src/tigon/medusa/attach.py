@@ -112,10 +112,12 @@ class HeadedSeam(Seam):
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         seam, base_forward, base_train = self, base.forward, base.train
         signature = inspect.signature(base_forward)
+        more = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             bound = signature.bind_partial(self, *args, **kwargs).arguments
-            inputs = {**bound, **bound.pop("kwargs", {})}
+            extra = bound.pop(more[0], {}) if more else {}
+            inputs = {**bound, **extra}
             heads = getattr(self, NAME)
             if inputs.get("labels") is None or not (self.training or heads.state.scoring):
                 return base_forward(self, *args, **kwargs)
@@ -138,6 +140,8 @@ class HeadedSeam(Seam):
         """The losses of one batch, the keyword arguments of the model's forward."""
         heads, head = getattr(model, NAME), model.get_output_embeddings()
         labels, positions = inputs["labels"], inputs.get("position_ids")
+        if positions is not None and positions.ndim == 2:  # (1, T) stands for every row
+            positions = positions.expand(labels.shape)
         layer_inputs: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             if heads.spec.kind == "mtp":

@@ -30,12 +30,15 @@ class HeadRecord:
         """One micro-batch: `losses` and `counts`, and `accuracy` if it was asked for. num_items: what the losses were
         divided by; None: each by its own count."""
         assert found.losses is not None and found.counts is not None
-        counts = found.counts.double()
-        sums = found.losses.detach().double() * (counts if num_items is None else torch.as_tensor(num_items).to(counts))
+        finite = found.losses.detach().isfinite()  # a step that is not is left out of the run's loss too
+        counts = torch.where(finite, found.counts.double(), 0.0)
+        sums = torch.where(finite, found.losses.detach().double(), 0.0) * (
+            counts if num_items is None else torch.as_tensor(num_items).to(counts)
+        )
         self._loss_sums = _plus(self._loss_sums, sums)
         self._counts = _plus(self._counts, counts)
         if found.accuracy is not None:
-            self._hits = _plus(self._hits, found.accuracy.double() * counts.unsqueeze(1))
+            self._hits = _plus(self._hits, torch.nan_to_num(found.accuracy.double()) * counts.unsqueeze(1))
             self._ranked = _plus(self._ranked, counts)
 
     def join(self, other: HeadRecord) -> None:

@@ -138,10 +138,14 @@ class GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         want_dgate, want_dup = ctx.needs_input_grad[:2]
-        if ctx.inplace and not torch._C._autograd._get_current_graph_task_keep_graph():
+        # A checkpoint that made them again made one alias for each node that saved them.
+        shared = (
+            ctx.inplace and _CAN_TELL and any(t is not None and _holders(t)[1:2] != _ALONE[1:2] for t in (gate, up))
+        )
+        if ctx.inplace and not shared and not torch._C._autograd._get_current_graph_task_keep_graph():
             dgate, dup = gate.detach(), None if up is None else up.detach()
             glu_bwd_inplace(dy, dgate, dup, ctx.activation)
-            # Whoever saved them after all gets an error from autograd instead of gradients for activations.
+            # Should anybody have saved them after all, autograd finds out where it checks versions.
             torch.autograd.graph.increment_version([t for t in (dgate, dup) if t is not None])
             return dgate, dup, None, None
         dgate, dup = glu_bwd(dy, gate, up, ctx.activation, want_dgate, want_dup)
@@ -151,31 +155,32 @@ class GLU(torch.autograd.Function):
 _glu = Differentiable("glu", "(Tensor gate, Tensor? up, str activation, bool inplace) -> Tensor", GLU.apply)
 
 
-def _holders(x: Tensor) -> tuple[int, int]:
-    """References to the Python object, and tensors (views, detached ones) that share its memory."""
-    return sys.getrefcount(x), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+def _holders(x: Tensor) -> tuple[int, int, int]:
+    """References to the Python object, tensors (views, detached ones) that share its memory, and C++ references to it,
+    those of autograd nodes that saved it among them."""
+    shared_by = torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+    return sys.getrefcount(x), shared_by, x._use_count()  # type: ignore[attr-defined]
 
 
-def _counted_for_a_caller(x: Tensor) -> tuple[int, int]:
+def _counted_for_a_caller(x: Tensor) -> tuple[int, int, int]:
     return _holders(x)
 
 
-def _of_a_new_tensor() -> tuple[int, int]:
+def _of_a_new_tensor() -> tuple[int, int, int]:
     x = torch.empty(1)
     return _counted_for_a_caller(x)
 
 
+_CAN_TELL = hasattr(torch.Tensor, "_use_count")
 # What this Python and this PyTorch count for a tensor that only one local variable holds.
-_ALONE = _of_a_new_tensor()
+_ALONE = _of_a_new_tensor() if _CAN_TELL else (0, 0, 0)
 
 
 def alone(x: Tensor) -> bool:
     """Whether nothing holds `x`, or memory of it, but one local variable of the calling function: no hook kept it. Ask
     before the call that `x` is passed to: while arguments are put together, they count too.
-
-    What autograd saved of it for another node is not seen; such a node gets an error from autograd, not wrong numbers.
     """
-    return not torch.compiler.is_compiling() and _holders(x) == _ALONE
+    return _CAN_TELL and not torch.compiler.is_compiling() and _holders(x) == _ALONE
 
 
 def _gated(gate: Tensor, up: Tensor | None, activation: str, inplace: bool) -> Tensor:

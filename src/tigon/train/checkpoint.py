@@ -74,12 +74,15 @@ def publish(folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> Non
     (written / NOT_OURS).unlink(missing_ok=True)
     _write_manifest(written, step, facts)
     final = folder / name_of(step)
-    if final.exists() or final.is_symlink():  # one that could not be resumed from
-        _remove(final)
+    before = _put_away(final) if final.exists() or final.is_symlink() else None
     written.rename(final)
     _sync(folder)
     scratch(folder, step).rmdir()
-    for _, path in sorted(_numbered(folder), reverse=True)[keep:]:
+    if before is not None:  # not earlier: the new one has to be in place first
+        shutil.rmtree(before, ignore_errors=True)
+    others = sorted((n, path) for n, path in _numbered(folder) if n != step)
+    later = [path for n, path in others if n > step]  # of a run that this one was resumed before
+    for path in later + [path for n, path in others if n < step][: -(keep - 1) or None]:
         _remove(path)
 
 
@@ -187,15 +190,22 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _remove(path: Path) -> None:
-    """Out of sight by one rename first, so that no half-removed checkpoint is ever seen. A link is only unlinked."""
+    """Out of sight by one rename first, so that no half-removed checkpoint is ever seen."""
+    away = _put_away(path)
+    if away is not None:
+        shutil.rmtree(away, ignore_errors=True)
+
+
+def _put_away(path: Path) -> Path | None:
+    """Where it went, out of sight. A link is only unlinked."""
     if path.is_symlink():
         path.unlink()
-        return
+        return None
     away = path.with_name(f"{REMOVING}{path.name}")
     if away.exists():
         shutil.rmtree(away)
     path.rename(away)
-    shutil.rmtree(away, ignore_errors=True)
+    return away
 
 
 def _sync(path: Path) -> None:

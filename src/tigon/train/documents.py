@@ -207,6 +207,8 @@ def _parse_row(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: not valid JSON at column {error.colno}: {error.msg}; mend or remove it") from None
     except RecursionError:
         raise DataError(f"{where}: JSON nested too deeply; fix or remove the row") from None
+    except ValueError as error:  # a number of more digits than Python reads
+        raise DataError(f"{where}: not a JSON row: {str(error)[:120]}; mend or remove it") from None
     if not isinstance(row, dict):
         raise DataError(f'{where}: a row is a JSON object such as {{"text": ...}}, not {type(row).__name__}')
     return row

@@ -58,7 +58,8 @@ def check(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> HeadsSpec | 
     head = max((math.prod(shape) for shape in shapes.values() if vocabulary in shape), default=0)
     if heads.start is not None:
         spec, state = _read(heads.start)
-        wide, width = next(iter(state.values())).shape[0], head // max(vocabulary, 1)
+        first = next(iter(state.values()))  # of heads without blocks an output layer, (V, H)
+        wide, width = first.shape[-1 if spec.kind == "medusa" else 0], head // max(vocabulary, 1)
         if wide != width:
             raise RecipeError(
                 f"heads.start: {heads.start} has heads for hidden states of {wide}, and {recipe.model.name} has "
@@ -157,6 +158,8 @@ class HeadsTrainer(TigonTrainer):
         inputs = self._prepare_inputs(self.data_collator(rows))
         with scoring(self.model) as record, self.compute_loss_context_manager(), self.accelerator.autocast():
             self.model(**inputs)
+        if not self.rows_count:  # run for the collectives in it
+            return sums
         if self._held_out is None:
             self._held_out = record
         else:
@@ -188,6 +191,9 @@ def split_groups(optimizer: Any, own: set[int], multiplier: float) -> None:
     for group in list(optimizer.param_groups):
         heads = [p for p in group["params"] if id(p) in own]
         if not heads:
+            continue
+        if len(heads) == len(group["params"]):  # DeepSpeed takes no empty groups
+            group["lr"] *= multiplier
             continue
         group["params"] = [p for p in group["params"] if id(p) not in own]
         options = {name: value for name, value in group.items() if name != "params"}

@@ -126,6 +126,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         self.safeguards = safeguards or Safeguards()
         self.gate = FiniteGate(self.args.device, self.safeguards.max_skipped_steps)
         self.evaluation_error: str | None = None
+        self.rows_count = True  # False: an evaluation batch is there only so that all processes have as many
         self.stopped_by = 0
         """The signal that ended training; 0: none did."""
         self._writing: Path | None = None
@@ -230,7 +231,9 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
             for rows, counts in self._eval_rows(eval_dataset or self.eval_dataset):
                 if self.is_in_train and self.asked_to_stop():  # the step is done: save it, while there is time
                     self.control.should_save = self.control.should_training_stop = True
+                    self.control.should_evaluate = False  # else the end of the epoch evaluates, and saves, once more
                     return {}
+                self.rows_count = counts
                 sums += self._sums_of(rows) * counts
         finally:
             self.model.train(was_training)
@@ -280,6 +283,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
             return super()._evaluate(*args, **kwargs)
         except EvaluationFailed as error:
             self.evaluation_error = str(error)
+            self.control.should_evaluate = False
             return {}
 
     def _get_output_dir(self, trial: Any) -> str:
