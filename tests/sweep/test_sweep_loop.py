@@ -216,3 +216,16 @@ def _ends(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_two_sweeps_write_into_one_folder(write_sweep, fake_workers, here, monkeypatch, tigon):
+    from tigon.sweep import folder as folders
+    from tigon.train import folder as train_folder
+
+    monkeypatch.setattr(train_folder, "LOCK_PATIENCE", 0)
+    path = write_sweep()
+    with folders.open_folder(here / "out", "s").alone():
+        for flags in ((), ("--draw",)):
+            code, _, err = tigon("sweep", path, "--out", here / "out", *flags)
+            assert code == 2 and "another process is measuring into this sweep folder" in err
+    assert not fake_workers()

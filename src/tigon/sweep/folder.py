@@ -9,12 +9,13 @@ report.html, report.md, charts/
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from typing import Any
 from tigon.errors import RunFolderError
 from tigon.sweep import worker
 from tigon.sweep.points import Point
+from tigon.train import folder as train_folder
 
 SCHEMA = 1
-RESULTS, TABLE, POINTS, LOGS, SCRATCH = "results.json", "results.csv", "points", "logs", ".scratch"
+RESULTS, TABLE, POINTS, LOGS = "results.json", "results.csv", "points", "logs"
+SCRATCH, LOCK = ".scratch", ".lock"
 _SAME = ("device", "driver", "versions")
 
 
@@ -38,6 +41,15 @@ class SweepFolder:
     def scratch(self) -> Path:
         """For orders, results on their way, and what techniques write; empty when a sweep begins."""
         return self.path / SCRATCH
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """With this folder to itself, its scratch empty at first. Raises RunFolderError where another sweep has it."""
+        (self.path / LOCK).touch()
+        with train_folder.locked(self.path, LOCK, "measuring into this sweep folder"):
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.scratch.mkdir()
+            yield
 
     def machine(self) -> dict[str, Any] | None:
         """The environment of any measurement that is here; None: there is none yet."""
@@ -83,11 +95,10 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def open_folder(path: Path, name: str) -> SweepFolder:
-    """The folder, made if need be, its scratch empty. Raises RunFolderError for one that is something else's."""
+    """The folder, made if need be. Raises RunFolderError for one that is something else's."""
     try:
         if path.exists() and any(path.iterdir()) and not (path / POINTS).is_dir():
             raise RunFolderError(f"{path}: not a folder of `tigon sweep`; choose another with --out")
-        shutil.rmtree(path / SCRATCH, ignore_errors=True)
         for part in (POINTS, LOGS, SCRATCH):
             (path / part).mkdir(parents=True, exist_ok=True)
         if (path / RESULTS).exists():

@@ -78,33 +78,34 @@ def sweep(
     read = definition.load(path)
     limit_bytes = _limit(memory_limit or read.memory_limit)
     chosen = folder.open_folder(out or DEFAULT_OUT / read.name, read.name)
-    before = chosen.machine()
-    # results of a GPU are drawn anywhere: what the recipes say `on_gpu` holds for them there too
-    measured_on_gpu = before is not None and before["memory_bytes"] is not None
-    every = points.expand(
-        read, assignments, memory_limit_bytes=limit_bytes, scratch=chosen.scratch,
-        gpu_present=lambda: measured_on_gpu or preflight.gpu_present(),
-    )  # fmt: skip
-    run = Run(
-        sweep=read, points=every, folder=chosen, environment=before or {}, limit_bytes=limit_bytes,
-        command=_command(path, assignments, memory_limit), predictions=_read_predictions(chosen, every),
-        records=chosen.records(every), workers=Workers(chosen),
-    )  # fmt: skip
-    with stopping.sigterm_interrupts():
-        try:
-            if draw:
-                for point in every:
-                    _predict(run, point)
-            else:
-                _measure(run, _chosen(every, only, path), time_limit_s=time_limit_s, retry=retry)
-        except KeyboardInterrupt as interrupt:
-            _say(run, "interrupted; what was measured is kept, and the same command goes on")
-            if isinstance(interrupt, stopping.Terminated):
-                raise SystemExit(stopping.EXIT_OFFSET + signal.SIGTERM) from None
-            raise
-        finally:
-            run.workers.close()
-            _finish(run)
+    with chosen.alone():
+        before = chosen.machine()
+        # results of a GPU are drawn anywhere: what the recipes say `on_gpu` holds for them there too
+        measured_on_gpu = before is not None and before["memory_bytes"] is not None
+        every = points.expand(
+            read, assignments, memory_limit_bytes=limit_bytes, scratch=chosen.scratch,
+            gpu_present=lambda: measured_on_gpu or preflight.gpu_present(),
+        )  # fmt: skip
+        run = Run(
+            sweep=read, points=every, folder=chosen, environment=before or {}, limit_bytes=limit_bytes,
+            command=_command(path, assignments, memory_limit), predictions=_read_predictions(chosen, every),
+            records=chosen.records(every), workers=Workers(chosen),
+        )  # fmt: skip
+        with stopping.sigterm_interrupts():
+            try:
+                if draw:
+                    for point in every:
+                        _predict(run, point)
+                else:
+                    _measure(run, _chosen(every, only, path), time_limit_s=time_limit_s, retry=retry)
+            except KeyboardInterrupt as interrupt:
+                _say(run, "interrupted; what was measured is kept, and the same command goes on")
+                if isinstance(interrupt, stopping.Terminated):
+                    raise SystemExit(stopping.EXIT_OFFSET + signal.SIGTERM) from None
+                raise
+            finally:
+                run.workers.close()
+                _finish(run)
     return chosen.path
 
 

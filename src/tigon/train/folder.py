@@ -158,26 +158,24 @@ def with_checkpoint(run: RunFolder) -> RunFolder:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Alone in the run folder, for as long as the block runs; the system takes the lock back from a killed process.
+def locked(path: Path, file: str = RECIPE, work: str = "training into this run folder") -> Iterator[None]:
+    """Alone in the folder, for as long as the block runs; the system takes the lock back from a killed process.
 
-    Raises RunFolderError where another process has it.
+    file: which of it is locked. Raises RunFolderError where another process has it.
     """
     try:
         import fcntl
     except ModuleNotFoundError:  # Windows
         yield
         return
-    with (path / RECIPE).open("r+b") as handle:
+    with (path / file).open("r+b") as handle:
         for patience in range(LOCK_PATIENCE, -1, -1):
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if not patience:
-                    raise RunFolderError(
-                        f"{path}: another process is training into this run folder; wait for its end, or stop it"
-                    ) from None
+                    raise RunFolderError(f"{path}: another process is {work}; wait for its end, or stop it") from None
                 time.sleep(1)  # processes that prepare batches notice after 5 s that a killed run is gone
             except OSError:  # a file system without locks
                 break

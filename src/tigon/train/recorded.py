@@ -19,7 +19,7 @@ from tigon.profile.op_table import OpRow, op_table
 from tigon.profile.quiet import library_log_lines_dropped
 from tigon.profile.timeline import Timeline
 from tigon.profile.watch import Watch
-from tigon.train import engine, heads
+from tigon.train import engine, heads, self_check
 from tigon.train import trainer as trainers
 from tigon.train.packing import RowDataset
 from tigon.train.run import Prepared
@@ -51,7 +51,7 @@ def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
     recipe, device = prepared.recipe, prepared.device
     built, _ = engine.build(
         recipe.model, prepared.config, prepared.choices, prepared.facts, device=device, seed=recipe.train.seed,
-        kernels=recipe.model.kernels, base=folder / "base",
+        kernels=recipe.model.kernels, base=folder / "base", ops=self_check.without(prepared.wrong_ops),
     )  # fmt: skip
     make: Any = trainers.TigonTrainer
     if prepared.heads is not None:
