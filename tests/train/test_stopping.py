@@ -136,7 +136,7 @@ def test_dead_or_hanging_process_that_prepares_batches_is_waited_for(recipe, tig
     original, made = Collator.__call__, [0]
     path = recipe(train={"workers": 1, "steps": 9, "save_steps": 1})
     fates = {"killed by signal": lambda: os.kill(os.getpid(), signal.SIGKILL), "timed out": lambda: time.sleep(60)}
-    monkeypatch.setattr(trainer, "WORKER_TIMEOUT_S", 2)
+    monkeypatch.setattr(trainer, "WORKER_TIMEOUT_S", 8)  # of a busy machine: a batch takes milliseconds
     for wanted, fate in fates.items():
 
         def collate(self, rows, fate=fate):
