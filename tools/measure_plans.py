@@ -1,6 +1,6 @@
 """Measure the training runs that the planner's predictions are checked against, one after the other on one GPU.
 
-    python tools/measure_plans.py --json benchmarks/results/nvidia-h200/planner/runs.json [--only REGEX] [--time-limit S]
+    python tools/measure_plans.py --json benchmarks/results/nvidia-h200/planner/runs.json [--only RE] [--time-limit S]
 
 Each case goes through what `tigon train` goes through: model, patch, techniques, arguments, Trainer; on random tokens,
 with random weights, without files. The peaks are those of the whole run, from the model's first tensor to the check
@@ -44,6 +44,7 @@ from tigon.train import trainer as trainers
 from tigon.train.packing import Collator, Row, RowDataset
 from tigon.train.recipe import LoraConfig, ModelConfig, Recipe, TrainConfig
 from tigon.train.tokenizer import IGNORE_INDEX
+from tigon.train.watched import Watch, WatchedTrainer
 
 PACKAGES = ("accelerate", "peft", "bitsandbytes", "torchao")
 DOCUMENTS = 4
@@ -182,61 +183,6 @@ def tiny(case: Case) -> Case:
 # --- one run ---------------------------------------------------------------------------------------------------------
 
 
-class Watch:
-    """Peaks by phase. Every mark reads what the allocator's peaks became since the last one, and resets them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.phases: dict[str, int] = {}
-        self.allocated_bytes = self.reserved_bytes = 0
-        self.step_s: list[float] = []
-        self.n_updates = 0
-        self._begin_s = 0.0
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self.at_start_bytes = torch.cuda.memory_allocated(device)
-        else:
-            self.at_start_bytes = 0
-
-    def mark(self, phase: str) -> None:
-        """What came before this belongs to `phase`."""
-        if self._device.type != "cuda":
-            return
-        peak = torch.cuda.max_memory_allocated(self._device)
-        self.phases[phase] = max(self.phases.get(phase, 0), peak)
-        self.allocated_bytes = max(self.allocated_bytes, peak)
-        self.reserved_bytes = max(self.reserved_bytes, torch.cuda.max_memory_reserved(self._device))
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def begin(self) -> None:
-        self.synchronize()
-        self._begin_s = time.perf_counter()
-
-    def end(self) -> None:
-        self.synchronize()
-        self.step_s.append(time.perf_counter() - self._begin_s)
-
-
-class _WatchedTrainer(trainers.TigonTrainer):
-    """The trainer of `tigon train`, which marks where the phases end."""
-
-    watch: Watch
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(*args, **kwargs)
-        self.watch.mark("forward")
-        return loss
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(*args, **kwargs)
-        self.watch.mark("backward")
-        return loss
-
-
 class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
     def __init__(self, watch: Watch, trainer: Any) -> None:
         self._watch, self._trainer = watch, trainer
@@ -245,9 +191,7 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
         self._watch.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._watch.end()
-        self._watch.mark("optimizer")
-        self._watch.n_updates += not self._trainer.accelerator.optimizer_step_was_skipped
+        self._watch.end(self._trainer)
 
 
 def rows_of(case: Case, count: int, vocab_size: int) -> RowDataset:
@@ -300,7 +244,7 @@ def measure(case: Case, watch: Watch, device: torch.device, folder: Path) -> flo
     args = trainers.arguments(recipe.train, choices, facts, folder=folder, device=device, evaluate=case.evaluated)
     rows = rows_of(case, case.steps * case.batch * case.accumulate, config.vocab_size)
     held_out = rows_of(case, case.batch, config.vocab_size) if case.evaluated else None
-    trainer = _WatchedTrainer(
+    trainer = WatchedTrainer(
         built, args, Collator(0, packing=True), rows, held_out, engine.make_optimizer(recipe.train, choices)
     )
     trainer.watch = watch
@@ -352,11 +296,12 @@ def run(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     if reason := refusal(case, device):
         return row | {"status": "skipped", "detail": reason, "case_s": time.perf_counter() - begin_s}
+    at_start_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     watch = Watch(device)
     try:
         with module_kept(PRESETS[case.model]["model_type"]):
             row |= {"status": "ok", "detail": "", "first_loss": measure(case, watch, device, folder)}
-        if not watch.n_updates:
+        if not any(watch.updated):
             row |= {"status": "failed", "detail": "the loss scale skipped every step, so no optimizer state was made"}
     except torch.OutOfMemoryError as error:
         row |= {"status": "out of memory", "detail": _line(error)}
@@ -370,7 +315,7 @@ def run(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
             watch.mark("failed")
     return row | {
         "allocated_bytes": watch.allocated_bytes, "reserved_bytes": watch.reserved_bytes, "phases": watch.phases,
-        "at_start_bytes": watch.at_start_bytes, "all_steps_s": watch.step_s, "n_updates": watch.n_updates,
+        "at_start_bytes": at_start_bytes, "all_steps_s": watch.step_s, "n_updates": sum(watch.updated),
         "case_s": time.perf_counter() - begin_s,
     }  # fmt: skip
 

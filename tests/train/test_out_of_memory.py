@@ -54,16 +54,17 @@ def test_evaluation_that_needs_smaller_batches_has_another_loss(tmp_path, monkey
     trainer = small_trainer(tmp_path, Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=7)), evaluate=True)
     want = trainer.evaluate()["eval_loss"]
     batches = []
-    failing(monkeypatch, TigonTrainer, "_forward_sums", lambda self, rows: batches.append(len(rows)) or len(rows) > 2)
+    tried = lambda self, rows, counts: batches.append(len(rows)) or len(rows) > 2  # noqa: E731
+    failing(monkeypatch, TigonTrainer, "_forward_sums", tried)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(want, rel=1e-6)
     assert batches[0] == 7 and trainer.args.per_device_eval_batch_size <= 2, "the next one tries what failed again"
-    failing(monkeypatch, TigonTrainer, "_forward_sums", lambda self, rows: True)
+    failing(monkeypatch, TigonTrainer, "_forward_sums", lambda self, rows, counts: True)
     with pytest.raises(EvaluationFailed, match=r"evaluation ran out of memory with 1 rows"):
         trainer.evaluate()
 
 
 def test_evaluation_that_does_not_fit_costs_the_trained_model(recipe, tigon, here, monkeypatch):
-    failing(monkeypatch, TigonTrainer, "_forward_sums", lambda self, rows: True)
+    failing(monkeypatch, TigonTrainer, "_forward_sums", lambda self, rows, counts: True)
     path = recipe(train={"eval_steps": 2, "save_steps": 2}, output={"save_model": True})
     outcome = tigon("train", path)
     assert outcome.code == 0, outcome.err

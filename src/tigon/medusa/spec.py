@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-KINDS = ("medusa", "mtp")
-OUTPUTS = ("auto", "shared", "separate")
 # The heads' weight in the loss at a fraction x of its ramp.
 SCHEDULES: Mapping[str, Any] = {
     "constant": lambda x: 1.0,

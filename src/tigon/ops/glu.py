@@ -139,9 +139,7 @@ class GLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         want_dgate, want_dup = ctx.needs_input_grad[:2]
         # A checkpoint that made them again made one alias for each node that saved them.
-        shared = (
-            ctx.inplace and _CAN_TELL and any(t is not None and _holders(t)[1:2] != _ALONE[1:2] for t in (gate, up))
-        )
+        shared = ctx.inplace and any(t is not None and _sharers(t) != _UNSHARED for t in (gate, up))
         if ctx.inplace and not shared and not torch._C._autograd._get_current_graph_task_keep_graph():
             dgate, dup = gate.detach(), None if up is None else up.detach()
             glu_bwd_inplace(dy, dgate, dup, ctx.activation)
@@ -155,11 +153,18 @@ class GLU(torch.autograd.Function):
 _glu = Differentiable("glu", "(Tensor gate, Tensor? up, str activation, bool inplace) -> Tensor", GLU.apply)
 
 
+def _sharers(x: Tensor) -> int:
+    """Tensors (views, detached ones) that share its memory."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
+_UNSHARED = _sharers(torch.empty(1))
+
+
 def _holders(x: Tensor) -> tuple[int, int, int]:
-    """References to the Python object, tensors (views, detached ones) that share its memory, and C++ references to it,
-    those of autograd nodes that saved it among them."""
-    shared_by = torch._C._storage_Use_Count(x.untyped_storage()._cdata)
-    return sys.getrefcount(x), shared_by, x._use_count()  # type: ignore[attr-defined]
+    """References to the Python object, tensors that share its memory, and C++ references to it, those of autograd nodes
+    that saved it among them."""
+    return sys.getrefcount(x), _sharers(x), x._use_count()  # type: ignore[attr-defined]
 
 
 def _counted_for_a_caller(x: Tensor) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tigon.models.presets import PRESETS
@@ -323,7 +324,13 @@ Finding = Callable[[Mapping[str, Results]], "str | None"]
 
 def advice(records: Mapping[str, Results]) -> str:
     """What to do, in the order of what it brings, each with its measured number; what was not measured is not said."""
-    findings: tuple[Finding, ...] = (_fused_head, _cheapest_rung, _most_rows, _longest_row, _fastest_technique)
+    findings: tuple[Finding, ...] = (
+        _fused_head,
+        _cheapest_rung,
+        partial(_most, name="largest-batch", axis=BATCH, what="{:,} rows of 1024 tokens fit"),
+        partial(_most, name="longest-sequence", axis=SEQUENCE, what="one row of {:,} tokens fits"),
+        _fastest_technique,
+    )
     said = [line for line in (finding(records) for finding in findings) if line]
     return _list(said) if said else "Not measured yet."
 
@@ -365,30 +372,15 @@ def _cheapest_rung(records: Mapping[str, Results]) -> str | None:
     return " ".join(part for part in said if part) or None
 
 
-def _most(records: Mapping[str, Results], name: str, axis: str) -> tuple[Row, Results] | None:
+def _most(records: Mapping[str, Results], name: str, axis: str, what: str) -> str | None:
+    """what: of the largest value on the axis, which is put into it."""
     found = records.get(name)
     ran = _ok(found["points"]) if found else []
-    return (max(ran, key=lambda row: row["axes"][axis]), found) if ran and found else None
-
-
-def _most_rows(records: Mapping[str, Results]) -> str | None:
-    found = _most(records, "largest-batch", BATCH)
-    if found is None:
+    if not ran:
         return None
-    row, _results = found
+    row = max(ran, key=lambda row: row["axes"][axis])
     return (
-        f"In 24 GiB {row['axes'][BATCH]:,} rows of 1024 tokens fit, with {row['variant']}: "
-        f"{row['peak_allocated_bytes'] / GIB:.1f} GiB, {row['tokens_per_s']:,.0f} tokens/s."
-    )
-
-
-def _longest_row(records: Mapping[str, Results]) -> str | None:
-    found = _most(records, "longest-sequence", SEQUENCE)
-    if found is None:
-        return None
-    row, _results = found
-    return (
-        f"In 24 GiB one row of {row['axes'][SEQUENCE]:,} tokens fits, with {row['variant']}: "
+        f"In 24 GiB {what.format(row['axes'][axis])}, with {row['variant']}: "
         f"{row['peak_allocated_bytes'] / GIB:.1f} GiB, {row['tokens_per_s']:,.0f} tokens/s."
     )
 

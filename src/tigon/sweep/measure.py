@@ -26,6 +26,7 @@ from tigon.train import engine, heads, launch, preflight
 from tigon.train import model as models
 from tigon.train import trainer as trainers
 from tigon.train.recipe import Recipe
+from tigon.train.watched import Watch, WatchedTrainer
 
 PACKAGES = ("accelerate", "peft", "deepspeed", "bitsandbytes", "torchao")
 
@@ -34,60 +35,12 @@ class TrainingStopped(Exception):
     """The training refused to go on, for a loss that is not finite for instance: no refusal of the recipe."""
 
 
-class Watch:
-    """Step times and peaks. Every mark reads what the allocator's peaks became since the last one, and resets them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.phases: dict[str, int] = {}
-        self.allocated_bytes = self.reserved_bytes = 0
-        self.step_s: list[float] = []
-        self.updated: list[bool] = []
-        self.losses: list[float] = []
-        self._begin_s = 0.0
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-
-    def mark(self, phase: str) -> None:
-        """What came before this belongs to `phase`."""
-        if self.device.type != "cuda":
-            return
-        peak = torch.cuda.max_memory_allocated(self.device)
-        self.phases[phase] = max(self.phases.get(phase, 0), peak)
-        self.allocated_bytes = max(self.allocated_bytes, peak)
-        self.reserved_bytes = max(self.reserved_bytes, torch.cuda.max_memory_reserved(self.device))
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def begin(self) -> None:
-        self._synchronize()
-        self._begin_s = time.perf_counter()
-
-    def end(self, updated: bool) -> None:
-        self._synchronize()
-        self.step_s.append(time.perf_counter() - self._begin_s)
-        self.updated.append(updated)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-class _WatchedTrainer(trainers.TigonTrainer):
-    """The trainer of `tigon train`, which marks where the phases end. DeepSpeed's backward holds its optimizer step."""
-
-    watch: Watch
+class _CountingTrainer(WatchedTrainer):
     n_positions = 0
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(*args, **kwargs)
-        self.watch.mark("forward")
-        return loss
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         self.n_positions += inputs["input_ids"].numel()
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        self.watch.mark("backward")
-        return loss
+        return super().training_step(model, inputs, *args, **kwargs)
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
@@ -97,6 +50,7 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
         self._watch, self._trainer, self._metered_step = watch, trainer, metered_step
         self._meter: PeakMeter | None = None
         self.positions: list[int] = []
+        self.losses: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._positions_before = self._trainer.n_positions
@@ -109,13 +63,12 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
         if self._meter is not None:
             self.stop()
             return
-        self._watch.end(not self._trainer.accelerator.optimizer_step_was_skipped)
-        self._watch.mark("optimizer")
+        self._watch.end(self._trainer)
         self.positions.append(self._trainer.n_positions - self._positions_before)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs and state.global_step != (self._metered_step or -1) + 1:
-            self._watch.losses.append(float(logs["loss"]))
+            self.losses.append(float(logs["loss"]))
 
     def stop(self) -> None:
         """End the metering, also when the step failed."""
@@ -166,7 +119,7 @@ def measure(recipe: Recipe, *, how_rows: str, unchecked: bool, limit_bytes: int 
         recipe.train, choices, facts, folder=folder / "checkpoints", device=device, evaluate=False
     )
     make_optimizer = engine.make_optimizer(recipe.train, choices)
-    trainer = _WatchedTrainer(built, args, collator, data, None, make_optimizer)
+    trainer = _CountingTrainer(built, args, collator, data, None, make_optimizer)
     trainer.watch = watch
     steps = _Steps(watch, trainer, metered_step)
     trainer.add_callback(steps)
@@ -189,7 +142,7 @@ def measure(recipe: Recipe, *, how_rows: str, unchecked: bool, limit_bytes: int 
         "step_s": watch.step_s,
         "updated": watch.updated,
         "positions": steps.positions,
-        "losses": watch.losses,
+        "losses": steps.losses,
         "parameters": sum(shape.numel() for shape in map(torch.Size, shapes.values())),
         "precision": choices.precision,
         "prepare_s": load_s - begin_s,

@@ -153,12 +153,12 @@ class HeadsTrainer(TigonTrainer):
         self._held_out = None
         return super().evaluate(*args, **kwargs)
 
-    def _forward_sums(self, rows: Sequence[Row]) -> torch.Tensor:
-        sums = super()._forward_sums(rows)
+    def _forward_sums(self, rows: Sequence[Row], counts: bool) -> torch.Tensor:
+        sums = super()._forward_sums(rows, counts)
         inputs = self._prepare_inputs(self.data_collator(rows))
         with scoring(self.model) as record, self.compute_loss_context_manager(), self.accelerator.autocast():
             self.model(**inputs)
-        if not self.rows_count:  # run for the collectives in it
+        if not counts:  # run for the collectives in it
             return sums
         if self._held_out is None:
             self._held_out = record

@@ -126,7 +126,6 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         self.safeguards = safeguards or Safeguards()
         self.gate = FiniteGate(self.args.device, self.safeguards.max_skipped_steps)
         self.evaluation_error: str | None = None
-        self.rows_count = True  # False: an evaluation batch is there only so that all processes have as many
         self.stopped_by = 0
         """The signal that ended training; 0: none did."""
         self._writing: Path | None = None
@@ -233,8 +232,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
                     self.control.should_save = self.control.should_training_stop = True
                     self.control.should_evaluate = False  # else the end of the epoch evaluates, and saves, once more
                     return {}
-                self.rows_count = counts
-                sums += self._sums_of(rows) * counts
+                sums += self._sums_of(rows, counts)
         finally:
             self.model.train(was_training)
         total, n_learned = self.accelerator.reduce(sums.to(self.args.device)).tolist()
@@ -252,10 +250,11 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
             own = [rows[i] for i in range(start, min(start + size, len(rows)))]
             yield own or [rows[0]], bool(own)
 
-    def _sums_of(self, rows: Sequence[Row]) -> torch.Tensor:
-        """(sum of the losses, learned tokens) of a batch, by halves where all of it does not fit."""
+    def _sums_of(self, rows: Sequence[Row], counts: bool) -> torch.Tensor:
+        """(sum of the losses, learned tokens) of a batch, by halves where all of it does not fit; zeros for one that
+        does not count, and is there only so that all processes have as many."""
         try:
-            return self._forward_sums(rows)
+            return self._forward_sums(rows, counts)
         except torch.OutOfMemoryError as error:
             alone = self.args.world_size == 1
             if len(rows) == 1 or not alone:  # with others the forward passes have to stay in step
@@ -266,16 +265,16 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
             torch.cuda.empty_cache()
         half = len(rows) // 2
         self.args.per_device_eval_batch_size = half
-        return self._sums_of(rows[:half]) + self._sums_of(rows[half:])
+        return self._sums_of(rows[:half], counts) + self._sums_of(rows[half:], counts)
 
-    def _forward_sums(self, rows: Sequence[Row]) -> torch.Tensor:
+    def _forward_sums(self, rows: Sequence[Row], counts: bool) -> torch.Tensor:
         inputs = self._prepare_inputs(self.data_collator(rows))
         # one item: the model then returns the sum over its tokens (the Trainer's own loss contract)
         one = torch.ones((), dtype=torch.long, device=inputs["labels"].device)
         with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
             loss = self.model(**inputs, num_items_in_batch=one).loss
         n_learned = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
-        return torch.tensor([float(loss), n_learned], dtype=torch.float64)
+        return torch.tensor([float(loss), n_learned], dtype=torch.float64) * counts
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Between steps: training goes on without an evaluation that does not fit."""
