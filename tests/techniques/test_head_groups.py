@@ -84,7 +84,9 @@ def test_groups_change_the_gradient_of_the_kernel(key_heads, documents):
     want = loss_and_gradients(llama(key_heads=key_heads, groups=1, **options), tokens=512, documents=documents)
     got = loss_and_gradients(llama(key_heads=key_heads, groups=2, **options), tokens=512, documents=documents)
     for name, expected in want.items():
-        torch.testing.assert_close(got[name], expected, rtol=2e-2, atol=1e-4)
+        # over the whole tensor: the kernel adds dQ up in any order, and single small elements are all rounding
+        error = (got[name].double() - expected.double()).norm() / expected.double().norm()
+        assert error <= 1e-2, f"{name}: {float(error):.1e}"
 
 
 @pytest.mark.gpu

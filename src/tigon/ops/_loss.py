@@ -116,6 +116,14 @@ def wants_label_check(logits: Tensor) -> bool:
     return os.environ.get("TIGON_CHECK") == "1" or not (_dispatch.uses_kernel(logits) or logits.is_cuda)
 
 
+def number_on(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor on the device; a Python number is filled in there, because a CUDA graph does not capture a copy from the
+    host's pageable memory."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype, non_blocking=True)
+    return torch.full((), value, dtype=dtype, device=device)
+
+
 def inverse_denominator(
     target_N: Tensor,
     class_weight: Tensor | None,
@@ -132,7 +140,7 @@ def inverse_denominator(
     if reduction != "mean":
         return torch.ones((), dtype=dtype, device=device)
     if num_items is not None:
-        count = torch.as_tensor(num_items, dtype=dtype).to(device, non_blocking=True)
+        count = number_on(num_items, dtype, device)
     else:
         valid = target_N != options.ignore_index
         if class_weight is None:

@@ -115,7 +115,7 @@ class _Loop:
         acc = torch.promote_types(weight_VH.dtype, torch.float32)
         # A single product needs no sum in fp32, but for fp16, whose loss scale is not on yet.
         alone = len(group) == 1 and self.tokens <= chunk and weight_VH.dtype != torch.float16
-        dw_VH = torch.empty_like(weight_VH, dtype=weight_VH.dtype if alone else acc) if want else None
+        dw_VH = rows_like(weight_VH, weight_VH.dtype if alone else acc) if want else None
         first = True
         for rows_C in self._chunks(chunk):
             parts: dict[int, Tensor] = {}
@@ -225,6 +225,11 @@ def chunk_of(tokens: int, weight_VH: Tensor, want_weight: bool, chunk_bytes: tup
     return _even_chunk(tokens, fitting)
 
 
+def rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Unwritten, of x's shape, row after row whatever its strides: the kernel that scales gradients walks rows."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def empty_outputs(
     target_BT: Tensor, some_rows: bool, hiddens: Sequence[Tensor], weights: Sequence[Tensor],
     blocks: Sequence[Tensor], heads: Heads, top: bool,
@@ -237,11 +242,11 @@ def empty_outputs(
     dx = []
     for number, (hidden, wanted) in enumerate(zip(hiddens, heads.want_hiddens, strict=True)):
         dtype = acc if half or heads.crosses_groups(number) else hidden.dtype
-        make = torch.zeros_like if some_rows or heads.crosses_groups(number) else torch.empty_like
-        dx.append(make(hidden, dtype=dtype) if wanted else hidden.new_empty(0))
+        made = rows_like(hidden, dtype) if wanted else hidden.new_empty(0)
+        dx.append(made.zero_() if some_rows or heads.crosses_groups(number) else made)
     dw = [weight.new_empty(0, dtype=acc if half else weight.dtype) for weight in weights]
     db = [
-        torch.zeros_like(tensor, dtype=acc) if wanted else tensor.new_empty(0)
+        rows_like(tensor, acc).zero_() if wanted else tensor.new_empty(0)
         for tensor, wanted in zip(blocks, heads.want_blocks, strict=True)
     ]
     return (
@@ -292,7 +297,7 @@ def _fake(
         known = isinstance(tokens, int)
         chunk = chunk_of(tokens, weight_VH, want, (least, most)) if known else least // (V * weight_VH.element_size())
         alone = known and len(group) == 1 and tokens <= chunk and weight_VH.dtype != torch.float16
-        total = torch.empty_like(weight_VH, dtype=weight_VH.dtype if alone else acc) if want else None
+        total = rows_like(weight_VH, weight_VH.dtype if alone else acc) if want else None
         deepest = max(block_counts[k] for k in group)
         alive = [weight_VH.new_empty((chunk, H)) for _ in range(2 + 2 * deepest)] + [weight_VH.new_empty((chunk, V))]
         del alive

@@ -227,8 +227,7 @@ def _inverses(counts_K: Tensor, num_items: Tensor | float | None, reduction: str
     if reduction != "mean":
         return torch.ones_like(counts_K, dtype=dtype)
     if num_items is not None:
-        items = torch.as_tensor(num_items, dtype=dtype).to(counts_K.device, non_blocking=True)
-        denominators = items.reshape(-1).expand(counts_K.shape[0])
+        denominators = _loss.number_on(num_items, dtype, counts_K.device).reshape(-1).expand(counts_K.shape[0])
     else:
         denominators = counts_K.to(dtype)
     inverses: Tensor = torch.where(denominators == 0, 0.0, 1.0 / denominators)
@@ -238,7 +237,9 @@ def _inverses(counts_K: Tensor, num_items: Tensor | float | None, reduction: str
 def _factors(head_weights: Tensor | Sequence[float] | None, like_K: Tensor, dtype: torch.dtype) -> Tensor:
     if head_weights is None:
         return torch.ones_like(like_K, dtype=dtype)
-    return torch.as_tensor(head_weights, dtype=dtype).to(like_K.device, non_blocking=True)
+    if isinstance(head_weights, Tensor):
+        return _loss.number_on(head_weights, dtype, like_K.device)
+    return torch.stack([_loss.number_on(factor, dtype, like_K.device) for factor in head_weights])
 
 
 def _unique(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
