@@ -238,6 +238,7 @@ def _app() -> Any:
             float | None, typer.Option("--time-limit", metavar="SECONDS", help="Start no row after this long.")
         ] = None,
         json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the record, row by row.")] = None,
+        resume: Annotated[bool, typer.Option("--resume", help="Measure what the record at --json lacks.")] = False,
         plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts and write the table.")] = None,
     ) -> None:
         """Time, memory and error of every op, against the other libraries installed here."""
@@ -245,7 +246,7 @@ def _app() -> Any:
 
         bench_kernels(
             suite=suite, ops=ops or (), impls=impls or (), without=without or (), shapes=shapes or (), dtype=dtype,
-            repetitions=repetitions, time_limit_s=time_limit, json_path=json, plot_dir=plot,
+            repetitions=repetitions, time_limit_s=time_limit, json_path=json, resume=resume, plot_dir=plot,
         )  # fmt: skip
 
     @bench.command("report")

@@ -12,7 +12,9 @@ import torch
 pytest.importorskip("typer")
 
 from tigon import cli
+from tigon.bench import record
 from tigon.bench.record import load
+from tigon.bench.table import provenance
 from tigon.ops import OPS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures on the CPU")
@@ -80,6 +82,25 @@ def test_time_limit_hides_what_was_not_run(bench, tmp_path):
     code, out, _ = bench(*QUICK, "--op", "rms_norm", "--op", "geglu", "--time-limit", 0, "--json", path)
     assert code == 0 and "not measured: rms_norm 64x128 (time limit)" in out
     assert load(path).not_run == ["rms_norm 64x128 (time limit)", "geglu 64x256 (time limit)"] and not load(path).rows
+
+
+def test_resumed_run_measures_again_or_mixes_versions(bench, tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    monkeypatch.setenv("TIGON_COMMIT", "first")
+    assert bench(*QUICK, "--op", "rms_norm", "--json", path)[0] == 0
+    (kept,) = load(path).rows
+    assert all(m.prepare_s is not None for m in kept.measurements if m.status == "ok")
+    monkeypatch.setenv("TIGON_COMMIT", "second")
+    code, _, _ = bench(*QUICK, "--op", "rms_norm", "--op", "geglu", "--json", path, "--resume")
+    run = load(path)
+    assert code == 0 and run.rows[0] == kept
+    assert [(row.op, row.tigon_commit) for row in run.rows] == [("rms_norm", "first"), ("geglu", "second")]
+    assert f"commit first, {kept.date} and second, " in provenance(run)
+    monkeypatch.setattr(record, "_PACKAGES", ("triton",))
+    code, _, err = bench(*QUICK, "--op", "rms_norm", "--json", path, "--resume")
+    assert code == 2 and "has versions" in err and load(path) == run
+    code, _, err = bench(*QUICK, "--resume")
+    assert code == 2 and "--resume goes on with the record that --json names" in err
 
 
 def test_row_that_does_not_fit_ends_the_run(bench, tmp_path, monkeypatch):

@@ -120,7 +120,8 @@ DRAWN = {
     ),
     "multi_head_linear_cross_entropy": _same_options(
         "multi_head_linear_cross_entropy",
-        st.tuples(_integers(1, 2), _integers(1, 5), _integers(1, 20), _integers(1, 60)),
+        # Two classes at least: the gradient of one is 0, and its rounding has nothing to be compared with.
+        st.tuples(_integers(1, 2), _integers(1, 5), _integers(1, 20), _integers(2, 60)),
     ),
 }
 EXAMPLES = 200 if torch.cuda.is_available() else 8

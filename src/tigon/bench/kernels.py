@@ -23,7 +23,7 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 def bench_kernels(
     *, suite: str | None = None, ops: Sequence[str] = (), impls: Sequence[str] = (), without: Sequence[str] = (),
     shapes: Sequence[str] = (), dtype: str | None = None, repetitions: int = 20, time_limit_s: float | None = None,
-    json_path: Path | None = None, plot_dir: Path | None = None,
+    json_path: Path | None = None, resume: bool = False, plot_dir: Path | None = None,
 ) -> RunRecord:  # fmt: skip
     """Measure a suite on the GPU if there is one, else on the CPU.
 
@@ -35,6 +35,7 @@ def bench_kernels(
         repetitions: rounds in which every implementation runs once. Below 10 the quantiles mean little.
         time_limit_s: no row is started after this many seconds; rows left out are named in the record.
         json_path: the record, written anew after every row.
+        resume: keep the rows that the record at `json_path` has, and measure what it lacks.
         plot_dir: charts and the table, see `charts.draw`.
 
     Raises:
@@ -48,6 +49,8 @@ def bench_kernels(
     chosen = [name for name in impls or impl_names() if name not in without]
     rows = select(suite, tuple(ops), tuple(shapes))
     torch_dtype = _DTYPES[dtype or ("bf16" if gpu else "fp32")]
+    if resume and json_path is None:
+        raise OptionError("--resume goes on with the record that --json names; name it.")
     if json_path is not None:
         records.check_place(json_path)
     start_s = time.monotonic()
@@ -56,19 +59,24 @@ def bench_kernels(
         ceilings=timing.ceilings(device, repetitions),
     )  # fmt: skip
     _print_header(run)
-    for position, row in enumerate(rows):
+    if resume and json_path is not None:
+        run.rows = records.resumed(run, json_path, [row.id for row in rows])
+    missing = [row for row in rows if row.id not in {known.id for known in run.rows}]
+    for position, row in enumerate(missing):
         if time_limit_s is not None and time.monotonic() - start_s > time_limit_s:
-            run.not_run += [f"{r.id} (time limit)" for r in rows[position:]]
+            run.not_run += [f"{r.id} (time limit)" for r in missing[position:]]
             break
         try:
-            run.rows.append(measure_row(row, chosen, torch_dtype, device, repetitions, run.ceilings))
+            measured = measure_row(row, chosen, torch_dtype, device, repetitions, run.ceilings)
         except torch.cuda.OutOfMemoryError:
             run.not_run.append(f"{row.id} (its inputs do not fit)")
             continue
         finally:
             timing.release(device)
+        measured.tigon_commit, measured.date = run.environment["tigon_commit"], run.environment["date"]
+        run.rows.append(measured)
         run.seconds = round(time.monotonic() - start_s, 1)
-        _print_row(run.rows[-1], run.seconds)
+        _print_row(measured, run.seconds)
         if json_path is not None:
             records.save(run, json_path)
     _finish(run, json_path, plot_dir)

@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,10 @@ class RowRecord:
     saved_bytes: int
     flops: int
     limit_ms: float
-    """moved_bytes at the copy rate or flops at the product rate of this run, whichever is longer."""
+    """moved_bytes at the copy rate or flops at the product rate measured before the row, whichever is longer."""
+    tigon_commit: str | None = None
+    date: str | None = None
+    """As in the run's environment; another commit or day where the run was resumed."""
     repetitions: int = 0
     error_shape: list[int] = field(default_factory=list)
     """The shape that the errors were measured on: the row's, or with fewer tokens where fp64 did not fit."""
@@ -95,9 +98,10 @@ class RowRecord:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """One run of the command."""
+    """One run of the command, or one and those that resumed it."""
 
     environment: dict[str, Any]
+    """Of the last run."""
     suite: str
     repetitions: int
     """The most a row made; long ones made at least ten."""
@@ -186,6 +190,23 @@ def load(path: Path) -> RunRecord:
         raise BenchError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError) as error:
         raise BenchError(f"{path} is not a record of `tigon bench kernels --json`: {error}.") from None
+
+
+def resumed(run: RunRecord, path: Path, wanted: Sequence[str]) -> list[RowRecord]:
+    """Of the record at `path`, the rows whose ids are wanted; none without a file. Raises BenchError where they would
+    stand beside another card, other versions or another number of repetitions."""
+    if not path.exists():
+        return []
+    earlier = load(path)
+    for what, there, here in (
+        ("suite", earlier.suite, run.suite),
+        ("card", earlier.environment["device"], run.environment["device"]),
+        ("versions", earlier.environment["versions"], run.environment["versions"]),
+        ("repetitions", earlier.repetitions, run.repetitions),
+    ):
+        if there != here:
+            raise BenchError(f"{path} has {what} {there}, this run {here}; leave out --resume, or write another file.")
+    return [row for row in earlier.rows if row.id in wanted]
 
 
 def _row(raw: dict[str, Any]) -> RowRecord:
