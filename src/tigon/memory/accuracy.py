@@ -228,11 +228,13 @@ def _provenance(found: Measurements) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
     commits = sorted({case["tigon_commit"] or "unknown" for case in found.measured})
     dates = sorted({case["date"] for case in found.measured})
+    earlier = sum("steps_commit" in case for case in found.measured)
+    again = f" {earlier} were measured twice, and have the time of the earlier, faster run." if earlier else ""
     return (
         f"{len(found.measured)} training runs on one {environment['device']} ({found.memory_bytes / GIB:.1f} GiB, "
         f"driver {environment['driver']}; {versions}; tigon at commit {', '.join(commits)}; {', '.join(dates)}). "
         "Each starts with nothing allocated and takes three optimizer steps; the peaks are of the whole run, the time "
-        "is the mean of the last two steps. Random weights and tokens."
+        f"is the mean of the last two steps.{again} Random weights and tokens."
     )
 
 
