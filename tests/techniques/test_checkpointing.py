@@ -122,7 +122,8 @@ def test_checkpointing_changes_loss_or_gradient_of_the_kernels(word):
 
 @pytest.mark.gpu
 def test_offloaded_inputs_stay_on_the_gpu_or_change_the_gradient():
-    """32 MiB a layer leave; gradients are those of recomputation without offload, bit for bit."""
+    """32 MiB a layer leave; gradients are those of recomputation without offload, bit for bit but for the embedding's,
+    which PyTorch adds up in another order each time."""
     device, tokens, width = torch.device("cuda"), 4096, 1024
     found = {}
     for word in ("full", "offload"):
@@ -136,7 +137,8 @@ def test_offloaded_inputs_stay_on_the_gpu_or_change_the_gradient():
         del made, gradients
         torch.cuda.empty_cache()
     for name, want in found["full"][0].items():
-        torch.testing.assert_close(found["offload"][0][name], want, rtol=0, atol=0)
+        rtol = 1e-5 if "embed_tokens" in name else 0
+        torch.testing.assert_close(found["offload"][0][name], want, rtol=rtol, atol=1e-2 * rtol)
     input_bytes = 2 * tokens * width * 4
     # two may be on their way out, one is fetched ahead
     assert found["full"][1] - found["offload"][1] >= (N_LAYERS - 3) * input_bytes

@@ -260,25 +260,35 @@ def _loss(row: Row, reference: Row | None) -> list[str]:
 
 def models(results: Results) -> str:
     """Memory and throughput of each model and batch, gains beside the paper's and the AMD port's."""
+    theirs = {"Liger in the paper": published.PAPER_GAINS, "Liger in the AMD port": published.AMD_GAINS}
+    sources = "; ".join(f"{source.name}: {source.setting}" for source in (published.PAPER, published.AMD))
+    return f"{_compared(results, theirs)}\n\nNot ours: {sources}."
+
+
+def steps(results: Results) -> str:
+    """Memory and throughput of each setting, beside the baseline's."""
+    return _compared(results, {})
+
+
+def _compared(results: Results, theirs: Mapping[str, Mapping[str, published.Gain]]) -> str:
+    """A line for each combination of the axes: every variant's figures, its gain over the baseline's, and theirs by
+    model."""
+    others = [variant for variant in results["variants"] if variant != results["baseline"]]
     rows = []
-    for model in _values(results, MODEL):
-        for size in _values(results, BATCH):
-            own = {v: _at(results, v, model__name=model, train__batch_size=size) for v in results["variants"]}
-            cells = [str(model), f"{size:,}"]
-            for row in own.values():
-                cells += [_gib(row), _speed(row)]
-            cells += [_gain(own[variant], own[results["baseline"]]) for variant in results["variants"]
-                      if variant != results["baseline"]]  # fmt: skip
-            rows.append(
-                [*cells, _published(published.PAPER_GAINS.get(model)), _published(published.AMD_GAINS.get(model))]
-            )
-    titles = ["model", "rows"]
+    for axes in dict.fromkeys(tuple(row["axes"].items()) for row in results["points"]):
+        own = {v: _at(results, v, **{k.replace(".", "__"): value for k, value in axes}) for v in results["variants"]}
+        cells = [f"{value:,}" if isinstance(value, int) else str(value) for _, value in axes]
+        for row in own.values():
+            cells += [_gib(row), _speed(row)]
+        cells += [_gain(own[variant], own[results["baseline"]]) for variant in others]
+        rows.append([*cells, *(_published(gains.get(dict(axes)[MODEL])) for gains in theirs.values())])
+    titles = [axis_words(axis) for axis in results["axes"]]
+    numbers = [isinstance(_values(results, axis)[0], int) for axis in results["axes"]]
     for variant in results["variants"]:
         titles += [f"{variant}, GiB", "tokens/s"]
-    titles += [f"{variant}: memory, tokens/s" for variant in results["variants"] if variant != results["baseline"]]
-    titles += ["Liger in the paper", "Liger in the AMD port"]
-    sources = "; ".join(f"{source.name}: {source.setting}" for source in (published.PAPER, published.AMD))
-    return f"{_table(titles, rows)}\n\nNot ours: {sources}."
+    titles += [f"{variant}: memory, tokens/s" for variant in others]
+    titles += theirs
+    return markdown_table(titles, numbers + [True] * (len(titles) - len(numbers)), rows)
 
 
 def _gain(row: Row | None, base: Row | None) -> str:

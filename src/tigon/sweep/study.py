@@ -32,6 +32,7 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "ladder": blocks.ladder,
     "techniques": blocks.techniques,
     "techniques-two-gpus": blocks.techniques,
+    "training-step": blocks.steps,
     "paper": blocks.models,
     "paper-two-gpus": blocks.models,
 }
