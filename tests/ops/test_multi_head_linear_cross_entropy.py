@@ -10,7 +10,7 @@ from torch import Tensor
 
 from helpers import relative_error
 from tigon.errors import OptionError, ShapeError
-from tigon.ops import linear_cross_entropy, multi_head_linear_cross_entropy
+from tigon.ops import linear_cross_entropy, multi_head_linear_cross_entropy, prepare_targets
 
 B, T, H, V = 2, 11, 8, 29
 CPU = torch.device("cpu")
@@ -120,6 +120,27 @@ def test_head_is_scored_across_documents() -> None:
         assert int(got.counts[0]) == int(want.counts[0]) == int((by_hand[:, shift:] != -100).sum())
     with pytest.raises(ShapeError, match="positions"):
         multi_head_linear_cross_entropy(hiddens, weights, target, shifts=(1, 2, 3), positions=positions[:, 1:])
+
+
+def test_prepared_targets_give_another_loss_or_fit_other_heads() -> None:
+    hiddens, weights, target = heads(CPU, 2)
+    positions = (torch.arange(T) % 6).expand(B, T)
+    shifts = (1, 3)
+    call = {"shifts": shifts, "positions": positions}
+    prepared = prepare_targets(target, **call)
+    rows = prepared.rows()
+    assert rows is not None and 0 < rows.numel() < target.numel()
+    want = multi_head_linear_cross_entropy(hiddens, weights, target, **call)
+    got = multi_head_linear_cross_entropy(hiddens, weights, prepared, **call)
+    leaves = [*hiddens, *weights]
+    assert torch.equal(got, want)
+    for a, b in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(want, leaves), strict=True):
+        assert torch.equal(a, b)
+    for other in (prepare_targets(target), prepare_targets(target, shifts=shifts)):
+        with pytest.raises(OptionError, match="was prepared for"):
+            multi_head_linear_cross_entropy(hiddens, weights, other, **call)
+    with pytest.raises(OptionError, match="was prepared for heads"):
+        linear_cross_entropy(hiddens[0], weights[0], prepared)
 
 
 def test_accuracy_counts_another_rank() -> None:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from tigon import ops
 from tigon.errors import PatchError, UsageError
 from tigon.medusa import loss
 from tigon.medusa.heads import MedusaHeads, MtpHeads, Visit, decoder_layers, inside, make_heads
@@ -142,6 +143,9 @@ class HeadedSeam(Seam):
         labels, positions = inputs["labels"], inputs.get("position_ids")
         if positions is not None and positions.ndim == 2:  # (1, T) stands for every row
             positions = positions.expand(labels.shape)
+        shifts = self.objective.shifts(heads.spec.count)
+        # Before the trunk, so that the loss need not wait for what the trunk computes.
+        target = ops.prepare_targets(labels, shifts=shifts, positions=positions) if self.fused else labels
         layer_inputs: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             if heads.spec.kind == "mtp":
@@ -159,11 +163,10 @@ class HeadedSeam(Seam):
             blocks = heads.block_weights()
             if joint:
                 hiddens, weights, blocks = [hidden, *hiddens], [head.weight, *weights], [[], *blocks]
-            compute_losses = loss.fused if self.fused else loss.plain
+            compute_losses: Callable[..., MultiHeadOutput] = loss.fused if self.fused else loss.plain
             found.append(
                 compute_losses(
-                    hiddens, weights, blocks, labels, shifts=self.objective.shifts(heads.spec.count),
-                    factors=factors, positions=positions,
+                    hiddens, weights, blocks, target, shifts=shifts, factors=factors, positions=positions,
                     num_items=_on(hidden.device, inputs.get("num_items_in_batch")),
                     logit_map=spec_of(model).logits.read(model.config.get_text_config()), ranked=ranked,
                 )

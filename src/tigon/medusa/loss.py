@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tigon import ops
 from tigon.models.logits import LogitMap
+from tigon.ops.linear_cross_entropy import PreparedTargets
 from tigon.ops.multi_head_linear_cross_entropy import MultiHeadOutput
 
 # B batch, T positions, H hidden, V vocabulary, K heads.
@@ -20,7 +21,8 @@ RANKS = 5
 
 
 def fused(
-    hiddens: Sequence[Tensor], weights: Sequence[Tensor], blocks: Blocks, labels_BT: Tensor, *, shifts: Sequence[int],
+    hiddens: Sequence[Tensor], weights: Sequence[Tensor], blocks: Blocks, labels_BT: Tensor | PreparedTargets, *,
+    shifts: Sequence[int],
     factors: Sequence[float], positions: Tensor | None, num_items: Tensor | float | None, logit_map: LogitMap,
     ranked: bool,
 ) -> MultiHeadOutput:  # fmt: skip

@@ -61,12 +61,20 @@ def _values(most: int, *, unit: int) -> list[int]:
     return sorted(min(value, most) for value in even)
 
 
+def _whole_numbers(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+
+
 def _draw_limit(axes: Any, plan: Plan, top: float) -> None:
     limit = plan.gpu.memory_bytes / GIB
     axes.axhline(limit, color=LIMIT, lw=1.2, ls="--")
     axes.set_ylim(0, max(top, limit) * 1.12)
+    name = plan.gpu.name if "GiB" in plan.gpu.name else f"{plan.gpu.name}, {limit:.0f} GiB"
     axes.annotate(
-        f"{plan.gpu.name}, {limit:.0f} GiB", (0.01, limit), xycoords=("axes fraction", "data"), xytext=(2, 4),
+        name, (0.01, limit), xycoords=("axes fraction", "data"), xytext=(2, 4),
         textcoords="offset points", ha="left", color=LIMIT,
     )  # fmt: skip
 
@@ -79,9 +87,11 @@ def _components(plan: Plan) -> Any:
         axes.plot(values, [e.device_bytes / GIB for e in found], color=INK, lw=1, ls=":", label="reserved + context")
         _draw_limit(axes, plan, max(e.device_bytes for e in found) / GIB)
         axes.set(xlabel=title, ylabel="GiB at the peak", xlim=(values[0], values[-1]))
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], frameon=False, loc="outside right center")
+        _whole_numbers(axes)
+    shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    order = [name for name in (*COMPONENTS, *shown) if name in shown]
+    named = {name: shown[name] for name in reversed(list(dict.fromkeys(order)))}
+    figure.legend(named.values(), named.keys(), frameon=False, loc="outside right center")
     figure.suptitle(label(plan.option.request.choices), fontsize=9, color=MUTED)
     return figure
 
@@ -112,7 +122,7 @@ def _study(plan: Plan) -> Any:
         axes.plot(values, fused, "o--", ms=3, color=COLOURS["activations"], label="logits of the fused loss")
         _draw_limit(axes, plan, max(row["logits"] for row in formula) / GIB)
         axes.set(xlabel=title, ylabel="GiB")
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        _whole_numbers(axes)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=3)
     return figure

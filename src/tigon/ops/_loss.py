@@ -7,6 +7,7 @@ the CPU too nothing V wide is kept but the logits themselves.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +115,34 @@ def check_labels(logits_width: int, target: Tensor, ignore_index: int) -> None:
 def wants_label_check(logits: Tensor) -> bool:
     """On the CPU always, as PyTorch does; in front of a kernel, which would have to wait, only with TIGON_CHECK=1."""
     return os.environ.get("TIGON_CHECK") == "1" or not (_dispatch.uses_kernel(logits) or logits.is_cuda)
+
+
+def labels_ahead(target_BT: Tensor, positions_BT: Tensor | None, rows: Tensor, shift: int, ignore_index: int) -> Tensor:
+    """Labels `shift` positions after the flat positions `rows`; ignore_index where that is past the end of the row or,
+    with positions, in another document (positions count up by one inside a document, and restart in the next)."""
+    if shift == 0:
+        return target_BT.reshape(-1)[rows]
+    T = target_BT.shape[1]
+    inside = rows % T + shift < T
+    ahead = torch.where(inside, rows + shift, rows)
+    if positions_BT is not None:
+        positions_N = positions_BT.reshape(-1)
+        inside &= positions_N[ahead] == positions_N[rows] + shift
+    return torch.where(inside, target_BT.reshape(-1)[ahead], ignore_index)
+
+
+def scored(
+    target_BT: Tensor, positions_BT: Tensor | None, shifts: Sequence[int], ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """((K,) int64, how many tokens each head is scored on; (N,) bool, where any is)"""
+    rows = torch.arange(target_BT.numel(), device=target_BT.device)
+    any_N = torch.zeros(target_BT.numel(), dtype=torch.bool, device=target_BT.device)
+    counts = []
+    for shift in shifts:
+        valid = labels_ahead(target_BT, positions_BT, rows, shift, ignore_index) != ignore_index
+        counts.append(valid.sum())
+        any_N |= valid
+    return torch.stack(counts), any_N
 
 
 def number_on(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:

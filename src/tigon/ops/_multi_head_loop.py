@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tigon.ops._chunk_loop import _exp_weight_grad_into, chunk_loop, exp_hidden_grad, no_autocast, product_into
 from tigon.ops._dispatch import Primitive
-from tigon.ops._loss import LossOptions
+from tigon.ops._loss import LossOptions, labels_ahead
 from tigon.ops.linear_cross_entropy import _even_chunk
 
 # B batch, T positions, N = B·T tokens, C tokens of a chunk, H hidden, V vocabulary, K heads.
@@ -60,20 +60,6 @@ class Heads(NamedTuple):
     def crosses_groups(self, hidden: int) -> bool:
         """Whether heads with different weights use this hidden state, so that its gradient is a sum over groups."""
         return len({w for h, w in zip(self.hidden_of, self.weight_of, strict=True) if h == hidden}) > 1
-
-
-def labels_ahead(target_BT: Tensor, positions_BT: Tensor | None, rows: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """Labels `shift` positions after the flat positions `rows`; ignore_index where that is past the end of the row or,
-    with positions, in another document (positions count up by one inside a document, and restart in the next)."""
-    if shift == 0:
-        return target_BT.reshape(-1)[rows]
-    T = target_BT.shape[1]
-    inside = rows % T + shift < T
-    ahead = torch.where(inside, rows + shift, rows)
-    if positions_BT is not None:
-        positions_N = positions_BT.reshape(-1)
-        inside &= positions_N[ahead] == positions_N[rows] + shift
-    return torch.where(inside, target_BT.reshape(-1)[ahead], ignore_index)
 
 
 def residual_blocks(x_CH: Tensor, blocks: Sequence[Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -318,17 +304,3 @@ multi_head_loop = Primitive(
     kernel=None,
     fake=_fake,
 )
-
-
-def scored(
-    target_BT: Tensor, positions_BT: Tensor | None, shifts: Sequence[int], ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """((K,) int64, how many tokens each head is scored on; (N,) bool, where any is)"""
-    rows = torch.arange(target_BT.numel(), device=target_BT.device)
-    any_N = torch.zeros(target_BT.numel(), dtype=torch.bool, device=target_BT.device)
-    counts = []
-    for shift in shifts:
-        valid = labels_ahead(target_BT, positions_BT, rows, shift, ignore_index) != ignore_index
-        counts.append(valid.sum())
-        any_N |= valid
-    return torch.stack(counts), any_N

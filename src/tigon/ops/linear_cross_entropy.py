@@ -24,7 +24,7 @@ and CUDA graphs nothing may wait, and every row is kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -108,6 +108,8 @@ class PreparedTargets:
 
     target: Tensor
     """The labels, any shape."""
+    shifts: tuple[int, ...] = (0,)
+    positions: Tensor | None = None
     index_N: Tensor | None = None
     """Flat positions, those that are not ignored first; None where nothing may be counted and all rows stay."""
     count: Tensor | None = None
@@ -131,7 +133,9 @@ def _may_wait(target: Tensor) -> bool:
     return not (target.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def prepare_targets(target: Tensor, *, ignore_index: int = -100) -> PreparedTargets:
+def prepare_targets(
+    target: Tensor, *, ignore_index: int = -100, shifts: Sequence[int] = (0,), positions: Tensor | None = None
+) -> PreparedTargets:
     """Start counting the labels that are not ignored, so that `linear_cross_entropy` need not wait for the count.
 
     Call it before the model's forward and pass the result in the target's place: the copy to the host is then long
@@ -139,22 +143,28 @@ def prepare_targets(target: Tensor, *, ignore_index: int = -100) -> PreparedTarg
 
     Args:
         target: (...), int64 or int32. ignore_index: as in the loss.
+        shifts, positions: those of `multi_head_linear_cross_entropy`, for a target (B, T); counted are the rows that
+            any head is scored on.
 
     Returns:
         `PreparedTargets`, good for one target.
     """
+    prepared = PreparedTargets(target, tuple(shifts), positions)
     if not _may_wait(target):
-        return PreparedTargets(target)
-    ignored_N = (target == ignore_index).reshape(-1)
-    index_N = torch.argsort(ignored_N.to(torch.uint8), stable=True)
-    count = (~ignored_N).sum()
+        return prepared
+    if prepared.shifts == (0,):
+        counts_N = (target != ignore_index).reshape(-1)
+    else:
+        counts_N = _loss.scored(target, positions, shifts, ignore_index)[1]
+    index_N = torch.argsort((~counts_N).to(torch.uint8), stable=True)
+    count = counts_N.sum()
     if not target.is_cuda:
-        return PreparedTargets(target, index_N, count)
+        return replace(prepared, index_N=index_N, count=count)
     on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
     on_host.copy_(count, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(target.device))
-    return PreparedTargets(target, index_N, on_host, event)
+    return replace(prepared, index_N=index_N, count=on_host, event=event)
 
 
 def _rows_that_count(target: Tensor, prepared: PreparedTargets | None, ignore_index: int) -> Tensor | None:
@@ -395,6 +405,8 @@ def linear_cross_entropy(
     """
     prepared = target if isinstance(target, PreparedTargets) else None
     labels: Tensor = prepared.target if prepared is not None else target  # type: ignore[assignment]
+    if prepared is not None and prepared.shifts != (0,):
+        raise OptionError(f"target was prepared for heads with shifts {prepared.shifts}; leave out the shifts.")
     options = _loss.check_options(
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, num_items, outputs
     )

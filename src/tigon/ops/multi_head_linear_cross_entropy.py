@@ -22,10 +22,11 @@ from tigon.errors import OptionError, ShapeError
 from tigon.ops import _loss
 from tigon.ops._dispatch import Differentiable, check_dtype, first_order, unwatched
 from tigon.ops._loss import LossOptions
-from tigon.ops._multi_head_loop import multi_head_loop, scored
+from tigon.ops._multi_head_loop import multi_head_loop
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.cross_entropy import Reduction, gradient_scales, make_target
 from tigon.ops.linear_cross_entropy import (
+    PreparedTargets,
     _keeps_graph,
     _may_wait,
     _scaled_in_place,
@@ -151,7 +152,7 @@ _multi_head = Differentiable(
 def multi_head_linear_cross_entropy(
     hiddens: Tensor | Sequence[Tensor],
     weights: Tensor | Sequence[Tensor],
-    target: Tensor,
+    target: Tensor | PreparedTargets,
     *,
     shifts: Sequence[int],
     blocks: Sequence[Sequence[Block]] | None = None,
@@ -172,7 +173,8 @@ def multi_head_linear_cross_entropy(
     Args:
         hiddens: K tensors (B, T, H), or one that all heads share.
         weights: K tensors (V, H), or one that all heads share.
-        target: (B, T), int64 or int32; head k at position t is scored against target[t + shifts[k]].
+        target: (B, T), int64 or int32; head k at position t is scored against target[t + shifts[k]]. Or what
+            `prepare_targets` made of it, with the same shifts and positions.
         shifts: K offsets >= 0; Medusa's head k (k = 1, 2, ...) has k + 1 over unshifted labels.
         blocks: of each head, the residual blocks between its hidden state and its output weight, each a weight (H, H)
             and a bias (H,); none if left out.
@@ -191,23 +193,30 @@ def multi_head_linear_cross_entropy(
     Raises:
         ShapeError, DtypeError, OptionError: see their texts. LabelError: as in `cross_entropy`.
     """
+    prepared = target if isinstance(target, PreparedTargets) else None
+    labels: Tensor = prepared.target if prepared is not None else target  # type: ignore[assignment]
     hidden_list = [hiddens] * len(shifts) if isinstance(hiddens, Tensor) else list(hiddens)
     weight_list = [weights] * len(shifts) if isinstance(weights, Tensor) else list(weights)
     block_lists = [()] * len(shifts) if blocks is None else [tuple(of_head) for of_head in blocks]
     options = _loss.check_options(reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, num_items, ())
-    _check_heads(hidden_list, weight_list, block_lists, target, shifts, head_weights, reduction, outputs)
-    if positions is not None and positions.shape != target.shape:
-        raise ShapeError(f"positions is {tuple(positions.shape)}, target is {tuple(target.shape)}; they must agree.")
+    _check_heads(hidden_list, weight_list, block_lists, labels, shifts, head_weights, reduction, outputs)
+    if positions is not None and positions.shape != labels.shape:
+        raise ShapeError(f"positions is {tuple(positions.shape)}, target is {tuple(labels.shape)}; they must agree.")
+    if prepared is not None and (prepared.shifts != tuple(shifts) or prepared.positions is not positions):
+        raise OptionError(
+            f"target was prepared for shifts {prepared.shifts}, the heads have {tuple(shifts)}; or for other "
+            "positions. Give prepare_targets the same."
+        )
     hidden_unique, hidden_of = _unique(hidden_list)
     weight_unique, weight_of = _unique(weight_list)
     settled = [_settle_dtypes(hidden_unique[0], w, None)[1] for w in weight_unique]
     flat = [_settle_dtypes(h, settled[0], None)[0].reshape(-1, h.shape[-1]) for h in hidden_unique]
     flat_blocks = [t.to(flat[0].dtype) for of_head in block_lists for block in of_head for t in block]
     acc = torch.promote_types(flat[0].dtype, torch.float32)
-    counts_K, any_N = scored(target, positions, shifts, ignore_index)
+    counts_K, any_N = _loss.scored(labels, positions, shifts, ignore_index)
     least_most = default_chunk_bytes(flat[0]) if chunk_bytes is None else (chunk_bytes, chunk_bytes)
     loss, losses, hits = _multi_head(
-        target, positions, any_N.nonzero().squeeze(1) if _may_wait(target) else None,
+        labels, positions, _rows_scored(labels, prepared, any_N),
         _inverses(counts_K, num_items, reduction, acc), _factors(head_weights, counts_K, acc),
         flat, settled, flat_blocks, list(shifts), hidden_of, weight_of, [len(of_head) for of_head in block_lists],
         *options, list(least_most), "accuracy" in outputs,
@@ -220,6 +229,13 @@ def multi_head_linear_cross_entropy(
         counts_K if "counts" in outputs else None,
         hits.to(acc) / counts_K.clamp(min=1).unsqueeze(1) if "accuracy" in outputs else None,
     )
+
+
+def _rows_scored(labels: Tensor, prepared: PreparedTargets | None, any_N: Tensor) -> Tensor | None:
+    """Flat positions that any head is scored on; None for all, or where the host may not wait."""
+    if not _may_wait(labels):
+        return None
+    return any_N.nonzero().squeeze(1) if prepared is None else prepared.rows()
 
 
 def _inverses(counts_K: Tensor, num_items: Tensor | float | None, reduction: str, dtype: torch.dtype) -> Tensor:
