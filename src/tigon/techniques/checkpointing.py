@@ -11,6 +11,7 @@ from typing import Any
 
 from tigon.techniques.choices import Choices, every_n_layers
 from tigon.techniques.condition import Condition
+from tigon.techniques.recompute import recomputed
 from tigon.techniques.technique import Facts, Technique
 
 # Products and attention: what costs time to compute again. Everything else in a layer is bound by memory.
@@ -32,13 +33,9 @@ def enable(model: Any, every: int = 1, **options: Any) -> None:
     switch(**{name: {"use_reentrant": False, **options}}, **({"every_n_layers": every} if every > 1 else {}))
 
 
-def _full(model: Any, choices: Choices, facts: Facts) -> Any:
-    enable(model)
-    return model
-
-
-def _every(model: Any, choices: Choices, facts: Facts) -> Any:
+def _recompute(model: Any, choices: Choices, facts: Facts) -> Any:
     enable(model, every=every_n_layers(choices.checkpointing) or 1)
+    replace_function(model, recomputed)
     return model
 
 
@@ -62,8 +59,6 @@ def selective_contexts() -> Any:
 
 def _offload(model: Any, choices: Choices, facts: Facts) -> Any:
     """transformers has an `offload` of its own, which copies on the compute stream; this one copies beside it."""
-    from torch.utils.checkpoint import checkpoint
-
     from tigon.techniques.host_offload import HostOffload
 
     enable(model)
@@ -71,7 +66,7 @@ def _offload(model: Any, choices: Choices, facts: Facts) -> Any:
 
     def offloaded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with offload.saving():
-            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+            return recomputed(function, *args, **kwargs)
 
     replace_function(model, offloaded)
     return model
@@ -94,14 +89,14 @@ TECHNIQUES = (
         name="checkpointing-full", page="checkpointing",
         saves=f"All activations of the layers but one. {_EACH_LAYER}",
         costs="A second forward pass of the layers, beside one forward and a backward of twice its work.",
-        recipe={"train.checkpointing": "full"}, chosen=(Condition("checkpointing", "is", "full"),), model=_full,
+        recipe={"train.checkpointing": "full"}, chosen=(Condition("checkpointing", "is", "full"),), model=_recompute,
         source="torch.utils.checkpoint; arXiv 1604.06174",
     ),
     Technique(
         name="checkpointing-every-n", page="checkpointing",
         saves="The activations of one layer in N.", costs="The second forward pass of those layers.",
         recipe={"train.checkpointing": "every-2"}, chosen=(Condition("checkpointing", "starts with", "every-"),),
-        model=_every, source="transformers 5.17 modeling_utils.py: gradient_checkpointing_enable",
+        model=_recompute, source="transformers 5.17 modeling_utils.py: gradient_checkpointing_enable",
     ),
     Technique(
         name="checkpointing-selective", page="checkpointing",
