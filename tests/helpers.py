@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tigon.ops import OPS, Case, Op
 
@@ -325,3 +327,15 @@ def virtually_strided(t: Tensor, dim: int) -> Tensor:
     strides[dim] = gap
     storage = torch.empty(_extent(t.shape, strides), dtype=t.dtype, device=t.device)
     return storage.as_strided(t.shape, strides).copy_(t)
+
+
+class Count(TorchDispatchMode):
+    """How often each operator runs inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers import Count
 from tigon import patch
 from tigon.profile.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
@@ -59,18 +59,6 @@ def test_checkpointing_changes_loss_or_gradient(word, kernels):
     got = loss_and_gradients(model(word, kernels=kernels))
     for name in want:
         torch.testing.assert_close(got[name], want[name], msg=lambda text, name=name: f"{name}: {text}")
-
-
-class Count(TorchDispatchMode):
-    """How often each operator runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.n[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def backward_counts(word: str) -> Counter[str]:

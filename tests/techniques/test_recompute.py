@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from helpers import Count
 from tigon.profile.peak import PeakMeter
 from tigon.techniques.recompute import recomputed
 
@@ -80,16 +79,6 @@ def test_random_numbers_after_a_recomputation_are_repeated(device):
         gradients(stack(0.4, device), run)
         after.append((torch.rand(4), torch.rand(4, device=device)))
     assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
-
-
-class Count(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.n: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.n[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_more_is_repeated_or_held_than_by_pytorch():

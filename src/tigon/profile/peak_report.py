@@ -18,7 +18,6 @@ class Piece:
     """In which they were born."""
     nbytes: int
     count: int
-    largest_bytes: int
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,13 @@ def peak_of(timeline: Timeline, *, start: int = 0, end: int | None = None) -> Pe
         components[timeline.categories[block]] += timeline.sizes[block]
         key = (timeline.categories[block], timeline.calls[block], births[block])
         groups.setdefault(key, []).append(timeline.sizes[block])
-    pieces = [Piece(*key, sum(sizes), len(sizes), max(sizes)) for key, sizes in groups.items()]
+    pieces = [Piece(*key, sum(sizes), len(sizes)) for key, sizes in groups.items()]
     pieces.sort(key=lambda piece: (-piece.nbytes, piece.category, piece.call))
     last = max((b for b in alive if 100 * timeline.sizes[b] >= totals[event]), default=max(alive, default=0))
     size = timeline.sizes[last]
     return PeakReport(
         event, totals[event], timeline.times_ms[event], timeline.phase_at(event), components, tuple(pieces),
-        Piece(timeline.categories[last], timeline.calls[last], births[last], size, 1, size),
+        Piece(timeline.categories[last], timeline.calls[last], births[last], size, 1),
     )  # fmt: skip
 
 
