@@ -36,6 +36,7 @@ if "probe" in order:
                  "tigon_commit": "abc", "date": "2026-01-01"})
     sys.exit()
 recipe = yaml.safe_load(Path(order["recipe"]).read_text())
+rank = os.environ.get("RANK", "0")
 size, seed = recipe["train"]["batch_size"], recipe["train"]["seed"]
 Path(order["result"]).with_name("started").touch()
 with open(os.environ["TIGON_TEST_STARTED"], "a") as said:
@@ -48,9 +49,16 @@ if seed == 4:
     time.sleep(60)
 if seed == 5:
     print("Traceback"); sys.exit("ValueError: the moon is full")
+if seed == 7 and rank == "1":
+    while not Path(order["result"] + ".0").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+if seed == 7:
+    worker.write(Path(order["result"] + ".0"), {"status": "failed", "detail": "connection closed by peer"})
+    time.sleep(60)  # until the launcher ends it
 if seed == 6 and size == 8:
     time.sleep(60)
-worker.write(Path(order["result"] + ".0"), {"status": "ok", "detail": "", "peak_allocated_bytes": size * 2**20,
+worker.write(Path(order["result"] + "." + rank), {"status": "ok", "detail": "", "peak_allocated_bytes": size * 2**20,
     "peak_reserved_bytes": None, "peak_resident_bytes": 1, "outside_bytes": None, "phases": {},
     "step_s": [9.0, 0.5, 1.0, 0.1], "updated": [True, True, True, False], "positions": [size * 8] * 4,
     "losses": [2.0, 1.0], "parameters": 7, "precision": "fp32"})

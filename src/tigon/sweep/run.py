@@ -265,10 +265,11 @@ def _probe(run: Run) -> dict[str, Any]:
     """The machine, as a worker sees it. Raises RecipeError when no worker can run."""
     own = run.folder
     answer, log = own.scratch / "probe.json", own.path / folder.LOGS / "probe.log"
+    kills = failures.kernel_kills()
     with run.workers.carry_out({"probe": str(answer)}, log) as process:
         code = process.wait()
     if not answer.exists():
-        _, detail = failures.of_exit(code, log, None)
+        _, detail = failures.of_exit(code, log, kills)
         raise RecipeError(f"a point cannot be started: {detail}; {log} has all of it")
     found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     _empty(own.scratch)
@@ -287,15 +288,18 @@ def _judge(
 ) -> tuple[str, str, dict[str, Any] | None]:
     """(status, reason, figures) from what the processes wrote, or from how they ended."""
     assert point.recipe is not None
-    for status in (failures.OUT_OF_MEMORY, failures.REFUSED, failures.FAILED):
-        for one in found:
-            if one["status"] == status:
-                return status, one["detail"], None
-    if len(found) == point.recipe.sharding.gpus:
-        return failures.OK, "", _together(found)
-    if code is None:
-        return failures.TIMED_OUT, f"longer than {timeout_s:g} s", None
-    return (*failures.of_exit(code, log, kills), None)
+
+    def told(*statuses: str) -> tuple[str, str] | None:
+        return next(((s, str(one["detail"])) for s in statuses for one in found if one["status"] == s), None)
+
+    ended = None
+    if len(found) < point.recipe.sharding.gpus:
+        if code is None:
+            ended = told(failures.FAILED) or (failures.TIMED_OUT, f"longer than {timeout_s:g} s")
+        else:  # a kill first: the others fail as well then, for their connection to the one that is gone
+            ended = failures.of_kill(code, log, kills) or told(failures.FAILED) or failures.of_exit(code, log, kills)
+    bad = told(failures.OUT_OF_MEMORY, failures.REFUSED) or ended or told(failures.FAILED)
+    return (*bad, None) if bad else (failures.OK, "", _together(found))
 
 
 def _together(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
