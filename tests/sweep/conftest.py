@@ -31,16 +31,20 @@ worker._end_with_the_sweep()
 order = json.loads(Path(file).read_text())
 gpu = os.environ.get("TIGON_TEST_GPU")
 if "probe" in order:
-    worker.write(Path(order["probe"]), {"device": gpu or "CPU (test)", "driver": None, "threads": 1,
-                 "memory_bytes": 139 * 2**30 if gpu else None, "gpus": 0, "versions": {"torch": "0"},
-                 "tigon_commit": "abc", "date": "2026-01-01"})
+    wrong = json.loads(os.environ.get("TIGON_TEST_WRONG", "{}"))
+    answer = {"dtype": "bf16", "wrong_ops": {}, "refused": "", **wrong}
+    tried = [answer if kind[0] == "tigon" else {**answer, "wrong_ops": {}, "refused": ""} for kind in order["kinds"]]
+    machine = {"device": gpu or "CPU (test)", "driver": None, "threads": 1,
+               "memory_bytes": 139 * 2**30 if gpu else None, "gpus": 0, "versions": {"torch": "0"},
+               "tigon_commit": "abc", "date": "2026-01-01"}
+    worker.write(Path(order["probe"]), {"environment": machine, "self_tests": tried})
     sys.exit()
 recipe = yaml.safe_load(Path(order["recipe"]).read_text())
 rank = os.environ.get("RANK", "0")
 size, seed = recipe["train"]["batch_size"], recipe["train"]["seed"]
 Path(order["result"]).with_name("started").touch()
 with open(os.environ["TIGON_TEST_STARTED"], "a") as said:
-    said.write(f"{size} {seed} {os.getpid()}\\n")
+    said.write(f"{size} {seed} {os.getpid()} {','.join(order['self_test']['wrong_ops'])}\\n")
 if seed == 2 and size >= 16:
     sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has little.")
 if seed == 3:
