@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from commands import tigon  # noqa: F401
 
 yaml = pytest.importorskip("yaml")
 for package in ("transformers", "typer", "rich", "matplotlib", "jinja2"):
@@ -115,23 +116,3 @@ def fake_workers(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], li
         return [" ".join(line.split()[:2]) for line in text.splitlines()]
 
     return seen
-
-
-@pytest.fixture
-def tigon(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """The `tigon` command in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        from tigon import cli
-
-        monkeypatch.setattr(sys, "argv", ["tigon", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
