@@ -92,3 +92,10 @@ def test_right_kernels_are_called_wrong_in_the_report(both, fake_workers, capsys
     assert "wrong results" not in (out / "report.html").read_text(encoding="utf-8") + capsys.readouterr().out
     found = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert found["environment"]["wrong_ops"] == {} and found["points"][0]["status"] == failures.OK
+
+
+def test_kernel_that_never_ends_is_waited_for(both, fake_workers, monkeypatch, tigon):
+    monkeypatch.setattr("tigon.sweep.run.PROBE_TIMEOUT_S", 0.0)
+    outcome = tigon("sweep", both)
+    assert "trying its kernels took longer than 0 s" in outcome.error_line() and "probe.log" in outcome.err
+    assert not fake_workers()

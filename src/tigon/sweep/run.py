@@ -32,6 +32,8 @@ from tigon.train import preflight, stopping
 
 LEAST_LIMIT_BYTES = 1 << 30
 PREDICTIONS = "predictions.json"
+PROBE_TIMEOUT_S = 600.0
+"""Looking at the machine and compiling the kernels that are tried takes a minute; a kernel may also never end."""
 DEFAULT_OUT = Path("runs") / "sweeps"
 _FINISHED = (failures.OK, failures.OUT_OF_MEMORY)
 
@@ -275,9 +277,13 @@ def _probe(run: Run, todo: Sequence[tuple[Point, int]]) -> None:
     answer, log = own.scratch / "probe.json", own.path / folder.LOGS / "probe.log"
     kills = failures.kernel_kills()
     with run.workers.carry_out({"probe": str(answer), "kinds": kinds}, log) as process:
-        code = process.wait()
+        try:
+            code = process.wait(PROBE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            code = None
     if not answer.exists():
-        _, detail = failures.of_exit(code, log, kills)
+        slow = f"looking at the machine and trying its kernels took longer than {PROBE_TIMEOUT_S:g} s"
+        detail = slow if code is None else failures.of_exit(code, log, kills)[1]
         raise RecipeError(f"a point cannot be started: {detail}; {log} has all of it")
     found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     _empty(own.scratch)
