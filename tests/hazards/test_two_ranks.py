@@ -1,32 +1,25 @@
 """Weights spread over two processes: the gradients of one process, or an error that names the parameter.
 
-tests/models/test_sharded.py has the same wrappers in one process, where a shard is all of the tensor. Two
-processes are started once and run every scenario; each has one row of the batch, and the loss of both is divided by the
-targets of both, as the Trainer does it.
+tests/models/test_sharded.py has the same wrappers in one process, where a shard is all of the tensor.
 """
 
 from __future__ import annotations
 
-import socket
-import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import tigon
+import two_ranks
 from tigon.models import MODELS, DeferredLogits
 from tigon.models.tiny import tiny_batch, tiny_model
+from two_ranks import RANKS, Scenarios, gradients_of
 
 pytest.importorskip("transformers")
-
-RANKS = 2
-LIMIT = 2e-5
 
 
 def fresh(family: str = "llama") -> Any:
@@ -38,7 +31,7 @@ def whole(family: str = "llama", wrap: Callable[[Any], Any] = lambda model: mode
     model = wrap(fresh(family))
     batch = tiny_batch(torch.device("cpu"))
     model(**batch, num_items_in_batch=items(batch)).loss.backward()
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model)
 
 
 def items(batch: dict[str, Tensor]) -> Tensor:
@@ -52,8 +45,7 @@ def shared(model: Any, rank: int, named: nn.Module | None = None) -> dict[str, T
     outputs = model(**row, num_items_in_batch=items(batch))
     assert type(outputs.logits) is DeferredLogits, "the loss was not fused"
     (outputs.loss * RANKS).backward()  # what averages gradients over ranks divides by their number
-    grads = {n: p.grad for n, p in (named or model).named_parameters() if p.grad is not None}
-    return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
+    return gradients_of(named or model)
 
 
 def farthest(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
@@ -115,8 +107,7 @@ def tensor_parallel_head(rank: int, mesh: Any) -> float:
     with pytest.warns(UserWarning, match=r"full logits.*shard"):
         loss = model(**batch, num_items_in_batch=items(batch)).loss
     loss.backward()
-    grads = {n: p.grad for n, p in model.named_parameters()}
-    return farthest({n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}, whole())
+    return farthest(gradients_of(model), whole())
 
 
 def nobody_gathers(rank: int, mesh: Any) -> float:
@@ -141,7 +132,7 @@ def nobody_gathers(rank: int, mesh: Any) -> float:
     return float((loss - want).abs() / want)
 
 
-SCENARIOS: dict[str, Callable[[int, Any], float]] = {
+SCENARIOS: Scenarios = {
     **{
         f"fsdp2 {family}, head {'a unit' if own else 'in the root'}, {'patched first' if first else 'sharded first'}": (
             lambda rank, mesh, family=family, own=own, first=first: fsdp2(
@@ -160,38 +151,12 @@ SCENARIOS: dict[str, Callable[[int, Any], float]] = {
 }  # fmt: skip
 
 
-def child(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
-    found: dict[str, Any] = {}
-    for name, scenario in SCENARIOS.items():
-        try:
-            found[name] = scenario(rank, mesh)
-        except BaseException:
-            found[name] = traceback.format_exc()
-        dist.barrier()
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found in each scenario: the largest relative error of a gradient, or a traceback."""
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("gloo is not built in")
     pytest.importorskip("peft")
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    torch.multiprocessing.spawn(child, args=(port, str(folder)), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    return two_ranks.run(__name__, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_gradients_of_two_ranks_are_not_those_of_one(scenario: str, found: list[dict[str, Any]]) -> None:
-    for rank, results in enumerate(found):
-        error = results[scenario]
-        assert isinstance(error, float), f"rank {rank}:\n{error}"
-        assert error <= LIMIT, f"rank {rank}: {error:.1e}"
+    two_ranks.assert_right(found, scenario)

@@ -11,7 +11,7 @@ import pytest
 from tests.memory.memory_helpers import H200, config_of
 
 from tigon.errors import UsageError
-from tigon.memory import as_recipe, policy
+from tigon.memory import as_recipe, planner, policy
 from tigon.memory.command import _NEVER_FREE
 from tigon.memory.estimate import estimate
 from tigon.memory.gpus import GIB, MIB
@@ -126,11 +126,25 @@ def test_layers_in_pieces_are_planned_where_less_would_do_or_missed_where_nothin
 
 
 def test_a_model_whose_mlps_cannot_be_tiled_ends_the_search(monkeypatch):
+    """Where the last rung before tiles needs a byte more than there is, so that tiles are tried, in every placement."""
     monkeypatch.setattr(policy, "TILE_TOKENS", 64)
-    asked = asked_of(1, optimizer="sgd", precision="bf16", accumulate=1)
+    asked = asked_of(4000, optimizer="sgd", precision="bf16", accumulate=1)
     experts = config_of("llama", model_type="mixtral", num_local_experts=2, num_hidden_layers=2)
-    found, _ = search(replace(asked, request=replace(asked.request, config=experts)))
+    asked = replace(asked, request=replace(asked.request, config=experts))
+    kept = replace(asked.request.choices, checkpointing=policy.CHECKPOINTINGS[-1])
+    needs = look(policy.as_request(asked.request, kept, asked.request.batch), asked.gpu).estimate.device_bytes
+    seen, consider = [], planner._Search.consider
+
+    def watched(self, choices, batch, unchecked):
+        seen.append((choices, consider(self, choices, batch, unchecked)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(planner._Search, "consider", watched)
+    found, _ = search(replace(asked, gpu=replace(asked.gpu, memory_bytes=needs - 1)))
     assert not found
+    tiled = [(choices.fsdp, result.reason) for choices, result in seen if choices.mlp_tile_tokens]
+    assert [fsdp for fsdp, _ in tiled] == [False, True], "the search ends with the first that cannot be tiled"
+    assert all("has no dense MLP" in reason for _, reason in tiled)
 
 
 def test_splits_lose_or_gain_rows():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from commands import tigon  # noqa: F401
 
 yaml = pytest.importorskip("yaml")
 for package in ("transformers", "typer", "rich", "matplotlib", "jinja2"):
@@ -31,15 +32,20 @@ worker._end_with_the_sweep()
 order = json.loads(Path(file).read_text())
 gpu = os.environ.get("TIGON_TEST_GPU")
 if "probe" in order:
-    worker.write(Path(order["probe"]), {"device": gpu or "CPU (test)", "driver": None, "threads": 1,
-                 "memory_bytes": 139 * 2**30 if gpu else None, "gpus": 0, "versions": {"torch": "0"},
-                 "tigon_commit": "abc", "date": "2026-01-01"})
+    wrong = json.loads(os.environ.get("TIGON_TEST_WRONG", "{}"))
+    answer = {"dtype": "bf16", "wrong_ops": {}, "refused": "", **wrong}
+    tried = [answer if kind[0] == "tigon" else {**answer, "wrong_ops": {}, "refused": ""} for kind in order["kinds"]]
+    machine = {"device": gpu or "CPU (test)", "driver": None, "threads": 1,
+               "memory_bytes": 139 * 2**30 if gpu else None, "gpus": 0, "versions": {"torch": "0"},
+               "tigon_commit": "abc", "date": "2026-01-01"}
+    worker.write(Path(order["probe"]), {"environment": machine, "self_tests": tried})
     sys.exit()
 recipe = yaml.safe_load(Path(order["recipe"]).read_text())
+rank = os.environ.get("RANK", "0")
 size, seed = recipe["train"]["batch_size"], recipe["train"]["seed"]
 Path(order["result"]).with_name("started").touch()
 with open(os.environ["TIGON_TEST_STARTED"], "a") as said:
-    said.write(f"{size} {seed} {os.getpid()}\\n")
+    said.write(f"{size} {seed} {os.getpid()} {','.join(order['self_test']['wrong_ops'])}\\n")
 if seed == 2 and size >= 16:
     sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has little.")
 if seed == 3:
@@ -48,9 +54,16 @@ if seed == 4:
     time.sleep(60)
 if seed == 5:
     print("Traceback"); sys.exit("ValueError: the moon is full")
+if seed == 7 and rank == "1":
+    while not Path(order["result"] + ".0").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+if seed == 7:
+    worker.write(Path(order["result"] + ".0"), {"status": "failed", "detail": "connection closed by peer"})
+    time.sleep(60)  # until the launcher ends it
 if seed == 6 and size == 8:
     time.sleep(60)
-worker.write(Path(order["result"] + ".0"), {"status": "ok", "detail": "", "peak_allocated_bytes": size * 2**20,
+worker.write(Path(order["result"] + "." + rank), {"status": "ok", "detail": "", "peak_allocated_bytes": size * 2**20,
     "peak_reserved_bytes": None, "peak_resident_bytes": 1, "outside_bytes": None, "phases": {},
     "step_s": [9.0, 0.5, 1.0, 0.1], "updated": [True, True, True, False], "positions": [size * 8] * 4,
     "losses": [2.0, 1.0], "parameters": 7, "precision": "fp32"})
@@ -103,23 +116,3 @@ def fake_workers(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], li
         return [" ".join(line.split()[:2]) for line in text.splitlines()]
 
     return seen
-
-
-@pytest.fixture
-def tigon(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """The `tigon` command in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        from tigon import cli
-
-        monkeypatch.setattr(sys, "argv", ["tigon", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call

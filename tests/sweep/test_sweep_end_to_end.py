@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 
@@ -26,13 +27,16 @@ RECIPE = {
 def run_point(write_sweep, here):
     """Measures, in this process, the one point that a sweep file with these keys has."""
 
-    def run(how: str = "random", **keys: object) -> dict:
+    def run(how: str = "random", wrong_ops: Sequence[str] = (), **keys: object) -> dict:
         path = write_sweep(recipe=RECIPE, grid={}, steps=3, rows=how, set=keys)
         (point,) = points.expand(
             definition.load(path), (), memory_limit_bytes=None, gpu_present=lambda: False, scratch=here
         )
         assert not point.refused
-        return measure(point.recipe, how_rows=how, unchecked=False, limit_bytes=None, folder=here)
+        return measure(
+            point.recipe, how_rows=how, unchecked=False, limit_bytes=None, folder=here,
+            wrong_ops=dict.fromkeys(wrong_ops, "wrong"),
+        )  # fmt: skip
 
     return run
 
@@ -47,6 +51,14 @@ def test_peak_of_a_point_is_not_what_its_kernels_hold(run_point):
         assert found["positions"] == [512] * 3 and len(found["step_s"]) == len(found["losses"]) == 3
         assert found["updated"] == [True] * 3
         assert found["parameters"] == 4096 * 32 + 32 + 2 * 32 + 32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 64
+
+
+def test_op_that_the_self_test_found_wrong_is_measured(run_point):
+    keys = {"model.kernels": "tigon"}
+    fused, without = run_point(**keys), run_point(wrong_ops=["linear_cross_entropy", "rms_norm"], **keys)
+    logits_bytes = 8 * 64 * 4096 * 4
+    assert without["peak_allocated_bytes"] - fused["peak_allocated_bytes"] > logits_bytes
+    assert without["losses"] == pytest.approx(fused["losses"], rel=1e-5)
 
 
 def test_point_trains_otherwise_than_tigon_train(run_point, here):
@@ -79,19 +91,22 @@ def test_refusal_of_this_machine_and_divergence_look_alike(here):
 
     from tigon.sweep import worker
 
-    def result(**train: object) -> tuple[str, str]:
+    def result(refused: str = "", **train: object) -> tuple[str, str]:
         recipe = {
             "model": {"name": "tigon-demo", "config": SMALL}, "data": {"sequence_length": 16},
             "train": {"steps": 3, "device": "cpu", "batch_size": 2, "precision": "fp32", "max_grad_norm": 0, **train},
         }  # fmt: skip
         (here / "r.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
         order = {"recipe": str(here / "r.yaml"), "rows": "random", "unchecked": False, "limit_bytes": None}
-        found = worker._carry_out({**order, "folder": str(here)})
+        tried = {"dtype": "fp32", "wrong_ops": {}, "refused": refused}
+        found = worker._carry_out({**order, "folder": str(here), "self_test": tried})
         return found["status"], found["detail"]
 
     assert result(precision="amp-fp16") == (
         failures.REFUSED, "train.precision: amp-fp16 needs a GPU, and this run is on the CPU"
     )  # fmt: skip
+    wrong = "kernels that give wrong results here: rope"  # with model.self_test: strict
+    assert result(refused=wrong) == (failures.REFUSED, wrong)
     status, detail = result(learning_rate=1e38)
     assert status == failures.FAILED and "not finite" in detail
 

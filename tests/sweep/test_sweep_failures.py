@@ -54,12 +54,82 @@ def test_end_of_a_process_loses_its_reason(tmp_path):
     )  # fmt: skip
     log.write_text("warning\nRuntimeError: NCCL is unhappy\nmore\n")
     assert failures.of_exit(1, log, None) == (failures.FAILED, "exit code 1: RuntimeError: NCCL is unhappy")
-    assert failures.of_exit(-9, tmp_path / "none", None) == (failures.FAILED, "killed by SIGKILL")
+    log.write_text("")
+    assert failures.of_exit(-6, log, None) == (failures.FAILED, "killed by SIGABRT")
 
 
-def test_kill_by_linux_for_memory_counts_as_a_failure(tmp_path, monkeypatch):
-    events = tmp_path / "memory.events"
-    events.write_text("low 0\nhigh 0\nmax 3\noom 1\noom_kill 2\n")
-    monkeypatch.setattr(failures, "_KERNEL_KILLS", events)
-    assert failures.of_exit(-9, tmp_path / "none", 1)[0] == failures.OUT_OF_MEMORY
-    assert failures.of_exit(-9, tmp_path / "none", 2)[0] == failures.FAILED
+# --- kills ----------------------------------------------------------------------------------------------------------
+
+# What torch.distributed.run leaves when its second process is killed: it ends the first one itself.
+LAUNCHER = """
+W1121 17:49:32 302 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 306 closing signal SIGTERM
+E1121 17:49:32 302 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 307)
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 306)  (SIGTERM)
+  traceback : Signal 15 (SIGTERM) received by PID 306
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 307)  (SIGKILL)
+  traceback : Signal 9 (SIGKILL) received by PID 307
+"""
+# ... and when its second process fails, and the first one does not end when told to
+STUBBORN = """
+W1121 17:49:32 302 api.py:1028] Sending process 306 closing signal SIGTERM
+W1121 17:50:02 302 api.py:1047] Unable to shutdown process 306 via 15, forcefully exiting via 9
+E1121 17:50:02 302 api.py:1002] failed (exitcode: 1) local_rank: 1 (pid: 307) of binary: python
+  exitcode  : -9 (pid: 306)  (SIGKILL)
+  exitcode  : 1 (pid: 307)
+ValueError: the moon is full
+"""
+KILLS = {"alone": (-9, "", ""), "of two": (1, LAUNCHER, "1 of its processes ")}
+
+
+def count(monkeypatch, n_kills):
+    monkeypatch.setattr(failures, "kernel_kills", lambda: n_kills)
+
+
+@pytest.mark.parametrize(("code", "said", "who"), KILLS.values(), ids=KILLS)
+def test_kill_by_linux_for_memory_counts_as_a_failure(code, said, who, tmp_path, monkeypatch):
+    """... or a kill by somebody else as one for memory."""
+    log = tmp_path / "log"
+    log.write_text(said)
+    count(monkeypatch, 2)
+    out = (failures.OUT_OF_MEMORY, f"{who}killed by Linux: the host's memory was full")
+    assert failures.of_exit(code, log, 1) == out
+    other = (failures.FAILED, f"{who}killed by SIGKILL, and not by Linux for want of host memory")
+    assert failures.of_exit(code, log, 2) == other
+    count(monkeypatch, None)
+    status, detail = failures.of_exit(code, log, None)
+    assert status == failures.FAILED and detail.startswith(f"{who}killed by SIGKILL, perhaps for want of host memory")
+
+
+def test_kill_by_the_launcher_counts_as_one_for_memory(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    log.write_text(STUBBORN)
+    count(monkeypatch, 2)
+    assert failures.of_exit(1, log, 1) == (failures.FAILED, "exit code 1: ValueError: the moon is full")
+
+
+COUNTERS = {
+    "own group": ("0::/a/b", {"cgroup/a/b/memory.events": 3, "cgroup/a/memory.events": 5, "proc/vmstat": 9}, 3),
+    "group around": ("0::/a/b", {"cgroup/a/memory.events": 5, "proc/vmstat": 9}, 5),
+    "container": ("0::/", {"cgroup/memory.events": 4, "proc/vmstat": 9}, 4),
+    "group of another namespace": ("0::/../c", {"cgroup/memory.events": 4, "proc/vmstat": 9}, 4),
+    "version 1": ("5:cpu,memory:/a\n0::/", {"cgroup/memory/a/memory.oom_control": 6, "proc/vmstat": 9}, 6),
+    "container, version 1": ("5:memory:/docker/a", {"cgroup/memory/memory.oom_control": 7, "proc/vmstat": 9}, 7),
+    "machine": ("0::/", {"proc/vmstat": 9}, 9),
+    "nowhere": (None, {}, None),
+}
+
+
+@pytest.mark.parametrize(("group", "files", "kills"), COUNTERS.values(), ids=COUNTERS)
+def test_counter_of_kills_is_another_groups_or_not_found(group, files, kills, tmp_path, monkeypatch):
+    for name, n_kills in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"low 0\noom 1\noom_kill {n_kills}\noom_group_kill 0\n")
+    if group:
+        (tmp_path / "proc" / "self").mkdir(parents=True)
+        (tmp_path / "proc" / "self" / "cgroup").write_text(f"{group}\n")
+    monkeypatch.setattr(failures, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(failures, "_CGROUPS", tmp_path / "cgroup")
+    assert failures.kernel_kills() == kills

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from train_helpers import TINY_MODEL, Outcome, words
+from train_helpers import TINY_MODEL, words
+
+from commands import tigon  # noqa: F401
 
 yaml = pytest.importorskip("yaml")
 for package in ("transformers", "tokenizers", "typer", "rich", "tensorboard", "matplotlib"):
@@ -68,24 +69,3 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path, Calla
             shutil.copytree(here, store / name)
 
     return fill
-
-
-@pytest.fixture
-def tigon(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """The `tigon` command in this process: main() with these arguments."""
-
-    def call(*arguments: object) -> Outcome:
-        from tigon import cli
-
-        monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")  # so that what a run sets ends with the test
-        monkeypatch.setattr(sys, "argv", ["tigon", *map(str, arguments)])
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return Outcome(code, captured.out, captured.err)
-
-    return call

@@ -9,7 +9,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,23 +118,6 @@ def _forget_accelerate() -> None:
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._shared_state.clear()
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a command left: exit code, the lines of both streams."""
-
-    code: int
-    out: str
-    err: str
-
-    def error_line(self) -> str:
-        """The one line on stderr, after checking that it is one and that the code is 2."""
-        assert self.code == 2, (self.code, self.out, self.err)
-        lines = self.err.strip().splitlines()
-        assert len(lines) == 1, self.err
-        assert lines[0].startswith("tigon: ")
-        return lines[0]
 
 
 def words(n_words: int, seed: int = 0) -> str:

@@ -4,6 +4,7 @@ definition.py   the sweep file: base recipe, grid, variants, what is measured
 points.py       its points: a resolved recipe each, or the reason why there is none
 run.py          the loop: order, time limit, resuming, progress
 processes.py    the processes of the points, and their end; worker.py is one of them
+self_test.py    the kernels tried, once for all points
 measure.py      the training that it watches; rows.py the rows, limit.py the memory limit, prediction.py the planner
 failures.py     out of memory, or another failure: from an exception, or from what a process left behind
 folder.py       the results folder; results.py what a point's repeats come to

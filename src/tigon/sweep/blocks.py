@@ -10,7 +10,7 @@ from typing import Any
 from tigon.models.presets import PRESETS
 from tigon.sweep import failures, published
 from tigon.sweep.charts import GIB, axis_words
-from tigon.sweep.report import ROWS_WORDS, markdown_table
+from tigon.sweep.report import ROWS_WORDS, left_out, markdown_table
 
 Row = Mapping[str, Any]
 Results = Mapping[str, Any]
@@ -55,6 +55,8 @@ def provenance(results: Results) -> str:
         said.append(f"Limited to {results['memory_limit_bytes'] / GIB:.1f} GiB, the CUDA context counted.")
     if unchecked := sorted({row["variant"] for row in results["points"] if row["unchecked"]}):
         said.append(f"Measured although `tigon train` would refuse the combination: {', '.join(unchecked)}.")
+    if wrong := left_out(results):
+        said.append(wrong)
     missing = [row["id"] for row in results["points"] if row["status"] == failures.NOT_MEASURED]
     if missing:
         said.append(f"Not measured yet: {', '.join(missing)}.")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import signal
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 OK, OUT_OF_MEMORY, REFUSED, FAILED, TIMED_OUT = "ok", "out of memory", "refused", "failed", "timed out"
 SKIPPED, NOT_MEASURED = "skipped", "not measured"
@@ -20,7 +21,11 @@ _MEMORY = re.compile(
     re.IGNORECASE,
 )
 _TAIL_CHARACTERS = 20_000
-_KERNEL_KILLS = Path("/sys/fs/cgroup/memory.events")
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+# PyTorch's launcher exits with 1 whatever became of the processes it started; its last words name the exit code of
+# each: SIGKILL, or a shell's code for it. One that it kills itself, because it does not end when told to, is named too.
+_KILLED_PROCESS = re.compile(r"exitcode\s*: (?:-9|137)\b.*?\(pid: (\d+)\)")
+_KILLED_BY_LAUNCHER = re.compile(r"Unable to shutdown process (\d+)")
 
 
 def line(text: object, limit: int = 300) -> str:
@@ -49,12 +54,12 @@ def _sentence(text: str) -> str:
 
 def of_exit(code: int, log: Path, kills_before: int | None) -> tuple[str, str]:
     """(status, reason) of a process that ended with `code` and left no result: its log is what there is."""
-    text = log.read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:] if log.is_file() else ""
+    text = _tail(log)
     if found := _MEMORY.search(text):
         start = text.rfind("\n", 0, found.start()) + 1
         return OUT_OF_MEMORY, line(text[start:].splitlines()[0])
-    if code == -signal.SIGKILL and kills_before is not None and (kernel_kills() or 0) > kills_before:
-        return OUT_OF_MEMORY, "killed by Linux: the host's memory was full"
+    if killed := of_kill(code, log, kills_before):
+        return killed
     said = next(
         (words for words in reversed(text.splitlines()) if re.match(r"\w*(Error|Exception|tigon)\b", words)), ""
     )
@@ -62,10 +67,54 @@ def of_exit(code: int, log: Path, kills_before: int | None) -> tuple[str, str]:
     return FAILED, line(f"{ended}{': ' + said if said else ''}")
 
 
-def kernel_kills() -> int | None:
-    """How often Linux has killed a process of this control group for its memory; None where it does not say."""
-    try:
-        found = re.search(r"^oom_kill (\d+)", _KERNEL_KILLS.read_text(encoding="ascii"), re.MULTILINE)
-    except OSError:
+def of_kill(code: int, log: Path, kills_before: int | None) -> tuple[str, str] | None:
+    """(status, reason) where SIGKILL ended the process, or one of those that PyTorch's launcher started for it; None
+    where it did not. kills_before: `kernel_kills` of the time when it began.
+
+    SIGKILL is how Linux ends a process when the host's memory is gone, and how others end one for reasons of their own.
+    """
+    text = _tail(log)
+    n_killed = len({*_KILLED_PROCESS.findall(text)} - {*_KILLED_BY_LAUNCHER.findall(text)})
+    if code != -signal.SIGKILL and not n_killed:
         return None
-    return int(found[1]) if found else None
+    who = "" if code == -signal.SIGKILL else f"{n_killed} of its processes "
+    kills = kernel_kills()
+    if kills is None or kills_before is None:
+        return FAILED, f"{who}killed by SIGKILL, perhaps for want of host memory: Linux does not count such kills here"
+    if kills > kills_before:
+        return OUT_OF_MEMORY, f"{who}killed by Linux: the host's memory was full"
+    return FAILED, f"{who}killed by SIGKILL, and not by Linux for want of host memory"
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:] if log.is_file() else ""
+
+
+def kernel_kills() -> int | None:
+    """How often Linux has killed a process for want of memory, in this control group or else on this machine; None
+    where it does not say."""
+    for counter in _counters():
+        try:
+            found = re.search(r"^oom_kill (\d+)", counter.read_text(encoding="ascii"), re.MULTILINE)
+        except OSError:
+            continue
+        if found:
+            return int(found[1])
+    return None
+
+
+def _counters() -> Iterator[Path]:
+    """Where the kills may be counted, the narrowest first: this process's control group or the nearest around it (the
+    counter of version 2 covers the groups inside), and the machine, whose other kills count there too."""
+    try:
+        lines = (_PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for controllers, name in (entry.split(":", 2)[1:] for entry in lines):
+        group = PurePosixPath(name.lstrip("/"))
+        if not controllers:
+            yield from (_CGROUPS / part / "memory.events" for part in (group, *group.parents))
+        elif "memory" in controllers.split(","):
+            yield _CGROUPS / "memory" / group / "memory.oom_control"
+            yield _CGROUPS / "memory" / "memory.oom_control"  # what a container sees as its own
+    yield _PROC / "vmstat"

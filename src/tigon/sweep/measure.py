@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tigon.profile.device import used_bytes
 from tigon.profile.peak import PeakMeter, training_state
 from tigon.sweep import limit, rows
 from tigon.techniques.choices import Choices
-from tigon.train import engine, heads, launch, preflight
+from tigon.train import engine, heads, launch, preflight, self_check
 from tigon.train import model as models
 from tigon.train import trainer as trainers
 from tigon.train.recipe import Recipe
@@ -82,11 +83,15 @@ def _alive(model: Any, optimizer: Any) -> list[torch.Tensor]:
     return list(training_state(model, inner if hasattr(inner, "state") else optimizer))
 
 
-def measure(recipe: Recipe, *, how_rows: str, unchecked: bool, limit_bytes: int | None, folder: Path) -> dict[str, Any]:
+def measure(
+    recipe: Recipe, *, how_rows: str, unchecked: bool, limit_bytes: int | None, folder: Path,
+    wrong_ops: Mapping[str, str],
+) -> dict[str, Any]:  # fmt: skip
     """Train `recipe` and return what was seen. Raises what the training raises.
 
     unchecked: even where `tigon train` refuses the combination of techniques. limit_bytes: of the process on its GPU,
-    the CUDA context counted. folder: for what techniques write (NVMe, quantised checkpoints).
+    the CUDA context counted. folder: for what techniques write (NVMe, quantised checkpoints). wrong_ops: op -> why it
+    is left out of the patch.
     """
     begin_s = time.perf_counter()
     device = preflight.check_device(recipe)
@@ -111,7 +116,7 @@ def measure(recipe: Recipe, *, how_rows: str, unchecked: bool, limit_bytes: int 
     load_s = time.perf_counter()
     built, _ = engine.build(
         recipe.model, config, choices, facts, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
-        base=folder / "base",
+        base=folder / "base", ops=self_check.without(wrong_ops),
     )  # fmt: skip
     built = heads.put_on(built, recipe, shapes)
     watch.mark("load")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.profile.units import in_bytes
-from tigon.sweep import charts, failures, folder
+from tigon.sweep import charts, failures, folder, self_test
 from tigon.sweep.charts import GIB, axis_words
 from tigon.sweep.results import clock
 from tigon.train.report import escape_markdown, fenced
@@ -187,7 +187,21 @@ def notes(results: Mapping[str, Any], on_gpu: bool) -> list[str]:
     if any(row["unchecked"] for row in results["points"]):
         names = sorted({row["variant"] for row in results["points"] if row["unchecked"]})
         said.append(f"Measured although `tigon train` would refuse the combination: {', '.join(names)}.")
+    if wrong := left_out(results):
+        said.append(wrong)
     return said
+
+
+def left_out(results: Mapping[str, Any]) -> str:
+    """What the kernels' self-test took out of the patch of these points, or nothing."""
+    names = sorted({row["variant"] for row in results["points"] if row.get("wrong_ops")})
+    if not names:
+        return ""
+    wrong = self_test.words(results["environment"]["wrong_ops"])
+    return (
+        f"Left out of the patch, for wrong results in the kernels' self-test on this machine: {'; '.join(wrong)}. The "
+        f"model's own code was used there in the points of {', '.join(names)}."
+    )
 
 
 def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:

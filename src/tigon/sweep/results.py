@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tigon.sweep import failures, folder
+from tigon.sweep import failures, folder, self_test
 from tigon.sweep.definition import Sweep
 from tigon.sweep.points import Point, changed_keys
 
@@ -40,14 +40,17 @@ def collect(
 
 
 def _environment(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The machine of all records, with every commit and date that they were measured at."""
+    """The machine of all records, with every commit and date that they were measured at, and every op that was wrong
+    there."""
     if not records:
         return None
-    shared = {k: v for k, v in records[0]["environment"].items() if k not in ("tigon_commit", "date")}
+    shared = {k: v for k, v in records[0]["environment"].items() if k not in ("tigon_commit", "date", "wrong_ops")}
     commits, dates = (
         sorted({str(record["environment"][name]) for record in records}) for name in ("tigon_commit", "date")
     )
-    return {**shared, "tigon_commits": commits, "dates": dates}
+    # sweeps did not always try the kernels: a record without wrong ops is one of those
+    wrong = self_test.merged(record["environment"].get("wrong_ops", {}) for record in records)
+    return {**shared, "tigon_commits": commits, "dates": dates, "wrong_ops": wrong}
 
 
 def row_of(
@@ -67,6 +70,7 @@ def row_of(
     if not own:
         return row
     row |= {"repeats": len(own), "wall_s": sum(record["wall_s"] for record in own)}
+    row["wrong_ops"] = {op: why for record in own for op, why in record.get("wrong_ops", {}).items()}
     bad = next((record for record in own if record["status"] != failures.OK), None)
     if bad is not None:
         return row | {"status": bad["status"], "detail": bad["detail"]}

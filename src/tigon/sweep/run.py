@@ -22,15 +22,18 @@ from typing import Any
 from tigon.errors import RecipeError, TigonError, UsageError
 from tigon.memory.gpus import find_gpu
 from tigon.profile.units import in_bytes
-from tigon.sweep import definition, failures, folder, points, results
+from tigon.sweep import definition, failures, folder, points, results, self_test
 from tigon.sweep.definition import Sweep
 from tigon.sweep.folder import SweepFolder
 from tigon.sweep.points import Point
 from tigon.sweep.processes import AHEAD, Workers
+from tigon.sweep.self_test import Kind
 from tigon.train import preflight, stopping
 
 LEAST_LIMIT_BYTES = 1 << 30
 PREDICTIONS = "predictions.json"
+PROBE_TIMEOUT_S = 600.0
+"""Looking at the machine and compiling the kernels that are tried takes a minute; a kernel may also never end."""
 DEFAULT_OUT = Path("runs") / "sweeps"
 _FINISHED = (failures.OK, failures.OUT_OF_MEMORY)
 
@@ -50,6 +53,8 @@ class Run:
     workers: Workers
     wall_s: list[tuple[str, float]] = field(default_factory=list)
     """(variant, seconds) of what was measured in this call."""
+    self_tests: dict[Kind, dict[str, Any]] = field(default_factory=dict)
+    """What the kernels' self-test found for each kind of point measured in this call."""
 
     def rows(self) -> list[dict[str, Any]]:
         return [
@@ -163,9 +168,11 @@ def _measure(run: Run, chosen: Sequence[Point], *, time_limit_s: float | None, r
             _say(run, f"refused  {point.id}: {point.refused}")
     if not todo:
         return
-    run.environment = _probe(run)
+    _probe(run, todo)
     folder.check_machine(run.records, run.environment, run.folder.path)
     _say(run, f"device   {run.environment['device']}{_limit_words(run)}")
+    for said in self_test.words(run.environment["wrong_ops"]):
+        _say(run, f"warning  wrong results here: {said}; the model's own code is used, see `tigon doctor`")
     for number, (point, repeat) in enumerate(todo, 1):
         ahead = len(todo) - number + 1
         if why := results.skipped_after(_row(run, point), run.rows(), run.sweep.stop_after_oom):
@@ -227,10 +234,11 @@ def _measure_one(run: Run, point: Point, repeat: int) -> dict[str, Any]:
     assert point.recipe is not None, "refused points are not measured"
     scratch, log = run.folder.scratch, run.folder.log(point, repeat)
     recipe_file, result = scratch / "recipe.yaml", scratch / "result"
+    tried = run.self_tests[self_test.kind_of(point.recipe)]
     recipe_file.write_text(yaml.safe_dump(point.recipe.as_mapping(), allow_unicode=True), encoding="utf-8")
     order = {
         "recipe": str(recipe_file), "rows": run.sweep.rows, "unchecked": point.unchecked,
-        "limit_bytes": run.limit_bytes, "result": str(result),
+        "limit_bytes": run.limit_bytes, "result": str(result), "self_test": tried,
     }  # fmt: skip
     kills = failures.kernel_kills()
     began_s = time.perf_counter()
@@ -245,7 +253,7 @@ def _measure_one(run: Run, point: Point, repeat: int) -> dict[str, Any]:
         "schema": folder.SCHEMA, "id": point.id, "key": point.key, "variant": point.variant, "axes": dict(point.axes),
         "repeat": repeat, "status": status, "detail": detail, "measured": measured, "wall_s": wall_s,
         "environment": run.environment, "command": run.command, "memory_limit_bytes": run.limit_bytes,
-        "recipe": point.recipe.as_mapping(),
+        "recipe": point.recipe.as_mapping(), "wrong_ops": tried["wrong_ops"],
     }  # fmt: skip
 
 
@@ -261,18 +269,27 @@ def _run(run: Run, order: Mapping[str, Any], point: Point, log: Path) -> int | N
             return None
 
 
-def _probe(run: Run) -> dict[str, Any]:
-    """The machine, as a worker sees it. Raises RecipeError when no worker can run."""
+def _probe(run: Run, todo: Sequence[tuple[Point, int]]) -> None:
+    """Have a worker look at the machine, and try the kernels that the points to come use. Raises RecipeError when no
+    worker can run."""
     own = run.folder
+    kinds = list(dict.fromkeys(self_test.kind_of(point.recipe) for point, _ in todo if point.recipe))
     answer, log = own.scratch / "probe.json", own.path / folder.LOGS / "probe.log"
-    with run.workers.carry_out({"probe": str(answer)}, log) as process:
-        code = process.wait()
+    kills = failures.kernel_kills()
+    with run.workers.carry_out({"probe": str(answer), "kinds": kinds}, log) as process:
+        try:
+            code = process.wait(PROBE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            code = None
     if not answer.exists():
-        _, detail = failures.of_exit(code, log, None)
+        slow = f"looking at the machine and trying its kernels took longer than {PROBE_TIMEOUT_S:g} s"
+        detail = slow if code is None else failures.of_exit(code, log, kills)[1]
         raise RecipeError(f"a point cannot be started: {detail}; {log} has all of it")
     found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     _empty(own.scratch)
-    return found
+    run.self_tests = dict(zip(kinds, found["self_tests"], strict=True))
+    wrong = self_test.merged({one["dtype"]: one["wrong_ops"]} for one in found["self_tests"] if one["wrong_ops"])
+    run.environment = {**found["environment"], "wrong_ops": wrong}
 
 
 def _empty(scratch: Path) -> None:
@@ -287,15 +304,18 @@ def _judge(
 ) -> tuple[str, str, dict[str, Any] | None]:
     """(status, reason, figures) from what the processes wrote, or from how they ended."""
     assert point.recipe is not None
-    for status in (failures.OUT_OF_MEMORY, failures.REFUSED, failures.FAILED):
-        for one in found:
-            if one["status"] == status:
-                return status, one["detail"], None
-    if len(found) == point.recipe.sharding.gpus:
-        return failures.OK, "", _together(found)
-    if code is None:
-        return failures.TIMED_OUT, f"longer than {timeout_s:g} s", None
-    return (*failures.of_exit(code, log, kills), None)
+
+    def told(*statuses: str) -> tuple[str, str] | None:
+        return next(((s, str(one["detail"])) for s in statuses for one in found if one["status"] == s), None)
+
+    ended = None
+    if len(found) < point.recipe.sharding.gpus:
+        if code is None:
+            ended = told(failures.FAILED) or (failures.TIMED_OUT, f"longer than {timeout_s:g} s")
+        else:  # a kill first: the others fail as well then, for their connection to the one that is gone
+            ended = failures.of_kill(code, log, kills) or told(failures.FAILED) or failures.of_exit(code, log, kills)
+    bad = told(failures.OUT_OF_MEMORY, failures.REFUSED) or ended or told(failures.FAILED)
+    return (*bad, None) if bad else (failures.OK, "", _together(found))
 
 
 def _together(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

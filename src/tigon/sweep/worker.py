@@ -20,7 +20,7 @@ def main() -> None:
     _end_with_the_sweep()
     order = json.loads(Path(file).read_text(encoding="utf-8"))
     if "probe" in order:
-        write(Path(order["probe"]), _probe())
+        write(Path(order["probe"]), _probe(order))
         return
     target = Path(f"{order['result']}.{os.environ.get('RANK', '0')}")
     result = _carry_out(order)
@@ -39,7 +39,7 @@ def _order_when_ready() -> str:
 
 
 def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
-    from tigon.errors import TigonError
+    from tigon.errors import KernelError, TigonError
     from tigon.sweep import failures
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -51,10 +51,13 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
 
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
+        tried = order["self_test"]
+        if tried["refused"]:
+            raise KernelError(tried["refused"])
         recipe = recipe_file.load(Path(order["recipe"]), gpu_present=lambda: False, checked=not order["unchecked"])
         found = measure(
             recipe, how_rows=order["rows"], unchecked=order["unchecked"], limit_bytes=order["limit_bytes"],
-            folder=Path(order["folder"]),
+            folder=Path(order["folder"]), wrong_ops=tried["wrong_ops"],
         )  # fmt: skip
         return {"status": failures.OK, "detail": "", **found}
     except TigonError as error:
@@ -68,13 +71,16 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
         return {"status": status, "detail": detail}
 
 
-def _probe() -> dict[str, Any]:
-    """What the machine is. In a process of its own, because asking a GPU takes memory of it."""
+def _probe(order: dict[str, Any]) -> dict[str, Any]:
+    """What the machine is, and which kernels are wrong on it. In a process of its own, because both take GPU memory."""
     import torch
 
     from tigon.sweep.measure import environment
+    from tigon.sweep.self_test import Kind, try_ops
 
-    return environment(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    # the machine first: a kernel that fails badly leaves a GPU that answers this process no more
+    machine = environment(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    return {"environment": machine, "self_tests": [try_ops(Kind(*kind)) for kind in order["kinds"]]}
 
 
 def write(path: Path, value: Any) -> None:

@@ -1,0 +1,46 @@
+"""The `tigon` command run in the test's own process. A conftest that wants the fixture imports it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+
+class Outcome(NamedTuple):
+    """What a command left: exit code, the lines of both streams."""
+
+    code: int
+    out: str
+    err: str
+
+    def error_line(self) -> str:
+        """The one line on stderr, after checking that it is one and that the code is 2."""
+        assert self.code == 2, (self.code, self.out, self.err)
+        lines = self.err.strip().splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("tigon: ")
+        return lines[0]
+
+
+@pytest.fixture
+def tigon(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """The `tigon` command in this process: main() with these arguments."""
+
+    def call(*arguments: object) -> Outcome:
+        from tigon import cli
+
+        monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")  # so that what a run sets ends with the test
+        monkeypatch.setattr(sys, "argv", ["tigon", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return call
