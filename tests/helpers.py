@@ -217,6 +217,13 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float(difference / scale) if scale else float(difference)
 
 
+def farthest(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """The largest relative distance of a gradient; the same parameters must have one."""
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    least = 1e-4 * max(float(t.norm()) for t in want.values())
+    return max(float((got[n] - t).norm()) / max(float(t.norm()), least) for n, t in want.items())
+
+
 def assert_same(got: Result, expected: Result, *, ulps: float = 0.0) -> None:
     """Bit for bit, or up to `ulps` rounding steps in the Frobenius norm where sums may run in another order."""
     values, wanted = got.named(), expected.named()

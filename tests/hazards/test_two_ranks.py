@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import tigon
 import two_ranks
+from helpers import farthest
 from tigon.models import MODELS, DeferredLogits
 from tigon.models.tiny import tiny_batch, tiny_model
 from two_ranks import RANKS, Scenarios, gradients_of
@@ -46,12 +47,6 @@ def shared(model: Any, rank: int, named: nn.Module | None = None) -> dict[str, T
     assert type(outputs.logits) is DeferredLogits, "the loss was not fused"
     (outputs.loss * RANKS).backward()  # what averages gradients over ranks divides by their number
     return gradients_of(named or model)
-
-
-def farthest(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    assert got.keys() == want.keys(), got.keys() ^ want.keys()
-    least = 1e-4 * max(float(t.norm()) for t in want.values())
-    return max(float((got[n] - t).norm()) / max(float(t.norm()), least) for n, t in want.items())
 
 
 def shard(model: Any, mesh: Any, own_head: bool) -> None:

@@ -92,10 +92,3 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def farthest(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    """The largest relative distance of a gradient; the same parameters must have one."""
-    assert got.keys() == want.keys(), got.keys() ^ want.keys()
-    least = 1e-4 * max(float(t.norm()) for t in want.values())
-    return max(float((got[n] - t).norm()) / max(float(t.norm()), least) for n, t in want.items())

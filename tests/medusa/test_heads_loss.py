@@ -13,12 +13,12 @@ from heads_helpers import (
     SPECS,
     batch,
     by_definition,
-    farthest,
     gradients,
     two_documents,
     with_heads,
 )
 
+from helpers import farthest
 from tigon.medusa import HeadsSpec, Objective
 from tigon.models import MODELS, patch
 from tigon.models.tiny import tiny_batch, tiny_model

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from heads_helpers import SPECS, batch, farthest, with_heads
+from heads_helpers import SPECS, batch, with_heads
 
 import two_ranks
+from helpers import farthest
 from tigon.medusa import Objective
 from two_ranks import RANKS, Scenarios, gradients_of
 
