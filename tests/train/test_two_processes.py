@@ -99,6 +99,26 @@ def test_two_processes_lose_what_they_have_to_a_kill_or_a_signal(recipe, here):
     assert [r["step"] for r in records(run, "train")] == list(range(1, stopped_at + 1))
 
 
+def test_options_that_an_older_launcher_lacks_are_passed_to_it(monkeypatch):
+    """PyTorch 2.8, the oldest that tigon takes, has neither of them."""
+    from torch.distributed import run
+
+    from tigon.train import launch
+
+    parser, taken = run.get_args_parser(), []
+    for action in list(parser._actions):
+        if {"--shutdown-timeout", "--signals-to-handle"} & set(action.option_strings):
+            parser._remove_action(action)
+            for option in action.option_strings:
+                del parser._option_string_actions[option]
+    monkeypatch.setattr(run, "get_args_parser", lambda: parser)
+    monkeypatch.setattr(run, "run", taken.append)
+    assert launch.launch(Path("recipe.yaml"), ["train.steps=3"], 2, resume=True) == 0
+    (arguments,) = taken
+    assert (arguments.nproc_per_node, arguments.module, arguments.training_script) == ("2", True, "tigon")
+    assert arguments.training_script_args == ["train", "recipe.yaml", "--set", "train.steps=3", "--resume"]
+
+
 @linux
 @forks
 def test_process_trains_on_when_its_launcher_is_killed(tmp_path):

@@ -114,9 +114,9 @@ def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bo
     # torchrun sets it to 1 with a warning
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // n_processes)))
     words = [word for text in overrides for word in ("--set", text)]
-    options = ["--standalone", f"--nproc-per-node={n_processes}", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT"]
+    options = ["--standalone", f"--nproc-per-node={n_processes}"]  # SIGTERM and SIGINT are passed on by default
     known = {option for action in run.get_args_parser()._actions for option in action.option_strings}
-    if "--shutdown-timeout" in known:  # PyTorch 2.11 has 30 s and no option
+    if "--shutdown-timeout" in known:  # PyTorch up to 2.11 has 30 s and no option
         options.append(f"--shutdown-timeout={SHUTDOWN_S}")
     arguments = [*options, "-m", "tigon", "train", str(path), *words, *(["--resume"] if resume else [])]
     sys.stdout.flush()
