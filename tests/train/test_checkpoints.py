@@ -115,6 +115,8 @@ def test_damaged_file_of_the_newest_checkpoint_is_resumed_from(tmp_path):
             assert problem.startswith("checkpoint-3 ") and (name in problem or name == "manifest.json"), problem
             shutil.rmtree(folder)
             shutil.copytree(tmp_path / "before", folder)
+    (folder / "checkpoint-3" / ".DS_Store").write_bytes(b"x")
+    assert not checkpoint.newest(folder).passed_over, "a file manager's own file costs a checkpoint"
     (folder / "checkpoint-3" / "pytorch_model.bin").write_bytes(b"x")
     assert "holds pytorch_model.bin" in checkpoint.newest(folder).passed_over[0]
     shutil.rmtree(folder / "checkpoint-2")
@@ -149,6 +151,22 @@ def test_checkpoints_kept_are_damaged_ones_or_a_save_removes_what_it_replaces_fi
     monkeypatch.setattr(checkpoint.shutil, "rmtree", watched)
     save(14, keep=1)
     assert seen and all(seen), "the checkpoint is gone while its successor is not yet there"
+
+
+def test_file_named_with_a_dot_is_not_covered(tmp_path):
+    """FSDP2's distributed checkpoints cannot be read without .metadata."""
+    shards = checkpoint.scratch(tmp_path, 3) / "checkpoint-3" / "pytorch_model_fsdp_0"
+    shards.mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp", ".nfs0001"):
+        (shards / name).write_bytes(b"what was written")
+    checkpoint.publish(tmp_path, 3, {}, keep=1)
+    file = tmp_path / "checkpoint-3" / "pytorch_model_fsdp_0" / ".metadata"
+    file.with_name(".nfs0001").unlink()
+    assert checkpoint.problem_of(tmp_path / "checkpoint-3", 3) is None
+    file.write_bytes(b"what was changed")
+    assert "the content of pytorch_model_fsdp_0/.metadata" in str(checkpoint.problem_of(tmp_path / "checkpoint-3", 3))
+    file.unlink()
+    assert "lacks pytorch_model_fsdp_0/.metadata" in str(checkpoint.problem_of(tmp_path / "checkpoint-3", 3))
 
 
 def test_digest_of_a_file_in_pieces_misses_one(tmp_path, monkeypatch):
