@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from test_finite_steps import Watch, spoil
+from test_technique_runs import fsdp_rank
 from train_helpers import SMALL, forks, in_forks, records, small_trainer
 
 from tigon.train import checkpoint, stopping
 from tigon.train.recipe import Recipe, TrainConfig
+from tigon.train.trainer import TigonTrainer
 
 ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
@@ -99,6 +101,34 @@ def test_two_processes_lose_what_they_have_to_a_kill_or_a_signal(recipe, here):
     assert [r["step"] for r in records(run, "train")] == list(range(1, stopped_at + 1))
 
 
+@forks
+def test_signal_to_one_process_in_the_last_evaluation_leaves_the_other_alone(recipe, tigon, here):
+    """Of sharded weights, which are still saved after training; the run is then finished by --resume."""
+    path = recipe(train={"batch_size": 2}, output={"save_model": True})
+
+    def train(rank: int) -> None:
+        original = TigonTrainer.evaluate
+
+        def evaluate(self, *arguments):
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(self, *arguments)
+
+        TigonTrainer.evaluate = evaluate
+        fsdp_rank(path, [], resume=False)
+
+    said = here / "stderr"
+    statuses = in_forks(train, 2, said=said)
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [143, 143], said.read_text()[-3000:]
+    assert said.read_text().count("tigon: stopped by SIGTERM after step 4; checkpoint-4 is complete") == 1
+    assert checkpoint.newest(here / "runs" / "r" / "checkpoints").path.name == "checkpoint-4"
+    said.unlink()
+    statuses = in_forks(lambda rank: fsdp_rank(path, [], resume=True), 2, said=said)
+    assert statuses == [0, 0], said.read_text()[-3000:]
+    assert (here / "runs" / "r" / "model" / "model.safetensors").is_file()
+    assert records(here / "runs" / "r", "result")[0]["eval_loss"] is not None
+
+
 def test_options_that_an_older_launcher_lacks_are_passed_to_it(monkeypatch):
     """PyTorch 2.8, the oldest that tigon takes, has neither of them."""
     from torch.distributed import run
@@ -126,6 +156,7 @@ def test_process_trains_on_when_its_launcher_is_killed(tmp_path):
     if launcher == 0:
         if os.fork() == 0:
             with stopping.Stop(speaks=False) as stop:
+                stop.listen()
                 stopping.end_with_parent()
                 (tmp_path / "ready").touch()
                 for _ in range(200):

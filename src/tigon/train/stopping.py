@@ -1,5 +1,7 @@
 """SIGTERM and SIGINT: the first asks for a checkpoint at the end of the step, the second ends the process at once.
 
+After the last step the first still waits for what is being written (run.py says what is left out then).
+
 A handler runs between two bytecodes, when the optimizer may be half done, so it only takes a note, which the trainer
 reads at step boundaries. All processes read it there together: one of them that stops alone would leave the others
 waiting. The second signal has its default effect, which needs no bytecode to be reached.
@@ -22,11 +24,12 @@ EXIT_OFFSET = 128  # as shells have it: 130 after SIGINT, 143 after SIGTERM
 
 
 class Stopped(Exception):
-    """Training ended after a step because a signal came, with that step's checkpoint complete."""
+    """A run ended after a step because a signal came, with nothing half-written."""
 
-    def __init__(self, number: int, step: int) -> None:
-        super().__init__(f"stopped by {signal_name(number)} after step {step}")
-        self.exit_code, self.step = EXIT_OFFSET + number, step
+    def __init__(self, number: int, step: int, kept: str, *, together: bool) -> None:
+        """kept: what there is now. together: every process raises it."""
+        super().__init__(f"stopped by {signal_name(number)} after step {step}; {kept}")
+        self.exit_code, self.together = EXIT_OFFSET + number, together
 
 
 class Terminated(KeyboardInterrupt):
@@ -51,19 +54,24 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 class Stop:
-    """While it is entered, a signal is a wish to stop. Entered in another thread than the main one it does nothing."""
+    """From `listen` to the end of the block, a signal is a wish to stop. In another thread than the main one it does
+    nothing."""
 
     def __init__(self, *, speaks: bool = True) -> None:
         """speaks: say on stderr that the wish was heard; one process of several does."""
         self.number = 0
         """The signal that came; 0: none."""
+        self.promise = "saving at the end of this step"
+        """What is said to follow it."""
         self._speaks = speaks
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
+        return self
+
+    def listen(self) -> None:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._before.items():
@@ -74,7 +82,7 @@ class Stop:
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
         if self._speaks:  # not by print, which may be what was interrupted
-            said = f"\ntigon: {signal_name(number)}: saving at the end of this step; a second signal ends at once\n"
+            said = f"\ntigon: {signal_name(number)}: {self.promise}; a second signal ends at once\n"
             os.write(2, said.encode())
 
     def agreed(self) -> int:

@@ -19,7 +19,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -126,8 +125,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         self.safeguards = safeguards or Safeguards()
         self.gate = FiniteGate(self.args.device, self.safeguards.max_skipped_steps)
         self.evaluation_error: str | None = None
-        self.stopped_by = 0
-        """The signal that ended training; 0: none did."""
+        self._saved_step = 0
         self._writing: Path | None = None
         self._sum_in_fp32()
         for silent in (PrinterCallback, ProgressCallback):
@@ -139,16 +137,22 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_deepspeed_enabled:
             checkpoint.know_deepspeed_classes()
-        with self.safeguards.stop or nullcontext():
-            try:
-                return super().train(*args, **kwargs)
-            except _NothingLeft:  # the Trainer would take one step more
-                self.is_in_train = False
+        if self.safeguards.stop is not None:
+            self.safeguards.stop.listen()
+        try:
+            return super().train(*args, **kwargs)
+        except _NothingLeft:  # the Trainer would take one step more
+            self.is_in_train = False
+            self._saved_step = self.state.global_step
 
     def asked_to_stop(self) -> bool:
         """Whether a signal came, in any process; all of them ask at once."""
-        self.stopped_by = self.safeguards.stop.agreed() if self.safeguards.stop is not None else 0
-        return bool(self.stopped_by)
+        return self.safeguards.stop is not None and bool(self.safeguards.stop.agreed())
+
+    def save_last(self) -> None:
+        """Save the step that training ended with, unless there is a checkpoint of it."""
+        if self._saved_step != self.state.global_step:
+            self._save_checkpoint(self.model, None)
 
     def restart_clock(self) -> None:
         """Evaluating and saving are no training time."""
@@ -228,9 +232,10 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         sums = torch.zeros(2, dtype=torch.float64)
         try:
             for rows, counts in self._eval_rows(eval_dataset or self.eval_dataset):
-                if self.is_in_train and self.asked_to_stop():  # the step is done: save it, while there is time
-                    self.control.should_save = self.control.should_training_stop = True
-                    self.control.should_evaluate = False  # else the end of the epoch evaluates, and saves, once more
+                if self.asked_to_stop():  # the step is done: save it, while there is time
+                    if self.is_in_train:
+                        self.control.should_save = self.control.should_training_stop = True
+                        self.control.should_evaluate = False  # else the end of the epoch evaluates, and saves, again
                     return {}
                 sums += self._sums_of(rows, counts)
         finally:
@@ -310,6 +315,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         finally:
             self._writing = None
         self.accelerator.wait_for_everyone()
+        self._saved_step = step
 
 
 def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
