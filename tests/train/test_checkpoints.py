@@ -9,16 +9,18 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import safetensors.torch
+import torch
 from train_helpers import SMALL, forks, in_forks, records, small_trainer
 
 from tigon.errors import RunFolderError
-from tigon.train import checkpoint
+from tigon.train import checkpoint, launch
 from tigon.train.recipe import Recipe, TrainConfig
 
 CHANGES = {"os.mkdir", "os.rmdir", "os.remove", "os.rename", "shutil.rmtree"}
@@ -221,6 +223,56 @@ def test_full_disk_leaves_half_a_checkpoint_or_costs_the_last_one(tmp_path, monk
     monkeypatch.undo()
     save_as(trainer, 3)
     assert checkpoint.newest(folder).path.name == "checkpoint-3"
+
+
+def save_in_two(rank: int, folder: Path, blocked: bool) -> None:
+    """What one of two processes does: both save steps 2 and 3 into one folder, and rank 1 finds the disk full at once
+    at step 3, while rank 0 is still writing, or, blocked, waits for the other in the middle of its save."""
+    torch.distributed.init_process_group("gloo")
+    trainer, written = saved(folder, keep=2), folder / "c"
+    original = type(trainer)._save_rng_state
+
+    def save_rng_state(self, output_dir):
+        if rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if blocked:
+            time.sleep(60)
+        time.sleep(1)
+        (Path(output_dir) / "part").write_bytes(b"of rank 0")
+        (folder / "written").touch()
+        original(self, output_dir)
+
+    type(trainer)._save_rng_state = save_rng_state
+    with pytest.raises(OSError, match="No space left") as caught:
+        save_as(trainer, 3)
+    assert caught.value.filename == str(written) and (folder / "written").exists() != blocked
+    assert checkpoint.newest(written).path.name == "checkpoint-2"
+    if blocked:
+        assert (written / ".writing-3").is_dir(), "the other may be writing into it still"
+        os._exit(3)
+    torch.distributed.barrier()
+
+
+@forks
+def test_full_disk_in_one_process_takes_the_folder_from_under_the_other(tmp_path):
+    said = tmp_path / "stderr"
+    statuses = in_forks(lambda rank: save_in_two(rank, tmp_path, blocked=False), 2, said=said)
+    assert statuses == [0, 0], said.read_text()[-3000:]
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["checkpoint-2"]
+
+
+@forks
+def test_full_disk_in_one_process_is_never_said_where_the_other_waits_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "ALONE_S", 1)
+    said = tmp_path / "stderr"
+
+    def action(rank: int) -> None:
+        if rank == 0:
+            signal.alarm(8)  # as the launcher ends it
+        save_in_two(rank, tmp_path, blocked=True)
+
+    statuses = [os.waitstatus_to_exitcode(status) for status in in_forks(action, 2, said=said)]
+    assert statuses == [-signal.SIGALRM, 3], said.read_text()[-3000:]
 
 
 @pytest.fixture

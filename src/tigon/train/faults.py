@@ -35,9 +35,12 @@ def in_words(error: Exception, run: RunFolder, command: str) -> TigonError | Non
 def memory_watched(run: RunFolder, prepared: Prepared) -> Iterator[None]:
     """Running out of memory in the block is said with what was needed, and how the run can go on."""
     from tigon.train import prediction
+    from tigon.train.trainer import EvaluationBroken
 
     try:
         yield
+    except EvaluationBroken as error:
+        raise RecipeError(f"{error}{_smaller_steps(run, prepared)}") from None
     except RuntimeError as error:
         if not prediction.is_out_of_memory(error):
             raise

@@ -367,7 +367,7 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
 
 def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: stopping.Stop) -> dict[str, Any]:
     """What the run found, but for the comparison. Raises Stopped before the final weights are saved."""
-    from tigon.train import engine, heads, model, prediction
+    from tigon.train import engine, heads, model
     from tigon.train.progress import ProgressDisplay
 
     recipe, tok = prepared.recipe, prepared.tokenizer
@@ -381,30 +381,19 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     sample = {"prompt": tok.decode(prepared.prompt), "before": "", "after": ""}
     if n_sample:
         sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
-    started_s = time.perf_counter()
     with faults.memory_watched(run, prepared):
-        trainer, eval_loss = _train(run, prepared, built, console, stop)
-    memory = prediction.compared(prepared.prediction, prepared.device)
-    train_s = time.perf_counter() - started_s
+        trainer, found = _train(run, prepared, built, console, stop)
     if n_sample:
         sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
     decoded = None
     if n_sample and prepared.heads is not None:
         decoded = heads.decoded(built, recipe, prepared.eval_rows or prepared.train.rows, tok.eos_token_id)
     _end_if_asked(prepared, trainer)
-    if recipe.output.save_model:
-        target, written = run.path / "model", True
-        if prepared.heads is not None:
-            written = heads.save(built, trainer, recipe, prepared.choices, run.path)
-        else:
-            engine.save(built, trainer, prepared.choices, target, model=recipe.model, base=run.path / "base")
-        if launch.rank() == 0 and written:
-            tok.save_pretrained(target)
+    if not engine.weights_are_sharded(prepared.choices):
+        _save_model(run, prepared, built, trainer)
     return {
-        "eval_loss": eval_loss,
+        **found,
         "unigram_entropy": prepared.data["unigram_entropy"],
-        "train_s": train_s,
-        "memory": memory,
         "skipped_steps": trainer.gate.skipped,
         "evaluation_error": trainer.evaluation_error,
         "patch": "unpatched" if patched is None else str(patched),
@@ -413,10 +402,27 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     }
 
 
+def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) -> None:
+    """The final weights, if they are wanted. Every process calls it; adapters may be part of the weights afterwards."""
+    from tigon.train import engine, heads
+
+    recipe, target = prepared.recipe, run.path / "model"
+    if not recipe.output.save_model:
+        return
+    written = True
+    if prepared.heads is not None:
+        written = heads.save(built, trainer, recipe, prepared.choices, run.path)
+    else:
+        engine.save(built, trainer, prepared.choices, target, model=recipe.model, base=run.path / "base")
+    if launch.rank() == 0 and written:
+        prepared.tokenizer.save_pretrained(target)
+
+
 def _train(
     run: RunFolder, prepared: Prepared, built: Any, console: Console, stop: stopping.Stop
-) -> tuple[Any, float | None]:
-    """Train and evaluate: (trainer, the final held-out loss in nats or None when nothing was held out)."""
+) -> tuple[Any, dict[str, Any]]:
+    """Train and evaluate: (trainer, what was found; the final held-out loss is None when nothing was held out). Sharded
+    weights are saved before the evaluation, as one that runs out of memory ends all processes."""
     from torch.utils.tensorboard import SummaryWriter
 
     from tigon.train import engine, heads, prediction
@@ -438,6 +444,7 @@ def _train(
             stop=stop, max_skipped_steps=recipe.train.max_skipped_steps, facts=faults.facts(prepared),
         ),
     )  # fmt: skip
+    started_s = time.perf_counter()
     purge_step = checkpoint.step_of(run.checkpoint) + 1 if run.checkpoint else None
     display = ProgressDisplay(console)
     with ExitStack() as stack:
@@ -455,13 +462,19 @@ def _train(
             raise faults.unreadable(run, error) from error
         finally:
             display.close()
+        found = {
+            "train_s": time.perf_counter() - started_s,
+            "memory": prediction.compared(prepared.prediction, prepared.device),
+        }
         stop.promise = "ending once everything is saved"
         _end_if_asked(prepared, trainer)
         trainer.gate.settle(trainer.state.global_step)
         trainers.refuse_nonfinite_weights(built, trainer.state.global_step)
+        if engine.weights_are_sharded(prepared.choices):
+            _save_model(run, prepared, built, trainer)
         eval_loss = _final_eval_loss(trainer) if eval_rows is not None else None
         _end_if_asked(prepared, trainer)
-        return trainer, eval_loss
+        return trainer, {"eval_loss": eval_loss, **found}
 
 
 def _end_if_asked(prepared: Prepared, trainer: Any) -> None:
