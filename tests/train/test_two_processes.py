@@ -101,6 +101,41 @@ def test_two_processes_lose_what_they_have_to_a_kill_or_a_signal(recipe, here):
     assert [r["step"] for r in records(run, "train")] == list(range(1, stopped_at + 1))
 
 
+def wait_in_vain(rank: int, here: Path) -> int | None:
+    """Rank 0 waits in a collective that rank 1 never joins; rank 1 sends it two signals, and says whether it ended."""
+    torch.distributed.init_process_group("gloo")
+    if rank == 0:
+        with stopping.Stop() as stop:
+            stop.listen()
+            (here / "pid").write_text(str(os.getpid()))
+            stop.agreed()
+    wait_for(here / "pid")
+    time.sleep(0.5)
+    pid = int((here / "pid").read_text())
+    for wait_s in (1, 10):
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(wait_s / 2)
+        deadline_s = time.monotonic() + wait_s
+        while time.monotonic() < deadline_s:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:  # in_forks has taken its exit code
+                return None if wait_s == 10 else 1
+            time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return 1
+
+
+@linux
+@forks
+def test_process_that_waits_for_another_in_vain_ignores_every_signal(tmp_path):
+    """Its main thread is in a call that does not return, so that no handler of Python's runs."""
+    said = tmp_path / "stderr"
+    statuses = in_forks(lambda rank: wait_in_vain(rank, tmp_path), 2, said=said)
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [143, 0], said.read_text()[-3000:]
+    assert said.read_text().count("tigon: SIGTERM: saving at the end of this step; a second signal ends at once") == 1
+
+
 @forks
 def test_signal_to_one_process_in_the_last_evaluation_leaves_the_other_alone(recipe, tigon, here):
     """Of sharded weights, which are still saved after training; the run is then finished by --resume."""
