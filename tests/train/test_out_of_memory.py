@@ -157,6 +157,7 @@ def test_evaluation_of_sharded_weights_too_large_for_one_process_hangs_the_other
     line = "rank 1: evaluation ran out of memory in process 1 of 2 with 2 rows at once; lower train.batch_size"
     assert line in said.read_text() and "--set train.batch_size=1" in said.read_text()
     assert (here / "runs" / "r" / "model" / "model.safetensors").is_file()
+    assert "the final weights are in runs/r/model" in said.read_text()
 
 
 @pytest.mark.parametrize(("text", "wanted"), WORDS.items())

@@ -40,7 +40,9 @@ def memory_watched(run: RunFolder, prepared: Prepared) -> Iterator[None]:
     try:
         yield
     except EvaluationBroken as error:
-        raise RecipeError(f"{error}{_smaller_steps(run, prepared)}") from None
+        model = run.path / "model"
+        kept = f"; the final weights are in {model}" if model.exists() else ""
+        raise RecipeError(f"{error}{kept}{_smaller_steps(run, prepared)}") from None
     except RuntimeError as error:
         if not prediction.is_out_of_memory(error):
             raise

@@ -282,7 +282,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         where = f" in process {short[0]} of {self.args.world_size}" if self.args.world_size > 1 else ""
         text = f"evaluation ran out of memory{where} with {size} rows at once; lower "
         if together or said is None:
-            raise EvaluationBroken(f"{text}train.batch_size, or set train.eval_steps: null") from error
+            raise EvaluationBroken(f"{text}train.batch_size") from error
         if size == 1:
             raise EvaluationFailed(f"{text}data.sequence_length") from error
         error = None  # it holds the tensors of the pass that failed
