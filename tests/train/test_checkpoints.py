@@ -9,16 +9,18 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import safetensors.torch
+import torch
 from train_helpers import SMALL, forks, in_forks, records, small_trainer
 
 from tigon.errors import RunFolderError
-from tigon.train import checkpoint
+from tigon.train import checkpoint, launch
 from tigon.train.recipe import Recipe, TrainConfig
 
 CHANGES = {"os.mkdir", "os.rmdir", "os.remove", "os.rename", "shutil.rmtree"}
@@ -115,6 +117,8 @@ def test_damaged_file_of_the_newest_checkpoint_is_resumed_from(tmp_path):
             assert problem.startswith("checkpoint-3 ") and (name in problem or name == "manifest.json"), problem
             shutil.rmtree(folder)
             shutil.copytree(tmp_path / "before", folder)
+    (folder / "checkpoint-3" / ".DS_Store").write_bytes(b"x")
+    assert not checkpoint.newest(folder).passed_over, "a file manager's own file costs a checkpoint"
     (folder / "checkpoint-3" / "pytorch_model.bin").write_bytes(b"x")
     assert "holds pytorch_model.bin" in checkpoint.newest(folder).passed_over[0]
     shutil.rmtree(folder / "checkpoint-2")
@@ -149,6 +153,22 @@ def test_checkpoints_kept_are_damaged_ones_or_a_save_removes_what_it_replaces_fi
     monkeypatch.setattr(checkpoint.shutil, "rmtree", watched)
     save(14, keep=1)
     assert seen and all(seen), "the checkpoint is gone while its successor is not yet there"
+
+
+def test_file_named_with_a_dot_is_not_covered(tmp_path):
+    """FSDP2's distributed checkpoints cannot be read without .metadata."""
+    shards = checkpoint.scratch(tmp_path, 3) / "checkpoint-3" / "pytorch_model_fsdp_0"
+    shards.mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp", ".nfs0001"):
+        (shards / name).write_bytes(b"what was written")
+    checkpoint.publish(tmp_path, 3, {}, keep=1)
+    file = tmp_path / "checkpoint-3" / "pytorch_model_fsdp_0" / ".metadata"
+    file.with_name(".nfs0001").unlink()
+    assert checkpoint.problem_of(tmp_path / "checkpoint-3", 3) is None
+    file.write_bytes(b"what was changed")
+    assert "the content of pytorch_model_fsdp_0/.metadata" in str(checkpoint.problem_of(tmp_path / "checkpoint-3", 3))
+    file.unlink()
+    assert "lacks pytorch_model_fsdp_0/.metadata" in str(checkpoint.problem_of(tmp_path / "checkpoint-3", 3))
 
 
 def test_digest_of_a_file_in_pieces_misses_one(tmp_path, monkeypatch):
@@ -203,6 +223,56 @@ def test_full_disk_leaves_half_a_checkpoint_or_costs_the_last_one(tmp_path, monk
     monkeypatch.undo()
     save_as(trainer, 3)
     assert checkpoint.newest(folder).path.name == "checkpoint-3"
+
+
+def save_in_two(rank: int, folder: Path, blocked: bool) -> None:
+    """What one of two processes does: both save steps 2 and 3 into one folder, and rank 1 finds the disk full at once
+    at step 3, while rank 0 is still writing, or, blocked, waits for the other in the middle of its save."""
+    torch.distributed.init_process_group("gloo")
+    trainer, written = saved(folder, keep=2), folder / "c"
+    original = type(trainer)._save_rng_state
+
+    def save_rng_state(self, output_dir):
+        if rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if blocked:
+            time.sleep(60)
+        time.sleep(1)
+        (Path(output_dir) / "part").write_bytes(b"of rank 0")
+        (folder / "written").touch()
+        original(self, output_dir)
+
+    type(trainer)._save_rng_state = save_rng_state
+    with pytest.raises(OSError, match="No space left") as caught:
+        save_as(trainer, 3)
+    assert caught.value.filename == str(written) and (folder / "written").exists() != blocked
+    assert checkpoint.newest(written).path.name == "checkpoint-2"
+    if blocked:
+        assert (written / ".writing-3").is_dir(), "the other may be writing into it still"
+        os._exit(3)
+    torch.distributed.barrier()
+
+
+@forks
+def test_full_disk_in_one_process_takes_the_folder_from_under_the_other(tmp_path):
+    said = tmp_path / "stderr"
+    statuses = in_forks(lambda rank: save_in_two(rank, tmp_path, blocked=False), 2, said=said)
+    assert statuses == [0, 0], said.read_text()[-3000:]
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["checkpoint-2"]
+
+
+@forks
+def test_full_disk_in_one_process_is_never_said_where_the_other_waits_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "ALONE_S", 1)
+    said = tmp_path / "stderr"
+
+    def action(rank: int) -> None:
+        if rank == 0:
+            signal.alarm(8)  # as the launcher ends it
+        save_in_two(rank, tmp_path, blocked=True)
+
+    statuses = [os.waitstatus_to_exitcode(status) for status in in_forks(action, 2, said=said)]
+    assert statuses == [-signal.SIGALRM, 3], said.read_text()[-3000:]
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from train_helpers import SMALL, records, rows, small_trainer, tree
+from train_helpers import SMALL, forks, in_forks, records, rows, small_trainer, tree
 
 from tigon.medusa import HeadsSpec, load_heads
+from tigon.train import launch
 from tigon.train.heads import HeadsTrainer, attach, split_groups
 from tigon.train.recipe import DataConfig, HeadsConfig, Recipe, TrainConfig
 
@@ -221,6 +222,41 @@ def test_heads_learn_at_the_models_rate(tmp_path: Path) -> None:
     assert rates.keys() == {name for name, _ in model.named_parameters()}
     assert {rate for name, rate in rates.items() if name.startswith("draft_heads.")} == {0.04}
     assert {rate for name, rate in rates.items() if not name.startswith("draft_heads.")} == {0.01}
+
+
+def evaluate_as_rank(rank: int, folder: Path) -> None:
+    """What one of two processes says of an evaluation whose three rows all fall to rank 0."""
+    torch.distributed.init_process_group("gloo")
+    recipe_of = Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=4), heads=HeadsConfig(stage=1, count=2))
+    trainer = small_trainer(folder / str(rank), recipe_of)
+    model = attach(trainer.model, recipe_of.heads, HeadsSpec(count=2, shared=True))
+    ours = HeadsTrainer(recipe_of.heads, model, trainer.args, trainer.data_collator, rows(), rows(3))
+    ours.evaluate()
+    (folder / f"{rank}.json").write_text(json.dumps(ours.state.log_history[-1]), encoding="utf-8")
+    torch.distributed.barrier()
+
+
+@forks
+def test_process_without_rows_to_evaluate_leaves_the_others_waiting(tmp_path: Path) -> None:
+    said = tmp_path / "stderr"
+    assert in_forks(lambda rank: evaluate_as_rank(rank, tmp_path), 2, said=said) == [0, 0], said.read_text()[-3000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2))
+    assert first == second and {"eval_loss", "head1_loss", "head2_top3"} <= first.keys()
+
+
+def test_batch_that_another_process_could_not_evaluate_counts_twice(tmp_path: Path, monkeypatch: Any) -> None:
+    recipe_of = Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=8), heads=HeadsConfig(stage=1, count=2))
+    trainer = small_trainer(tmp_path, recipe_of)
+    model = attach(trainer.model, recipe_of.heads, HeadsSpec(count=2, shared=True))
+    ours = HeadsTrainer(recipe_of.heads, model, trainer.args, trainer.data_collator, rows(), rows())
+    ours.evaluate()
+    others = iter([0, 1])
+    monkeypatch.setattr(launch, "everyone", lambda value, patience_s: [value, next(others, 0)])
+    ours.evaluate()
+    whole, again = (record for record in ours.state.log_history if "eval_loss" in record)
+    assert ours.args.per_device_eval_batch_size == 4
+    assert {"head1_loss", "head2_top3"} <= whole.keys() == again.keys()
+    assert again == pytest.approx(whole, rel=1e-6)
 
 
 def test_split_group_loses_its_weight_decay() -> None:

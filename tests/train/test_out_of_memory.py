@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from test_checkpoints import train_losses
-from train_helpers import SMALL, records, small_trainer
+from test_technique_runs import fsdp_rank
+from train_helpers import SMALL, TINY_MODEL, forks, in_forks, records, small_trainer
 
-from tigon.train import checkpoint, model, prediction
+from tigon.errors import RecipeError
+from tigon.train import checkpoint, launch, model, prediction
 from tigon.train.recipe import Recipe, TrainConfig
 from tigon.train.trainer import EvaluationFailed, TigonTrainer
 
@@ -80,6 +88,76 @@ WORDS = {
     "Triton Error [CUDA]: out of memory": True, "[enforce fail] DefaultCPUAllocator: can't allocate memory": True,
     "mat1 and mat2 shapes cannot be multiplied": False,
 }  # fmt: skip
+
+
+def evaluate_as_rank(rank: int, folder: Path) -> None:
+    """What one of two processes says of evaluations: in full, with 2 rows at most in rank 1, with none there."""
+    torch.distributed.init_process_group("gloo")
+    train = TrainConfig(steps=1, batch_size=7)
+    trainer = small_trainer(folder / str(rank), Recipe(model=SMALL, train=train), evaluate=True)
+    said = [trainer.evaluate()["eval_loss"]]
+    original, limit, trainer.tried = trainer._forward_sums, 2, []
+
+    def limited(rows, counts):
+        trainer.tried.append(len(rows))
+        if rank == 1 and len(rows) > limit:
+            raise ERROR
+        return original(rows, counts)
+
+    trainer._forward_sums = limited
+    said += [trainer.evaluate()["eval_loss"], max(trainer.tried[1:])]
+    limit = 0
+    with pytest.raises(EvaluationFailed) as caught:
+        trainer.evaluate()
+    (folder / f"{rank}.json").write_text(json.dumps([*said, str(caught.value)]), encoding="utf-8")
+    torch.distributed.barrier()
+
+
+@forks
+def test_evaluation_too_large_for_one_process_leaves_the_other_waiting_or_has_another_loss(tmp_path):
+    said = tmp_path / "stderr"
+    assert in_forks(lambda rank: evaluate_as_rank(rank, tmp_path), 2, said=said) == [0, 0], said.read_text()[-3000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2))
+    assert first == second
+    whole, smaller, largest, why = first
+    assert smaller == pytest.approx(whole, rel=1e-6) and largest == 3
+    assert why == "evaluation ran out of memory in process 1 of 2 with 1 rows at once; lower data.sequence_length"
+
+
+@forks
+def test_evaluation_of_sharded_weights_too_large_for_one_process_hangs_the_other_or_loses_the_weights(
+    recipe, here, monkeypatch
+):
+    """In the middle of a forward pass, whose gathers the other waits for. The final weights are there by then."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    two_layers = {"config": {**TINY_MODEL, "num_hidden_layers": 2}}
+    path = recipe(model=two_layers, train={"batch_size": 2, "save_steps": 2}, output={"save_model": True})
+    monkeypatch.setattr(launch, "ALONE_S", 2)
+
+    def train(rank: int) -> None:
+        original = LlamaMLP.forward
+
+        def forward(self, hidden):
+            if rank == 1 and not self.training:
+                raise ERROR
+            return original(self, hidden)
+
+        LlamaMLP.forward = forward
+        try:
+            fsdp_rank(path, [], resume=False)
+        except RecipeError as error:
+            print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+            os._exit(2)  # as the launcher would end what waits
+
+    said, started_s = here / "stderr", time.monotonic()
+    statuses = in_forks(train, 2, said=said)
+    assert time.monotonic() - started_s < 60 and 0 not in statuses
+    assert os.waitstatus_to_exitcode(statuses[1]) == 2, said.read_text()[-3000:]
+    line = "rank 1: evaluation ran out of memory in process 1 of 2 with 2 rows at once; lower train.batch_size"
+    assert line in said.read_text() and "--set train.batch_size=1" in said.read_text()
+    assert (here / "runs" / "r" / "model" / "model.safetensors").is_file()
+    assert "the final weights are in runs/r/model" in said.read_text()
 
 
 @pytest.mark.parametrize(("text", "wanted"), WORDS.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -10,9 +11,9 @@ import time
 import pytest
 from test_checkpoints import train_losses, weights
 from torch.utils.data import get_worker_info
-from train_helpers import forks, in_forks
+from train_helpers import forks, in_forks, records
 
-from tigon.train import checkpoint, stopping, trainer
+from tigon.train import checkpoint, comparison, engine, model, progress, report, run, stopping, trainer
 
 TRAIN = {"steps": 6, "eval_steps": 3, "keep_checkpoints": 9}
 
@@ -58,15 +59,15 @@ def test_stopped_run_resumed_differs_from_the_uninterrupted_one(phase, recipe, t
         kill_at(patch, owner, name, call, number)
         outcome = tigon("train", path)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-    run = here / "runs" / "r"
+    cut = here / "runs" / "r"
     assert outcome.code == code, (outcome.code, outcome.err)
     word = signal.Signals(number).name
     assert f"stopped by {word} after step {step}; checkpoint-{step} is complete" in outcome.err
-    assert checkpoint.newest(run / "checkpoints").path.name == f"checkpoint-{step}"
+    assert checkpoint.newest(cut / "checkpoints").path.name == f"checkpoint-{step}"
     outcome = tigon("train", path, "--resume")
     assert outcome.code == 0 and f"from checkpoint-{step}" in outcome.out, outcome.err
-    assert train_losses(run) == uninterrupted["losses"]
-    assert weights(run) == uninterrupted["weights"]
+    assert train_losses(cut) == uninterrupted["losses"]
+    assert weights(cut) == uninterrupted["weights"]
 
 
 def test_run_without_checkpoints_is_lost_by_a_signal(recipe, tigon, here, monkeypatch):
@@ -79,17 +80,71 @@ def test_run_without_checkpoints_is_lost_by_a_signal(recipe, tigon, here, monkey
     assert checkpoint.newest(here / "runs" / "r" / "checkpoints").path.name == "checkpoint-3"
 
 
-def test_signal_outside_of_training_says_nothing_or_exits_otherwise(recipe, tigon, here, monkeypatch):
-    """In the last evaluation and while the model is built there is no step to wait for."""
-    from tigon.train import run
-
+def test_signal_before_training_says_nothing_or_exits_otherwise(recipe, tigon, here, monkeypatch):
+    """While the model is built there is nothing to wait for."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    for name, number, code in (("_final_eval_loss", signal.SIGTERM, 143), ("_build", signal.SIGINT, 130)):
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         with monkeypatch.context() as patch:
-            kill_at(patch, run, name, 1, number)
-            outcome = tigon("train", recipe(output={"name": name}, train={"save_steps": 2}))
-        assert outcome.code == code and "interrupted; runs/" in outcome.out
-        assert ("--resume" in outcome.out) == (name == "_final_eval_loss")
+            kill_at(patch, run, "_build", 1, number)
+            outcome = tigon("train", recipe(output={"name": str(code)}, train={"save_steps": 2}))
+        assert outcome.code == code and "interrupted; runs/" in outcome.out and "--resume" not in outcome.out
+
+
+# After the last step, before the final weights are saved: the owner, the n-th call there, whether it is saved anyway.
+BEFORE_THE_MODEL = {
+    "at the end of training": (progress.ProgressDisplay, "on_train_end", 1, False),
+    "before the last evaluation": (trainer.TigonTrainer, "evaluate", 1, False),
+    "in its last batch": (trainer.TigonTrainer, "_forward_sums", 2, True),
+    "in the sample": (model, "sample", 2, False),
+}
+
+
+@pytest.mark.parametrize("phase", BEFORE_THE_MODEL)
+def test_signal_after_the_last_step_is_swallowed_or_loses_the_weights(phase, recipe, tigon, here, monkeypatch, kept):
+    """Nothing was to be saved but the model: the checkpoint is made for --resume, which does the rest."""
+    owner, name, call, saved = BEFORE_THE_MODEL[phase]
+    path = recipe(output={"save_model": True, "name": "whole"}, **({"train": {"save_steps": 4}} if saved else {}))
+    kept(f"uninterrupted, {saved}", here, lambda: tigon("train", path))
+    with monkeypatch.context() as patch:
+        kill_at(patch, owner, name, call, signal.SIGTERM)
+        outcome = tigon("train", path, "--set", "output.name=r")
+    assert outcome.code == 143, (outcome.code, outcome.err)
+    assert "stopped by SIGTERM after step 4; checkpoint-4 is complete" in outcome.err
+    whole, cut = (here / "runs" / each for each in ("whole", "r"))
+    assert not (cut / "model").exists() and not (cut / "summary.json").exists()
+    outcome = tigon("train", path, "--set", "output.name=r", "--resume")
+    assert outcome.code == 0 and "from checkpoint-4" in outcome.out, outcome.err
+    first, second = (records(folder, "result")[0] for folder in (whole, cut))
+    assert first["eval_loss"] == second["eval_loss"]
+    first, second = ((folder / "model" / "model.safetensors").read_bytes() for folder in (whole, cut))
+    assert first == second
+
+
+AFTER_THE_MODEL = {
+    "in the final save": (engine, "save", 1, 3), "in the comparison": (comparison, "_release", 2, 2),
+    "in a repeat's step": (trainer.TigonTrainer, "compute_loss", 4 + 1, 3), "in the report": (report, "write", 1, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("phase", AFTER_THE_MODEL)
+def test_signal_while_the_run_is_wound_up_leaves_it_half_written_or_is_swallowed(
+    phase, recipe, tigon, here, monkeypatch
+):
+    owner, name, call, n_left_out = AFTER_THE_MODEL[phase]
+    path = recipe(output={"save_model": True}, comparison={"steps": 2, "kernels": ["none", "no-flce", "tigon"]})
+    with monkeypatch.context() as patch:
+        kill_at(patch, owner, name, call, signal.SIGINT)
+        outcome = tigon("train", path)
+    assert outcome.code == 130, (outcome.code, outcome.err)
+    but = ", but for its comparison" if n_left_out else ""
+    assert outcome.err.endswith(f"stopped by SIGINT after step 4; the run is complete{but}\n")
+    cut = here / "runs" / "r"
+    assert (cut / "model" / "model.safetensors").is_file() and (cut / "report.html").is_file()
+    errors = [row["error"] for row in json.loads((cut / "summary.json").read_text())["comparison"]]
+    assert errors == [None] * (3 - n_left_out) + ["stopped by a signal"] * n_left_out
+    if n_left_out:
+        assert "stopped by a signal" in outcome.out and "stopped by a signal" in (cut / "report.md").read_text()
+    assert not (cut / "checkpoints").exists() or not list((cut / "checkpoints").iterdir())
 
 
 @forks
@@ -99,6 +154,7 @@ def test_second_signal_is_waited_for(first):
 
     def wait(_: int) -> None:
         with stopping.Stop(speaks=False) as stop:
+            stop.listen()
             os.kill(os.getpid(), first)
             assert stop.number == first
             os.kill(os.getpid(), signal.SIGINT)

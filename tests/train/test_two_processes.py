@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from test_finite_steps import Watch, spoil
+from test_technique_runs import fsdp_rank
 from train_helpers import SMALL, forks, in_forks, records, small_trainer
 
 from tigon.train import checkpoint, stopping
 from tigon.train.recipe import Recipe, TrainConfig
+from tigon.train.trainer import TigonTrainer
 
 ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
@@ -99,6 +101,89 @@ def test_two_processes_lose_what_they_have_to_a_kill_or_a_signal(recipe, here):
     assert [r["step"] for r in records(run, "train")] == list(range(1, stopped_at + 1))
 
 
+def wait_in_vain(rank: int, here: Path) -> int | None:
+    """Rank 0 waits in a collective that rank 1 never joins; rank 1 sends it two signals, and says whether it ended."""
+    torch.distributed.init_process_group("gloo")
+    if rank == 0:
+        with stopping.Stop() as stop:
+            stop.listen()
+            (here / "pid").write_text(str(os.getpid()))
+            stop.agreed()
+    wait_for(here / "pid")
+    time.sleep(0.5)
+    pid = int((here / "pid").read_text())
+    for wait_s in (1, 10):
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(wait_s / 2)
+        deadline_s = time.monotonic() + wait_s
+        while time.monotonic() < deadline_s:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:  # in_forks has taken its exit code
+                return None if wait_s == 10 else 1
+            time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return 1
+
+
+@linux
+@forks
+def test_process_that_waits_for_another_in_vain_ignores_every_signal(tmp_path):
+    """Its main thread is in a call that does not return, so that no handler of Python's runs."""
+    said = tmp_path / "stderr"
+    statuses = in_forks(lambda rank: wait_in_vain(rank, tmp_path), 2, said=said)
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [143, 0], said.read_text()[-3000:]
+    assert said.read_text().count("tigon: SIGTERM: saving at the end of this step; a second signal ends at once") == 1
+
+
+@forks
+def test_signal_to_one_process_in_the_last_evaluation_leaves_the_other_alone(recipe, tigon, here):
+    """Of sharded weights, which are still saved after training; the run is then finished by --resume."""
+    path = recipe(train={"batch_size": 2}, output={"save_model": True})
+
+    def train(rank: int) -> None:
+        original = TigonTrainer.evaluate
+
+        def evaluate(self, *arguments):
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(self, *arguments)
+
+        TigonTrainer.evaluate = evaluate
+        fsdp_rank(path, [], resume=False)
+
+    said = here / "stderr"
+    statuses = in_forks(train, 2, said=said)
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [143, 143], said.read_text()[-3000:]
+    assert said.read_text().count("tigon: stopped by SIGTERM after step 4; checkpoint-4 is complete") == 1
+    assert checkpoint.newest(here / "runs" / "r" / "checkpoints").path.name == "checkpoint-4"
+    said.unlink()
+    statuses = in_forks(lambda rank: fsdp_rank(path, [], resume=True), 2, said=said)
+    assert statuses == [0, 0], said.read_text()[-3000:]
+    assert (here / "runs" / "r" / "model" / "model.safetensors").is_file()
+    assert records(here / "runs" / "r", "result")[0]["eval_loss"] is not None
+
+
+def test_options_that_an_older_launcher_lacks_are_passed_to_it(monkeypatch):
+    """PyTorch 2.8, the oldest that tigon takes, has neither of them."""
+    from torch.distributed import run
+
+    from tigon.train import launch
+
+    parser, taken = run.get_args_parser(), []
+    for action in list(parser._actions):
+        if {"--shutdown-timeout", "--signals-to-handle"} & set(action.option_strings):
+            parser._remove_action(action)
+            for option in action.option_strings:
+                del parser._option_string_actions[option]
+    monkeypatch.setattr(run, "get_args_parser", lambda: parser)
+    monkeypatch.setattr(run, "run", taken.append)
+    assert launch.launch(Path("recipe.yaml"), ["train.steps=3"], 2, resume=True) == 0
+    (arguments,) = taken
+    assert (arguments.nproc_per_node, arguments.module, arguments.training_script) == ("2", True, "tigon")
+    assert arguments.training_script_args == ["train", "recipe.yaml", "--set", "train.steps=3", "--resume"]
+
+
 @linux
 @forks
 def test_process_trains_on_when_its_launcher_is_killed(tmp_path):
@@ -106,6 +191,7 @@ def test_process_trains_on_when_its_launcher_is_killed(tmp_path):
     if launcher == 0:
         if os.fork() == 0:
             with stopping.Stop(speaks=False) as stop:
+                stop.listen()
                 stopping.end_with_parent()
                 (tmp_path / "ready").touch()
                 for _ in range(200):

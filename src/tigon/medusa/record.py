@@ -48,6 +48,14 @@ class HeadRecord:
             if part is not None:
                 setattr(self, name, _plus(getattr(self, name), part))
 
+    def blank(self) -> HeadRecord:
+        """A record of the same losses that adds nothing to them: of a process without rows, where a sum takes all."""
+        found = HeadRecord(self.names)
+        for name in ("_loss_sums", "_counts", "_hits", "_ranked"):
+            part = getattr(self, name)
+            setattr(found, name, None if part is None else torch.zeros_like(part))
+        return found
+
     def take(self, reduce: Callable[[Tensor], Tensor] = lambda sums: sums) -> dict[str, float]:
         """{"head1_loss": nats a token, "head1_top1": share, ... "head1_top5"}, and start anew. reduce: adds up what all
         processes have; each of them calls it, or none."""

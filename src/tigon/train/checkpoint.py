@@ -32,6 +32,7 @@ READ_BYTES = 2**20
 FULL_BYTES = 64 * 2**20
 NOT_OURS = "training_args.bin"  # a pickle that the Trainer leaves and nobody reads
 WRITING, REMOVING = ".writing-", ".removing-"
+NFS = ".nfs"  # what NFS calls a removed file that is still open: gone in a moment
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def problem_of(path: Path, step: int) -> str | None:
         if name not in present:
             return f"lacks {name}"
     for name in present:
-        if name not in listed:
+        if name not in listed and not Path(name).name.startswith("."):  # .DS_Store and the like: nothing reads them
             return f"holds {name}, which its {MANIFEST} does not list"
     for name, (size_bytes, _) in listed.items():
         found_bytes = (path / name).stat().st_size
@@ -169,14 +170,15 @@ def _write_manifest(path: Path, step: int, facts: Mapping[str, Any]) -> None:
 
 
 def _files(path: Path) -> list[str]:
-    """Every file below but the manifest, by its path from there; those whose name begins with a dot are nobody's."""
+    """Every file below but the manifest, by its path from there; also .metadata, without which PyTorch's distributed
+    checkpoints of FSDP2 cannot be read."""
     found = []
     for folder, folders, files in os.walk(path):
         for name in sorted(folders + files):
             here = Path(folder, name)
             if here.is_symlink():
                 raise RunFolderError(f"holds a link, {here.relative_to(path)}")
-        found += [Path(folder, name).relative_to(path).as_posix() for name in files if not name.startswith(".")]
+        found += [Path(folder, name).relative_to(path).as_posix() for name in files if not name.startswith(NFS)]
     return sorted(name for name in found if name != MANIFEST)
 
 

@@ -24,10 +24,12 @@ from tigon.train import trainer as trainers
 from tigon.train.engine import make_optimizer
 from tigon.train.packing import Collator, RowDataset
 from tigon.train.recipe import TrainConfig
+from tigon.train.stopping import Stop
 
 LABELS = {
     "none": "unpatched", "no-flce": "all but linear cross entropy", "tigon": "all of tigon", "liger": "Liger Kernel",
 }  # fmt: skip
+STOPPED = "stopped by a signal"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class Repeat:
     tokens_per_s: float | None = None
     error: str | None = None
 
+    @property
+    def stopped(self) -> bool:
+        return self.error == STOPPED
+
     def as_mapping(self) -> dict[str, Any]:
         return {"label": LABELS[self.kernels], **asdict(self)}
 
@@ -51,6 +57,7 @@ class _Observer(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 
     device: torch.device
     last_step: int
+    stop: Stop
     step_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak: Peak | None = None
@@ -67,9 +74,11 @@ class _Observer(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         self._synchronize()
         self.step_s.append(time.perf_counter() - self._begin_s)
         if state.global_step == self.last_step:
-            self.stop()
+            self.end()
+        if self.stop.number:
+            control.should_training_stop = True
 
-    def stop(self) -> None:
+    def end(self) -> None:
         """End the measurement, also when the measured step failed."""
         if self.meter is not None:
             self.peak, self.meter = self.meter.stop(), None
@@ -96,8 +105,10 @@ def compare(
     collator: Collator,
     rows: RowDataset,
     announce: Callable[[str], None],
+    stop: Stop,
 ) -> list[Repeat]:
-    """One Repeat for each of `kernels`; `build` makes the model, patched so. Out of memory is a result, no failure."""
+    """One Repeat for each of `kernels`; `build` makes the model, patched so. Out of memory is a result, no failure, and
+    so is a signal."""
     short = replace(
         train, steps=steps, epochs=None, warmup_steps=min(train.warmup_steps, steps // 2), log_steps=1,
         eval_steps=None, save_steps=None,
@@ -105,11 +116,16 @@ def compare(
     repeats = []
     _release(device)
     for choice in kernels:
+        if stop.number:
+            repeats.append(Repeat(choice, error=STOPPED))
+            continue
         announce(f"comparison: {steps} steps, {LABELS[choice]}")
         try:
             args = trainers.arguments(short, choices, facts, folder=folder, device=device, evaluate=False)
             optimizer = make_optimizer(short, choices)
-            repeats.append(_repeat(choice, build, args, optimizer, device=device, collator=collator, rows=rows))
+            repeats.append(
+                _repeat(choice, build, args, optimizer, device=device, collator=collator, rows=rows, stop=stop)
+            )
         except torch.OutOfMemoryError:
             repeats.append(Repeat(choice, error="out of memory"))
         _release(device)
@@ -118,15 +134,17 @@ def compare(
 
 def _repeat(
     choice: str, build: Callable[[str], Any], args: Any, optimizer: trainers.MakeOptimizer | None, *,
-    device: torch.device, collator: Collator, rows: RowDataset,
+    device: torch.device, collator: Collator, rows: RowDataset, stop: Stop,
 ) -> Repeat:  # fmt: skip
-    observer = _Observer(device, args.max_steps)
+    observer = _Observer(device, args.max_steps, stop)
     trainer = trainers.TigonTrainer(build(choice), args, collator, rows, None, optimizer)
     trainer.add_callback(observer)
     try:
         trainer.train()
     finally:
-        observer.stop()
+        observer.end()
+    if len(observer.step_s) < args.max_steps:
+        return Repeat(choice, error=STOPPED)
     assert observer.peak is not None
     n_tokens = args.per_device_train_batch_size * args.gradient_accumulation_steps * len(rows[0].tokens_T)
     timed_s = observer.step_s[1:-1] or observer.step_s[:1]

@@ -35,9 +35,14 @@ def in_words(error: Exception, run: RunFolder, command: str) -> TigonError | Non
 def memory_watched(run: RunFolder, prepared: Prepared) -> Iterator[None]:
     """Running out of memory in the block is said with what was needed, and how the run can go on."""
     from tigon.train import prediction
+    from tigon.train.trainer import EvaluationBroken
 
     try:
         yield
+    except EvaluationBroken as error:
+        model = run.path / "model"
+        kept = f"; the final weights are in {model}" if model.exists() else ""
+        raise RecipeError(f"{error}{kept}{_smaller_steps(run, prepared)}") from None
     except RuntimeError as error:
         if not prediction.is_out_of_memory(error):
             raise

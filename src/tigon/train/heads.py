@@ -120,6 +120,7 @@ class HeadsTrainer(TigonTrainer):
         super().__init__(model, *args, **kwargs)
         self.config = heads
         self._held_out: HeadRecord | None = None
+        self._scored: HeadRecord
         self._grouped = False
         # What PEFT's save would leave out, and what a frozen model need not have.
         self._adapted = hasattr(model, "get_base_model")
@@ -158,13 +159,14 @@ class HeadsTrainer(TigonTrainer):
         inputs = self._prepare_inputs(self.data_collator(rows))
         with scoring(self.model) as record, self.compute_loss_context_manager(), self.accelerator.autocast():
             self.model(**inputs)
-        if not counts:  # run for the collectives in it
-            return sums
-        if self._held_out is None:
-            self._held_out = record
-        else:
-            self._held_out.join(record)
+        self._scored = record if counts else record.blank()  # else it was run for the collectives in it
         return sums
+
+    def _batch_counts(self) -> None:
+        if self._held_out is None:
+            self._held_out = self._scored
+        else:
+            self._held_out.join(self._scored)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)

@@ -6,12 +6,14 @@ it joins in. A lone process needs none, but for DeepSpeed and FSDP2 it names its
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+_rounds = itertools.count()
 SHUTDOWN_S = 180  # for a checkpoint, once the processes have been told to stop
+PATIENCE_S = 1800  # for the others, who may be writing tens of GB; the default of gloo's collectives
+ALONE_S = 60  # for the others by a process that has failed, for which they may be waiting in a collective
 
 
 def joined() -> bool:
@@ -101,6 +106,28 @@ def told(value: T) -> T:
     return words[0]
 
 
+def everyone(value: int, *, patience_s: float = PATIENCE_S) -> list[int] | None:
+    """What all processes say, by rank; they are asked at once. None: one has said nothing within `patience_s`.
+
+    By the store over which they met, not by a collective: a process that waits in vain for one cannot end either.
+    """
+    from torch import distributed
+
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return [value]
+    n, rank, world = next(_rounds), distributed.get_rank(), distributed.get_world_size()
+    keys = [f"tigon/{n}/{i}" for i in range(world)]
+    try:
+        store = distributed.distributed_c10d._get_default_store()
+        store.set(keys[rank], str(value))
+        store.wait(keys, timedelta(seconds=patience_s))
+        said = [int(word) for word in store.multi_get(keys)]
+        store.delete_key(f"tigon/{n - 2}/{rank}")  # all have read it, as all have come to this round
+    except distributed.DistError:
+        return None
+    return said
+
+
 def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bool) -> int:
     """Run the same command in `n_processes` processes; the exit code of the first that failed, or 0.
 
@@ -114,9 +141,9 @@ def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bo
     # torchrun sets it to 1 with a warning
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // n_processes)))
     words = [word for text in overrides for word in ("--set", text)]
-    options = ["--standalone", f"--nproc-per-node={n_processes}", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT"]
+    options = ["--standalone", f"--nproc-per-node={n_processes}"]  # SIGTERM and SIGINT are passed on by default
     known = {option for action in run.get_args_parser()._actions for option in action.option_strings}
-    if "--shutdown-timeout" in known:  # PyTorch 2.11 has 30 s and no option
+    if "--shutdown-timeout" in known:  # PyTorch up to 2.11 has 30 s and no option
         options.append(f"--shutdown-timeout={SHUTDOWN_S}")
     arguments = [*options, "-m", "tigon", "train", str(path), *words, *(["--resume"] if resume else [])]
     sys.stdout.flush()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tigon.medusa import HeadsSpec
     from tigon.techniques.choices import Choices
     from tigon.techniques.technique import Facts
+    from tigon.train.comparison import Repeat
     from tigon.train.packing import Collator, Packed, Row
     from tigon.train.prediction import Prediction
 
@@ -117,11 +118,8 @@ def _train_alone_or_joined(
             _carry_out(run, prepared, console)
         except stopping.Stopped as stop:
             if launch.rank() == 0:
-                said = (
-                    f"tigon: {stop}; {checkpoint.name_of(stop.step)} is complete; `{command} --resume` goes on from it"
-                )
-                print(said, file=sys.stderr)
-            launch.leave(together=True)
+                print(f"tigon: {stop}", file=sys.stderr)
+            launch.leave(together=stop.together)
             raise SystemExit(stop.exit_code) from None
         except KeyboardInterrupt as interrupt:
             resumable = any((run.path / folder.CHECKPOINTS).glob("checkpoint-*"))
@@ -344,24 +342,32 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
 
 
 def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
-    """Train, compare, report."""
+    """Train, compare, report. A signal is answered where nothing is half-written: until the final weights are being
+    saved with a checkpoint, which --resume goes on from; afterwards the comparison alone is left out. Raises Stopped.
+    """
     from tigon.train import report
 
-    summary = _train_and_save(run, prepared, console)
-    if launch.rank() > 0:
-        return
-    # The trained model is gone by now: the comparison has the device to itself.
-    summary["comparison"] = [repeat.as_mapping() for repeat in _compare(run, prepared, console)]
-    result = {name: value for name, value in summary.items() if name != "sample"}
-    run.append({"event": "result", "step": _last_step(run), **result})
-    report.write(run, summary)
-    run.write_json(folder.SUMMARY, summary)
-    _conclude(console, run, summary)
+    with stopping.Stop(speaks=launch.rank() == 0) as stop:
+        summary = _train_and_save(run, prepared, console, stop)
+        if launch.rank() > 0:  # its part is done, whatever comes now
+            return
+        # The trained model is gone by now: the comparison has the device to itself.
+        repeats = _compare(run, prepared, console, stop)
+        summary["comparison"] = [repeat.as_mapping() for repeat in repeats]
+        result = {name: value for name, value in summary.items() if name != "sample"}
+        run.append({"event": "result", "step": _last_step(run), **result})
+        report.write(run, summary)
+        run.write_json(folder.SUMMARY, summary)
+        _conclude(console, run, summary)
+        if stop.number:
+            cut = any(repeat.stopped for repeat in repeats)
+            kept = f"the run is complete{', but for its comparison' if cut else ''}"
+            raise stopping.Stopped(stop.number, _last_step(run), kept, together=False)
 
 
-def _train_and_save(run: RunFolder, prepared: Prepared, console: Console) -> dict[str, Any]:
-    """What the run found, but for the comparison."""
-    from tigon.train import engine, heads, model, prediction
+def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: stopping.Stop) -> dict[str, Any]:
+    """What the run found, but for the comparison. Raises Stopped before the final weights are saved."""
+    from tigon.train import engine, heads, model
     from tigon.train.progress import ProgressDisplay
 
     recipe, tok = prepared.recipe, prepared.tokenizer
@@ -375,29 +381,19 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console) -> dic
     sample = {"prompt": tok.decode(prepared.prompt), "before": "", "after": ""}
     if n_sample:
         sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
-    started_s = time.perf_counter()
     with faults.memory_watched(run, prepared):
-        trainer, eval_loss = _train(run, prepared, built, console)
-    memory = prediction.compared(prepared.prediction, prepared.device)
-    train_s = time.perf_counter() - started_s
+        trainer, found = _train(run, prepared, built, console, stop)
     if n_sample:
         sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
     decoded = None
     if n_sample and prepared.heads is not None:
         decoded = heads.decoded(built, recipe, prepared.eval_rows or prepared.train.rows, tok.eos_token_id)
-    if recipe.output.save_model:
-        target, written = run.path / "model", True
-        if prepared.heads is not None:
-            written = heads.save(built, trainer, recipe, prepared.choices, run.path)
-        else:
-            engine.save(built, trainer, prepared.choices, target, model=recipe.model, base=run.path / "base")
-        if launch.rank() == 0 and written:
-            tok.save_pretrained(target)
+    _end_if_asked(prepared, trainer)
+    if not engine.weights_are_sharded(prepared.choices):
+        _save_model(run, prepared, built, trainer)
     return {
-        "eval_loss": eval_loss,
+        **found,
         "unigram_entropy": prepared.data["unigram_entropy"],
-        "train_s": train_s,
-        "memory": memory,
         "skipped_steps": trainer.gate.skipped,
         "evaluation_error": trainer.evaluation_error,
         "patch": "unpatched" if patched is None else str(patched),
@@ -406,8 +402,27 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console) -> dic
     }
 
 
-def _train(run: RunFolder, prepared: Prepared, built: Any, console: Console) -> tuple[Any, float | None]:
-    """Train and evaluate: (trainer, the final held-out loss in nats or None when nothing was held out)."""
+def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) -> None:
+    """The final weights, if they are wanted. Every process calls it; adapters may be part of the weights afterwards."""
+    from tigon.train import engine, heads
+
+    recipe, target = prepared.recipe, run.path / "model"
+    if not recipe.output.save_model:
+        return
+    written = True
+    if prepared.heads is not None:
+        written = heads.save(built, trainer, recipe, prepared.choices, run.path)
+    else:
+        engine.save(built, trainer, prepared.choices, target, model=recipe.model, base=run.path / "base")
+    if launch.rank() == 0 and written:
+        prepared.tokenizer.save_pretrained(target)
+
+
+def _train(
+    run: RunFolder, prepared: Prepared, built: Any, console: Console, stop: stopping.Stop
+) -> tuple[Any, dict[str, Any]]:
+    """Train and evaluate: (trainer, what was found; the final held-out loss is None when nothing was held out). Sharded
+    weights are saved before the evaluation, as one that runs out of memory ends all processes."""
     from torch.utils.tensorboard import SummaryWriter
 
     from tigon.train import engine, heads, prediction
@@ -426,10 +441,10 @@ def _train(run: RunFolder, prepared: Prepared, built: Any, console: Console) -> 
         built, args, prepared.collator, RowDataset(prepared.train.rows), eval_rows,
         engine.make_optimizer(recipe.train, prepared.choices),
         trainers.Safeguards(
-            stop=stopping.Stop(speaks=launch.rank() == 0), max_skipped_steps=recipe.train.max_skipped_steps,
-            facts=faults.facts(prepared),
+            stop=stop, max_skipped_steps=recipe.train.max_skipped_steps, facts=faults.facts(prepared),
         ),
     )  # fmt: skip
+    started_s = time.perf_counter()
     purge_step = checkpoint.step_of(run.checkpoint) + 1 if run.checkpoint else None
     display = ProgressDisplay(console)
     with ExitStack() as stack:
@@ -447,29 +462,48 @@ def _train(run: RunFolder, prepared: Prepared, built: Any, console: Console) -> 
             raise faults.unreadable(run, error) from error
         finally:
             display.close()
-        if trainer.stopped_by:
-            raise stopping.Stopped(trainer.stopped_by, trainer.state.global_step)
+        found = {
+            "train_s": time.perf_counter() - started_s,
+            "memory": prediction.compared(prepared.prediction, prepared.device),
+        }
+        stop.promise = "ending once everything is saved"
+        _end_if_asked(prepared, trainer)
         trainer.gate.settle(trainer.state.global_step)
         trainers.refuse_nonfinite_weights(built, trainer.state.global_step)
-        return trainer, (_final_eval_loss(trainer) if eval_rows is not None else None)
+        if engine.weights_are_sharded(prepared.choices):
+            _save_model(run, prepared, built, trainer)
+        eval_loss = _final_eval_loss(trainer) if eval_rows is not None else None
+        _end_if_asked(prepared, trainer)
+        return trainer, {"eval_loss": eval_loss, **found}
+
+
+def _end_if_asked(prepared: Prepared, trainer: Any) -> None:
+    """Raise Stopped if a signal came, with a checkpoint of the last step. Every process calls it at once."""
+    if not trainer.asked_to_stop():
+        return
+    trainer.save_last()
+    step = trainer.state.global_step
+    kept = f"{checkpoint.name_of(step)} is complete; `{prepared.command} --resume` goes on from it"
+    raise stopping.Stopped(trainer.safeguards.stop.number, step, kept, together=True)
 
 
 def _final_eval_loss(trainer: Any) -> float | None:
     """The held-out loss after the last step, from the records when that step was an evaluation's anyway; None where
-    evaluation does not fit into memory, which is no reason to lose what was trained."""
+    evaluation does not fit into memory, which is no reason to lose what was trained, and where a signal ends it."""
     from tigon.train.trainer import EvaluationFailed
 
     for record in reversed(trainer.state.log_history):
         if "eval_loss" in record and record["step"] == trainer.state.global_step:
             return float(record["eval_loss"])
     try:
-        return float(trainer.evaluate()["eval_loss"])
+        loss: float | None = trainer.evaluate().get("eval_loss")
+        return loss
     except EvaluationFailed as error:
         trainer.evaluation_error = str(error)
         return None
 
 
-def _compare(run: RunFolder, prepared: Prepared, console: Console) -> list[Any]:
+def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: stopping.Stop) -> list[Repeat]:
     from tigon.train.comparison import compare
     from tigon.train.packing import RowDataset
 
@@ -488,6 +522,7 @@ def _compare(run: RunFolder, prepared: Prepared, console: Console) -> list[Any]:
         collator=prepared.collator,
         rows=RowDataset(prepared.train.rows),
         announce=lambda text: console.print(text, markup=False),
+        stop=stop,
     )
 
 

@@ -1,8 +1,12 @@
 """SIGTERM and SIGINT: the first asks for a checkpoint at the end of the step, the second ends the process at once.
 
+After the last step the first still waits for what is being written (run.py says what is left out then).
+
 A handler runs between two bytecodes, when the optimizer may be half done, so it only takes a note, which the trainer
 reads at step boundaries. All processes read it there together: one of them that stops alone would leave the others
-waiting. The second signal has its default effect, which needs no bytecode to be reached.
+waiting. The second signal has its default effect, which needs no bytecode to be reached; and where the first has found
+the main thread in a call that does not return, such as a collective whose other end is gone, so that no handler ran, a
+thread ends the process. There is no limit of time: a backward pass may take minutes, and is such a call too.
 """
 
 from __future__ import annotations
@@ -10,23 +14,27 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT") if hasattr(signal, name))
+NOTING_S = 1  # for a handler that can run; it takes microseconds
 EXIT_OFFSET = 128  # as shells have it: 130 after SIGINT, 143 after SIGTERM
 
 
 class Stopped(Exception):
-    """Training ended after a step because a signal came, with that step's checkpoint complete."""
+    """A run ended after a step because a signal came, with nothing half-written."""
 
-    def __init__(self, number: int, step: int) -> None:
-        super().__init__(f"stopped by {signal_name(number)} after step {step}")
-        self.exit_code, self.step = EXIT_OFFSET + number, step
+    def __init__(self, number: int, step: int, kept: str, *, together: bool) -> None:
+        """kept: what there is now. together: every process raises it."""
+        super().__init__(f"stopped by {signal_name(number)} after step {step}; {kept}")
+        self.exit_code, self.together = EXIT_OFFSET + number, together
 
 
 class Terminated(KeyboardInterrupt):
@@ -51,31 +59,58 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 class Stop:
-    """While it is entered, a signal is a wish to stop. Entered in another thread than the main one it does nothing."""
+    """From `listen` to the end of the block, a signal is a wish to stop. In another thread than the main one it does
+    nothing."""
 
     def __init__(self, *, speaks: bool = True) -> None:
         """speaks: say on stderr that the wish was heard; one process of several does."""
         self.number = 0
         """The signal that came; 0: none."""
+        self.promise = "saving at the end of this step"
+        """What is said to follow it."""
         self._speaks = speaks
         self._before: dict[int, Any] = {}
+        self._bell: tuple[socket.socket, int] | None = None  # rung by the system's handler; and the one before it
 
     def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
+
+    def listen(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            heard, bell = socket.socketpair()
+            bell.setblocking(False)
+            self._bell = bell, signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, args=(heard,), daemon=True).start()
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._bell is not None:
+            bell, before = self._bell
+            signal.set_wakeup_fd(before)
+            bell.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
-        if self._speaks:  # not by print, which may be what was interrupted
-            said = f"\ntigon: {signal_name(number)}: saving at the end of this step; a second signal ends at once\n"
-            os.write(2, said.encode())
+
+    def _watch(self, heard: socket.socket) -> None:
+        """A thread: say that a signal came, and end the process with the second if it finds the first unnoted."""
+        came = 0
+        with heard:
+            while number := int.from_bytes(heard.recv(1), "big"):
+                if number not in SIGNALS:
+                    continue
+                came += 1
+                if came == 1 and self._speaks:  # not by print, which may be what was interrupted
+                    said = f"\ntigon: {signal_name(number)}: {self.promise}; a second signal ends at once\n"
+                    os.write(2, said.encode())
+                elif came > 1:
+                    time.sleep(NOTING_S)
+                    if not self.number:
+                        os._exit(EXIT_OFFSET + number)
 
     def agreed(self) -> int:
         """The signal that any process has had, asked by all of them at once; 0: none."""

@@ -8,6 +8,8 @@
 4. Checkpoints are complete or not there, and hold no pickled arguments (checkpoint.py).
 5. A signal saves at the end of the step (stopping.py).
 6. Evaluation that runs out of memory halves its batches, which changes nothing in a mean over tokens.
+
+Whatever one process fails in, all hear of before the next collective: else they would wait for it there.
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,12 +30,12 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from tigon.errors import RecipeError
+from tigon.errors import RecipeError, RunFolderError
 from tigon.profile.device import used_bytes
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.technique import Facts
-from tigon.train import checkpoint
+from tigon.train import checkpoint, launch, prediction
 from tigon.train.finite import FiniteGate
 from tigon.train.packing import Collator, Row, RowDataset
 from tigon.train.recipe import TrainConfig
@@ -58,6 +59,10 @@ class Safeguards:
 
 class EvaluationFailed(Exception):
     """Evaluation ran out of memory, whatever its batches; training has lost nothing by it."""
+
+
+class EvaluationBroken(Exception):
+    """Evaluation ran out of memory in the middle of a forward pass that takes all processes: none can go on."""
 
 
 class _NothingLeft(Exception):
@@ -126,8 +131,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         self.safeguards = safeguards or Safeguards()
         self.gate = FiniteGate(self.args.device, self.safeguards.max_skipped_steps)
         self.evaluation_error: str | None = None
-        self.stopped_by = 0
-        """The signal that ended training; 0: none did."""
+        self._saved_step = 0
         self._writing: Path | None = None
         self._sum_in_fp32()
         for silent in (PrinterCallback, ProgressCallback):
@@ -139,16 +143,22 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
     def train(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_deepspeed_enabled:
             checkpoint.know_deepspeed_classes()
-        with self.safeguards.stop or nullcontext():
-            try:
-                return super().train(*args, **kwargs)
-            except _NothingLeft:  # the Trainer would take one step more
-                self.is_in_train = False
+        if self.safeguards.stop is not None:
+            self.safeguards.stop.listen()
+        try:
+            return super().train(*args, **kwargs)
+        except _NothingLeft:  # the Trainer would take one step more
+            self.is_in_train = False
+            self._saved_step = self.state.global_step
 
     def asked_to_stop(self) -> bool:
         """Whether a signal came, in any process; all of them ask at once."""
-        self.stopped_by = self.safeguards.stop.agreed() if self.safeguards.stop is not None else 0
-        return bool(self.stopped_by)
+        return self.safeguards.stop is not None and bool(self.safeguards.stop.agreed())
+
+    def save_last(self) -> None:
+        """Save the step that training ended with, unless there is a checkpoint of it."""
+        if self._saved_step != self.state.global_step:
+            self._save_checkpoint(self.model, None)
 
     def restart_clock(self) -> None:
         """Evaluating and saving are no training time."""
@@ -221,60 +231,80 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """The mean loss over all learned tokens of the evaluation rows, in nats; {} where a signal came in between.
 
-        Raises EvaluationFailed.
+        Raises EvaluationFailed, or EvaluationBroken, in all processes alike.
         """
-        was_training = self.model.training
+        rows, first, was_training = eval_dataset or self.eval_dataset, 0, self.model.training
         self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         try:
-            for rows, counts in self._eval_rows(eval_dataset or self.eval_dataset):
-                if self.is_in_train and self.asked_to_stop():  # the step is done: save it, while there is time
-                    self.control.should_save = self.control.should_training_stop = True
-                    self.control.should_evaluate = False  # else the end of the epoch evaluates, and saves, once more
+            while first < len(rows):
+                if self.asked_to_stop():  # the step is done: save it, while there is time
+                    if self.is_in_train:
+                        self.control.should_save = self.control.should_training_stop = True
+                        self.control.should_evaluate = False  # else the end of the epoch evaluates, and saves, again
                     return {}
-                sums += self._sums_of(rows, counts)
+                size = self.args.per_device_eval_batch_size
+                found = self._sums_at(first, rows)
+                if found is not None:
+                    sums += found
+                    first += size * self.args.world_size
         finally:
             self.model.train(was_training)
-        total, n_learned = self.accelerator.reduce(sums.to(self.args.device)).tolist()
+        total, n_learned = self.accelerator.reduce(sums).tolist()
         metrics = {f"{metric_key_prefix}_loss": total / n_learned}
         self.log(dict(metrics))
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _eval_rows(self, rows: RowDataset) -> Iterator[tuple[list[Row], bool]]:
-        """This process's share: (rows, whether they count). All get as many batches, as sharded weights are gathered by
-        all at once; the Trainer's own loader evens them out with rows from the beginning, which would count twice."""
-        size, world, rank = self.args.per_device_eval_batch_size, self.args.world_size, self.args.process_index
-        for first in range(0, len(rows), size * world):
-            start = first + rank * size
-            own = [rows[i] for i in range(start, min(start + size, len(rows)))]
-            yield own or [rows[0]], bool(own)
+    def _sums_at(self, first: int, rows: RowDataset) -> torch.Tensor | None:
+        """(sum of the losses, learned tokens) of this process's part of the batch that begins with row `first`. None
+        where it did not fit into the memory of one of the processes; then the next is half as large in all of them.
 
-    def _sums_of(self, rows: Sequence[Row], counts: bool) -> torch.Tensor:
-        """(sum of the losses, learned tokens) of a batch, by halves where all of it does not fit; zeros for one that
-        does not count, and is there only so that all processes have as many."""
+        All have as many batches, as sharded weights are gathered by all at once: a process that has no rows left takes
+        the first, and it does not count. The Trainer's own loader has such rows count twice.
+        """
+        size = self.args.per_device_eval_batch_size
+        start, error = first + self.args.process_index * size, None
+        own = [rows[i] for i in range(start, min(start + size, len(rows)))]
+        together = self.args.world_size > 1 and _is_sharded(self.model)  # asked now: a pass that fails leaves it whole
         try:
-            return self._forward_sums(rows, counts)
-        except torch.OutOfMemoryError as error:
-            alone = self.args.world_size == 1
-            if len(rows) == 1 or not alone:  # with others the forward passes have to stay in step
-                fix = "lower data.sequence_length" if alone else "lower train.batch_size"
-                raise EvaluationFailed(f"evaluation ran out of memory with {len(rows)} rows at once; {fix}") from error
+            sums = self._forward_sums(own or [rows[0]], bool(own))
+        except RuntimeError as caught:
+            if not prediction.is_out_of_memory(caught):
+                raise
+            error = caught
+        patience_s = launch.ALONE_S if together and error is not None else launch.PATIENCE_S
+        said = launch.everyone(int(error is not None), patience_s=patience_s)
+        if said is not None and not any(said):
+            self._batch_counts()
+            return sums
+        short = [rank for rank, failed in enumerate(said or ()) if failed] or [self.args.process_index]
+        where = f" in process {short[0]} of {self.args.world_size}" if self.args.world_size > 1 else ""
+        text = f"evaluation ran out of memory{where} with {size} rows at once; lower "
+        if together or said is None:
+            raise EvaluationBroken(f"{text}train.batch_size") from error
+        if size == 1:
+            raise EvaluationFailed(f"{text}data.sequence_length") from error
+        error = None  # it holds the tensors of the pass that failed
         gc.collect()
         if self.args.device.type == "cuda":
             torch.cuda.empty_cache()
-        half = len(rows) // 2
-        self.args.per_device_eval_batch_size = half
-        return self._sums_of(rows[:half], counts) + self._sums_of(rows[half:], counts)
+        self.args.per_device_eval_batch_size = size // 2
+        return None
 
     def _forward_sums(self, rows: Sequence[Row], counts: bool) -> torch.Tensor:
+        """Zeros where the rows do not count. On the device, and not waited for: where another process has run out of
+        memory in a pass that takes all, this one's would never end."""
         inputs = self._prepare_inputs(self.data_collator(rows))
         # one item: the model then returns the sum over its tokens (the Trainer's own loss contract)
         one = torch.ones((), dtype=torch.long, device=inputs["labels"].device)
         with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
             loss = self.model(**inputs, num_items_in_batch=one).loss
-        n_learned = int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum())
-        return torch.tensor([float(loss), n_learned], dtype=torch.float64) * counts
+        n_learned = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
+        return torch.stack([loss.double(), n_learned.double()]) * counts
+
+    def _batch_counts(self) -> None:
+        """The batch that was evaluated last has fit everywhere, and is not tried again."""
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Between steps: training goes on without an evaluation that does not fit."""
@@ -297,19 +327,38 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         self.accelerator.wait_for_everyone()
         self._writing = checkpoint.scratch(folder, step)
         try:
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if first:
-                checkpoint.publish(folder, step, self.safeguards.facts, keep=self.args.save_total_limit)
-        except BaseException as error:
-            full = checkpoint.disk_is_full(error, folder)
-            shutil.rmtree(self._writing, ignore_errors=True)
-            if full:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
-            raise
+            self._write(partial(super()._save_checkpoint, model, trial))
+            self._write(partial(self._publish, folder, step))
         finally:
             self._writing = None
-        self.accelerator.wait_for_everyone()
+        self._saved_step = step
+
+    def _publish(self, folder: Path, step: int) -> None:
+        if self.is_world_process_zero():
+            checkpoint.publish(folder, step, self.safeguards.facts, keep=self.args.save_total_limit)
+
+    def _write(self, part: Callable[[], None]) -> None:
+        """Do a part of a save. Where it failed in one process it ends in all, and only then is what they wrote removed;
+        not where one does not answer, which may be writing still: then the next save removes it."""
+        folder, error, full = Path(self.args.output_dir), None, False
+        try:
+            part()
+        except Exception as caught:
+            error, full = caught, checkpoint.disk_is_full(caught, folder)
+        failed = int(full) + int(error is not None)
+        said = launch.everyone(failed, patience_s=launch.PATIENCE_S if error is None else launch.ALONE_S)
+        if said is not None and not any(said):
+            return
+        if said is not None and self.is_world_process_zero():
+            assert self._writing is not None
+            shutil.rmtree(self._writing, ignore_errors=True)
+        if max(said or [failed]) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+        if error is not None:
+            raise error
+        others = [rank for rank, word in enumerate(said or ()) if word]
+        who = f"process {others[0]} failed" if others else f"a process has not answered for {launch.PATIENCE_S} s"
+        raise RunFolderError(f"{folder}: {who} while a checkpoint was written, which was given up")
 
 
 def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
@@ -325,6 +374,11 @@ def refuse_nonfinite_weights(model: Any, step: int) -> None:
             raise RecipeError(
                 f"{name} has values that are not finite at step {step}: not saved; lower train.learning_rate"
             )
+
+
+def _is_sharded(model: Any) -> bool:
+    """Whether a forward pass gathers weights, by FSDP2 or ZeRO-3: then it takes all processes."""
+    return any(hasattr(p, "ds_tensor") or hasattr(p, "to_local") for p in model.parameters())
 
 
 def _own_part(parameter: Any) -> torch.Tensor:
