@@ -96,6 +96,15 @@ def test_resumed_run_measures_again_or_mixes_versions(bench, tmp_path, monkeypat
     assert code == 0 and run.rows[0] == kept
     assert [(row.op, row.tigon_commit) for row in run.rows] == [("rms_norm", "first"), ("geglu", "second")]
     assert f"commit first, {kept.date} and second, " in provenance(run)
+    assert bench(*QUICK, "--op", "geglu", "--json", path, "--resume")[0] == 0 and load(path).rows == run.rows
+    one = ("kernels", "--impl", "torch", "--repetitions", "2")
+    assert bench(*one, "--op", "rms_norm", "--json", path, "--resume")[0] == 0
+    again = load(path)
+    assert [row.op for row in again.rows] == ["geglu", "rms_norm"], "a row is lost, or there twice"
+    assert {m.impl for m in again.rows[1].measurements} == {"tigon", "eager", "torch"}
+    code, _, err = bench(*QUICK, "--op", "rms_norm", "--dtype", "fp16", "--json", path, "--resume")
+    assert code == 2 and "has dtype fp32, this run fp16" in err
+    run = again
     monkeypatch.setattr(record, "_PACKAGES", ("triton",))
     code, _, err = bench(*QUICK, "--op", "rms_norm", "--json", path, "--resume")
     assert code == 2 and "has versions" in err and load(path) == run

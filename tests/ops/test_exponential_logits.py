@@ -104,7 +104,7 @@ def test_16_bit_sums_exceed_twice_the_unfused_ops_error() -> None:
     target = torch.randint(0, vocab, (tokens,))
     _, dx, dw = truth_of(x, w, target)
     unfused = torch.autograd.grad(F.cross_entropy((x @ w.t()).float(), target, reduction="sum"), (x, w))
-    for rows in (512, 256, 16):  # of the last, chunks are made larger
+    for rows in (512, 256, 16):  # the last are summed in fp32
         loss = linear_cross_entropy(
             x, w, target, reduction="sum", chunk_bytes=2 * vocab * rows, fp32_accumulate=False
         )  # fmt: skip
@@ -131,7 +131,7 @@ def test_16_bit_sum_is_scaled_twice_by_two_backwards(backend: Any) -> None:
         freed.backward()
 
 
-def test_16_bit_sum_is_as_large_as_an_fp32_one(monkeypatch: Any) -> None:
+def test_16_bit_sum_is_as_large_as_an_fp32_one_or_has_many_addends(monkeypatch: Any) -> None:
     torch.manual_seed(19)
     x, w = torch.randn(600, H).bfloat16().requires_grad_(), torch.randn(V, H).bfloat16().requires_grad_()
     target = torch.randint(0, V, (600,))
@@ -145,8 +145,9 @@ def test_16_bit_sum_is_as_large_as_an_fp32_one(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(_chunk_loop, "_chunks_outputs", outputs)
     for fp32 in (True, False):
-        linear_cross_entropy(x, w, target, chunk_bytes=2 * V * 5, fp32_accumulate=fp32).backward()
-    assert sums == [4 * V * H, 2 * V * H]
+        linear_cross_entropy(x, w, target, chunk_bytes=2 * V * 128, fp32_accumulate=fp32).backward()
+    linear_cross_entropy(x, w, target, chunk_bytes=2 * V * 60, fp32_accumulate=False).backward()
+    assert sums == [4 * V * H, 2 * V * H, 4 * V * H], "five chunks, five chunks, ten chunks"
 
 
 def test_fp32_sum_outlives_the_backward_that_read_it() -> None:

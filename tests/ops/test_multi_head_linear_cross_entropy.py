@@ -136,11 +136,30 @@ def test_prepared_targets_give_another_loss_or_fit_other_heads() -> None:
     assert torch.equal(got, want)
     for a, b in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(want, leaves), strict=True):
         assert torch.equal(a, b)
-    for other in (prepare_targets(target), prepare_targets(target, shifts=shifts)):
+    same = {"shifts": shifts, "positions": (torch.arange(T) % 6).expand(B, T)[:]}
+    assert torch.equal(
+        multi_head_linear_cross_entropy(hiddens, weights, prepared, **{**same, "positions": positions[:]}), want
+    )
+    for other in (
+        prepare_targets(target), prepare_targets(target, shifts=shifts), prepare_targets(target, **same),
+        prepare_targets(target, ignore_index=5, **call),
+    ):  # fmt: skip
         with pytest.raises(OptionError, match="was prepared for"):
             multi_head_linear_cross_entropy(hiddens, weights, other, **call)
     with pytest.raises(OptionError, match="was prepared for heads"):
         linear_cross_entropy(hiddens[0], weights[0], prepared)
+    with pytest.raises(OptionError, match="ignore_index 5, the loss has -100"):
+        linear_cross_entropy(hiddens[0], weights[0], prepare_targets(target, ignore_index=5))
+
+
+def test_targets_without_meaning_are_prepared() -> None:
+    target = torch.zeros(B, T, dtype=torch.int64)
+    with pytest.raises(OptionError, match="none negative"):
+        prepare_targets(target, shifts=(1, -1))
+    with pytest.raises(ShapeError, match=r"must be \(B, T\)"):
+        prepare_targets(target[0], shifts=(1,))
+    with pytest.raises(ShapeError, match="must agree"):
+        prepare_targets(target, shifts=(1,), positions=torch.arange(T)[None])
 
 
 def test_accuracy_counts_another_rank() -> None:

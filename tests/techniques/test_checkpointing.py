@@ -149,3 +149,27 @@ def test_offload_waits_for_its_copies():
     assert len(large) >= 2 * (N_LAYERS - 1)
     overlapped = [c for c in large if any(k[0] < c[1] and c[0] < k[1] for k in kernels)]
     assert len(overlapped) >= len(large) // 2
+
+
+def test_model_of_the_old_format_loses_its_checkpointing():
+    """Remote code that sets `gradient_checkpointing` on itself calls PyTorch's function by itself."""
+    from tigon.errors import RecipeError
+
+    class Old(transformers.PreTrainedModel):
+        config_class = transformers.LlamaConfig
+        supports_gradient_checkpointing = True
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.layer, self.gradient_checkpointing = torch.nn.Linear(2, 2), False
+
+        def _set_gradient_checkpointing(self, module: Any, value: bool = False) -> None:
+            self.gradient_checkpointing = value
+
+    old = Old(transformers.LlamaConfig())
+    TECHNIQUES["checkpointing-full"].model(old, Choices(checkpointing="full"), Facts())
+    assert old.gradient_checkpointing
+    with pytest.raises(RecipeError, match="offload finds no layer of Old"):
+        TECHNIQUES["checkpointing-offload"].model(
+            Old(transformers.LlamaConfig()), Choices(checkpointing="offload"), Facts()
+        )

@@ -190,3 +190,57 @@ def test_a_step_needs_more_than_its_memory_after_the_backward():
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_numbers_drawn_behind_the_generators_back_differ():
+    x = torch.randn(64, requires_grad=True)
+
+    def noisy(x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return (x * torch.rand(64)).square().sum()
+
+    seen = []
+    for run in (plain, recomputed):
+        torch.manual_seed(3)
+        loss = run(noisy, x)
+        torch.rand(5)
+        seen.append(torch.autograd.grad(loss, x)[0])
+    assert torch.equal(*seen)
+
+
+def test_gradient_taken_inside_fails():
+    x = torch.randn(8, requires_grad=True)
+
+    def penalised(x: Tensor) -> Tensor:
+        y = x.sin() * x
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return (y + slope.square()).sum()
+
+    want = torch.autograd.grad(penalised(x), x)
+    assert torch.equal(torch.autograd.grad(recomputed(penalised, x), x)[0], want[0])
+
+
+@pytest.mark.parametrize("where", ["meta", "fake", "subclass"])
+def test_tensors_that_are_not_plain_are_taken(where):
+    """PyTorch's own serves them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Other(Tensor):
+        pass
+
+    layer = Layer()
+    if where == "subclass":
+        x = torch.randn(5, WIDTH).as_subclass(Other).requires_grad_()
+        recomputed(layer, x).sum().backward()
+    elif where == "meta":
+        recomputed(layer.to("meta"), torch.randn(5, WIDTH, device="meta", requires_grad=True)).sum().backward()
+    else:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            recomputed(Layer(), torch.randn(5, WIDTH, requires_grad=True)).sum().backward()
+
+
+def test_inputs_by_keyword_are_computed_without_autocast():
+    layer, x = Layer(), torch.randn(5, WIDTH, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        want, got = (run(lambda *, x: layer(x), x=x).sum() for run in (plain, recomputed))
+    assert torch.equal(torch.autograd.grad(got, x)[0], torch.autograd.grad(want, x)[0])

@@ -12,7 +12,7 @@ from tigon.bench import record as records
 from tigon.bench import table, timing
 from tigon.bench.accuracy import DTYPE_NAMES
 from tigon.bench.impls import impl_names
-from tigon.bench.measure import measure_row
+from tigon.bench.measure import implementations, measure_row
 from tigon.bench.record import Measurement, RowRecord, RunRecord
 from tigon.bench.suites import select
 from tigon.errors import BenchError, OptionError
@@ -35,7 +35,8 @@ def bench_kernels(
         repetitions: rounds in which every implementation runs once. Below 10 the quantiles mean little.
         time_limit_s: no row is started after this many seconds; rows left out are named in the record.
         json_path: the record, written anew after every row.
-        resume: keep the rows that the record at `json_path` has, and measure what it lacks.
+        resume: keep the rows that the record at `json_path` has, and measure those that it lacks, or of which it lacks
+            an implementation.
         plot_dir: charts and the table, see `charts.draw`.
 
     Raises:
@@ -60,21 +61,24 @@ def bench_kernels(
     )  # fmt: skip
     _print_header(run)
     if resume and json_path is not None:
-        run.rows = records.resumed(run, json_path, [row.id for row in rows])
-    missing = [row for row in rows if row.id not in {known.id for known in run.rows}]
+        run.rows = records.resumed(run, json_path, DTYPE_NAMES[torch_dtype])
+    known = {row.id: {m.impl for m in row.measurements} for row in run.rows}
+    missing = [row for row in rows if not implementations(row, chosen) <= known.get(row.id, set())]
     for position, row in enumerate(missing):
         if time_limit_s is not None and time.monotonic() - start_s > time_limit_s:
             run.not_run += [f"{r.id} (time limit)" for r in missing[position:]]
             break
         try:
-            measured = measure_row(row, chosen, torch_dtype, device, repetitions, run.ceilings)
+            measured = measure_row(
+                row, {*chosen, *known.get(row.id, ())}, torch_dtype, device, repetitions, run.ceilings
+            )
         except torch.cuda.OutOfMemoryError:
             run.not_run.append(f"{row.id} (its inputs do not fit)")
             continue
         finally:
             timing.release(device)
         measured.tigon_commit, measured.date = run.environment["tigon_commit"], run.environment["date"]
-        run.rows.append(measured)
+        run.rows = [*(earlier for earlier in run.rows if earlier.id != row.id), measured]
         run.seconds = round(time.monotonic() - start_s, 1)
         _print_row(measured, run.seconds)
         if json_path is not None:

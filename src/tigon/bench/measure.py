@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -66,15 +66,15 @@ class Problem:
 
 
 def measure_row(
-    row: Row, impls: Sequence[str], dtype: torch.dtype, device: torch.device, repetitions: int,
+    row: Row, impls: Collection[str], dtype: torch.dtype, device: torch.device, repetitions: int,
     ceilings: dict[str, float],
 ) -> RowRecord:  # fmt: skip
     """Measure those of the implementations named that the row is for."""
     torch.compiler.reset()
     problem = Problem.of(row, dtype, device)
     record = _blank(problem, dtype, ceilings)
-    wanted = set(impls) & set(row.impls) if row.impls else set(impls)
-    chosen = [impl for impl in impls_for(OPS[row.op]) if impl.name in wanted or impl.role == "limit"]
+    wanted = implementations(row, impls)
+    chosen = [impl for impl in impls_for(OPS[row.op]) if impl.name in wanted]
     bound: dict[str, Bound] = {}
     for impl in chosen:
         measurement = Measurement(impl=impl.name, role=impl.role)
@@ -92,6 +92,12 @@ def measure_row(
     for measurement in record.measurements:
         _rates(measurement, record)
     return record
+
+
+def implementations(row: Row, impls: Collection[str]) -> set[str]:
+    """Names of those that are measured of a row, out of `impls`; the limit always is."""
+    wanted = set(impls) & set(row.impls) if row.impls else set(impls)
+    return {impl.name for impl in impls_for(OPS[row.op]) if impl.name in wanted or impl.role == "limit"}
 
 
 def _blank(problem: Problem, dtype: torch.dtype, ceilings: dict[str, float]) -> RowRecord:

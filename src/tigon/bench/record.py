@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,21 +192,25 @@ def load(path: Path) -> RunRecord:
         raise BenchError(f"{path} is not a record of `tigon bench kernels --json`: {error}.") from None
 
 
-def resumed(run: RunRecord, path: Path, wanted: Sequence[str]) -> list[RowRecord]:
-    """Of the record at `path`, the rows whose ids are wanted; none without a file. Raises BenchError where they would
-    stand beside another card, other versions or another number of repetitions."""
+def resumed(run: RunRecord, path: Path, dtype: str) -> list[RowRecord]:
+    """The rows of the record at `path`, each with its own commit and date; none without a file. Raises BenchError where
+    they would stand beside another card, other versions, dtypes or numbers of repetitions."""
     if not path.exists():
         return []
     earlier = load(path)
-    for what, there, here in (
+    there, here = earlier.environment, run.environment
+    dtypes = {row.dtype for row in earlier.rows} or {dtype}
+    for what, was, now in (
         ("suite", earlier.suite, run.suite),
-        ("card", earlier.environment["device"], run.environment["device"]),
-        ("versions", earlier.environment["versions"], run.environment["versions"]),
+        *((name, there[name], here[name]) for name in ("device", "driver", "threads", "versions")),
         ("repetitions", earlier.repetitions, run.repetitions),
+        ("dtype", ", ".join(sorted(dtypes)), dtype),
     ):
-        if there != here:
-            raise BenchError(f"{path} has {what} {there}, this run {here}; leave out --resume, or write another file.")
-    return [row for row in earlier.rows if row.id in wanted]
+        if was != now:
+            raise BenchError(f"{path} has {what} {was}, this run {now}; leave out --resume, or write another file.")
+    for row in earlier.rows:
+        row.tigon_commit, row.date = row.tigon_commit or there["tigon_commit"], row.date or there["date"]
+    return earlier.rows
 
 
 def _row(raw: dict[str, Any]) -> RowRecord:

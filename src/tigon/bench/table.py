@@ -158,9 +158,10 @@ def provenance(run: RunRecord) -> str:
     driver = f", driver {env['driver']}" if env["driver"] else ""
     sources = dict.fromkeys((row.tigon_commit or env["tigon_commit"], row.date or env["date"]) for row in run.rows)
     commits = " and ".join(f"{commit}, {date}" for commit, date in sources or [(env["tigon_commit"], env["date"])])
+    which = "last" if len(sources) > 1 else "same"
     left_out = f" Not measured: {', '.join(run.not_run)}." if run.not_run else ""
     return (
-        f"{env['device']}{driver}; {versions}; tigon at commit {commits}. In the same run a "
+        f"{env['device']}{driver}; {versions}; tigon at commit {commits}. In the {which} run a "
         f"copy moved {run.ceilings['copy_gb_per_s']:.0f} GB/s (read plus written) and a product of "
         f"{run.ceilings['matmul_size']:.0f}³ made {run.ceilings['matmul_tflop_per_s']:.3g} TFLOP/s.{left_out}"
     )

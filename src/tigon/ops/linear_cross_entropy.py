@@ -55,8 +55,8 @@ MIB = 1 << 20
 DEFAULT_CHUNK_BYTES = {"cuda": (512 * MIB, 1024 * MIB), "cpu": (16 * MIB, 16 * MIB)}
 # Chunks are cut to a multiple of this many tokens, the tile of the products.
 _TILE = 128
-# Chunks whose weight gradients a 16-bit sum adds up at most: of 26 (32768 x 2048 x 128256 in 320 MiB of logits) it errs
-# by 4.8e-3, where twice the unfused op's error is 3.4e-3; of 7 it stays below.
+# Chunks whose weight gradients are added up in 16 bits at most; more are in fp32. A sum of 26 (32768 x 2048 x 128256 in
+# 320 MiB of logits) errs by 4.8e-3, where twice the unfused op's error is 3.4e-3; of 7 it stays below.
 _MOST_16_BIT_ADDENDS = 7
 
 Mode = Literal["keep", "stream", "recompute", "loss"]
@@ -67,6 +67,7 @@ class Plan(NamedTuple):
 
     mode: Mode
     chunk: int
+    fp32_accumulate: bool = True
 
 
 def make_plan(
@@ -77,13 +78,23 @@ def make_plan(
     least, most = chunk_bytes
     accumulator_bytes = 4 * vocab * hidden if want_weight and fp32_accumulate else 0
     fitting = min(max(least, accumulator_bytes), most) // (vocab * itemsize)
-    if want_weight and not fp32_accumulate and itemsize == 2:
-        fitting = max(fitting, -(-tokens // _MOST_16_BIT_ADDENDS))
     if not (want_hidden or want_weight):
         return Plan("loss", _even_chunk(tokens, fitting))
     if tokens * vocab * itemsize <= least + accumulator_bytes and not per_row:
-        return Plan("keep", max(tokens, 1))
-    return Plan("recompute" if per_row else "stream", _even_chunk(tokens, fitting))
+        return Plan("keep", max(tokens, 1), fp32_accumulate)
+    chunk = _even_chunk(tokens, fitting)
+    if not fp32_accumulate and tokens > _MOST_16_BIT_ADDENDS * chunk:
+        return make_plan(
+            tokens,
+            hidden,
+            vocab,
+            itemsize,
+            chunk_bytes=chunk_bytes,
+            per_row=per_row,
+            want_hidden=want_hidden,
+            want_weight=want_weight,
+        )
+    return Plan("recompute" if per_row else "stream", chunk, fp32_accumulate)
 
 
 def default_chunk_bytes(hidden: Tensor) -> tuple[int, int]:
@@ -108,6 +119,7 @@ class PreparedTargets:
 
     target: Tensor
     """The labels, any shape."""
+    ignore_index: int = -100
     shifts: tuple[int, ...] = (0,)
     positions: Tensor | None = None
     index_N: Tensor | None = None
@@ -148,8 +160,13 @@ def prepare_targets(
 
     Returns:
         `PreparedTargets`, good for one target.
+
+    Raises:
+        ShapeError: with shifts, the target is not (B, T) or positions are not of its shape. OptionError: a shift is
+            negative, or there is none.
     """
-    prepared = PreparedTargets(target, tuple(shifts), positions)
+    _check_prepared(target, shifts, positions)
+    prepared = PreparedTargets(target, ignore_index, tuple(shifts), positions)
     if not _may_wait(target):
         return prepared
     if prepared.shifts == (0,):
@@ -165,6 +182,15 @@ def prepare_targets(
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(target.device))
     return replace(prepared, index_N=index_N, count=on_host, event=event)
+
+
+def _check_prepared(target: Tensor, shifts: Sequence[int], positions: Tensor | None) -> None:
+    if not shifts or min(shifts) < 0:
+        raise OptionError(f"shifts={list(shifts)}; at least one, and none negative.")
+    if tuple(shifts) != (0,) and target.ndim != 2:
+        raise ShapeError(f"target is {tuple(target.shape)}; to be shifted it must be (B, T).")
+    if positions is not None and positions.shape != target.shape:
+        raise ShapeError(f"positions is {tuple(positions.shape)}, target is {tuple(target.shape)}; they must agree.")
 
 
 def _rows_that_count(target: Tensor, prepared: PreparedTargets | None, ignore_index: int) -> Tensor | None:
@@ -200,10 +226,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         in_forward = plan.mode in ("keep", "stream")
         loss_N, stats, entropies, argmax, dx, dw, db, kept, factors = chunk_loop(
             hidden_NH, weight_VH, bias, target, class_weight, token_weight, stored, *options, plan.chunk,
-            plan.mode == "keep", fp32_accumulate, *(w and in_forward for w in want), entropy, predicted,
+            plan.mode == "keep", plan.fp32_accumulate, *(w and in_forward for w in want), entropy, predicted,
         )  # fmt: skip
         ctx.plan, ctx.options, ctx.want, ctx.rows = plan, options, want, rows
-        ctx.fp32_accumulate = fp32_accumulate
         ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
         if plan.mode == "keep":
             ctx.save_for_backward(kept, factors, hidden_NH, weight_VH, target, db, left, index)
@@ -311,7 +336,7 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     stored, left = gradient_scales(x_dtype, inv_denominator, per_token, class_weight, ctx.options)
     _, _, _, _, dx, dw, db, _, _ = chunk_loop(
         x_NH, weight_VH, bias, target, class_weight, per_token, stored, *ctx.options, ctx.plan.chunk,
-        False, ctx.fp32_accumulate, want_hidden, want_weight, want_bias, False, False,
+        False, ctx.plan.fp32_accumulate, want_hidden, want_weight, want_bias, False, False,
     )  # fmt: skip
     return (
         _loss.scale_rows(dx, left, index, ctx.rows, x_dtype) if want_hidden else None,
@@ -332,7 +357,7 @@ def _plan_for(
     if not isinstance(N, int):
         # A symbolic token count must not decide anything, or every count would compile anew.
         mode: Mode = "loss" if not any(want) else "recompute" if per_row else "stream"
-        return Plan(mode, max(1, least // (V * itemsize)))
+        return Plan(mode, max(1, least // (V * itemsize)), fp32_accumulate)
     return make_plan(
         N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want[0],
         want_weight=want[1] or want[2], fp32_accumulate=fp32_accumulate,
@@ -391,8 +416,8 @@ def linear_cross_entropy(
             gradient is as large, and 16 MiB on the CPU. All logits are held in one chunk where that takes less memory
             than chunks and their fp32 weight gradient would.
         fp32_accumulate: False sums the chunks' bf16 weight gradients in bf16: half the memory of the largest tensor
-            here, for a rounding more a chunk; chunks are made larger where there would be more than 7. Not for fp16,
-            whose range the sums would leave.
+            here, for a rounding more a chunk; more than 7 chunks are summed in fp32 all the same, because their error
+            would grow. Not for fp16, whose range the sums would leave.
         ignore_index, reduction, label_smoothing, softcap, logit_scale, z_loss, num_items, token_weight, outputs:
             as in `cross_entropy`.
 
@@ -407,6 +432,10 @@ def linear_cross_entropy(
     labels: Tensor = prepared.target if prepared is not None else target  # type: ignore[assignment]
     if prepared is not None and prepared.shifts != (0,):
         raise OptionError(f"target was prepared for heads with shifts {prepared.shifts}; leave out the shifts.")
+    if prepared is not None and prepared.ignore_index != ignore_index:
+        raise OptionError(
+            f"target was prepared with ignore_index {prepared.ignore_index}, the loss has {ignore_index}."
+        )
     options = _loss.check_options(
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, num_items, outputs
     )

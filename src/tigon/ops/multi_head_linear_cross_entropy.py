@@ -202,11 +202,8 @@ def multi_head_linear_cross_entropy(
     _check_heads(hidden_list, weight_list, block_lists, labels, shifts, head_weights, reduction, outputs)
     if positions is not None and positions.shape != labels.shape:
         raise ShapeError(f"positions is {tuple(positions.shape)}, target is {tuple(labels.shape)}; they must agree.")
-    if prepared is not None and (prepared.shifts != tuple(shifts) or prepared.positions is not positions):
-        raise OptionError(
-            f"target was prepared for shifts {prepared.shifts}, the heads have {tuple(shifts)}; or for other "
-            "positions. Give prepare_targets the same."
-        )
+    if prepared is not None:
+        _check_prepared(prepared, tuple(shifts), positions, ignore_index)
     hidden_unique, hidden_of = _unique(hidden_list)
     weight_unique, weight_of = _unique(weight_list)
     settled = [_settle_dtypes(hidden_unique[0], w, None)[1] for w in weight_unique]
@@ -229,6 +226,24 @@ def multi_head_linear_cross_entropy(
         counts_K if "counts" in outputs else None,
         hits.to(acc) / counts_K.clamp(min=1).unsqueeze(1) if "accuracy" in outputs else None,
     )
+
+
+def _check_prepared(
+    prepared: PreparedTargets, shifts: tuple[int, ...], positions: Tensor | None, ignore_index: int
+) -> None:
+    was, now = (prepared.shifts, prepared.ignore_index), (shifts, ignore_index)
+    if was != now or not _same(prepared.positions, positions):
+        raise OptionError(
+            f"target was prepared for shifts {was[0]} and ignore_index {was[1]}, the heads have {now[0]} and {now[1]}; "
+            "or for other positions. Give prepare_targets the same."
+        )
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether they are one tensor, or views of the same elements."""
+    if a is None or b is None or a is b or torch.compiler.is_compiling():
+        return (a is None) == (b is None)
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _rows_scored(labels: Tensor, prepared: PreparedTargets | None, any_N: Tensor) -> Tensor | None:

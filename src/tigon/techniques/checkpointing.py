@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from tigon.errors import RecipeError
 from tigon.techniques.choices import Choices, every_n_layers
 from tigon.techniques.condition import Condition
 from tigon.techniques.recompute import recomputed
@@ -68,18 +69,23 @@ def _offload(model: Any, choices: Choices, facts: Facts) -> Any:
         with offload.saving():
             return recomputed(function, *args, **kwargs)
 
-    replace_function(model, offloaded)
+    if not replace_function(model, offloaded):
+        raise RecipeError(
+            f"train.checkpointing: offload finds no layer of {type(model).__name__} whose checkpointing can be "
+            "replaced; use full"
+        )
     return model
 
 
-def replace_function(model: Any, function: Callable[..., Any]) -> None:
-    """Let every layer that is checkpointed call `function(layer, *inputs)`."""
+def replace_function(model: Any, function: Callable[..., Any]) -> int:
+    """Let every layer that is checkpointed call `function(layer, *inputs)`; how many do. None of a model whose own code
+    keeps to transformers' old format, which calls PyTorch's `checkpoint`."""
     n_replaced = 0
     for module in model.modules():
         for name in [name for name in vars(module) if name.endswith("checkpointing_func")]:
             setattr(module, name, function)
             n_replaced += 1
-    assert n_replaced, "no layer of this model is checkpointed"
+    return n_replaced
 
 
 _EACH_LAYER = "The layer's input is kept: tokens x hidden x bytes of the autocast dtype, a layer."

@@ -4,7 +4,7 @@ What the function's operations save is not kept; the first of them to be asked f
 as soon as all of it has been saved again. PyTorch's own spends as long on bookkeeping as small layers on launching
 their kernels: it copies the states of the random number generators out and in, asks for the kind of device in a walk
 over all arguments, and goes through a wrapper of the compiler's for each tensor. Here the generators are touched only
-where the function drew a number, and a tensor costs a list entry.
+where one has moved since, and a tensor costs a list entry.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function(*args, **kwargs)`, whose saved tensors are made again when the backward pass asks for them.
 
-    Gradients, hooks and a graph that is kept behave as with `torch.utils.checkpoint`. Tensors among `args` are saved as
-    an operator saves its inputs; those that the function reaches in other ways are held.
+    Gradients, hooks and a graph that is kept behave as with `torch.utils.checkpoint`, which serves where tensors are of
+    several or other devices or of other classes, or a mode watches the operators. Tensors among `args` are saved as an
+    operator saves its inputs; those that the function reaches in other ways are held. A node that reads its saved
+    tensors twice costs another run of the function, where PyTorch refuses. Not for `torch.func`.
 
     Raises:
         torch.utils.checkpoint.CheckpointError: in the backward pass, if the function saves other tensors the second
@@ -34,13 +36,29 @@ def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         function = functools.partial(function, **kwargs)
     if not torch.is_grad_enabled():
         return function(*args)
-    if torch.compiler.is_compiling():  # the compiler knows PyTorch's own
+    device = _device_of(args, function.keywords if isinstance(function, functools.partial) else {})
+    if device is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return checkpoint(function, *args, use_reentrant=False)
-    frame = _Frame(function, args)
+    frame = _Frame(function, args, device)
     with saved_tensors_hooks(frame.pack, frame.unpack):
-        result = function(*args)
-    frame.forward_is_over()
-    return result
+        return function(*args)
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """The one device of the tensors given, but for those on the CPU; None where there are several, or others than
+    CUDA's, or a tensor's class is not PyTorch's own."""
+    found = torch.device("cpu")
+    for value in (*args, *kwargs.values()):
+        for tensor in value if isinstance(value, (tuple, list)) else (value,):
+            if not isinstance(tensor, Tensor):
+                continue
+            if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type not in ("cpu", "cuda"):
+                return None
+            if tensor.device != found and tensor.device.type == "cuda":
+                if found.type == "cuda":
+                    return None
+                found = tensor.device
+    return found
 
 
 class _Enough(Exception):  # no error: all that is wanted has been saved
@@ -63,27 +81,22 @@ class _Inputs(torch.autograd.Function):
 class _Frame:
     """One call of the function: how to repeat it, and what its operations saved."""
 
-    __slots__ = ("again", "args", "autocast", "drew", "found", "function", "node", "rng", "saved", "task")
+    __slots__ = ("again", "args", "autocast", "found", "function", "node", "rng", "saved", "task")
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> None:
         tensors = [a for a in args if isinstance(a, Tensor)]
         self.function = function
         self.args = [None if isinstance(a, Tensor) else a for a in args]
         self.again = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         self.node = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
-        device = tensors[0].device if tensors else torch.device("cpu")
         self.autocast = {kind: _autocast(kind) for kind in {device.type, "cpu"}}
         self.rng = _Generators(device)
-        self.drew = False
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         """Of each tensor that an operation saved, in order."""
         self.found: list[Tensor | None] = []
         """The tensors themselves, from the recomputation to their use."""
         self.task = -1
         """The backward pass that `found` is of."""
-
-    def forward_is_over(self) -> None:
-        self.drew = self.rng.have_moved()
 
     def pack(self, tensor: Tensor) -> int:
         self.saved.append((tensor.shape, tensor.dtype))
@@ -101,15 +114,15 @@ class _Frame:
     def _recompute(self) -> None:
         args, tensors = list(self.args), self.node.saved_tensors
         for i, tensor in zip(self.again, tensors, strict=True):
-            args[i] = tensor.detach().requires_grad_(tensor.requires_grad)
-        del tensors
+            args[i] = tensor
         found: list[Tensor | None] = []
         wanted = len(self.saved)
 
-        def keep(tensor: Tensor) -> None:
+        def keep(tensor: Tensor) -> Tensor:
             found.append(tensor.detach())
             if len(found) == wanted:
                 raise _Enough
+            return tensor.detach()  # for a backward pass inside the function
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.suppress(_Enough))
@@ -117,10 +130,10 @@ class _Frame:
                 if _autocast(kind) != state:
                     enabled, dtype, cached = state
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
-            if self.drew:
+            if self.rng.have_moved():
                 stack.enter_context(self.rng.as_before())
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(saved_tensors_hooks(keep, _never))
+            stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
             self.function(*args)
         got = [(tensor.shape, tensor.dtype) for tensor in found if tensor is not None]
         if got != self.saved:
@@ -133,10 +146,6 @@ class _Frame:
 
 def _told(saved: list[tuple[torch.Size, torch.dtype]]) -> str:
     return f"{len(saved)} tensors ({', '.join(f'{tuple(shape)} {dtype}' for shape, dtype in saved[:4])}, ...)"
-
-
-def _never(_: Any) -> Any:
-    raise AssertionError("the graph of a recomputation is not walked")
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
