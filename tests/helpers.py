@@ -83,15 +83,18 @@ def has_a_way_of_its_own(op: Op, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and op.name == "linear_cross_entropy"
 
 
-def _worth_interpreting(op: Op, case: Case, first: bool) -> bool:
-    # The heads' kernels are linear_cross_entropy's, and 50 programs a call: one case will do.
-    return takes_another_way(op, case) and (first or not op.name.startswith("multi_head"))
+def _worth_interpreting(op: Op, case: Case, heads: bool) -> bool:
+    # The heads' kernels are linear_cross_entropy's, and 50 programs a call.
+    return takes_another_way(op, case) and (heads or not op.name.startswith("multi_head"))
 
 
-def contract_cases(*, first: bool = False) -> list[Any]:
-    """(backend, op, case), for `parametrize(CONTRACT, contract_cases(), indirect=["backend"])`."""
+def contract_cases(*, first: bool = False, heads: bool = False) -> list[Any]:
+    """(backend, op, case), for `parametrize(CONTRACT, contract_cases(), indirect=["backend"])`.
+
+    first: one case an op. heads: interpret the multi-head kernels too.
+    """
     small = [(op, case) for op in OPS.values() for case in op.cases[: 1 if first else None] if case.small]
-    kernel = small if torch.cuda.is_available() else [pair for pair in small if _worth_interpreting(*pair, first)]
+    kernel = small if torch.cuda.is_available() else [pair for pair in small if _worth_interpreting(*pair, heads)]
     return [
         pytest.param(backend, op, case, id=f"{backend}-{op.name}-{case.id}")
         for backend, chosen in (("reference", small), ("kernel", kernel))

@@ -76,7 +76,7 @@ class Target:
 
 
 TARGETS = {
-    "sm_80": Target("cuda", 80, 32, 163 << 10),
+    "sm_80": Target("cuda", 80, 32, 163 << 10, once=True),
     "sm_89": Target("cuda", 89, 32, 99 << 10, once=True),
     "sm_90": Target("cuda", 90, 32, 227 << 10, ALL_DTYPES),
     "sm_100": Target("cuda", 100, 32, 227 << 10, once=True),

@@ -189,9 +189,9 @@ def test_loss_has_the_dtype_of_the_logits(loss: Any, dtype: torch.dtype, backend
     value = loss(logits * 500, target, reduction="sum")
     assert value.dtype == torch.float32 and bool(value.isfinite())
     if dtype == torch.float16 and loss is through_logits:
-        many = (torch.arange(V).expand(600, V) * 100.0).to(dtype).to(backend.device)
-        total = cross_entropy(many, torch.zeros(600, dtype=torch.int64, device=backend.device), reduction="sum")
-        assert float(total) == pytest.approx(600 * 100 * (V - 1), rel=1e-5)
+        many = (torch.arange(V).expand(60, V) * 100.0).to(dtype).to(backend.device)
+        total = cross_entropy(many, torch.zeros(60, dtype=torch.int64, device=backend.device), reduction="sum")
+        assert float(total) == pytest.approx(60 * 100 * (V - 1), rel=1e-5) and float(total) > 65504
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -241,7 +241,7 @@ def test_fp16_gradient_is_rounded_before_the_loss_scale(backend: Any) -> None:
     """K14: near-uniform softmax over 32k classes, mean over the tokens, loss scale 65536: the gradients of classes that
     are nobody's target are 1 / (N V), 2^-24 of the largest, and vanish if 1 / N is taken before the scale."""
     torch.manual_seed(7)
-    tokens, hidden, vocab = (48, 16, 8192) if backend.interpreted else (256, 32, 32000)
+    tokens, hidden, vocab = (48, 16, 4096) if backend.interpreted else (256, 32, 32000)
     x = torch.randn(tokens, hidden).half().to(backend.device)
     w = (torch.randn(vocab, hidden) * 0.02).half().to(backend.device)
     target = torch.randint(0, vocab // 4, (tokens,), device=backend.device)

@@ -68,7 +68,7 @@ ULPS = 8.0
     # Alignment decides the width of a GPU's loads, and the 16-bit ones have further to fall.
     [pytest.param(torch.float32, id="fp32"), pytest.param(torch.float16, id="fp16", marks=pytest.mark.gpu)],
 )
-@pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
+@pytest.mark.parametrize(CONTRACT, contract_cases(first=True, heads=True), indirect=["backend"])
 def test_strides_of_the_inputs_change_the_result(
     op: Op, case: Case, dtype: torch.dtype, layout: Callable[[Tensor], Tensor], backend: Any
 ) -> None:
