@@ -82,7 +82,7 @@ def test_two_processes_lose_what_they_have_to_a_kill_or_a_signal(recipe, here):
     process = start(here, path)
     reached(run, 5, process)
     os.kill(children_of(process.pid)[1], signal.SIGKILL)
-    _, said = process.communicate(timeout=100)
+    _, said = process.communicate(timeout=200)  # the launcher ends what hangs after 180 s
     assert process.returncode == 2, said
     assert "tigon: process 1 of 2 was killed (SIGKILL), and the others were ended" in said
     found = checkpoint.newest(run / "checkpoints")
@@ -92,7 +92,7 @@ def test_two_processes_lose_what_they_have_to_a_kill_or_a_signal(recipe, here):
     process = start(here, path, "--resume")
     reached(run, killed_at + 4, process)
     process.send_signal(signal.SIGTERM)
-    out, said = process.communicate(timeout=100)
+    out, said = process.communicate(timeout=200)  # the launcher ends what hangs after 180 s
     assert process.returncode == 143, said
     assert f"from checkpoint-{killed_at}" in out
     stopped_at = checkpoint.step_of(checkpoint.newest(run / "checkpoints").path)
