@@ -348,8 +348,9 @@ def kept_rows(path: Path, header: Mapping[str, Any]) -> dict[str, dict[str, Any]
 
 
 def with_the_faster_steps(row: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
-    """The newest memory beside the faster of two measurements' steps: short steps wait for the host, and hosts of one
-    kind differ (QLoRA of qwen3-0.6b: 172 ms on one, 306 ms on another, which compiled 1.6 times longer too)."""
+    """The newest memory beside the faster of two measurements' steps: short steps wait for the host, and its speed
+    differs from run to run (QLoRA of qwen3-0.6b: 172 and 306 ms). The cost: steps that became slower by a change of
+    ours keep their earlier time; move the file away to measure all anew."""
     if before is None or row["status"] != "ok" or before["status"] != "ok" or before["step_s"] >= row["step_s"]:
         return row
     kept = {name: before[name] for name in ("step_s", "tokens_per_s", "all_steps_s")}

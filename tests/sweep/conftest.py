@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from commands import tigon  # noqa: F401
+from wrong_ops import wrong  # noqa: F401
 
 yaml = pytest.importorskip("yaml")
 for package in ("transformers", "typer", "rich", "matplotlib", "jinja2"):

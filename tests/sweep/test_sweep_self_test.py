@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from dataclasses import replace
 
 import pytest
 
-from backends import HAS_GPU, kernels_on_the_cpu
-from tigon.ops import OPS, _dispatch
 from tigon.sweep import failures, worker
 from tigon.sweep.run import sweep
 from tigon.sweep.self_test import Kind, try_ops
 from tigon.train import self_check
+from wrong_ops import WRONG
 
 WHY = "output 0 of case small is off by 3 times what rounding allows"
-
-
-@pytest.fixture
-def wrong(monkeypatch):
-    """Two ops give slightly wrong results, and kernels are tried as on a GPU; yields (op, dtype) of those tried."""
-    pytest.importorskip("triton")
-    for name in ("geglu", "swiglu"):
-        op = OPS[name]
-
-        def call(*, op=op, **inputs):
-            return op.call(**inputs) * 1.01
-
-        monkeypatch.setitem(OPS, name, replace(op, call=call))
-    monkeypatch.setattr(_dispatch, "uses_kernel", lambda tensor: True)
-    tried, check = [], self_check.check_op
-    monkeypatch.setattr(self_check, "check_op", lambda *which: tried.append(which) or check(*which))
-    with contextlib.nullcontext() if HAS_GPU else kernels_on_the_cpu():
-        yield tried
 
 
 def test_wrong_op_passes_before_the_points(wrong, tmp_path):
@@ -42,7 +21,7 @@ def test_wrong_op_passes_before_the_points(wrong, tmp_path):
     found = worker._probe({"probe": str(tmp_path / "probe.json"), "kinds": kinds})
     unpatched, patched = found["self_tests"]
     assert unpatched == {"dtype": "fp32", "wrong_ops": {}, "refused": ""}
-    assert patched["dtype"] == "fp32" and set(patched["wrong_ops"]) == {"geglu", "swiglu"}
+    assert patched["dtype"] == "fp32" and set(patched["wrong_ops"]) == WRONG
     assert all("times what rounding allows" in why for why in patched["wrong_ops"].values())
     assert sorted(wrong) == sorted((op, "fp32") for op in self_check.FLAGS), "an op is not tried, or tried twice"
     assert found["environment"]["device"]

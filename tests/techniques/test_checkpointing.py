@@ -115,7 +115,7 @@ def test_offloaded_inputs_stay_on_the_gpu_or_change_the_gradient():
     device, tokens, width = torch.device("cuda"), 4096, 1024
     found = {}
     for word in ("full", "offload"):
-        # SDPA's fp32 backward adds up in any order
+        # eager, as SDPA's fp32 backward promises no order of its sums
         made = model(word, device=device, width=width, attention="eager")
         loss_and_gradients(made, device, tokens)  # the first pass allocates gradients and buffers
         made.zero_grad(set_to_none=False)

@@ -12,6 +12,7 @@ import pytest
 from train_helpers import TINY_MODEL, words
 
 from commands import tigon  # noqa: F401
+from wrong_ops import wrong  # noqa: F401
 
 yaml = pytest.importorskip("yaml")
 for package in ("transformers", "tokenizers", "typer", "rich", "tensorboard", "matplotlib"):

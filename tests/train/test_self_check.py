@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import replace
-
 import pytest
 import torch
 from train_helpers import records
 
-from backends import HAS_GPU, kernels_on_the_cpu
 from tigon.ops import OPS, _dispatch
 from tigon.train import self_check
-
-
-@pytest.fixture
-def wrong(monkeypatch):
-    """Two ops give slightly wrong results, and ops are tried as on a GPU."""
-    pytest.importorskip("triton")
-    for name in ("geglu", "swiglu"):
-        op = OPS[name]
-
-        def call(*, op=op, **inputs):
-            return op.call(**inputs) * 1.01
-
-        monkeypatch.setitem(OPS, name, replace(op, call=call))
-    monkeypatch.setattr(_dispatch, "uses_kernel", lambda tensor: True)
-    with contextlib.nullcontext() if HAS_GPU else kernels_on_the_cpu():
-        yield
+from wrong_ops import WRONG
 
 
 def test_op_without_a_flag_cannot_be_left_out():
@@ -52,7 +33,7 @@ def test_wrong_op_is_trained_with(recipe, tigon, here, wrong, monkeypatch):
     monkeypatch.setattr(self_check, "wrong_ops", ask)
     outcome = tigon("train", path)
     assert outcome.code == 0, outcome.err
-    assert set(found) == {"geglu", "swiglu"} and all("times what rounding allows" in why for why in found.values())
+    assert set(found) == WRONG and all("times what rounding allows" in why for why in found.values())
     assert outcome.out.count("gives wrong results here") == 2 and "warning  swiglu" in outcome.out
     (said,) = records(here / "runs" / "r", "self_test")
     assert said["wrong_ops"] == found

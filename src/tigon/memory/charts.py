@@ -89,9 +89,8 @@ def _components(plan: Plan) -> Any:
         axes.set(xlabel=title, ylabel="GiB at the peak", xlim=(values[0], values[-1]))
         _whole_numbers(axes)
     shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    order = [name for name in (*COMPONENTS, *shown) if name in shown]
-    named = {name: shown[name] for name in reversed(list(dict.fromkeys(order)))}
-    figure.legend(named.values(), named.keys(), frameon=False, loc="outside right center")
+    names = [name for name in dict.fromkeys((*COMPONENTS, *shown)) if name in shown][::-1]
+    figure.legend([shown[name] for name in names], names, frameon=False, loc="outside right center")
     figure.suptitle(label(plan.option.request.choices), fontsize=9, color=MUTED)
     return figure
 
