@@ -81,14 +81,15 @@ class _Inputs(torch.autograd.Function):
 class _Frame:
     """One call of the function: how to repeat it, and what its operations saved."""
 
-    __slots__ = ("again", "args", "autocast", "found", "function", "node", "rng", "saved", "task")
+    __slots__ = ("again", "args", "autocast", "found", "function", "inputs", "rng", "saved", "task")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> None:
         tensors = [a for a in args if isinstance(a, Tensor)]
         self.function = function
         self.args = [None if isinstance(a, Tensor) else a for a in args]
         self.again = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-        self.node = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
+        # the node's output, not the node: until PyTorch 2.11 a node of Python's loses what it saved with its last output
+        self.inputs = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
         self.autocast = {kind: _autocast(kind) for kind in {device.type, "cpu"}}
         self.rng = _Generators(device)
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
@@ -112,7 +113,7 @@ class _Frame:
         return tensor
 
     def _recompute(self) -> None:
-        args, tensors = list(self.args), self.node.saved_tensors
+        args, tensors = list(self.args), self.inputs.grad_fn.saved_tensors
         for i, tensor in zip(self.again, tensors, strict=True):
             args[i] = tensor
         found: list[Tensor | None] = []
