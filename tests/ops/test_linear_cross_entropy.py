@@ -11,7 +11,7 @@ from torch import Tensor
 
 from helpers import assert_within, relative_error
 from tigon.errors import LabelError, OptionError, ShapeError
-from tigon.ops import _dispatch, _loss, linear_cross_entropy, prepare_targets
+from tigon.ops import _chunk_loop, _dispatch, _loss, linear_cross_entropy, prepare_targets
 from tigon.ops.linear_cross_entropy import make_plan
 
 N, H, V = 24, 16, 53
@@ -329,3 +329,24 @@ def test_meta_tensors_are_computed_with() -> None:
         loss = linear_cross_entropy(x, w, labels)
         dx, dw = torch.autograd.grad(loss, (x, w))
         assert (loss.shape, dx.shape, dw.shape) == ((), x.shape, w.shape) and loss.is_meta
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("role", ["logits", "dX", "dW"])
+def test_product_over_an_odd_vocabulary_is_rounded_twice_or_misses_columns(role, out_dtype, accumulate):
+    """V = 53 is 6 lines of 8 and 5 columns over, which are a product of their own; rows are padded to 56."""
+    torch.manual_seed(3)
+    pad = 56
+    x, w = torch.randn(N, H).bfloat16(), torch.randn(V, H).bfloat16()
+    e = torch.full((N, pad), float("nan")).bfloat16()
+    e[:, :V] = torch.randn(N, V)
+    a, b, shape = {"logits": (x, w.t(), (N, V)), "dX": (e[:, :V], w, (N, H)), "dW": (e[:, :V].t(), x, (V, H))}[role]
+    out = torch.full((shape[0], shape[1] + 3), float("nan"), dtype=out_dtype)[:, : shape[1]]
+    before = torch.randn(shape).to(out_dtype) if accumulate else torch.zeros(shape)
+    if accumulate:
+        out.copy_(before)
+    _chunk_loop.product_into(a, b, out, accumulate)
+    want = before.double() + a.double() @ b.double()
+    # what is over is a tenth of the columns, so that its own rounding adds little to that of the whole
+    assert relative_error(out, want) <= 1.15 * relative_error(want.to(out_dtype), want) + 1e-6

@@ -88,7 +88,7 @@ class _Frame:
         self.function = function
         self.args = [None if isinstance(a, Tensor) else a for a in args]
         self.again = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-        # the node's output, not the node: until PyTorch 2.11 a node of Python's loses what it saved with its last output
+        # the output, not the node: until PyTorch 2.11 a node of Python's loses what it saved with its last output
         self.inputs = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
         self.autocast = {kind: _autocast(kind) for kind in {device.type, "cpu"}}
         self.rng = _Generators(device)
