@@ -38,7 +38,8 @@ TOLERANCE = 0.08  # of a loss near 9 after 8 steps, in bf16
 
 def run(here: Path, recipe: Path, settings: dict[str, Any], *words: str) -> subprocess.CompletedProcess[str]:
     sets = [word for key, value in settings.items() for word in ("--set", f"{key}={yaml.safe_dump(value).split()[0]}")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TORCH_CUDA_ARCH_LIST": "9.0"}
+    path = os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "PYTHONPATH": path, "TORCH_CUDA_ARCH_LIST": "9.0"}
     command = [sys.executable, "-m", "tigon", "train", str(recipe), *sets, *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here)
 
