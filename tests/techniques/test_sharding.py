@@ -49,6 +49,8 @@ def test_offload_of_a_choice_is_missing_from_the_configuration():
     zero = deepspeed_config(Choices(zero=3, offload="nvme"), facts("llama-3.2-1b"))["zero_optimization"]
     assert zero["offload_param"]["nvme_path"] == zero["offload_optimizer"]["nvme_path"] == "swap"
     assert zero["sub_group_size"] >= 128256 * 2048
+    # else every weight that is used again within 1e9 elements keeps its buffer, and the second step finds none free
+    assert zero["stage3_max_reuse_distance"] == 0
     second = deepspeed_config(Choices(zero=2, offload="cpu"), facts("llama-3.2-1b"))["zero_optimization"]
     assert second["offload_optimizer"]["device"] == "cpu" and "offload_param" not in second
 

@@ -100,7 +100,8 @@ def _zero(request: Request, model: Statics) -> Placement:
     weights, gathered, host, nvme, link = model.weight_bytes, 0, 0, 0, 0
     if choices.zero == 3:
         itemsize = model.weights[0].itemsize
-        gathered = min(model.weight_bytes, max(MAX_LIVE_ELEMENTS * itemsize, _layer_bytes(model)))
+        live = 0 if choices.offload == "nvme" else MAX_LIVE_ELEMENTS  # stage3_max_reuse_distance
+        gathered = min(model.weight_bytes, max(live * itemsize, _layer_bytes(model)))
         weights = _share(model.weight_bytes, gpus)
     held = grads if choices.zero == 1 else _share(grads, gpus)
     states = _share(states, gpus)
