@@ -13,20 +13,33 @@ USAGE_EXIT, INTERRUPTED_EXIT = 2, 130
 def main() -> None:
     """Entry point of `tigon` and `python -m tigon`: what the user can act on is one line on stderr and exit code 2."""
     try:
-        import typer  # noqa: F401
+        import typer
     except ModuleNotFoundError:
         _fail("the command line needs typer, not installed here: pip install 'tigon[train]'")
     try:
-        _app()()
+        sys.exit(_app()(standalone_mode=False) or 0)
     except TigonError as error:
         _fail(str(error))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED_EXIT)
+    except Exception as error:
+        _fail_as_typed(error)
 
 
 def _fail(message: str) -> None:
     print(f"tigon: {message}", file=sys.stderr)
     sys.exit(USAGE_EXIT)
+
+
+def _fail_as_typed(error: Any) -> None:
+    """A wrong flag or value in one line, as ours; what typer raises comes from click or from its own copy of it."""
+    if not hasattr(error, "format_message"):
+        raise error
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        sys.exit(USAGE_EXIT)
+    typed = error.ctx.command_path if getattr(error, "ctx", None) else "tigon"
+    _fail(f"{' '.join(error.format_message().split()).rstrip('.')}; {typed} --help lists what there is.")
 
 
 def _app() -> Any:

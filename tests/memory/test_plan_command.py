@@ -71,6 +71,17 @@ def test_the_studys_method_or_ladder_is_lost(capsys):
     assert [row["rung"] for row in study["ladder"]][:2] == ["nothing", "fused kernels"]
 
 
+def test_the_explanation_is_dropped_from_the_json(capsys):
+    said = json.loads(printed(capsys, explain=True, as_json=True, checkpointing="none"))["explanation"]
+    assert any(line.startswith("weights ") for line in said) and any("study's formulas" in line for line in said)
+
+
+def test_rows_of_a_micro_batch_do_not_follow_from_the_steps_rows_and_their_number(capsys):
+    found = json.loads(printed(capsys, batch=None, accumulate=4, effective_batch=24, as_json=True))
+    assert (found["batch"], found["choices"]["accumulate"]) == (6, 4)
+    assert all(one["batch"] * one["choices"]["accumulate"] == 24 for one in found["recommended"])
+
+
 WRONG = {
     "gpu": ({"gpu": "h2000"}, "nearest is h200"),
     "model": ({"model": "tigon-dmo"}, "neither a file"),
@@ -83,6 +94,11 @@ WRONG = {
     "qlora": ({"quantized": True}, "add --lora"),
     "lora": ({"lora_rank": 0}, "--lora is 0"),
     "gpus": ({"gpus": -1}, "--gpus is -1"),
+    "rows that do not agree": ({"batch": 8, "accumulate": 2, "effective_batch": 24}, "leave one of them out"),
+    "micro-batches of no whole rows": ({"batch": None, "accumulate": 5, "effective_batch": 24}, "--accumulate 5"),
+    "rows without end": ({"batch": 10**20}, "at most 1048576"),
+    "rank without end": ({"lora_rank": 10**8}, "at most 1048576"),
+    "no name": ({"model": ""}, "neither a file"),
     "effective batch": ({"gpus": 4, "effective_batch": 6}, "no multiple"),
     "pair": ({"optimizer": "galore", "zero": 3}, "projects whole matrices"),
     "offload": ({"offload": "cpu"}, "neither is on"),

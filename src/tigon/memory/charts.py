@@ -9,7 +9,7 @@ from typing import Any
 
 from tigon.errors import UsageError
 from tigon.memory import study
-from tigon.memory.estimate import Estimate, at_rest, estimate
+from tigon.memory.estimate import Estimate, at_rest, estimate, logits_bytes
 from tigon.memory.gpus import GIB
 from tigon.memory.ledger import COMPONENTS
 from tigon.memory.planner import Plan, label
@@ -74,8 +74,9 @@ def _draw_limit(axes: Any, plan: Plan, top: float) -> None:
     axes.set_ylim(0, max(top, limit) * 1.12)
     name = plan.gpu.name if "GiB" in plan.gpu.name else f"{plan.gpu.name}, {limit:.0f} GiB"
     axes.annotate(
-        name, (0.01, limit), xycoords=("axes fraction", "data"), xytext=(2, 4),
-        textcoords="offset points", ha="left", color=LIMIT,
+        name, (0.99, limit), xycoords=("axes fraction", "data"), xytext=(-2, 4),
+        textcoords="offset points", ha="right", color=LIMIT,
+        bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "alpha": 0.85, "lw": 0}, zorder=5,
     )  # fmt: skip
 
 
@@ -113,8 +114,8 @@ def _study(plan: Plan) -> Any:
             choices = replace(plan.option.request.choices, checkpointing="full", accumulate=1)
             eager = replace(at(n), choices=replace(choices, kernels="none"))
             formula.append(study.components(eager, at_rest(eager)))
-            traced = estimate(replace(eager, choices=replace(choices, kernels="tigon")), gpu=plan.gpu, evaluation=False)
-            fused.append(traced.components["logits"] / GIB)
+            traced = replace(eager, choices=replace(choices, kernels="tigon"))
+            fused.append(logits_bytes(traced, gpu=plan.gpu) / GIB)
         for name, words in (("logits", "logits by the formula"),
                             ("checkpoints", "checkpoints by the formula")):  # fmt: skip
             axes.plot(values, [row[name] / GIB for row in formula], "o-", ms=3, color=COLOURS[name], label=words)

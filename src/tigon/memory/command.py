@@ -17,6 +17,8 @@ from tigon.techniques.optimizers import OPTIMIZERS
 
 DEFAULT_BATCH, DEFAULT_SEQ = 8, 1024
 """The recipe's train.batch_size and data.sequence_length."""
+MOST = 1 << 20
+"""Of rows, GPUs, micro-batches and a rank: sizes of tensors beyond are no longer 64-bit numbers."""
 METHODS, POLICIES = ("trace", "study"), ("search", "study")
 ATTENTIONS = ("sdpa", "eager")
 _WORDS: Mapping[str, tuple[str, ...]] = {
@@ -45,6 +47,7 @@ def run(
 
     import torch
 
+    from tigon.memory import explain as explanation
     from tigon.memory import present
     from tigon.memory.gpus import find_gpu
     from tigon.memory.planner import plan
@@ -55,8 +58,8 @@ def run(
     torch.set_num_threads(1)  # nothing is computed, and OpenMP's threads spin while they wait
     found_gpu = find_gpu(gpu)
     choices = replace(Choices(), **given)
-    if effective_batch is not None and effective_batch % choices.gpus:
-        raise UsageError(f"--effective-batch {effective_batch} is no multiple of --gpus {choices.gpus}.")
+    if effective_batch is not None:
+        batch = _micro_batch(effective_batch, batch, choices.gpus, given.get("accumulate"))
     free = {f.name for f in fields(Choices)} - set(given) - _NEVER_FREE
     if policy == "study" and "kernels" not in given:
         free.add("kernels")
@@ -70,14 +73,13 @@ def run(
     )  # fmt: skip
     answer = plan(asked, method="study" if method == "study" else "trace", by=policy)
     if as_json:
-        print(json.dumps(present.as_mapping(answer), indent=2))
+        said = {"explanation": explanation.lines(answer)} if explain else {}
+        print(json.dumps(present.as_mapping(answer) | said, indent=2))
     else:
         console = Console(highlight=False)
         present.show(answer, console)
         if explain:
-            from tigon.memory.explain import explanation
-
-            console.print(explanation(answer), markup=False, soft_wrap=True)
+            console.print(explanation.explanation(answer), markup=False, soft_wrap=True)
     if plot is not None:
         from tigon.memory import charts
 
@@ -107,6 +109,24 @@ def _check_numbers(said: Mapping[str, Any]) -> None:
         value = said.get(name)
         if value is not None and value < 1:
             raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at least 1.")
+        if value is not None and value > MOST and name != "seq":  # that one has the model's limit
+            raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at most {MOST}.")
+
+
+def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate: int | None) -> int | None:
+    """Rows of a micro-batch where both the step's rows and the number of micro-batches were given; else `batch`."""
+    each = gpus * (accumulate or 1)
+    if effective_batch % each:
+        said = f"--gpus {gpus}" + (f" x --accumulate {accumulate}" if accumulate else "")
+        raise UsageError(f"--effective-batch {effective_batch} is no multiple of {said}.")
+    if accumulate is None:
+        return batch
+    if batch not in (None, effective_batch // each):
+        raise UsageError(
+            f"--batch {batch} x --accumulate {accumulate} x --gpus {gpus} is not --effective-batch {effective_batch}; "
+            "leave one of them out."
+        )
+    return effective_batch // each
 
 
 def _quiet(model: str) -> None:

@@ -130,6 +130,20 @@ def _trace(key: _Key, gpu: Gpu, *, accumulating: bool = False, evaluating: bool 
     return found
 
 
+def logits_bytes(request: Request, *, gpu: Gpu) -> int:
+    """The most that the loss holds at a time, whatever else is there then: of the component `logits`, bytes."""
+    inner = dataclasses.replace(request, choices=sharded.traced_choices(request.choices))
+    tape = _trace(_Key(inner), gpu).tape
+    live = most = 0
+    for segment in tape.segments:
+        for event in segment.events:
+            block = event if event >= 0 else ~event
+            if tape.components[block] == "logits":
+                live += tape.sizes[block] if event >= 0 else -tape.sizes[block]
+                most = max(most, live)
+    return most
+
+
 def at_rest(request: Request) -> Statics:
     """Weights and states of a request: what is held whatever the rows, the kernels and what is recomputed."""
     choices = dataclasses.replace(

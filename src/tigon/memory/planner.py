@@ -10,6 +10,7 @@ batch, does not say already that the micro-batch cannot fit.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tigon.errors import RecipeError, UsageError
 from tigon.memory import policy
@@ -276,11 +277,14 @@ def _climb(asked: Asked) -> tuple[tuple[Step, ...], list[Recommendation], tuple[
     found = look(policy.as_request(asked.request, current, asked.request.batch), asked.gpu)
     fitting = found if found.fits(asked.gpu) else None
     steps.append(_step("nothing", found, asked.gpu, ""))
+    below: list[Step] = [] if fitting else [*steps]
     for rung in policy.LADDER:
         step, current = _take(rung, current, asked, refused)
         steps.append(step)
         if fitting is None and step.fits:
             fitting = step.option
+        elif fitting is None:
+            below.append(step)
     if fitting is None:
         return tuple(steps), [], tuple(refused)
     final, more = _enlarge(fitting, asked)
@@ -290,7 +294,7 @@ def _climb(asked: Asked) -> tuple[tuple[Step, ...], list[Recommendation], tuple[
             choices=step.option.request.choices, batch=step.option.request.batch,
             device_bytes=step.option.estimate.device_bytes, reason=step.reason,
         )
-        for step in steps
+        for step in below
         if step.option is not None and not step.fits
     ]  # fmt: skip
     return tuple(steps), [Recommendation(option=final, cheaper=tuple(cheaper))], tuple(refused)
@@ -333,12 +337,12 @@ def _step(name: str, option: Option, gpu: Gpu, before: str) -> Step:
 def _enlarge(option: Option, asked: Asked) -> tuple[Option, list[Step]]:
     """Batch and accumulation to the effective batch, with the largest micro-batch that fits."""
     choices, gpu, rows = option.request.choices, asked.gpu, asked.rows
-    if asked.effective_batch is None:
-        return option, []
+    if asked.effective_batch is None or "accumulate" not in asked.free:
+        return option, []  # the rows of a micro-batch were given, or follow from what was
     most = extents(option.request, gpu).largest_batch or option.request.batch
     batch = max(size for size in range(1, min(most, rows) + 1) if rows % size == 0)
     steps = [_step("batch size", look(replace(option.request, batch=batch), gpu), gpu, f"{batch} rows: ")]
-    if "accumulate" in asked.free and rows // batch > 1:
+    if rows // batch > 1:
         larger = replace(choices, accumulate=rows // batch)
         reasons = matrix.refusals(larger)
         if reasons:
@@ -354,6 +358,14 @@ def rung(choices: Choices, batch: int) -> str:
     """What the search varies within a class, in a few words."""
     kind = "no checkpointing" if choices.checkpointing == "none" else f"checkpointing {choices.checkpointing}"
     return f"{kind}, {batch} x {choices.accumulate} rows"
+
+
+def against(choices: Choices, other: Choices, batch: int) -> str:
+    """`other` as far as it is not `choices`: of the same class by what the search varies, else in full."""
+    varied: dict[str, Any] = {"checkpointing": "", "accumulate": 1, "mlp_tile_tokens": 0, "attention_groups": 1}
+    if replace(choices, **varied) == replace(other, **varied):
+        return rung(other, batch)
+    return f"{label(other)}, {batch} x {other.accumulate} rows"
 
 
 def label(choices: Choices) -> str:

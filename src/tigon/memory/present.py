@@ -11,7 +11,7 @@ from tigon.memory.estimate import PHASES, Estimate
 from tigon.memory.extent import Extents
 from tigon.memory.gpus import GIB, Gpu
 from tigon.memory.ledger import COMPONENTS
-from tigon.memory.planner import Option, Plan, Recommendation, Rejected, label, rung
+from tigon.memory.planner import Option, Plan, Recommendation, Rejected, against, label
 from tigon.techniques import TECHNIQUES
 
 if TYPE_CHECKING:
@@ -211,7 +211,8 @@ def _recommendations(plan: Plan, console: Console) -> None:
         if packages:
             said.append(f"needs {', '.join(packages)}")
         rejected = sorted(one.cheaper, key=lambda other: other.device_bytes)[:_SHOWN_REJECTED]
-        said += [f"not {rung(other.choices, other.batch)}: {other.reason}" for other in rejected]
+        chosen = one.option.request.choices
+        said += [f"not {against(chosen, other.choices, other.batch)}: {other.reason}" for other in rejected]
         console.print(f"\n{number}. {label(one.option.request.choices)}", markup=False, style="bold")
         for line in said:
             console.print(f"   {line}", markup=False, soft_wrap=True)

@@ -75,7 +75,10 @@ def check(request: Request) -> None:
         raise UsageError(f"zero is {choices.zero!r}; DeepSpeed's stages are 0, 1, 2 and 3.")
     if choices.quantized and choices.lora_rank is None:
         raise UsageError("quantized weights are frozen, so nothing would be trained; give lora_rank too.")
-    limit = getattr(text_config(request.config), "max_position_embeddings", None)
+    text = text_config(request.config)
+    if text.num_hidden_layers < 1:
+        raise UsageError(f"{request.model} has num_hidden_layers {text.num_hidden_layers}; a model has at least 1.")
+    limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and request.seq > limit:
         raise UsageError(
             f"seq is {request.seq}, but {request.model} has max_position_embeddings {limit}; ask for at most that, or "
