@@ -31,6 +31,12 @@ def _fail(message: str) -> None:
     sys.exit(USAGE_EXIT)
 
 
+def _planned_heads(*asked: Any) -> Any:
+    from tigon.medusa import planned
+
+    return planned(*asked)
+
+
 def _fail_as_typed(error: Any) -> None:
     """A wrong flag or value in one line, as ours; what typer raises comes from click or from its own copy of it."""
     if not hasattr(error, "format_message"):
@@ -126,6 +132,10 @@ def _app() -> Any:
         effective_batch: Annotated[
             int | None, typer.Option("--effective-batch", help="Rows of a step over all GPUs that are wanted.")
         ] = None,
+        medusa: Annotated[int | None, typer.Option(metavar="K", help="With K Medusa heads.")] = None,
+        stage: Annotated[
+            int | None, typer.Option(help="With --medusa: 1, only they learn (if left out), or 2.")
+        ] = None,
         method: Annotated[str, typer.Option(help="trace, or the study's formulas.")] = "trace",
         policy: Annotated[str, typer.Option(help="search, or the study's ladder.")] = "search",
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -138,8 +148,9 @@ def _app() -> Any:
         command.run(
             model, gpu=gpu, batch=batch, seq=seq, gpus=gpus, precision=precision, optimizer=optimizer,
             checkpointing=checkpointing, kernels=kernels, attention=attention, zero=zero, fsdp=fsdp, offload=offload,
-            lora_rank=lora, quantized=qlora, accumulate=accumulate, effective_batch=effective_batch, method=method,
-            policy=policy, as_json=as_json, plot=plot, explain=explain,
+            lora_rank=lora, quantized=qlora, accumulate=accumulate, effective_batch=effective_batch, medusa=medusa,
+            stage=stage, heads=_planned_heads, method=method, policy=policy, as_json=as_json, plot=plot,
+            explain=explain,
         )  # fmt: skip
 
     @app.command("sweep")

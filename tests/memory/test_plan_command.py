@@ -82,6 +82,27 @@ def test_rows_of_a_micro_batch_do_not_follow_from_the_steps_rows_and_their_numbe
     assert all(one["batch"] * one["choices"]["accumulate"] == 24 for one in found["recommended"])
 
 
+def test_heads_are_lost_on_the_way_to_the_recipe(capsys, tmp_path):
+    from tigon.cli import _planned_heads
+    from tigon.train import recipe_file
+
+    def asked(**changes):
+        return json.loads(printed(capsys, batch=4, seq=256, as_json=True, **changes))
+
+    plain = asked()
+    peaks = [plain["peak_allocated_bytes"]]
+    for stage in (1, 2):
+        found = asked(medusa=2, stage=stage, heads=_planned_heads)
+        peaks.append(found["peak_allocated_bytes"])
+        assert found["heads"]["heads.count"] == 2 and "Medusa" not in found["recommended"][0]["label"]
+        (tmp_path / "recipe.yaml").write_text(found["recommended"][0]["yaml"])
+        recipe = recipe_file.load(tmp_path / "recipe.yaml", gpu_present=lambda: True)
+        assert (recipe.heads.stage, recipe.heads.count) == (stage, 2)
+        assert recipe.heads.output == found["heads"]["heads.output"] != "auto"
+        assert f"--set heads.stage={stage}" in found["recommended"][0]["command"]
+    assert plain["heads"] is None and peaks[1] < peaks[0] < peaks[2]
+
+
 WRONG = {
     "gpu": ({"gpu": "h2000"}, "nearest is h200"),
     "model": ({"model": "tigon-dmo"}, "neither a file"),
@@ -98,6 +119,12 @@ WRONG = {
     "micro-batches of no whole rows": ({"batch": None, "accumulate": 5, "effective_batch": 24}, "--accumulate 5"),
     "rows without end": ({"batch": 10**20}, "at most 1048576"),
     "rank without end": ({"lora_rank": 10**8}, "at most 1048576"),
+    "heads without end": ({"medusa": 17}, "--medusa is 17"),
+    "no heads": ({"medusa": 0}, "--medusa is 0"),
+    "stage": ({"medusa": 2, "stage": 3}, "--stage is 3"),
+    "a stage of no heads": ({"stage": 1}, "add --medusa"),
+    "heads and Liger": ({"medusa": 2, "kernels": "liger"}, "no loss of several heads"),
+    "heads and adapters": ({"medusa": 2, "lora_rank": 8}, "use stage 2"),
     "no name": ({"model": ""}, "neither a file"),
     "effective batch": ({"gpus": 4, "effective_batch": 6}, "no multiple"),
     "pair": ({"optimizer": "galore", "zero": 3}, "projects whole matrices"),
@@ -109,8 +136,10 @@ WRONG = {
 
 @pytest.mark.parametrize(("changes", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_input_is_answered_or_gets_more_than_a_line(changes, words):
+    from tigon.cli import _planned_heads
+
     with pytest.raises(TigonError) as caught:
-        command.run(**{**DEMO, **changes})
+        command.run(**{**DEMO, "heads": _planned_heads, **changes})
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,12 @@ _NEVER_FREE = frozenset({"kernels", "attention", "lora_rank", "lora_targets", "q
 
 def run(
     model: str, *, gpu: str, batch: int | None = None, seq: int | None = None, method: str = "trace",
-    policy: str = "search", effective_batch: int | None = None, as_json: bool = False, plot: Path | None = None,
+    policy: str = "search", effective_batch: int | None = None, medusa: int | None = None, stage: int | None = None,
+    heads: Callable[[str, Any, int, int], Any] | None = None, as_json: bool = False, plot: Path | None = None,
     explain: bool = False, **given: Any,
 ) -> None:  # fmt: skip
-    """Predict and plan, and print it. `given`: fields of Choices, None where the flag was left out."""
+    """Predict and plan, and print it. `given`: fields of Choices, None where the flag was left out; `heads` makes
+    `medusa` heads for a `stage` from the model's name and config."""
     from rich.console import Console
 
     _quiet(model)
@@ -44,6 +46,9 @@ def run(
     _check_numbers({"batch": batch, "seq": seq, "effective-batch": effective_batch, **given})
     if plot is not None and plot.exists() and not plot.is_dir():
         raise UsageError(f"--plot {plot} is a file; name a folder.")
+
+    if stage is not None and medusa is None:
+        raise UsageError(f"--stage {stage} is of heads, and there are none; add --medusa 3.")
 
     import torch
 
@@ -63,11 +68,13 @@ def run(
     free = {f.name for f in fields(Choices)} - set(given) - _NEVER_FREE
     if policy == "study" and "kernels" not in given:
         free.add("kernels")
+    config = load_config(model)
     asked = Asked(
         request=Request(
-            model=model, config=load_config(model), batch=DEFAULT_BATCH if batch is None else batch,
+            model=model, config=config, batch=DEFAULT_BATCH if batch is None else batch,
             seq=DEFAULT_SEQ if seq is None else seq, choices=choices,
             clipped=choices.optimizer != "galore-layerwise",
+            heads=None if medusa is None or heads is None else heads(model, config, medusa, stage or 1),
         ),
         free=frozenset(free), gpu=found_gpu, effective_batch=effective_batch,
     )  # fmt: skip

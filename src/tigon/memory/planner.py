@@ -19,7 +19,7 @@ from tigon.memory.estimate import Estimate, Method, estimate
 from tigon.memory.extent import Extents, extents
 from tigon.memory.gpus import GIB, Gpu
 from tigon.memory.policy import Asked, Rung
-from tigon.memory.request import Request
+from tigon.memory.request import Request, refusals
 from tigon.techniques import matrix
 from tigon.techniques.choices import Choices
 
@@ -93,7 +93,7 @@ class Plan:
 
 def plan(asked: Asked, *, method: Method = "trace", by: str = "search") -> Plan:
     """Predict what was asked for, and find what fits. Raises UsageError for what cannot be."""
-    for reason in matrix.refusals(asked.request.choices):
+    for reason in refusals(asked.request, asked.request.choices):
         raise UsageError(f"{reason}.")
     option = Option(request=asked.request, estimate=estimate(asked.request, gpu=asked.gpu, method=method))
     gpu, asked = asked.gpu, replace(asked, gpu=policy.with_headroom(asked.gpu))
@@ -135,7 +135,7 @@ class _Search:
                 if best is not None and not _may_be_faster(best, unchecked, checkpointing, batch):
                     break
                 tried = replace(choices, **kept, accumulate=accumulate)
-                reasons = matrix.refusals(tried)
+                reasons = refusals(asked.request, tried)
                 if reasons:
                     self.refused |= dict.fromkeys(reasons)
                     continue
@@ -223,7 +223,7 @@ def search(asked: Asked) -> tuple[list[Recommendation], tuple[str, ...]]:
     for choices in policy.walks(asked):
         if found.fitting and "optimizer" in asked.free and choices.optimizer in policy.LAST_RESORTS:
             continue
-        reasons = matrix.refusals(choices) or (_missing_here(choices) if asked.runnable_here else ())
+        reasons = refusals(asked.request, choices) or (_missing_here(choices) if asked.runnable_here else ())
         if reasons:
             found.refused |= dict.fromkeys(reasons)
         else:
@@ -312,13 +312,13 @@ def _take(rung: Rung, current: Choices, asked: Asked, refused: dict[str, None]) 
     if fixed:
         return skipped(f"{', '.join(fixed)} was given otherwise")
     wanted = replace(current, **rung.change)
-    reasons = matrix.refusals(wanted)
+    reasons = refusals(asked.request, wanted)
     if not reasons:
         return _step(rung.name, _micro(wanted, asked), asked.gpu, ""), wanted
     refused |= dict.fromkeys(reasons)
     given_up = {name: value for name, value in rung.without.items() if name in asked.free}
     alone = replace(wanted, **given_up)
-    if matrix.refusals(alone):
+    if refusals(asked.request, alone):
         return skipped(reasons[0])
     # A way off the ladder: the rungs above start from where it left.
     changed = ", ".join(f"{name}: {value}" for name, value in given_up.items() if getattr(wanted, name) != value)
@@ -344,7 +344,7 @@ def _enlarge(option: Option, asked: Asked) -> tuple[Option, list[Step]]:
     steps = [_step("batch size", look(replace(option.request, batch=batch), gpu), gpu, f"{batch} rows: ")]
     if rows // batch > 1:
         larger = replace(choices, accumulate=rows // batch)
-        reasons = matrix.refusals(larger)
+        reasons = refusals(asked.request, larger)
         if reasons:
             steps.append(Step(rung="accumulation", option=None, fits=False, reason=reasons[0]))
         else:

@@ -37,6 +37,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
     return {
         "model": request.model, "batch": request.batch, "seq": request.seq, "method": plan.method,
         "choices": asdict(request.choices),
+        "heads": None if request.heads is None else dict(request.heads.recipe_keys()),
         "gpu": {
             "name": gpu.name, "memory_bytes": gpu.memory_bytes, "context_bytes": gpu.context_bytes,
             "source": gpu.source,
@@ -119,7 +120,8 @@ def gib(n_bytes: float) -> str:
 
 def _asked(option: Option, gpu: Gpu, console: Console) -> None:
     found = option.estimate
-    console.print(f"as asked: {label(option.request.choices)}", markup=False)
+    heads = "" if option.request.heads is None else f", {option.request.heads}"
+    console.print(f"as asked: {label(option.request.choices)}{heads}", markup=False)
     console.print(_table(found))
     console.print(bar(found, gpu))
     console.print(verdict(option, gpu), markup=False, soft_wrap=True)
