@@ -64,20 +64,16 @@ def _values(most: int, *, unit: int) -> list[int]:
 def _whole_numbers(axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
 
 
 def _draw_limit(axes: Any, plan: Plan, top: float) -> None:
+    """A line, named in the legend: beside the line its name covers what crosses it."""
     limit = plan.gpu.memory_bytes / GIB
-    axes.axhline(limit, color=LIMIT, lw=1.2, ls="--")
-    axes.set_ylim(0, max(top, limit) * 1.12)
     name = plan.gpu.name if "GiB" in plan.gpu.name else f"{plan.gpu.name}, {limit:.0f} GiB"
-    axes.annotate(
-        name, (0.99, limit), xycoords=("axes fraction", "data"), xytext=(-2, 4),
-        textcoords="offset points", ha="right", color=LIMIT,
-        bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "alpha": 0.85, "lw": 0}, zorder=5,
-    )  # fmt: skip
+    axes.axhline(limit, color=LIMIT, lw=1.2, ls="--", label=name)
+    axes.set_ylim(0, max(top, limit) * 1.12)
 
 
 def _components(plan: Plan) -> Any:
@@ -124,5 +120,5 @@ def _study(plan: Plan) -> Any:
         axes.set(xlabel=title, ylabel="GiB")
         _whole_numbers(axes)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=3)
+    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=len(labels))
     return figure
