@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,23 @@ def test_wrong_input_does_not_exit_with_two_in_a_shell():
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, env={"PYTHONPATH": source})
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("tigon: --qlora")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_example_in_the_document_is_of_an_earlier_planner():
+    from tigon.memory.estimate import PHASES, estimate
+    from tigon.memory.gpus import find_gpu
+    from tigon.memory.request import Request
+    from tigon.models.config import load_config
+    from tigon.techniques.choices import Choices
+
+    text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    example = text.partition("$ tigon plan llama-3.2-1b --gpu 24GiB --batch 4 --seq 8192\n")[2].partition("```")[0]
+    request = Request(model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=4, seq=8192, choices=Choices())
+    found = estimate(request, gpu=find_gpu("24GiB"))
+    gib = {name: size / 2**30 for name, size in {**found.components, **found.phases}.items()}
+    said = dict(re.findall(r"([a-z]+)(?: <)? +(\d+\.\d\d)(?= |$)", example.partition("does not fit")[0], re.MULTILINE))
+    assert set(said) == set(gib) and set(PHASES) <= set(said)
+    assert {name: float(value) for name, value in said.items()} == pytest.approx(gib, rel=0.003, abs=0.006)
 
 
 def test_charts_are_not_drawn_or_lack_the_limit(tmp_path, capsys, monkeypatch):
