@@ -38,7 +38,13 @@ def test_help_imports_nothing_heavy_and_lists_the_verbs():
 def test_a_wrong_verb_or_flag_exits_with_two():
     for arguments in (("trian",), ("train", "--nope", "r.yaml"), ("train",)):
         done = tigon(*arguments)
-        assert done.returncode == 2 and done.stderr and "Traceback" not in done.stderr
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("tigon: ")
+        assert done.stderr.count("\n") == 1 and "--help" in done.stderr
+
+
+def test_no_verb_at_all_is_answered_with_something_other_than_the_help():
+    done = tigon()
+    assert done.returncode == 2 and "Commands:" in done.stdout + done.stderr
 
 
 def test_a_bug_is_shown_as_a_traceback_and_not_dressed_up_as_a_usage_error(monkeypatch):

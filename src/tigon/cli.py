@@ -13,20 +13,39 @@ USAGE_EXIT, INTERRUPTED_EXIT = 2, 130
 def main() -> None:
     """Entry point of `tigon` and `python -m tigon`: what the user can act on is one line on stderr and exit code 2."""
     try:
-        import typer  # noqa: F401
+        import typer
     except ModuleNotFoundError:
         _fail("the command line needs typer, not installed here: pip install 'tigon[train]'")
     try:
-        _app()()
+        sys.exit(_app()(standalone_mode=False) or 0)
     except TigonError as error:
         _fail(str(error))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED_EXIT)
+    except Exception as error:
+        _fail_as_typed(error)
 
 
 def _fail(message: str) -> None:
     print(f"tigon: {message}", file=sys.stderr)
     sys.exit(USAGE_EXIT)
+
+
+def _planned_heads(*asked: Any) -> Any:
+    from tigon.medusa import planned
+
+    return planned(*asked)
+
+
+def _fail_as_typed(error: Any) -> None:
+    """A wrong flag or value in one line, as ours; what typer raises comes from click or from its own copy of it."""
+    if not hasattr(error, "format_message"):
+        raise error
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        sys.exit(USAGE_EXIT)
+    typed = error.ctx.command_path if getattr(error, "ctx", None) else "tigon"
+    _fail(f"{' '.join(error.format_message().split()).rstrip('.')}; {typed} --help lists what there is.")
 
 
 def _app() -> Any:
@@ -113,6 +132,10 @@ def _app() -> Any:
         effective_batch: Annotated[
             int | None, typer.Option("--effective-batch", help="Rows of a step over all GPUs that are wanted.")
         ] = None,
+        medusa: Annotated[int | None, typer.Option(metavar="K", help="With K Medusa heads.")] = None,
+        stage: Annotated[
+            int | None, typer.Option(help="With --medusa: 1, only they learn (if left out), or 2.")
+        ] = None,
         method: Annotated[str, typer.Option(help="trace, or the study's formulas.")] = "trace",
         policy: Annotated[str, typer.Option(help="search, or the study's ladder.")] = "search",
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -125,8 +148,9 @@ def _app() -> Any:
         command.run(
             model, gpu=gpu, batch=batch, seq=seq, gpus=gpus, precision=precision, optimizer=optimizer,
             checkpointing=checkpointing, kernels=kernels, attention=attention, zero=zero, fsdp=fsdp, offload=offload,
-            lora_rank=lora, quantized=qlora, accumulate=accumulate, effective_batch=effective_batch, method=method,
-            policy=policy, as_json=as_json, plot=plot, explain=explain,
+            lora_rank=lora, quantized=qlora, accumulate=accumulate, effective_batch=effective_batch, medusa=medusa,
+            stage=stage, heads=_planned_heads, method=method, policy=policy, as_json=as_json, plot=plot,
+            explain=explain,
         )  # fmt: skip
 
     @app.command("sweep")

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from tigon.errors import UsageError
 from tigon.medusa import Attachment, HeadsSpec, Objective
-from tigon.memory.estimate import COMPONENTS, PHASES, estimate
+from tigon.memory.estimate import COMPONENTS, PHASES, estimate, logits_bytes
 from tigon.memory.gpus import GPUS, find_gpu
 from tigon.memory.request import Request
 from tigon.models.config import load_config
@@ -282,6 +282,23 @@ def test_a_full_device_reserves_more_than_it_has() -> None:
     small = find_gpu("1GiB")
     request = request_of(batch=64, seq=512, kernels="none", precision="bf16", shape={"vocab_size": 2048})
     assert estimate(request, gpu=small).peak_reserved_bytes < estimate(request, gpu=H200).peak_reserved_bytes
+
+
+def test_a_model_of_no_layers_or_a_large_rank_is_no_clear_answer() -> None:
+    with pytest.raises(UsageError, match="num_hidden_layers 0"):
+        estimate(request_of(shape={"num_hidden_layers": 0}), gpu=H200)
+    held = estimate(request_of(lora_rank=1 << 20), gpu=H200).components
+    assert held["weights"] > 4 * (1 << 20) * 64 * 7 * 5, "adapters of no memory of this machine"
+
+
+def test_what_the_loss_holds_is_what_is_there_at_the_peak_of_something_else() -> None:
+    """With few rows the peak is elsewhere, where there are no logits."""
+    request = request_of(batch=1, seq=64, checkpointing="full", precision="bf16", shape={"num_hidden_layers": 12})
+    assert estimate(request, gpu=H200).components["logits"] < logits_bytes(request, gpu=H200)
+    many = dataclasses.replace(request, batch=64, choices=dataclasses.replace(request.choices, kernels="none"))
+    found = estimate(many, gpu=H200)
+    assert found.peak_phase in ("loss", "backward")
+    assert logits_bytes(many, gpu=H200) == pytest.approx(found.components["logits"], rel=0.1)
 
 
 def test_an_estimate_changes_the_model_code_or_the_ops() -> None:

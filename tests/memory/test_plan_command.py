@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,38 @@ def test_the_studys_method_or_ladder_is_lost(capsys):
     assert [row["rung"] for row in study["ladder"]][:2] == ["nothing", "fused kernels"]
 
 
+def test_the_explanation_is_dropped_from_the_json(capsys):
+    said = json.loads(printed(capsys, explain=True, as_json=True, checkpointing="none"))["explanation"]
+    assert any(line.startswith("weights ") for line in said) and any("study's formulas" in line for line in said)
+
+
+def test_rows_of_a_micro_batch_do_not_follow_from_the_steps_rows_and_their_number(capsys):
+    found = json.loads(printed(capsys, batch=None, accumulate=4, effective_batch=24, as_json=True))
+    assert (found["batch"], found["choices"]["accumulate"]) == (6, 4)
+    assert all(one["batch"] * one["choices"]["accumulate"] == 24 for one in found["recommended"])
+
+
+def test_heads_are_lost_on_the_way_to_the_recipe(capsys, tmp_path):
+    from tigon.cli import _planned_heads
+    from tigon.train import recipe_file
+
+    def asked(**changes):
+        return json.loads(printed(capsys, batch=4, seq=256, as_json=True, **changes))
+
+    plain = asked()
+    peaks = [plain["peak_allocated_bytes"]]
+    for stage in (1, 2):
+        found = asked(medusa=2, stage=stage, heads=_planned_heads)
+        peaks.append(found["peak_allocated_bytes"])
+        assert found["heads"]["heads.count"] == 2 and "Medusa" not in found["recommended"][0]["label"]
+        (tmp_path / "recipe.yaml").write_text(found["recommended"][0]["yaml"])
+        recipe = recipe_file.load(tmp_path / "recipe.yaml", gpu_present=lambda: True)
+        assert (recipe.heads.stage, recipe.heads.count) == (stage, 2)
+        assert recipe.heads.output == found["heads"]["heads.output"] != "auto"
+        assert f"--set heads.stage={stage}" in found["recommended"][0]["command"]
+    assert plain["heads"] is None and peaks[1] < peaks[0] < peaks[2]
+
+
 WRONG = {
     "gpu": ({"gpu": "h2000"}, "nearest is h200"),
     "model": ({"model": "tigon-dmo"}, "neither a file"),
@@ -83,6 +116,17 @@ WRONG = {
     "qlora": ({"quantized": True}, "add --lora"),
     "lora": ({"lora_rank": 0}, "--lora is 0"),
     "gpus": ({"gpus": -1}, "--gpus is -1"),
+    "rows that do not agree": ({"batch": 8, "accumulate": 2, "effective_batch": 24}, "leave one of them out"),
+    "micro-batches of no whole rows": ({"batch": None, "accumulate": 5, "effective_batch": 24}, "--accumulate 5"),
+    "rows without end": ({"batch": 10**20}, "at most 1048576"),
+    "rank without end": ({"lora_rank": 10**8}, "at most 1048576"),
+    "heads without end": ({"medusa": 17}, "--medusa is 17"),
+    "no heads": ({"medusa": 0}, "--medusa is 0"),
+    "stage": ({"medusa": 2, "stage": 3}, "--stage is 3"),
+    "a stage of no heads": ({"stage": 1}, "add --medusa"),
+    "heads and Liger": ({"medusa": 2, "kernels": "liger"}, "no loss of several heads"),
+    "heads and adapters": ({"medusa": 2, "lora_rank": 8}, "use stage 2"),
+    "no name": ({"model": ""}, "neither a file"),
     "effective batch": ({"gpus": 4, "effective_batch": 6}, "no multiple"),
     "pair": ({"optimizer": "galore", "zero": 3}, "projects whole matrices"),
     "offload": ({"offload": "cpu"}, "neither is on"),
@@ -93,8 +137,10 @@ WRONG = {
 
 @pytest.mark.parametrize(("changes", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_input_is_answered_or_gets_more_than_a_line(changes, words):
+    from tigon.cli import _planned_heads
+
     with pytest.raises(TigonError) as caught:
-        command.run(**{**DEMO, **changes})
+        command.run(**{**DEMO, "heads": _planned_heads, **changes})
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -104,6 +150,23 @@ def test_wrong_input_does_not_exit_with_two_in_a_shell():
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, env={"PYTHONPATH": source})
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("tigon: --qlora")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_example_in_the_document_is_of_an_earlier_planner():
+    from tigon.memory.estimate import PHASES, estimate
+    from tigon.memory.gpus import find_gpu
+    from tigon.memory.request import Request
+    from tigon.models.config import load_config
+    from tigon.techniques.choices import Choices
+
+    text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    example = text.partition("$ tigon plan llama-3.2-1b --gpu 24GiB --batch 4 --seq 8192\n")[2].partition("```")[0]
+    request = Request(model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=4, seq=8192, choices=Choices())
+    found = estimate(request, gpu=find_gpu("24GiB"))
+    gib = {name: size / 2**30 for name, size in {**found.components, **found.phases}.items()}
+    said = dict(re.findall(r"([a-z]+)(?: <)? +(\d+\.\d\d)(?= |$)", example.partition("does not fit")[0], re.MULTILINE))
+    assert set(said) == set(gib) and set(PHASES) <= set(said)
+    assert {name: float(value) for name, value in said.items()} == pytest.approx(gib, rel=0.003, abs=0.006)
 
 
 def test_charts_are_not_drawn_or_lack_the_limit(tmp_path, capsys, monkeypatch):

@@ -202,6 +202,18 @@ def test_the_ladder_stops_short_of_the_effective_batch(tmp_path):
     assert from_yaml(as_recipe.yaml_text(one.option.request), tmp_path).choices() == choices
 
 
+def test_a_higher_rung_or_one_without_its_technique_is_said_to_be_cheaper():
+    found = ladder_of(memory_mib=150)
+    (one,) = found.recommended
+    first = next(i for i, step in enumerate(found.ladder) if step.fits)
+    tried = [step.option.request.choices for step in found.ladder[:first] if step.option is not None]
+    assert [other.choices for other in one.cheaper] == tried
+    chosen = one.option.request.choices
+    assert any(not step.fits and step.option for step in found.ladder[first:]), "nothing above could have been listed"
+    words = {planner.against(chosen, other.choices, other.batch) for other in one.cheaper}
+    assert len(words) == len(one.cheaper)
+
+
 def test_what_was_given_is_changed_by_the_ladder():
     steps = {step.rung: step for step in ladder_of(memory_mib=300, checkpointing="selective").ladder}
     assert "given otherwise" in steps["checkpointing"].reason

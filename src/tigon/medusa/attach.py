@@ -234,17 +234,6 @@ def attach(
     return heads
 
 
-@dataclass(frozen=True)
-class Attachment:
-    """`attach` of these heads, as a value: what the planner puts on the models that it traces."""
-
-    spec: HeadsSpec
-    objective: Objective
-
-    def __call__(self, model: Any) -> MedusaHeads | MtpHeads:
-        return attach(model, self.spec, self.objective)
-
-
 def _has_fused_loss(head: nn.Module) -> bool:
     return isinstance(head, PatchedModule) and isinstance(head._tigon_seam, HeadSeam)
 

@@ -75,7 +75,8 @@ def attach(model: Any, choices: Choices) -> None:
     """Put adapters into `model` in place, and freeze the rest, as the run does. Raises UsageError without PEFT."""
     technique = TECHNIQUES["lora"]
     try:
-        technique.model(model, choices, Facts())
+        with torch.device("meta"):  # else PEFT draws adapters of a large rank for seconds, in memory of this machine
+            technique.model(model, choices, Facts())
     except ImportError as error:
         raise UsageError(f"LoRA cannot be traced: {error}; pip install -U 'tigon[peft]'.") from None
     for module in list(model.modules()):

@@ -27,13 +27,15 @@ def keys(request: Request) -> dict[str, Any]:
         value = getattr(choices, field)
         if field in _ALWAYS or value != getattr(default, field):
             said[key] = list(value) if isinstance(value, tuple) else value
+    if request.heads is not None:
+        said |= request.heads.recipe_keys()
     if not request.masked:
         said["data.cross_document_attention"] = True
     if not request.clipped:
         said["train.max_grad_norm"] = 0
     if choices.offload == "nvme":
         said["sharding.nvme_folder"] = "nvme"
-    order = ("model", "data", "train", "lora", "sharding")
+    order = ("model", "data", "train", "lora", "heads", "sharding")
     return dict(sorted(said.items(), key=lambda item: order.index(item[0].partition(".")[0])))
 
 

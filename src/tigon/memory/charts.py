@@ -9,7 +9,7 @@ from typing import Any
 
 from tigon.errors import UsageError
 from tigon.memory import study
-from tigon.memory.estimate import Estimate, at_rest, estimate
+from tigon.memory.estimate import Estimate, at_rest, estimate, logits_bytes
 from tigon.memory.gpus import GIB
 from tigon.memory.ledger import COMPONENTS
 from tigon.memory.planner import Plan, label
@@ -64,19 +64,16 @@ def _values(most: int, *, unit: int) -> list[int]:
 def _whole_numbers(axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
 
 
 def _draw_limit(axes: Any, plan: Plan, top: float) -> None:
+    """A line, named in the legend: beside the line its name covers what crosses it."""
     limit = plan.gpu.memory_bytes / GIB
-    axes.axhline(limit, color=LIMIT, lw=1.2, ls="--")
-    axes.set_ylim(0, max(top, limit) * 1.12)
     name = plan.gpu.name if "GiB" in plan.gpu.name else f"{plan.gpu.name}, {limit:.0f} GiB"
-    axes.annotate(
-        name, (0.01, limit), xycoords=("axes fraction", "data"), xytext=(2, 4),
-        textcoords="offset points", ha="left", color=LIMIT,
-    )  # fmt: skip
+    axes.axhline(limit, color=LIMIT, lw=1.2, ls="--", label=name)
+    axes.set_ylim(0, max(top, limit) * 1.12)
 
 
 def _components(plan: Plan) -> Any:
@@ -113,8 +110,8 @@ def _study(plan: Plan) -> Any:
             choices = replace(plan.option.request.choices, checkpointing="full", accumulate=1)
             eager = replace(at(n), choices=replace(choices, kernels="none"))
             formula.append(study.components(eager, at_rest(eager)))
-            traced = estimate(replace(eager, choices=replace(choices, kernels="tigon")), gpu=plan.gpu, evaluation=False)
-            fused.append(traced.components["logits"] / GIB)
+            traced = replace(eager, choices=replace(choices, kernels="tigon"))
+            fused.append(logits_bytes(traced, gpu=plan.gpu) / GIB)
         for name, words in (("logits", "logits by the formula"),
                             ("checkpoints", "checkpoints by the formula")):  # fmt: skip
             axes.plot(values, [row[name] / GIB for row in formula], "o-", ms=3, color=COLOURS[name], label=words)
@@ -123,5 +120,5 @@ def _study(plan: Plan) -> Any:
         axes.set(xlabel=title, ylabel="GiB")
         _whole_numbers(axes)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=3)
+    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=len(labels))
     return figure

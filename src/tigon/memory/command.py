@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from tigon.techniques.optimizers import OPTIMIZERS
 
 DEFAULT_BATCH, DEFAULT_SEQ = 8, 1024
 """The recipe's train.batch_size and data.sequence_length."""
+MOST = 1 << 20
+"""Of rows, GPUs, micro-batches and a rank: sizes of tensors beyond are no longer 64-bit numbers."""
 METHODS, POLICIES = ("trace", "study"), ("search", "study")
 ATTENTIONS = ("sdpa", "eager")
 _WORDS: Mapping[str, tuple[str, ...]] = {
@@ -30,10 +32,12 @@ _NEVER_FREE = frozenset({"kernels", "attention", "lora_rank", "lora_targets", "q
 
 def run(
     model: str, *, gpu: str, batch: int | None = None, seq: int | None = None, method: str = "trace",
-    policy: str = "search", effective_batch: int | None = None, as_json: bool = False, plot: Path | None = None,
+    policy: str = "search", effective_batch: int | None = None, medusa: int | None = None, stage: int | None = None,
+    heads: Callable[[str, Any, int, int], Any] | None = None, as_json: bool = False, plot: Path | None = None,
     explain: bool = False, **given: Any,
 ) -> None:  # fmt: skip
-    """Predict and plan, and print it. `given`: fields of Choices, None where the flag was left out."""
+    """Predict and plan, and print it. `given`: fields of Choices, None where the flag was left out; `heads` makes
+    `medusa` heads for a `stage` from the model's name and config."""
     from rich.console import Console
 
     _quiet(model)
@@ -43,8 +47,12 @@ def run(
     if plot is not None and plot.exists() and not plot.is_dir():
         raise UsageError(f"--plot {plot} is a file; name a folder.")
 
+    if stage is not None and medusa is None:
+        raise UsageError(f"--stage {stage} is of heads, and there are none; add --medusa 3.")
+
     import torch
 
+    from tigon.memory import explain as explanation
     from tigon.memory import present
     from tigon.memory.gpus import find_gpu
     from tigon.memory.planner import plan
@@ -55,29 +63,30 @@ def run(
     torch.set_num_threads(1)  # nothing is computed, and OpenMP's threads spin while they wait
     found_gpu = find_gpu(gpu)
     choices = replace(Choices(), **given)
-    if effective_batch is not None and effective_batch % choices.gpus:
-        raise UsageError(f"--effective-batch {effective_batch} is no multiple of --gpus {choices.gpus}.")
+    if effective_batch is not None:
+        batch = _micro_batch(effective_batch, batch, choices.gpus, given.get("accumulate"))
     free = {f.name for f in fields(Choices)} - set(given) - _NEVER_FREE
     if policy == "study" and "kernels" not in given:
         free.add("kernels")
+    config = load_config(model)
     asked = Asked(
         request=Request(
-            model=model, config=load_config(model), batch=DEFAULT_BATCH if batch is None else batch,
+            model=model, config=config, batch=DEFAULT_BATCH if batch is None else batch,
             seq=DEFAULT_SEQ if seq is None else seq, choices=choices,
             clipped=choices.optimizer != "galore-layerwise",
+            heads=None if medusa is None or heads is None else heads(model, config, medusa, stage or 1),
         ),
         free=frozenset(free), gpu=found_gpu, effective_batch=effective_batch,
     )  # fmt: skip
     answer = plan(asked, method="study" if method == "study" else "trace", by=policy)
     if as_json:
-        print(json.dumps(present.as_mapping(answer), indent=2))
+        said = {"explanation": explanation.lines(answer)} if explain else {}
+        print(json.dumps(present.as_mapping(answer) | said, indent=2))
     else:
         console = Console(highlight=False)
         present.show(answer, console)
         if explain:
-            from tigon.memory.explain import explanation
-
-            console.print(explanation(answer), markup=False, soft_wrap=True)
+            console.print(explanation.explanation(answer), markup=False, soft_wrap=True)
     if plot is not None:
         from tigon.memory import charts
 
@@ -107,6 +116,24 @@ def _check_numbers(said: Mapping[str, Any]) -> None:
         value = said.get(name)
         if value is not None and value < 1:
             raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at least 1.")
+        if value is not None and value > MOST and name != "seq":  # that one has the model's limit
+            raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at most {MOST}.")
+
+
+def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate: int | None) -> int | None:
+    """Rows of a micro-batch where both the step's rows and the number of micro-batches were given; else `batch`."""
+    each = gpus * (accumulate or 1)
+    if effective_batch % each:
+        said = f"--gpus {gpus}" + (f" x --accumulate {accumulate}" if accumulate else "")
+        raise UsageError(f"--effective-batch {effective_batch} is no multiple of {said}.")
+    if accumulate is None:
+        return batch
+    if batch not in (None, effective_batch // each):
+        raise UsageError(
+            f"--batch {batch} x --accumulate {accumulate} x --gpus {gpus} is not --effective-batch {effective_batch}; "
+            "leave one of them out."
+        )
+    return effective_batch // each
 
 
 def _quiet(model: str) -> None:

@@ -130,6 +130,20 @@ def _trace(key: _Key, gpu: Gpu, *, accumulating: bool = False, evaluating: bool 
     return found
 
 
+def logits_bytes(request: Request, *, gpu: Gpu) -> int:
+    """The most that the loss holds at a time, whatever else is there then: of the component `logits`, bytes."""
+    inner = dataclasses.replace(request, choices=sharded.traced_choices(request.choices))
+    tape = _trace(_Key(inner), gpu).tape
+    live = most = 0
+    for segment in tape.segments:
+        for event in segment.events:
+            block = event if event >= 0 else ~event
+            if tape.components[block] == "logits":
+                live += tape.sizes[block] if event >= 0 else -tape.sizes[block]
+                most = max(most, live)
+    return most
+
+
 def at_rest(request: Request) -> Statics:
     """Weights and states of a request: what is held whatever the rows, the kernels and what is recomputed."""
     choices = dataclasses.replace(
@@ -157,12 +171,12 @@ def _placement(request: Request, model: Statics) -> Placement:
 def _run(
     request: Request, gpu: Gpu, model: Statics, place: Placement, evaluation: bool
 ) -> tuple[Ledger, list[Tape], int]:
-    """Two optimizer steps, a save and, if wanted, an evaluation: (ledger, the micro-batches' tapes, host bytes)."""
+    """STEPS optimizer steps, a save and, if wanted, an evaluation: (ledger, the micro-batches' tapes, host bytes)."""
     choices = request.choices
     key = _Key(request)
     first = _trace(key, gpu, evaluating=evaluation)
     tapes = [first.tape] + ([_trace(key, gpu, accumulating=True).tape] if choices.accumulate > 1 else [])
-    host_bytes = managed_bytes(request, model.weights)
+    host_bytes = 0 if choices.zero else managed_bytes(request, model.weights)  # of a slice: `place.host`
     if choices.checkpointing == "offload":
         host_bytes += sum(
             _pinned(nbytes)
@@ -194,7 +208,8 @@ def _run(
             ledger.give(held)
         if step == 0:
             states = _states(ledger, request, model, place)
-        passing = [place.step] if place.step else step_tensors(request, model.weights)
+        partitioned = choices.zero > 0 or choices.fsdp
+        passing = [place.step] if partitioned else step_tensors(request, model.weights)
         for held in [ledger.take(nbytes, "workspace") for nbytes in passing]:
             ledger.give(held)
         for held in (*gradients, reduced):
@@ -259,7 +274,8 @@ def _step_s(request: Request, gpu: Gpu, model: Statics, place: Placement, tapes:
     clipping = 3 * grads if request.clipped else 0
     if sharded.is_sharded(choices):
         weights = sum(weight.nbytes for weight in model.trained)
-        moved, calls, sm_s = 2 * (weights // choices.gpus + place.optimizer) + grads, 0, 0.0
+        moved, calls = 2 * (weights // choices.gpus + place.optimizer) + grads, 0
+        sm_s = place.step_sm_s
     else:
         moved, calls, sm_s = update_work(request, model.weights)
     update_s = roofline.update_s(moved + clipping, calls, sm_s, gpu)

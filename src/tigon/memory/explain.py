@@ -22,8 +22,13 @@ def explanation(plan: Plan) -> str:
     """Paragraphs, one a number."""
     return "\n" + "\n".join(
         textwrap.fill(line, _WIDTH, initial_indent="", subsequent_indent="    ", break_on_hyphens=False)
-        for line in (*_lines(plan), *_by_the_study(plan))
+        for line in lines(plan)
     )
+
+
+def lines(plan: Plan) -> list[str]:
+    """The same, a paragraph each."""
+    return [*_lines(plan), *_by_the_study(plan)]
 
 
 def _lines(plan: Plan) -> Iterator[str]:

@@ -10,6 +10,7 @@ batch, does not say already that the micro-batch cannot fit.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tigon.errors import RecipeError, UsageError
 from tigon.memory import policy
@@ -18,7 +19,7 @@ from tigon.memory.estimate import Estimate, Method, estimate
 from tigon.memory.extent import Extents, extents
 from tigon.memory.gpus import GIB, Gpu
 from tigon.memory.policy import Asked, Rung
-from tigon.memory.request import Request
+from tigon.memory.request import Request, refusals
 from tigon.techniques import matrix
 from tigon.techniques.choices import Choices
 
@@ -92,7 +93,7 @@ class Plan:
 
 def plan(asked: Asked, *, method: Method = "trace", by: str = "search") -> Plan:
     """Predict what was asked for, and find what fits. Raises UsageError for what cannot be."""
-    for reason in matrix.refusals(asked.request.choices):
+    for reason in refusals(asked.request, asked.request.choices):
         raise UsageError(f"{reason}.")
     option = Option(request=asked.request, estimate=estimate(asked.request, gpu=asked.gpu, method=method))
     gpu, asked = asked.gpu, replace(asked, gpu=policy.with_headroom(asked.gpu))
@@ -134,7 +135,7 @@ class _Search:
                 if best is not None and not _may_be_faster(best, unchecked, checkpointing, batch):
                     break
                 tried = replace(choices, **kept, accumulate=accumulate)
-                reasons = matrix.refusals(tried)
+                reasons = refusals(asked.request, tried)
                 if reasons:
                     self.refused |= dict.fromkeys(reasons)
                     continue
@@ -222,7 +223,7 @@ def search(asked: Asked) -> tuple[list[Recommendation], tuple[str, ...]]:
     for choices in policy.walks(asked):
         if found.fitting and "optimizer" in asked.free and choices.optimizer in policy.LAST_RESORTS:
             continue
-        reasons = matrix.refusals(choices) or (_missing_here(choices) if asked.runnable_here else ())
+        reasons = refusals(asked.request, choices) or (_missing_here(choices) if asked.runnable_here else ())
         if reasons:
             found.refused |= dict.fromkeys(reasons)
         else:
@@ -276,11 +277,14 @@ def _climb(asked: Asked) -> tuple[tuple[Step, ...], list[Recommendation], tuple[
     found = look(policy.as_request(asked.request, current, asked.request.batch), asked.gpu)
     fitting = found if found.fits(asked.gpu) else None
     steps.append(_step("nothing", found, asked.gpu, ""))
+    below: list[Step] = [] if fitting else [*steps]
     for rung in policy.LADDER:
         step, current = _take(rung, current, asked, refused)
         steps.append(step)
         if fitting is None and step.fits:
             fitting = step.option
+        elif fitting is None:
+            below.append(step)
     if fitting is None:
         return tuple(steps), [], tuple(refused)
     final, more = _enlarge(fitting, asked)
@@ -290,7 +294,7 @@ def _climb(asked: Asked) -> tuple[tuple[Step, ...], list[Recommendation], tuple[
             choices=step.option.request.choices, batch=step.option.request.batch,
             device_bytes=step.option.estimate.device_bytes, reason=step.reason,
         )
-        for step in steps
+        for step in below
         if step.option is not None and not step.fits
     ]  # fmt: skip
     return tuple(steps), [Recommendation(option=final, cheaper=tuple(cheaper))], tuple(refused)
@@ -308,13 +312,13 @@ def _take(rung: Rung, current: Choices, asked: Asked, refused: dict[str, None]) 
     if fixed:
         return skipped(f"{', '.join(fixed)} was given otherwise")
     wanted = replace(current, **rung.change)
-    reasons = matrix.refusals(wanted)
+    reasons = refusals(asked.request, wanted)
     if not reasons:
         return _step(rung.name, _micro(wanted, asked), asked.gpu, ""), wanted
     refused |= dict.fromkeys(reasons)
     given_up = {name: value for name, value in rung.without.items() if name in asked.free}
     alone = replace(wanted, **given_up)
-    if matrix.refusals(alone):
+    if refusals(asked.request, alone):
         return skipped(reasons[0])
     # A way off the ladder: the rungs above start from where it left.
     changed = ", ".join(f"{name}: {value}" for name, value in given_up.items() if getattr(wanted, name) != value)
@@ -333,14 +337,14 @@ def _step(name: str, option: Option, gpu: Gpu, before: str) -> Step:
 def _enlarge(option: Option, asked: Asked) -> tuple[Option, list[Step]]:
     """Batch and accumulation to the effective batch, with the largest micro-batch that fits."""
     choices, gpu, rows = option.request.choices, asked.gpu, asked.rows
-    if asked.effective_batch is None:
-        return option, []
+    if asked.effective_batch is None or "accumulate" not in asked.free:
+        return option, []  # the rows of a micro-batch were given, or follow from what was
     most = extents(option.request, gpu).largest_batch or option.request.batch
     batch = max(size for size in range(1, min(most, rows) + 1) if rows % size == 0)
     steps = [_step("batch size", look(replace(option.request, batch=batch), gpu), gpu, f"{batch} rows: ")]
-    if "accumulate" in asked.free and rows // batch > 1:
+    if rows // batch > 1:
         larger = replace(choices, accumulate=rows // batch)
-        reasons = matrix.refusals(larger)
+        reasons = refusals(asked.request, larger)
         if reasons:
             steps.append(Step(rung="accumulation", option=None, fits=False, reason=reasons[0]))
         else:
@@ -354,6 +358,14 @@ def rung(choices: Choices, batch: int) -> str:
     """What the search varies within a class, in a few words."""
     kind = "no checkpointing" if choices.checkpointing == "none" else f"checkpointing {choices.checkpointing}"
     return f"{kind}, {batch} x {choices.accumulate} rows"
+
+
+def against(choices: Choices, other: Choices, batch: int) -> str:
+    """`other` as far as it is not `choices`: of the same class by what the search varies, else in full."""
+    varied: dict[str, Any] = {"checkpointing": "", "accumulate": 1, "mlp_tile_tokens": 0, "attention_groups": 1}
+    if replace(choices, **varied) == replace(other, **varied):
+        return rung(other, batch)
+    return f"{label(other)}, {batch} x {other.accumulate} rows"
 
 
 def label(choices: Choices) -> str:

@@ -11,7 +11,7 @@ from tigon.memory.estimate import PHASES, Estimate
 from tigon.memory.extent import Extents
 from tigon.memory.gpus import GIB, Gpu
 from tigon.memory.ledger import COMPONENTS
-from tigon.memory.planner import Option, Plan, Recommendation, Rejected, label, rung
+from tigon.memory.planner import Option, Plan, Recommendation, Rejected, against, label
 from tigon.techniques import TECHNIQUES
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
     return {
         "model": request.model, "batch": request.batch, "seq": request.seq, "method": plan.method,
         "choices": asdict(request.choices),
+        "heads": None if request.heads is None else dict(request.heads.recipe_keys()),
         "gpu": {
             "name": gpu.name, "memory_bytes": gpu.memory_bytes, "context_bytes": gpu.context_bytes,
             "source": gpu.source,
@@ -119,7 +120,8 @@ def gib(n_bytes: float) -> str:
 
 def _asked(option: Option, gpu: Gpu, console: Console) -> None:
     found = option.estimate
-    console.print(f"as asked: {label(option.request.choices)}", markup=False)
+    heads = "" if option.request.heads is None else f", {option.request.heads}"
+    console.print(f"as asked: {label(option.request.choices)}{heads}", markup=False)
     console.print(_table(found))
     console.print(bar(found, gpu))
     console.print(verdict(option, gpu), markup=False, soft_wrap=True)
@@ -211,7 +213,8 @@ def _recommendations(plan: Plan, console: Console) -> None:
         if packages:
             said.append(f"needs {', '.join(packages)}")
         rejected = sorted(one.cheaper, key=lambda other: other.device_bytes)[:_SHOWN_REJECTED]
-        said += [f"not {rung(other.choices, other.batch)}: {other.reason}" for other in rejected]
+        chosen = one.option.request.choices
+        said += [f"not {against(chosen, other.choices, other.batch)}: {other.reason}" for other in rejected]
         console.print(f"\n{number}. {label(one.option.request.choices)}", markup=False, style="bold")
         for line in said:
             console.print(f"   {line}", markup=False, soft_wrap=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tigon.errors import UsageError
+from tigon.techniques import matrix
 from tigon.techniques.choices import (
     ATTENTIONS,
     CHECKPOINTING_PATTERN,
@@ -18,6 +19,19 @@ from tigon.techniques.choices import (
     Choices,
 )
 from tigon.techniques.optimizers import OPTIMIZERS
+
+
+class Heads(Protocol):
+    """Heads of `tigon.medusa`; hashable, equal where the heads are, and in words as a string."""
+
+    def __call__(self, model: Any) -> Any:
+        """Put them on a model."""
+
+    def refusals(self, choices: Choices) -> tuple[str, ...]:
+        """Why they cannot be trained with these choices."""
+
+    def recipe_keys(self) -> Mapping[str, Any]:
+        """Dotted recipe keys that give them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +49,7 @@ class Request:
     choices: Choices
     masked: bool = False
     """Rows hold several documents, and attention needs a block mask."""
-    heads: Callable[[Any], Any] | None = None
-    """Puts heads on the model, as `tigon.medusa.Attachment` does; hashable, equal where the heads are."""
+    heads: Heads | None = None
     clipped: bool = True
     """Gradients are clipped by their norm, as the Trainer does unless max_grad_norm is 0."""
     evaluated: bool = False
@@ -46,6 +59,11 @@ class Request:
 def text_config(config: Any) -> Any:
     """The part of a config that describes the language model; multimodal configs hold one inside."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def refusals(request: Request, choices: Choices) -> tuple[str, ...]:
+    """Why `request` cannot be carried out with these choices instead of its own, a sentence each."""
+    return (*matrix.refusals(choices), *(request.heads.refusals(choices) if request.heads is not None else ()))
 
 
 def check(request: Request) -> None:
@@ -75,7 +93,10 @@ def check(request: Request) -> None:
         raise UsageError(f"zero is {choices.zero!r}; DeepSpeed's stages are 0, 1, 2 and 3.")
     if choices.quantized and choices.lora_rank is None:
         raise UsageError("quantized weights are frozen, so nothing would be trained; give lora_rank too.")
-    limit = getattr(text_config(request.config), "max_position_embeddings", None)
+    text = text_config(request.config)
+    if text.num_hidden_layers < 1:
+        raise UsageError(f"{request.model} has num_hidden_layers {text.num_hidden_layers}; a model has at least 1.")
+    limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and request.seq > limit:
         raise UsageError(
             f"seq is {request.seq}, but {request.model} has max_position_embeddings {limit}; ask for at most that, or "

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from tigon.memory.request import Request
 from tigon.memory.statics import Statics, state_tensors
 from tigon.techniques.choices import Choices
+from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 
 FP32 = 4
 # deepspeed/runtime/zero/config.py: elements of gathered weights that stage 3 may hold (stage3_max_live_parameters).
@@ -34,6 +35,8 @@ class Placement:
     """Buffers of collectives."""
     step: int = 0
     """Temporaries of the step."""
+    step_sm_s: float = 0.0
+    """Seconds that one multiprocessor computes in the step beyond what its bytes take."""
     host: int = 0
     nvme: int = 0
     keeps_gradients: bool = True
@@ -93,25 +96,31 @@ def _zero(request: Request, model: Statics) -> Placement:
     numel = sum(weight.numel for weight in model.trained)
     grads = sum(weight.grad_bytes for weight in model.trained)
     mixed = choices.precision.startswith("amp")
-    # An fp32 copy of the weights, and two moments.
-    states = (3 * FP32 * numel) if mixed else sum(state_tensors(request, model.weights))
+    # The optimizer works on a flat copy of this GPU's slice, whatever the stage and the dtype: in bf16 in a run of bf16
+    # alone, in fp32 otherwise (stage_1_and_2.py: single_partition_of_fp32_groups; stage3.py compares a device with its
+    # name, so that its case without a copy is never taken).
+    itemsize = 2 if choices.precision == "bf16" else FP32
+    slices = _slices(model, gpus, itemsize)
+    optimizer, rank = OPTIMIZERS[choices.optimizer], choices.galore_rank
+    states = sum(piece.nbytes for piece in slices) + optimizer.state_bytes(slices, rank=rank)
     hidden = model.head_shape[1]
     bucket_bytes = max(hidden**2, 2**16) * (4 if choices.precision == "fp32" else 2)
-    weights, gathered, host, nvme, link = model.weight_bytes, 0, 0, 0, 0
+    weights, gathered, nvme, link = model.weight_bytes, 0, 0, 0
+    host = optimizer.state_bytes(slices, rank=rank, place="managed")
     if choices.zero == 3:
-        itemsize = model.weights[0].itemsize
-        live = 0 if choices.offload == "nvme" else MAX_LIVE_ELEMENTS  # stage3_max_reuse_distance
-        gathered = min(model.weight_bytes, max(live * itemsize, _layer_bytes(model)))
+        # stage3_max_reuse_distance, which the NVMe's configuration sets
+        live = 0 if choices.offload == "nvme" else MAX_LIVE_ELEMENTS * model.weights[0].itemsize
+        gathered = min(model.weight_bytes, max(live, _layer_bytes(model)))
         weights = _share(model.weight_bytes, gpus)
     held = grads if choices.zero == 1 else _share(grads, gpus)
-    states = _share(states, gpus)
-    step = _share(FP32 * numel, gpus) if mixed else 0
+    step = (_share(FP32 * numel, gpus) if mixed else 0) + optimizer.step_peak_bytes(slices, rank=rank)
+    step_sm_s = sum(map(optimizer.step_sm_s, slices))
     if choices.offload != "none":
         away = states
         host += _share(FP32 * numel, gpus)  # gradients in fp32 for the CPU's AdamW
         link += 2 * _share(grads, gpus)
         held = grads if choices.zero == 1 else 0
-        states = step = 0
+        states, step, step_sm_s = 0, 0, 0.0
         if choices.zero == 3:
             away += weights
             link += 3 * weights
@@ -121,10 +130,18 @@ def _zero(request: Request, model: Statics) -> Placement:
         weights=weights, gradients=held, optimizer=states, gathered=gathered,
         # Measured, not explained: ZeRO-3 on one H200 with Llama-3.2-1B held as much once more from the first layer's
         # backward on, at batches of 8, 16 and 112, and not before.
-        gathered_again=gathered, buckets=2 * bucket_bytes, step=step,
+        gathered_again=gathered, buckets=2 * bucket_bytes, step=step, step_sm_s=step_sm_s,
         host=host, nvme=nvme, keeps_gradients=choices.zero == 1, link=link,
         peers=(3 if choices.zero == 3 else 2) * grads if gpus > 1 else 0,
     )  # fmt: skip
+
+
+def _slices(model: Statics, gpus: int, itemsize: int) -> list[Parameter]:
+    """What DeepSpeed hands the optimizer: one flat slice for the weights that decay and one for the others."""
+    decaying, others = (
+        sum(weight.numel for weight in model.trained if (len(weight.shape) >= 2) == decays) for decays in (True, False)
+    )
+    return [Parameter((_share(numel, gpus),), itemsize) for numel in (decaying, others) if numel]
 
 
 def _fsdp(request: Request, model: Statics) -> Placement:
@@ -133,15 +150,21 @@ def _fsdp(request: Request, model: Statics) -> Placement:
     factor = 2 if choices.precision.startswith("amp") else 1
     weights = _share(factor * model.weight_bytes, gpus)
     grads = _share(factor * sum(weight.grad_bytes for weight in model.trained), gpus)
-    states = _share(factor * sum(state_tensors(request, model.weights)), gpus)
+    shards = [
+        Parameter((_share(rows, gpus), *columns), factor * weight.itemsize)
+        for weight in model.trained
+        for rows, *columns in (weight.shape or (1,),)
+    ]
+    optimizer = OPTIMIZERS[choices.optimizer]
+    states, step = optimizer.state_bytes(shards), optimizer.step_peak_bytes(shards)
     # Two units at a time: the one in use and the one prefetched.
     gathered = 2 * _layer_bytes(model) if choices.reshard else model.weight_bytes
     host = link = 0
     if choices.offload != "none":
         host, link = weights + grads + states, 3 * weights + grads
-        weights = grads = states = 0
+        weights = grads = states = step = 0
     return Placement(
         weights=weights, gradients=grads, optimizer=states, gathered=min(gathered, model.weight_bytes),
-        buckets=_layer_bytes(model), host=host, keeps_gradients=False, link=link,
+        buckets=_layer_bytes(model), step=step, host=host, keeps_gradients=False, link=link,
         peers=3 * model.weight_bytes if gpus > 1 else 0,
     )  # fmt: skip

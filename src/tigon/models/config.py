@@ -31,7 +31,7 @@ def load_config(name: str) -> Any:
         shape = dict(PRESETS[name])
         return AutoConfig.for_model(shape.pop("model_type"), **shape)
     path = Path(name)
-    if path.exists():
+    if name and path.exists():
         return _config_from_file(path / "config.json" if path.is_dir() else path)
     if is_hub_id(name):
         return _config_from_hub(name)

@@ -55,10 +55,13 @@ def _heads(train: Sequence[Any], held_out: Sequence[Any], entropy: float) -> str
             found = [(r["step"], scale * r[of]) for r in held_out if of in r]
             if found:
                 axes.plot(*zip(*found, strict=True), "o", color=colour, ms=4)
-    loss.axhline(entropy, color=BASELINE, ls="--", lw=1)
+    if any(f"{name}_loss" in r for r in held_out for name in names):
+        loss.plot([], [], "o", color=INK, ms=4, label="held out")
+    loss.axhline(entropy, color=BASELINE, ls="--", lw=1, label="unigram entropy")
     loss.set(xlabel="step", ylabel="loss (nats a token)")
     top.set(xlabel="step", ylabel="right at the first guess (%)", ylim=(0, None))
-    loss.legend(frameon=False)
+    handles, labels = loss.get_legend_handles_labels()  # over both, and over no line
+    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=min(len(labels), 6))
     return svg(figure, "heads")
 
 

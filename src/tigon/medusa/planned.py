@@ -1,0 +1,93 @@
+"""Heads as the planner sees them: what puts them on a traced model, what they exclude, how a recipe says them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tigon.errors import UsageError
+from tigon.medusa.attach import attach
+from tigon.medusa.heads import MedusaHeads, MtpHeads
+from tigon.medusa.spec import HeadsSpec, Objective, shares_head
+from tigon.models.config import build_on_meta
+from tigon.techniques.choices import Choices
+from tigon.techniques.condition import Condition
+
+MOST = 16
+"""Heads; the recipe's limit too."""
+
+_LORA = Condition("lora_rank", "is at least", 1)
+# Of which stages and kinds, with which choices, why not: the recipe's own rules (train/recipe.py), which name its keys.
+_EXCLUSIONS: tuple[tuple[tuple[int, ...], tuple[str, ...], tuple[Condition, ...], str], ...] = (
+    ((1,), ("medusa", "mtp"), (_LORA,), "stage 1 freezes the model, so that adapters would not learn; use stage 2"),
+    (
+        (1,), ("medusa", "mtp"), (Condition("checkpointing", "is not", "none"),),
+        "stage 1 keeps no activations of the model, so that there is nothing to compute again; use checkpointing none",
+    ),
+    (
+        (2,), ("medusa", "mtp"), (_LORA, Condition("zero", "is", 3)),
+        "adapters and heads together are not written from sharded weights; use ZeRO-2 or less",
+    ),
+    (
+        (2,), ("medusa", "mtp"), (_LORA, Condition("fsdp", "is", True)),
+        "adapters and heads together are not written from sharded weights; use ZeRO-2 or less",
+    ),
+    (
+        (2,), ("mtp",), (_LORA,),
+        "MTP modules start from a copy of the last layer, which LoRA freezes but for its adapters; use Medusa heads",
+    ),
+    (
+        (1, 2), ("medusa", "mtp"), (Condition("optimizer", "is", "galore-layerwise"),),
+        "galore-layerwise has no learning rate for each part of the model; use galore",
+    ),
+    (
+        (1, 2), ("medusa", "mtp"), (Condition("kernels", "is", "liger"),),
+        "Liger Kernel has no loss of several heads; use kernels tigon, no-flce or none",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """`attach` of these heads, as a value."""
+
+    spec: HeadsSpec
+    objective: Objective
+
+    def __call__(self, model: Any) -> MedusaHeads | MtpHeads:
+        return attach(model, self.spec, self.objective)
+
+    def __str__(self) -> str:
+        what = "MTP modules" if self.spec.kind == "mtp" else "Medusa heads"
+        output = "the model's lm_head" if self.spec.shared else "an output weight each"
+        return f"{self.spec.count} {what} with {output}, stage {self.objective.stage}"
+
+    def refusals(self, choices: Choices) -> tuple[str, ...]:
+        """Why heads cannot be trained with these choices, a sentence each."""
+        return tuple(
+            f"heads: {reason}"
+            for stages, kinds, when, reason in _EXCLUSIONS
+            if self.objective.stage in stages and self.spec.kind in kinds and all(c.holds(choices) for c in when)
+        )
+
+    def recipe_keys(self) -> Mapping[str, Any]:
+        """Dotted recipe keys that give these heads."""
+        spec = self.spec
+        output = {} if spec.kind == "mtp" else {"heads.output": "shared" if spec.shared else "separate"}
+        return {
+            "heads.stage": self.objective.stage, "heads.kind": spec.kind, "heads.count": spec.count,
+            "heads.layers": spec.layers, **output,
+        }  # fmt: skip
+
+
+def planned(name: str, config: Any, count: int, stage: int) -> Attachment:
+    """Medusa heads as a recipe with `heads.count` and `heads.stage` alone has them. Raises UsageError."""
+    if not 1 <= count <= MOST:
+        raise UsageError(f"--medusa is {count}; it must be 1 to {MOST} heads.")
+    if stage not in (1, 2):
+        raise UsageError(f"--stage is {stage}; it must be 1 (only the heads learn) or 2 (model and heads).")
+    model: Any = build_on_meta(name, config)
+    numel = sum(p.numel() for p in model.parameters())
+    shared = shares_head("auto", "medusa", count, numel, model.get_output_embeddings().weight.numel())
+    return Attachment(HeadsSpec(count=count, shared=shared), Objective(stage=stage))

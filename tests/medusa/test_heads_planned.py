@@ -1,0 +1,84 @@
+"""Heads as the planner sees them: what it refuses is what a recipe refuses, and what it says a recipe takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+from tigon.errors import RecipeError
+from tigon.medusa import Attachment, HeadsSpec, Objective, planned
+from tigon.memory import as_recipe
+from tigon.memory.request import Request
+from tigon.models.config import load_config
+from tigon.techniques.choices import Choices
+from tigon.train import recipe_file
+
+CASES: tuple[dict[str, Any], ...] = (
+    {}, {"checkpointing": "full"}, {"checkpointing": "offload"}, {"lora_rank": 8}, {"kernels": "liger"},
+    {"kernels": "none"}, {"optimizer": "galore"}, {"optimizer": "galore-layerwise"}, {"zero": 3}, {"fsdp": True},
+    {"lora_rank": 8, "zero": 3}, {"lora_rank": 8, "zero": 2}, {"lora_rank": 8, "fsdp": True},
+    {"lora_rank": 8, "checkpointing": "full"}, {"gpus": 2}, {"accumulate": 4},
+)  # fmt: skip
+
+
+def yaml_of(heads: Attachment, choices: Choices) -> str:
+    """The recipe that a plan with these heads and choices prints."""
+    request = Request(
+        model="tigon-demo", config=load_config("tigon-demo"), batch=2, seq=64, choices=choices, heads=heads,
+        clipped=choices.optimizer != "galore-layerwise",
+    )  # fmt: skip
+    return as_recipe.yaml_text(request)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "mtp"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_planner_and_recipe_refuse_different_heads(stage: int, kind: str, tmp_path: Path) -> None:
+    heads = Attachment(HeadsSpec(kind=kind, count=2, shared=kind == "mtp"), Objective(stage=stage))
+    path, refused = tmp_path / "recipe.yaml", []
+    for case in CASES:
+        choices = Choices(**case)
+        path.write_text(yaml_of(heads, choices))
+        reasons = heads.refusals(choices)
+        assert all(reason.count(";") == 1 and "\n" not in reason for reason in reasons)
+        if reasons:
+            refused.append(case)
+            with pytest.raises(RecipeError):
+                recipe_file.load(path, gpu_present=lambda: True)
+        else:
+            made = recipe_file.load(path, gpu_present=lambda: True)
+            assert (made.heads.stage, made.heads.kind, made.heads.count) == (stage, kind, 2)
+            assert made.choices() == choices
+    assert {"kernels": "liger"} in refused and {} not in refused
+
+
+def test_planned_heads_are_not_those_of_a_recipe_that_gives_their_number_alone() -> None:
+    from tigon.train import heads, model
+    from tigon.train.recipe import DataConfig, HeadsConfig, ModelConfig, Recipe, TrainConfig
+
+    for name in ("llama-3.2-1b", "llama-3.1-8b"):
+        for count in (1, 5):
+            config = load_config(name)
+            recipe = Recipe(
+                model=ModelConfig(name=name), data=DataConfig(), train=TrainConfig(steps=1),
+                heads=HeadsConfig(stage=1, count=count),
+            )  # fmt: skip
+            assert planned(name, config, count, 1).spec == heads.check(recipe, model.parameter_shapes(config))
+
+
+def test_search_recommends_what_the_heads_exclude() -> None:
+    """Where the only rung that is tried is one that stage 1 excludes."""
+    from tigon.memory import planner, policy
+    from tigon.memory.gpus import find_gpu
+
+    heads = Attachment(HeadsSpec(count=2, shared=True), Objective(stage=1))
+    fixed = Choices(checkpointing="full")
+    request = Request(model="tigon-demo", config=load_config("tigon-demo"), batch=1, seq=64, choices=fixed, heads=heads)
+    asked = policy.Asked(request=request, free=frozenset({"precision"}), gpu=find_gpu("h200"))
+    found, why = planner.search(asked)
+    assert not found and any("keeps no activations" in reason for reason in why)
+    plain = dataclasses.replace(asked, request=dataclasses.replace(request, heads=None))
+    assert planner.search(plain)[0]

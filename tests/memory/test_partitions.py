@@ -1,0 +1,124 @@
+"""What several GPUs hold, in closed form, against DeepSpeed itself and against what partitioning has to do to bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.memory.memory_helpers import request_of
+
+from tigon.memory import sharded
+from tigon.memory.estimate import at_rest
+from tigon.memory.request import Request
+from tigon.memory.statics import Statics, Weight
+
+# DeepSpeed on one process: bytes of the optimizer's copy of the weights and of its states.
+_HELD = """
+import json, sys
+import deepspeed, torch
+from torch import nn
+from tigon.techniques.choices import Choices
+from tigon.techniques.sharding import deepspeed_config
+from tigon.techniques.technique import Facts
+
+def optimizer_of(name, parameters):
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, fused=True)
+    import bitsandbytes
+    return bitsandbytes.optim.AdamW8bit(parameters)
+
+deepspeed.init_distributed("gloo")
+found = []
+for stage, precision, name in json.loads(sys.argv[1]):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    shapes = {path: tuple(p.shape) for path, p in model.named_parameters()}
+    groups = [{"params": [p for p in model.parameters() if (p.ndim >= 2) == decays]} for decays in (True, False)]
+    facts = Facts(device="cpu", shapes=shapes, hidden_size=64)
+    config = deepspeed_config(Choices(zero=stage, precision=precision), facts)
+    config |= {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2, "gradient_accumulation_steps": 1,
+               "gradient_clipping": 1.0}
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model.to(dtype), optimizer=optimizer_of(name, groups), config=config
+    )
+    engine.backward(engine(torch.ones(2, 64, dtype=dtype)).float().sum())
+    engine.step()
+    masters = getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.fp32_partitioned_groups_flat
+    tensors = [value for state in optimizer.optimizer.state.values() for value in state.values()]
+    tensors = [value for value in (*masters, *tensors) if torch.is_tensor(value)]
+    found.append(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()))
+print("RESULT" + json.dumps(found))
+"""
+_CASES = [
+    (stage, precision, name)
+    for stage, precision in ((1, "amp-bf16"), (2, "bf16"), (3, "fp32"), (3, "bf16"))
+    for name in ("adamw", "adamw-8bit")
+]
+
+
+def _predicted(stage: int, precision: str, optimizer: str) -> int:
+    """The same model's, by the closed form."""
+    itemsize = 4 if precision == "fp32" else 2
+    weights = [
+        Weight(f"{layer}.{name}", shape, numel, itemsize, trained=True, projected=False)
+        for layer in range(4)
+        for name, shape, numel in (("weight", (64, 64), 64 * 64), ("bias", (64,), 64))
+    ]
+    request: Request = request_of(zero=stage, precision=precision, optimizer=optimizer)
+    return sharded.placement(request, Statics(tuple(weights), 0, (64, 64))).optimizer
+
+
+def test_the_optimizer_of_a_zero_stage_holds_something_else_in_deepspeed() -> None:
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("bitsandbytes")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment = {
+        **os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "RANK": "0", "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", _HELD, json.dumps(_CASES)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    held = json.loads(done.stdout.split("RESULT")[1])
+    # Apart from DeepSpeed's padding, and bitsandbytes' tables of levels, which are not in its state but once.
+    assert [_predicted(*case) for case in _CASES] == pytest.approx(held, rel=0.02)
+
+
+def _placed(**choices: object) -> sharded.Placement:
+    request = request_of(shape={"hidden_size": 256, "intermediate_size": 704}, **choices)
+    inner = sharded.traced_choices(request.choices)
+    return sharded.placement(request, at_rest(Request(**{**vars(request), "choices": inner})))
+
+
+@pytest.mark.parametrize("sharding", [{"zero": 2}, {"zero": 3}], ids=str)
+@pytest.mark.parametrize("precision", ["amp-bf16", "bf16", "fp32"])
+def test_8_bit_states_save_nothing_under_zero(sharding: dict[str, int], precision: str) -> None:
+    whole, eight = (
+        _placed(gpus=4, precision=precision, optimizer=name, **sharding).optimizer for name in ("adamw", "adamw-8bit")
+    )
+    copy = 2 if precision == "bf16" else 4
+    states = 4 if precision == "bf16" else 8
+    assert eight / whole == pytest.approx((copy + 2 * (1 + 4 / 256)) / (copy + states), rel=0.01)
+
+
+def test_8_bit_states_of_fsdp2_grow_with_the_weights_dtype() -> None:
+    """Codes have a byte each whatever the weights are; of a weight below a block's size the states are like it."""
+    amp, pure = (
+        _placed(fsdp=True, gpus=2, precision=name, optimizer="adamw-torchao-8bit").optimizer
+        for name in ("amp-bf16", "bf16")
+    )
+    assert amp == pytest.approx(pure, rel=0.02)
+
+
+@pytest.mark.parametrize("sharding", [{"zero": 1}, {"zero": 2}, {"fsdp": True}], ids=str)
+def test_temporaries_of_the_step_are_those_of_whole_weights(sharding: dict[str, object]) -> None:
+    two, eight = (_placed(gpus=gpus, precision="bf16", optimizer="sgd", **sharding).step for gpus in (2, 8))
+    assert two == pytest.approx(4 * eight, rel=0.01) and eight > 0
