@@ -24,13 +24,7 @@ import yaml
 spec = importlib.util.spec_from_file_location("worker", os.environ["TIGON_TEST_WORKER"])
 worker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(worker)
-if len(sys.argv) > 1:
-    file = sys.argv[1]
-else:
-    Path(os.environ["TIGON_SWEEP_READY"]).touch()
-    file = sys.stdin.readline().strip() or sys.exit(1)
-worker._end_with_the_sweep()
-order = json.loads(Path(file).read_text())
+order = worker.take_order()
 gpu = os.environ.get("TIGON_TEST_GPU")
 if "probe" in order:
     wrong = json.loads(os.environ.get("TIGON_TEST_WRONG", "{}"))
@@ -55,13 +49,15 @@ if seed == 4:
     time.sleep(60)
 if seed == 5:
     print("Traceback"); sys.exit("ValueError: the moon is full")
+if seed == 7:
+    print("process", rank, "is here", flush=True)
 if seed == 7 and rank == "1":
     while not Path(order["result"] + ".0").exists():
         time.sleep(0.01)
     os.kill(os.getpid(), 9)
 if seed == 7:
     worker.write(Path(order["result"] + ".0"), {"status": "failed", "detail": "connection closed by peer"})
-    time.sleep(60)  # until the launcher ends it
+    time.sleep(60)  # until the sweep ends it
 if seed == 6 and size == 8:
     time.sleep(60)
 worker.write(Path(order["result"] + "." + rank), {"status": "ok", "detail": "", "peak_allocated_bytes": size * 2**20,

@@ -71,14 +71,18 @@ def test_failure_ends_the_sweep_or_loses_its_reason(seed, status, detail, write_
 
 
 def test_kill_of_one_process_of_several_is_lost_behind_what_the_others_say(write_sweep, fake_workers, monkeypatch):
-    """Under PyTorch's own launcher, whose words for it are read; Linux is made to count a kill a look."""
+    """Linux is made to count a kill a look. What both said is in the point's log."""
     kills = itertools.count()
     monkeypatch.setattr(failures, "kernel_kills", lambda: next(kills))
     path = write_sweep(variants={"killed": {"train.seed": 7}}, set={"sharding.gpus": 2}, grid={})
-    row = rows(sweep(path))["killed"]
+    out = sweep(path)
+    row = rows(out)["killed"]
     assert (row["status"], row["detail"]) == (
-        failures.OUT_OF_MEMORY, "1 of its processes killed by Linux: the host's memory was full"
+        failures.OUT_OF_MEMORY, "killed by Linux: the host's memory was full"
     )  # fmt: skip
+    log = next((out / folder.LOGS).glob("killed*.log")).read_text(encoding="utf-8")
+    assert "process 0 is here" in log and "--- process 1\nprocess 1 is here" in log
+    assert not list((out / folder.LOGS).glob(".worker*"))
 
 
 def test_finished_points_are_measured_again(write_sweep, fake_workers, capsys):

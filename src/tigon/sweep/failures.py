@@ -22,10 +22,6 @@ _MEMORY = re.compile(
 )
 _TAIL_CHARACTERS = 20_000
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# PyTorch's launcher exits with 1 whatever became of the processes it started; its last words name the exit code of
-# each: SIGKILL, or a shell's code for it. One that it kills itself, because it does not end when told to, is named too.
-_KILLED_PROCESS = re.compile(r"exitcode\s*: (?:-9|137)\b.*?\(pid: (\d+)\)")
-_KILLED_BY_LAUNCHER = re.compile(r"Unable to shutdown process (\d+)")
 
 
 def line(text: object, limit: int = 300) -> str:
@@ -58,7 +54,7 @@ def of_exit(code: int, log: Path, kills_before: int | None) -> tuple[str, str]:
     if found := _MEMORY.search(text):
         start = text.rfind("\n", 0, found.start()) + 1
         return OUT_OF_MEMORY, line(text[start:].splitlines()[0])
-    if killed := of_kill(code, log, kills_before):
+    if killed := of_kill(code, kills_before):
         return killed
     said = next(
         (words for words in reversed(text.splitlines()) if re.match(r"\w*(Error|Exception|tigon)\b", words)), ""
@@ -67,23 +63,20 @@ def of_exit(code: int, log: Path, kills_before: int | None) -> tuple[str, str]:
     return FAILED, line(f"{ended}{': ' + said if said else ''}")
 
 
-def of_kill(code: int, log: Path, kills_before: int | None) -> tuple[str, str] | None:
-    """(status, reason) where SIGKILL ended the process, or one of those that PyTorch's launcher started for it; None
-    where it did not. kills_before: `kernel_kills` of the time when it began.
+def of_kill(code: int, kills_before: int | None) -> tuple[str, str] | None:
+    """(status, reason) where SIGKILL ended the process; None where it did not. kills_before: `kernel_kills` of the time
+    when it began.
 
     SIGKILL is how Linux ends a process when the host's memory is gone, and how others end one for reasons of their own.
     """
-    text = _tail(log)
-    n_killed = len({*_KILLED_PROCESS.findall(text)} - {*_KILLED_BY_LAUNCHER.findall(text)})
-    if code != -signal.SIGKILL and not n_killed:
+    if code != -signal.SIGKILL:
         return None
-    who = "" if code == -signal.SIGKILL else f"{n_killed} of its processes "
     kills = kernel_kills()
     if kills is None or kills_before is None:
-        return FAILED, f"{who}killed by SIGKILL, perhaps for want of host memory: Linux does not count such kills here"
+        return FAILED, "killed by SIGKILL, perhaps for want of host memory: Linux does not count such kills here"
     if kills > kills_before:
-        return OUT_OF_MEMORY, f"{who}killed by Linux: the host's memory was full"
-    return FAILED, f"{who}killed by SIGKILL, and not by Linux for want of host memory"
+        return OUT_OF_MEMORY, "killed by Linux: the host's memory was full"
+    return FAILED, "killed by SIGKILL, and not by Linux for want of host memory"
 
 
 def _tail(log: Path) -> str:

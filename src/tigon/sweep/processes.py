@@ -1,8 +1,9 @@
 """The processes that points run in: started, given their order, ended with all their children.
 
 Importing PyTorch and transformers takes longer than many a point. Where there is a GPU several processes are therefore
-started at once, and wait when they have imported; each then carries out one point and ends. They import before the
-first of them begins, so that nothing runs beside a measurement, and have touched no GPU by then.
+started at once, and wait when they have imported; each then carries out one point, or its share of one, and ends. They
+import before the first of them begins, so that nothing runs beside a measurement, and have touched no GPU by then.
+That is also why no launcher starts the processes of a point with several GPUs: it could not have them wait.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,45 @@ from tigon.sweep.folder import LOGS, SweepFolder
 
 WORKER = ("-m", "tigon.sweep.worker")
 AHEAD = 4
-"""Processes that import at a time, where there is a GPU."""
+"""Processes that import at a time, where there is a GPU; more only for a point that takes more."""
 _IMPORT_TIMEOUT_S = 120.0
+_GRACE_S = 5.0
+"""For the others when one has failed: they may be failing too, and say of what; or wait for it in a collective."""
+
+Member = tuple[subprocess.Popen[bytes], Path]
+
+
+class Group:
+    """The processes at work on one point, by rank."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = members
+
+    def wait(self, timeout_s: float) -> int | None:
+        """0 when all have ended well, or else the exit code of one that has not, of a killed one before others; None
+        if it takes longer than `timeout_s`."""
+        until_s = time.perf_counter() + timeout_s
+        while None in (codes := self._codes()) and not any(codes):
+            if time.perf_counter() > until_s:
+                return None
+            time.sleep(0.02)
+        until_s = time.perf_counter() + _GRACE_S
+        while None in (codes := self._codes()) and time.perf_counter() < until_s:
+            time.sleep(0.02)
+        bad = [code for code in codes if code]
+        return -signal.SIGKILL if -signal.SIGKILL in bad else (bad or [0])[0]
+
+    def _codes(self) -> list[int | None]:
+        return [process.poll() for process, _ in self._members]
+
+    def end(self, log: Path) -> None:
+        """End what still runs, with its children; what the others have said goes into the first one's log."""
+        for process, _ in self._members:
+            _end(process)
+        for rank, (_, own) in enumerate(self._members[1:], 1):
+            with log.open("a", encoding="utf-8") as said:
+                said.write(f"\n--- process {rank}\n{own.read_text(encoding='utf-8', errors='replace')}")
+            own.unlink()
 
 
 class Workers:
@@ -32,17 +71,15 @@ class Workers:
 
     def __init__(self, folder: SweepFolder) -> None:
         self._folder = folder
-        self._ready: list[tuple[subprocess.Popen[bytes], Path]] = []
+        self._ready: list[Member] = []
         self._number = 0
 
     def prepare(self, count: int) -> None:
         """Start `count` processes, and come back when all have imported what a point needs."""
         waiting = []
         for _ in range(count):
-            self._number += 1
-            log = self._folder.path / LOGS / f".worker-{os.getpid()}-{self._number}.log"
-            sign = self._folder.path / LOGS / f".ready-{os.getpid()}-{self._number}"
-            self._ready.append((_start((), {"TIGON_SWEEP_READY": str(sign)}, log), log))
+            sign = self._folder.path / LOGS / f".ready-{os.getpid()}-{self._number + 1}"
+            self._ready.append(self._start({"TIGON_SWEEP_READY": str(sign)}))
             waiting.append((self._ready[-1][0], sign))
         until_s = time.perf_counter() + _IMPORT_TIMEOUT_S
         for process, sign in waiting:
@@ -50,34 +87,38 @@ class Workers:
                 time.sleep(0.05)
             sign.unlink(missing_ok=True)
 
+    def _start(self, environment: Mapping[str, str]) -> Member:
+        self._number += 1
+        log = self._folder.path / LOGS / f".worker-{os.getpid()}-{self._number}.log"
+        with log.open("wb") as said:
+            process = subprocess.Popen(
+                [sys.executable, *WORKER], stdin=subprocess.PIPE, stdout=said, stderr=subprocess.STDOUT,
+                start_new_session=True, env={**os.environ, **environment},
+            )  # fmt: skip
+        return process, log
+
     @property
     def n_ready(self) -> int:
         return len(self._ready)
 
     @contextlib.contextmanager
-    def carry_out(
-        self, order: Mapping[str, Any], log: Path, *, processes: int = 1
-    ) -> Iterator[subprocess.Popen[bytes]]:
-        """A process, or several under PyTorch's launcher, at work on `order`; ended when the block is left."""
+    def carry_out(self, order: Mapping[str, Any], log: Path, *, processes: int = 1) -> Iterator[Group]:
+        """As many processes at work on `order`; ended when the block is left."""
         file = self._folder.scratch / "order.json"
         file.write_text(json.dumps(order), encoding="utf-8")
-        if processes == 1 and self._ready:
-            process, own_log = self._ready.pop(0)
-            own_log.replace(log)
+        members = [self._ready.pop(0) if self._ready else self._start({}) for _ in range(processes)]
+        members[0][1].replace(log)
+        ranks = _environments(processes) if processes > 1 else [{}]
+        for (process, _), environment in zip(members, ranks, strict=True):
             with contextlib.suppress(BrokenPipeError):
                 assert process.stdin is not None
-                process.stdin.write(f"{file}\n".encode())
+                process.stdin.write(json.dumps({"order": str(file), "environment": environment}).encode() + b"\n")
                 process.stdin.flush()
-        else:
-            environment = {}
-            if processes > 1 and "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it to 1 with a warning
-                environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
-            launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
-            process = _start((str(file),), environment, log, launcher=launcher if processes > 1 else ())
+        group = Group(members)
         try:
-            yield process
+            yield group
         finally:
-            _end(process)
+            group.end(log)
 
     def close(self) -> None:
         """End what waits."""
@@ -87,14 +128,16 @@ class Workers:
             log.unlink(missing_ok=True)
 
 
-def _start(
-    words: tuple[str, ...], environment: Mapping[str, str], log: Path, *, launcher: tuple[str, ...] = ()
-) -> subprocess.Popen[bytes]:
-    with log.open("wb") as said:
-        return subprocess.Popen(
-            [sys.executable, *launcher, *WORKER, *words], stdin=subprocess.PIPE, stdout=said, stderr=subprocess.STDOUT,
-            start_new_session=True, env={**os.environ, **environment},
-        )  # fmt: skip
+def _environments(processes: int) -> list[dict[str, str]]:
+    """What a launcher tells each process of one machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    size = str(processes)
+    return [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, **meeting}
+        for rank in range(processes)
+    ]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -182,12 +181,18 @@ def _measure(run: Run, chosen: Sequence[Point], *, time_limit_s: float | None, r
         if time_limit_s is not None and passed_s + _expected_s(run, point) > time_limit_s:
             _say(run, f"time limit: {ahead} not started, from {point.id}; the same command measures what is left")
             break
-        if run.environment["memory_bytes"] and not run.workers.n_ready:
-            run.workers.prepare(min(AHEAD, ahead))
+        _prepare(run, todo[number - 1 :])
         record = _measure_one(run, point, repeat)
         run.folder.keep(point, repeat, record)
         _remember(run, point, record)
         _say(run, f"[{number}/{len(todo)}] {point.id}: {_result_words(run, point, record)}  {_eta(run, todo[number:])}")
+
+
+def _prepare(run: Run, ahead: Sequence[tuple[Point, int]]) -> None:
+    """Have processes import for the next points, where there is a GPU and too few are ready for the first of them."""
+    gpus = [point.recipe.sharding.gpus for point, _ in ahead if point.recipe is not None]
+    if run.environment["memory_bytes"] and run.workers.n_ready < gpus[0]:
+        run.workers.prepare(max(gpus[0], min(AHEAD, sum(gpus))) - run.workers.n_ready)
 
 
 def _todo(run: Run, chosen: Sequence[Point], *, retry: bool) -> list[tuple[Point, int]]:
@@ -260,13 +265,10 @@ def _measure_one(run: Run, point: Point, repeat: int) -> dict[str, Any]:
 def _run(run: Run, order: Mapping[str, Any], point: Point, log: Path) -> int | None:
     """The exit code of the point's processes, or None when they took too long; the planner works meanwhile."""
     assert point.recipe is not None
-    with run.workers.carry_out(order, log, processes=point.recipe.sharding.gpus) as process:
+    with run.workers.carry_out(order, log, processes=point.recipe.sharding.gpus) as group:
         began_s = time.perf_counter()
         _predict(run, point)
-        try:
-            return process.wait(max(1.0, run.sweep.timeout_s - (time.perf_counter() - began_s)))
-        except subprocess.TimeoutExpired:
-            return None
+        return group.wait(max(1.0, run.sweep.timeout_s - (time.perf_counter() - began_s)))
 
 
 def _probe(run: Run, todo: Sequence[tuple[Point, int]]) -> None:
@@ -276,11 +278,8 @@ def _probe(run: Run, todo: Sequence[tuple[Point, int]]) -> None:
     kinds = list(dict.fromkeys(self_test.kind_of(point.recipe) for point, _ in todo if point.recipe))
     answer, log = own.scratch / "probe.json", own.path / folder.LOGS / "probe.log"
     kills = failures.kernel_kills()
-    with run.workers.carry_out({"probe": str(answer), "kinds": kinds}, log) as process:
-        try:
-            code = process.wait(PROBE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            code = None
+    with run.workers.carry_out({"probe": str(answer), "kinds": kinds}, log) as group:
+        code = group.wait(PROBE_TIMEOUT_S)
     if not answer.exists():
         slow = f"looking at the machine and trying its kernels took longer than {PROBE_TIMEOUT_S:g} s"
         detail = slow if code is None else failures.of_exit(code, log, kills)[1]
@@ -313,7 +312,7 @@ def _judge(
         if code is None:
             ended = told(failures.FAILED) or (failures.TIMED_OUT, f"longer than {timeout_s:g} s")
         else:  # a kill first: the others fail as well then, for their connection to the one that is gone
-            ended = failures.of_kill(code, log, kills) or told(failures.FAILED) or failures.of_exit(code, log, kills)
+            ended = failures.of_kill(code, kills) or told(failures.FAILED) or failures.of_exit(code, log, kills)
     bad = told(failures.OUT_OF_MEMORY, failures.REFUSED) or ended or told(failures.FAILED)
     return (*bad, None) if bad else (failures.OK, "", _together(found))
 

@@ -1,8 +1,8 @@
-"""One process of one point: `python -m tigon.sweep.worker [ORDER.json]`, alone or under PyTorch's launcher.
+"""One process of one point: `python -m tigon.sweep.worker`.
 
-Without an order it imports what a point needs, says so, and reads the order's path from its standard input. Each
-process writes its own result beside the others'. It ends when the sweep does, however that ended: the sweep holds the
-other end of its standard input.
+It imports what a point needs, says so where it was started ahead, and reads a line from its standard input: where its
+order is, and which of several processes it is. Each process writes its own result beside the others'. It ends when the
+sweep does, however that ended: the sweep holds the other end of its standard input.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 
 def main() -> None:
-    file = sys.argv[1] if len(sys.argv) > 1 else _order_when_ready()
-    _end_with_the_sweep()
-    order = json.loads(Path(file).read_text(encoding="utf-8"))
+    import tigon.sweep.measure  # noqa: F401
+
+    order = take_order()
     if "probe" in order:
         write(Path(order["probe"]), _probe(order))
         return
@@ -30,12 +30,15 @@ def main() -> None:
     _leave()
 
 
-def _order_when_ready() -> str:
-    import tigon.sweep.measure  # noqa: F401
-
-    Path(os.environ["TIGON_SWEEP_READY"]).touch()
-    file = sys.stdin.readline().strip()
-    return file or sys.exit(1)
+def take_order() -> dict[str, Any]:
+    """Say that this process is ready, if it was asked to, and wait for what it shall do and as which of several."""
+    if sign := os.environ.get("TIGON_SWEEP_READY"):
+        Path(sign).touch()
+    told = json.loads(sys.stdin.readline() or sys.exit(1))
+    _end_with_the_sweep()
+    os.environ.update(told["environment"])
+    order: dict[str, Any] = json.loads(Path(told["order"]).read_text(encoding="utf-8"))
+    return order
 
 
 def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
@@ -44,11 +47,14 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
+        import torch
         import transformers
 
         from tigon.sweep.measure import measure
         from tigon.train import recipe_file
 
+        if "OMP_NUM_THREADS" not in os.environ:  # a share of the cores each, not all of them
+            torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         tried = order["self_test"]
