@@ -173,11 +173,11 @@ def inverse_denominator(
     else:
         valid = target_N != options.ignore_index
         if class_weight is None:
-            count = valid.sum().to(dtype)
-        else:
-            # An invalid label must not be used as an index; its own row is NaN already.
-            weights = class_weight.to(dtype)[target_N.clamp(0, class_weight.shape[0] - 1).to(torch.int64)]
-            count = (weights * valid).sum()
+            # Where all are ignored the sum of the rows is 0 by itself, so that 1 will do: two launches less.
+            return valid.sum(dtype=dtype).clamp_(min=1.0).reciprocal_()
+        # An invalid label must not be used as an index; its own row is NaN already.
+        weights = class_weight.to(dtype)[target_N.clamp(0, class_weight.shape[0] - 1).to(torch.int64)]
+        count = (weights * valid).sum()
     inverse: Tensor = torch.where(count == 0, 0.0, 1.0 / count)
     return inverse
 
@@ -192,14 +192,14 @@ def pack(
     results: tuple[Tensor, Tensor, Tensor, Tensor], target: Tensor, per_row: bool, outputs: tuple[str, ...],
     ignore_index: int,
 ) -> Tensor | LossOutput:  # fmt: skip
-    """The public return value of (loss, logprob, entropy, predicted): the loss alone, or what `outputs` names."""
-    loss, logprob, entropy, predicted = results
+    """The public return value of (loss, stats, entropy, predicted): the loss alone, or what `outputs` names."""
+    loss, stats, entropy, predicted = results
     loss = loss.view(target.shape) if per_row else loss
     if not outputs:
         return loss
     return LossOutput(
         loss,
-        logprob=logprob.view(target.shape) if "logprob" in outputs else None,
+        logprob=logprob_of(stats).view(target.shape) if "logprob" in outputs else None,
         entropy=entropy.view(target.shape) if "entropy" in outputs else None,
         accuracy=accuracy(predicted.view(target.shape), target, ignore_index) if "accuracy" in outputs else None,
         predicted=predicted.view(target.shape) if "predicted" in outputs else None,

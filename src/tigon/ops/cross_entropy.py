@@ -39,15 +39,15 @@ def gradient_scales(
     token_weight: Tensor | None,
     class_weight: Tensor | None,
     options: LossOptions,
-) -> tuple[Tensor, Tensor]:
-    """(factor of the stored gradient, what is left to multiply by); their product is 1/D.
+) -> tuple[Tensor, Tensor | None]:
+    """(factor of the stored gradient, what is left to multiply by, None for 1); their product is 1/D.
 
     bf16 and fp32 have the exponent range to take 1/D at once. fp16 stores dr · 2^10 / M, where M is the size that
     dr can have: max|a| · |scale| · (max(1, max w) + 2λ·lse). 65504 is 64 times what such a G needs.
     """
-    one = torch.ones_like(inv_denominator)
     if dtype != torch.float16:
-        return inv_denominator, one
+        return inv_denominator, None
+    one = torch.ones_like(inv_denominator)
     size = one if class_weight is None else class_weight.amax().to(one.dtype).clamp(min=1.0)
     size = (size + 2.0 * options.z_loss * (options.softcap or _USUAL_LSE)) * (abs(options.logit_scale) or 1.0)
     if token_weight is not None and token_weight.numel():
@@ -69,9 +69,8 @@ class CrossEntropy(torch.autograd.Function):
         )
         ctx.save_for_backward(logits_NV, target, class_weight, token_weight, inv_denominator, stats)
         ctx.options = options
-        logprob = _loss.logprob_of(stats)
-        ctx.mark_non_differentiable(logprob, entropies, argmax)
-        return loss_N if per_row else loss_N.sum() * inv_denominator, logprob, entropies, argmax
+        ctx.mark_non_differentiable(stats, entropies, argmax)
+        return loss_N if per_row else loss_N.sum() * inv_denominator, stats, entropies, argmax
 
     @staticmethod
     @first_order
@@ -101,9 +100,8 @@ class CrossEntropyInplace(torch.autograd.Function):
         # The kernel writes past autograd; whoever else saved these logits for backward must learn of it.
         torch.autograd.graph.increment_version(logits_NV)
         ctx.gradient = buffer
-        logprob = _loss.logprob_of(stats)
-        ctx.mark_non_differentiable(logprob, entropies, argmax)
-        return loss_N if per_row else loss_N.sum() * inv_denominator, logprob, entropies, argmax
+        ctx.mark_non_differentiable(stats, entropies, argmax)
+        return loss_N if per_row else loss_N.sum() * inv_denominator, stats, entropies, argmax
 
     @staticmethod
     @first_order
@@ -114,7 +112,7 @@ class CrossEntropyInplace(torch.autograd.Function):
                 "Call cross_entropy without inplace where a graph is walked twice."
             )
         gradient, ctx.gradient = ctx.gradient, None
-        scale = dloss * ctx.left
+        scale = dloss if ctx.left is None else dloss * ctx.left
         if _dispatch.uses_kernel(gradient):
             from tigon.kernels.cross_entropy import scale_rows_
 

@@ -240,11 +240,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(
                 hidden_NH, weight_VH, bias, target, class_weight, token_weight, inv_denominator, index
             )
-        logprob = _loss.logprob_of(stats)
         # Without a reduction the rows go back to their places; a sum does not care.
         loss = _spread(loss_N, index, rows, 0) if per_row else loss_N.sum() * inv_denominator
         extra = (
-            _spread(logprob, index, rows, 0),
+            stats if index is None else stats.new_zeros((3, rows)).index_copy_(1, index, stats),
             _spread(entropies, index, rows, 0) if entropy else entropies,
             _spread(argmax, index, rows, ignore_index) if predicted else argmax,
         )
@@ -262,7 +261,7 @@ def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     g_NV, factors, x_NH, weight_VH, target, db, left, index = ctx.saved_tensors
     want_hidden, want_weight, want_bias = ctx.want
     x_dtype, w_dtype, b_dtype = ctx.dtypes
-    scale = dloss * left
+    scale = dloss if left is None else dloss * left
     dx = dw = None
     # dW first: the scaled X that it needs is gone before dX is there.
     if factors.numel():
@@ -298,7 +297,7 @@ def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     dx, db, left, index = ctx.saved_tensors  # raises in a second backward of a graph that was not retained
     want_hidden, want_weight, want_bias = ctx.want
     x_dtype, w_dtype, b_dtype = ctx.dtypes
-    scale = dloss * left
+    scale = dloss if left is None else dloss * left
     dw, once = ctx.dw, not _keeps_graph()
     if once:
         ctx.dw = None  # the rest of the model's backward needs its memory
@@ -334,6 +333,7 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     if token_weight is not None:
         per_token = per_token * token_weight
     stored, left = gradient_scales(x_dtype, inv_denominator, per_token, class_weight, ctx.options)
+    left = torch.ones_like(stored) if left is None else left
     _, _, _, _, dx, dw, db, _, _ = chunk_loop(
         x_NH, weight_VH, bias, target, class_weight, per_token, stored, *ctx.options, ctx.plan.chunk,
         False, ctx.plan.fp32_accumulate, want_hidden, want_weight, want_bias, False, False,

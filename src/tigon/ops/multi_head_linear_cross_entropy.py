@@ -119,6 +119,7 @@ def _common_scale(dtype: torch.dtype, scales_K: Tensor, options: LossOptions) ->
     if dtype != torch.float16:
         return scales_K, torch.ones_like(scales_K[0])
     stored, left = gradient_scales(dtype, torch.ones_like(scales_K[0]), None, None, options)
+    assert left is not None, "fp16 always leaves a factor"
     largest = scales_K.abs().amax()
     largest = torch.where(largest > 0, largest, 1.0)
     return scales_K / largest * stored, left * largest
