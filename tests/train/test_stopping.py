@@ -11,8 +11,9 @@ import time
 import pytest
 from test_checkpoints import train_losses, weights
 from torch.utils.data import get_worker_info
-from train_helpers import forks, in_forks, records
+from train_helpers import records
 
+from forks import forks, in_forks
 from tigon.train import checkpoint, comparison, engine, model, progress, report, run, stopping, trainer
 
 TRAIN = {"steps": 6, "eval_steps": 3, "keep_checkpoints": 9}

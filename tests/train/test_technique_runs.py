@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from train_helpers import SMALL, forks, in_forks, losses_of, records, rows, small_trainer
+from train_helpers import SMALL, losses_of, records, rows, small_trainer
 
+from forks import forks, in_forks
 from tigon.models import DeferredLogits
 from tigon.techniques.choices import KERNELS
 from tigon.techniques.optimizers import OPTIMIZERS

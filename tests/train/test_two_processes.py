@@ -14,8 +14,9 @@ import pytest
 import torch
 from test_finite_steps import Watch, spoil
 from test_technique_runs import fsdp_rank
-from train_helpers import SMALL, forks, in_forks, records, small_trainer
+from train_helpers import SMALL, records, small_trainer
 
+from forks import forks, in_forks
 from tigon.train import checkpoint, stopping
 from tigon.train.recipe import Recipe, TrainConfig
 from tigon.train.trainer import TigonTrainer
