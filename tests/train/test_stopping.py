@@ -148,6 +148,25 @@ def test_signal_while_the_run_is_wound_up_leaves_it_half_written_or_is_swallowed
     assert not (cut / "checkpoints").exists() or not list((cut / "checkpoints").iterdir())
 
 
+def test_signal_that_comes_while_the_processes_ask_each_other_is_lost(monkeypatch):
+    """Two processes are in that question most of the time that one waits for the other. If it came to all of them there
+    and was lost, they would train on until the launcher's patience ends, 180 s later, and it kills them."""
+    from torch import distributed
+
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    came = [signal.SIGTERM]
+
+    def all_reduce(heard, op):
+        if came:
+            os.kill(os.getpid(), came.pop())
+
+    monkeypatch.setattr(distributed, "all_reduce", all_reduce)
+    with stopping.Stop(speaks=False) as stop:
+        stop.listen()
+        assert [stop.agreed() for _ in range(3)] == [0, signal.SIGTERM, signal.SIGTERM]
+
+
 @forks
 @pytest.mark.parametrize("first", stopping.SIGNALS)
 def test_second_signal_is_waited_for(first):
