@@ -25,6 +25,7 @@ CODE = """
 import os
 import tigon, tigon.models, tigon.nn, tigon.doctor
 print("importing", *families())
+import transformers.modeling_utils  # once for all copies; of no family
 from tigon.models import MODELS, patch
 from tigon.models.tiny import tiny_model
 for family in sys.argv[1:]:
