@@ -35,16 +35,26 @@ def test_help_imports_nothing_heavy_and_lists_the_verbs():
     assert "HEAVY []" in done.stdout and "train" in done.stdout
 
 
-def test_a_wrong_verb_or_flag_exits_with_two():
+def test_a_wrong_verb_or_flag_exits_with_two(monkeypatch, capsys):
+    from tigon import cli
+
     for arguments in (("trian",), ("train", "--nope", "r.yaml"), ("train",)):
-        done = tigon(*arguments)
-        assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("tigon: ")
-        assert done.stderr.count("\n") == 1 and "--help" in done.stderr
+        monkeypatch.setattr(sys, "argv", ["tigon", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        said = capsys.readouterr()
+        assert stop.value.code == 2 and said.out == "" and said.err.startswith("tigon: ")
+        assert said.err.count("\n") == 1 and "--help" in said.err
 
 
-def test_no_verb_at_all_is_answered_with_something_other_than_the_help():
-    done = tigon()
-    assert done.returncode == 2 and "Commands:" in done.stdout + done.stderr
+def test_no_verb_at_all_is_answered_with_something_other_than_the_help(monkeypatch, capsys):
+    from tigon import cli
+
+    monkeypatch.setattr(sys, "argv", ["tigon"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr()
+    assert stop.value.code == 2 and "Commands:" in said.out + said.err
 
 
 def test_a_bug_is_shown_as_a_traceback_and_not_dressed_up_as_a_usage_error(monkeypatch):

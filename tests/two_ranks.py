@@ -1,14 +1,13 @@
 """Two processes that compare the gradients of sharded weights with those of one process.
 
-The processes are started once for a test module and run all of its SCENARIOS, name -> function of the rank and the
-device mesh: each gives the largest relative error of a gradient. Each rank has one row of the batch, and the loss of
-both is divided by the targets of both, as the Trainer does it.
+The processes are copies of this one, made once for a test module, and run all of its SCENARIOS, name -> function of the
+rank and the device mesh: each gives the largest relative error of a gradient. Each rank has one row of the batch, and
+the loss of both is divided by the targets of both, as the Trainer does it.
 """
 
 from __future__ import annotations
 
-import importlib
-import socket
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from forks import in_forks
 
 RANKS = 2
 LIMIT = 2e-5
@@ -31,24 +32,18 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
 
 
-def run(module: str, folder: Path) -> list[dict[str, Any]]:
-    """What each rank found in each of the module's SCENARIOS: the error, or a traceback. They meet in `folder`.
-
-    The processes import the module themselves, because functions made in it (lambdas) cannot be sent to them.
-    """
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("gloo is not built in")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    torch.multiprocessing.spawn(_child, args=(module, port, str(folder)), nprocs=RANKS)
+def run(scenarios: Scenarios, folder: Path) -> list[dict[str, Any]]:
+    """What each rank found in each of the scenarios: the error, or a traceback. They write it into `folder`."""
+    if not hasattr(os, "fork") or not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("gloo is not built in, or a process cannot be copied")
+    said = folder / "stderr"
+    statuses = in_forks(lambda rank: _rank(rank, scenarios, folder), RANKS, said=said)
+    assert statuses == [0] * RANKS, said.read_text(encoding="utf-8")[-3000:]
     return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
 
 
-def _child(rank: int, module: str, port: int, folder: str) -> None:
-    scenarios: Scenarios = importlib.import_module(module).SCENARIOS
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+def _rank(rank: int, scenarios: Scenarios, folder: Path) -> None:
+    dist.init_process_group("gloo")
     mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
     found: dict[str, Any] = {}
     for name, scenario in scenarios.items():
@@ -57,7 +52,7 @@ def _child(rank: int, module: str, port: int, folder: str) -> None:
         except BaseException:
             found[name] = traceback.format_exc()
         dist.barrier()
-    torch.save(found, Path(folder) / f"{rank}.pt")
+    torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """`import liger_kernel` after `install`, the script runner, Trainer(use_liger_kernel=True): each in its own process.
 
-Subprocesses, because the answers live in `sys.modules` and in caches of transformers.
+Processes, because the answers live in `sys.modules` and in caches of transformers; copies of this one where it does not
+matter what has been imported before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+import forks
 import tigon
+
+pytestmark = forks.forks
 
 # Absolute, because the processes run in folders of their own.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(tigon.__file__).parent.parent)}
@@ -28,9 +32,7 @@ config = LlamaConfig(
 
 
 def python(code: str, *, cwd: Path | None = None) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=cwd, env=ENVIRONMENT
-    )
+    done = forks.python(code=code, cwd=cwd)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -153,12 +155,13 @@ assert liger_kernel.real
 
 
 def test_importing_the_names_imports_transformers() -> None:
-    out = python("""
+    code = """
 import sys
 from tigon.compat.liger import LigerRMSNorm, apply_liger_kernel_to_llama, install
 print("transformers" in sys.modules)
-""")
-    assert out.strip() == "False"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    assert done.stdout.strip() == "False"
 
 
 TRAINER = """
@@ -216,8 +219,7 @@ print("ok")
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tigon.compat.liger", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=ENVIRONMENT)
+    return forks.python(*arguments, module="tigon.compat.liger", cwd=cwd)
 
 
 def test_liger_script_does_not_run_unmodified(tmp_path: Path) -> None:
@@ -251,7 +253,8 @@ def test_scripts_exit_code_is_lost(tmp_path: Path) -> None:
     (tmp_path / "good.py").write_text("import liger_kernel\n")
     (tmp_path / "bad.py").write_text("raise RuntimeError('out of luck')\n")
     assert run("good.py", cwd=tmp_path).returncode == 0
-    done = run("bad.py", cwd=tmp_path)
+    command = [sys.executable, "-m", "tigon.compat.liger", "bad.py"]  # once as a shell starts it
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 1 and "RuntimeError: out of luck" in done.stderr
 
 

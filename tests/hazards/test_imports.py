@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
+from forks import forks
+
 pytest.importorskip("transformers")
+pytestmark = forks
 
 PRELUDE = """
 import sys
@@ -17,23 +20,40 @@ def families():
 """
 
 
-def run(code: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, check=True)
-    return done.stdout.split()
-
-
-def test_importing_the_patcher_imports_a_modeling_file() -> None:
-    assert run("import tigon, tigon.models, tigon.nn, tigon.doctor; print(*families())") == []
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_patching_one_family_imports_the_code_of_another(family: str) -> None:
-    code = f"""
+FAMILIES = ("llama", "gemma2", "gpt2")
+CODE = """
+import os
+import tigon, tigon.models, tigon.nn, tigon.doctor
+print("importing", *families())
+import transformers.modeling_utils  # once for all copies; of no family
 from tigon.models import MODELS, patch
 from tigon.models.tiny import tiny_model
-model = tiny_model({family!r}, MODELS[{family!r}].tiny)
-before = families()
-patch(model)
-print(*(families() - before))
+for family in sys.argv[1:]:
+    sys.stdout.flush()
+    if os.fork():  # each in a copy, which has imported no other
+        os.wait()
+        continue
+    model = tiny_model(family, MODELS[family].tiny)
+    before = families()
+    patch(model)
+    print(family, *(families() - before))
+    break
 """
-    assert run(code) == []
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[str, list[str]]:
+    """The families whose code was imported by importing tigon, and by patching a model of each of FAMILIES."""
+    command = [sys.executable, "-c", PRELUDE + CODE, *FAMILIES]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {first: rest for first, *rest in lines}
+
+
+def test_importing_the_patcher_imports_a_modeling_file(imported: dict[str, list[str]]) -> None:
+    assert imported["importing"] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patching_one_family_imports_the_code_of_another(family: str, imported: dict[str, list[str]]) -> None:
+    assert imported[family] == []

@@ -149,7 +149,7 @@ SCENARIOS: Scenarios = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     pytest.importorskip("peft")
-    return two_ranks.run(__name__, tmp_path_factory.mktemp("ranks"))
+    return two_ranks.run(SCENARIOS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

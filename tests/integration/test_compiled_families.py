@@ -77,8 +77,9 @@ def test_compiled_loss_is_another_with_ignored_labels(family: str, backend: str)
     assert counters["stats"]["unique_graphs"] == 1, "the labels' values have recompiled it"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_batches_of_any_size_compile_again_and_again(family: str) -> None:
+def test_batches_of_any_size_compile_again_and_again() -> None:
+    """Of the family whose attention depends on the length too, by a window."""
+    family = "gemma2"
     patched, original = (model(family, **FAMILIES[family]) for _ in range(2))
     tigon.patch(patched)
     compiled = torch.compile(patched, backend="eager", fullgraph=True)

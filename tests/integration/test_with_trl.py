@@ -64,11 +64,13 @@ def train(tmp_path: Any, order: str, lora: bool = False, **options: Any) -> tupl
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_sft_trainer_logs_other_numbers(tmp_path: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sft_trainer_logs_other_numbers(tmp_path: Any, name: str) -> None:
+    """The trainer wraps the model it is given: that it can be patched before and after is tried where it wraps it."""
+    options = OPTIONS[name]
     want, _ = train(tmp_path, "unpatched", **options)
     assert len(want) == 4 and {"loss", "entropy", "mean_token_accuracy"} <= want[0].keys() and "eval_loss" in want[3]
-    for order in ("patched before", "patched after"):
+    for order in ("patched before", "patched after") if name in ("checkpointing", "lora") else ("patched before",):
         got, report = train(tmp_path, order, **options)
         assert report.counts["rms_norm"] == 5 and report.counts["swiglu"] == report.counts["rope"] == 2
         for one, other in zip(got, want, strict=True):

@@ -64,7 +64,7 @@ class Target:
     Capability" (less 1 KiB that CUDA keeps); AMD CDNA 2, 3 and 4 ISA guides."""
     dtypes: tuple[str, ...] = ("bfloat16",)
     once: bool = False
-    """Each op's kernels once, for the largest case, rather than every way through them: a chip close to another."""
+    """Each kernel once, in the launch that does the most, rather than every way through it: a chip close to another."""
 
     @property
     def gpu(self) -> GPUTarget:
@@ -138,6 +138,17 @@ class Launch:
         names = self.function.arg_names
         annotated = {p.name for p in self.function.params if p.is_constexpr}
         return {names[at]: value for (at,), value in self.constants.items() if names[at] in annotated}
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What is compiled, but for what Triton finds out about integers: the divisors of sizes and strides."""
+        pointers = [t for t in self.signature.values() if t.startswith("*")]
+        return self.kernel, *self.flags.items(), *pointers, self.options["num_warps"], self.aligned
+
+    @property
+    def demand(self) -> tuple[bool, int]:
+        """How much of its kernel a launch uses: rows of a model rather than others, then the flags that are set."""
+        return self.aligned and self.whole, sum(value is True for value in self.flags.values())
 
     @property
     def ways(self) -> set[tuple[str, str, Any]]:
@@ -241,13 +252,10 @@ def distinct(launches: Iterable[Launch]) -> list[Launch]:
 
 def covering(launches: list[Launch]) -> Iterator[Launch]:
     """The rows of models, then as few more as go every way through every kernel that any launch goes."""
-    left, seen = [], set()
-    for launch in launches:
-        if launch.aligned and launch.whole:
-            seen |= launch.ways
-            yield launch
-        else:
-            left.append(launch)
+    rows = {launch.form: launch for launch in reversed(launches) if launch.aligned and launch.whole}
+    yield from rows.values()
+    left = [launch for launch in launches if launch.form not in rows]
+    seen = {way for launch in rows.values() for way in launch.ways}
     while left:
         best = max(left, key=lambda launch: len(launch.ways - seen))
         if best.ways <= seen:
@@ -279,8 +287,8 @@ def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
                 here = [launch for launch in launches if launch.target == name and (thorough or launch.whole)]
                 if every:
                     yield from here
-                elif TARGETS[name].once:
-                    yield from {(launch.op, launch.kernel): launch for launch in reversed(here)}.values()
+                elif TARGETS[name].once or not thorough:
+                    yield from {launch.kernel: launch for launch in sorted(here, key=lambda x: x.demand)}.values()
                 else:
                     yield from covering(here)
 

@@ -38,7 +38,9 @@ class Report:
     faulty: list[Binary]
 
     def of(self, op: str, target: str) -> list[Binary]:
-        found = [b for b in self.binaries if b.target == target and op in {name for name, _ in b.used_by}]
+        """The binaries of the kernels that the op launches; of what another op makes of a kernel too."""
+        kernels = {b.kernel for b in self.binaries if op in {name for name, _ in b.used_by}}
+        found = [b for b in self.binaries if b.target == target and b.kernel in kernels]
         assert found, f"{op} launches no kernel for {target}"
         return found
 

@@ -41,7 +41,7 @@ def test_result_depends_on_the_chunk_size(reduction: str, backend: Any) -> None:
     upstream = torch.linspace(-1, 2, N, device=backend.device) if reduction == "none" else torch.tensor(0.7)
     upstream = upstream.to(backend.device)
     losses, grads = [], []
-    for rows in CHUNKS[1::2] + CHUNKS[-1:] if backend.interpreted else CHUNKS:
+    for rows in CHUNKS[2::2] if backend.interpreted else CHUNKS:
         for frozen in (None, "weight", "hidden"):
             a = x.detach().requires_grad_(frozen != "hidden")
             b = w.detach().requires_grad_(frozen != "weight")

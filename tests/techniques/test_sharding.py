@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from forks import forks, in_forks
+from tigon.models import MODELS, DeferredLogits, patch
 from tigon.models.config import build_on_meta, load_config
+from tigon.models.tiny import tiny_batch, tiny_model
+from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.matrix import refusals
 from tigon.techniques.optimizers import OPTIMIZERS
@@ -24,7 +26,6 @@ from tigon.techniques.sharding import deepspeed_config, nvme_buffers
 from tigon.techniques.technique import Facts
 
 transformers = pytest.importorskip("transformers")
-ROOT = Path(__file__).parents[2]
 
 
 def facts(name: str, processes: int = 1) -> Facts:
@@ -73,77 +74,84 @@ def test_deepspeed_refuses_the_configuration(stage, precision):
 
 # --- two processes ---------------------------------------------------------------------------------------------------
 
-_TRAIN = """
-import json, os, sys
-import deepspeed, torch
-import torch.distributed as dist
-from tigon import patch
-from tigon.models import MODELS, DeferredLogits
-from tigon.models.tiny import tiny_batch, tiny_model
-from tigon.techniques import TECHNIQUES
-from tigon.techniques.choices import Choices
-from tigon.techniques.sharding import deepspeed_config
-from tigon.techniques.technique import Facts
-
-stage, tile_tokens, ranks = int(sys.argv[1]), int(sys.argv[2]), int(os.environ["WORLD_SIZE"])
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-model = tiny_model("llama", MODELS["llama"].tiny)
-patch(model)
-facts = Facts(device="cpu", processes=ranks)
-choices = Choices(zero=stage, precision="fp32", gpus=ranks, checkpointing="full", mlp_tile_tokens=tile_tokens)
-for name in ("checkpointing-full", "tiled-mlp") if tile_tokens else ():
-    model = TECHNIQUES[name].model(model, choices, facts)
-config = deepspeed_config(choices, facts)
-config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-config |= {"train_micro_batch_size_per_gpu": 2 // ranks, "train_batch_size": 2, "gradient_accumulation_steps": 1,
-           "gradient_clipping": 1.0}
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-batch = tiny_batch(torch.device("cpu"))
-items = (batch["labels"][:, 1:] != -100).sum()
-share = {name: t[rank * 2 // ranks : (rank + 1) * 2 // ranks] for name, t in batch.items()}
-losses, deferred, head = [], [], []
-for _ in range(4):
-    head.append(model.get_output_embeddings().weight.numel())
-    out = engine(**share, num_items_in_batch=items)
-    deferred.append(isinstance(out.logits, DeferredLogits))
-    engine.backward(out.loss * ranks)
-    engine.step()
-    total = out.loss.detach().clone()
-    dist.all_reduce(total)
-    losses.append(total.item())
-if rank == 0:
-    print("RESULT" + json.dumps({"losses": losses, "deferred": deferred, "head": head}), flush=True)
-dist.destroy_process_group()
-"""
+STAGES = {"1": (1, 0), "2": (2, 0), "3-in-tiles": (3, 5)}
+"""ZeRO's stage, and the tokens of a tile: the last recomputes its layers, with MLPs in tiles."""
+STEPS, RANKS, LEARNING_RATE, CLIP = 4, 2, 1e-2, 1.0
 
 
-def train(stage: int, ranks: int, tile_tokens: int, script: Path) -> dict[str, list[Any]]:
-    script.write_text(_TRAIN, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*command, str(script), str(stage), str(tile_tokens)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        cwd=script.parent,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.split("RESULT")[1].splitlines()[0])
+def train_in_ranks(rank: int, stage: int, tile_tokens: int) -> dict[str, list[Any]]:
+    """What one of two ranks sees of a training of one row each."""
+    import deepspeed
+
+    model = tiny_model("llama", MODELS["llama"].tiny)
+    patch(model)
+    own = Facts(device="cpu", processes=RANKS)
+    choices = Choices(zero=stage, precision="fp32", gpus=RANKS, checkpointing="full", mlp_tile_tokens=tile_tokens)
+    for name in ("checkpointing-full", "tiled-mlp") if tile_tokens else ():
+        model = TECHNIQUES[name].model(model, choices, own)
+    config = deepspeed_config(choices, own)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    config |= {"train_micro_batch_size_per_gpu": 1, "train_batch_size": RANKS, "gradient_accumulation_steps": 1,
+               "gradient_clipping": CLIP}  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    batch = tiny_batch(torch.device("cpu"))
+    items = (batch["labels"][:, 1:] != -100).sum()
+    found: dict[str, list[Any]] = {"losses": [], "deferred": [], "head": []}
+    for _ in range(STEPS):
+        found["head"].append(model.get_output_embeddings().weight.numel())
+        out = engine(**{name: t[rank : rank + 1] for name, t in batch.items()}, num_items_in_batch=items)
+        found["deferred"].append(isinstance(out.logits, DeferredLogits))
+        engine.backward(out.loss * RANKS)
+        engine.step()
+        total = out.loss.detach().clone()
+        dist.all_reduce(total)
+        found["losses"].append(total.item())
+    return found
 
 
-@pytest.mark.parametrize(("stage", "tile_tokens"), [(1, 0), (2, 0), (3, 5)], ids=["1", "2", "3-in-tiles"])
-def test_two_ranks_of_zero_train_otherwise_than_one_or_with_logits(stage, tile_tokens, tmp_path):
-    """The two of stage 3 recompute their layers, with MLPs in tiles of tokens."""
+def train_alone() -> list[float]:
+    """The losses of one process that has both rows, without DeepSpeed and without a patch."""
+    model = tiny_model("llama", MODELS["llama"].tiny)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    batch, losses = tiny_batch(torch.device("cpu")), []
+    for _ in range(STEPS):
+        loss = model(**batch, num_items_in_batch=(batch["labels"][:, 1:] != -100).sum()).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[Any]]]:
+    """What rank 0 saw in each of STAGES, one after the other in the same two processes."""
     pytest.importorskip("deepspeed")
-    one = train(stage, 1, 0, tmp_path / "train.py")
-    two = train(stage, 2, tile_tokens, tmp_path / "train.py")
-    assert two["deferred"] == [True] * 4
-    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    folder = tmp_path_factory.mktemp("zero")
+
+    def act(rank: int) -> None:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        dist.init_process_group("gloo")
+        found = {name: train_in_ranks(rank, *stage) for name, stage in STAGES.items()}
+        if rank == 0:
+            (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+        dist.destroy_process_group()
+
+    said = folder / "stderr"
+    assert in_forks(act, RANKS, said=said) == [0] * RANKS, said.read_text()[-3000:]
+    return json.loads((folder / "found.json").read_text(encoding="utf-8"))
+
+
+@forks
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_of_zero_train_otherwise_than_one_or_with_logits(stage, trained):
+    one, two = train_alone(), trained[stage]
+    assert two["deferred"] == [True] * STEPS
+    assert two["losses"] == pytest.approx(one, rel=1e-5)
     assert two["losses"][-1] < two["losses"][0] - 0.1
-    assert (two["head"] == [0] * 4) == (stage == 3), "stage 3 alone partitions the head"
+    assert (two["head"] == [0] * STEPS) == (STAGES[stage][0] == 3), "stage 3 alone partitions the head"
 
 
 # --- optimizers on the sharded tensors of FSDP2 ----------------------------------------------------------------------

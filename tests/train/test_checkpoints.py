@@ -17,8 +17,9 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import torch
-from train_helpers import SMALL, forks, in_forks, records, small_trainer
+from train_helpers import SMALL, records, small_trainer
 
+from forks import forks, in_forks
 from tigon.errors import RunFolderError
 from tigon.train import checkpoint, launch
 from tigon.train.recipe import Recipe, TrainConfig

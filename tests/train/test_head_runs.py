@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from train_helpers import SMALL, forks, in_forks, records, rows, small_trainer, tree
+from train_helpers import SMALL, records, rows, small_trainer, tree
 
+from forks import forks, in_forks
 from tigon.medusa import HeadsSpec, load_heads
 from tigon.train import launch
 from tigon.train.heads import HeadsTrainer, attach, split_groups

@@ -12,8 +12,9 @@ import pytest
 import torch
 from test_checkpoints import train_losses
 from test_technique_runs import fsdp_rank
-from train_helpers import SMALL, TINY_MODEL, forks, in_forks, records, small_trainer
+from train_helpers import SMALL, TINY_MODEL, records, small_trainer
 
+from forks import forks, in_forks
 from tigon.errors import RecipeError
 from tigon.train import checkpoint, launch, model, prediction
 from tigon.train.recipe import Recipe, TrainConfig

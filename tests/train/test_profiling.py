@@ -54,13 +54,13 @@ def test_what_is_written_is_not_the_run(recipe, tigon, here):
 def test_the_peak_is_not_the_one_that_a_run_has(recipe, tigon, here):
     """Beside the trainer's own measurement of the second step, in which nothing is hooked or recorded but memory."""
     from tigon.profile.peak import PeakMeter, training_state
-    from tigon.train import engine, recipe_file, run
+    from tigon.train import engine, prepare, recipe_file
     from tigon.train import trainer as trainers
     from tigon.train.packing import RowDataset
 
     path = recipe(model={"kernels": "tigon"})
     _, profile = profiled(tigon, path)
-    prepared = run.prepare_all(
+    prepared = prepare.prepare(
         recipe_file.load(path, ["train.steps=2"], gpu_present=lambda: False), torch.device("cpu")
     )
     configured = prepared.recipe

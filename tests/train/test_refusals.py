@@ -215,8 +215,8 @@ def test_a_missing_extra_names_the_command_that_installs_it(recipe, here):
 def test_the_hub_is_left_alone_unless_a_hub_id_is_asked_for(recipe, tigon, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE")
     tigon("train", recipe(), "--set", "data.source=none.txt")
+    from tigon.train.prepare import quiet_libraries
     from tigon.train.recipe import ModelConfig, Recipe
-    from tigon.train.run import quiet_libraries
 
     quiet_libraries(Recipe())
     assert os.environ["HF_HUB_OFFLINE"] == "1"

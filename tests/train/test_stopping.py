@@ -11,8 +11,9 @@ import time
 import pytest
 from test_checkpoints import train_losses, weights
 from torch.utils.data import get_worker_info
-from train_helpers import forks, in_forks, records
+from train_helpers import records
 
+from forks import forks, in_forks
 from tigon.train import checkpoint, comparison, engine, model, progress, report, run, stopping, trainer
 
 TRAIN = {"steps": 6, "eval_steps": 3, "keep_checkpoints": 9}
@@ -145,6 +146,25 @@ def test_signal_while_the_run_is_wound_up_leaves_it_half_written_or_is_swallowed
     if n_left_out:
         assert "stopped by a signal" in outcome.out and "stopped by a signal" in (cut / "report.md").read_text()
     assert not (cut / "checkpoints").exists() or not list((cut / "checkpoints").iterdir())
+
+
+def test_signal_that_comes_while_the_processes_ask_each_other_is_lost(monkeypatch):
+    """Two processes are in that question most of the time that one waits for the other. If it came to all of them there
+    and was lost, they would train on until the launcher's patience ends, 180 s later, and it kills them."""
+    from torch import distributed
+
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    came = [signal.SIGTERM]
+
+    def all_reduce(heard, op):
+        if came:
+            os.kill(os.getpid(), came.pop())
+
+    monkeypatch.setattr(distributed, "all_reduce", all_reduce)
+    with stopping.Stop(speaks=False) as stop:
+        stop.listen()
+        assert [stop.agreed() for _ in range(3)] == [0, signal.SIGTERM, signal.SIGTERM]
 
 
 @forks

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from train_helpers import SMALL, forks, in_forks, losses_of, records, rows, small_trainer
+from train_helpers import SMALL, losses_of, records, rows, small_trainer
 
+from forks import forks, in_forks
+from tigon import cli
 from tigon.models import DeferredLogits
 from tigon.techniques.choices import KERNELS
 from tigon.techniques.optimizers import OPTIMIZERS
@@ -239,20 +240,17 @@ def test_excluded_pair_is_loaded_or_leaves_something(recipe, tigon, here, sets, 
     assert set(here.rglob("*")) == before
 
 
-def run(here: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own: DeepSpeed keeps a process group and more for good."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "tigon", *map(str, words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=here)
-
-
-def test_processes_repeat_a_refusal(recipe, here):
+@forks
+def test_processes_repeat_a_refusal(recipe, here, monkeypatch):
     """What only the processes can see, as a text that is too short, is one line from the first."""
-    done = run(here, "train", recipe(train={"batch_size": 1000}), "--gpus", 2)
-    assert done.returncode == 2, done.stderr[-2000:]
-    lines = [line for line in done.stderr.splitlines() if line.startswith("tigon: ")]
+    monkeypatch.setattr(sys, "argv", ["tigon", "train", str(recipe(train={"batch_size": 1000})), "--gpus", "2"])
+    said = here / "stderr"
+    statuses = in_forks(lambda rank: cli.main(), 2, said=said)
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [2, 2]
+    text = said.read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("tigon: ")]
     assert len(lines) == 1 and "fewer than train.batch_size 1000" in lines[0]
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in text
     assert not (here / "runs").exists()
 
 

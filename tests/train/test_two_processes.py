@@ -14,10 +14,12 @@ import pytest
 import torch
 from test_finite_steps import Watch, spoil
 from test_technique_runs import fsdp_rank
-from train_helpers import SMALL, forks, in_forks, records, small_trainer
+from train_helpers import SMALL, records, small_trainer
 
-from tigon.train import checkpoint, stopping
+from forks import forks, in_forks
+from tigon.train import checkpoint, launch, stopping
 from tigon.train.recipe import Recipe, TrainConfig
+from tigon.train.run import train
 from tigon.train.trainer import TigonTrainer
 
 ROOT = Path(__file__).parents[2]
@@ -69,36 +71,72 @@ def reached(run: Path, step: int, process: subprocess.Popen[str]) -> None:
     raise AssertionError(process.communicate())
 
 
-def children_of(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
-    return [int(word) for word in found.split()]
+def killed_in_step(step: int, rank: int, path: Path) -> None:
+    """What one of two processes does: train, until rank 1 is killed."""
+    original = TigonTrainer.compute_loss
+
+    def compute_loss(self, *arguments, **kwargs):
+        if rank == 1 and self.state.global_step == step - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *arguments, **kwargs)
+
+    TigonTrainer.compute_loss = compute_loss
+    train(path, ["sharding.gpus=2"])
 
 
 @linux
+@forks
 def test_two_processes_lose_what_they_have_to_a_kill_or_a_signal(recipe, here):
-    """SIGKILL to rank 1; then, resumed, SIGTERM to the launcher."""
+    """SIGKILL to rank 1; then, resumed by the command, SIGTERM to the launcher."""
     path = recipe(train={"steps": 100_000, "batch_size": 1, "save_steps": 3, "log_steps": 1})
     run = here / "runs" / "r"
-    process = start(here, path)
-    reached(run, 5, process)
-    os.kill(children_of(process.pid)[1], signal.SIGKILL)
-    _, said = process.communicate(timeout=200)  # the launcher ends what hangs after 180 s
-    assert process.returncode == 2, said
-    assert "tigon: process 1 of 2 was killed (SIGKILL), and the others were ended" in said
+    other, killed = in_forks(lambda rank: killed_in_step(6, rank, path), 2, said=here / "said")
+    assert os.WTERMSIG(killed) == signal.SIGKILL and other != 0, (here / "said").read_text()[-3000:]
     found = checkpoint.newest(run / "checkpoints")
-    killed_at = checkpoint.step_of(found.path)
-    assert killed_at >= 3 and not found.passed_over
+    assert found.path.name == "checkpoint-3" and not found.passed_over
 
     process = start(here, path, "--resume")
-    reached(run, killed_at + 4, process)
+    reached(run, 7, process)
     process.send_signal(signal.SIGTERM)
     out, said = process.communicate(timeout=200)  # the launcher ends what hangs after 180 s
     assert process.returncode == 143, said
-    assert f"from checkpoint-{killed_at}" in out
+    assert "from checkpoint-3" in out
     stopped_at = checkpoint.step_of(checkpoint.newest(run / "checkpoints").path)
     assert f"stopped by SIGTERM after step {stopped_at}; checkpoint-{stopped_at} is complete" in said
     assert said.count("saving at the end of this step") == 1 and "Traceback" not in said
     assert [r["step"] for r in records(run, "train")] == list(range(1, stopped_at + 1))
+
+
+# Stands in for tigon in the processes of a launcher: rank 1 ends as it is told, rank 0 waits to be ended.
+RANK = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    fate = sys.argv[2]
+    os.kill(os.getpid(), signal.SIGKILL) if fate == "killed" else sys.exit(int(fate))
+time.sleep(60)
+"""
+
+
+@forks
+@pytest.mark.parametrize(
+    ("fate", "said_or_code"),
+    [("killed", "process 1 of 2 was killed (SIGKILL), and the others were ended"), ("2", 2), ("143", 143)],
+)
+def test_fate_of_a_process_is_not_what_its_launcher_ends_with(fate, said_or_code, tmp_path):
+    (tmp_path / "tigon").mkdir()
+    (tmp_path / "tigon" / "__main__.py").write_text(RANK)
+
+    def act(_: int) -> int:
+        os.environ["PYTHONPATH"] = str(tmp_path)
+        os.chdir(tmp_path)
+        return launch.launch(Path(fate), [], 2, resume=False)
+
+    said = tmp_path / "stderr"
+    (status,) = in_forks(act, said=said)
+    if isinstance(said_or_code, str):
+        assert os.waitstatus_to_exitcode(status) == 1 and f"ProcessError: {said_or_code}" in said.read_text()
+    else:
+        assert os.waitstatus_to_exitcode(status) == said_or_code and not said.read_text()
 
 
 def wait_in_vain(rank: int, here: Path) -> int | None:
@@ -141,7 +179,7 @@ def test_signal_to_one_process_in_the_last_evaluation_leaves_the_other_alone(rec
     """Of sharded weights, which are still saved after training; the run is then finished by --resume."""
     path = recipe(train={"batch_size": 2}, output={"save_model": True})
 
-    def train(rank: int) -> None:
+    def act(rank: int) -> None:
         original = TigonTrainer.evaluate
 
         def evaluate(self, *arguments):
@@ -153,7 +191,7 @@ def test_signal_to_one_process_in_the_last_evaluation_leaves_the_other_alone(rec
         fsdp_rank(path, [], resume=False)
 
     said = here / "stderr"
-    statuses = in_forks(train, 2, said=said)
+    statuses = in_forks(act, 2, said=said)
     assert [os.waitstatus_to_exitcode(status) for status in statuses] == [143, 143], said.read_text()[-3000:]
     assert said.read_text().count("tigon: stopped by SIGTERM after step 4; checkpoint-4 is complete") == 1
     assert checkpoint.newest(here / "runs" / "r" / "checkpoints").path.name == "checkpoint-4"
@@ -167,8 +205,6 @@ def test_signal_to_one_process_in_the_last_evaluation_leaves_the_other_alone(rec
 def test_options_that_an_older_launcher_lacks_are_passed_to_it(monkeypatch):
     """PyTorch 2.8, the oldest that tigon takes, has neither of them."""
     from torch.distributed import run
-
-    from tigon.train import launch
 
     parser, taken = run.get_args_parser(), []
     for action in list(parser._actions):

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import socket
-import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tigon.train.packing import IGNORE_INDEX, Collator, RowDataset, pack
@@ -25,7 +19,6 @@ TINY_MODEL = {
 }  # fmt: skip
 
 
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="works with forked copies of this process")
 CPU = torch.device("cpu")
 SMALL = ModelConfig(name="tigon-demo", kernels="none", config=TINY_MODEL)
 
@@ -67,57 +60,6 @@ def small_trainer(
 def losses_of(trainer: Any) -> list[float]:
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def in_forks(
-    action: Callable[[int], Any], count: int = 1, *, said: Path | None = None, fresh: bool = True
-) -> list[int]:
-    """Run `action(rank)` in copies of this process at once, and give their wait statuses.
-
-    A copy costs no imports, and what DeepSpeed and process groups leave in a process goes with it. With more than one
-    the copies find each other as the ranks of a launcher do. said: where their stderr goes, else nowhere. fresh:
-    without what Accelerate knows of this process, which a trainer made before needs.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    sys.stdout.flush()
-    children = []
-    for rank in range(count):
-        child = os.fork()
-        if child:
-            children.append(child)
-            continue
-        code = 1
-        try:
-            torch.set_num_threads(1)
-            os.dup2(os.open(said or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  # pytest's would be lost
-            if fresh:
-                _forget_accelerate()
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are the parent's, and would be waited for
-            if count > 1:
-                os.environ.update(
-                    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count),
-                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                )  # fmt: skip
-            result = action(rank)
-            code = result if isinstance(result, int) else 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return [os.waitpid(child, 0)[1] for child in children]
-
-
-def _forget_accelerate() -> None:
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._shared_state.clear()
 
 
 def words(n_words: int, seed: int = 0) -> str:

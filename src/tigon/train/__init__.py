@@ -6,6 +6,7 @@ tokenizer.py   the model's tokenizer, or a byte-level BPE trained on the spot
 packing.py     documents -> rows of tokens, labels and positions; the collator
 folder.py      the run folder: created last, resumed only when it is ours
 preflight.py   everything that can be refused before the folder exists
+prepare.py     recipe, text and machine -> what a run trains with, before the folder exists
 trainer.py     the Trainer subclass and its arguments
 checkpoint.py  checkpoints: complete or not there, compared with their manifest before they are used
 finite.py      the gate that leaves out a step whose loss or gradient is not finite

@@ -14,7 +14,7 @@ from tigon.train.folder import RunFolder
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tigon.train.run import Prepared
+    from tigon.train.prepare import Prepared
 
 
 def in_words(error: Exception, run: RunFolder, command: str) -> TigonError | None:

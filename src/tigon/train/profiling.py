@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
-from tigon.train import documents, launch, preflight, recipe_file, run
+from tigon.train import documents, launch, preflight, prepare, recipe_file
 from tigon.train.recipe import ComparisonConfig, Recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tigon.profile.result import Predicted, Profile
-    from tigon.train.run import Prepared
+    from tigon.train.prepare import Prepared
 
 TRACED_STEPS = 2
 """After the recorded ones: one in which the profiler warms up, one that it times."""
@@ -65,7 +65,7 @@ def profile(asked: Asked) -> Path:
     if asked.is_pair:
         path, overrides = asked.beside or asked.recipe, (*asked.overrides, *asked.beside_overrides)
         other = _short(recipe_file.load(path, overrides, gpu_present=preflight.gpu_present), asked.steps)
-    run.quiet_libraries(recipe)
+    prepare.quiet_libraries(recipe)
     for each in filter(None, (recipe, other)):
         documents.check_sources((*each.data.source, *each.data.eval_source))
         processes = max(each.sharding.gpus, launch.processes())
@@ -193,7 +193,7 @@ def _profile_here(recipe: Recipe, steps: int, folder: Path) -> Profile:
     from tigon.train.recorded import record
 
     device = preflight.check_device(recipe)
-    prepared = run.prepare_all(recipe, device)
+    prepared = prepare.prepare(recipe, device)
     said = f"profile  {_label(prepared)}: {steps} steps recorded, then one timed"
     _console().print(said, markup=False, soft_wrap=True)
     predicted, why = _predict(prepared)

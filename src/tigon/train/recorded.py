@@ -22,7 +22,7 @@ from tigon.profile.watch import Watch
 from tigon.train import engine, heads, self_check
 from tigon.train import trainer as trainers
 from tigon.train.packing import RowDataset
-from tigon.train.run import Prepared
+from tigon.train.prepare import Prepared
 
 SNAPSHOT, TRACE = "snapshot.pickle", "trace.json"
 

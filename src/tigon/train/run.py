@@ -1,65 +1,33 @@
 """`tigon train`, in order: read, refuse, prepare, sample, train, evaluate, sample, save, compare, report.
 
-Everything up to `_prepare` only reads; the run folder is made after the last check that can refuse.
+Everything up to `prepare` only reads; the run folder is made after the last check that can refuse.
 """
 
 from __future__ import annotations
 
-import math
-import os
 import shlex
 import signal
 import sys
 import time
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tigon.errors import RecipeError, TigonError
+from tigon.errors import TigonError
 from tigon.techniques import TECHNIQUES
 from tigon.train import checkpoint, documents, faults, folder, launch, preflight, recipe_file, stopping
 from tigon.train.folder import RunFolder
+from tigon.train.prepare import Prepared, prepare, quiet_libraries
 from tigon.train.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from tigon.medusa import HeadsSpec
-    from tigon.techniques.choices import Choices
-    from tigon.techniques.technique import Facts
     from tigon.train.comparison import Repeat
-    from tigon.train.packing import Collator, Packed, Row
-    from tigon.train.prediction import Prediction
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A run that nothing speaks against any more."""
-
-    recipe: Recipe
-    device: torch.device
-    choices: Choices
-    facts: Facts
-    config: Any
-    n_parameters: int
-    tokenizer: Any
-    train: Packed
-    eval_rows: list[Row]
-    collator: Collator
-    prompt: list[int]
-    data: dict[str, Any]
-    bad_rows: tuple[str, ...] = ()
-    """What is wrong with the first rows left out."""
-    wrong_ops: Mapping[str, str] = field(default_factory=dict)
-    """Kernels that failed their self-test, and why; the model keeps its own code in their place."""
-    command: str = ""
-    prediction: Prediction | None = None
-    heads: HeadsSpec | None = None
 
 
 def train(path: Path, overrides: Sequence[str] = (), *, resume: bool = False, auto: bool = False) -> Path:
@@ -102,7 +70,7 @@ def _train_alone_or_joined(
     from rich.console import Console
 
     console = Console(highlight=False, quiet=launch.rank() > 0)
-    prepared = prepare_all(recipe, device)
+    prepared = prepare(recipe, device)
     command = shlex.join(["tigon", "train", str(path), *(word for text in overrides for word in ("--set", text))])
     if run is None:
         run = _create(prepared, command)
@@ -145,23 +113,6 @@ def _newest_folder(recipe: Recipe, resumed: RunFolder | None) -> Path:
     return path
 
 
-def prepare_all(recipe: Recipe, device: torch.device) -> Prepared:
-    """`_prepare`, in the first process first. What it refuses, it refuses in all: only the first says so."""
-    if launch.joined():
-        stopping.end_with_parent()
-    if recipe.sharding.zero > 0 or recipe.sharding.fsdp:
-        launch.name_lone_rank_if_alone()
-    if launch.joined():
-        launch.join(device)
-    try:
-        with launch.first_process_first():
-            return _prepare(recipe, device)
-    except TigonError:
-        if launch.rank() > 0:
-            raise SystemExit(2) from None
-        raise
-
-
 def _create(prepared: Prepared, command: str) -> RunFolder:
     """The run folder, made by the first process and told to the others."""
     made = ""
@@ -170,101 +121,6 @@ def _create(prepared: Prepared, command: str) -> RunFolder:
         _write_inputs(run, prepared)
         made = str(run.path)
     return RunFolder(Path(launch.told(made)))
-
-
-def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
-    from tigon.train import engine, heads, model, self_check, tokenizer
-    from tigon.train.packing import Collator, fingerprint, unigram_entropy
-
-    config = model.load_config(recipe.model)
-    preflight.check_lengths(recipe, config)
-    shapes = model.parameter_shapes(config)
-    n_parameters = sum(math.prod(shape) for shape in shapes.values())
-    choices = preflight.check_techniques(recipe, device)
-    spec = heads.check(recipe, shapes)
-    preflight.check_disk(recipe, choices, shapes)
-    preflight.check_memory(recipe, choices, device, shapes)
-    data = recipe.data
-    bad = documents.BadRows(data.bad_rows)
-    read = documents.read(data.source, data.format, data.max_text_mib, bad)
-    if data.eval_source:
-        learned, held_out = read, documents.read(data.eval_source, data.format, None, bad)
-    else:
-        learned, held_out = documents.hold_out(read, data.eval_fraction)
-    tok = _tokenizer(recipe, learned)
-    preflight.check_vocabulary(recipe, config, len(tok))
-    encode = partial(tokenizer.encode, tokenizer=tok, vocab_size=config.vocab_size, bad=bad)
-    train = _pack(recipe, encode(learned))
-    held = _pack(recipe, encode(held_out)) if held_out else None
-    eval_rows = held.rows if held else []
-    _check_enough(recipe, len(train.rows))
-    prompt = _prompt(recipe, tok, eval_rows or train.rows)
-    pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
-    flatten = data.packing and recipe.model.attention.startswith("flash")
-    facts = {
-        "documents": len(learned),
-        "held_out_documents": len(held_out),
-        "rows": len(train.rows),
-        "tokens": train.n_tokens,
-        "held_out_tokens": held.n_tokens if held else 0,
-        "truncated_rows": train.n_truncated + (held.n_truncated if held else 0),
-        "dropped_rows": train.n_dropped + (held.n_dropped if held else 0),
-        "bad_rows": len(bad.said),
-        "tokenizer_size": len(tok),
-        "parameters": n_parameters,
-        "unigram_entropy": unigram_entropy(eval_rows or train.rows),
-        "fingerprint": fingerprint([*train.rows, *eval_rows]),
-    }
-    return Prepared(
-        recipe, device, choices, engine.facts_of(recipe, config, shapes, device), config, n_parameters, tok, train,
-        eval_rows, Collator(pad_id, data.packing, flatten), prompt, facts, heads=spec,
-        bad_rows=tuple(bad.said[:3]), wrong_ops=self_check.wrong_ops(recipe, choices, device),
-    )  # fmt: skip
-
-
-def _tokenizer(recipe: Recipe, learned: Sequence[documents.Document]) -> Any:
-    from tigon.train import model, tokenizer
-
-    name = recipe.data.tokenizer
-    if name == "auto" and model.is_preset(recipe.model.name):
-        texts = [document.text for document in learned]
-        return tokenizer.train_bpe(texts, recipe.data.vocab_size, tokenizer.default_cache_folder())
-    own = name == "auto"
-    return tokenizer.load_tokenizer(
-        recipe.model.name if own else name,
-        revision=recipe.model.revision if own else None,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
-
-
-def _pack(recipe: Recipe, encoded: Any) -> Packed:
-    from tigon.train.packing import pack
-
-    data = recipe.data
-    return pack(
-        encoded, data.sequence_length, packing=data.packing, cross_document=data.cross_document_attention,
-        too_long=data.too_long,
-    )  # fmt: skip
-
-
-def _check_enough(recipe: Recipe, n_rows: int) -> None:
-    batches = {"train.batch_size": recipe.train.batch_size}
-    if recipe.comparison.steps and recipe.comparison.batch_size:
-        batches["comparison.batch_size"] = recipe.comparison.batch_size
-    for name, size in batches.items():
-        if n_rows < size:
-            raise RecipeError(
-                f"data.source gives {n_rows} rows of {recipe.data.sequence_length} tokens, fewer than {name} {size}; "
-                "lower it or data.sequence_length, or add text"
-            )
-
-
-def _prompt(recipe: Recipe, tok: Any, rows: Sequence[Row]) -> list[int]:
-    """The tokens that the text sample continues."""
-    text = recipe.output.sample_prompt
-    if text:
-        return [int(i) for i in tok(text)["input_ids"]]
-    return [int(i) for i in rows[0].tokens_T[:24]]
 
 
 def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
@@ -564,23 +420,3 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any]) -> None
     if summary["memory"]:
         console.print(f"memory   {comparison_line(summary['memory'])}", markup=False, soft_wrap=True)
     console.print(f"report   {run.path / 'report.html'}", markup=False, soft_wrap=True)
-
-
-def quiet_libraries(recipe: Recipe) -> None:
-    """No network unless a hub id is asked for, and none of the libraries' own chatter; both before their import."""
-    from tigon.models.config import is_hub_id
-
-    hub = [name for name in (recipe.model.name, recipe.data.tokenizer) if is_hub_id(name)]
-    if not hub:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # about DeepSpeed's calls
-
-    try:
-        import transformers
-    except ImportError as error:  # it checks the versions of what it stands on
-        reason = " ".join(str(error).split())[:200]
-        raise RecipeError(f"transformers cannot be imported: {reason}; pip install -U 'tigon[train]'") from None
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()

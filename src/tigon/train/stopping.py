@@ -121,8 +121,10 @@ class Stop:
             return self.number
         heard = torch.tensor([self.number])  # on the CPU, where nothing waits for a GPU
         distributed.all_reduce(heard, op=distributed.ReduceOp.MAX)
-        self.number = int(heard)
-        return self.number
+        number = int(heard)
+        if number:  # else a signal that came in the meantime is for the next time: it must not be lost
+            self.number = number
+        return number
 
 
 def signal_name(number: int) -> str:

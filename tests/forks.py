@@ -1,0 +1,100 @@
+"""Copies of this process, at work beside it: a copy costs no imports, which are most of what a process of a test costs,
+and what it does to itself goes with it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="works with forked copies of this process")
+
+
+def in_forks(
+    action: Callable[[int], Any], count: int = 1, *, said: Path | None = None, printed: Path | None = None,
+    fresh: bool = True,
+) -> list[int]:  # fmt: skip
+    """Run `action(rank)` in copies of this process at once, and give their wait statuses.
+
+    With more than one the copies find each other as the ranks of a launcher do. said, printed: where their stderr goes,
+    else nowhere, and their stdout. fresh: without what Accelerate knows of this process, which a trainer made before
+    needs.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    sys.stdout.flush()
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        code = 1
+        try:
+            gc.freeze()  # to collect what the parent has dropped, a process group, may be to wait for its threads
+            torch.set_num_threads(1)
+            os.dup2(os.open(said or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  # pytest's would be lost
+            if printed is not None:
+                os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+                sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+            if fresh:
+                _forget_accelerate()
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are the parent's, and would be waited for
+            if count > 1:
+                os.environ.update(
+                    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count),
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                )  # fmt: skip
+            result = action(rank)
+            code = result if isinstance(result, int) else 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return [os.waitpid(child, 0)[1] for child in children]
+
+
+def python(
+    *arguments: str, code: str | None = None, module: str | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`python -c code` or `python -m module` with arguments, in a copy of this process."""
+
+    def act(_: int) -> None:
+        os.chdir(cwd or os.getcwd())
+        sys.path.insert(0, os.getcwd())
+        sys.argv = ["-c", *arguments]
+        if module is not None:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(code or "", "<string>", "exec"), {"__name__": "__main__"})
+
+    with tempfile.TemporaryDirectory() as folder:
+        said, printed = Path(folder, "stderr"), Path(folder, "stdout")
+        (status,) = in_forks(act, said=said, printed=printed)
+        return subprocess.CompletedProcess(
+            arguments, os.waitstatus_to_exitcode(status), printed.read_text(), said.read_text()
+        )
+
+
+def _forget_accelerate() -> None:
+    state = sys.modules.get("accelerate.state")
+    for name in ("AcceleratorState", "GradientState", "PartialState"):
+        if state is not None:
+            getattr(state, name)._shared_state.clear()
