@@ -7,6 +7,8 @@ Each page keeps its own words; what stands between its markers is made here.
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +21,9 @@ from tigon.techniques.matrix import EXCLUSIONS, exclusion_table
 from tigon.techniques.optimizers import OPTIMIZERS, bytes_a_parameter
 from tigon.techniques.technique import Technique
 
-FOLDER = Path(__file__).parents[2] / "docs" / "techniques"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "techniques"
+SWEEPS = ("techniques", "techniques-two-gpus")  # records of recipes/techniques, each beside the first of its kind
 BEGIN, END = "<!-- from the records -->", "<!-- end of the records -->"
 TITLES = {
     "precision": "Number formats", "checkpointing": "Activation checkpointing",
@@ -61,6 +65,28 @@ def _chosen(technique: Technique) -> Choices:
     return Recipe(**{section: SECTIONS[section](**values) for section, values in sections.items()}).choices()
 
 
+@functools.cache
+def measured() -> dict[str, str]:
+    """Technique -> what its recipe took on GPUs."""
+    found = {}
+    for path in sorted(path for name in SWEEPS for path in ROOT.glob(f"benchmarks/results/*/study/{name}.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        rows = {row["variant"]: row for row in record["points"] if row["status"] == "ok"}
+        where = record["environment"]
+        made = f"tigon at {', '.join(where['tigon_commits'])}, {', '.join(where['dates'])}"
+        base = rows.get(record["baseline"])
+        for name, row in rows.items():
+            gpus = row["keys"].get("sharding.gpus", 1)
+            beside = f" ({record['baseline']}: {base['last_loss']:.3f})" if base and base is not row else ""
+            found[name] = (
+                f"{row['peak_allocated_bytes'] / 2**30:.2f} GiB a GPU, {row['tokens_per_s']:,.0f} tokens/s, a loss of "
+                f"{row['last_loss']:.3f} after {record['steps']} steps{beside}: `{record['command']}` on "
+                f"{f'{gpus} x ' if gpus > 1 else ''}{where['device']}, {made}; versions and predictions in "
+                "[the study](../study.md)"
+            )
+    return found
+
+
 def section(technique: Technique) -> str:
     needs = ", ".join(technique.needs) or "nothing else"
     if technique.devices == ("cuda",):
@@ -70,6 +96,8 @@ def section(technique: Technique) -> str:
         f"- **Saves.** {technique.saves}", f"- **Costs.** {technique.costs}", f"- **Result.** {technique.precision}",
         f"- **Needs.** {needs}.", f"- **Source.** {technique.source}.",
     ]  # fmt: skip
+    if technique.name in measured():
+        lines.append(f"- **Measured.** {measured()[technique.name]}.")
     refused = excludes(technique)
     if refused:
         lines += ["- **Refused**", *(f"  - {text}" for text in refused)]
@@ -85,8 +113,9 @@ def optimizer_table() -> str:
     for row in OPTIMIZERS.values():
         needs = ", ".join(filter(None, (row.package, "a GPU" if row.devices == ("cuda",) else ""))) or "-"
         lines.append(f"| `{row.name}` | {row.help} | {bytes_a_parameter(row):.3g} | {row.precision} | {needs} |")
+    notes = [f"- `{name}`: {measured()[name]}." for name in OPTIMIZERS if name in measured()]
     note = "Bytes are the state of a 4096 x 4096 fp32 matrix, GaLore's at rank 128; `state_tensors` of a row is exact."
-    return "\n".join([*lines, "", note])
+    return "\n".join([*lines, "", note, *(["", "Measured:", "", *notes] if notes else [])])
 
 
 def generated(page: str) -> str:
