@@ -153,7 +153,27 @@ def number_on(value: Tensor | float, dtype: torch.dtype, device: torch.device) -
     return torch.full((), value, dtype=dtype, device=device)
 
 
+def _one_program(like: Tensor, rows_N: Tensor) -> bool:
+    """Whether a kernel of one program sums rows of this device, instead of several of PyTorch's operators: a batch of
+    one token costs launches and nothing else."""
+    if not (_dispatch.uses_kernel(like) and _dispatch.unwatched((like, rows_N))):
+        return False
+    from tigon.kernels.cross_entropy import ONE_PROGRAM_ROWS
+
+    return rows_N.shape[0] <= ONE_PROGRAM_ROWS
+
+
+def sum_times(loss_N: Tensor, factor: Tensor) -> Tensor:
+    """The sum of the rows' losses times a scalar, 0-dim."""
+    if _one_program(loss_N, loss_N) and factor.dtype == loss_N.dtype:
+        from tigon.kernels.cross_entropy import scaled_sum
+
+        return scaled_sum(loss_N, factor)  # type: ignore[no-any-return]
+    return loss_N.sum() * factor
+
+
 def inverse_denominator(
+    like: Tensor,
     target_N: Tensor,
     class_weight: Tensor | None,
     num_items: Tensor | float | None,
@@ -162,6 +182,7 @@ def inverse_denominator(
     dtype: torch.dtype,
 ) -> Tensor:
     """1 / D as a scalar on the target's device, 1 unless the reduction is "mean", 0 where D is 0 (no item: no loss).
+    like: the logits or the hidden states, which say what computes.
 
     Never read on the host: D only scales what the kernels write.
     """
@@ -171,9 +192,13 @@ def inverse_denominator(
     if num_items is not None:
         count = number_on(num_items, dtype, device)
     else:
+        # Where all are ignored the sum of the rows is 0 by itself, so that 1 will do: two launches less.
+        if class_weight is None and _one_program(like, target_N) and dtype == torch.float32:
+            from tigon.kernels.cross_entropy import inverse_count
+
+            return inverse_count(like, target_N, options.ignore_index)  # type: ignore[no-any-return]
         valid = target_N != options.ignore_index
         if class_weight is None:
-            # Where all are ignored the sum of the rows is 0 by itself, so that 1 will do: two launches less.
             return valid.sum(dtype=dtype).clamp_(min=1.0).reciprocal_()
         # An invalid label must not be used as an index; its own row is NaN already.
         weights = class_weight.to(dtype)[target_N.clamp(0, class_weight.shape[0] - 1).to(torch.int64)]

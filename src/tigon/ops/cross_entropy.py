@@ -70,7 +70,7 @@ class CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits_NV, target, class_weight, token_weight, inv_denominator, stats)
         ctx.options = options
         ctx.mark_non_differentiable(stats, entropies, argmax)
-        return loss_N if per_row else loss_N.sum() * inv_denominator, stats, entropies, argmax
+        return loss_N if per_row else _loss.sum_times(loss_N, inv_denominator), stats, entropies, argmax
 
     @staticmethod
     @first_order
@@ -101,7 +101,7 @@ class CrossEntropyInplace(torch.autograd.Function):
         torch.autograd.graph.increment_version(logits_NV)
         ctx.gradient = buffer
         ctx.mark_non_differentiable(stats, entropies, argmax)
-        return loss_N if per_row else loss_N.sum() * inv_denominator, stats, entropies, argmax
+        return loss_N if per_row else _loss.sum_times(loss_N, inv_denominator), stats, entropies, argmax
 
     @staticmethod
     @first_order
@@ -190,7 +190,7 @@ def cross_entropy(
     token_weight_N = None if token_weight is None else token_weight.reshape(-1).contiguous()
     class_weight = None if weight is None else weight.contiguous()
     acc = torch.promote_types(logits.dtype, torch.float32)
-    inv_denominator = _loss.inverse_denominator(target_N, class_weight, num_items, options, reduction, acc)
+    inv_denominator = _loss.inverse_denominator(logits_NV, target_N, class_weight, num_items, options, reduction, acc)
     per_row = reduction == "none"
     if inplace and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling():
         if logits_NV.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():

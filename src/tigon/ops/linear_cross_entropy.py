@@ -59,6 +59,10 @@ _TILE = 128
 # 320 MiB of logits) errs by 4.8e-3, where twice the unfused op's error is 3.4e-3; of 7 it stays below.
 _MOST_16_BIT_ADDENDS = 7
 
+# A GPU that waits for the host to learn of a count stands still for 0.7 ms (H200, 4096 x 2048 x 50264: the step less
+# its kernels, commit a3809ce); three products of this many operations take about as long.
+_WORTH_A_WAIT_FLOPS = 5 * 10**11
+
 Mode = Literal["keep", "stream", "recompute", "loss"]
 
 
@@ -193,12 +197,17 @@ def _check_prepared(target: Tensor, shifts: Sequence[int], positions: Tensor | N
         raise ShapeError(f"positions is {tuple(positions.shape)}, target is {tuple(target.shape)}; they must agree.")
 
 
-def _rows_that_count(target: Tensor, prepared: PreparedTargets | None, ignore_index: int) -> Tensor | None:
-    """Flat positions of the labels that are not ignored, None for "all of them" or where the host may not wait."""
+def _rows_that_count(
+    target: Tensor, prepared: PreparedTargets | None, ignore_index: int, weight_VH: Tensor
+) -> Tensor | None:
+    """Flat positions of the labels that are not ignored; None for "all of them", or where the host may not wait for the
+    count, or would wait longer than the products of all rows take."""
     if not _may_wait(target):
         return None
     if prepared is not None:
         return prepared.rows()
+    if target.is_cuda and 6 * target.numel() * weight_VH.numel() < _WORTH_A_WAIT_FLOPS:
+        return None
     index_N = (target.reshape(-1) != ignore_index).nonzero().squeeze(1)
     return None if index_N.shape[0] == target.numel() else index_N
 
@@ -241,7 +250,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 hidden_NH, weight_VH, bias, target, class_weight, token_weight, inv_denominator, index
             )
         # Without a reduction the rows go back to their places; a sum does not care.
-        loss = _spread(loss_N, index, rows, 0) if per_row else loss_N.sum() * inv_denominator
+        loss = _spread(loss_N, index, rows, 0) if per_row else _loss.sum_times(loss_N, inv_denominator)
         extra = (
             stats if index is None else stats.new_zeros((3, rows)).index_copy_(1, index, stats),
             _spread(entropies, index, rows, 0) if entropy else entropies,
@@ -448,12 +457,12 @@ def linear_cross_entropy(
     target_N = labels.reshape(-1).contiguous()
     class_weight = None if class_weight is None else class_weight.contiguous()
     acc = torch.promote_types(hidden.dtype, torch.float32)
-    inv_denominator = _loss.inverse_denominator(target_N, class_weight, num_items, options, reduction, acc)
+    inv_denominator = _loss.inverse_denominator(hidden, target_N, class_weight, num_items, options, reduction, acc)
     per_row = reduction == "none"
     results = _linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, target_N, class_weight,
         None if token_weight is None else token_weight.reshape(-1).contiguous(),
-        inv_denominator, _rows_that_count(labels, prepared, ignore_index), *options, per_row,
+        inv_denominator, _rows_that_count(labels, prepared, ignore_index, weight), *options, per_row,
         *_loss.wanted(outputs), default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
         fp32_accumulate,
     )  # fmt: skip
