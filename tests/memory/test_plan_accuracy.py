@@ -83,7 +83,7 @@ def test_case_began_with_memory_of_another(measurements: Measurements) -> None:
 @committed
 def test_committed_predictions_are_stale(measurements: Measurements, comparisons: list[Comparison]) -> None:
     path = accuracy.predictions_path(MEASURED)
-    before = accuracy.load_predictions(measurements, path)
+    before = accuracy.load_predictions(measurements.measured, path)
     allowed = SAME if accuracy.predicted_with(path) == accuracy.versions() else SAME_WITH_OTHERS
     stale = [
         f"{old.id}: {quantity.name} was {old.predicted[quantity.name]:g}, is {new.predicted[quantity.name]:g}"
@@ -98,7 +98,7 @@ def test_committed_predictions_are_stale(measurements: Measurements, comparisons
 def test_table_in_the_document_is_not_what_the_measurements_say(measurements: Measurements) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     inside = text.partition(accuracy.BEGIN + "\n")[2].partition("\n" + accuracy.END)[0]
-    before = accuracy.load_predictions(measurements, accuracy.predictions_path(MEASURED))
+    before = accuracy.load_predictions(measurements.measured, accuracy.predictions_path(MEASURED))
     assert inside == accuracy.section(measurements, before), (
         "run `python -m tigon.memory.accuracy --into docs/planner.md`"
     )
@@ -188,7 +188,7 @@ def test_command_leaves_the_document_half_written(
         text = document.read_text()
         assert text.startswith("before\n") and text.endswith("\nafter\n") and "| c | " in text
     found = accuracy.load(path)
-    before = accuracy.load_predictions(found, accuracy.predictions_path(path))
+    before = accuracy.load_predictions(found.measured, accuracy.predictions_path(path))
     assert accuracy.section(found, before) in text
     assert (tmp_path / accuracy.CHART).read_text().startswith("<svg")
 
