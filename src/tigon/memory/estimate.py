@@ -194,7 +194,9 @@ def _run(
         ledger.take(place.gradients, "gradients")
     states: list[Any] = []
     tied = _is_tied(request)
-    keeps = place.keeps_gradients and choices.optimizer != "galore-layerwise"
+    # Before the last of several micro-batches FSDP2 reduces nothing (no_sync of accelerate): whole gradients wait.
+    waits_whole = choices.fsdp and choices.accumulate > 1
+    keeps = waits_whole or (place.keeps_gradients and choices.optimizer != "galore-layerwise")
     for step in range(STEPS):
         ledger.enter("forward")
         if step == 0:
@@ -209,6 +211,10 @@ def _run(
                 ledger, tapes[min(number, len(tapes) - 1)], keep_gradients=keeps, tied=tied,
                 backward_bytes=place.gathered_again, reduced=reduced if number == 0 else None,
             )  # fmt: skip
+        if waits_whole and reduced is not None:
+            reduced.add(sum(held.nbytes for held in gradients if held is not None))
+            _give(ledger, [gradients])
+            gradients = []
         for held in moving:
             ledger.give(held)
         ledger.enter("optimizer")
