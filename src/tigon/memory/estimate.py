@@ -192,54 +192,59 @@ def _run(
     ledger.take(place.buffers, "workspace")
     if place.born == "start":
         ledger.take(place.gradients, "gradients")
-    states: list[Any] = []
-    tied = _is_tied(request)
-    # Before the last of several micro-batches FSDP2 reduces nothing (no_sync of accelerate): whole gradients wait.
-    waits_whole = choices.fsdp and choices.accumulate > 1
-    keeps = waits_whole or (place.keeps_gradients and choices.optimizer != "galore-layerwise")
     for step in range(STEPS):
         ledger.enter("forward")
         if step == 0:
             # One cuBLAS handle for the thread that runs the forward and one for autograd's.
             for _ in range(2):
                 ledger.take(gpu.cublas_workspace_bytes, "workspace")
-        ledger.pass_through(place.gathered_beside, "weights", beside=True)
-        moving = [ledger.take(place.gathered, "weights"), ledger.take(place.buckets, "workspace")]
-        reduced, gradients = _reduced(ledger, place, first.tape), []
-        for number in range(choices.accumulate if choices.accumulate < 3 else 2):
-            gradients += play(
-                ledger, tapes[min(number, len(tapes) - 1)], keep_gradients=keeps, tied=tied,
-                backward_bytes=place.gathered_again, reduced=reduced if number == 0 else None,
-            )  # fmt: skip
-        if waits_whole and reduced is not None:
-            reduced.add(sum(held.nbytes for held in gradients if held is not None))
-            _give(ledger, [gradients])
-            gradients = []
-        for held in moving:
-            ledger.give(held)
+        gradients = _micro_batches(ledger, request, place, tapes)
         ledger.enter("optimizer")
         if step == 0:
-            states = _states(ledger, request, model, place)
+            _states(ledger, request, model, place)
         partitioned = choices.zero > 0 or choices.fsdp
         passing = [place.step] if partitioned else step_tensors(request, model.weights)
-        for held in [ledger.take(nbytes, "workspace") for nbytes in passing]:
-            ledger.give(held)
-        for held in (*gradients, *(reduced.held if reduced is not None else ())):
-            ledger.give(held)
-    del states
-    ledger.enter("save")
-    largest = max(model.weights, key=lambda weight: weight.numel)
-    if largest.nbytes <= place.weights:
-        numel = -(-largest.numel // choices.gpus) if place.shard_itemsize else largest.numel
-        checked = [numel * (place.shard_itemsize or largest.itemsize), *(numel,) * _FINITE_MASKS]
-        for held in [ledger.take(nbytes, "workspace") for nbytes in checked]:
-            ledger.give(held)
+        _give(ledger, [[ledger.take(nbytes, "workspace") for nbytes in passing], gradients])
+    _save(ledger, choices.gpus, model, place)
     ledger.reserved_bytes = ledger.peak_reserved_bytes
     if evaluation:
         play_evaluation(ledger, first.eval_tape)
     if request.evaluated:
         ledger.reserved_bytes = ledger.peak_reserved_bytes
     return ledger, tapes, host_bytes
+
+
+def _micro_batches(ledger: Ledger, request: Request, place: Placement, tapes: list[Tape]) -> list[Held | None]:
+    """Those of one step, of which the third and later are like the second; returns the gradients they leave."""
+    choices = request.choices
+    # Before the last of several micro-batches FSDP2 reduces nothing (no_sync of accelerate): whole gradients wait.
+    waits_whole = choices.fsdp and choices.accumulate > 1
+    keeps = waits_whole or (place.keeps_gradients and choices.optimizer != "galore-layerwise")
+    ledger.pass_through(place.gathered_beside, "weights", beside=True)
+    moving = [ledger.take(place.gathered, "weights"), ledger.take(place.buckets, "workspace")]
+    reduced = _reduced(ledger, place, tapes[0])
+    gradients: list[Held | None] = []
+    for number in range(min(choices.accumulate, 2)):
+        gradients += play(
+            ledger, tapes[min(number, len(tapes) - 1)], keep_gradients=keeps, tied=_is_tied(request),
+            backward_bytes=place.gathered_again, reduced=reduced if number == 0 else None,
+        )  # fmt: skip
+    if waits_whole and reduced is not None:
+        reduced.add(sum(held.nbytes for held in gradients if held is not None))
+        _give(ledger, [gradients])
+        gradients = []
+    _give(ledger, [moving])
+    return gradients + (reduced.held if reduced is not None else [])
+
+
+def _save(ledger: Ledger, gpus: int, model: Statics, place: Placement) -> None:
+    """The check for finite weights before them, one at a time: at most of the largest, or of this GPU's shard of it."""
+    ledger.enter("save")
+    largest = max(model.weights, key=lambda weight: weight.numel)
+    if largest.nbytes <= place.weights:
+        numel = -(-largest.numel // gpus) if place.shard_itemsize else largest.numel
+        checked = [numel * (place.shard_itemsize or largest.itemsize), *(numel,) * _FINITE_MASKS]
+        _give(ledger, [[ledger.take(nbytes, "workspace") for nbytes in checked]])
 
 
 LEAVING = 2
@@ -298,11 +303,12 @@ def _is_tied(request: Request) -> bool:
     return bool(getattr(text_config(request.config), "tie_word_embeddings", False))
 
 
-def _states(ledger: Ledger, request: Request, model: Statics, place: Placement) -> list[Any]:
+def _states(ledger: Ledger, request: Request, model: Statics, place: Placement) -> None:
     tensors = state_tensors(request, model.weights)
     if place.optimizer != sum(tensors):
         tensors = [place.optimizer]
-    return [ledger.take(nbytes, "optimizer") for nbytes in tensors]
+    for nbytes in tensors:
+        ledger.take(nbytes, "optimizer")
 
 
 def _pinned(nbytes: int) -> int:
