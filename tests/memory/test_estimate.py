@@ -82,7 +82,8 @@ def test_a_fused_loss_saves_nothing() -> None:
         ({"precision": "amp-bf16"}, {"precision": "bf16"}),
         ({"attention": "eager"}, {"attention": "sdpa"}),
         ({"masked": True}, {"masked": False}),
-        ({"zero": 1, "gpus": 4}, {"zero": 2, "gpus": 4}),
+        # with more tokens the loss is the peak, and neither has a gradient then
+        ({"zero": 1, "gpus": 4, "batch": 1, "seq": 8}, {"zero": 2, "gpus": 4, "batch": 1, "seq": 8}),
         ({"zero": 2, "gpus": 4}, {"zero": 2, "gpus": 4, "offload": "cpu"}),
         ({"heads": heads_of(2)}, {}),
         ({"heads": heads_of(2)}, {"heads": heads_of(1)}),
@@ -94,7 +95,7 @@ def test_a_fused_loss_saves_nothing() -> None:
 def test_a_technique_costs_memory_that_it_should_save(more: dict[str, Any], less: dict[str, Any]) -> None:
     # Few states, so that what varies is what decides; in bf16, unless that is what varies.
     common = {"batch": 8, "seq": 256, "shape": {"vocab_size": 64, "num_hidden_layers": 8}}
-    assert _peak(**common, **more) > _peak(**common, **less)
+    assert _peak(**common | more) > _peak(**common | less)
 
 
 def test_adapters_need_the_states_of_a_whole_model() -> None:
@@ -201,6 +202,30 @@ def test_a_measured_step_of_zero_3_with_all_states_on_the_cpu_is_missed(batch: i
     choices = Choices(precision="amp-fp16", checkpointing="full", kernels=kernels, zero=3, offload="cpu")
     request = Request(model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=batch, seq=1024, choices=choices)
     assert estimate(request, gpu=H200).peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
+
+
+@pytest.mark.parametrize(("sharding", "gib"), [({"zero": 2}, 3.86), ({"fsdp": True}, 3.68)], ids=str)
+def test_a_measured_step_on_two_gpus_is_missed(sharding: dict[str, Any], gib: float) -> None:
+    """One that no constant was taken from: documents masked, on two H200s."""
+    choices = Choices(precision="amp-bf16", gpus=2, **sharding)
+    request = Request(
+        model="smollm2-135m", config=load_config("smollm2-135m"), batch=4, seq=1024, choices=choices, masked=True
+    )
+    assert estimate(request, gpu=H200).peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
+
+
+def test_host_time_of_a_technique_is_free() -> None:
+    """Of a model so small that the host is all there is."""
+    step_s = {
+        word: estimate(request_of(precision="bf16", **choices), gpu=H200).step_s
+        for word, choices in {
+            "full": {"checkpointing": "full"}, "selective": {"checkpointing": "selective"},
+            "lora": {"lora_rank": 2}, "qlora": {"lora_rank": 2, "quantized": True},
+            "adamw": {}, "paged": {"optimizer": "paged-adamw"}, "zero": {"zero": 1}, "fsdp": {"fsdp": True},
+        }.items()
+    }  # fmt: skip
+    assert step_s["selective"] > 1.5 * step_s["full"] and step_s["qlora"] > 1.5 * step_s["lora"]
+    assert all(step_s[word] > 1.2 * step_s["adamw"] for word in ("paged", "zero", "fsdp"))
 
 
 def test_the_study_method_is_not_the_studys() -> None:

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.memory.memory_helpers import request_of
+from tests.memory.memory_helpers import BARE, request_of
 
 from tigon.memory import sharded
-from tigon.memory.estimate import at_rest
+from tigon.memory.estimate import at_rest, estimate
 from tigon.memory.request import Request
 from tigon.memory.statics import Statics, Weight
 
@@ -122,3 +122,26 @@ def test_8_bit_states_of_fsdp2_grow_with_the_weights_dtype() -> None:
 def test_temporaries_of_the_step_are_those_of_whole_weights(sharding: dict[str, object]) -> None:
     two, eight = (_placed(gpus=gpus, precision="bf16", optimizer="sgd", **sharding).step for gpus in (2, 8))
     assert two == pytest.approx(4 * eight, rel=0.01) and eight > 0
+
+
+def test_fsdp2_reduces_before_the_last_micro_batch() -> None:
+    """It keeps whole gradients until then, in the dtype they are made in: so much more than a share of them."""
+    one, four = (
+        estimate(
+            request_of(fsdp=True, gpus=4, precision="bf16", accumulate=count, batch=8), gpu=BARE
+        ).peak_allocated_bytes
+        for count in (1, 4)
+    )
+    model = at_rest(request_of(precision="bf16"))
+    assert four - one > 0.7 * sum(weight.grad_bytes for weight in model.trained)
+
+
+def test_gradients_of_a_zero_stage_are_held_before_the_backward_makes_them() -> None:
+    """At the loss there is none yet, whatever the stage will keep of them."""
+    zero_1, zero_2 = (estimate(request_of(zero=stage, gpus=4, batch=16, kernels="none"), gpu=BARE) for stage in (1, 2))
+    assert zero_1.peak_phase == "loss" and zero_1.peak_allocated_bytes == zero_2.peak_allocated_bytes
+
+
+def test_offload_of_zero_2_has_no_buffer_on_the_gpu() -> None:
+    with_states, away = (_placed(zero=2, precision="bf16", offload=place).buffers for place in ("none", "cpu"))
+    assert with_states == 0 and away == 2 * 1024 * 256  # the embeddings

@@ -64,7 +64,7 @@ def covering(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def before(measurements: Measurements) -> list[Comparison]:
     """Every case as it was predicted for the document."""
-    return accuracy.load_predictions(measurements, accuracy.predictions_path(MEASURED))
+    return accuracy.load_predictions(measurements.measured, accuracy.predictions_path(MEASURED))
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +111,8 @@ def test_case_began_with_memory_of_another(measurements: Measurements) -> None:
 @committed
 def test_committed_predictions_are_stale(before: list[Comparison], anew: dict[str, Comparison]) -> None:
     assert 10 < len(anew) < len(before)
-    allowed = (
-        SAME
-        if accuracy.predicted_with(accuracy.predictions_path(MEASURED)) == accuracy.versions()
-        else SAME_WITH_OTHERS
-    )
+    path = accuracy.predictions_path(MEASURED)
+    allowed = SAME if accuracy.predicted_with(path) == accuracy.versions() else SAME_WITH_OTHERS
     stale = [
         f"{old.id}: {quantity.name} was {old.predicted[quantity.name]:g}, is {new.predicted[quantity.name]:g}"
         for old, new in ((old, anew[old.id]) for old in before if old.id in anew)
@@ -220,7 +217,7 @@ def test_command_leaves_the_document_half_written(
         text = document.read_text()
         assert text.startswith("before\n") and text.endswith("\nafter\n") and "| c | " in text
     found = accuracy.load(path)
-    before = accuracy.load_predictions(found, accuracy.predictions_path(path))
+    before = accuracy.load_predictions(found.measured, accuracy.predictions_path(path))
     assert accuracy.section(found, before) in text
     assert (tmp_path / accuracy.CHART).read_text().startswith("<svg")
 

@@ -171,17 +171,17 @@ def predicted_with(path: Path) -> dict[str, str]:
     return dict(_read(path, hint=REMAKE)["versions"])
 
 
-def load_predictions(found: Measurements, path: Path) -> list[Comparison]:
+def load_predictions(cases: Sequence[Mapping[str, Any]], path: Path, *, remake: str = REMAKE) -> list[Comparison]:
     """Every measured case with the predictions in `path`: what the document was made of. Raises UsageError."""
-    rows = _read(path, hint=REMAKE)["cases"]
-    if missing := [case["id"] for case in found.measured if case["id"] not in rows]:
-        raise UsageError(f"{path} lacks {missing[0]}; {REMAKE}.")
+    rows = _read(path, hint=remake)["cases"]
+    if missing := [case["id"] for case in cases if case["id"] not in rows]:
+        raise UsageError(f"{path} lacks {missing[0]}; {remake}.")
     return [
         Comparison(
             case=case, phases=rows[case["id"]]["phases"],
             predicted={quantity.name: rows[case["id"]][quantity.name] for quantity in QUANTITIES},
         )
-        for case in found.measured
+        for case in cases
     ]  # fmt: skip
 
 
@@ -199,8 +199,8 @@ def worst_first(comparisons: Sequence[Comparison], quantity: Quantity) -> list[C
 def beyond(comparisons: Sequence[Comparison], quantity: Quantity) -> list[str]:
     """What breaks a limit of this quantity, one sentence each, the worst case first."""
     said = [
-        f"{quantity.name} of {one.id}: predicted {_value(one.predicted[quantity.name], quantity)}, measured "
-        f"{_value(one.measured(quantity), quantity)} {quantity.unit}, {_percent(one.error(quantity))} "
+        f"{quantity.name} of {one.id}: predicted {shown(one.predicted[quantity.name], quantity)}, measured "
+        f"{shown(one.measured(quantity), quantity)} {quantity.unit}, {percent(one.error(quantity))} "
         f"(limit {quantity.worst:.0%})"
         for one in worst_first(comparisons, quantity)
         if abs(one.error(quantity)) > quantity.worst
@@ -239,14 +239,14 @@ def _provenance(found: Measurements) -> str:
 
 
 def _summary(comparisons: Sequence[Comparison]) -> str:
-    rows = [_cells(["", "median error", "limit", "worst error", "limit", "case"]), _cells(["---"] * 6)]
+    rows = [cells(["", "median error", "limit", "worst error", "limit", "case"]), cells(["---"] * 6)]
     for quantity in QUANTITIES:
         worst = worst_first(comparisons, quantity)[0]
         limit = "" if quantity.median is None else f"{quantity.median:.0%}"
         rows.append(
-            _cells([
+            cells([
                 quantity.name, f"{median_error(comparisons, quantity):.1%}", limit,
-                _percent(worst.error(quantity)), f"{quantity.worst:.0%}", worst.id,
+                percent(worst.error(quantity)), f"{quantity.worst:.0%}", worst.id,
             ])
         )  # fmt: skip
     return "\n".join(rows)
@@ -255,25 +255,28 @@ def _summary(comparisons: Sequence[Comparison]) -> str:
 def table(comparisons: Sequence[Comparison]) -> str:
     """Markdown: each case with predicted, measured and error of every quantity."""
     names = [name for q in QUANTITIES for name in (f"{q.name} predicted ({q.unit})", f"measured ({q.unit})", "error")]
-    rows = [_cells(["case", *names]), _cells(["---", *["--:"] * len(names)])]
+    rows = [cells(["case", *names]), cells(["---", *["--:"] * len(names)])]
     for one in comparisons:
-        cells = [one.id]
+        row = [one.id]
         for quantity in QUANTITIES:
             both = (one.predicted[quantity.name], one.measured(quantity))
-            cells += [*(_value(value, quantity) for value in both), _percent(one.error(quantity))]
-        rows.append(_cells(cells))
+            row += [*(shown(value, quantity) for value in both), percent(one.error(quantity))]
+        rows.append(cells(row))
     return "\n".join(rows)
 
 
-def _cells(values: Iterable[str]) -> str:
+def cells(values: Iterable[str]) -> str:
+    """A row of a Markdown table."""
     return "| " + " | ".join(values) + " |"
 
 
-def _value(value: float, quantity: Quantity) -> str:
+def shown(value: float, quantity: Quantity) -> str:
+    """In the quantity's unit, which is not said."""
     return f"{value * quantity.scale:,.{2 if quantity.unit == 'GiB' else 0}f}"
 
 
-def _percent(error: float) -> str:
+def percent(error: float) -> str:
+    """Signed, one digit."""
     return f"{100 * error:+.1f}%"
 
 
@@ -336,28 +339,36 @@ def _plain_ticks(axes: Any, ends: Sequence[float]) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-_BETWEEN = re.compile(rf"({re.escape(BEGIN)}\n).*?(\n?{re.escape(END)})", re.DOTALL)
-
-
-def read_document(document: Path) -> str:
+def read_document(document: Path, *, begin: str = BEGIN, end: str = END) -> str:
     """The document's text. Raises UsageError for one that cannot be read or has no markers."""
     try:
         text = document.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{document} cannot be read: {error.strerror}.") from None
-    if not _BETWEEN.search(text):
-        raise UsageError(f"{document} has no lines {BEGIN} ... {END}; add them where the table should stand.")
+    if not _between(begin, end).search(text):
+        raise UsageError(f"{document} has no lines {begin} ... {end}; add them where the table should stand.")
     return text
+
+
+def write_between(inside: str, document: Path, *, begin: str = BEGIN, end: str = END) -> None:
+    """What stands between the document's markers. Raises UsageError without the markers."""
+    text = read_document(document, begin=begin, end=end)
+    new = _between(begin, end).sub(lambda match: f"{match[1]}{inside}\n{end}", text, count=1)
+    document.write_text(new, encoding="utf-8")
+
+
+def _between(begin: str, end: str) -> re.Pattern[str]:
+    return re.compile(rf"({re.escape(begin)}\n).*?(\n?{re.escape(end)})", re.DOTALL)
 
 
 def into_document(found: Measurements, comparisons: Sequence[Comparison], document: Path) -> None:
     """Table between the document's markers, chart beside it. Raises UsageError without the markers."""
     inside, drawing = section(found, comparisons), chart(comparisons)
-    new = _BETWEEN.sub(lambda match: f"{match[1]}{inside}\n{END}", read_document(document), count=1)
+    read_document(document)
     drawn = document.parent / CHART
     drawn.parent.mkdir(parents=True, exist_ok=True)
     drawn.write_text(drawing + "\n", encoding="utf-8")
-    document.write_text(new, encoding="utf-8")
+    write_between(inside, document)
 
 
 def _print(found: Measurements, comparisons: Sequence[Comparison]) -> None:
@@ -365,8 +376,8 @@ def _print(found: Measurements, comparisons: Sequence[Comparison]) -> None:
     width = max(len(one.id) for one in comparisons)
     for one in comparisons:
         values = (
-            f"{_value(one.predicted[q.name], q):>7} {_value(one.measured(q), q):>7} {q.unit} "
-            f"{_percent(one.error(q)):>7}{'!' if abs(one.error(q)) > q.worst else ' '}"
+            f"{shown(one.predicted[q.name], q):>7} {shown(one.measured(q), q):>7} {q.unit} "
+            f"{percent(one.error(q)):>7}{'!' if abs(one.error(q)) > q.worst else ' '}"
             for q in QUANTITIES
         )
         print(f"{one.id:{width}}  {'  '.join(values)}")
@@ -378,7 +389,7 @@ def _print(found: Measurements, comparisons: Sequence[Comparison]) -> None:
     for quantity in QUANTITIES:
         worst = worst_first(comparisons, quantity)[0]
         middle = median_error(comparisons, quantity)
-        print(f"{quantity.name}: median {middle:.2%}, worst {_percent(worst.error(quantity))} ({worst.id})")
+        print(f"{quantity.name}: median {middle:.2%}, worst {percent(worst.error(quantity))} ({worst.id})")
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,17 +30,23 @@ class _Product(torch.autograd.Function):
     """y = x Wᵀ with W made for the product and dropped, in the forward and again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> Tensor:
-        ctx.shape = shape
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, module: Nf4Linear) -> Tensor:
+        ctx.module, shape = module, (module.out_features, module.in_features)
+        module.multiplied()
         return x @ x.new_empty(shape).t()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return dy @ dy.new_empty(ctx.shape), None, None
+        module: Nf4Linear = ctx.module
+        module.multiplied()
+        return dy @ dy.new_empty((module.out_features, module.in_features)), None, None
 
 
 class Nf4Linear(nn.Linear):
     """A frozen linear module whose weight is not held in a float dtype; what holds it is counted by `statics`."""
+
+    multiplied: Callable[[], None]
+    """Called at each product."""
 
     def forward(self, x: Tensor) -> Tensor:
         # bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward: the product's dtype goes in, the input's comes out.
@@ -47,16 +54,18 @@ class Nf4Linear(nn.Linear):
         entered = x.dtype
         if torch.is_autocast_enabled("cpu"):
             x = x.to(torch.get_autocast_dtype("cpu"))
-        y: Tensor = _Product.apply(x, None, (self.out_features, self.in_features))
+        y: Tensor = _Product.apply(x, None, self)
         return (y if self.bias is None else y + self.bias).to(entered)
 
 
-def quantize(model: Any) -> None:
-    """Turn the linear modules of the layers into 4-bit ones, as transformers does: all but the head."""
+def quantize(model: Any, multiplied: Callable[[], None] = lambda: None) -> None:
+    """Turn the linear modules of the layers into 4-bit ones, as transformers does: all but the head. `multiplied` is
+    called at each of their products."""
     head = model.get_output_embeddings()
     for module in model.modules():
         if type(module) is nn.Linear and module is not head:
             module.__class__ = Nf4Linear
+            vars(module)["multiplied"] = multiplied
 
 
 def _adapted(layer: Any, x: Tensor) -> Tensor:

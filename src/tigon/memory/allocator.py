@@ -89,14 +89,15 @@ class CachingAllocator:
         else:
             segment = -(-size // ROUND_LARGE) * ROUND_LARGE
         if self.limit_bytes is not None and self.reserved_bytes + segment > self.limit_bytes:
-            self._release()
+            self.release()
         self.reserved_bytes += segment
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         # Segments do not touch: blocks of two of them never merge, and are told apart by their address.
         self._next_address += segment + MIN_BLOCK
         return _Block(segment, self._next_address - segment - MIN_BLOCK)
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Give segments that are wholly free back to the device, as torch.cuda.empty_cache() does."""
         for pool in self._pools:
             whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
             self.reserved_bytes -= sum(size for size, _, _ in whole)

@@ -27,7 +27,7 @@ def planned_for_cuda(recorder: Recorder, *, arch: tuple[int, int], ignored: int)
     are replaced.
     """
 
-    def rows_that_count(target: Tensor, prepared: Any, ignore_index: int) -> Tensor | None:
+    def rows_that_count(target: Tensor, *_: Any) -> Tensor | None:
         return torch.empty(target.numel() - ignored, dtype=torch.int64) if ignored else None
 
     def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:

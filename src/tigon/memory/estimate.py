@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,19 +13,22 @@ from tigon.errors import UsageError
 from tigon.memory import roofline, sharded, study
 from tigon.memory.allocator import CachingAllocator
 from tigon.memory.gpus import Gpu
-from tigon.memory.ledger import COMPONENTS, Ledger, offloaded, play, play_evaluation
+from tigon.memory.ledger import COMPONENTS, Held, Ledger, Reduced, offloaded, play, play_evaluation
 from tigon.memory.request import Request, check, text_config
 from tigon.memory.sharded import Placement
 from tigon.memory.statics import Statics, managed_bytes, state_tensors, statics, step_tensors, update_work
 from tigon.memory.tape import Tape
 from tigon.memory.trace import Trace, trace, weight_itemsize
 from tigon.models.presets import PRESETS
+from tigon.techniques.optimizers import OPTIMIZERS
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
 Method = Literal["trace", "study"]
 
 # The allocator's third step is the first that finds the blocks of one with optimizer states.
 STEPS = 3
+# Host memory as DeepSpeed's AdamW on 16 cores reads and writes it: Llama-3.2-1B's step on one machine with an H200.
+HOST_BYTES_S = 74e9
 # Bytes an element that the check for finite weights adds before a save: `isfinite` makes |x|, three masks, of one
 # parameter at a time.
 _FINITE_MASKS = 3
@@ -186,76 +189,126 @@ def _run(
         tapes = [offloaded(tape, leaving=LEAVING) for tape in tapes]
     ledger = Ledger(allocator=CachingAllocator(gpu.memory_bytes - gpu.context_bytes))
     _load(ledger, request, model, place)
-    states: list[Any] = []
-    tied = _is_tied(request)
-    keeps = place.keeps_gradients and choices.optimizer != "galore-layerwise"
+    ledger.take(place.buffers, "workspace")
+    if place.born == "start":
+        ledger.take(place.gradients, "gradients")
     for step in range(STEPS):
         ledger.enter("forward")
         if step == 0:
             # One cuBLAS handle for the thread that runs the forward and one for autograd's.
             for _ in range(2):
                 ledger.take(gpu.cublas_workspace_bytes, "workspace")
-        moving = [ledger.take(place.gathered, "weights"), ledger.take(place.buckets, "workspace")]
-        reduced = ledger.take(place.gradients, "gradients")
-        gradients: list[Any] = []
-        for number in range(choices.accumulate if choices.accumulate < 3 else 2):
-            gradients += play(
-                ledger, tapes[min(number, len(tapes) - 1)], keep_gradients=keeps, tied=tied,
-                backward_bytes=place.gathered_again,
-            )  # fmt: skip
+        gradients = _micro_batches(ledger, request, place, tapes)
         ledger.enter("optimizer")
-        for held in moving:
-            ledger.give(held)
         if step == 0:
-            states = _states(ledger, request, model, place)
+            _states(ledger, request, model, place)
         partitioned = choices.zero > 0 or choices.fsdp
         passing = [place.step] if partitioned else step_tensors(request, model.weights)
-        for held in [ledger.take(nbytes, "workspace") for nbytes in passing]:
-            ledger.give(held)
-        for held in (*gradients, reduced):
-            ledger.give(held)
-    del states
-    ledger.enter("save")
-    largest = max(model.weights, key=lambda weight: weight.numel)
-    if largest.nbytes <= place.weights:
-        checked = [largest.numel * largest.itemsize, *(largest.numel,) * _FINITE_MASKS]
-        for held in [ledger.take(nbytes, "workspace") for nbytes in checked]:
-            ledger.give(held)
-    ledger.reserved_bytes = ledger.allocator.peak_reserved_bytes
+        _give(ledger, [[ledger.take(nbytes, "workspace") for nbytes in passing], gradients])
+    _save(ledger, choices.gpus, model, place)
+    ledger.reserved_bytes = ledger.peak_reserved_bytes
     if evaluation:
         play_evaluation(ledger, first.eval_tape)
     if request.evaluated:
-        ledger.reserved_bytes = ledger.allocator.peak_reserved_bytes
+        ledger.reserved_bytes = ledger.peak_reserved_bytes
     return ledger, tapes, host_bytes
+
+
+def _micro_batches(ledger: Ledger, request: Request, place: Placement, tapes: list[Tape]) -> list[Held | None]:
+    """Those of one step, of which the third and later are like the second; returns the gradients they leave."""
+    choices = request.choices
+    # Before the last of several micro-batches FSDP2 reduces nothing (no_sync of accelerate): whole gradients wait.
+    waits_whole = choices.fsdp and choices.accumulate > 1
+    keeps = waits_whole or (place.keeps_gradients and choices.optimizer != "galore-layerwise")
+    ledger.pass_through(place.gathered_beside, "weights", beside=True)
+    moving = [ledger.take(place.gathered, "weights"), ledger.take(place.buckets, "workspace")]
+    reduced = _reduced(ledger, place, tapes[0])
+    gradients: list[Held | None] = []
+    for number in range(min(choices.accumulate, 2)):
+        gradients += play(
+            ledger, tapes[min(number, len(tapes) - 1)], keep_gradients=keeps, tied=_is_tied(request),
+            backward_bytes=place.gathered_again, reduced=reduced if number == 0 else None,
+        )  # fmt: skip
+    if waits_whole and reduced is not None:
+        reduced.add(sum(held.nbytes for held in gradients if held is not None))
+        _give(ledger, [gradients])
+        gradients = []
+    _give(ledger, [moving])
+    return gradients + (reduced.held if reduced is not None else [])
+
+
+def _save(ledger: Ledger, gpus: int, model: Statics, place: Placement) -> None:
+    """The check for finite weights before them, one at a time: at most of the largest, or of this GPU's shard of it."""
+    ledger.enter("save")
+    largest = max(model.weights, key=lambda weight: weight.numel)
+    if largest.nbytes <= place.weights:
+        numel = -(-largest.numel // gpus) if place.shard_itemsize else largest.numel
+        checked = [numel * (place.shard_itemsize or largest.itemsize), *(numel,) * _FINITE_MASKS]
+        _give(ledger, [[ledger.take(nbytes, "workspace") for nbytes in checked]])
 
 
 LEAVING = 2
 """techniques/host_offload.py: inputs of layers that are on their way to the host at a time, and still here."""
 
 
+def _reduced(ledger: Ledger, place: Placement, tape: Tape) -> Reduced | None:
+    """For the gradients that a reduction leaves here in one step."""
+    if place.born == "start" or not place.gradients:
+        return None
+    made = sum(size for size, component in zip(tape.sizes, tape.components, strict=True) if component == "gradients")
+    share = place.gradients / made if place.born == "each" else 0.0
+    return Reduced(ledger, place.gradients, share=share)
+
+
 def _load(ledger: Ledger, request: Request, model: Statics, place: Placement) -> None:
-    if place.weights != model.weight_bytes:
+    if not place.loaded_itemsize and place.weights != model.weight_bytes:
         ledger.take(place.weights, "weights")
         return
-    for weight in model.weights:
-        for nbytes in weight.tensors:
-            ledger.take(nbytes, "weights")
+    wider = place.loaded_itemsize // model.weights[0].itemsize if place.loaded_itemsize else 1
+    loaded = [[ledger.take(wider * nbytes, "weights") for nbytes in weight.tensors] for weight in model.weights]
     ledger.take(model.buffer_bytes, "weights")
     if request.model in PRESETS and not request.choices.quantized and _is_tied(request):
         # Built on the device, a head has a weight of its own until transformers ties it (post_init): the allocator
         # keeps the block. What is read from files is built without memory.
-        ledger.pass_through(math.prod(model.head_shape) * model.weights[0].itemsize)
+        ledger.pass_through(math.prod(model.head_shape) * wider * model.weights[0].itemsize)
+    if place.shard_itemsize:  # accelerate's fsdp2_prepare_model holds the whole weights until all are sharded
+        for weight in model.weights:
+            ledger.take(-(-wider * weight.nbytes // request.choices.gpus), "weights")
+        _give(ledger, loaded)
+    elif place.loaded_itemsize:
+        _flatten(ledger, model, loaded, cast=wider > 1)
+
+
+def _flatten(ledger: Ledger, model: Statics, loaded: list[list[Held | None]], *, cast: bool) -> None:
+    """ZeRO 1 and 2: weights in 16 bits, then in one tensor a group of the optimizer's (stage_1_and_2.py)."""
+    if cast:
+        for number, weight in enumerate(model.weights):
+            before, loaded[number] = loaded[number], [ledger.take(weight.nbytes, "weights")]
+            _give(ledger, [before])
+    for decays in (True, False):
+        group = [number for number, weight in enumerate(model.weights) if (len(weight.shape) >= 2) == decays]
+        ledger.allocator.release()
+        ledger.take(sum(model.weights[number].nbytes for number in group), "weights")
+        _give(ledger, [loaded[number] for number in group])
+    ledger.allocator.release()
+
+
+def _give(ledger: Ledger, groups: Iterable[Iterable[Held | None]]) -> None:
+    for group in groups:
+        for held in group:
+            ledger.give(held)
 
 
 def _is_tied(request: Request) -> bool:
     return bool(getattr(text_config(request.config), "tie_word_embeddings", False))
 
 
-def _states(ledger: Ledger, request: Request, model: Statics, place: Placement) -> list[Any]:
+def _states(ledger: Ledger, request: Request, model: Statics, place: Placement) -> None:
     tensors = state_tensors(request, model.weights)
     if place.optimizer != sum(tensors):
         tensors = [place.optimizer]
-    return [ledger.take(nbytes, "optimizer") for nbytes in tensors]
+    for nbytes in tensors:
+        ledger.take(nbytes, "optimizer")
 
 
 def _pinned(nbytes: int) -> int:
@@ -265,7 +318,7 @@ def _pinned(nbytes: int) -> int:
 
 def _step_s(request: Request, gpu: Gpu, model: Statics, place: Placement, tapes: list[Tape], host_bytes: int) -> float:
     choices = request.choices
-    micro_s = roofline.micro_s(tapes[-1], gpu)
+    micro_s = roofline.micro_s(tapes[-1], gpu, copied_bytes=place.copied, host_calls=place.host_calls)
     if choices.checkpointing == "offload":
         # Copies run beside the computation: only what does not fit beside it costs time.
         micro_s = max(micro_s, 2 * host_bytes / gpu.link_bytes_s)
@@ -278,13 +331,14 @@ def _step_s(request: Request, gpu: Gpu, model: Statics, place: Placement, tapes:
         sm_s = place.step_sm_s
     else:
         moved, calls, sm_s = update_work(request, model.weights)
-    update_s = roofline.update_s(moved + clipping, calls, sm_s, gpu)
+    waits = OPTIMIZERS[choices.optimizer].step_waits
+    update_s = roofline.update_s(moved + clipping, calls, sm_s, gpu, waits=waits)
     link_s = place.link / gpu.link_bytes_s
-    # Collectives overlap with the backward, of which they leave about half.
-    peers_s = max(0.0, place.peers / gpu.peer_bytes_s - 0.5 * micro_s)
+    # Collectives overlap with the backward, of which they leave about half, but for the embeddings' gradient.
+    peers_s = max(place.peers_last / gpu.peer_bytes_s, place.peers / gpu.peer_bytes_s - 0.5 * micro_s)
     if choices.offload != "none":
-        # The CPU's AdamW: 7 fp32 values a parameter through host memory at the link's rate.
-        link_s += 28 * sum(weight.numel for weight in model.trained) / choices.gpus / gpu.link_bytes_s
+        # The CPU's AdamW: 7 fp32 values a parameter through host memory.
+        link_s += 28 * sum(weight.numel for weight in model.trained) / choices.gpus / HOST_BYTES_S
     return micro_s * choices.accumulate + update_s + link_s + peers_s
 
 

@@ -18,6 +18,7 @@ class Held:
     nbytes: int
     component: str
     block: object
+    allocator: CachingAllocator
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Ledger:
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
     """The components at each phase's peak."""
     allocator: CachingAllocator = field(default_factory=CachingAllocator)
+    beside: CachingAllocator = field(default_factory=CachingAllocator)
+    """What is reserved for the streams of collectives: a stream's blocks are not given to another."""
     reserved_bytes: int = 0
     """What the allocator had reserved when the caller last looked."""
 
@@ -38,8 +41,12 @@ class Ledger:
         self.phase = phase
         self._note()
 
-    def take(self, nbytes: int, component: str) -> Held | None:
-        """Allocate; None for nothing."""
+    @property
+    def peak_reserved_bytes(self) -> int:
+        return self.allocator.peak_reserved_bytes + self.beside.peak_reserved_bytes
+
+    def take(self, nbytes: int, component: str, *, beside: bool = False) -> Held | None:
+        """Allocate; None for nothing. beside: on a collective's stream."""
         if nbytes <= 0:
             return None
         size = rounded(nbytes)
@@ -47,18 +54,19 @@ class Ledger:
         self.live_bytes += size
         if self.live_bytes > self.phases.get(self.phase, -1):
             self._note()
-        return Held(size, component, self.allocator.allocate(size))
+        allocator = self.beside if beside else self.allocator
+        return Held(size, component, allocator.allocate(size), allocator)
 
     def give(self, held: Held | None) -> None:
         if held is None:
             return
         self.live[held.component] -= held.nbytes
         self.live_bytes -= held.nbytes
-        self.allocator.free(held.block, small=is_small(held.nbytes))  # type: ignore[arg-type]
+        held.allocator.free(held.block, small=is_small(held.nbytes))  # type: ignore[arg-type]
 
-    def pass_through(self, nbytes: int, component: str = "workspace") -> None:
+    def pass_through(self, nbytes: int, component: str = "workspace", *, beside: bool = False) -> None:
         """Memory that comes and goes."""
-        self.give(self.take(nbytes, component))
+        self.give(self.take(nbytes, component, beside=beside))
 
     def peak(self, *, but: str | None = None) -> tuple[str, int, dict[str, int]]:
         """(phase, bytes, components) of the whole run, or of all of it but one phase."""
@@ -71,18 +79,39 @@ class Ledger:
             self.peaks[self.phase] = dict(self.live)
 
 
+@dataclass
+class Reduced:
+    """Gradients as a collective leaves them on this GPU, until the step."""
+
+    ledger: Ledger
+    nbytes: int
+    """All at once, with the first."""
+    share: float = 0.0
+    """Of each one's bytes; 0: all at once."""
+    held: list[Held | None] = field(default_factory=list)
+
+    def add(self, gradient_bytes: int) -> None:
+        """One more gradient is reduced."""
+        if self.share:
+            self.held.append(self.ledger.take(int(gradient_bytes * self.share), "gradients", beside=True))
+        elif not self.held:
+            self.held.append(self.ledger.take(self.nbytes, "gradients"))
+
+
 # Places of a tape -> phases of a run.
 _PHASES = {"forward": "forward", "loss": "loss", "backward": "backward", "end": "backward"}
 
 
 def play(
-    ledger: Ledger, tape: Tape, *, keep_gradients: bool, tied: bool = False, backward_bytes: int = 0
-) -> list[Held | None]:
+    ledger: Ledger, tape: Tape, *, keep_gradients: bool, tied: bool = False, backward_bytes: int = 0,
+    reduced: Reduced | None = None,
+) -> list[Held | None]:  # fmt: skip
     """Run a micro-batch's tape; returns its gradients.
 
     keep_gradients: False where something takes each gradient as soon as it is there: a layer-wise optimizer's step, a
     reduction into a partition. tied: the head's gradient waits for the embedding's all the same.
-    backward_bytes: weights that are on the device while the layers' backward runs.
+    backward_bytes: weights that are on the device while the layers' backward runs. reduced: where the reduction of the
+    gradients that are not kept goes; None: the partition is there already.
     """
     gradients: list[Held | None] = []
     held: dict[int, Held | None] = {}
@@ -104,10 +133,17 @@ def play(
             if block in held and keep_gradients:
                 gradients.append(held.pop(block))
             elif block in held and not waits:
-                ledger.give(held.pop(block))
-    for left in (*held.values(), weights):
-        ledger.give(left)
+                _let_go(ledger, held.pop(block), reduced)
+    for block, left in held.items():
+        _let_go(ledger, left, reduced if tape.components[block] == "gradients" else None)
+    ledger.give(weights)
     return gradients
+
+
+def _let_go(ledger: Ledger, held: Held | None, reduced: Reduced | None) -> None:
+    if reduced is not None and held is not None:
+        reduced.add(held.nbytes)
+    ledger.give(held)
 
 
 def play_evaluation(ledger: Ledger, tape: Tape) -> None:

@@ -47,6 +47,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._host_calls, self._closed = host_calls, False
+        self.watching_calls = 0
+        """Host time beside each operator, in operators, while a mode of Python's watches them."""
         self.tape = Tape()
         self.component = "activations"
         self._scratch, self._inplace = scratch, inplace
@@ -93,6 +95,11 @@ class Recorder(TorchDispatchMode):
         cost.launches += launches
         cost.host_calls += launches
 
+    def count_host(self, calls: int) -> None:
+        """Host time that no operator of the trace stands for, in operators."""
+        if not self._closed:
+            self.tape.segments[-1].cost.host_calls += calls
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         primitive = None if name in self._inplace else PRIMITIVES.get(name)
@@ -104,7 +111,8 @@ class Recorder(TorchDispatchMode):
                 out = primitive.fake(*args)
             self.tape.segments[-1].cost.host_calls = calls
         results = out if isinstance(out, (tuple, list)) else _written(func, args) if out is None else (out,)
-        self.tape.segments[-1].cost.host_calls += self._host_calls if name in PRIMITIVES else 1
+        own_calls = self._host_calls if name in PRIMITIVES else 1
+        self.tape.segments[-1].cost.host_calls += own_calls + self.watching_calls
         inplace = _FIRST if _sums_gradients(func, args) else self._inplace.get(name)
         fresh = False
         for position, result in enumerate(results):

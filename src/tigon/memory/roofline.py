@@ -22,9 +22,9 @@ COPY_SHARE = 0.80
 """Of the bandwidth of a large copy that elementwise kernels reach."""
 
 
-def micro_s(tape: Tape, gpu: Gpu) -> float:
-    """Seconds of one micro-batch: forward and backward."""
-    cost = Cost()
+def micro_s(tape: Tape, gpu: Gpu, *, copied_bytes: int = 0, host_calls: int = 0) -> float:
+    """Seconds of one micro-batch: forward and backward. copied_bytes, host_calls: of an engine around the model."""
+    cost = Cost(moved_bytes=copied_bytes, host_calls=host_calls)
     for segment in tape.segments:
         cost.add(segment.cost)
     products_s = cost.flops / (gpu.matmul_flops * PRODUCT_SHARE) + cost.fp32_flops / (gpu.fp32_flops * PRODUCT_SHARE)
@@ -32,10 +32,12 @@ def micro_s(tape: Tape, gpu: Gpu) -> float:
     return max(products_s + moved_s + cost.launches * LAUNCH_S, cost.host_calls * HOST_S)
 
 
-def update_s(touched_bytes: float, host_calls: float, sm_s: float, gpu: Gpu) -> float:
+def update_s(touched_bytes: float, host_calls: float, sm_s: float, gpu: Gpu, *, waits: bool = False) -> float:
     """Seconds of clipping and of the optimizer's step, which touch so many bytes of device memory.
 
     sm_s: seconds that one multiprocessor computes besides. The Trainer reads the loss before the step, so the host
-    does not run ahead into it.
+    does not run ahead into it. waits: nor from one parameter to the next.
     """
-    return max(touched_bytes / (gpu.copy_bytes_s * COPY_SHARE) + sm_s / gpu.sm_count, host_calls * HOST_S)
+    device_s = touched_bytes / (gpu.copy_bytes_s * COPY_SHARE) + sm_s / gpu.sm_count
+    host_s = host_calls * HOST_S
+    return device_s + host_s if waits else max(device_s, host_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from tigon.memory.request import Request
 from tigon.memory.statics import Statics, state_tensors
@@ -18,6 +19,16 @@ FP32 = 4
 # deepspeed/runtime/zero/config.py: elements of gathered weights that stage 3 may hold (stage3_max_live_parameters).
 MAX_LIVE_ELEMENTS = 10**9
 
+# Host time of the engine for each trained weight, forward, backward and step together, in operators. Measured, not
+# explained: the steps of Llama-3.2-1B, 4 x 1024 on each of two H200s, beyond what their operators take. Of FSDP2's, 60
+# are its own Python: 16 tiny layers on a CPU with collectives that do nothing.
+ZERO_CALLS = 180
+FSDP_CALLS = 130
+
+GradientsBorn = Literal["start", "first", "each"]
+"""With the engine, to stay for good; with the first gradient that is reduced; or a share with each that is: until the
+step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -25,14 +36,24 @@ class Placement:
 
     weights: int
     gradients: int
-    """Held from the first backward to the step, besides what the backward itself makes."""
+    """Besides what the backward itself makes: reduced gradients, or buckets of them."""
+    born: GradientsBorn = "start"
+    """When `gradients` are allocated."""
     optimizer: int
     gathered: int = 0
     """Whole weights of the layers in use, while the forward and backward run."""
     gathered_again: int = 0
-    """The same, besides `gathered`, while the backward runs."""
+    """Besides `gathered`, while the layers' backward runs."""
+    gathered_beside: int = 0
+    """The most that a gathering on its own stream takes before it is copied out."""
     buckets: int = 0
-    """Buffers of collectives."""
+    """Buffers of collectives, while the forward and backward run."""
+    buffers: int = 0
+    """Buffers that the engine keeps for the whole run."""
+    shard_itemsize: int = 0
+    """Bytes of an element of a weight at rest, where the GPU holds a shard of each; else 0."""
+    loaded_itemsize: int = 0
+    """Bytes of an element of the whole weights that the GPU holds until the engine takes them over; 0: it does not."""
     step: int = 0
     """Temporaries of the step."""
     step_sm_s: float = 0.0
@@ -45,6 +66,12 @@ class Placement:
     """Bytes to and from the host or NVMe in a step."""
     peers: int = 0
     """Bytes to and from other GPUs in a step."""
+    peers_last: int = 0
+    """Of them, those that come when no backward is left to hide them."""
+    copied: int = 0
+    """Bytes of device memory that a micro-batch's collectives read and write besides: into their buckets and out."""
+    host_calls: int = 0
+    """Host time that the engine takes in a micro-batch and its step, in operators."""
 
 
 def is_sharded(choices: Choices) -> bool:
@@ -73,12 +100,24 @@ def _share(nbytes: int, gpus: int) -> int:
     return -(-nbytes // gpus)
 
 
-def _layer_bytes(model: Statics) -> int:
+def _unit_bytes(model: Statics) -> int:
     """Weights of the largest unit that is gathered at once: a layer, or what lies outside all layers."""
-    units: dict[int | None, int] = defaultdict(int)
+    outside = sum(weight.nbytes for weight in model.weights if weight.layer is None)
+    return max(outside, _layer_bytes(model))
+
+
+def _embedding_grad_bytes(model: Statics) -> int:
+    """Gradients of the embeddings: the last that the backward makes."""
+    return sum(weight.grad_bytes for weight in model.weights if weight.embedding)
+
+
+def _layer_bytes(model: Statics) -> int:
+    """Weights of the largest layer."""
+    layers: dict[int, int] = defaultdict(int)
     for weight in model.weights:
-        units[weight.layer] += weight.nbytes
-    return max(units.values())
+        if weight.layer is not None:
+            layers[weight.layer] += weight.nbytes
+    return max(layers.values(), default=0)
 
 
 def _ddp(request: Request, model: Statics) -> Placement:
@@ -88,6 +127,8 @@ def _ddp(request: Request, model: Statics) -> Placement:
         gradients=grads,  # the buckets: a second copy, not views of the gradients
         optimizer=sum(state_tensors(request, model.weights)),
         peers=2 * grads,
+        peers_last=2 * _embedding_grad_bytes(model),
+        copied=4 * grads,
     )
 
 
@@ -110,29 +151,35 @@ def _zero(request: Request, model: Statics) -> Placement:
     if choices.zero == 3:
         # stage3_max_reuse_distance, which the NVMe's configuration sets
         live = 0 if choices.offload == "nvme" else MAX_LIVE_ELEMENTS * model.weights[0].itemsize
-        gathered = min(model.weight_bytes, max(live, _layer_bytes(model)))
+        gathered = min(model.weight_bytes, max(live, _unit_bytes(model)))
         weights = _share(model.weight_bytes, gpus)
-    held = grads if choices.zero == 1 else _share(grads, gpus)
+    # Stage 1 leaves gradients where the backward makes them, stage 2 copies its slice into one tensor when the first
+    # bucket is reduced (grads_in_partition), stage 3 has a flat buffer from the start (grad_partitions_flat_buffer).
+    held, buffers = 0 if choices.zero == 1 else _share(grads, gpus), 0
     step = (_share(FP32 * numel, gpus) if mixed else 0) + optimizer.step_peak_bytes(slices, rank=rank)
     step_sm_s = sum(map(optimizer.step_sm_s, slices))
     if choices.offload != "none":
         away = states
         host += _share(FP32 * numel, gpus)  # gradients in fp32 for the CPU's AdamW
         link += 2 * _share(grads, gpus)
-        held = grads if choices.zero == 1 else 0
-        states, step, step_sm_s = 0, 0, 0.0
+        held, states, step, step_sm_s = 0, 0, 0, 0.0
+        if choices.zero < 3:  # temp_grad_buffer_for_gpu_offload: as long as the largest weight
+            buffers = max(weight.numel * weight.itemsize for weight in model.trained)
         if choices.zero == 3:
             away += weights
             link += 3 * weights
             weights = 0
         host, nvme = (host + away, 0) if choices.offload == "cpu" else (host, away)
     return Placement(
-        weights=weights, gradients=held, optimizer=states, gathered=gathered,
+        weights=weights, gradients=held, born="start" if choices.zero == 3 else "first", optimizer=states,
+        gathered=gathered, buffers=buffers, loaded_itemsize=0 if choices.zero == 3 else FP32 if mixed else itemsize,
         # Measured, not explained: ZeRO-3 on one H200 with Llama-3.2-1B held as much once more from the first layer's
         # backward on, at batches of 8, 16 and 112, and not before.
         gathered_again=gathered, buckets=2 * bucket_bytes, step=step, step_sm_s=step_sm_s,
         host=host, nvme=nvme, keeps_gradients=choices.zero == 1, link=link,
         peers=(3 if choices.zero == 3 else 2) * grads if gpus > 1 else 0,
+        peers_last=_embedding_grad_bytes(model) if gpus > 1 else 0,
+        copied=2 * grads + 2 * _share(grads, gpus), host_calls=ZERO_CALLS * len(model.trained),
     )  # fmt: skip
 
 
@@ -157,14 +204,26 @@ def _fsdp(request: Request, model: Statics) -> Placement:
     ]
     optimizer = OPTIMIZERS[choices.optimizer]
     states, step = optimizer.state_bytes(shards), optimizer.step_peak_bytes(shards)
-    # Two units at a time: the one in use and the one prefetched.
-    gathered = 2 * _layer_bytes(model) if choices.reshard else model.weight_bytes
-    host = link = 0
+    # Outside the layers accelerate makes a unit of the last norm and the head, which stays gathered through forward and
+    # backward, and one of the embeddings, which belong to the former where they are tied (fsdp2_prepare_model).
+    # Beside it: in the forward a layer's weights, or what they were gathered into until the next layer's are; in the
+    # backward a layer, what the next is gathered into, and a reduction's input (FSDPParamGroup: wait_for_unshard,
+    # post_backward). Gathered and reduced weights and gradients are allocated on streams of their own.
+    layer, outside = _layer_bytes(model), [weight for weight in model.weights if weight.layer is None]
+    untied = any(weight.shape == model.head_shape and not weight.embedding for weight in outside)
+    tail = sum(weight.nbytes for weight in outside if not (untied and weight.embedding))
+    gathered = tail + layer if choices.reshard else model.weight_bytes
+    host, link, itemsize = 0, 0, factor * model.weights[0].itemsize
     if choices.offload != "none":
+        itemsize = 0
         host, link = weights + grads + states, 3 * weights + grads
         weights = grads = states = step = 0
     return Placement(
-        weights=weights, gradients=grads, optimizer=states, gathered=min(gathered, model.weight_bytes),
-        buckets=_layer_bytes(model), step=step, host=host, keeps_gradients=False, link=link,
+        weights=weights, gradients=grads, born="each", optimizer=states, gathered=min(gathered, model.weight_bytes),
+        gathered_again=2 * layer if choices.reshard else layer, gathered_beside=tail + layer if gpus > 1 else 0,
+        shard_itemsize=itemsize, loaded_itemsize=itemsize, step=step, host=host, keeps_gradients=False, link=link,
         peers=3 * model.weight_bytes if gpus > 1 else 0,
+        peers_last=_embedding_grad_bytes(model) if gpus > 1 else 0,
+        # Gathered weights are copied out twice, gradients into the reduction's input.
+        copied=6 * model.weight_bytes if gpus > 1 else 0, host_calls=FSDP_CALLS * len(model.trained),
     )  # fmt: skip

@@ -126,12 +126,13 @@ def state_tensors(request: Request, weights: tuple[Weight, ...]) -> list[int]:
 
 
 def update_work(request: Request, weights: tuple[Weight, ...]) -> tuple[int, int, float]:
-    """One optimizer step: (bytes that weights, gradients and states on the GPU are read and written with, operators
-    that the host launches, seconds of one multiprocessor besides)."""
+    """One optimizer step: (bytes that weights, gradients and states on the GPU, managed memory among it, are read and
+    written with, operators that the host launches, seconds of one multiprocessor besides)."""
     optimizer, rank = OPTIMIZERS[request.choices.optimizer], request.choices.galore_rank
     parameters = optimizer_parameters(weights)
     if optimizer.step_moves is None:
-        moved = sum(3 * parameter.nbytes for parameter in parameters) + 2 * sum(state_tensors(request, weights))
+        states = sum(state_tensors(request, weights)) + managed_bytes(request, weights)
+        moved = sum(3 * parameter.nbytes for parameter in parameters) + 2 * states
     else:
         moved = sum(optimizer.step_moves(parameter, rank) for parameter in parameters)
     return moved, optimizer.step_calls * len(parameters), sum(map(optimizer.step_sm_s, parameters))

@@ -83,6 +83,8 @@ class Optimizer:
     pass over weight, gradient and states."""
     step_calls: int = 0
     """Operators that the host launches for each parameter, if one by one."""
+    step_waits: bool = False
+    """The host waits for the GPU after each parameter, so that the time of both adds up."""
     step_sm_s: Callable[[Parameter], float] = lambda parameter: 0.0
     """Seconds that one multiprocessor computes for a parameter's update beyond what its bytes take."""
     precision: str
@@ -144,6 +146,10 @@ def _bnb(count: int, *, bits: int, paged: bool) -> States:
     return states
 
 
+def _torchao_quantises(parameter: Parameter) -> bool:
+    return parameter.numel >= BNB_MIN_8BIT and parameter.numel % BLOCK == 0
+
+
 def _torchao(bits: int) -> States:
     """torchao: two moments, each with its own scales and its own quantisation map.
 
@@ -152,7 +158,7 @@ def _torchao(bits: int) -> States:
 
     def states(parameter: Parameter, rank: int) -> tuple[StateTensor, ...]:
         n = parameter.numel
-        if n < BNB_MIN_8BIT or n % BLOCK:
+        if not _torchao_quantises(parameter):
             return (StateTensor(parameter.nbytes),) * 2
         codes, scale, levels = StateTensor(n * bits // 8), StateTensor(FP32 * n // BLOCK), StateTensor(FP32 * 2**bits)
         return (codes, scale, levels) * 2
@@ -204,6 +210,17 @@ def _fp32_copy(parameter: Parameter, rank: int) -> int:
     return parameter.numel * FP32
 
 
+def _foreach_moves(parameter: Parameter, rank: int) -> int:
+    """torch.optim.adam: _multi_tensor_adam, an operator at a time: decay 2 reads and writes, lerp 3, mul 2, addcmul 3,
+    sqrt 2, two divisions and sums of 2, addcdiv 4."""
+    return 20 * parameter.nbytes
+
+
+def _sgd_moves(parameter: Parameter, rank: int) -> int:
+    """torch.optim.sgd: _multi_tensor_sgd: the decay's sum into a copy, and the update: 3 each."""
+    return 6 * parameter.nbytes
+
+
 def _adafactor_moves(parameter: Parameter, rank: int) -> int:
     """21 reads and writes in fp32; in 16 bits the casts of gradient and weight and the copy back besides."""
     return parameter.numel * (21 * FP32 if parameter.itemsize == FP32 else 26 * FP32)
@@ -217,6 +234,11 @@ def _galore_moves(parameter: Parameter, rank: int) -> int:
     return parameter.numel * whole + rank * max(parameter.shape) * 31 * FP32
 
 
+def _layerwise_moves(parameter: Parameter, rank: int) -> int:
+    """And the look for what is not finite: |x|, three masks of a byte, and their sums."""
+    return _galore_moves(parameter, rank) + parameter.numel * (4 * parameter.itemsize + 9)
+
+
 # The blockwise 8-bit kernel looks each new state up in a table of 256 (bitsandbytes, csrc/kernels.cu): it computes
 # longer than it waits for memory. Two steps measured on an H200, of 1.0 and 7.5 thousand million 8-bit elements, took
 # 25 and 178 ms longer than their bytes; times its 132 multiprocessors.
@@ -225,6 +247,10 @@ _BNB_8BIT_SM_S = 24e-12 * 132
 
 def _bnb_8bit_sm_s(parameter: Parameter) -> float:
     return parameter.numel * _BNB_8BIT_SM_S if _bnb_quantises(parameter) else 0.0
+
+
+def _lion_8bit_sm_s(parameter: Parameter) -> float:
+    return _bnb_8bit_sm_s(parameter) / 2  # one state instead of two
 
 
 def _galore_step(parameter: Parameter, rank: int) -> int:
@@ -236,9 +262,44 @@ def _galore_step(parameter: Parameter, rank: int) -> int:
     return 3 * moment + parameter.numel * (FP32 if parameter.itemsize == FP32 else FP32 + parameter.itemsize)
 
 
-# torch.compile's wrapper around one parameter's update with its three-part states: 0.2 ms of the host in the one step
-# that was measured (Qwen3-0.6B on an H200), which is the time of so many operators.
+def _torchao_step(bits: int) -> Callable[[Parameter, int], int]:
+    """What torch.compile keeps between its kernels of each of two moments: its values in fp32, scaled, and in 4 bits,
+    which are packed in pairs, the codes as 64-bit integers (torchao 0.18 optim/quant_utils.py, torch 2.13's code)."""
+
+    def step(parameter: Parameter, rank: int) -> int:
+        return parameter.numel * 2 * (FP32 + 8 * (bits == 4)) if _torchao_quantises(parameter) else 0
+
+    return step
+
+
+def _torchao_moves(bits: int) -> Callable[[Parameter, int], int]:
+    """Weight and gradient, states, and what is kept between the kernels, written and read."""
+
+    def moves(parameter: Parameter, rank: int) -> int:
+        states = sum(tensor.nbytes for tensor in _torchao(bits)(parameter, rank))
+        return 3 * parameter.nbytes + 2 * states + 2 * _torchao_step(bits)(parameter, rank)
+
+    return moves
+
+
+# Each new state is looked up in a table of 2**bits by halving: `bits` dependent reads, and two for the rounding, in
+# kernels that torch.compile made. Two steps measured on an H200 took beyond their bytes 9.4 ps an element and read
+# (Qwen3-0.6B in 8 bits) and 7.7 (Llama-3.2-1B in 4); times its 132 multiprocessors.
+_TORCHAO_READ_SM_S = 8.5e-12 * 132
+
+
+def _torchao_sm_s(bits: int) -> Callable[[Parameter], float]:
+    return lambda parameter: _TORCHAO_READ_SM_S * (bits + 2) * parameter.numel * _torchao_quantises(parameter)
+
+
+# torch.compile's wrapper around one parameter's update with its three-part states: 0.2 ms of the host, which is the
+# time of so many operators.
 _COMPILED_CALLS = 65
+# bitsandbytes' own way around one parameter's kernel, until the GPU is done: what `paged-adamw` and `lion-8bit` of
+# Llama-3.2-1B took on an H200 beyond their bytes (and half of `adamw-8bit`'s arithmetic), 0.08 ms.
+_BNB_CALLS = 25
+# GaLore's own operators, the 9 that look for what is not finite, and the wait for their answer.
+_LAYERWISE_CALLS = 35
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
@@ -252,36 +313,38 @@ _ROWS = (
     Optimizer(
         name="adamw-foreach", help="AdamW by multi-tensor operations; on a GPU it holds one more copy of the weights.",
         trainer_name="adamw_torch", states=_moments(2), step_bytes=_like_parameter, step_holds_all=True,
-        precision="As `adamw`, to rounding.", source="torch.optim.AdamW: _multi_tensor_adam",
+        step_moves=_foreach_moves, precision="As `adamw`, to rounding.", source="torch.optim.AdamW: _multi_tensor_adam",
     ),
     Optimizer(
         name="adamw-8bit", help="AdamW with 8-bit blockwise moments.",
         trainer_name="adamw_bnb_8bit", package="bitsandbytes", states=_bnb(2, bits=8, paged=False),
-        shared_bytes=2 * 256 * FP32, step_sm_s=_bnb_8bit_sm_s,
+        shared_bytes=2 * 256 * FP32, step_sm_s=_bnb_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
         precision="Moments quantised in blocks of 256; fp32 for embeddings and parameters below 4,096 elements.",
         source="bitsandbytes; arXiv 2110.02861",
     ),
     Optimizer(
         name="paged-adamw", help="AdamW with fp32 moments in unified memory, which moves to the host under pressure.",
         devices=("cuda",), trainer_name="paged_adamw_32bit", package="bitsandbytes",
-        states=_bnb(2, bits=32, paged=True),
+        states=_bnb(2, bits=32, paged=True), step_calls=_BNB_CALLS, step_waits=True,
         precision="As `adamw` with fp32 moments.", source="bitsandbytes; arXiv 2305.14314 §3",
     ),
     Optimizer(
         name="paged-adamw-8bit", help="`adamw-8bit` with the moments in unified memory.",
         devices=("cuda",), trainer_name="paged_adamw_8bit", package="bitsandbytes", states=_bnb(2, bits=8, paged=True),
-        shared_bytes=2 * 256 * FP32, step_sm_s=_bnb_8bit_sm_s,
+        shared_bytes=2 * 256 * FP32, step_sm_s=_bnb_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
         precision="As `adamw-8bit`.", source="bitsandbytes; arXiv 2110.02861, 2305.14314",
     ),
     Optimizer(
         name="lion-8bit", help="Lion: one 8-bit moment, and updates of one size; wants a tenth of AdamW's rate.",
         trainer_name="lion_8bit", package="bitsandbytes", states=_bnb(1, bits=8, paged=False), shared_bytes=256 * FP32,
+        step_sm_s=_lion_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
         precision="Another optimizer: the sign of a moment, quantised in blocks of 256.",
         source="bitsandbytes; arXiv 2302.06675",
     ),
     Optimizer(
         name="adamw-torchao-8bit", help="AdamW with 8-bit blockwise moments, compiled by PyTorch.",
         trainer_name="adamw_torch_8bit", package="torchao", needs_compiler=True, states=_torchao(8),
+        step_bytes=_torchao_step(8), step_moves=_torchao_moves(8), step_sm_s=_torchao_sm_s(8),
         step_calls=_COMPILED_CALLS,
         precision="As `adamw-8bit`; a parameter whose size is no multiple of 256 keeps moments of its own dtype.",
         source="torchao.optim.AdamW8bit; arXiv 2110.02861",
@@ -289,6 +352,7 @@ _ROWS = (
     Optimizer(
         name="adamw-torchao-4bit", help="AdamW with 4-bit blockwise moments, compiled by PyTorch.",
         trainer_name="adamw_torch_4bit", package="torchao", needs_compiler=True, states=_torchao(4),
+        step_bytes=_torchao_step(4), step_moves=_torchao_moves(4), step_sm_s=_torchao_sm_s(4),
         step_calls=_COMPILED_CALLS,
         precision="Moments of 16 levels in blocks of 256.", source="torchao.optim.AdamW4bit; arXiv 2309.01507",
     ),
@@ -302,6 +366,7 @@ _ROWS = (
     Optimizer(
         name="sgd", help="Gradient descent without momentum: no state.", trainer_name="sgd", states=_moments(0),
         step_bytes=_like_parameter, step_holds_all=True,  # weight decay is added to a copy of the gradients
+        step_moves=_sgd_moves,
         precision="Another optimizer; weight decay is an L2 term.", source="torch.optim.SGD",
     ),
     Optimizer(
@@ -314,7 +379,8 @@ _ROWS = (
     Optimizer(
         name="galore-layerwise", in_backward=True,
         help="`galore`, each weight updated in the backward pass and its gradient freed.",
-        trainer_name=None, states=_galore, step_bytes=_galore_step, step_moves=_galore_moves, step_calls=16,
+        trainer_name=None, states=_galore, step_bytes=_galore_step, step_moves=_layerwise_moves,
+        step_calls=_LAYERWISE_CALLS, step_waits=True,
         precision="As `galore`, without clipping of the gradient's norm.",
         source="tigon.techniques.galore; arXiv 2403.03507 §4.4",
     ),

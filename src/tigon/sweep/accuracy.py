@@ -1,0 +1,174 @@
+"""The planner against the sweeps that were measured on GPUs: `python -m tigon.sweep.accuracy [--into DOCUMENT]`.
+
+Every point of the results that are committed is a case, if it ran. With a document, the predictions are written beside
+the planner's own and a summary between the document's markers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tigon.errors import TigonError, UsageError
+from tigon.memory.accuracy import (
+    QUANTITIES,
+    Comparison,
+    Quantity,
+    beyond,
+    cells,
+    median_error,
+    percent,
+    read_document,
+    save_predictions,
+    worst_first,
+    write_between,
+)
+from tigon.memory.gpus import GPUS, find_gpu
+from tigon.sweep import failures
+from tigon.sweep.prediction import predict
+from tigon.train import recipe_file
+from tigon.train.recipe import Recipe
+
+RESULTS = Path("benchmarks/results")
+PREDICTIONS = "planner/sweeps-predicted.json"
+"""In the results of a GPU."""
+BEGIN, END = "<!-- accuracy of sweeps -->", "<!-- /accuracy of sweeps -->"
+REMAKE = "`python -m tigon.sweep.accuracy --into docs/planner.md` makes it"
+
+KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
+    ("techniques: zero-offload-cpu", "reserved"): (
+        0.19, "ZeRO-2's copies to the host run on a stream of their own; what the allocator holds back for it is not "
+        "simulated.",
+    ),
+}  # fmt: skip
+"""(case, quantity) -> how far it is allowed to be off instead, and why."""
+
+
+def case_of(results: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
+    """A point as the planner's accuracy takes a case."""
+    return {
+        "id": f"{results['name']}: {point['id']}", "sweep": results["name"], "keys": point["keys"],
+        "unchecked": point["unchecked"], "device": results["environment"]["device"],
+        "memory_bytes": results["memory_limit_bytes"] or results["environment"]["memory_bytes"],
+        "allocated_bytes": point["peak_allocated_bytes"], "reserved_bytes": point["peak_reserved_bytes"],
+        "step_s": point["step_s"], "phases": point["phases"],
+    }  # fmt: skip
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """Every point in a GPU's results that ran, in the files' order. Raises UsageError for a file that is none."""
+    cases = []
+    for file in sorted(folder.glob("study/*.json")):
+        try:
+            results = json.loads(file.read_text(encoding="utf-8"))
+            ran = [point for point in results["points"] if point["status"] == failures.OK]
+            if ran and _gpu_known(results["environment"]["device"]):
+                cases += [case_of(results, point) for point in ran]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{file} is no results.json of a sweep ({type(error).__name__}: {error}).") from None
+    return cases
+
+
+def _gpu_known(device: str) -> bool:
+    try:
+        return find_gpu(device).name in GPUS
+    except UsageError:
+        return False
+
+
+def compare(cases: Sequence[Mapping[str, Any]]) -> list[Comparison]:
+    """Every case, predicted now."""
+    comparisons = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases:
+            found = predict(recipe_of(case, Path(folder)), case["device"], case["memory_bytes"])
+            predicted = {quantity.name: found[quantity.predicted] for quantity in QUANTITIES}
+            comparisons.append(Comparison(case=case, predicted=predicted, phases={}))
+    return comparisons
+
+
+def recipe_of(case: Mapping[str, Any], folder: Path) -> Recipe:
+    """The recipe that a point was measured with, but for its steps and its output."""
+    tree: dict[str, dict[str, Any]] = {"train": {"steps": 1}}
+    for key, value in case["keys"].items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    file = folder / "recipe.yaml"
+    file.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
+    return recipe_file.load(file, gpu_present=lambda: True, checked=not case["unchecked"])
+
+
+def unexpected(comparisons: Sequence[Comparison], quantity: Quantity) -> list[str]:
+    """What breaks a limit of this quantity, the known cases' own limits among them."""
+    known = {one.id: KNOWN[one.id, quantity.name][0] for one in comparisons if (one.id, quantity.name) in KNOWN}
+    said = [
+        f"{quantity.name} of {one.id}: {percent(one.error(quantity))} (known, up to {known[one.id]:.0%})"
+        for one in comparisons
+        if abs(one.error(quantity)) > known.get(one.id, float("inf"))
+    ]
+    return said + beyond([one for one in comparisons if one.id not in known], quantity)
+
+
+def section(comparisons: Sequence[Comparison]) -> str:
+    """What stands in the document between the markers: a row a sweep and quantity, and what is known to be off."""
+    sweeps = dict.fromkeys(one.case["sweep"] for one in comparisons)
+    rows = [cells(["sweep", "points", "", "median error", "worst error", "limit", "point"]), cells(["---"] * 7)]
+    for sweep in sweeps:
+        own = [one for one in comparisons if one.case["sweep"] == sweep]
+        for quantity in QUANTITIES:
+            worst = worst_first(own, quantity)[0]
+            first = quantity is QUANTITIES[0]
+            rows.append(
+                cells([
+                    sweep if first else "", str(len(own)) if first else "", quantity.name,
+                    f"{median_error(own, quantity):.1%}", percent(worst.error(quantity)), f"{quantity.worst:.0%}",
+                    worst.id.partition(": ")[2],
+                ])
+            )  # fmt: skip
+    ids = {one.id for one in comparisons}
+    beyond_limits = [f"- {name}, {quantity}: {why}" for (name, quantity), (_, why) in KNOWN.items() if name in ids]
+    return "\n".join(rows) + ("\n\nBeyond a limit, and known:\n\n" + "\n".join(beyond_limits) if beyond_limits else "")
+
+
+def predictions_path(folder: Path) -> Path:
+    """Where the predictions of a GPU's sweeps are kept."""
+    return folder / PREDICTIONS
+
+
+def _print(comparisons: Sequence[Comparison]) -> None:
+    width = max(len(one.id) for one in comparisons)
+    for one in comparisons:
+        print(f"{one.id:{width}}  " + "  ".join(f"{q.name} {percent(one.error(q)):>7}" for q in QUANTITIES))
+    for quantity in QUANTITIES:
+        for line in unexpected(comparisons, quantity):
+            print(f"! {line}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tigon.sweep.accuracy", description=(__doc__ or "").split(":")[0])
+    parser.add_argument("--results", type=Path, default=RESULTS / "nvidia-h200", help="results of one GPU")
+    parser.add_argument("--into", type=Path, metavar="DOCUMENT", help="write the summary into this document")
+    asked = parser.parse_args()
+    try:
+        cases = load(asked.results)
+        if not cases:
+            raise UsageError(f"{asked.results}/study holds no point that ran on a GPU that the planner knows.")
+        if asked.into is not None:
+            read_document(asked.into, begin=BEGIN, end=END)
+        comparisons = compare(cases)
+        _print(comparisons)
+        if asked.into is not None:
+            write_between(section(comparisons), asked.into, begin=BEGIN, end=END)
+            save_predictions(comparisons, predictions_path(asked.results))
+    except (TigonError, OSError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

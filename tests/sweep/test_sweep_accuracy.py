@@ -1,0 +1,125 @@
+"""The sweeps measured on GPUs against what the planner says of their points now.
+
+The limits are the planner's own (`tigon.memory.accuracy.QUANTITIES`), with the exceptions that `KNOWN` lists.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tigon.errors import UsageError
+from tigon.memory import accuracy as planner
+from tigon.memory.accuracy import QUANTITIES, Comparison, Quantity
+from tigon.sweep import accuracy
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDER = ROOT / accuracy.RESULTS / "nvidia-h200"
+DOCUMENT = ROOT / "docs" / "planner.md"
+SAME, SAME_WITH_OTHERS = 1e-3, 0.05
+"""As in tests/memory/test_plan_accuracy.py: with the versions that the predictions were made with, and with others."""
+ALLOCATED, RESERVED, TIME = QUANTITIES
+
+committed = pytest.mark.skipif(not (FOLDER / "study").is_dir(), reason="no sweep of a GPU is committed")
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[dict[str, Any]]:
+    return accuracy.load(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def comparisons(cases: list[dict[str, Any]]) -> list[Comparison]:
+    """Every point predicted anew: a quarter of a minute, once."""
+    return accuracy.compare(cases)
+
+
+@committed
+@pytest.mark.parametrize("quantity", QUANTITIES, ids=lambda quantity: quantity.name)
+def test_point_is_predicted_further_from_its_measurement_than_allowed(
+    quantity: Quantity, comparisons: list[Comparison]
+) -> None:
+    said = accuracy.unexpected(comparisons, quantity)
+    assert not said, "\n" + "\n".join(said)
+
+
+@committed
+def test_committed_predictions_of_sweeps_are_stale(cases: list[dict[str, Any]], comparisons: list[Comparison]) -> None:
+    path = accuracy.predictions_path(FOLDER)
+    before = planner.load_predictions(cases, path, remake=accuracy.REMAKE)
+    allowed = SAME if planner.predicted_with(path) == planner.versions() else SAME_WITH_OTHERS
+    stale = [
+        f"{old.id}: {quantity.name} was {old.predicted[quantity.name]:g}, is {new.predicted[quantity.name]:g}"
+        for old, new in zip(before, comparisons, strict=True)
+        for quantity in QUANTITIES
+        if abs(old.predicted[quantity.name] / new.predicted[quantity.name] - 1) > allowed
+    ]
+    assert not stale, "run `python -m tigon.sweep.accuracy --into docs/planner.md`\n" + "\n".join(stale)
+
+
+@committed
+def test_summary_in_the_document_is_not_what_the_sweeps_say(cases: list[dict[str, Any]]) -> None:
+    before = planner.load_predictions(cases, accuracy.predictions_path(FOLDER), remake=accuracy.REMAKE)
+    inside = DOCUMENT.read_text(encoding="utf-8").partition(accuracy.BEGIN + "\n")[2].partition("\n" + accuracy.END)[0]
+    assert inside == accuracy.section(before), "run `python -m tigon.sweep.accuracy --into docs/planner.md`"
+
+
+# --- without measurements: a file made up ----------------------------------------------------------------------------
+
+
+def _results(**point: Any) -> dict[str, Any]:
+    whole = {
+        "id": "a", "variant": "a", "axes": {}, "unchecked": False, "status": "ok", "phases": {},
+        "keys": {"model.name": "tigon-demo", "train.batch_size": 2, "data.sequence_length": 128},
+        "peak_allocated_bytes": 10**8, "peak_reserved_bytes": 10**8, "step_s": 0.1,
+    }  # fmt: skip
+    return {
+        "name": "s", "memory_limit_bytes": None, "environment": {"device": "NVIDIA H200", "memory_bytes": 1 << 37},
+        "points": [whole | point, {"id": "b", "status": "not measured", "detail": ""}],
+    }  # fmt: skip
+
+
+def _folder(path: Path, results: Any) -> Path:
+    (path / "study").mkdir()
+    (path / "study" / "s.json").write_text(json.dumps(results))
+    return path
+
+
+def test_point_that_did_not_run_is_taken_for_a_case(tmp_path: Path) -> None:
+    cases = accuracy.load(_folder(tmp_path, _results()))
+    assert [case["id"] for case in cases] == ["s: a"]
+    recipe = accuracy.recipe_of(cases[0], tmp_path)
+    assert (recipe.model.name, recipe.train.batch_size, recipe.data.sequence_length) == ("tigon-demo", 2, 128)
+
+
+def test_sweep_without_a_measured_point_or_on_a_cpu_is_refused(tmp_path: Path) -> None:
+    results = _results(status="not measured")
+    results["environment"] = None
+    assert accuracy.load(_folder(tmp_path, results)) == []
+    (tmp_path / "study" / "s.json").write_text(json.dumps(_results() | {"environment": {"device": "cpu"}}))
+    assert accuracy.load(tmp_path) == []
+
+
+def test_file_that_is_no_sweep_is_read_as_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"s\.json is no results\.json"):
+        accuracy.load(_folder(tmp_path, {"rows": []}))
+
+
+def test_known_case_may_be_off_by_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "KNOWN", {("s: a", "reserved"): (0.2, "streams")})
+    case = {"id": "s: a", "sweep": "s", "allocated_bytes": 100, "reserved_bytes": 100, "step_s": 1.0}
+    other = case | {"id": "s: b"}
+
+    def comparison(case: dict[str, Any], reserved: float) -> Comparison:
+        return Comparison(case=case, phases={}, predicted={"allocated": 100, "reserved": reserved, "step time": 1.0})
+
+    off, sound = comparison(case, 81), comparison(other, 100)
+    assert not accuracy.unexpected([off, sound], RESERVED)
+    assert "streams" in accuracy.section([off, sound])
+    assert accuracy.unexpected([comparison(case, 79), sound], RESERVED)
+    assert accuracy.unexpected([off, comparison(other, 81)], RESERVED)
