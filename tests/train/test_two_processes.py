@@ -124,6 +124,7 @@ time.sleep(60)
 )
 def test_fate_of_a_process_is_not_what_its_launcher_ends_with(fate, said_or_code, tmp_path):
     (tmp_path / "tigon").mkdir()
+    (tmp_path / "tigon" / "__init__.py").touch()  # without it the installed package goes first
     (tmp_path / "tigon" / "__main__.py").write_text(RANK)
 
     def act(_: int) -> int:
