@@ -336,22 +336,48 @@ def test_meta_tensors_are_computed_with() -> None:
         assert (loss.shape, dx.shape, dw.shape) == ((), x.shape, w.shape) and loss.is_meta
 
 
+ODD, PADDED = 1029, 1032  # 128 lines of 8 columns and 5 over, which are a product of their own
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("role", ["logits", "dX", "dW"])
 def test_product_over_an_odd_vocabulary_is_rounded_twice_or_misses_columns(role, out_dtype, accumulate):
-    """V = 53 is 6 lines of 8 and 5 columns over, which are a product of their own; rows are padded to 56."""
     torch.manual_seed(3)
-    pad = 56
-    x, w = torch.randn(N, H).bfloat16(), torch.randn(V, H).bfloat16()
-    e = torch.full((N, pad), float("nan")).bfloat16()
-    e[:, :V] = torch.randn(N, V)
-    a, b, shape = {"logits": (x, w.t(), (N, V)), "dX": (e[:, :V], w, (N, H)), "dW": (e[:, :V].t(), x, (V, H))}[role]
-    out = torch.full((shape[0], shape[1] + 3), float("nan"), dtype=out_dtype)[:, : shape[1]]
-    before = torch.randn(shape).to(out_dtype) if accumulate else torch.zeros(shape)
+    x, w = torch.randn(N, H).bfloat16(), torch.randn(ODD, H).bfloat16()
+    e = torch.full((N, PADDED), float("nan")).bfloat16()
+    e[:, :ODD] = torch.randn(N, ODD)
+    factors = {"logits": (x, w.t()), "dX": (e[:, :ODD], w), "dW": (e[:, :ODD].t(), x)}
+    a, b = factors[role]
+    rows, columns = a.shape[0], b.shape[1]
+    out = torch.full((rows, columns + 3), float("nan"), dtype=out_dtype)[:, :columns]
+    before = torch.randn(rows, columns).to(out_dtype) if accumulate else torch.zeros(rows, columns)
     if accumulate:
         out.copy_(before)
     _chunk_loop.product_into(a, b, out, accumulate)
     want = before.double() + a.double() @ b.double()
-    # what is over is a tenth of the columns, so that its own rounding adds little to that of the whole
+    # what is over is a few of many columns, so that its own rounding adds little to that of the whole
     assert relative_error(out, want) <= 1.15 * relative_error(want.to(out_dtype), want) + 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"chunk_bytes": 8 * 2 * ODD}], ids=str)
+def test_odd_vocabulary_errs_more_than_twice_the_unfused_loss(options: Any, backend: Any) -> None:
+    torch.manual_seed(4)
+    x, w = torch.randn(N, H).bfloat16(), (torch.randn(ODD, H) / 4).bfloat16()
+    bias, target = torch.randn(ODD).bfloat16(), torch.randint(0, ODD, (N,))
+    smoothing = options.get("label_smoothing", 0.0)
+
+    def gradients(dtype: torch.dtype, call: Any) -> list[Tensor]:
+        leaves = [t.clone().to(backend.device, dtype).requires_grad_() for t in (x, w, bias)]
+        call(*leaves, target.to(backend.device)).backward()
+        return [leaf.grad.cpu() for leaf in leaves]
+
+    def unfused(x: Tensor, w: Tensor, bias: Tensor, y: Tensor) -> Tensor:
+        logits = F.linear(x, w, bias)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(logits, y, label_smoothing=smoothing)
+
+    got = gradients(torch.bfloat16, lambda x, w, bias, y: linear_cross_entropy(x, w, y, bias=bias, **options))
+    plain, truth = gradients(torch.bfloat16, unfused), gradients(torch.float64, unfused)
+    for mine, others, want in zip(got, plain, truth, strict=True):
+        assert relative_error(mine, want) <= 2 * relative_error(others, want)

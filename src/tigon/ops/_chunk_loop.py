@@ -32,10 +32,14 @@ def _buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
     return like.new_empty(rows, padded)[:, :vocab]
 
 
+_WORTH_SPLITTING = 1024
+"""Elements of a dimension; below, a product is over before a second one is launched."""
+
+
 def _whole_lines(size: int, like: Tensor) -> int:
-    """The most of `size` elements that are whole lines of 16 bytes; all of them in fp32, which nothing is gained in."""
+    """The most of `size` elements that are whole lines of 16 bytes; all of them in fp32, where nothing is gained."""
     line = 16 // like.element_size()
-    return size // line * line if like.element_size() == 2 and size > line else size
+    return size // line * line if like.element_size() == 2 and size >= _WORTH_SPLITTING else size
 
 
 def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
