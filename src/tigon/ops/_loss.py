@@ -158,6 +158,8 @@ def _one_program(like: Tensor, rows_N: Tensor) -> bool:
     one token costs launches and nothing else."""
     if not (_dispatch.uses_kernel(like) and _dispatch.unwatched((like, rows_N))):
         return False
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (like, rows_N))):  # their storage is not to be had
+        return False
     from tigon.kernels.cross_entropy import ONE_PROGRAM_ROWS
 
     return rows_N.shape[0] <= ONE_PROGRAM_ROWS
