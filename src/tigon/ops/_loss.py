@@ -183,8 +183,8 @@ def inverse_denominator(
     reduction: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """1 / D as a scalar on the target's device, 1 unless the reduction is "mean", 0 where D is 0 (no item: no loss).
-    like: the logits or the hidden states, which say what computes.
+    """1 / D as a scalar on the target's device, 1 unless the reduction is "mean"; where D is 0 (no item: no loss) it is
+    0, or 1 if D is a count of labels: all rows are 0 then. like: logits or hidden states, which say what computes.
 
     Never read on the host: D only scales what the kernels write.
     """
