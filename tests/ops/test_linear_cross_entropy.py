@@ -60,6 +60,21 @@ def test_result_depends_on_the_chunk_size(reduction: str, backend: Any) -> None:
         assert dw is None or relative_error(dw, grads[0][1]) < 5e-7
 
 
+@pytest.mark.parametrize("chunk_bytes", [bytes_for(N), bytes_for(7)], ids=["keep", "stream"])
+def test_hidden_states_of_other_strides_have_their_neighbours_gradient(chunk_bytes: int, backend: Any) -> None:
+    """Ignored rows are often gathered first, which makes hidden contiguous; here nothing is ignored."""
+    x, w, target = head(backend.device)
+    wide = torch.stack((x.detach(), torch.full_like(x, float("nan"))), -1).flatten(-2)
+    results = []
+    for hidden in (x.detach(), wide[:, ::2], x.detach().t().contiguous().t()):
+        hidden.requires_grad_()
+        w.grad = None
+        linear_cross_entropy(hidden, w, target, chunk_bytes=chunk_bytes).backward()
+        results.append((hidden.grad, w.grad))
+    for dx, dw in results[1:]:
+        assert relative_error(dx, results[0][0]) < 5e-7 and relative_error(dw, results[0][1]) < 5e-7
+
+
 def test_many_bf16_chunks_drift(backend: Any) -> None:
     """K16: 16 chunks and more in bf16 against fp64, at most twice the unfused op's error, in every mode."""
     if backend.interpreted:

@@ -543,6 +543,7 @@ def cross_entropy_bwd(
 
 def scale_rows(x_NH, scale, index_N, rows, dtype):
     """out[index[i]] = x[i] · scale[i] in new (rows, H); rows without an index are 0; `scale`: (N,) or 0-dim."""
+    x_NH = x_NH if x_NH.stride(1) == 1 else x_NH.contiguous()
     make = torch.empty if index_N is None else torch.zeros
     return _scale_rows(x_NH, scale, index_N, make((rows, x_NH.shape[1]), dtype=dtype, device=x_NH.device))
 
