@@ -74,3 +74,13 @@ def test_a_full_device_does_not_give_back_what_is_free() -> None:
     allocator.allocate(80 * MIB)
     assert allocator.reserved_bytes == 80 * MIB
     assert allocator.peak_reserved_bytes == 80 * MIB
+
+
+def test_a_stream_takes_anothers_blocks_or_neither_gives_its_own_back() -> None:
+    allocator = CachingAllocator(limit_bytes=100 * MIB)
+    aside = allocator.allocate(40 * MIB, aside=True)
+    allocator.free(aside, small=False)
+    allocator.allocate(40 * MIB)
+    assert allocator.reserved_bytes == 80 * MIB
+    allocator.allocate(50 * MIB)  # there is room once the other stream's block is given back
+    assert allocator.reserved_bytes == 90 * MIB

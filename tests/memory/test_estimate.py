@@ -196,9 +196,11 @@ def test_a_run_is_predicted_with(run: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "kernels", "gib"), [(4, "none", 8.13), (16, "none", 26.7), (8, "liger", 5.55), (112, "liger", 21.2)]
+    ("batch", "kernels", "gib"),
+    [(4, "none", 8.14), (8, "no-flce", 6.43), (16, "no-flce", 10.91), (112, "tigon", 19.23)],
 )
 def test_a_measured_step_of_zero_3_with_all_states_on_the_cpu_is_missed(batch: int, kernels: str, gib: float) -> None:
+    """benchmarks/results/nvidia-h200/study/batch.json: where the step, not the loading, is the peak."""
     choices = Choices(precision="amp-fp16", checkpointing="full", kernels=kernels, zero=3, offload="cpu")
     request = Request(model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=batch, seq=1024, choices=choices)
     assert estimate(request, gpu=H200).peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.01)

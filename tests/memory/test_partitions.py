@@ -8,14 +8,18 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.memory.memory_helpers import BARE, request_of
 
 from tigon.memory import sharded
 from tigon.memory.estimate import at_rest, estimate
+from tigon.memory.gpus import GIB, find_gpu
 from tigon.memory.request import Request
 from tigon.memory.statics import Statics, Weight
+from tigon.models.config import load_config
+from tigon.techniques.choices import Choices
 
 # DeepSpeed on one process: bytes of the optimizer's copy of the weights and of its states.
 _HELD = """
@@ -145,3 +149,32 @@ def test_gradients_of_a_zero_stage_are_held_before_the_backward_makes_them() -> 
 def test_offload_of_zero_2_has_no_buffer_on_the_gpu() -> None:
     with_states, away = (_placed(zero=2, precision="bf16", offload=place).buffers for place in ("none", "cpu"))
     assert with_states == 0 and away == 2 * 1024 * 256  # the embeddings
+
+
+# --- what is loaded whole ---------------------------------------------------------------------------------------------
+
+
+def _loaded_gib(model: str, gpu: str = "h200", **choices: Any) -> float:
+    request = Request(
+        model=model, config=load_config("llama-3.2-1b"), batch=1, seq=128,
+        choices=Choices(precision="amp-bf16", **choices),
+    )  # fmt: skip
+    return estimate(request, gpu=find_gpu(gpu)).phases["load"] / GIB
+
+
+def test_checkpoint_is_planned_whole_on_a_gpu_that_gets_a_part_of_it() -> None:
+    half = 2.30 / 2
+    # with the buffer of as many gradients
+    assert _loaded_gib("org/model", zero=3, gpus=2) == pytest.approx(2 * half, rel=0.01)
+    assert _loaded_gib("org/model", zero=3, offload="cpu") == 0.0
+    # in fp32; a unit, the embeddings, passes through the GPU on its way
+    assert _loaded_gib("org/model", fsdp=True, gpus=2) == pytest.approx(2 * half, rel=0.01)
+    assert _loaded_gib("org/model", fsdp=True, gpus=2, offload="cpu") < 0.7
+
+
+def test_random_weights_are_planned_elsewhere_than_they_are_drawn() -> None:
+    """fp32 with the head that is not tied yet; on a GPU without room, and for the host, on the host."""
+    assert _loaded_gib("llama-3.2-1b", zero=3, gpus=2) == pytest.approx(5.58, rel=0.01)
+    assert _loaded_gib("llama-3.2-1b", "5GiB", zero=3, gpus=2) == pytest.approx(2.30, rel=0.01)
+    assert _loaded_gib("llama-3.2-1b", zero=3, offload="cpu") == pytest.approx(2.30, rel=0.01)
+    assert _loaded_gib("llama-3.2-1b", fsdp=True, gpus=2, offload="cpu") < 0.7

@@ -123,3 +123,9 @@ def test_known_case_may_be_off_by_anything(monkeypatch: pytest.MonkeyPatch) -> N
     assert "streams" in accuracy.section([off, sound])
     assert accuracy.unexpected([comparison(case, 79), sound], RESERVED)
     assert accuracy.unexpected([off, comparison(other, 81)], RESERVED)
+
+
+def test_longer_beginning_of_a_name_says_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "KNOWN", {("s", "reserved"): (0.2, "a"), ("s: a", "reserved"): (0.1, "b")})
+    assert accuracy.known("s: ab", "reserved") == "s: a" and accuracy.known("s: b", "reserved") == "s"
+    assert accuracy.known("s: a", "allocated") is None and accuracy.known("t", "reserved") is None

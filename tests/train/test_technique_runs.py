@@ -20,10 +20,13 @@ from train_helpers import SMALL, losses_of, records, rows, small_trainer
 from forks import forks, in_forks
 from tigon import cli
 from tigon.models import DeferredLogits
-from tigon.techniques.choices import KERNELS
+from tigon.models.presets import PRESETS
+from tigon.techniques.choices import KERNELS, Choices
 from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.technique import Facts
 from tigon.train import engine
-from tigon.train.recipe import LoraConfig, Recipe, TrainConfig
+from tigon.train import model as models
+from tigon.train.recipe import LoraConfig, ModelConfig, Recipe, TrainConfig
 from tigon.train.recipe_file import load
 from tigon.train.run import train
 
@@ -299,6 +302,66 @@ def test_zero_trains_otherwise_or_cannot_be_resumed(recipe, tigon, here, stage):
     cut_back(runs, "zero")
     succeeds(lambda rank: train(path, [*sets[:1], "output.name=cut"], resume=True), here)
     assert losses(runs / "cut") == losses(runs / "zero")
+
+
+@forks
+def test_checkpoint_in_zero_3_is_whole_somewhere_or_trains_otherwise(recipe, tigon, here, monkeypatch):
+    """from_pretrained fills partitions: no weight has an element outside of them when the model is handed over."""
+    need("deepspeed")
+    first = recipe("first.yaml", output={"name": "first", "save_model": True})
+    assert tigon("train", first).code == 0
+    model = {"name": str(here / "runs" / "first" / "model"), "config": None, "kernels": "tigon"}
+    path = recipe(model=model, output={"name": "plain"})
+    assert tigon("train", path).code == 0
+    build = engine.build
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        built = build(*arguments, **options)
+        assert not any(p.numel() for p in built[0].parameters()), "a weight is whole"
+        return built
+
+    monkeypatch.setattr(engine, "build", watched)
+    succeeds(lambda rank: train(path, ["sharding.zero=3", "output.name=zero"]), here)
+    assert losses(here / "runs" / "zero") == pytest.approx(losses(here / "runs" / "plain"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("choices", "free_bytes", "stays"),
+    [
+        ({"zero": 3}, 4 * 50, True),
+        ({"zero": 3}, 4 * 50 - 1, False),
+        ({"zero": 3, "offload": "cpu"}, 10**9, False),
+        ({"fsdp": True, "offload": "cpu"}, 10**9, False),
+    ],
+)
+def test_random_weights_are_drawn_where_they_find_no_room(choices, free_bytes, stays, monkeypatch):
+    """fp32: 4 bytes of 40 elements, and of the 10 of a head that is not tied yet."""
+    facts = Facts(shapes={"a": (10,), "b": (2, 5), "c": (10,), "d": (10,)})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 10**9))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+    assert engine._stays_on(torch.device("cuda"), Choices(**choices), facts, torch.float32) == stays
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_weights_drawn_a_module_at_a_time_are_of_another_distribution(name):
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    heads |= {"head_dim": 16} if "head_dim" in PRESETS[name] else {}
+    model = ModelConfig(name=name, config={**small, **heads}, attention="eager")
+    config = models.load_config(model)
+    cpu = torch.device("cpu")
+    whole, drawn = (
+        dict(models.build(model, config, dtype=torch.float32, device=cpu, seed=3, through=through).named_parameters())
+        for through in (None, cpu)
+    )
+    assert whole.keys() == drawn.keys()
+    for key, want in whole.items():
+        got = drawn[key]
+        if want.ndim == 1:
+            assert torch.equal(got, want), key
+        else:
+            assert float(got.std()) == pytest.approx(float(want.std()), rel=0.1), key
+            assert abs(float(got.mean())) < 0.1 * float(got.std()) + 1e-3, key
 
 
 def fsdp_rank(recipe: Path, sets: Sequence[str], resume: bool) -> None:

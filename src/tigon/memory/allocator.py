@@ -1,8 +1,8 @@
 """PyTorch's caching allocator, by its rules, over a sequence of allocations and frees: how much it reserves.
 
 Rules and constants are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.11) with default settings: no expandable
-segments, no limit on splitting, one stream. Blocks are found best fit; segments that are wholly free are given back
-only where a new one would not fit on the device any more.
+segments, no limit on splitting. Blocks are found best fit among those of the stream that asks; segments that are wholly
+free, of any stream, are given back only where a new one would not fit on the device any more.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class _Block:
     free: bool = False
     before: _Block | None = None
     after: _Block | None = None
+    aside: bool = False
+    """Of the second stream: a stream's blocks are not given to another."""
 
 
 class CachingAllocator:
@@ -38,21 +40,21 @@ class CachingAllocator:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = 0
-        # (size, address, block), sorted: best fit is the first that is large enough.
-        self._pools: tuple[list[tuple[int, int, _Block]], ...] = ([], [])
+        # (size, address, block), sorted: best fit is the first that is large enough. By stream, then large and small.
+        self._pools: tuple[list[tuple[int, int, _Block]], ...] = ([], [], [], [])
         self._next_address = 0
 
-    def allocate(self, nbytes: int) -> _Block:
-        """Take `nbytes` (more than 0) from a pool."""
+    def allocate(self, nbytes: int, *, aside: bool = False) -> _Block:
+        """Take `nbytes` (more than 0) from a pool; aside: of the second stream's."""
         size = max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
         small = size <= SMALL
-        pool = self._pools[small]
+        pool = self._pool(small, aside)
         at = bisect.bisect_left(pool, (size, -1))
         # PyTorch takes the best fit whatever is left over: max_split_size is unlimited.
-        block = pool.pop(at)[2] if at < len(pool) else self._segment(size)
+        block = pool.pop(at)[2] if at < len(pool) else self._segment(size, aside)
         left = block.size - size
         if left >= MIN_BLOCK if small else left > SMALL:
-            rest = _Block(left, block.address + size, before=block, after=block.after)
+            rest = _Block(left, block.address + size, before=block, after=block.after, aside=aside)
             if block.after is not None:
                 block.after.before = rest
             block.size, block.after = size, rest
@@ -64,7 +66,7 @@ class CachingAllocator:
     def free(self, block: _Block, *, small: bool) -> None:
         """Give a block back; neighbours that are free merge with it. small: the pool it came from."""
         self.allocated_bytes -= block.size
-        pool = self._pools[small]
+        pool = self._pool(small, block.aside)
         before, after = block.before, block.after
         if before is not None and before.free:
             self._take(pool, before)
@@ -81,7 +83,7 @@ class CachingAllocator:
                 after.after.before = block
         self._put(block, small)
 
-    def _segment(self, size: int) -> _Block:
+    def _segment(self, size: int, aside: bool) -> _Block:
         if size <= SMALL:
             segment = SMALL_SEGMENT
         elif size < MIN_LARGE:
@@ -94,7 +96,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         # Segments do not touch: blocks of two of them never merge, and are told apart by their address.
         self._next_address += segment + MIN_BLOCK
-        return _Block(segment, self._next_address - segment - MIN_BLOCK)
+        return _Block(segment, self._next_address - segment - MIN_BLOCK, aside=aside)
 
     def release(self) -> None:
         """Give segments that are wholly free back to the device, as torch.cuda.empty_cache() does."""
@@ -103,9 +105,12 @@ class CachingAllocator:
             self.reserved_bytes -= sum(size for size, _, _ in whole)
             pool[:] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
 
+    def _pool(self, small: bool, aside: bool) -> list[tuple[int, int, _Block]]:
+        return self._pools[2 * aside + small]
+
     def _put(self, block: _Block, small: bool) -> None:
         block.free = True
-        bisect.insort(self._pools[small], (block.size, block.address, block))
+        bisect.insort(self._pool(small, block.aside), (block.size, block.address, block))
 
     @staticmethod
     def _take(pool: list[tuple[int, int, _Block]], block: _Block) -> None:

@@ -29,6 +29,8 @@ Method = Literal["trace", "study"]
 STEPS = 3
 # Host memory as DeepSpeed's AdamW on 16 cores reads and writes it: Llama-3.2-1B's step on one machine with an H200.
 HOST_BYTES_S = 74e9
+# The host's search for an overflow in fp16's gradients, fp32 there: what the study's run took beyond bf16's on an H200.
+HOST_OVERFLOW_BYTES_S = 8.4e9
 # Bytes an element that the check for finite weights adds before a save: `isfinite` makes |x|, three masks, of one
 # parameter at a time.
 _FINITE_MASKS = 3
@@ -204,6 +206,9 @@ def _run(
             _states(ledger, request, model, place)
         partitioned = choices.zero > 0 or choices.fsdp
         passing = [place.step] if partitioned else step_tensors(request, model.weights)
+        if OPTIMIZERS[choices.optimizer].in_backward and _is_tied(request):
+            # The hook of a tied weight runs while the second gradient that was added into its own is still held.
+            passing = [*passing, sum(weight.grad_bytes for weight in model.weights if weight.embedding)]
         _give(ledger, [[ledger.take(nbytes, "workspace") for nbytes in passing], gradients])
     _save(ledger, choices.gpus, model, place)
     ledger.reserved_bytes = ledger.peak_reserved_bytes
@@ -221,7 +226,13 @@ def _micro_batches(ledger: Ledger, request: Request, place: Placement, tapes: li
     waits_whole = choices.fsdp and choices.accumulate > 1
     keeps = waits_whole or (place.keeps_gradients and choices.optimizer != "galore-layerwise")
     ledger.pass_through(place.gathered_beside, "weights", beside=True)
-    moving = [ledger.take(place.gathered, "weights"), ledger.take(place.buckets, "workspace")]
+    if place.gathered_on_stream:
+        # What was gathered for the last pass is free once the GPU has passed it, which the host does not wait for.
+        ledger.cache_beside([place.gathered, place.gathered])
+    moving = [
+        ledger.take(place.gathered, "weights", beside=place.gathered_on_stream),
+        ledger.take(place.buckets, "workspace"),
+    ]
     reduced = _reduced(ledger, place, tapes[0])
     gradients: list[Held | None] = []
     for number in range(min(choices.accumulate, 2)):
@@ -261,30 +272,54 @@ def _reduced(ledger: Ledger, place: Placement, tape: Tape) -> Reduced | None:
 
 
 def _load(ledger: Ledger, request: Request, model: Statics, place: Placement) -> None:
-    if not place.loaded_itemsize and place.weights != model.weight_bytes:
+    choices, itemsize = request.choices, model.weights[0].itemsize
+    divided = choices.zero == 3 or choices.fsdp
+    wider = max(place.loaded_itemsize // itemsize, 1)
+    if divided and not (place.loaded_itemsize and _has_room(ledger, model, wider)):
+        if choices.fsdp:
+            ledger.pass_through(place.gathered, "weights")  # at most: a unit comes from the host to be divided
+        elif place.loaded_itemsize:
+            ledger.pass_through(model.weight_bytes, "weights")  # DeepSpeed moves all before it partitions any
         ledger.take(place.weights, "weights")
         return
-    wider = place.loaded_itemsize // model.weights[0].itemsize if place.loaded_itemsize else 1
     loaded = [[ledger.take(wider * nbytes, "weights") for nbytes in weight.tensors] for weight in model.weights]
     ledger.take(model.buffer_bytes, "weights")
-    if request.model in PRESETS and not request.choices.quantized and _is_tied(request):
+    on_host = divided and choices.offload != "none"
+    if request.model in PRESETS and not choices.quantized and _is_tied(request) and not on_host:
         # Built on the device, a head has a weight of its own until transformers ties it (post_init): the allocator
         # keeps the block. What is read from files is built without memory.
-        ledger.pass_through(math.prod(model.head_shape) * wider * model.weights[0].itemsize)
-    if place.shard_itemsize:  # accelerate's fsdp2_prepare_model holds the whole weights until all are sharded
-        for weight in model.weights:
-            ledger.take(-(-wider * weight.nbytes // request.choices.gpus), "weights")
+        ledger.pass_through(math.prod(model.head_shape) * wider * itemsize)
+    if choices.fsdp:
+        if place.shard_itemsize:  # accelerate's fsdp2_prepare_model holds the whole weights until all are sharded
+            for weight in model.weights:
+                ledger.take(-(-wider * weight.nbytes // choices.gpus), "weights")
         _give(ledger, loaded)
-    elif place.loaded_itemsize:
-        _flatten(ledger, model, loaded, cast=wider > 1)
+    elif choices.zero:
+        if wider > 1:
+            _cast(ledger, model, loaded)
+        if divided:
+            _give(ledger, loaded)
+            ledger.take(place.weights, "weights")
+        else:
+            _flatten(ledger, model, loaded)
 
 
-def _flatten(ledger: Ledger, model: Statics, loaded: list[list[Held | None]], *, cast: bool) -> None:
-    """ZeRO 1 and 2: weights in 16 bits, then in one tensor a group of the optimizer's (stage_1_and_2.py)."""
-    if cast:
-        for number, weight in enumerate(model.weights):
-            before, loaded[number] = loaded[number], [ledger.take(weight.nbytes, "weights")]
-            _give(ledger, [before])
+def _has_room(ledger: Ledger, model: Statics, wider: int) -> bool:
+    """For the whole weights and a head that is not tied yet (`_stays_on` of train/engine.py)."""
+    sizes = [weight.nbytes for weight in model.weights]
+    limit_bytes = ledger.allocator.limit_bytes
+    return limit_bytes is None or wider * (sum(sizes) + max(sizes)) <= limit_bytes
+
+
+def _cast(ledger: Ledger, model: Statics, loaded: list[list[Held | None]]) -> None:
+    """Weights in 16 bits, one by one, where they are wider (DeepSpeed's engine)."""
+    for number, weight in enumerate(model.weights):
+        before, loaded[number] = loaded[number], [ledger.take(weight.nbytes, "weights")]
+        _give(ledger, [before])
+
+
+def _flatten(ledger: Ledger, model: Statics, loaded: list[list[Held | None]]) -> None:
+    """ZeRO 1 and 2: weights in one tensor a group of the optimizer's (stage_1_and_2.py)."""
     for decays in (True, False):
         group = [number for number, weight in enumerate(model.weights) if (len(weight.shape) >= 2) == decays]
         ledger.allocator.release()
@@ -338,7 +373,10 @@ def _step_s(request: Request, gpu: Gpu, model: Statics, place: Placement, tapes:
     peers_s = max(place.peers_last / gpu.peer_bytes_s, place.peers / gpu.peer_bytes_s - 0.5 * micro_s)
     if choices.offload != "none":
         # The CPU's AdamW: 7 fp32 values a parameter through host memory.
-        link_s += 28 * sum(weight.numel for weight in model.trained) / choices.gpus / HOST_BYTES_S
+        numel = sum(weight.numel for weight in model.trained) / choices.gpus
+        link_s += 28 * numel / HOST_BYTES_S
+        if choices.precision == "amp-fp16":
+            link_s += 4 * numel / HOST_OVERFLOW_BYTES_S
     return micro_s * choices.accumulate + update_s + link_s + peers_s
 
 
@@ -355,6 +393,8 @@ def _notes(request: Request, gpu: Gpu) -> tuple[str, ...]:
         )
     if gpu.source.startswith(("data sheet", "rates of")):
         notes.append(f"Times on {gpu.name} are not measured: {gpu.source}.")
+    if choices.offload == "nvme":
+        notes.append("Files are read and written each step at the speed of the disk, which is not in the time.")
     if choices.quantized:
         notes.append("Weights in NF4: half a byte each, and a copy in 16 bits while one is multiplied.")
     return tuple(notes)

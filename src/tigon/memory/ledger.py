@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tigon.memory.allocator import CachingAllocator, is_small
@@ -18,7 +19,6 @@ class Held:
     nbytes: int
     component: str
     block: object
-    allocator: CachingAllocator
 
 
 @dataclass
@@ -32,8 +32,6 @@ class Ledger:
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
     """The components at each phase's peak."""
     allocator: CachingAllocator = field(default_factory=CachingAllocator)
-    beside: CachingAllocator = field(default_factory=CachingAllocator)
-    """What is reserved for the streams of collectives: a stream's blocks are not given to another."""
     reserved_bytes: int = 0
     """What the allocator had reserved when the caller last looked."""
 
@@ -43,7 +41,7 @@ class Ledger:
 
     @property
     def peak_reserved_bytes(self) -> int:
-        return self.allocator.peak_reserved_bytes + self.beside.peak_reserved_bytes
+        return self.allocator.peak_reserved_bytes
 
     def take(self, nbytes: int, component: str, *, beside: bool = False) -> Held | None:
         """Allocate; None for nothing. beside: on a collective's stream."""
@@ -54,19 +52,25 @@ class Ledger:
         self.live_bytes += size
         if self.live_bytes > self.phases.get(self.phase, -1):
             self._note()
-        allocator = self.beside if beside else self.allocator
-        return Held(size, component, allocator.allocate(size), allocator)
+        return Held(size, component, self.allocator.allocate(size, aside=beside))
 
     def give(self, held: Held | None) -> None:
         if held is None:
             return
         self.live[held.component] -= held.nbytes
         self.live_bytes -= held.nbytes
-        held.allocator.free(held.block, small=is_small(held.nbytes))  # type: ignore[arg-type]
+        self.allocator.free(held.block, small=is_small(held.nbytes))  # type: ignore[arg-type]
 
     def pass_through(self, nbytes: int, component: str = "workspace", *, beside: bool = False) -> None:
         """Memory that comes and goes."""
         self.give(self.take(nbytes, component, beside=beside))
+
+    def cache_beside(self, sizes: Sequence[int]) -> None:
+        """Reserve blocks on a collective's stream, allocated by nobody."""
+        sizes = [rounded(nbytes) for nbytes in sizes if nbytes > 0]
+        blocks = [self.allocator.allocate(size, aside=True) for size in sizes]
+        for size, block in zip(sizes, blocks, strict=True):
+            self.allocator.free(block, small=is_small(size))
 
     def peak(self, *, but: str | None = None) -> tuple[str, int, dict[str, int]]:
         """(phase, bytes, components) of the whole run, or of all of it but one phase."""

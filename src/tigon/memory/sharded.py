@@ -12,6 +12,7 @@ from typing import Literal
 
 from tigon.memory.request import Request
 from tigon.memory.statics import Statics, state_tensors
+from tigon.models.presets import PRESETS
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 
@@ -23,6 +24,7 @@ MAX_LIVE_ELEMENTS = 10**9
 # explained: the steps of Llama-3.2-1B, 4 x 1024 on each of two H200s, beyond what their operators take. Of FSDP2's, 60
 # are its own Python: 16 tiny layers on a CPU with collectives that do nothing.
 ZERO_CALLS = 180
+ZERO3_CALLS = 680  # its hooks fetch and release each weight; also ZeRO-3 on one H200 with states on the host
 FSDP_CALLS = 130
 
 GradientsBorn = Literal["start", "first", "each"]
@@ -42,6 +44,8 @@ class Placement:
     optimizer: int
     gathered: int = 0
     """Whole weights of the layers in use, while the forward and backward run."""
+    gathered_on_stream: bool = False
+    """Whether `gathered` comes from the collectives' stream, whose blocks nothing else takes."""
     gathered_again: int = 0
     """Besides `gathered`, while the layers' backward runs."""
     gathered_beside: int = 0
@@ -153,6 +157,11 @@ def _zero(request: Request, model: Statics) -> Placement:
         live = 0 if choices.offload == "nvme" else MAX_LIVE_ELEMENTS * model.weights[0].itemsize
         gathered = min(model.weight_bytes, max(live, _unit_bytes(model)))
         weights = _share(model.weight_bytes, gpus)
+    calls = ZERO3_CALLS if choices.zero == 3 else ZERO_CALLS
+    loaded = FP32 if mixed else itemsize
+    if choices.zero == 3 and not _drawn_whole(request):
+        # DeepSpeed moves what it did not load itself to the GPU, in 16 bits, before it partitions any of it.
+        loaded = model.weights[0].itemsize if _is_drawn(request) else 0
     # Stage 1 leaves gradients where the backward makes them, stage 2 copies its slice into one tensor when the first
     # bucket is reduced (grads_in_partition), stage 3 has a flat buffer from the start (grad_partitions_flat_buffer).
     held, buffers = 0 if choices.zero == 1 else _share(grads, gpus), 0
@@ -172,15 +181,24 @@ def _zero(request: Request, model: Statics) -> Placement:
         host, nvme = (host + away, 0) if choices.offload == "cpu" else (host, away)
     return Placement(
         weights=weights, gradients=held, born="start" if choices.zero == 3 else "first", optimizer=states,
-        gathered=gathered, buffers=buffers, loaded_itemsize=0 if choices.zero == 3 else FP32 if mixed else itemsize,
-        # Measured, not explained: ZeRO-3 on one H200 with Llama-3.2-1B held as much once more from the first layer's
-        # backward on, at batches of 8, 16 and 112, and not before.
-        gathered_again=gathered, buckets=2 * bucket_bytes, step=step, step_sm_s=step_sm_s,
+        gathered=gathered, gathered_on_stream=choices.zero == 3, buffers=buffers, loaded_itemsize=loaded,
+        buckets=2 * bucket_bytes, step=step, step_sm_s=step_sm_s,
         host=host, nvme=nvme, keeps_gradients=choices.zero == 1, link=link,
         peers=(3 if choices.zero == 3 else 2) * grads if gpus > 1 else 0,
         peers_last=_embedding_grad_bytes(model) if gpus > 1 else 0,
-        copied=2 * grads + 2 * _share(grads, gpus), host_calls=ZERO_CALLS * len(model.trained),
+        copied=2 * grads + 2 * _share(grads, gpus), host_calls=calls * len(model.trained),
     )  # fmt: skip
+
+
+def _is_drawn(request: Request) -> bool:
+    """Whether the weights are a preset's random ones; a checkpoint's are read."""
+    return request.model in PRESETS and not request.choices.quantized
+
+
+def _drawn_whole(request: Request) -> bool:
+    """Whether the GPU has the whole weights before stage 3 or FSDP2 divides them: random ones that do not go to the
+    host wait there if there is room, a checkpoint's are read into partitions or to the host (train/engine.py)."""
+    return _is_drawn(request) and request.choices.offload == "none"
 
 
 def _slices(model: Statics, gpus: int, itemsize: int) -> list[Parameter]:
@@ -213,7 +231,10 @@ def _fsdp(request: Request, model: Statics) -> Placement:
     untied = any(weight.shape == model.head_shape and not weight.embedding for weight in outside)
     tail = sum(weight.nbytes for weight in outside if not (untied and weight.embedding))
     gathered = tail + layer if choices.reshard else model.weight_bytes
+    # Below the first weight that learns nothing is gathered for a backward pass: heads on a frozen model have none.
+    passes = 2 if any(weight.layer is not None for weight in model.trained) else 1
     host, link, itemsize = 0, 0, factor * model.weights[0].itemsize
+    loaded = itemsize if _drawn_whole(request) else 0
     if choices.offload != "none":
         itemsize = 0
         host, link = weights + grads + states, 3 * weights + grads
@@ -221,8 +242,8 @@ def _fsdp(request: Request, model: Statics) -> Placement:
     return Placement(
         weights=weights, gradients=grads, born="each", optimizer=states, gathered=min(gathered, model.weight_bytes),
         gathered_again=2 * layer if choices.reshard else layer, gathered_beside=tail + layer if gpus > 1 else 0,
-        shard_itemsize=itemsize, loaded_itemsize=itemsize, step=step, host=host, keeps_gradients=False, link=link,
-        peers=3 * model.weight_bytes if gpus > 1 else 0,
+        shard_itemsize=itemsize, loaded_itemsize=loaded, step=step, host=host, keeps_gradients=False, link=link,
+        peers=passes * model.weight_bytes + sum(weight.nbytes for weight in model.trained) if gpus > 1 else 0,
         peers_last=_embedding_grad_bytes(model) if gpus > 1 else 0,
         # Gathered weights are copied out twice, gradients into the reduction's input.
         copied=6 * model.weight_bytes if gpus > 1 else 0, host_calls=FSDP_CALLS * len(model.trained),

@@ -35,18 +35,42 @@ from tigon.train import recipe_file
 from tigon.train.recipe import Recipe
 
 RESULTS = Path("benchmarks/results")
+ROOMS = ("study", "medusa")
 PREDICTIONS = "planner/sweeps-predicted.json"
 """In the results of a GPU."""
 BEGIN, END = "<!-- accuracy of sweeps -->", "<!-- /accuracy of sweeps -->"
 REMAKE = "`python -m tigon.sweep.accuracy --into docs/planner.md` makes it"
 
+_STREAMS = "what the allocator holds back for a stream that the engine copies or gathers on is not simulated."
+_DRAWN = "measured at ac6208c, when random weights that go to the host were still drawn on the GPU, which was the peak."
 KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
-    ("techniques: zero-offload-cpu", "reserved"): (
-        0.19, "ZeRO-2's copies to the host run on a stream of their own; what the allocator holds back for it is not "
-        "simulated.",
+    ("techniques: zero-offload-cpu", "reserved"): (0.19, f"ZeRO-2's copies to the host: {_STREAMS}"),
+    ("techniques: adamw-torchao-8bit", "step time"): (
+        0.37, "the table look-ups of 8-bit states were fitted to Qwen3-0.6B alone; here they take half as long."
+    ),
+    ("techniques-two-gpus: zero-2", "reserved"): (0.13, f"ZeRO-2: {_STREAMS}"),
+    ("techniques-two-gpus: fsdp2-offload", "reserved"): (0.25, f"FSDP2's gradients on their way: {_STREAMS}"),
+    ("batch", "allocated"): (0.46, _DRAWN),
+    ("batch", "reserved"): (0.41, _DRAWN),
+    ("ladder: ZeRO-3", "allocated"): (0.38, _DRAWN),
+    ("ladder: ZeRO-3", "reserved"): (0.31, _DRAWN),
+    ("ladder: GaLore a layer at a time", "reserved"): (0.09, "updates inside the backward pass are played after it."),
+    ("ladder", "step time"): (0.40, "the host's time decides, and another sweep ran on the host's other GPU."),
+    ("medusa: stage 2", "step time"): (
+        0.29, "at 1024 tokens the host's time decides, and another sweep ran on the host's other GPU."
+    ),
+    ("medusa-two-gpus", "reserved"): (0.19, f"FSDP2: {_STREAMS}"),
+    ("medusa-two-gpus: stage 2, 5 heads", "allocated"): (
+        0.07, "FSDP2 keeps the gradients of all heads whole until the backward pass is over, which is not simulated."
     ),
 }  # fmt: skip
-"""(case, quantity) -> how far it is allowed to be off instead, and why."""
+"""(beginning of a case's name, quantity) -> how far it is allowed to be off instead, and why."""
+
+
+def known(case_id: str, quantity: str) -> str | None:
+    """The longest beginning in KNOWN of a case's name, or None."""
+    fitting = [begin for begin, name in KNOWN if name == quantity and case_id.startswith(begin)]
+    return max(fitting, key=len, default=None)
 
 
 def case_of(results: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +87,7 @@ def case_of(results: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, A
 def load(folder: Path) -> list[dict[str, Any]]:
     """Every point in a GPU's results that ran, in the files' order. Raises UsageError for a file that is none."""
     cases = []
-    for file in sorted(folder.glob("study/*.json")):
+    for file in sorted(file for room in ROOMS for file in folder.glob(f"{room}/*.json")):
         try:
             results = json.loads(file.read_text(encoding="utf-8"))
             ran = [point for point in results["points"] if point["status"] == failures.OK]
@@ -105,13 +129,14 @@ def recipe_of(case: Mapping[str, Any], folder: Path) -> Recipe:
 
 def unexpected(comparisons: Sequence[Comparison], quantity: Quantity) -> list[str]:
     """What breaks a limit of this quantity, the known cases' own limits among them."""
-    known = {one.id: KNOWN[one.id, quantity.name][0] for one in comparisons if (one.id, quantity.name) in KNOWN}
-    said = [
-        f"{quantity.name} of {one.id}: {percent(one.error(quantity))} (known, up to {known[one.id]:.0%})"
-        for one in comparisons
-        if abs(one.error(quantity)) > known.get(one.id, float("inf"))
-    ]
-    return said + beyond([one for one in comparisons if one.id not in known], quantity)
+    said, others = [], []
+    for one in comparisons:
+        begin = known(one.id, quantity.name)
+        if begin is None:
+            others.append(one)
+        elif abs(one.error(quantity)) > (limit := KNOWN[begin, quantity.name][0]):
+            said.append(f"{quantity.name} of {one.id}: {percent(one.error(quantity))} (known, up to {limit:.0%})")
+    return said + beyond(others, quantity)
 
 
 def section(comparisons: Sequence[Comparison]) -> str:
@@ -130,8 +155,13 @@ def section(comparisons: Sequence[Comparison]) -> str:
                     worst.id.partition(": ")[2],
                 ])
             )  # fmt: skip
-    ids = {one.id for one in comparisons}
-    beyond_limits = [f"- {name}, {quantity}: {why}" for (name, quantity), (_, why) in KNOWN.items() if name in ids]
+    off = {
+        (begin, quantity.name)
+        for quantity in QUANTITIES
+        for one in comparisons
+        if abs(one.error(quantity)) > quantity.worst and (begin := known(one.id, quantity.name)) is not None
+    }
+    beyond_limits = [f"- {begin}, {name}: {why}" for (begin, name), (_, why) in KNOWN.items() if (begin, name) in off]
     return "\n".join(rows) + ("\n\nBeyond a limit, and known:\n\n" + "\n".join(beyond_limits) if beyond_limits else "")
 
 
@@ -157,7 +187,7 @@ def main() -> None:
     try:
         cases = load(asked.results)
         if not cases:
-            raise UsageError(f"{asked.results}/study holds no point that ran on a GPU that the planner knows.")
+            raise UsageError(f"{asked.results} holds no sweep with a point that ran on a GPU that the planner knows.")
         if asked.into is not None:
             read_document(asked.into, begin=BEGIN, end=END)
         comparisons = compare(cases)

@@ -376,9 +376,10 @@ def _cheapest_rung(records: Mapping[str, Results]) -> str | None:
          after["step_s"] - before["step_s"])
         for before, after in itertools.pairwise(ran)
     ]  # fmt: skip
-    free = [f"{row['variant'].lstrip('+ ')} ({gib:.1f} GiB)" for row, gib, seconds in steps if gib > 0 and seconds <= 0]
+    steps = [step for step in steps if step[1] > 0.05]  # less is nothing, to the digits of the table
+    free = [f"{row['variant'].lstrip('+ ')} ({gib:.1f} GiB)" for row, gib, seconds in steps if seconds <= 0]
     paid = [f"{row['variant'].lstrip('+ ')} ({gib:.1f} GiB for {1e3 * seconds:.0f} ms a step)"
-            for row, gib, seconds in steps if gib > 0 and seconds > 0]  # fmt: skip
+            for row, gib, seconds in steps if seconds > 0]  # fmt: skip
     said = [f"Take first what saves and costs no time: {', '.join(free)}." if free else "",
             f"Then, at a price: {', '.join(paid)}." if paid else ""]  # fmt: skip
     return " ".join(part for part in said if part) or None

@@ -17,6 +17,7 @@ from typing import Any
 
 from tigon.errors import TigonError, UsageError
 from tigon.sweep import blocks, charts
+from tigon.sweep.accuracy import predictions_path
 from tigon.sweep.folder import SCHEMA, write_text
 
 RECORDS = Path("benchmarks/results")
@@ -31,6 +32,7 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "longest-sequence": blocks.extreme,
     "ladder": blocks.ladder,
     "techniques": blocks.techniques,
+    "techniques-8b": blocks.techniques,
     "techniques-two-gpus": blocks.techniques,
     "training-step": blocks.steps,
     "paper": blocks.models,
@@ -56,7 +58,20 @@ def load(root: Path) -> dict[str, dict[str, Results]]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{file} is no record of `tigon sweep`: {error}.") from None
         found.setdefault(file.parent.parent.name, {})[file.stem] = record
+    for gpu, own in found.items():
+        _predict_anew(own, predictions_path(root / gpu))
     return found
+
+
+def _predict_anew(records: Mapping[str, Any], file: Path) -> None:
+    """In place of what the planner said when a point was measured, what it says by now (sweep/accuracy.py)."""
+    if not file.exists():
+        return
+    now = json.loads(file.read_text(encoding="utf-8"))["cases"]
+    for name, record in records.items():
+        for point in record["points"]:
+            if (said := now.get(f"{name}: {point['id']}")) is not None:
+                point["predicted_allocated_bytes"] = said["allocated"]
 
 
 def page(text: str, records: Mapping[str, Mapping[str, Results]]) -> str:

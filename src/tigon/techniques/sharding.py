@@ -5,8 +5,9 @@ Everything here is configuration, computed from the model: the engines are DeepS
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tigon.techniques.choices import Choices
@@ -90,6 +91,21 @@ def nvme_buffers(choices: Choices, facts: Facts) -> dict[str, int]:
 
 def _zero(choices: Choices, facts: Facts) -> Mapping[str, Any]:
     return {"deepspeed": deepspeed_config(choices, facts)}
+
+
+@contextlib.contextmanager
+def partitioned_loading(choices: Choices, facts: Facts) -> Iterator[None]:
+    """What from_pretrained reads goes into stage 3's partitions, weight by weight: no process, and no GPU, ever has the
+    whole model. transformers asks a configuration that is alive; it wants numbers where the Trainer would fill them in.
+    """
+    from transformers.integrations import HfDeepSpeedConfig
+
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+    alive = HfDeepSpeedConfig({**deepspeed_config(choices, facts), **batch, "train_batch_size": facts.processes})
+    try:
+        yield
+    finally:
+        del alive
 
 
 def _fsdp(choices: Choices, facts: Facts) -> Mapping[str, Any]:

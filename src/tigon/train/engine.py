@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.precision import WEIGHT_DTYPES
+from tigon.techniques.sharding import partitioned_loading
 from tigon.techniques.technique import Facts
 from tigon.train import launch
 from tigon.train import model as models
@@ -45,9 +48,12 @@ def make_optimizer(train: TrainConfig, choices: Choices) -> MakeOptimizer | None
 
 def build(
     model: ModelConfig, config: Any, choices: Choices, facts: Facts, *, device: torch.device, seed: int, kernels: str,
-    base: Path, ops: Mapping[str, bool] | None = None,
+    base: Path, ops: Mapping[str, bool] | None = None, whole: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
     """(model, what patching it did): loaded, patched (without the ops that are False), changed as the techniques say.
+
+    A checkpoint whose weights an engine divides is not on `device` afterwards, but on the host, from where FSDP2 takes
+    layer by layer, or in ZeRO-3's partitions, unless it must be `whole`.
 
     base: where a preset's random weights are written first when they are quantised, which happens while loading, or
     when adapters will be merged into them from there.
@@ -60,11 +66,34 @@ def build(
     if models.is_preset(model.name) and (loading or _merged_from_files(choices)):
         with launch.first_process_first():
             model = saved_preset(model, config, seed=seed, folder=base)
-    built = models.build(model, config, dtype=dtype, device=device, seed=seed, loading=loading)
+    place: torch.device | None = device
+    through: torch.device | None = None
+    in_parts: Any = nullcontext()
+    if weights_are_sharded(choices) and not loading:
+        if not models.is_preset(model.name):
+            place = None
+            # Adapters and heads want weights to look at, and DeepSpeed one dtype of all that is partitioned.
+            if choices.zero == 3 and choices.lora_rank is None and not whole:
+                in_parts = partitioned_loading(choices, facts)
+        elif not _stays_on(device, choices, facts, dtype):
+            place, through = None, device
+    with in_parts:
+        built = models.build(model, config, dtype=dtype, device=place, seed=seed, loading=loading, through=through)
     report = models.patch(built, kernels, **(ops or {}))
     for technique in used:
         built = technique.model(built, choices, facts)
     return built, report
+
+
+def _stays_on(device: torch.device, choices: Choices, facts: Facts, dtype: torch.dtype) -> bool:
+    """Whether random weights that an engine will divide wait on the GPU they are drawn on: not if they go to the host
+    anyway, when a run's peak would be their drawing, or if it has no room for all and a head that is not tied yet."""
+    if device.type != "cuda":
+        return True
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    room_bytes = min(free_bytes, int(total_bytes * torch.cuda.get_per_process_memory_fraction(device)))
+    whole_bytes = (sum(map(math.prod, facts.shapes.values())) + facts.largest()) * dtype.itemsize
+    return choices.offload == "none" and whole_bytes <= room_bytes
 
 
 def saved_preset(model: ModelConfig, config: Any, *, seed: int, folder: Path) -> ModelConfig:

@@ -85,10 +85,11 @@ def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def build(
-    model: ModelConfig, config: Any, *, dtype: torch.dtype, device: torch.device, seed: int,
-    loading: Mapping[str, Any] | None = None,
+    model: ModelConfig, config: Any, *, dtype: torch.dtype, device: torch.device | None, seed: int,
+    loading: Mapping[str, Any] | None = None, through: torch.device | None = None,
 ) -> Any:  # fmt: skip
-    """The model on `device`, unpatched. The same seed gives a preset the same weights.
+    """The model, unpatched, on `device`; None: a checkpoint stays where it was read to. The same seed gives a preset
+    the same weights; through: they are drawn on that GPU, and no more than one module is there at a time.
 
     A checkpoint is loaded in `dtype`: transformers would keep the file's own, which makes "bf16 autocast over fp32
     weights" pure bf16 without a word. loading: further options of from_pretrained, such as a quantisation.
@@ -98,8 +99,10 @@ def build(
     set_seed(seed)
     if loading:
         loading = {**loading, "device_map": {"": device}}  # a quantised model cannot be moved afterwards
-    if is_preset(model.name):
-        with torch.device(device):
+    if is_preset(model.name) and through is not None:
+        built = _drawn_through(through, model, config, dtype)
+    elif is_preset(model.name):
+        with torch.device(device or "cpu"):
             built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=model.attention)
     else:
         try:
@@ -110,9 +113,31 @@ def build(
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:240]
             raise RecipeError(f"model.name: {model.name} cannot be loaded: {reason}") from None
-    if not loading:
+    if not loading and device is not None:
         built = built.to(device)
     built.config.use_cache = False  # with a cache, transformers ignores the document borders in position_ids
+    return built
+
+
+def _drawn_through(device: torch.device, model: ModelConfig, config: Any, dtype: torch.dtype) -> Any:
+    """A preset on the host. The host's own generator takes a minute for a billion weights."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=model.attention)
+    built.tie_weights()
+    with torch.no_grad():
+        for module in built.modules():
+            own = [(parameter, parameter.data) for parameter in module.parameters(recurse=False)]
+            for parameter, on_host in own:
+                parameter.data = torch.zeros_like(on_host, device=device)
+            if own:
+                built._init_weights(module)
+            for parameter, on_host in own:
+                parameter.data = on_host.copy_(parameter.data)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the largest module's
     return built
 
 
