@@ -78,7 +78,7 @@ def test_block_without_a_record_has_a_number():
     text = study.page(DOCUMENT.read_text(encoding="utf-8"), {})
     for name in study.BLOCKS:
         assert inside(text, name).startswith("Not measured yet.")
-        assert not re.search(r"\d", inside(text, name)), name
+        assert not re.search(r"\d", inside(text, name).replace(name, "")), name
     assert inside(text, "advice") == "Not measured yet."
 
 
