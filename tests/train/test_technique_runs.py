@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from train_helpers import SMALL, losses_of, records, rows, small_trainer
+from transformers import AutoModelForCausalLM
 
 from forks import forks, in_forks
 from tigon import cli
@@ -343,25 +344,28 @@ def test_random_weights_are_drawn_where_they_find_no_room(choices, free_bytes, s
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_weights_drawn_a_module_at_a_time_are_of_another_distribution(name):
+def test_weights_drawn_a_module_at_a_time_are_others_or_of_another_distribution(name):
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     heads |= {"head_dim": 16} if "head_dim" in PRESETS[name] else {}
     model = ModelConfig(name=name, config={**small, **heads}, attention="eager")
     config = models.load_config(model)
-    cpu = torch.device("cpu")
-    whole, drawn = (
-        dict(models.build(model, config, dtype=torch.float32, device=cpu, seed=3, through=through).named_parameters())
-        for through in (None, cpu)
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    whole = dict(plain.named_parameters())
+    here, elsewhere = torch.device("cpu"), torch.device("cpu", 0)
+    drawn, moved = (
+        dict(models.build(model, config, dtype=torch.float32, device=here, seed=3, through=through).named_parameters())
+        for through in (None, elsewhere)
     )
+    assert all(torch.equal(moved[key], weight) for key, weight in drawn.items())
     assert whole.keys() == drawn.keys()
     for key, want in whole.items():
         got = drawn[key]
         if want.ndim == 1:
             assert torch.equal(got, want), key
         else:
-            assert float(got.std()) == pytest.approx(float(want.std()), rel=0.1), key
-            assert abs(float(got.mean())) < 0.1 * float(got.std()) + 1e-3, key
+            assert float(got.detach().std()) == pytest.approx(float(want.detach().std()), rel=0.1), key
+            assert abs(float(got.detach().mean())) < 0.1 * float(want.detach().std()) + 1e-3, key
 
 
 def fsdp_rank(recipe: Path, sets: Sequence[str], resume: bool) -> None:

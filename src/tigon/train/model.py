@@ -99,11 +99,8 @@ def build(
     set_seed(seed)
     if loading:
         loading = {**loading, "device_map": {"": device}}  # a quantised model cannot be moved afterwards
-    if is_preset(model.name) and through is not None:
-        built = _drawn_through(through, model, config, dtype)
-    elif is_preset(model.name):
-        with torch.device(device or "cpu"):
-            built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=model.attention)
+    if is_preset(model.name):
+        built = _drawn(model, config, dtype, device or torch.device("cpu"), through or device)
     else:
         try:
             built = AutoModelForCausalLM.from_pretrained(
@@ -119,24 +116,29 @@ def build(
     return built
 
 
-def _drawn_through(device: torch.device, model: ModelConfig, config: Any, dtype: torch.dtype) -> Any:
-    """A preset on the host. The host's own generator takes a minute for a billion weights."""
+def _drawn(
+    model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.device, through: torch.device | None
+) -> Any:
+    """A preset on `device`. Its weights are drawn module by module by transformers' rules, without what PyTorch's
+    constructors draw before. So they are the same wherever they stay then; the host's own generator would take a minute
+    for a billion."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    with no_init_weights():
+    with no_init_weights(), torch.device(device):
         built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=model.attention)
     built.tie_weights()
+    passing = through is not None and through != device
     with torch.no_grad():
         for module in built.modules():
             own = [(parameter, parameter.data) for parameter in module.parameters(recurse=False)]
-            for parameter, on_host in own:
-                parameter.data = torch.zeros_like(on_host, device=device)
+            for parameter, resting in own if passing else ():
+                parameter.data = torch.zeros_like(resting, device=through)
             if own:
                 built._init_weights(module)
-            for parameter, on_host in own:
-                parameter.data = on_host.copy_(parameter.data)
-    if device.type == "cuda":
+            for parameter, resting in own if passing else ():
+                parameter.data = resting.copy_(parameter.data)
+    if passing and through is not None and through.type == "cuda":
         torch.cuda.empty_cache()  # the largest module's
     return built
 
