@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from tests.memory.memory_helpers import BARE, request_of
+from torch import nn
 
+from tigon.medusa.attach import NAME
 from tigon.memory import sharded
 from tigon.memory.estimate import at_rest, estimate
 from tigon.memory.gpus import GIB, find_gpu
@@ -178,3 +180,18 @@ def test_random_weights_are_planned_elsewhere_than_they_are_drawn() -> None:
     assert _loaded_gib("llama-3.2-1b", "5GiB", zero=3, gpus=2) == pytest.approx(2.30, rel=0.01)
     assert _loaded_gib("llama-3.2-1b", zero=3, offload="cpu") == pytest.approx(2.30, rel=0.01)
     assert _loaded_gib("llama-3.2-1b", fsdp=True, gpus=2, offload="cpu") < 0.7
+
+
+def test_draft_heads_are_taken_for_the_layers_they_are_numbered_as() -> None:
+    """FSDP2 gathers them with the rest of what is outside the layers, for both passes."""
+
+    def heads(model: Any) -> None:
+        model.add_module(NAME, nn.ModuleList(nn.Linear(64, 64) for _ in range(3)))
+
+    plain = at_rest(request_of(fsdp=True, gpus=2))
+    found = at_rest(request_of(fsdp=True, gpus=2, heads=heads))
+    new = {weight.name: weight.layer for weight in found.weights} | {w.name: None for w in plain.weights}
+    assert len(new) > len(plain.weights) and set(new.values()) == {None}
+    sizes = [sharded.placement(request_of(fsdp=True, gpus=2, heads=h), m) for h, m in ((None, plain), (heads, found))]
+    more = sum(weight.nbytes for weight in found.weights) - sum(weight.nbytes for weight in plain.weights)
+    assert sizes[1].gathered - sizes[0].gathered == more

@@ -143,3 +143,48 @@ def test_pair_of_techniques_does_not_work(pair, folder, request):
         assert found == pytest.approx(plain(folder, gpus, "amp-bf16"), abs=TOLERANCE)
     assert list((folder / "runs" / name / "model").glob("*.safetensors"))
     shutil.rmtree(folder / "runs" / name)
+
+
+DIVIDED = {
+    "ZeRO-3": {"sharding.zero": 3},
+    "ZeRO-3 on the host": {"sharding.zero": 3, "sharding.offload": "cpu"},
+    "ZeRO-3 with adapters": {"sharding.zero": 3, "lora.rank": 8},
+    "FSDP2": {"sharding.fsdp": True},
+    "FSDP2 on the host": {"sharding.fsdp": True, "sharding.offload": "cpu"},
+}
+
+
+@functools.cache
+def checkpoint(folder: Path) -> dict[str, Any]:
+    """Settings of a run from files, which an engine that divides weights reads otherwise than it takes a preset's."""
+    settings = {**SMALL, "train.save_steps": None, "train.steps": 2, "output.name": "checkpoint"}
+    done = run(folder, ROOT / "recipes" / "techniques" / "amp-bf16.yaml", settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    files = {key: value for key, value in SMALL.items() if not key.startswith("model.")}
+    return {**files, "train.save_steps": None, "model.name": str(folder / "runs" / "checkpoint" / "model")}
+
+
+@functools.cache
+def plain_from_files(folder: Path, gpus: int) -> tuple[float, ...]:
+    settings = {**checkpoint(folder), "train.batch_size": 4 * gpus, "output.name": f"files{gpus}"}
+    done = run(folder, ROOT / "recipes" / "techniques" / "amp-bf16.yaml", settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return tuple(losses(folder / "runs" / f"files{gpus}"))
+
+
+@pytest.mark.parametrize("engine", DIVIDED.values(), ids=DIVIDED.keys())
+def test_checkpoint_that_an_engine_divides_trains_otherwise(engine, folder, request):
+    if "sharding.zero" in engine and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    gpus = min(2, torch.cuda.device_count())
+    name = "files-" + "".join(c if c.isalnum() else "-" for c in request.node.callspec.id)
+    settings = {**checkpoint(folder), **engine, "sharding.gpus": gpus, "output.name": name}
+    done = run(folder, ROOT / "recipes" / "techniques" / "amp-bf16.yaml", settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "MaterializedLogitsWarning" not in done.stderr, "the loss was not fused"
+    found = losses(folder / "runs" / name)
+    if "lora.rank" in engine:
+        assert found[-1] < found[0]
+    else:
+        assert found == pytest.approx(plain_from_files(folder, gpus), abs=TOLERANCE)
+    assert list((folder / "runs" / name / "model").glob("*.safetensors"))

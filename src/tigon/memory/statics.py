@@ -16,6 +16,7 @@ from tigon.techniques.optimizers import FP32, OPTIMIZERS, Parameter
 
 # The first number in a parameter's path: `model.layers.7.mlp...`, `transformer.h.7.attn...`.
 _LAYER = re.compile(r"\.(\d+)\.")
+_HEADS = "draft_heads."
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Weight:
 
     @property
     def layer(self) -> int | None:
-        found = _LAYER.search(self.name)
+        """None outside of the model's own layers, as in draft heads, which count theirs from 0 again."""
+        found = None if self.name.startswith(_HEADS) else _LAYER.search(self.name)
         return int(found[1]) if found else None
 
     @property

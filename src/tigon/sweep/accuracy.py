@@ -60,9 +60,6 @@ KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
         0.29, "at 1024 tokens the host's time decides, and another sweep ran on the host's other GPU."
     ),
     ("medusa-two-gpus", "reserved"): (0.19, f"FSDP2: {_STREAMS}"),
-    ("medusa-two-gpus: stage 2, 5 heads", "allocated"): (
-        0.07, "FSDP2 keeps the gradients of all heads whole until the backward pass is over, which is not simulated."
-    ),
 }  # fmt: skip
 """(beginning of a case's name, quantity) -> how far it is allowed to be off instead, and why."""
 
