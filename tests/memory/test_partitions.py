@@ -156,9 +156,9 @@ def test_offload_of_zero_2_has_no_buffer_on_the_gpu() -> None:
 # --- what is loaded whole ---------------------------------------------------------------------------------------------
 
 
-def _loaded_gib(model: str, gpu: str = "h200", **choices: Any) -> float:
+def _loaded_gib(model: str, gpu: str = "h200", *, heads: Any = None, **choices: Any) -> float:
     request = Request(
-        model=model, config=load_config("llama-3.2-1b"), batch=1, seq=128,
+        model=model, config=load_config("llama-3.2-1b"), batch=1, seq=128, heads=heads,
         choices=Choices(precision="amp-bf16", **choices),
     )  # fmt: skip
     return estimate(request, gpu=find_gpu(gpu)).phases["load"] / GIB
@@ -172,6 +172,15 @@ def test_checkpoint_is_planned_whole_on_a_gpu_that_gets_a_part_of_it() -> None:
     # in fp32; a unit, the embeddings, passes through the GPU on its way
     assert _loaded_gib("org/model", fsdp=True, gpus=2) == pytest.approx(2 * half, rel=0.01)
     assert _loaded_gib("org/model", fsdp=True, gpus=2, offload="cpu") < 0.7
+
+
+@pytest.mark.parametrize("what", [{"lora_rank": 8}, {"heads": lambda model: None}], ids=["adapters", "heads"])
+def test_checkpoint_for_adapters_or_heads_is_planned_in_partitions(what: dict[str, Any]) -> None:
+    """DeepSpeed moves the whole model to the GPU, in 16 bits."""
+    assert _loaded_gib("org/model", zero=3, offload="cpu", **what) == pytest.approx(2.30, rel=0.02)
+    if "lora_rank" in what:  # a preset's weights are files by then, to be merged from
+        assert _loaded_gib("llama-3.2-1b", zero=3, offload="cpu", **what) == pytest.approx(2.30, rel=0.02)
+        assert _loaded_gib("llama-3.2-1b", fsdp=True, gpus=2, **what) < 2.30 + 0.1
 
 
 def test_random_weights_are_planned_elsewhere_than_they_are_drawn() -> None:

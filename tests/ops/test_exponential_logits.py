@@ -67,6 +67,19 @@ def test_confident_token_loses_its_loss_and_gradient(backend: Any) -> None:
     assert float(rows.max()) < 3e-2
 
 
+@pytest.mark.parametrize("rows", [15, 16])
+def test_few_tokens_lose_their_factors(rows: int, backend: Any) -> None:
+    """Below 16 the logits come from the vendor's product, and their gradient is whole already."""
+    assert _chunk_loop._FEWEST_EXP_ROWS == 16
+    x, w, target = bf16_head(backend.device)
+    x, target = x.detach()[:rows].requires_grad_(), target[:rows]
+    losses, dx, dw = truth_of(x, w, target)
+    loss = linear_cross_entropy(x, w, target, reduction="sum")
+    (2.0 * loss).backward()
+    assert relative_error(loss, losses.sum()) < 1e-3
+    assert relative_error(x.grad, 2 * dx) < 2e-2 and relative_error(w.grad, 2 * dw) < 2e-2
+
+
 @pytest.mark.parametrize("bad", [V, -1, 1 << 40])
 def test_label_outside_the_vocabulary_reaches_another_row(bad: int, backend: Any) -> None:
     needs_exponentials(backend)

@@ -130,3 +130,17 @@ def test_ladder_compares_with_a_rung_that_did_not_run(made_up):
     record["points"][1] |= {"status": failures.OUT_OF_MEMORY}
     third = blocks.ladder(record).splitlines()[4]
     assert "| -2.00 |" in third, "its neighbour did not run: the rung before that counts"
+
+
+def test_prediction_of_the_day_of_the_measurement_stays(made_up, tmp_path):
+    folder = next(made_up.glob("*/study")).parent
+    record = json.loads(next(folder.glob("study/*.json")).read_text(encoding="utf-8"))
+    point = next(point for point in record["points"] if point["status"] == "ok")
+    file = folder / "planner" / "sweeps-predicted.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"cases": {f"{record['name']}: {point['id']}": {"allocated": 12345}}}), encoding="utf-8")
+    points = study.load(made_up)[folder.name][record["name"]]["points"]
+    assert [found["predicted_allocated_bytes"] for found in points if found["id"] == point["id"]] == [12345]
+    file.write_text("{}", encoding="utf-8")
+    with pytest.raises(UsageError, match="holds no predictions"):
+        study.load(made_up)

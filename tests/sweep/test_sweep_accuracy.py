@@ -129,3 +129,10 @@ def test_longer_beginning_of_a_name_says_less(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(accuracy, "KNOWN", {("s", "reserved"): (0.2, "a"), ("s: a", "reserved"): (0.1, "b")})
     assert accuracy.known("s: ab", "reserved") == "s: a" and accuracy.known("s: b", "reserved") == "s"
     assert accuracy.known("s: a", "allocated") is None and accuracy.known("t", "reserved") is None
+
+
+def test_known_case_that_no_point_needs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "KNOWN", {("s", "reserved"): (0.2, "a")})
+    case = {"id": "s: a", "sweep": "s", "allocated_bytes": 100, "reserved_bytes": 100, "step_s": 1.0}
+    sound = Comparison(case=case, phases={}, predicted={"allocated": 100, "reserved": 99, "step time": 1.0})
+    assert ["need not" in said for said in accuracy.unexpected([sound], RESERVED)] == [True]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from train_helpers import SMALL, losses_of, records, rows, small_trainer
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from forks import forks, in_forks
 from tigon import cli
@@ -326,6 +326,41 @@ def test_checkpoint_in_zero_3_is_whole_somewhere_or_trains_otherwise(recipe, tig
     assert losses(here / "runs" / "zero") == pytest.approx(losses(here / "runs" / "plain"), rel=1e-5)
 
 
+@forks
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_partitions_round_a_rotary_table_or_lack_what_heads_look_at(family, here, tmp_path):
+    """In amp-bf16, where deepspeed.zero.Init makes every tensor of a constructor one of 16 bits."""
+    need("deepspeed")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 512, "head_dim": 16}
+    config = AutoConfig.for_model(family, **sizes, num_attention_heads=4, num_key_value_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "files")
+    model, choices = ModelConfig(name=str(tmp_path / "files")), Choices(precision="amp-bf16", zero=3)
+    facts = Facts(device="cpu", hidden_size=64)
+
+    def compare(rank: int) -> None:
+        from deepspeed import init_distributed
+
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+        init_distributed("gloo")
+        config = models.load_config(model)
+        parts, whole = (
+            engine.build(
+                model, config, choices, facts, device=torch.device("cpu"), seed=1, kernels="tigon",
+                base=tmp_path / "base", heads=heads,
+            )[0]
+            for heads in (False, True)
+        )  # fmt: skip
+        assert not any(weight.numel() for weight in parts.parameters())
+        assert all(weight.numel() for weight in whole.parameters())
+        got, want = dict(parts.named_buffers()), dict(whole.named_buffers())
+        assert got.keys() == want.keys() and got
+        for name, buffer in want.items():
+            assert got[name].dtype == buffer.dtype and torch.equal(got[name], buffer), name
+
+    succeeds(compare, here)
+
+
 @pytest.mark.parametrize(
     ("choices", "free_bytes", "stays"),
     [
@@ -365,6 +400,7 @@ def test_weights_drawn_a_module_at_a_time_are_others_or_of_another_distribution(
             assert torch.equal(got, want), key
         else:
             assert float(got.detach().std()) == pytest.approx(float(want.detach().std()), rel=0.1), key
+            assert torch.equal((got == 0).all(1), (want == 0).all(1)), f"{key}: the padding's row"
             assert abs(float(got.detach().mean())) < 0.1 * float(want.detach().std()) + 1e-3, key
 
 

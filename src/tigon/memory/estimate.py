@@ -21,6 +21,7 @@ from tigon.memory.tape import Tape
 from tigon.memory.trace import Trace, trace, weight_itemsize
 from tigon.models.presets import PRESETS
 from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.sharding import are_drawn_in_place
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
 Method = Literal["trace", "study"]
@@ -285,7 +286,7 @@ def _load(ledger: Ledger, request: Request, model: Statics, place: Placement) ->
     loaded = [[ledger.take(wider * nbytes, "weights") for nbytes in weight.tensors] for weight in model.weights]
     ledger.take(model.buffer_bytes, "weights")
     on_host = divided and choices.offload != "none"
-    if request.model in PRESETS and not choices.quantized and _is_tied(request) and not on_host:
+    if are_drawn_in_place(choices, preset=request.model in PRESETS) and _is_tied(request) and not on_host:
         # Built on the device, a head has a weight of its own until transformers ties it (post_init): the allocator
         # keeps the block. What is read from files is built without memory.
         ledger.pass_through(math.prod(model.head_shape) * wider * itemsize)

@@ -15,6 +15,7 @@ from tigon.memory.statics import Statics, state_tensors
 from tigon.models.presets import PRESETS
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
+from tigon.techniques.sharding import are_drawn_in_place, are_read_in_parts
 
 FP32 = 4
 # deepspeed/runtime/zero/config.py: elements of gathered weights that stage 3 may hold (stage3_max_live_parameters).
@@ -161,7 +162,8 @@ def _zero(request: Request, model: Statics) -> Placement:
     loaded = FP32 if mixed else itemsize
     if choices.zero == 3 and not _drawn_whole(request):
         # DeepSpeed moves what it did not load itself to the GPU, in 16 bits, before it partitions any of it.
-        loaded = model.weights[0].itemsize if _is_drawn(request) else 0
+        in_parts = are_read_in_parts(choices, heads=request.heads is not None) and not _is_drawn(request)
+        loaded = 0 if in_parts or choices.quantized else model.weights[0].itemsize
     # Stage 1 leaves gradients where the backward makes them, stage 2 copies its slice into one tensor when the first
     # bucket is reduced (grads_in_partition), stage 3 has a flat buffer from the start (grad_partitions_flat_buffer).
     held, buffers = 0 if choices.zero == 1 else _share(grads, gpus), 0
@@ -191,8 +193,7 @@ def _zero(request: Request, model: Statics) -> Placement:
 
 
 def _is_drawn(request: Request) -> bool:
-    """Whether the weights are a preset's random ones; a checkpoint's are read."""
-    return request.model in PRESETS and not request.choices.quantized
+    return are_drawn_in_place(request.choices, preset=request.model in PRESETS)
 
 
 def _drawn_whole(request: Request) -> bool:

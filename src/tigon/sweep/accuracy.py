@@ -125,15 +125,20 @@ def recipe_of(case: Mapping[str, Any], folder: Path) -> Recipe:
 
 
 def unexpected(comparisons: Sequence[Comparison], quantity: Quantity) -> list[str]:
-    """What breaks a limit of this quantity, the known cases' own limits among them."""
-    said, others = [], []
+    """What breaks a limit of this quantity: its own, or for a case beyond that the one of KNOWN; and what of KNOWN no
+    case needs any more."""
+    within, said, needed = [], [], set()
     for one in comparisons:
-        begin = known(one.id, quantity.name)
-        if begin is None:
-            others.append(one)
-        elif abs(one.error(quantity)) > (limit := KNOWN[begin, quantity.name][0]):
+        error, begin = abs(one.error(quantity)), known(one.id, quantity.name)
+        if error <= quantity.worst or begin is None:
+            within.append(one)
+            continue
+        needed.add(begin)
+        if error > (limit := KNOWN[begin, quantity.name][0]):
             said.append(f"{quantity.name} of {one.id}: {percent(one.error(quantity))} (known, up to {limit:.0%})")
-    return said + beyond(others, quantity)
+    idle = [begin for begin, name in KNOWN if name == quantity.name and begin not in needed]
+    said += [f"{quantity.name} of {begin}: within the limit, so that KNOWN need not have it" for begin in idle]
+    return said + beyond(within, quantity)
 
 
 def section(comparisons: Sequence[Comparison]) -> str:

@@ -116,7 +116,7 @@ def measure(
     load_s = time.perf_counter()
     built, _ = engine.build(
         recipe.model, config, choices, facts, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
-        base=folder / "base", ops=self_check.without(wrong_ops),
+        base=folder / "base", ops=self_check.without(wrong_ops), heads=recipe.heads.stage is not None,
     )  # fmt: skip
     built = heads.put_on(built, recipe, shapes)
     watch.mark("load")

@@ -17,7 +17,7 @@ from typing import Any
 
 from tigon.errors import TigonError, UsageError
 from tigon.sweep import blocks, charts
-from tigon.sweep.accuracy import predictions_path
+from tigon.sweep.accuracy import REMAKE, predictions_path
 from tigon.sweep.folder import SCHEMA, write_text
 
 RECORDS = Path("benchmarks/results")
@@ -58,20 +58,27 @@ def load(root: Path) -> dict[str, dict[str, Results]]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{file} is no record of `tigon sweep`: {error}.") from None
         found.setdefault(file.parent.parent.name, {})[file.stem] = record
-    for gpu, own in found.items():
-        _predict_anew(own, predictions_path(root / gpu))
-    return found
+    return {gpu: _predicted_anew(own, predictions_path(root / gpu)) for gpu, own in found.items()}
 
 
-def _predict_anew(records: Mapping[str, Any], file: Path) -> None:
-    """In place of what the planner said when a point was measured, what it says by now (sweep/accuracy.py)."""
+def _predicted_anew(records: Mapping[str, Results], file: Path) -> dict[str, Results]:
+    """The records with what the planner says of their points by now (sweep/accuracy.py), in place of what it said when
+    they were measured. Raises UsageError for a file that is not the planner's."""
     if not file.exists():
-        return
-    now = json.loads(file.read_text(encoding="utf-8"))["cases"]
-    for name, record in records.items():
-        for point in record["points"]:
-            if (said := now.get(f"{name}: {point['id']}")) is not None:
-                point["predicted_allocated_bytes"] = said["allocated"]
+        return dict(records)
+    try:
+        cases = json.loads(file.read_text(encoding="utf-8"))["cases"]
+        now = {case: said["allocated"] for case, said in cases.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{file} holds no predictions ({type(error).__name__}: {error}); {REMAKE}.") from None
+    return {
+        name: {**record, "points": [_told_anew(point, now.get(f"{name}: {point['id']}")) for point in record["points"]]}
+        for name, record in records.items()
+    }
+
+
+def _told_anew(point: Mapping[str, Any], allocated_bytes: int | None) -> Mapping[str, Any]:
+    return point if allocated_bytes is None else {**point, "predicted_allocated_bytes": allocated_bytes}
 
 
 def page(text: str, records: Mapping[str, Mapping[str, Results]]) -> str:

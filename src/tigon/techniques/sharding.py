@@ -93,10 +93,24 @@ def _zero(choices: Choices, facts: Facts) -> Mapping[str, Any]:
     return {"deepspeed": deepspeed_config(choices, facts)}
 
 
+def are_drawn_in_place(choices: Choices, *, preset: bool) -> bool:
+    """Whether random weights are drawn where the run wants them; else they are files first, which are quantised while
+    they are read, or read a second time to be merged with adapters."""
+    divided = choices.zero == 3 or choices.fsdp
+    return preset and not choices.quantized and not (divided and choices.lora_rank is not None)
+
+
+def are_read_in_parts(choices: Choices, *, heads: bool) -> bool:
+    """Whether files go into stage 3's partitions as they are read. Adapters and heads want whole weights to look at,
+    and DeepSpeed one dtype of all that is partitioned: with them it moves the model to the GPU, in 16 bits, first."""
+    return choices.zero == 3 and choices.lora_rank is None and not choices.quantized and not heads
+
+
 @contextlib.contextmanager
 def partitioned_loading(choices: Choices, facts: Facts) -> Iterator[None]:
-    """What from_pretrained reads goes into stage 3's partitions, weight by weight: no process, and no GPU, ever has the
-    whole model. transformers asks a configuration that is alive; it wants numbers where the Trainer would fill them in.
+    """What from_pretrained reads goes into stage 3's partitions, and the GPU has one weight at a time. The host may
+    hold all, in each process: transformers merges the files first. It asks a configuration that is alive, which wants
+    numbers where the Trainer would fill them in.
     """
     from transformers.integrations import HfDeepSpeedConfig
 

@@ -15,7 +15,7 @@ from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.precision import WEIGHT_DTYPES
-from tigon.techniques.sharding import partitioned_loading
+from tigon.techniques.sharding import are_drawn_in_place, are_read_in_parts, partitioned_loading
 from tigon.techniques.technique import Facts
 from tigon.train import launch
 from tigon.train import model as models
@@ -48,12 +48,12 @@ def make_optimizer(train: TrainConfig, choices: Choices) -> MakeOptimizer | None
 
 def build(
     model: ModelConfig, config: Any, choices: Choices, facts: Facts, *, device: torch.device, seed: int, kernels: str,
-    base: Path, ops: Mapping[str, bool] | None = None, whole: bool = False,
+    base: Path, heads: bool, ops: Mapping[str, bool] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """(model, what patching it did): loaded, patched (without the ops that are False), changed as the techniques say.
 
     A checkpoint whose weights an engine divides is not on `device` afterwards, but on the host, from where FSDP2 takes
-    layer by layer, or in ZeRO-3's partitions, unless it must be `whole`.
+    layer by layer, or in ZeRO-3's partitions. heads: whether the caller will put some on it.
 
     base: where a preset's random weights are written first when they are quantised, which happens while loading, or
     when adapters will be merged into them from there.
@@ -63,7 +63,7 @@ def build(
     loading: dict[str, Any] = {}
     for technique in used:
         loading |= technique.loading(choices, facts)
-    if models.is_preset(model.name) and (loading or _merged_from_files(choices)):
+    if models.is_preset(model.name) and not are_drawn_in_place(choices, preset=True):
         with launch.first_process_first():
             model = saved_preset(model, config, seed=seed, folder=base)
     place: torch.device | None = device
@@ -72,13 +72,14 @@ def build(
     if weights_are_sharded(choices) and not loading:
         if not models.is_preset(model.name):
             place = None
-            # Adapters and heads want weights to look at, and DeepSpeed one dtype of all that is partitioned.
-            if choices.zero == 3 and choices.lora_rank is None and not whole:
+            if are_read_in_parts(choices, heads=heads):
                 in_parts = partitioned_loading(choices, facts)
         elif not _stays_on(device, choices, facts, dtype):
             place, through = None, device
     with in_parts:
         built = models.build(model, config, dtype=dtype, device=place, seed=seed, loading=loading, through=through)
+    if not isinstance(in_parts, nullcontext):
+        models.make_buffers_anew(built, model, config, dtype=dtype)
     report = models.patch(built, kernels, **(ops or {}))
     for technique in used:
         built = technique.model(built, choices, facts)

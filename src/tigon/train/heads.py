@@ -296,7 +296,7 @@ def train_base(prepared: Any, run: Path, callbacks: Sequence[Any]) -> None:
     choices = replace(prepared.choices, lora_rank=None, quantized=False, checkpointing="none")
     built, _ = engine.build(
         recipe.model, prepared.config, choices, prepared.facts, device=prepared.device, seed=train.seed,
-        kernels=recipe.model.kernels, base=partial,
+        kernels=recipe.model.kernels, base=partial, heads=False,
     )  # fmt: skip
     args = trainers.arguments(
         train, choices, prepared.facts, folder=run / "checkpoints", device=prepared.device, evaluate=False

@@ -129,9 +129,12 @@ def _drawn(
         built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=model.attention)
     built.tie_weights()
     passing = through is not None and through != device
+    drawn: set[int] = set()
     with torch.no_grad():
         for module in built.modules():
-            own = [(parameter, parameter.data) for parameter in module.parameters(recurse=False)]
+            mine = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in drawn]
+            drawn.update(map(id, mine))  # a tied weight is its embedding's, where a padding row is 0
+            own = [(parameter, parameter.data) for parameter in mine]
             for parameter, resting in own if passing else ():
                 parameter.data = torch.zeros_like(resting, device=through)
             if own:
@@ -141,6 +144,23 @@ def _drawn(
     if passing and through is not None and through.type == "cuda":
         torch.cuda.empty_cache()  # the largest module's
     return built
+
+
+def make_buffers_anew(built: Any, model: ModelConfig, config: Any, *, dtype: torch.dtype) -> None:
+    """Give buffers that no file holds the values and dtypes that they have without deepspeed.zero.Init, which makes
+    16-bit numbers of every tensor of a constructor: a rotary table in bf16 is a radian off after 1000 tokens."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), torch.device("cpu"):  # weights that nobody writes to take no memory
+        plain = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=model.attention, trust_remote_code=model.trust_remote_code
+        )
+    right = dict(plain.named_modules())
+    for path, module in built.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in module._non_persistent_buffers_set:
+                module.register_buffer(name, getattr(right[path], name).to(buffer.device), persistent=False)
 
 
 def patch(model: Any, kernels: str, **ops: bool) -> Any:

@@ -52,7 +52,7 @@ def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
     built, _ = engine.build(
         recipe.model, prepared.config, prepared.choices, prepared.facts, device=device, seed=recipe.train.seed,
         kernels=recipe.model.kernels, base=folder / "base", ops=self_check.without(prepared.wrong_ops),
-        whole=prepared.heads is not None,
+        heads=prepared.heads is not None,
     )  # fmt: skip
     make: Any = trainers.TigonTrainer
     if prepared.heads is not None:

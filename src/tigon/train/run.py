@@ -192,7 +192,7 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     built, patched = engine.build(
         heads.model_of(recipe, run.path), prepared.config, prepared.choices, prepared.facts, device=prepared.device,
         seed=recipe.train.seed, kernels=kernels, base=run.path / "base",
-        ops=self_check.without(prepared.wrong_ops), whole=prepared.heads is not None,
+        ops=self_check.without(prepared.wrong_ops), heads=prepared.heads is not None,
     )  # fmt: skip
     return (built if prepared.heads is None else heads.attach(built, recipe.heads, prepared.heads)), patched
 
