@@ -238,8 +238,9 @@ def measure(case: Case, watch: Watch, device: torch.device, folder: Path) -> flo
     choices = preflight.check_techniques(recipe, device)
     facts = engine.facts_of(recipe, config, shapes, device)
     built, _ = engine.build(
-        recipe.model, config, choices, facts, device=device, seed=1, kernels=case.kernels, base=folder / key
-    )
+        recipe.model, config, choices, facts, device=device, seed=1, kernels=case.kernels, base=folder / key,
+        heads=False,
+    )  # fmt: skip
     watch.mark("load")
     args = trainers.arguments(recipe.train, choices, facts, folder=folder, device=device, evaluate=case.evaluated)
     rows = rows_of(case, case.steps * case.batch * case.accumulate, config.vocab_size)

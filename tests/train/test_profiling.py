@@ -66,7 +66,7 @@ def test_the_peak_is_not_the_one_that_a_run_has(recipe, tigon, here):
     configured = prepared.recipe
     built, _ = engine.build(
         configured.model, prepared.config, prepared.choices, prepared.facts, device=prepared.device, seed=1,
-        kernels="tigon", base=here / "base",
+        kernels="tigon", base=here / "base", heads=False,
     )  # fmt: skip
     args = trainers.arguments(configured.train, prepared.choices, prepared.facts, folder=here / "c",
                               device=prepared.device, evaluate=False)  # fmt: skip

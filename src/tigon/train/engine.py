@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,21 +64,19 @@ def build(
         loading |= technique.loading(choices, facts)
     if models.is_preset(model.name) and not are_drawn_in_place(choices, preset=True):
         with launch.first_process_first():
-            model = saved_preset(model, config, seed=seed, folder=base)
-    place: torch.device | None = device
-    through: torch.device | None = None
-    in_parts: Any = nullcontext()
-    if weights_are_sharded(choices) and not loading:
-        if not models.is_preset(model.name):
-            place = None
-            if are_read_in_parts(choices, heads=heads):
-                in_parts = partitioned_loading(choices, facts)
-        elif not _stays_on(device, choices, facts, dtype):
-            place, through = None, device
-    with in_parts:
-        built = models.build(model, config, dtype=dtype, device=place, seed=seed, loading=loading, through=through)
-    if not isinstance(in_parts, nullcontext):
+            model = saved_preset(model, config, seed=seed, folder=base, through=device)
+    load = partial(models.build, model, config, dtype=dtype, seed=seed)
+    if loading or not weights_are_sharded(choices):
+        built = load(device=device, loading=loading)
+    elif models.is_preset(model.name):
+        stays = _stays_on(device, choices, facts, dtype)
+        built = load(device=device) if stays else load(device=None, through=device)
+    elif are_read_in_parts(choices, heads=heads):
+        with partitioned_loading(choices, facts):
+            built = load(device=None)
         models.make_buffers_anew(built, model, config, dtype=dtype)
+    else:
+        built = load(device=None)
     report = models.patch(built, kernels, **(ops or {}))
     for technique in used:
         built = technique.model(built, choices, facts)
@@ -97,10 +94,11 @@ def _stays_on(device: torch.device, choices: Choices, facts: Facts, dtype: torch
     return choices.offload == "none" and whole_bytes <= room_bytes
 
 
-def saved_preset(model: ModelConfig, config: Any, *, seed: int, folder: Path) -> ModelConfig:
-    """A preset's random weights as a bf16 checkpoint in `folder`, unless they are there; the config that names it."""
+def saved_preset(model: ModelConfig, config: Any, *, seed: int, folder: Path, through: torch.device) -> ModelConfig:
+    """A preset's random weights as a bf16 checkpoint in `folder`, unless they are there; the config that names it.
+    through: where they are drawn."""
     if not (folder / "config.json").exists():
-        built = models.build(model, config, dtype=torch.bfloat16, device=torch.device("cpu"), seed=seed)
+        built = models.build(model, config, dtype=torch.bfloat16, device=None, seed=seed, through=through)
         built.save_pretrained(folder)
     return ModelConfig(name=str(folder), kernels=model.kernels, attention=model.attention)
 
