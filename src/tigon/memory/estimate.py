@@ -21,7 +21,7 @@ from tigon.memory.tape import Tape
 from tigon.memory.trace import Trace, trace, weight_itemsize
 from tigon.models.presets import PRESETS
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.sharding import are_drawn_in_place
+from tigon.techniques.sharding import are_drawn_in_place, weights_are_sharded
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
 Method = Literal["trace", "study"]
@@ -274,7 +274,7 @@ def _reduced(ledger: Ledger, place: Placement, tape: Tape) -> Reduced | None:
 
 def _load(ledger: Ledger, request: Request, model: Statics, place: Placement) -> None:
     choices, itemsize = request.choices, model.weights[0].itemsize
-    divided = choices.zero == 3 or choices.fsdp
+    divided = weights_are_sharded(choices)
     wider = max(place.loaded_itemsize // itemsize, 1)
     if divided and not (place.loaded_itemsize and _has_room(ledger, model, wider)):
         if choices.fsdp:
@@ -286,7 +286,7 @@ def _load(ledger: Ledger, request: Request, model: Statics, place: Placement) ->
     loaded = [[ledger.take(wider * nbytes, "weights") for nbytes in weight.tensors] for weight in model.weights]
     ledger.take(model.buffer_bytes, "weights")
     on_host = divided and choices.offload != "none"
-    if are_drawn_in_place(choices, preset=request.model in PRESETS) and _is_tied(request) and not on_host:
+    if request.model in PRESETS and are_drawn_in_place(choices) and _is_tied(request) and not on_host:
         # Built on the device, a head has a weight of its own until transformers ties it (post_init): the allocator
         # keeps the block. What is read from files is built without memory.
         ledger.pass_through(math.prod(model.head_shape) * wider * itemsize)

@@ -193,7 +193,7 @@ def _zero(request: Request, model: Statics) -> Placement:
 
 
 def _is_drawn(request: Request) -> bool:
-    return are_drawn_in_place(request.choices, preset=request.model in PRESETS)
+    return request.model in PRESETS and are_drawn_in_place(request.choices)
 
 
 def _drawn_whole(request: Request) -> bool:

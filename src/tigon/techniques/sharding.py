@@ -93,11 +93,15 @@ def _zero(choices: Choices, facts: Facts) -> Mapping[str, Any]:
     return {"deepspeed": deepspeed_config(choices, facts)}
 
 
-def are_drawn_in_place(choices: Choices, *, preset: bool) -> bool:
-    """Whether random weights are drawn where the run wants them; else they are files first, which are quantised while
-    they are read, or read a second time to be merged with adapters."""
-    divided = choices.zero == 3 or choices.fsdp
-    return preset and not choices.quantized and not (divided and choices.lora_rank is not None)
+def weights_are_sharded(choices: Choices) -> bool:
+    """Whether a process holds only a part of the weights between steps."""
+    return choices.zero == 3 or choices.fsdp
+
+
+def are_drawn_in_place(choices: Choices) -> bool:
+    """Whether a preset's random weights are drawn where the run wants them; else they are files first, which are
+    quantised while they are read, or read a second time to be merged with adapters."""
+    return not choices.quantized and not (weights_are_sharded(choices) and choices.lora_rank is not None)
 
 
 def are_read_in_parts(choices: Choices, *, heads: bool) -> bool:

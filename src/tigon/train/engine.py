@@ -14,7 +14,12 @@ from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.precision import WEIGHT_DTYPES
-from tigon.techniques.sharding import are_drawn_in_place, are_read_in_parts, partitioned_loading
+from tigon.techniques.sharding import (
+    are_drawn_in_place,
+    are_read_in_parts,
+    partitioned_loading,
+    weights_are_sharded,
+)
 from tigon.techniques.technique import Facts
 from tigon.train import launch
 from tigon.train import model as models
@@ -62,7 +67,7 @@ def build(
     loading: dict[str, Any] = {}
     for technique in used:
         loading |= technique.loading(choices, facts)
-    if models.is_preset(model.name) and not are_drawn_in_place(choices, preset=True):
+    if models.is_preset(model.name) and not are_drawn_in_place(choices):
         with launch.first_process_first():
             model = saved_preset(model, config, seed=seed, folder=base, through=device)
     load = partial(models.build, model, config, dtype=dtype, seed=seed)
@@ -121,11 +126,6 @@ def save(built: Any, trainer: Any, choices: Choices, folder: Path, *, model: Mod
     (adapters / "training_args.bin").unlink(missing_ok=True)
     if trainer.is_world_process_zero():
         _merge_saved(adapters, folder, model=model, base=base)
-
-
-def weights_are_sharded(choices: Choices) -> bool:
-    """Whether a process holds only a part of the weights between steps."""
-    return choices.zero == 3 or choices.fsdp
 
 
 def _merged_from_files(choices: Choices) -> bool:

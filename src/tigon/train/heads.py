@@ -18,6 +18,7 @@ from tigon.medusa.record import HeadRecord
 from tigon.medusa.spec import HeadsSpec, Objective, scheduled, shares_head
 from tigon.models.patch import unwrap
 from tigon.techniques.choices import Choices
+from tigon.techniques.sharding import weights_are_sharded
 from tigon.train import engine, launch
 from tigon.train import model as models
 from tigon.train.packing import Row
@@ -213,7 +214,7 @@ def save(built: Any, trainer: Any, recipe: Recipe, choices: Choices, run: Path) 
     inner: Any = unwrap(built)
     spec, n_layers = medusa.heads_of(inner).spec, len(decoder_layers(inner))
     head_name = next(name for name, m in inner.named_modules() if m is inner.get_output_embeddings()) + ".weight"
-    if engine.weights_are_sharded(choices):
+    if weights_are_sharded(choices):
         wrapped = trainer.deepspeed if trainer.is_deepspeed_enabled else trainer.model
         state = trainer.accelerator.get_state_dict(wrapped)
     else:
@@ -224,7 +225,7 @@ def save(built: Any, trainer: Any, recipe: Recipe, choices: Choices, run: Path) 
     rest = {name: tensor for name, tensor in state.items() if not name.startswith(f"{NAME}.")}
     if not writes_model:
         return False
-    if engine.weights_are_sharded(choices):
+    if weights_are_sharded(choices):
         if launch.rank() == 0:
             inner.save_pretrained(run / "model", state_dict=rest)
     else:

@@ -100,7 +100,8 @@ def build(
     if loading:
         loading = {**loading, "device_map": {"": device}}  # a quantised model cannot be moved afterwards
     if is_preset(model.name):
-        built = _drawn(model, config, dtype, device or torch.device("cpu"), through or device)
+        rests = device or torch.device("cpu")
+        built = _drawn(model, config, dtype, rests, through or rests)
     else:
         try:
             built = AutoModelForCausalLM.from_pretrained(
@@ -116,19 +117,24 @@ def build(
     return built
 
 
-def _drawn(
-    model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.device, through: torch.device | None
-) -> Any:
-    """A preset on `device`. Its weights are drawn module by module by transformers' rules, without what PyTorch's
-    constructors draw before. So they are the same wherever they stay then; the host's own generator would take a minute
-    for a billion."""
+def _undrawn(model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model whose weights nobody has written: on the host they take no memory yet."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     with no_init_weights(), torch.device(device):
-        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=model.attention)
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=model.attention, trust_remote_code=model.trust_remote_code
+        )
+
+
+def _drawn(model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.device, through: torch.device) -> Any:
+    """A preset on `device`. Its weights are drawn module by module by transformers' rules, without what PyTorch's
+    constructors draw before. So they are the same wherever they stay then; the host's own generator would take a minute
+    for a billion."""
+    built = _undrawn(model, config, dtype, device)
     built.tie_weights()
-    passing = through is not None and through != device
+    passing = through != device
     drawn: set[int] = set()
     with torch.no_grad():
         for module in built.modules():
@@ -141,7 +147,7 @@ def _drawn(
                 built._init_weights(module)
             for parameter, resting in own if passing else ():
                 parameter.data = resting.copy_(parameter.data)
-    if passing and through is not None and through.type == "cuda":
+    if passing and through.type == "cuda":
         torch.cuda.empty_cache()  # the largest module's
     return built
 
@@ -149,14 +155,7 @@ def _drawn(
 def make_buffers_anew(built: Any, model: ModelConfig, config: Any, *, dtype: torch.dtype) -> None:
     """Give buffers that no file holds the values and dtypes that they have without deepspeed.zero.Init, which makes
     16-bit numbers of every tensor of a constructor: a rotary table in bf16 is a radian off after 1000 tokens."""
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights(), torch.device("cpu"):  # weights that nobody writes to take no memory
-        plain = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=model.attention, trust_remote_code=model.trust_remote_code
-        )
-    right = dict(plain.named_modules())
+    right = dict(_undrawn(model, config, dtype, torch.device("cpu")).named_modules())
     for path, module in built.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name in module._non_persistent_buffers_set:

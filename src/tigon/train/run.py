@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tigon.errors import TigonError
 from tigon.techniques import TECHNIQUES
+from tigon.techniques.sharding import weights_are_sharded
 from tigon.train import checkpoint, documents, faults, folder, launch, preflight, recipe_file, stopping
 from tigon.train.folder import RunFolder
 from tigon.train.prepare import Prepared, prepare, quiet_libraries
@@ -223,7 +224,7 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
 
 def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: stopping.Stop) -> dict[str, Any]:
     """What the run found, but for the comparison. Raises Stopped before the final weights are saved."""
-    from tigon.train import engine, heads, model
+    from tigon.train import heads, model
     from tigon.train.progress import ProgressDisplay
 
     recipe, tok = prepared.recipe, prepared.tokenizer
@@ -232,7 +233,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     with faults.memory_watched(run, prepared):
         built, patched = _build(run, prepared, recipe.model.kernels)
     # drawing a sample from sharded weights would take all processes
-    alone = launch.rank() == 0 and not engine.weights_are_sharded(prepared.choices)
+    alone = launch.rank() == 0 and not weights_are_sharded(prepared.choices)
     n_sample, seed = recipe.output.sample_tokens if alone else 0, recipe.train.seed
     sample = {"prompt": tok.decode(prepared.prompt), "before": "", "after": ""}
     if n_sample:
@@ -245,7 +246,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     if n_sample and prepared.heads is not None:
         decoded = heads.decoded(built, recipe, prepared.eval_rows or prepared.train.rows, tok.eos_token_id)
     _end_if_asked(prepared, trainer)
-    if not engine.weights_are_sharded(prepared.choices):
+    if not weights_are_sharded(prepared.choices):
         _save_model(run, prepared, built, trainer)
     return {
         **found,
@@ -326,7 +327,7 @@ def _train(
         _end_if_asked(prepared, trainer)
         trainer.gate.settle(trainer.state.global_step)
         trainers.refuse_nonfinite_weights(built, trainer.state.global_step)
-        if engine.weights_are_sharded(prepared.choices):
+        if weights_are_sharded(prepared.choices):
             _save_model(run, prepared, built, trainer)
         eval_loss = _final_eval_loss(trainer) if eval_rows is not None else None
         _end_if_asked(prepared, trainer)
