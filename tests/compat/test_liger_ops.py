@@ -457,3 +457,13 @@ def test_compiled_call_breaks_the_graph_or_differs_with_ignored_labels() -> None
     w = torch.ones(H)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(hidden, head, w), step(hidden, head, w))
+
+
+def test_z_loss_has_another_denominator_than_the_loss():
+    """Liger divides it by the number of labels; docs/liger.md says so."""
+    torch.manual_seed(3)
+    z, y, w = torch.randn(6, 10), torch.randint(0, 10, (6,)), torch.rand(10) * 3
+    lse = torch.logsumexp(z, -1)
+    expected = (0.1 * lse.square()).sum() / w[y].sum()
+    found = f.LigerCrossEntropyFunction.apply(z, y, w, -100, 0.1, 0.0, "mean", None, True)[1]
+    torch.testing.assert_close(found, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -363,3 +364,34 @@ def test_inplace_on_logits_without_rows_is_done_on_a_copy(backend: Any) -> None:
     logits = torch.randn(V, 11, device=backend.device).t().requires_grad_()
     with pytest.raises(OptionError, match="contiguous"):
         cross_entropy(logits, torch.zeros(11, dtype=torch.int64, device=backend.device), inplace=True)
+
+
+def test_label_of_no_probability_among_large_negative_logits_is_nan(backend: Any) -> None:
+    """The shift of a label that is -inf is 0, at which exp(-200) is 0."""
+    logits = torch.full((1, 50), -200.0)
+    logits[0, 1] = -math.inf
+    logits = logits.to(backend.device).requires_grad_()
+    found = cross_entropy(logits, torch.tensor([1], device=backend.device), reduction="none", outputs=("entropy",))
+    found.loss.sum().backward()
+    assert bool(found.loss.isinf().all())
+    torch.testing.assert_close(found.entropy, torch.full_like(found.entropy, math.log(49)))
+    assert logits.grad is not None and bool(logits.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("view", ["expanded", "unfolded"])
+def test_logits_that_overlap_are_written_over(view: str, backend: Any) -> None:
+    base = torch.randn(1, 65, device=backend.device, requires_grad=True) * 1.0
+    logits = base[:, :50].expand(4, 50) if view == "expanded" else base[0].unfold(0, 50, 5)
+    with pytest.raises(OptionError, match="overlap"):
+        cross_entropy(logits, torch.tensor([1, 2, 3, 4], device=backend.device), inplace=True)
+
+
+@pytest.mark.parametrize("options", [{"softcap": math.inf}, {"num_items": torch.tensor([3])}])
+def test_option_without_meaning_gives_a_loss(options: dict[str, Any]) -> None:
+    with pytest.raises((OptionError, ShapeError)):
+        cross_entropy(torch.randn(4, 20), torch.arange(4), **options)
+
+
+def test_labels_of_another_device_are_read() -> None:
+    with pytest.raises(ShapeError, match="target is on meta"):
+        cross_entropy(torch.randn(4, 20), torch.arange(4, device="meta"))

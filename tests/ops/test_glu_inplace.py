@@ -174,3 +174,12 @@ def test_what_a_hook_keeps_of_a_projection_is_overwritten(name: str, keep: str) 
     out.sum().backward()
     for which, t in before.items():
         assert torch.equal(kept[which], t), which
+
+
+def test_gate_that_is_its_own_up_is_written_over(backend: Any) -> None:
+    a = torch.randn(3, 8, device=backend.device, requires_grad=True)
+    b = a.detach().clone().requires_grad_()
+    x, y = a * 1.0, b * 1.0
+    swiglu(x, x, inplace=True).sum().backward()
+    swiglu(y, y).sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)

@@ -75,6 +75,28 @@ def test_hidden_states_of_other_strides_have_their_neighbours_gradient(chunk_byt
         assert relative_error(dx, results[0][0]) < 2e-6 and relative_error(dw, results[0][1]) < 2e-6
 
 
+def test_fp16_weight_gradient_is_in_fp32_as_a_whole(backend: Any, monkeypatch: Any) -> None:
+    """The product that waits for its loss scale in fp32 is made some rows at a time, and they are the right rows."""
+    torch.manual_seed(11)
+    tokens, hidden, vocab = 40, 16, 300
+    x = torch.randn(tokens, hidden).half().to(backend.device).requires_grad_()
+    w = (torch.randn(vocab, hidden) / 2).half().to(backend.device).requires_grad_()
+    target = torch.randint(0, vocab, (tokens,)).to(backend.device)
+    whole = torch.autograd.grad(linear_cross_entropy(x, w, target) * 1024, w)[0]
+    monkeypatch.setattr(op_module, "_PRODUCT_BYTES", 1)  # a tile of 128 rows: 300 are three turns, the last not full
+    rows: list[int] = []
+    product_into = op_module.product_into
+
+    def counted(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+        rows.append(out.shape[0])
+        product_into(a, b, out, accumulate)
+
+    monkeypatch.setattr(op_module, "product_into", counted)
+    in_turns = torch.autograd.grad(linear_cross_entropy(x, w, target) * 1024, w)[0]
+    assert rows == [128, 128, 44, tokens]  # and the gradient of hidden
+    assert relative_error(in_turns, whole) < 1e-3
+
+
 def test_many_bf16_chunks_drift(backend: Any) -> None:
     """K16: 16 chunks and more in bf16 against fp64, at most twice the unfused op's error, in every mode."""
     if backend.interpreted:
@@ -396,3 +418,21 @@ def test_odd_vocabulary_errs_more_than_twice_the_unfused_loss(options: Any, back
     plain, truth = gradients(torch.bfloat16, unfused), gradients(torch.float64, unfused)
     for mine, others, want in zip(got, plain, truth, strict=True):
         assert relative_error(mine, want) <= 2 * relative_error(others, want)
+
+
+def test_mask_of_tokens_is_refused_in_fp16() -> None:
+    x, w = torch.randn(20, 16), torch.randn(24, 16)
+    target, keep = torch.randint(0, 24, (20,)), torch.arange(20) % 2 == 0
+    whole = linear_cross_entropy(x, w, target, token_weight=keep)
+    half = linear_cross_entropy(x.half().requires_grad_(), w.half(), target, token_weight=keep)
+    torch.testing.assert_close(half.detach(), whole, rtol=2e-3, atol=0.0)
+
+
+def test_strided_bias_is_read_as_if_it_were_contiguous(backend: Any) -> None:
+    torch.manual_seed(12)
+    x, w = torch.randn(40, 32).bfloat16(), (torch.randn(100, 32) / 5).bfloat16()
+    bias, target = torch.randn(200).bfloat16()[::2], torch.randint(0, 100, (40,))
+    x, w, target = (t.to(backend.device) for t in (x, w, target))
+    found = linear_cross_entropy(x, w, target, bias=bias.to(backend.device))
+    expected = linear_cross_entropy(x, w, target, bias=bias.contiguous().to(backend.device))
+    assert torch.equal(found, expected)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers import relative_error
-from tigon.errors import OptionError, ShapeError
+from tigon.errors import LabelError, OptionError, ShapeError
 from tigon.ops import linear_cross_entropy, multi_head_linear_cross_entropy, prepare_targets
 
 B, T, H, V = 2, 11, 8, 29
@@ -246,3 +246,21 @@ def test_counts_or_options_without_meaning_pass(backend: Any) -> None:
         multi_head_linear_cross_entropy(hiddens, weights, target, shifts=(1, 2, 3), blocks=[[], [], [block]])
     with pytest.raises(ShapeError, match="must agree"):
         multi_head_linear_cross_entropy(hiddens, weights, target[:, 1:], shifts=(1, 2, 3))
+
+
+def test_label_out_of_range_is_gathered_for_the_accuracy() -> None:
+    target = torch.randint(0, 20, (2, 8))
+    target[0, 5] = 99
+    with pytest.raises(LabelError, match="99"):
+        multi_head_linear_cross_entropy(
+            torch.randn(2, 8, 16), torch.randn(20, 16), target, shifts=(1, 2), outputs=("accuracy",)
+        )
+
+
+@pytest.mark.parametrize("weights", [torch.ones(2, requires_grad=True), torch.ones(2, 2), torch.tensor(1.0)])
+def test_head_weights_that_get_no_gradient_or_have_no_shape_are_taken(weights: torch.Tensor) -> None:
+    with pytest.raises((OptionError, ShapeError), match="head_weights"):
+        multi_head_linear_cross_entropy(
+            torch.randn(2, 8, 16), torch.randn(20, 16), torch.randint(0, 20, (2, 8)), shifts=(1, 2),
+            head_weights=weights,
+        )  # fmt: skip

@@ -252,7 +252,10 @@ def cross_entropy_fwd_kernel(
                 s += tl.sum(edge_s, axis=0)
                 sum_wz += tl.sum(edge_wz, axis=0)
                 sum_ez += tl.sum(edge_ez, axis=0)
-            again = (s == float("inf")) & (m < float("inf")) & (shift < m)
+            over = (s == float("inf")) & (m < float("inf")) & (shift < m)
+            # The shift of a label that is -inf is 0, at which all of a row of large negative logits is 0.
+            under = (shift > m + 64.0) & (m > -float("inf"))
+            again = over | under
             shift = tl.where(again, m, shift)
         if WANT_ENTROPY:
             tl.store(Entropy + row, tl.log(s) - sum_ez / s)

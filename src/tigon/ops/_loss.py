@@ -6,6 +6,7 @@ the CPU too nothing V wide is kept but the logits themselves.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -73,8 +74,10 @@ def check_options(
         raise OptionError(f"reduction={reduction!r} is not known; choose one of {', '.join(_REDUCTIONS)}.")
     if not 0.0 <= label_smoothing <= 1.0:
         raise OptionError(f"label_smoothing={label_smoothing} is outside [0, 1].")
-    if softcap is not None and not softcap > 0.0:
-        raise OptionError(f"softcap={softcap} must be positive; pass None for no cap.")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise OptionError(f"softcap={softcap} must be positive and finite; pass None for no cap.")
+    if isinstance(num_items, Tensor) and num_items.ndim:
+        raise ShapeError(f"num_items is {tuple(num_items.shape)}; it must be a number or a tensor without dimensions.")
     if num_items is not None and reduction != "mean":
         raise OptionError(f"num_items divides the mean, but reduction is {reduction!r}. Leave one of them out.")
     unknown = [name for name in outputs if name not in OUTPUTS]
@@ -99,6 +102,21 @@ def check_vector(name: str, vector: Tensor | None, shape: tuple[int, ...] | torc
         raise ShapeError(f"{name} is {tuple(vector.shape)}; it must be {tuple(shape)}.")
     if vector.requires_grad:
         raise OptionError(f"{name} requires a gradient, which the fused loss does not compute. Detach it.")
+
+
+def check_devices(**tensors: Tensor | None) -> None:
+    """Raise unless all are on the first one's device: a kernel would read an address of another's."""
+    (name, first), *others = tensors.items()
+    assert first is not None
+    for other, tensor in others:
+        if tensor is not None and tensor.device != first.device:
+            raise ShapeError(f"{other} is on {tensor.device}, {name} is on {first.device}; move one of them.")
+
+
+def check_chunk_bytes(chunk_bytes: int | None) -> None:
+    """Raise unless it is None or some bytes."""
+    if chunk_bytes is not None and chunk_bytes <= 0:
+        raise OptionError(f"chunk_bytes={chunk_bytes} must be positive; leave it out for the default.")
 
 
 def check_labels(logits_width: int, target: Tensor, ignore_index: int) -> None:

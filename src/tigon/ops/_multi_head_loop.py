@@ -197,9 +197,10 @@ def hits(x_CH: Tensor, weight_VH: Tensor, target: Tensor, options: LossOptions) 
         logits = x @ weight_VH.t()
         if options.logit_scale < 0:
             logits = -logits
-        valid = y != options.ignore_index
+        # A label out of range is the loss's to report; a GPU's gather would stop the device.
+        valid = (y != options.ignore_index) & (y >= 0) & (y < logits.shape[1])
         own = logits.gather(1, torch.where(valid, y, 0).long().unsqueeze(1))
-        above = (logits > own).sum(1)
+        above = (~(logits <= own)).sum(1)  # NaN is above all
         found += torch.stack([((above < k) & valid).sum() for k in range(1, TOP + 1)])
     return found
 

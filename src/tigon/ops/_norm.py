@@ -56,8 +56,9 @@ def _fwd_reference(
         y = y * (weight.to(wide.dtype) + offset)
     if bias is not None:
         y = y + bias.to(wide.dtype)
-    # A torch.library output may not be an input: no residual, no sum.
-    return y.to(y_dtype), s if residual is not None else x.new_empty(0), mean, rstd
+    # A torch.library output may not be an input: no residual, no sum. Contiguous as the fake and the kernel have them.
+    s = s if residual is not None else x.new_empty(0)
+    return y.to(y_dtype).contiguous(), s.contiguous(), mean.contiguous(), rstd.contiguous()
 
 
 def _bwd_reference(
@@ -91,7 +92,7 @@ def _bwd_reference(
     rounded = xhat if fp32_weight else xhat.to(x.dtype).to(acc)
     dw = _sum_rows(dy * rounded, rows).to(parameter.dtype) if want_dw else parameter.new_empty(0)
     db = _sum_rows(dy, rows).to(parameter.dtype) if want_db else parameter.new_empty(0)
-    return dx, dw, db
+    return dx.contiguous(), dw, db
 
 
 def _sum_rows(t: Tensor, rows: tuple[int, ...]) -> Tensor:

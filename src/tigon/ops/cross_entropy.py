@@ -51,7 +51,7 @@ def gradient_scales(
     size = one if class_weight is None else class_weight.amax().to(one.dtype).clamp(min=1.0)
     size = (size + 2.0 * options.z_loss * (options.softcap or _USUAL_LSE)) * (abs(options.logit_scale) or 1.0)
     if token_weight is not None and token_weight.numel():
-        largest = token_weight.abs().amax().to(one.dtype)
+        largest = token_weight.to(one.dtype).abs().amax()
         size = size * torch.where(largest > 0, largest, one)
     return FP16_SCALE / size, inv_denominator * size / FP16_SCALE
 
@@ -181,6 +181,7 @@ def cross_entropy(
         raise ShapeError("logits have no dimensions; pass (..., V).")
     V = logits.shape[-1]
     _loss.check_target(target, logits.shape[:-1], "logits")
+    _loss.check_devices(logits=logits, target=target)
     _loss.check_vector("weight", weight, (V,))
     _loss.check_vector("token_weight", token_weight, target.shape)
     logits_NV = logits.reshape(-1, V)
@@ -196,6 +197,11 @@ def cross_entropy(
         if logits_NV.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
             raise OptionError(
                 f"inplace=True needs logits that can be viewed as (rows, V); strides are {logits.stride()} for shape "
+                f"{tuple(logits.shape)}. Pass them contiguous, or drop inplace."
+            )
+        if logits_NV.shape[0] > 1 and logits_NV.stride(0) < V:
+            raise OptionError(
+                f"inplace=True needs rows that do not overlap; strides are {logits.stride()} for shape "
                 f"{tuple(logits.shape)}. Pass them contiguous, or drop inplace."
             )
         results = CrossEntropyInplace.apply(

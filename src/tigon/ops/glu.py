@@ -57,7 +57,8 @@ def _fwd_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     g, u = _split(gate, up)
     y_dtype = torch.promote_types(g.dtype, u.dtype)
     acc = torch.promote_types(y_dtype, torch.float32)
-    return (_activation(g.to(acc), activation)[0] * u.to(acc)).to(y_dtype)
+    y = (_activation(g.to(acc), activation)[0] * u.to(acc)).to(y_dtype)
+    return y if y.is_contiguous() else y.contiguous()  # as the fake and the kernel have it
 
 
 def _bwd_reference(
@@ -123,6 +124,11 @@ glu_bwd_inplace = Primitive(
 )
 
 
+def _apart(gate: Tensor, up: Tensor | None) -> bool:
+    """Whether one gradient can be written over each."""
+    return up is None or gate.untyped_storage()._cdata != up.untyped_storage()._cdata  # fakes have no address
+
+
 class GLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, inplace: bool) -> Tensor:
@@ -130,7 +136,8 @@ class GLU(torch.autograd.Function):
         ctx.activation = activation
         # A leaf's value is the caller's, and one gradient without the other leaves an input to be read.
         both = ctx.needs_input_grad[0] and (up is None or ctx.needs_input_grad[1])
-        ctx.inplace = inplace and both and all(t is None or (not t.is_leaf and t.is_contiguous()) for t in (gate, up))
+        free = all(t is None or (not t.is_leaf and t.is_contiguous()) for t in (gate, up))
+        ctx.inplace = inplace and both and free and _apart(gate, up)
         return glu_fwd(gate, up, activation)  # type: ignore[no-any-return]
 
     @staticmethod

@@ -59,6 +59,10 @@ _TILE = 128
 # 320 MiB of logits) errs by 4.8e-3, where twice the unfused op's error is 3.4e-3; of 7 it stays below.
 _MOST_16_BIT_ADDENDS = 7
 
+# Of an fp32 product that is then scaled and rounded, alive at once: tiles enough for the product's full rate, and the
+# whole of a 128256 x 2048 would be 1 GiB on top of the kept logits.
+_PRODUCT_BYTES = 64 * MIB
+
 # A GPU that waits for the host to learn of a count stands still for 0.7 ms (H200, 4096 x 2048 x 50264: the step less
 # its kernels, commit a3809ce); three products of this many operations take about as long.
 _WORTH_A_WAIT_FLOPS = 5 * 10**11
@@ -291,15 +295,19 @@ def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
 
 def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """scale · Gᵀ X in `dtype`. The scale goes onto X, which is V / N times smaller than dW, except in fp16, whose range
-    a loss scale on X would leave: there the product is made in fp32 and scaled."""
+    a loss scale on X would leave: there the product is made in fp32 and scaled, some rows at a time."""
     V, H = g_NV.shape[1], x_NH.shape[1]
+    out = x_NH.new_empty((V, H), dtype=dtype)
     if x_NH.dtype != torch.float16:
-        out = x_NH.new_empty((V, H), dtype=dtype)
         product_into(g_NV.t(), _loss.scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype), out, accumulate=False)
         return out
-    product = x_NH.new_empty((V, H), dtype=scale.dtype)
-    product_into(g_NV.t(), x_NH, product, accumulate=False)
-    return _loss.scale_rows(product, scale, None, V, dtype)  # type: ignore[no-any-return]
+    most = max(_TILE, _PRODUCT_BYTES // (H * scale.element_size()) // _TILE * _TILE)
+    product = x_NH.new_empty((min(most, V), H), dtype=scale.dtype)
+    for start in range(0, V, most):
+        rows = out[start : start + most]
+        product_into(g_NV.t()[start : start + most], x_NH, product[: len(rows)], accumulate=False)
+        torch.mul(product[: len(rows)], scale, out=rows)
+    return out
 
 
 def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
@@ -483,10 +491,10 @@ def _check_linear(
     if bias is not None and bias.shape != (V,):
         raise ShapeError(f"bias is {tuple(bias.shape)}; it must be {(V,)}.")
     _loss.check_target(target, hidden.shape[:-1], "hidden")
+    _loss.check_devices(hidden=hidden, weight=weight, bias=bias, target=target)
     _loss.check_vector("class_weight", class_weight, (V,))
     _loss.check_vector("token_weight", token_weight, target.shape)
-    if chunk_bytes is not None and chunk_bytes <= 0:
-        raise OptionError(f"chunk_bytes={chunk_bytes} must be positive; leave it out for the default.")
+    _loss.check_chunk_bytes(chunk_bytes)
 
 
 def _settle_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -496,7 +504,7 @@ def _settle_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple
         dtype = torch.get_autocast_dtype(device)
     else:
         dtype = torch.promote_types(hidden.dtype, weight.dtype)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype).contiguous()
 
 
 # --- the record -------------------------------------------------------------------------------------------------------

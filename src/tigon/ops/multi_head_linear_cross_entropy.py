@@ -212,6 +212,7 @@ def multi_head_linear_cross_entropy(
     flat_blocks = [t.to(flat[0].dtype) for of_head in block_lists for block in of_head for t in block]
     acc = torch.promote_types(flat[0].dtype, torch.float32)
     counts_K, any_N = _loss.scored(labels, positions, shifts, ignore_index)
+    _loss.check_chunk_bytes(chunk_bytes)
     least_most = default_chunk_bytes(flat[0]) if chunk_bytes is None else (chunk_bytes, chunk_bytes)
     loss, losses, hits = _multi_head(
         labels, positions, _rows_scored(labels, prepared, any_N),
@@ -291,6 +292,8 @@ def _check_heads(
     hiddens: list[Tensor], weights: list[Tensor], blocks: Sequence[Sequence[Block]], target: Tensor,
     shifts: Sequence[int], factors: Tensor | Sequence[float] | None, reduction: str, outputs: tuple[str, ...],
 ) -> None:  # fmt: skip
+    if isinstance(factors, Tensor):
+        _loss.check_vector("head_weights", factors, (len(shifts),))
     n_factors = len(shifts) if factors is None else len(factors)
     if not shifts or not len(hiddens) == len(weights) == len(blocks) == n_factors == len(shifts):
         raise ShapeError(
@@ -318,6 +321,7 @@ def _check_heads(
                     f"{tuple(hidden.shape)} they must be {(H, H)} and {(H,)}."
                 )
         _loss.check_target(target, hidden.shape[:-1], "hidden")
+        _loss.check_devices(hidden=hidden, weight=weight, target=target)
 
 
 # --- the record: the generic tests and benchmarks differentiate named tensors, so the lists are spelled out -----------
