@@ -291,6 +291,17 @@ def test_a_model_that_cannot_be_traced_is_no_clear_error(capfd: pytest.CaptureFi
     assert any("cannot be traced" in note for note in found.notes)
 
 
+def test_plan_hides_that_every_process_reads_the_whole_model() -> None:
+    """FSDP2 divides what is on the host; a preset is drawn on the GPU instead."""
+    config = load_config("llama-3-8b")
+    choices = Choices(precision="amp-bf16", fsdp=True, gpus=8)
+    for model, reads in (("org/model", True), ("llama-3-8b", False)):
+        request = Request(model=model, config=config, batch=1, seq=64, choices=choices)
+        notes = " ".join(estimate(request, gpu=H200, evaluation=False).notes)
+        assert ("Each of 8 processes reads the whole model to the host" in notes) == reads
+        assert ("239 GiB" in notes) == reads  # 8 x 4 x 8.03e9 bytes
+
+
 @pytest.mark.parametrize("name", ["h2000", "", "24", "-5GiB", "1KiB"])
 def test_an_unknown_gpu_is_accepted(name: str) -> None:
     with pytest.raises(UsageError):

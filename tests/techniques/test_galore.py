@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 
 import pytest
 import torch
 from torch import nn
 
+from tigon.techniques import galore
 from tigon.techniques.galore import GaLoreAdamW, basis, build, projected_names
 
 
@@ -56,6 +58,43 @@ def test_update_leaves_its_subspace(shape):
         inside = projection @ projection.T @ moved if shape[0] <= shape[1] else moved @ projection @ projection.T
         torch.testing.assert_close(inside, moved, atol=1e-6, rtol=1e-4)
         assert float(moved.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_update_in_turns_differs_from_the_whole_one(shape, rank, monkeypatch):
+    """Of a transposed view too, whose rows are not contiguous; and of a scalar, which has no rows."""
+    torch.manual_seed(1)
+    start, gradients = torch.randn(shape), torch.randn(3, *shape)
+    moved = []
+    for elements in (1 << 23, 7 * shape[1], 1):
+        monkeypatch.setattr(galore, "GALORE_ELEMENTS", elements)
+        for view in (start.clone(), start.t().contiguous().t()):
+            weight, scale = nn.Parameter(view), nn.Parameter(torch.ones(()))
+            groups = [{"params": [weight], "rank": rank}, {"params": [scale]}]
+            optimizer = GaLoreAdamW(groups, lr=0.1, weight_decay=0.1, gap=2)
+            for gradient in gradients:
+                weight.grad, scale.grad = gradient.clone(), gradient.sum()
+                optimizer.step()
+            moved.append((weight.detach().clone(), scale.detach().clone()))
+    for weight, scale in moved[1:]:
+        torch.testing.assert_close(weight, moved[0][0], atol=1e-6, rtol=1e-6)
+        assert torch.equal(scale, moved[0][1]) and float(scale) != 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_gradient_that_is_not_finite_moves_a_weight_in_the_backward_pass(bad, dtype):
+    for place in (0, 500, 999):
+        weight = nn.Parameter(torch.ones(1000, dtype=dtype))
+        optimizer = GaLoreAdamW([weight], lr=0.1, layerwise=True)
+        factors = torch.full((1000,), 1e4, dtype=dtype)  # its sum is not finite in fp16
+        (weight * factors).sum().backward()
+        assert not optimizer.take_refused() and not torch.equal(weight, torch.ones_like(weight))
+        before = weight.detach().clone()
+        factors[place] = bad
+        (weight * factors).sum().backward()
+        assert optimizer.take_refused() and torch.equal(weight, before)
 
 
 def test_subspace_is_kept_longer_or_shorter_than_its_gap():

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from tigon.profile.peak import PeakMeter
+from tigon.techniques import galore
+from tigon.techniques import optimizers as table
 from tigon.techniques.galore import GaLoreAdamW
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 
@@ -132,6 +134,21 @@ def test_table_differs_from_what_a_step_needs(name, rank, dtype):
     parameters = [Parameter((256, 512), dtype.itemsize, projected=rank > 0) for _ in weights]
     expected = OPTIMIZERS[name].step_peak_bytes(parameters, rank=rank)
     assert found == pytest.approx(expected, rel=0.02, abs=4096)
+
+
+@each_dtype
+@pytest.mark.parametrize("rank", [0, 16])
+def test_galore_holds_a_whole_weight_in_fp32(rank, dtype, monkeypatch):
+    """With turns of 16 rows: what is alive at a time, where the table says so and where it does."""
+    for module in (galore, table):
+        monkeypatch.setattr(module, "GALORE_ELEMENTS", 16 * 512)
+    weight = nn.Parameter(torch.randn(256, 512, dtype=dtype))
+    weight.grad = torch.randn_like(weight)
+    found = step_bytes(GaLoreAdamW([{"params": [weight], "rank": rank}], lr=1e-3), [weight])
+    parameter = Parameter((256, 512), dtype.itemsize, projected=rank > 0)
+    if not rank:
+        assert found == pytest.approx(OPTIMIZERS["galore"].step_peak_bytes([parameter], rank=rank), rel=0.02, abs=4096)
+    assert found < weight.numel() * 4
 
 
 def test_a_name_is_unknown_to_the_trainer():

@@ -21,7 +21,7 @@ from tigon.memory.tape import Tape
 from tigon.memory.trace import Trace, trace, weight_itemsize
 from tigon.models.presets import PRESETS
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.sharding import are_drawn_in_place, weights_are_sharded
+from tigon.techniques.sharding import fit_whole, weights_are_sharded
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
 Method = Literal["trace", "study"]
@@ -92,7 +92,7 @@ def _estimate(request: Request, gpu: Gpu, evaluation: bool) -> Estimate:
         phases=phases,
         peak_phase=phase,
         components={name: components[name] for name in COMPONENTS},
-        notes=_notes(request, gpu),
+        notes=_notes(request, gpu, model),
     )
 
 
@@ -201,7 +201,7 @@ def _run(
             # One cuBLAS handle for the thread that runs the forward and one for autograd's.
             for _ in range(2):
                 ledger.take(gpu.cublas_workspace_bytes, "workspace")
-        gradients = _micro_batches(ledger, request, place, tapes)
+        gradients = _micro_batches(ledger, request, model, place, tapes)
         ledger.enter("optimizer")
         if step == 0:
             _states(ledger, request, model, place)
@@ -220,7 +220,9 @@ def _run(
     return ledger, tapes, host_bytes
 
 
-def _micro_batches(ledger: Ledger, request: Request, place: Placement, tapes: list[Tape]) -> list[Held | None]:
+def _micro_batches(
+    ledger: Ledger, request: Request, model: Statics, place: Placement, tapes: list[Tape]
+) -> list[Held | None]:
     """Those of one step, of which the third and later are like the second; returns the gradients they leave."""
     choices = request.choices
     # Before the last of several micro-batches FSDP2 reduces nothing (no_sync of accelerate): whole gradients wait.
@@ -235,11 +237,13 @@ def _micro_batches(ledger: Ledger, request: Request, place: Placement, tapes: li
         ledger.take(place.buckets, "workspace"),
     ]
     reduced = _reduced(ledger, place, tapes[0])
+    update_bytes = sum(step_tensors(request, model.weights)) if OPTIMIZERS[choices.optimizer].in_backward else 0
     gradients: list[Held | None] = []
     for number in range(min(choices.accumulate, 2)):
         gradients += play(
             ledger, tapes[min(number, len(tapes) - 1)], keep_gradients=keeps, tied=_is_tied(request),
             backward_bytes=place.gathered_again, reduced=reduced if number == 0 else None,
+            update_bytes=update_bytes,
         )  # fmt: skip
     if waits_whole and reduced is not None:
         reduced.add(sum(held.nbytes for held in gradients if held is not None))
@@ -276,7 +280,8 @@ def _load(ledger: Ledger, request: Request, model: Statics, place: Placement) ->
     choices, itemsize = request.choices, model.weights[0].itemsize
     divided = weights_are_sharded(choices)
     wider = max(place.loaded_itemsize // itemsize, 1)
-    if divided and not (place.loaded_itemsize and _has_room(ledger, model, wider)):
+    waits_here = fit_whole((wider * weight.nbytes for weight in model.weights), ledger.allocator.limit_bytes)
+    if divided and not (place.loaded_itemsize and waits_here):
         if choices.fsdp:
             ledger.pass_through(place.gathered, "weights")  # at most: a unit comes from the host to be divided
         elif place.loaded_itemsize:
@@ -286,7 +291,7 @@ def _load(ledger: Ledger, request: Request, model: Statics, place: Placement) ->
     loaded = [[ledger.take(wider * nbytes, "weights") for nbytes in weight.tensors] for weight in model.weights]
     ledger.take(model.buffer_bytes, "weights")
     on_host = divided and choices.offload != "none"
-    if request.model in PRESETS and are_drawn_in_place(choices) and _is_tied(request) and not on_host:
+    if sharded.is_drawn(request) and _is_tied(request) and not on_host:
         # Built on the device, a head has a weight of its own until transformers ties it (post_init): the allocator
         # keeps the block. What is read from files is built without memory.
         ledger.pass_through(math.prod(model.head_shape) * wider * itemsize)
@@ -303,13 +308,6 @@ def _load(ledger: Ledger, request: Request, model: Statics, place: Placement) ->
             ledger.take(place.weights, "weights")
         else:
             _flatten(ledger, model, loaded)
-
-
-def _has_room(ledger: Ledger, model: Statics, wider: int) -> bool:
-    """For the whole weights and a head that is not tied yet (`_stays_on` of train/engine.py)."""
-    sizes = [weight.nbytes for weight in model.weights]
-    limit_bytes = ledger.allocator.limit_bytes
-    return limit_bytes is None or wider * (sum(sizes) + max(sizes)) <= limit_bytes
 
 
 def _cast(ledger: Ledger, model: Statics, loaded: list[list[Held | None]]) -> None:
@@ -381,7 +379,7 @@ def _step_s(request: Request, gpu: Gpu, model: Statics, place: Placement, tapes:
     return micro_s * choices.accumulate + update_s + link_s + peers_s
 
 
-def _notes(request: Request, gpu: Gpu) -> tuple[str, ...]:
+def _notes(request: Request, gpu: Gpu, model: Statics) -> tuple[str, ...]:
     choices = request.choices
     notes = []
     if choices.kernels == "liger":
@@ -391,6 +389,12 @@ def _notes(request: Request, gpu: Gpu) -> tuple[str, ...]:
     if sharded.is_sharded(choices):
         notes.append(
             "Partitions, buckets and gathered layers are in closed form; their fragmentation is not simulated."
+        )
+    if choices.fsdp and request.model not in PRESETS:
+        whole_gib = choices.gpus * weight_itemsize(choices.precision) * sum(w.numel for w in model.weights) / 2**30
+        notes.append(
+            f"Each of {choices.gpus} processes reads the whole model to the host before FSDP2 divides it: "
+            f"{whole_gib:.0f} GiB there, while it loads."
         )
     if gpu.source.startswith(("data sheet", "rates of")):
         notes.append(f"Times on {gpu.name} are not measured: {gpu.source}.")

@@ -108,14 +108,15 @@ _PHASES = {"forward": "forward", "loss": "loss", "backward": "backward", "end": 
 
 def play(
     ledger: Ledger, tape: Tape, *, keep_gradients: bool, tied: bool = False, backward_bytes: int = 0,
-    reduced: Reduced | None = None,
+    reduced: Reduced | None = None, update_bytes: int = 0,
 ) -> list[Held | None]:  # fmt: skip
     """Run a micro-batch's tape; returns its gradients.
 
     keep_gradients: False where something takes each gradient as soon as it is there: a layer-wise optimizer's step, a
     reduction into a partition. tied: the head's gradient waits for the embedding's all the same.
     backward_bytes: weights that are on the device while the layers' backward runs. reduced: where the reduction of the
-    gradients that are not kept goes; None: the partition is there already.
+    gradients that are not kept goes; None: the partition is there already. update_bytes: temporaries of an update that
+    takes a gradient.
     """
     gradients: list[Held | None] = []
     held: dict[int, Held | None] = {}
@@ -137,6 +138,7 @@ def play(
             if block in held and keep_gradients:
                 gradients.append(held.pop(block))
             elif block in held and not waits:
+                ledger.pass_through(update_bytes, "workspace")
                 _let_go(ledger, held.pop(block), reduced)
     for block, left in held.items():
         _let_go(ledger, left, reduced if tape.components[block] == "gradients" else None)

@@ -162,7 +162,7 @@ def _zero(request: Request, model: Statics) -> Placement:
     loaded = FP32 if mixed else itemsize
     if choices.zero == 3 and not _drawn_whole(request):
         # DeepSpeed moves what it did not load itself to the GPU, in 16 bits, before it partitions any of it.
-        in_parts = are_read_in_parts(choices, heads=request.heads is not None) and not _is_drawn(request)
+        in_parts = are_read_in_parts(choices, heads=request.heads is not None) and not is_drawn(request)
         loaded = 0 if in_parts or choices.quantized else model.weights[0].itemsize
     # Stage 1 leaves gradients where the backward makes them, stage 2 copies its slice into one tensor when the first
     # bucket is reduced (grads_in_partition), stage 3 has a flat buffer from the start (grad_partitions_flat_buffer).
@@ -192,14 +192,15 @@ def _zero(request: Request, model: Statics) -> Placement:
     )  # fmt: skip
 
 
-def _is_drawn(request: Request) -> bool:
+def is_drawn(request: Request) -> bool:
+    """Whether the weights are random ones, drawn where the run wants them."""
     return request.model in PRESETS and are_drawn_in_place(request.choices)
 
 
 def _drawn_whole(request: Request) -> bool:
     """Whether the GPU has the whole weights before stage 3 or FSDP2 divides them: random ones that do not go to the
     host wait there if there is room, a checkpoint's are read into partitions or to the host (train/engine.py)."""
-    return _is_drawn(request) and request.choices.offload == "none"
+    return is_drawn(request) and request.choices.offload == "none"
 
 
 def _slices(model: Statics, gpus: int, itemsize: int) -> list[Parameter]:

@@ -11,16 +11,16 @@ and a resumed run is the uninterrupted one; the range finder is random but seede
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tigon.techniques.optimizers import Parameter, galore_projects
+from tigon.techniques.optimizers import GALORE_ELEMENTS, GALORE_OVERSAMPLING, Parameter, galore_projects
 
 SCALE = 0.25  # alpha of the paper's experiments (§5)
-OVERSAMPLING, POWER_ITERATIONS = 8, 2  # arXiv 0909.4061 §4.5: more of either changes the basis below rounding
+POWER_ITERATIONS = 2  # arXiv 0909.4061 §4.5: more change the basis below rounding
 
 
 class GaLoreAdamW(torch.optim.Optimizer):
@@ -47,7 +47,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def update(parameter: Tensor) -> None:  # the group is looked up late: load_state_dict replaces it
             gradient = parameter.grad
-            if gradient is not None and not bool(torch.isfinite(gradient).all()):
+            if gradient is not None and not _is_finite(gradient):
                 self._n_refused += 1
             else:
                 self._update(parameter, self.param_groups[index])
@@ -78,26 +78,52 @@ class GaLoreAdamW(torch.optim.Optimizer):
             return
         state = self.state[weight]
         state["step"] = step = state.get("step", 0) + 1
-        gradient = weight.grad
-        if group["rank"]:
+        gradient, rank = weight.grad, group["rank"]
+        if rank:
             if (step - 1) % group["gap"] == 0:
-                state["projection"] = basis(gradient, group["rank"], seed=step).to(weight.dtype)
+                state["projection"] = basis(gradient, rank, seed=step).to(weight.dtype)
             gradient = project(gradient, state["projection"])
         if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(gradient, dtype=weight.dtype) for _ in range(2))
-        beta1, beta2 = group["betas"]
-        gradient = gradient.float()
-        # in fp32, and rounded to the states' dtype once: bf16 states would lose small updates in place
-        first = torch.lerp(state["exp_avg"].float(), gradient, 1 - beta1)
-        second = (state["exp_avg_sq"].float() * beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        state["exp_avg"].copy_(first)
-        state["exp_avg_sq"].copy_(second)
-        denominator = second.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-        update = first.div_(1 - beta1**step).div_(denominator)
-        if group["rank"]:
-            update = back(update, state["projection"]).mul_(SCALE)
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(update.to(weight.dtype), alpha=-group["lr"])
+        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        if rank:
+            within = _adam(gradient, exp_avg, exp_avg_sq, step, group)
+            for rows in _turns(weight):
+                _move(weight[rows], back(within, state["projection"], weight.shape, rows).mul_(SCALE), group)
+            return
+        for rows in _turns(weight):
+            _move(weight[rows], _adam(gradient[rows], exp_avg[rows], exp_avg_sq[rows], step, group), group)
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    """One reading: `isfinite` makes |x| and three masks, which beside all activations would be the peak of the step."""
+    return not gradient.numel() or math.isfinite(torch.linalg.vector_norm(gradient, math.inf))
+
+
+def _turns(weight: Tensor) -> Iterator[Any]:
+    """Indices of some rows at a time: fp32 temporaries of a whole embedding would be the peak of the step."""
+    if not weight.ndim:
+        return iter((...,))
+    rows = max(1, GALORE_ELEMENTS * len(weight) // max(weight.numel(), 1))
+    return (slice(start, start + rows) for start in range(0, len(weight), rows))
+
+
+def _adam(gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, group: dict[str, Any]) -> Tensor:
+    """AdamW's update without its learning rate, fp32; the moments go on."""
+    beta1, beta2 = group["betas"]
+    gradient = gradient.float()
+    # in fp32, and rounded to the states' dtype once: bf16 states would lose small updates in place
+    first = torch.lerp(exp_avg.float(), gradient, 1 - beta1)
+    second = (exp_avg_sq.float() * beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    exp_avg.copy_(first)
+    exp_avg_sq.copy_(second)
+    denominator = second.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+    return first.div_(1 - beta1**step).div_(denominator)
+
+
+def _move(weight: Tensor, update: Tensor, group: dict[str, Any]) -> None:
+    weight.mul_(1 - group["lr"] * group["weight_decay"])
+    weight.add_(update.to(weight.dtype), alpha=-group["lr"])
 
 
 def basis(gradient: Tensor, rank: int, *, seed: int) -> Tensor:
@@ -107,7 +133,7 @@ def basis(gradient: Tensor, rank: int, *, seed: int) -> Tensor:
     then an exact decomposition within the range found.
     """
     short = gradient.float() if gradient.shape[0] <= gradient.shape[1] else gradient.float().T
-    width = min(rank + OVERSAMPLING, short.shape[0])
+    width = min(rank + GALORE_OVERSAMPLING, short.shape[0])
     draw = torch.Generator(device=short.device).manual_seed(seed)
     probe = torch.randn(short.shape[1], width, device=short.device, generator=draw)
     with torch.autocast(short.device.type, enabled=False):
@@ -126,10 +152,10 @@ def project(gradient: Tensor, projection: Tensor) -> Tensor:
     return projection.T @ gradient if gradient.shape[0] <= gradient.shape[1] else gradient @ projection
 
 
-def back(update: Tensor, projection: Tensor) -> Tensor:
-    """(r, n) -> (m, n), or (m, r) -> (m, n)."""
+def back(update: Tensor, projection: Tensor, shape: Sequence[int], rows: Any) -> Tensor:
+    """(r, n) -> `rows` of (m, n), or (m, r) -> the same when m > n."""
     projection = projection.to(update.dtype)
-    return projection @ update if update.shape[0] == projection.shape[1] else update @ projection.T
+    return projection[rows] @ update if shape[0] <= shape[1] else update[rows] @ projection.T
 
 
 def projected_names(model: nn.Module, rank: int) -> set[str]:

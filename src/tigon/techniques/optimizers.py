@@ -235,8 +235,8 @@ def _galore_moves(parameter: Parameter, rank: int) -> int:
 
 
 def _layerwise_moves(parameter: Parameter, rank: int) -> int:
-    """And the look for what is not finite: |x|, three masks of a byte, and their sums."""
-    return _galore_moves(parameter, rank) + parameter.numel * (4 * parameter.itemsize + 9)
+    """And the look for what is not finite, a reading."""
+    return _galore_moves(parameter, rank) + parameter.nbytes
 
 
 # The blockwise 8-bit kernel looks each new state up in a table of 256 (bitsandbytes, csrc/kernels.cu): it computes
@@ -253,13 +253,25 @@ def _lion_8bit_sm_s(parameter: Parameter) -> float:
     return _bnb_8bit_sm_s(parameter) / 2  # one state instead of two
 
 
+# techniques/galore.py: elements of a weight that are updated at a time; columns of the range finder beyond the rank,
+# more of which change the basis below rounding (arXiv 0909.4061 §4.5).
+GALORE_ELEMENTS, GALORE_OVERSAMPLING = 1 << 23, 8
+
+
 def _galore_step(parameter: Parameter, rank: int) -> int:
-    """Both moments in fp32, below fp32 with copies of their old values; in a subspace these are small, and the update
-    of the whole weight is added. Steps that choose the subspace need a little more."""
+    """Of the elements that are updated at a time both moments in fp32, below fp32 with copies of their old values. In a
+    subspace the most of: these, beside the projected gradient; what moves the weight, beside gradient and update; an
+    fp32 copy of the whole gradient where the subspace is chosen, with the range finder's products."""
+    below_fp32 = parameter.itemsize < FP32
+    turn = min(parameter.numel, GALORE_ELEMENTS)
+    moments = 2 * FP32 * (2 if below_fp32 else 1)
     if not galore_projects(parameter, rank):
-        return parameter.numel * FP32 * (2 if parameter.itemsize == FP32 else 4)
-    moment = rank * max(parameter.shape) * FP32
-    return 3 * moment + parameter.numel * (FP32 if parameter.itemsize == FP32 else FP32 + parameter.itemsize)
+        return turn * moments
+    projected = rank * max(parameter.shape)
+    updated = projected * (parameter.itemsize + moments)
+    moved = projected * (parameter.itemsize + FP32) + turn * (FP32 + below_fp32 * parameter.itemsize)
+    found = 4 * (rank + GALORE_OVERSAMPLING) * max(parameter.shape) * FP32 + below_fp32 * parameter.numel * FP32
+    return max(updated, moved, found)
 
 
 def _torchao_step(bits: int) -> Callable[[Parameter, int], int]:
@@ -298,8 +310,8 @@ _COMPILED_CALLS = 65
 # bitsandbytes' own way around one parameter's kernel, until the GPU is done: what `paged-adamw` and `lion-8bit` of
 # Llama-3.2-1B took on an H200 beyond their bytes (and half of `adamw-8bit`'s arithmetic), 0.08 ms.
 _BNB_CALLS = 25
-# GaLore's own operators, the 9 that look for what is not finite, and the wait for their answer.
-_LAYERWISE_CALLS = 35
+# GaLore's own operators, the look for what is not finite, and the wait for its answer.
+_LAYERWISE_CALLS = 27
 
 # --- the table -------------------------------------------------------------------------------------------------------
 

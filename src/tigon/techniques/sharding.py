@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tigon.techniques.choices import Choices
@@ -102,6 +102,13 @@ def are_drawn_in_place(choices: Choices) -> bool:
     """Whether a preset's random weights are drawn where the run wants them; else they are files first, which are
     quantised while they are read, or read a second time to be merged with adapters."""
     return not choices.quantized and not (weights_are_sharded(choices) and choices.lora_rank is not None)
+
+
+def fit_whole(weights_bytes: Iterable[int], room_bytes: int | None) -> bool:
+    """Whether all weights, and a head that is not tied to its embedding yet, are on the GPU at a time while they are
+    drawn; else they wait on the host to be divided. room_bytes: None for no end."""
+    sizes = list(weights_bytes)
+    return room_bytes is None or sum(sizes) + max(sizes) <= room_bytes
 
 
 def are_read_in_parts(choices: Choices, *, heads: bool) -> bool:
