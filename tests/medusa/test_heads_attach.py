@@ -12,10 +12,11 @@ from tigon.errors import PatchError, UsageError
 from tigon.medusa import HeadsSpec, Objective, attach, detach, heads_of
 from tigon.medusa.attach import scoring
 from tigon.medusa.spec import scheduled, shares_head
-from tigon.models import patch
+from tigon.models import MODELS, patch, unpatch
+from tigon.models.seam import PatchedModule
 from tigon.models.tiny import tiny_batch, tiny_model
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -144,3 +145,40 @@ def test_adapters_beside_heads_get_no_gradient() -> None:
     adapters = {name for name, _ in wrapped.named_parameters() if "lora_" in name}
     heads = {name for name, _ in wrapped.named_parameters() if "draft_heads" in name}
     assert adapters and heads and learned == adapters | heads
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_mask_that_a_layer_takes_by_position_is_lost(implementation: str) -> None:
+    """GPT-2's layers do: an MTP module without it sees the future, and other documents of its row."""
+    torch.manual_seed(1)
+    ids, positions = torch.randint(3, 97, (1, 12)), torch.cat([torch.arange(4), torch.arange(8)])[None]
+    late, early = ids.clone(), ids.clone()
+    late[0, 9:], early[0, :4] = torch.randint(3, 97, (3,)), torch.randint(3, 97, (4,))
+    labels = torch.full_like(ids, -100)
+    labels[0, 8] = ids[0, 8]
+    losses = []
+    for row in (ids, late, early):
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(
+            "gpt2", vocab_size=97, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            initializer_range=0.15, attn_implementation=implementation,
+        )  # fmt: skip
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        patch(model)
+        attach(model, HeadsSpec(kind="mtp", count=1), Objective(stage=1))
+        model.train()
+        packed = {"position_ids": positions} if implementation == "sdpa" else {}
+        losses.append(float(model(input_ids=row, labels=labels, **packed).loss))
+    assert losses[0] == losses[1]
+    assert implementation == "eager" or losses[0] == losses[2]
+
+
+def test_undoing_the_patch_takes_the_heads_layer_off() -> None:
+    ids = torch.randint(3, 97, (2, 14))
+    model = tiny_model("llama", MODELS["llama"].tiny)
+    report = patch(model)
+    attach(model, HeadsSpec(count=2), Objective(stage=1))
+    with pytest.raises(PatchError, match="take that off first"):
+        report.undo()
+    assert model.train()(input_ids=ids, labels=ids).loss.requires_grad
+    assert unpatch(model) and not any(isinstance(m, PatchedModule) for m in model.modules())

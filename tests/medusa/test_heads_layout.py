@@ -118,3 +118,14 @@ def test_folder_without_heads_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')
     with pytest.raises(UsageError, match="neither model"):
         load_heads(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "empty"])
+def test_broken_heads_end_in_a_traceback(name: str, tmp_path: Path) -> None:
+    saved(MEDUSA, tmp_path)
+    if name == "empty":
+        safetensors.save_file({}, tmp_path / "model.safetensors")
+    else:
+        (tmp_path / name).write_text("[1, 2]")
+    with pytest.raises(UsageError, match=str(tmp_path)):
+        load_heads(tmp_path)

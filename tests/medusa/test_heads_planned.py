@@ -66,7 +66,7 @@ def test_planned_heads_are_not_those_of_a_recipe_that_gives_their_number_alone()
                 model=ModelConfig(name=name), data=DataConfig(), train=TrainConfig(steps=1),
                 heads=HeadsConfig(stage=1, count=count),
             )  # fmt: skip
-            assert planned(name, config, count, 1).spec == heads.check(recipe, model.parameter_shapes(config))
+            assert planned(name, config, count, 1).spec == heads.check(recipe, config, model.parameter_shapes(config))
 
 
 def test_search_recommends_what_the_heads_exclude() -> None:

@@ -8,13 +8,14 @@ import pytest
 import torch
 from heads_helpers import MEDUSA, MTP, SPECS, with_heads
 
+import tigon
 from tigon.errors import UsageError
-from tigon.medusa import HeadsSpec, Objective, medusa_generate
+from tigon.medusa import HeadsSpec, Objective, attach, medusa_generate
 from tigon.medusa.generate import _Tree
 from tigon.models import MODELS
 from tigon.models.tiny import tiny_batch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 NEW = 16
 # Rows whose state cannot forget a wrong guess, and rows whose small models see less far than prompt and answer.
@@ -108,3 +109,20 @@ def test_decoding_without_meaning_starts() -> None:
     for family in STATEFUL:
         with pytest.raises(UsageError, match="state along"):
             medusa_generate(with_heads(MEDUSA, Objective(), family=family), prompt(), max_new_tokens=8)
+
+
+def test_tree_reaches_beyond_the_last_position() -> None:
+    config = transformers.AutoConfig.for_model("gpt2", vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    tigon.patch(model)
+    attach(model, HeadsSpec(count=3), Objective(stage=2))
+    ids = torch.randint(3, 97, (1, 54))
+    plain, tree = (medusa_generate(model, ids, max_new_tokens=10, tree=tree).tokens for tree in ((), None))
+    assert plain == tree and len(plain) == 10
+
+
+@pytest.mark.parametrize("options", [{"tree": (200, 1)}, {"max_new_tokens": -3}])
+def test_decoding_of_nothing_or_of_more_than_the_vocabulary_starts(options: dict[str, Any]) -> None:
+    model = with_heads(MEDUSA, Objective(stage=2))
+    with pytest.raises(UsageError, match=r"tree|max_new_tokens"):
+        medusa_generate(model, prompt(), **{"max_new_tokens": 4, **options})

@@ -182,14 +182,26 @@ def trunk(model: Any, inputs: Mapping[str, Any]) -> Any:
     return model.base_model(**{name: value for name, value in inputs.items() if name not in _NOT_THE_TRUNKS})
 
 
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "use_cache")
+"""What decoder layers call the cache of a decoding, which is the model's and not an MTP module's."""
+
+
 @contextlib.contextmanager
 def layer_inputs_kept(model: Any, kept: dict[str, Any]) -> Iterator[None]:
     """What the last decoder layer is called with besides the hidden state, in `kept`: masks and rotary tables."""
 
-    def keep(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        kept.update({n: v for n, v in kwargs.items() if n not in ("hidden_states", "past_key_values", "use_cache")})
+    last = decoder_layers(model)[-1]
+    # By the class's forward: a checkpoint's on the instance takes whatever comes.
+    signature = inspect.signature(type(last).forward)
+    more = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
 
-    handle = decoder_layers(model)[-1].register_forward_pre_hook(keep, with_kwargs=True)
+    def keep(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        bound = signature.bind_partial(layer, *args, **kwargs).arguments  # GPT-2 hands masks over by position
+        inputs = {**bound, **(bound.get(more[0], {}) if more else {})}
+        own = {*list(signature.parameters)[:2], *more, *_CACHES}  # the layer itself and the hidden state
+        kept.update({name: value for name, value in inputs.items() if name not in own})
+
+    handle = last.register_forward_pre_hook(keep, with_kwargs=True)
     try:
         yield
     finally:

@@ -106,13 +106,24 @@ def medusa_generate(
         model.train(was_training)
 
 
+# Words of `layer_types`, and of `model_type` where the config has no `alibi`.
+_LAYERS_WITH_STATE = ("conv", "linear_attention", "mamba", "recurrent", "lightning_attention")
+_ALIBI = ("bloom", "mpt")
+
+
 def _check(
     model: Any, input_ids: Tensor, branching: tuple[int, ...], count: int, kind: str, max_new_tokens: int
 ) -> None:
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
         raise UsageError(f"input_ids is {tuple(input_ids.shape)}; it must be one prompt, (1, T) with T >= 1.")
-    if len(branching) > count or any(width < 1 for width in branching):
-        raise UsageError(f"tree is {branching}; it must have at most {count} widths (the heads), each at least 1.")
+    if max_new_tokens < 1:
+        raise UsageError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    if len(branching) > count or not all(1 <= width <= vocabulary for width in branching):
+        raise UsageError(
+            f"tree is {branching}; it must have at most {count} widths (the heads), each at least 1 and "
+            f"at most {vocabulary} tokens."
+        )
     if kind == "mtp" and any(width != 1 for width in branching):
         raise UsageError(f"tree is {branching}; MTP modules guess one token each, so that every width is 1.")
     if getattr(model, "_is_stateful", False):
@@ -121,6 +132,11 @@ def _check(
     if implementation not in (None, "sdpa", "eager"):
         raise UsageError(f"attention is {implementation}, which takes no tree; load the model with sdpa or eager.")
     text = model.config.get_text_config()
+    kinds = {kind for kind in getattr(text, "layer_types", None) or () if kind in _LAYERS_WITH_STATE}
+    if kinds:
+        raise UsageError(f"its layers are {', '.join(sorted(kinds))}, out of whose state no wrong guess can be taken.")
+    if getattr(text, "alibi", False) or text.model_type in _ALIBI:
+        raise UsageError(f"{text.model_type} places tokens by alibi, which takes no tree.")
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     length = input_ids.shape[1] + max_new_tokens + len(_Tree.of(branching).parents)
     if window is not None and length > window:
@@ -150,8 +166,11 @@ class _Decoder:
         known.append(int(self.head(hidden[0, -1]).argmax()))
         last = hidden[0, -1]
         while len(known) - prompt < max_new_tokens and known[-1] != eos_token_id:
-            nodes = self._guess(last, known)
-            hidden = self._pass(torch.tensor([nodes], device=self.device), self._mask(), self.depths + len(known) - 1)
+            # No deeper than tokens are wanted beside the one that every pass gives: positions end with them.
+            wanted = max_new_tokens - (len(known) - prompt) - 1
+            n_nodes = sum(depth <= wanted for depth in self.tree.depths)
+            nodes, depths = self._guess(last, known)[:n_nodes], self.depths[:n_nodes]
+            hidden = self._pass(torch.tensor([nodes], device=self.device), self._mask(n_nodes), depths + len(known) - 1)
             chosen = self.head(hidden[0]).argmax(-1).tolist()
             path = self._walk(nodes, chosen)
             added = [nodes[node] for node in path[1:]] + [chosen[path[-1]]]
@@ -173,10 +192,10 @@ class _Decoder:
                 return trunk(self.model, inputs).last_hidden_state  # type: ignore[no-any-return]
         return trunk(self.model, inputs).last_hidden_state  # type: ignore[no-any-return]
 
-    def _mask(self) -> Tensor:
-        """(1, 1, Q, P + Q), 0 where a node sees a token and the least number elsewhere."""
-        Q, P = len(self.tree.parents), self.cache.get_seq_length()
-        sees = torch.cat([self.sees.new_ones((Q, P)), self.sees], dim=1)
+    def _mask(self, n_nodes: int) -> Tensor:
+        """(1, 1, Q, P + Q) of the tree's first nodes, 0 where one sees a token and the least number elsewhere."""
+        Q, P = n_nodes, self.cache.get_seq_length()
+        sees = torch.cat([self.sees.new_ones((Q, P)), self.sees[:Q, :Q]], dim=1)
         dtype = self.head.weight.dtype
         return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)[None, None]
 
@@ -221,6 +240,10 @@ class _MtpState:
         self.rotary: tuple[Tensor, ...] = ()
 
     def keep(self, path: list[int], hidden: Tensor) -> None:
+        if "position_embeddings" not in self.new_inputs:
+            raise UsageError(
+                "its layers take no rotary tables, over which MTP modules would go on from token to token."
+            )
         index = torch.tensor(path, device=hidden.device)
         rotary = tuple(table.index_select(-2, index) for table in self.new_inputs["position_embeddings"])
         accepted = hidden.index_select(1, index)

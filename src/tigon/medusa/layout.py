@@ -72,11 +72,25 @@ def save_heads(
 
 def load_heads(folder: Path) -> tuple[HeadsSpec, dict[str, Tensor]]:
     """(which heads, their state_dict) of a folder of `save_heads` or of the authors' trainer. Raises UsageError."""
-    from safetensors.torch import load_file
-
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{folder}: no {CONFIG}; give a folder with heads, as `tigon medusa` leaves one in its run.")
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise UsageError(f"{folder / CONFIG} is a {type(config).__name__}; these are no heads.")
+        spec, state = _load(folder, config)
+    except UsageError:
+        raise
+    except Exception as error:  # files in three formats, each with errors of its own for what is none
+        raise UsageError(f"{folder} holds no heads that can be read ({type(error).__name__}: {error}).") from None
+    if not state:
+        raise UsageError(f"{folder}: its heads have no weights; give the folder that `tigon medusa` left.")
+    return spec, state
+
+
+def _load(folder: Path, config: dict[str, Any]) -> tuple[HeadsSpec, dict[str, Tensor]]:
+    from safetensors.torch import load_file
+
     if "num_nextn_predict_layers" in config:
         spec = HeadsSpec(kind="mtp", count=config["num_nextn_predict_layers"], shared=True)
         read = load_file(folder / WEIGHTS)

@@ -109,10 +109,11 @@ def unpatch(model: nn.Module) -> int:
 
     Returns the number of modules restored. Raises PatchError, with nothing undone, as `PatchReport.undo` does.
     """
-    modules = [(path, m) for path, m in model.named_modules() if isinstance(m, PatchedModule)]
-    report = PatchReport("", _changes=[Change(path, m, m._tigon_seam) for path, m in modules])
-    report.undo()
-    return len(modules)
+    restored: set[str] = set()
+    while modules := [(path, m) for path, m in model.named_modules() if isinstance(m, PatchedModule)]:
+        PatchReport("", _changes=[Change(path, m, m._tigon_seam) for path, m in modules]).undo()
+        restored.update(path for path, _ in modules)
+    return len(restored)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

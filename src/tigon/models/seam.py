@@ -116,7 +116,9 @@ class Change:
             return None
         cls = type(self.module)
         if cls is patched_class(cls._tigon_base, cls._tigon_seam):
-            return None
+            if cls._tigon_seam == self.seam:
+                return None
+            return f"{self.path or 'the model'} has a later layer of tigon's on top; take that off first"
         return f"{self.path or 'the model'} was wrapped after the patch (its class is now {cls.__name__})"
 
     def revert(self) -> None:
