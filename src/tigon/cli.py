@@ -10,6 +10,11 @@ from tigon.errors import TigonError
 USAGE_EXIT, INTERRUPTED_EXIT = 2, 130
 
 
+def _of_gpus(gpus: int | None) -> list[str]:
+    """`--gpus` in the words of `--set`."""
+    return [] if gpus is None else [f"sharding.gpus={gpus}"]
+
+
 def main() -> None:
     """Entry point of `tigon` and `python -m tigon`: what the user can act on is one line on stderr and exit code 2."""
     try:
@@ -92,7 +97,7 @@ def _app() -> Any:
         """Train a model as a recipe says, with a report at the end."""
         from tigon.train.run import train
 
-        train(recipe, [*(assignments or ()), *([f"sharding.gpus={gpus}"] if gpus else [])], resume=resume, auto=auto)
+        train(recipe, [*(assignments or ()), *_of_gpus(gpus)], resume=resume, auto=auto)
 
     @app.command("medusa")
     def medusa_command(
@@ -109,7 +114,7 @@ def _app() -> Any:
         """Train heads that predict several tokens ahead (Medusa, MTP), with a report at the end."""
         from tigon.train.heads import train_with_heads
 
-        train_with_heads(recipe, [*(assignments or ()), *([f"sharding.gpus={gpus}"] if gpus else [])], resume=resume)
+        train_with_heads(recipe, [*(assignments or ()), *_of_gpus(gpus)], resume=resume)
 
     @app.command("plan")
     def plan_command(

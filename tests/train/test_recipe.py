@@ -114,6 +114,8 @@ WRONG = {
     "name with a path": ("train: {steps: 1}\noutput: {name: ../x}", r"output\.name is '\.\./x'"),
     "name of dots": ("train: {steps: 1}\noutput: {name: ..}", r"output\.name is '\.\.'"),
     "python object": ("train: !!python/object/apply:os.system ['true']", r"not valid YAML"),
+    "date that is none": ("output: {folder: 2024-02-30}", r"not valid YAML"),
+    "tag of another kind": ("train: {steps: !!bool foo}", r"not valid YAML"),
     "broken YAML": ("train: {steps: 1", r"r\.yaml:\d+: not valid YAML"),
     "deep nesting": ("train: " + "[" * 40 + "]" * 40, r"nested deeper"),
     "alias bomb": (
@@ -139,6 +141,7 @@ WRONG_SETS = {
     "train.batchsize=8": r"--set: train\.batchsize .*nearest key is train\.batch_size",
     "train.batch_size=many": r"--set: train\.batch_size is 'many'",
     "train.batch_size=[": "not valid YAML",
+    "output.folder=2024-02-30": "not valid YAML",
     "train.steps.deep=1": r"train\.steps",
 }
 

@@ -69,6 +69,13 @@ CASES = {
         (),
         r"weights, gradients and adamw take \d+ GiB, and cpu has \d+ GiB; choose a smaller model",
     ),
+    "no process": ({}, ("--gpus", "0"), r"sharding\.gpus is 0"),
+    "half a character": ({"data": {"source": "half.jsonl"}}, (), r"half\.jsonl:1: text has half a character at 3"),
+    "comparison with a package that is not here": (
+        {"comparison": {"steps": 2, "kernels": ["liger"]}},
+        (),
+        r"comparison\.kernels is liger, (which needs liger-kernel|whose kernels need a GPU)",
+    ),
     "unknown model": (
         {"model": {"name": "lama-3.2-1b"}},
         (),
@@ -99,6 +106,7 @@ def prepare(here):
     (here / "short.txt").write_text("a short text\nin two lines\n" * 3, encoding="utf-8")
     rows = [{"prompt": "p", "completion": "word " * 300}] * 20
     (here / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (here / "half.jsonl").write_text('{"text": "ok \\ud83d lonely"}\n', encoding="utf-8")
     (here / "folder").mkdir()
     (here / "pickled").mkdir()
     (here / "pickled" / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")

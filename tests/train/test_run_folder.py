@@ -226,3 +226,13 @@ def test_hostile_recipe_does_something(text, message, tigon, here):
     (here / "evil.yaml").write_text(text, encoding="utf-8")
     assert re.search(message, tigon("train", "evil.yaml").error_line())
     assert tree(here) == {"evil.yaml"}
+
+
+def test_half_a_line_swallows_the_next_record_or_ends_the_run(tmp_path):
+    """A full disk or a power cut leaves one; a resumed run writes after it."""
+    run = folder.RunFolder(tmp_path)
+    run.append({"event": "train", "step": 1})
+    with run.metrics.open("a") as handle:
+        handle.write('{"event": "tra')
+    run.append({"event": "resume", "step": 1})
+    assert run.records() == [{"event": "train", "step": 1}, {"event": "resume", "step": 1}]

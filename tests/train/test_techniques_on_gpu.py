@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from train_helpers import records
 
 from tigon.techniques import TECHNIQUES
@@ -172,6 +173,10 @@ def plain_from_files(folder: Path, gpus: int) -> tuple[float, ...]:
     return tuple(losses(folder / "runs" / f"files{gpus}"))
 
 
+def query_weight(model: Path) -> torch.Tensor:
+    return load_file(model / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].float()
+
+
 @pytest.mark.parametrize("engine", DIVIDED.values(), ids=DIVIDED.keys())
 def test_checkpoint_that_an_engine_divides_trains_otherwise(engine, folder, request):
     if "sharding.zero" in engine and importlib.util.find_spec("deepspeed") is None:
@@ -182,9 +187,9 @@ def test_checkpoint_that_an_engine_divides_trains_otherwise(engine, folder, requ
     done = run(folder, ROOT / "recipes" / "techniques" / "amp-bf16.yaml", settings)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "MaterializedLogitsWarning" not in done.stderr, "the loss was not fused"
-    found = losses(folder / "runs" / name)
-    if "lora.rank" in engine:
-        assert found[-1] < found[0]
-    else:
-        assert found == pytest.approx(plain_from_files(folder, gpus), abs=TOLERANCE)
-    assert list((folder / "runs" / name / "model").glob("*.safetensors"))
+    found, expected = losses(folder / "runs" / name), plain_from_files(folder, gpus)
+    if "lora.rank" in engine:  # adapters add nothing before the first step; then they learn otherwise than weights
+        found, expected = found[:1], expected[:1]
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+    before, after = (query_weight(Path(path)) for path in (settings["model.name"], folder / "runs" / name / "model"))
+    assert before.shape == after.shape and not torch.equal(before, after)

@@ -251,6 +251,12 @@ def _string(row: dict[str, Any], key: str, where: str) -> str:
     value = row.get(key)
     if not isinstance(value, str):
         raise DataError(f"{where}: {key} is {type(value).__name__}, not text; write it as a JSON string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # "\ud83d" alone, half of a character
+        raise DataError(
+            f"{where}: {key} has half a character at {error.start}; write the whole one, or drop it"
+        ) from None
     return value
 
 

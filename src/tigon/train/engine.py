@@ -17,6 +17,7 @@ from tigon.techniques.precision import WEIGHT_DTYPES
 from tigon.techniques.sharding import (
     are_drawn_in_place,
     are_read_in_parts,
+    fit_whole,
     partitioned_loading,
     weights_are_sharded,
 )
@@ -90,13 +91,13 @@ def build(
 
 def _stays_on(device: torch.device, choices: Choices, facts: Facts, dtype: torch.dtype) -> bool:
     """Whether random weights that an engine will divide wait on the GPU they are drawn on: not if they go to the host
-    anyway, when a run's peak would be their drawing, or if it has no room for all and a head that is not tied yet."""
+    anyway, when a run's peak would be their drawing, or if it has no room."""
     if device.type != "cuda":
         return True
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     room_bytes = min(free_bytes, int(total_bytes * torch.cuda.get_per_process_memory_fraction(device)))
-    whole_bytes = (sum(map(math.prod, facts.shapes.values())) + facts.largest()) * dtype.itemsize
-    return choices.offload == "none" and whole_bytes <= room_bytes
+    sizes = (math.prod(shape) * dtype.itemsize for shape in facts.shapes.values())
+    return choices.offload == "none" and fit_whole(sizes, room_bytes)
 
 
 def saved_preset(model: ModelConfig, config: Any, *, seed: int, folder: Path, through: torch.device) -> ModelConfig:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_sharer
 from typing import TYPE_CHECKING, Any
 
 from tigon.errors import ProcessError, RecipeError, RunFolderError, TigonError
@@ -22,13 +24,24 @@ def in_words(error: Exception, run: RunFolder, command: str) -> TigonError | Non
     text = " ".join(str(error).split())
     if checkpoint.disk_is_full(error, run.path):
         return RunFolderError(f"{run.path}: the disk is full; free some space, then `{command} --resume`")
-    if isinstance(error, RuntimeError) and "DataLoader" in text:
+    if _worker_is_lost(error):
         stopping.end_children()
         return ProcessError(
-            f"a process that prepares batches (train.workers) died or hangs: {text[:200]}; continue with `{command} "
-            "--resume`, with --set train.workers=0 if it happens again"
+            f"a process that prepares batches (train.workers) died or hangs: {type(error).__name__}: {text[:200]}; "
+            f"continue with `{command} --resume`, with --set train.workers=0 if it happens again"
         )
     return None
+
+
+def _worker_is_lost(error: Exception) -> bool:
+    """PyTorch noticed it, by a signal or a time-out, or the process was gone before it had handed a batch over.
+
+    An exception raised inside such a process is a bug and none of these: PyTorch raises it here, as what it was.
+    """
+    if isinstance(error, RuntimeError) and re.search(r"DataLoader (worker \(pid|timed out)", str(error)):
+        return True
+    frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, (OSError, EOFError)) and resource_sharer.__file__ in frames
 
 
 @contextmanager

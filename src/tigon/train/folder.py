@@ -81,17 +81,30 @@ class RunFolder:
     def records(self) -> list[dict[str, Any]]:
         if not self.metrics.exists():
             return []
-        lines = self.metrics.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.endswith("}")]  # a killed run may leave half a line
+        text = self.metrics.read_text(encoding="utf-8", errors="replace")
+        return [record for line in text.split("\n") if (record := _record(line)) is not None]
 
     def append(self, record: Mapping[str, Any]) -> None:
-        with self.metrics.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(record, ensure_ascii=False) + "\n")
+        with self.metrics.open("ab+") as handle:
+            if handle.tell():
+                handle.seek(-1, os.SEEK_END)
+                if handle.read(1) != b"\n":
+                    handle.write(b"\n")  # after the half line that a full disk left, which would swallow this one
+            handle.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
 
     def forget_after(self, step: int) -> None:
         """Drop the records of steps that a resumed run will do again."""
         kept = [record for record in self.records() if record.get("step", 0) <= step]
         self.write_text(METRICS, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """None for what a killed run or a full disk left of one."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def check(output: OutputConfig, command: str) -> None:

@@ -45,8 +45,9 @@ def train_with_heads(path: Path, overrides: Sequence[str] = (), *, resume: bool 
 # --- before and around the model --------------------------------------------------------------------------------------
 
 
-def check(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> HeadsSpec | None:
-    """The heads of a run, None without; refuses a file that is none, and steps for a base that is trained already."""
+def check(recipe: Recipe, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> HeadsSpec | None:
+    """The heads of a run, None without; refuses a file that is none, and steps for a base that is trained already.
+    config: the model's. shapes: of its parameters, by name."""
     heads = recipe.heads
     if heads.stage is None:
         return None
@@ -55,12 +56,10 @@ def check(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> HeadsSpec | 
             f"heads.base_steps is {heads.base_steps}, but {recipe.model.name} is no preset: its weights are trained; "
             "set it to 0"
         )
-    vocabulary = max(max(shape, default=0) for shape in shapes.values())
-    head = max((math.prod(shape) for shape in shapes.values() if vocabulary in shape), default=0)
+    text = config.get_text_config()
     if heads.start is not None:
         spec, state = _read(heads.start)
-        first = next(iter(state.values()))  # of heads without blocks an output layer, (V, H)
-        wide, width = first.shape[-1 if spec.kind == "medusa" else 0], head // max(vocabulary, 1)
+        wide, width = _width(state), text.hidden_size
         if wide != width:
             raise RecipeError(
                 f"heads.start: {heads.start} has heads for hidden states of {wide}, and {recipe.model.name} has "
@@ -68,16 +67,23 @@ def check(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> HeadsSpec | 
             )
         return spec
     model = sum(math.prod(shape) for shape in shapes.values())
-    shared = shares_head(heads.output, heads.kind, heads.count, model, head)
+    shared = shares_head(heads.output, heads.kind, heads.count, model, text.vocab_size * text.hidden_size)
     if shared and heads.kind == "medusa" and heads.layers == 0:
         raise RecipeError("heads.layers is 0 and heads share the model's lm_head: nothing would learn; set layers: 1")
     return HeadsSpec(kind=heads.kind, count=heads.count, layers=heads.layers, shared=shared)
 
 
+def _width(state: Mapping[str, torch.Tensor]) -> int:
+    """Of the hidden states that heads take: of MTP modules (H, 2H) joins two, of others a block is (H, H), or without
+    blocks an output layer (V, H)."""
+    joins = [tensor.shape[0] for name, tensor in state.items() if name.endswith("eh_proj.weight")]
+    return int(joins[0] if joins else next(iter(state.values())).shape[-1])
+
+
 def _read(start: str) -> tuple[HeadsSpec, dict[str, torch.Tensor]]:
     try:
         return medusa.load_heads(Path(start))
-    except (UsageError, OSError, ValueError, KeyError) as error:
+    except UsageError as error:
         raise RecipeError(f"heads.start: {' '.join(str(error).split())[:240]}") from None
 
 
@@ -91,9 +97,9 @@ def attach(built: Any, heads: HeadsConfig, spec: HeadsSpec) -> Any:
     return built
 
 
-def put_on(built: Any, recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """`built` with the recipe's heads, if it has any. shapes: of the model's parameters, by name."""
-    spec = check(recipe, shapes)
+def put_on(built: Any, recipe: Recipe, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    """`built` with the recipe's heads, if it has any. config, shapes: as `check` takes them."""
+    spec = check(recipe, config, shapes)
     return built if spec is None else attach(built, recipe.heads, spec)
 
 
@@ -254,6 +260,8 @@ def decoded(built: Any, recipe: Recipe, rows: Sequence[Row], eos: int | None) ->
             plain_passes += plain.forward_passes
     except UsageError as error:
         return {"error": str(error)}
+    except Exception as error:  # a demonstration must not cost the heads, which are saved after it
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     n = len(beginnings)
     return {
         "prompts": n, "tokens": tokens, "forward_passes": passes, "forward_passes_without": plain_passes,

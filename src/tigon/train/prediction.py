@@ -116,7 +116,7 @@ def heads_of(recipe: Recipe, config: Any) -> Any:
     from tigon.medusa import Attachment
     from tigon.train import heads, model
 
-    spec = heads.check(recipe, model.parameter_shapes(config))
+    spec = heads.check(recipe, config, model.parameter_shapes(config))
     assert spec is not None
     return Attachment(spec, heads.objective_of(recipe.heads))
 

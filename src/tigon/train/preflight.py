@@ -73,11 +73,13 @@ def check_techniques(recipe: Recipe, device: torch.device) -> Choices:
     matrix.check(choices, device=device.type)
     if device.type == "cpu" and choices.zero and (choices.gpus > 1 or choices.precision != "fp32"):
         raise RecipeError("sharding.zero on the CPU is for one process in fp32 (Accelerate has no more); use GPUs")
-    if choices.kernels == "liger":
-        if importlib.util.find_spec("liger_kernel") is None:
-            raise RecipeError("model.kernels is liger, which needs liger-kernel, not installed here")
-        if device.type == "cpu":
-            raise RecipeError("model.kernels is liger, whose kernels need a GPU; without one use tigon")
+    compared = recipe.comparison.kernels if recipe.comparison.steps else ()
+    for key, words in (("model.kernels", (choices.kernels,)), ("comparison.kernels", compared)):
+        if "liger" in words:
+            if importlib.util.find_spec("liger_kernel") is None:
+                raise RecipeError(f"{key} is liger, which needs liger-kernel, not installed here")
+            if device.type == "cpu":
+                raise RecipeError(f"{key} is liger, whose kernels need a GPU; without one use tigon")
     return choices
 
 

@@ -100,7 +100,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     shapes = model.parameter_shapes(config)
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     choices = preflight.check_techniques(recipe, device)
-    spec = heads.check(recipe, shapes)
+    spec = heads.check(recipe, config, shapes)
     preflight.check_disk(recipe, choices, shapes)
     preflight.check_memory(recipe, choices, device, shapes)
     data = recipe.data

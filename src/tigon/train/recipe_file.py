@@ -28,6 +28,9 @@ RENAMED_KEYS: Mapping[str, str] = {
     "train.gradient_checkpointing": "train.checkpointing: full (for true) or none (for false)",
 }
 
+# What PyYAML lets through: dates that are none, tags with values of another kind, numbers and nesting without end.
+_OF_VALUES = (ValueError, KeyError, AttributeError, RecursionError)
+
 
 def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], checked: bool = True) -> Recipe:
     """The recipe in `path` with `--set section.key=value` applied last.
@@ -83,8 +86,8 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark else ""
         raise RecipeError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, *_OF_VALUES) as error:
+        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())[:200]}") from None
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
@@ -150,8 +153,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
         raise _unknown(dotted, _all_keys(), "--set")
     try:
         value = yaml.safe_load(value_text)
-    except yaml.YAMLError:
-        raise RecipeError(f"--set {text}: the value is not valid YAML; quote it") from None
+    except (yaml.YAMLError, *_OF_VALUES):
+        raise RecipeError(f"--set {text[:200]}: the value is not valid YAML; quote it") from None
     return dotted, value
 
 

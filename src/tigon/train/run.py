@@ -247,7 +247,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         decoded = heads.decoded(built, recipe, prepared.eval_rows or prepared.train.rows, tok.eos_token_id)
     _end_if_asked(prepared, trainer)
     if not weights_are_sharded(prepared.choices):
-        _save_model(run, prepared, built, trainer)
+        _save_model(run, prepared, built, trainer)  # which takes the heads off
     return {
         **found,
         "unigram_entropy": prepared.data["unigram_entropy"],
