@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tigon.errors import RunFolderError
 from tigon.sweep import failures, folder, processes
 from tigon.sweep.run import sweep
 
@@ -97,6 +98,17 @@ def test_finished_points_are_measured_again(write_sweep, fake_workers, capsys):
     broken.write_text("{", encoding="utf-8")  # as a full disk may leave it
     sweep(path)
     assert fake_workers()[4:] == ["8 1"]
+
+
+def test_measurements_with_other_settings_are_lost(write_sweep, fake_workers):
+    path = write_sweep(grid={"train.batch_size": [4, 8]})
+    out = sweep(path)
+    before = {file.name: file.read_bytes() for file in (out / "points").iterdir()}
+    for draw in (False, True):
+        with pytest.raises(RunFolderError, match="2 of its measurements have other settings"):
+            sweep(path, assignments=["train.seed=2"], draw=draw)
+    assert {file.name: file.read_bytes() for file in (out / "points").iterdir()} == before
+    assert all(row["status"] == failures.OK for row in rows(out).values())
 
 
 def test_failed_point_is_measured_again_unasked_or_not_when_asked(write_sweep, fake_workers):

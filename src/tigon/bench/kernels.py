@@ -54,6 +54,8 @@ def bench_kernels(
         raise OptionError("--resume goes on with the record that --json names; name it.")
     if json_path is not None:
         records.check_place(json_path)
+    if plot_dir is not None:
+        records.check_place(plot_dir / "table.md", flag="--plot")
     start_s = time.monotonic()
     run = RunRecord(
         environment=records.environment(device), suite="shapes given" if shapes else suite, repetitions=repetitions,

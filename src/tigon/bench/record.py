@@ -167,7 +167,7 @@ def save(record: RunRecord, path: Path) -> None:
         raise BenchError(f"{path} cannot be written ({error.strerror}); choose another place for --json.") from None
 
 
-def check_place(path: Path) -> None:
+def check_place(path: Path, flag: str = "--json") -> None:
     """Raise BenchError, before anything is measured, where `save` would; what is there already stays."""
     beside = path.with_name(path.name + ".part")
     try:
@@ -175,7 +175,7 @@ def check_place(path: Path) -> None:
         beside.touch()
         beside.unlink()
     except OSError as error:
-        raise BenchError(f"{path} cannot be written ({error.strerror}); choose another place for --json.") from None
+        raise BenchError(f"{path} cannot be written ({error.strerror}); choose another place for {flag}.") from None
 
 
 def load(path: Path) -> RunRecord:

@@ -89,7 +89,7 @@ def _gib(row: Row | None) -> str:
     if row is None:
         return NONE
     if row["status"] != failures.OK:
-        return "OOM" if row["status"] in (failures.OUT_OF_MEMORY, failures.SKIPPED) else str(row["status"])
+        return failures.mark(str(row["status"]))
     return f"{row['peak_allocated_bytes'] / GIB:.2f}"
 
 
@@ -163,6 +163,8 @@ def _findings(results: Results, axis: str) -> list[str]:
             largest.append(f"{variant} {max(ran):,}")
     if largest:
         said.append(f"Most {axis_words(axis)} that ran: {', '.join(largest)}.")
+    if any(row["status"] == failures.SKIPPED for row in results["points"]):
+        said.append("(OOM): not tried, after a smaller one had run out of memory.")
     base = results["baseline"]
     common = [value for value in _values(results, axis) if _all_ran(results, axis, value)]
     if common:

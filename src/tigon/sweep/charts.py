@@ -27,10 +27,6 @@ _OWN_LOOKS = {"unpatched": 0, "all but linear CE": 1, "tigon": 2, "Liger": 3}
 LIMIT = "#b91c1c"
 GIB = 1 << 30
 MOST_CHARTS = 12
-_MARKS = {
-    failures.OUT_OF_MEMORY: "OOM", failures.SKIPPED: "OOM", failures.FAILED: "failed", failures.REFUSED: "refused",
-    failures.TIMED_OUT: "timed out", failures.NOT_MEASURED: "not measured",
-}  # fmt: skip
 _AXIS_WORDS = {
     "train.batch_size": "rows in a micro-batch", "data.sequence_length": "tokens in a row", "model.name": "model",
     "train.gradient_accumulation": "micro-batches in a step", "sharding.gpus": "GPUs",
@@ -143,9 +139,10 @@ def _group(axes: Any, results: Mapping[str, Any], part: Slice, value_of: Callabl
                 places.append(place)
                 heights.append(found)
             elif row is not None:
-                axes.text(place, 0.015 * top, _MARKS.get(row["status"], ""), rotation=90, ha="center", va="bottom",
+                axes.text(place, 0.015 * top, failures.mark(row["status"]), rotation=90, ha="center", va="bottom",
                           fontsize=7, color=color, fontweight="bold")  # fmt: skip
-        axes.bar(places, heights, width * 0.92, color=color, hatch=hatch, edgecolor="white", lw=0.4,
+        # a variant without a bar keeps its colour in the legend by one of no height
+        axes.bar(places or [0], heights or [0], width * 0.92, color=color, hatch=hatch, edgecolor="white", lw=0.4,
                  label=_label(variant))  # fmt: skip
     axes.set_xticks(range(len(part.values)), [_tick(value) for value in part.values])
     axes.set_xlim(-0.6, len(part.values) - 0.4)
@@ -178,8 +175,8 @@ def lines(results: Mapping[str, Any], part: Slice, name: str) -> str:
         axes.set_ylabel(label, color=INK)
         axes.set_ylim(0, None)
     ran_out = any(row["status"] == failures.OUT_OF_MEMORY for row in part.rows.values())
-    notes = [part.title, "dotted: predicted" if predicted else "", "×: out of memory" if ran_out else ""]
-    memory.set_title("   ".join(note for note in notes if note), color=INK, fontsize=8, loc="left")
+    notes = [part.title, "dotted: predicted" if predicted else "", "×: out of memory, or larger" if ran_out else ""]
+    memory.set_title(" · ".join(note for note in notes if note), color=INK, fontsize=8, loc="left")
     _limit(memory, results)
     _legend(figure, memory)
     return svg(figure, name)
@@ -220,7 +217,7 @@ def ranking(results: Mapping[str, Any], rows: Sequence[Row], name: str) -> str:
         top = max([value for value in values if value is not None] + (told if axes is memory else []), default=1)
         axes.barh(range(len(rows)), [value or 0 for value in values], color=LOOKS[2][0], height=0.7)
         for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-            shown = _MARKS.get(row["status"], "") if value is None else f"{value:,.{1 if value < 1000 else 0}f}"
+            shown = failures.mark(row["status"]) if value is None else f"{value:,.{1 if value < 1000 else 0}f}"
             axes.text((value or 0) + 0.01 * top, place, shown, va="center", fontsize=7, color=INK)
         axes.set_yticks(range(len(rows)), labels if axes is memory else [""] * len(rows))
         axes.set_ylim(len(rows) - 0.4, -0.6)

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 OK, OUT_OF_MEMORY, REFUSED, FAILED, TIMED_OUT = "ok", "out of memory", "refused", "failed", "timed out"
 SKIPPED, NOT_MEASURED = "skipped", "not measured"
+_MARKS = {OK: "", OUT_OF_MEMORY: "OOM", SKIPPED: "(OOM)"}
 
 _MEMORY = re.compile(
     r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|CUSOLVER_STATUS_ALLOC_FAILED"
@@ -22,6 +23,11 @@ _MEMORY = re.compile(
 )
 _TAIL_CHARACTERS = 20_000
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def mark(status: str) -> str:
+    """What stands in tables and charts where there is no measurement; in brackets what a smaller size has ruled out."""
+    return _MARKS.get(status, status)
 
 
 def line(text: object, limit: int = 300) -> str:

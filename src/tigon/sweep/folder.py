@@ -60,17 +60,24 @@ class SweepFolder:
         return self.path / LOGS / f"{point.file}.{repeat}.log"
 
     def records(self, points: Sequence[Point]) -> dict[str, list[dict[str, Any]]]:
-        """Point id -> its measurements, by repeat. Those of points that have changed since are left where they are."""
+        """Point id -> its measurements, by repeat, but for those with other settings."""
         found: dict[str, list[dict[str, Any]]] = {}
         for point in points:
-            own = []
-            for file in sorted((self.path / POINTS).glob(f"{glob_escape(point.file)}.*.json")):
-                record = _read(file)
-                if record is not None and record["id"] == point.id and record["key"] == point.key:
-                    own.append(record)
+            own = [record for record in self._of(point) if record["key"] == point.key]
             if own:
                 found[point.id] = sorted(own, key=lambda record: int(record["repeat"]))
         return found
+
+    def of_other_settings(self, points: Sequence[Point]) -> int:
+        """How many records here have the name of one of these points and were measured with other settings."""
+        return sum(record["key"] != point.key for point in points for record in self._of(point))
+
+    def _of(self, point: Point) -> Iterator[dict[str, Any]]:
+        """Every record with this point's name."""
+        for file in (self.path / POINTS).glob(f"{glob_escape(point.file)}.*.json"):
+            record = _read(file)
+            if record is not None and record["id"] == point.id:
+                yield record
 
     def keep(self, point: Point, repeat: int, record: Mapping[str, Any]) -> None:
         worker.write(self.path / POINTS / f"{point.file}.{repeat}.json", record)

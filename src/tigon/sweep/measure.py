@@ -118,7 +118,7 @@ def measure(
         recipe.model, config, choices, facts, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
         base=folder / "base", ops=self_check.without(wrong_ops), heads=recipe.heads.stage is not None,
     )  # fmt: skip
-    built = heads.put_on(built, recipe, shapes)
+    built = heads.put_on(built, recipe, config, shapes)
     watch.mark("load")
     args = trainers.arguments(
         recipe.train, choices, facts, folder=folder / "checkpoints", device=device, evaluate=False

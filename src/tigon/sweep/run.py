@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tigon.errors import RecipeError, TigonError, UsageError
+from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
 from tigon.memory.gpus import find_gpu
 from tigon.profile.units import in_bytes
 from tigon.sweep import definition, failures, folder, points, results, self_test
@@ -90,6 +90,11 @@ def sweep(
             read, assignments, memory_limit_bytes=limit_bytes, scratch=chosen.scratch,
             gpu_present=lambda: measured_on_gpu or preflight.gpu_present(),
         )  # fmt: skip
+        if others := chosen.of_other_settings(every):
+            raise RunFolderError(
+                f"{chosen.path}: {others} of its measurements have other settings and would be lost; choose another "
+                "folder with --out"
+            )
         run = Run(
             sweep=read, points=every, folder=chosen, environment=before or {}, limit_bytes=limit_bytes,
             command=_command(path, assignments, memory_limit), predictions=_read_predictions(chosen, every),
