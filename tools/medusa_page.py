@@ -129,7 +129,8 @@ def machine(record: Record) -> str:
     found = record["environment"]
     known = {name: found["versions"].get(name) for name in ("torch", "triton", "transformers")}
     versions = ", ".join(f"{name} {version}" for name, version in known.items() if version)
-    return f"{found['device']}, {versions}, {', '.join(found['dates'])}."
+    where = f"{found['device']} (driver {found['driver']}), {versions}"
+    return f"{where}; tigon at commit {', '.join(found['tigon_commits'])}; {', '.join(found['dates'])}."
 
 
 def block(name: str, records: Mapping[str, Mapping[str, Record]], drawn: dict[Path, str]) -> str:

@@ -34,7 +34,10 @@ def record() -> dict[str, Any]:
     return {
         "name": "medusa",
         "variants": [eager, fused],
-        "environment": {"device": "A GPU", "versions": {"torch": "2.11", "triton": None}, "dates": ["2026-11-21"]},
+        "environment": {
+            "device": "A GPU", "driver": "580.1", "versions": {"torch": "2.11", "triton": None},
+            "tigon_commits": ["0123abc"], "dates": ["2026-11-21"],
+        },
         "points": [
             point(eager, 1024, gib=40.5, speed=1000.4), point(eager, 2048, "out of memory"),
             point(fused, 1024, gib=30.25, speed=2000.0), point(fused, 2048, gib=31.0, speed=2100.0),
@@ -45,7 +48,7 @@ def record() -> dict[str, Any]:
 def test_record_is_read_otherwise_than_it_says(tool: Any) -> None:
     drawn: dict[Path, str] = {}
     said = tool.block("medusa", {"a-gpu": {"medusa": record()}}, drawn)
-    assert "A GPU, torch 2.11, 2026-11-21." in said
+    assert "A GPU (driver 580.1), torch 2.11; tigon at commit 0123abc; 2026-11-21." in said
     assert "| stage 1, 3 heads | 1,024 | 40.5 | 30.2 | 30.0 | 1,000 | 2,000 |" in said
     assert "| stage 1, 3 heads | 2,048 | out of memory | 31.0 | 30.0 |  | 2,100 |" in said
     assert "- stage 1, 3 heads: eager 1,024; fused 2,048, the longest tried tokens" in said
