@@ -88,7 +88,7 @@ def test_rows_of_text_do_not_fill_every_step_alike(how, run_point):
 
 def test_token_without_a_row_in_the_embedding_is_measured(run_point):
     """On a GPU it is a failed assertion on the device, which says nothing of a vocabulary."""
-    with pytest.raises(RecipeError, match="the tokenizer has 1000 tokens, but .* has a vocabulary of 512; set"):
+    with pytest.raises(RecipeError, match=r"the tokenizer has 1000 tokens, but .* has a vocabulary of 512; set"):
         run_point("recipe", **{"model.config.vocab_size": 512})
 
 
