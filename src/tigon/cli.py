@@ -174,13 +174,16 @@ def _app() -> Any:
         only: Annotated[str | None, typer.Option(metavar="REGEX", help="Only points whose name this finds.")] = None,
         retry: Annotated[bool, typer.Option("--retry", help="Measure points again that failed.")] = False,
         draw: Annotated[bool, typer.Option("--draw", help="Measure nothing; only make the report anew.")] = False,
+        earlier: Annotated[
+            Path | None, typer.Option("--from", metavar="RESULTS.json", help="Take over what was finished there.")
+        ] = None,
     ) -> None:
         """Train a recipe over a grid of its keys; what its folder holds already is not measured again."""
         from tigon.sweep.run import sweep
 
         sweep(
             file, assignments or (), memory_limit=memory_limit, time_limit=time_limit, out=out, only=only, retry=retry,
-            draw=draw,
+            draw=draw, earlier=earlier,
         )  # fmt: skip
 
     @app.command("profile")

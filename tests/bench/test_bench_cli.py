@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("typer")
 
+from bench_records import run as invented
+
 from tigon import cli
 from tigon.bench import record
 from tigon.bench.record import load
@@ -149,3 +151,44 @@ def test_unwritable_place_is_found_after_the_measuring(bench, tmp_path):
     code, out, err = bench(*QUICK, "--op", "rms_norm", "--json", tmp_path / "file" / "x.json")
     assert code == 2 and "choose another place" in err and "rms_norm 64x128" not in out
     assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("text", ["notes, not a record", "[]", '{"schema": 1, "rows": "random"}', '{"schema": 0}'])
+@pytest.mark.parametrize("flags", [(), ("--resume",)])
+def test_file_that_is_no_record_is_written_over(flags, text, bench, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    code, out, err = bench(*QUICK, "--op", "rms_norm", "--json", path, *flags)
+    assert code == 2 and len(err.splitlines()) == 1 and "would write over another file" in err and str(path) in err
+    assert path.read_text() == text and "rms_norm" not in out
+
+
+NOTHING = {
+    "skipped": (
+        ("--op", "rms_norm", "--impl", "tigon"),
+        "tigon on rms_norm 64x128: not supported: NotImplementedError: ",
+    ),
+    "not an implementation of the op": (("--op", "geglu", "--impl", "cce"), "geglu 64x256: geglu has no cce"),
+    "too large": (("--op", "swiglu", "--impl", "tigon"), "swiglu 64x256 (its inputs do not fit)"),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_nothing_measured_passes_or_replaces_a_record(name, bench, tmp_path, monkeypatch):
+    arguments, reason = NOTHING[name]
+
+    def refuse(**_: object) -> None:
+        raise NotImplementedError("not here")
+
+    def too_large(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setitem(OPS, "rms_norm", dataclasses.replace(OPS["rms_norm"], call=refuse))
+    monkeypatch.setitem(OPS, "swiglu", dataclasses.replace(OPS["swiglu"], make=too_large))
+    path = tmp_path / "x.json"
+    record.save(invented(), path)
+    before = path.read_text()
+    code, _, err = bench("kernels", *arguments, "--repetitions", "2", "--json", path)
+    assert code == 2 and len(err.splitlines()) == 1
+    assert err.startswith("tigon: nothing was measured, and nothing is written: ") and reason in err
+    assert path.read_text() == before and [file.name for file in tmp_path.iterdir()] == ["x.json"]

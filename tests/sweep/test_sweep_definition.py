@@ -58,9 +58,23 @@ def test_refusal_of_the_command_is_more_than_a_line(write_sweep, tigon, here):
         (("--only", "x"), "finds no point"),
     ],
 )
-def test_wrong_flag_is_not_refused(arguments, said, write_sweep, tigon):
+def test_wrong_flag_is_not_refused_or_leaves_a_folder(arguments, said, write_sweep, tigon, here):
     code, _, err = tigon("sweep", write_sweep(), *arguments)
     assert code == 2 and said in err and err.count("\n") == 1
+    assert not (here / "runs").exists()
+
+
+NAMESAKES = {
+    "a number and its text": {"grid": {"model.name": [1, "1"]}},
+    "keys of two sections": {"grid": [{"train.seed": [1]}, {"model.config.seed": [1]}]},
+    "a variant called like a place": {"grid": [{"train.seed": [1]}, {}], "variants": {"a": {}, "a seed=1": {}}},
+}
+
+
+@pytest.mark.parametrize("name", NAMESAKES)
+def test_one_of_two_points_of_one_name_is_dropped(name, write_sweep, here):
+    with pytest.raises(RecipeError, match=r"two points would be called '.*=1': variant .* and variant .*; rename"):
+        _expand(write_sweep(**NAMESAKES[name]), here)
 
 
 def _expand(path: Path, here: Path, *assignments: str) -> list[points.Point]:

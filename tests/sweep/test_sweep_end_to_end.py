@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tigon.errors import DataError, RecipeError
 from tigon.sweep import definition, failures, points
 from tigon.sweep.measure import measure
 
@@ -83,6 +84,21 @@ def test_rows_of_text_do_not_fill_every_step_alike(how, run_point):
     found = run_point(how, **{"data.cross_document_attention": True, "data.sequence_length": 128})
     assert all(800 < positions <= 1024 for positions in found["positions"])
     assert found["losses"][-1] < found["losses"][0], "nothing was learned of real rows"
+
+
+def test_token_without_a_row_in_the_embedding_is_measured(run_point):
+    """On a GPU it is a failed assertion on the device, which says nothing of a vocabulary."""
+    with pytest.raises(RecipeError, match=r"the tokenizer has 1000 tokens, but .* has a vocabulary of 512; set"):
+        run_point("recipe", **{"model.config.vocab_size": 512})
+
+
+def test_row_of_a_file_that_cannot_be_used_ends_a_point_told_to_leave_it_out(run_point, here):
+    lines = [json.dumps({"text": "words and more of them, and the same again " * 20})] * 40
+    (here / "rows.jsonl").write_text("\n".join([*lines, json.dumps({"nothing": 1})]), encoding="utf-8")
+    keys = {"data.source": [str(here / "rows.jsonl")], "data.vocab_size": 300}
+    with pytest.raises(DataError):
+        run_point("recipe", **keys)
+    assert len(run_point("recipe", **keys, **{"data.bad_rows": "skip"})["losses"]) == 3
 
 
 def test_refusal_of_this_machine_and_divergence_look_alike(here):

@@ -252,8 +252,64 @@ def test_two_sweeps_write_into_one_folder(write_sweep, fake_workers, here, monke
 
     monkeypatch.setattr(train_folder, "LOCK_PATIENCE", 0)
     path = write_sweep()
-    with folders.open_folder(here / "out", "s").alone():
+    folders.find(here / "out", "s").make()
+    with folders.find(here / "out", "s").alone():
         for flags in ((), ("--draw",)):
             code, _, err = tigon("sweep", path, "--out", here / "out", *flags)
             assert code == 2 and "another process is measuring into this sweep folder" in err
     assert not fake_workers()
+
+
+# --- what a hand or a full disk has done to the folder --------------------------------------------------------------
+
+DAMAGE = {
+    "a list": ("[]", "it is no mapping"),
+    "no figures": (lambda record: record.update(measured=None), "measured is no mapping"),
+    "a time in words": (lambda record: record["measured"].update(step_s=["1 s"] * 4), "measured.step_s.0 is '1 s'"),
+    "too few steps": (lambda record: record["measured"]["step_s"].pop(), "measured.step_s has 3 steps"),
+    "no machine": (lambda record: record.pop("environment"), "environment is missing"),
+    "another schema": (lambda record: record.update(schema=0), "schema is 0"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_record_is_a_traceback_or_counts_without_a_word(name, write_sweep, fake_workers, capsys):
+    path = write_sweep()
+    out = sweep(path)
+    file = next((out / folder.POINTS).glob("*size=4*.json"))
+    change, why = DAMAGE[name]
+    record = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(change, str):
+        change(record)
+    file.write_text(change if isinstance(change, str) else json.dumps(record), encoding="utf-8")
+    (out / "predictions.json").write_text("[]", encoding="utf-8")
+    (out / "results.json").write_text("[]", encoding="utf-8")
+    capsys.readouterr()
+    sweep(path)
+    assert f"damaged  {file}: no record of a point: {why}" in capsys.readouterr().out
+    assert fake_workers() == ["4 1", "8 1", "4 1"]
+    assert rows(out)["all batch_size=4"]["status"] == "ok"
+
+
+def test_failed_repeat_has_the_others_measured_again(write_sweep, fake_workers):
+    """A point with one repeat that ended well and one that did not, as a host that was busy for a while leaves it."""
+    path = write_sweep(grid={}, repeats=2)
+    out = sweep(path)
+    file = next((out / folder.POINTS).glob("*.1.json"))
+    record = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(record | {"status": "failed", "detail": "x", "measured": None}), encoding="utf-8")
+    sweep(path)
+    assert len(fake_workers()) == 2, "measured again unasked"
+    assert rows(out)["all"]["status"] == "failed" and rows(out)["all"]["detail"] == "repeat 2 of 2: x"
+    file.with_name(file.name.replace(".1.", ".0.")).write_text(file.read_text().replace('"repeat": 1', '"repeat": 0'))
+    sweep(path, retry=True)
+    assert len(fake_workers()) == 4, "both have failed now"
+    file.write_text(json.dumps(record | {"status": "failed", "detail": "x", "measured": None}), encoding="utf-8")
+    sweep(path, retry=True)
+    assert len(fake_workers()) == 5 and rows(out)["all"]["status"] == "ok"
+
+
+def test_point_that_failed_is_measured_a_second_time(write_sweep, fake_workers, capsys):
+    sweep(write_sweep(variants={"bad": {"train.seed": 5}}, grid={}, repeats=2))
+    assert fake_workers() == ["8 5"]
+    assert "[2/2] bad: skipped, as another repeat has not ended well" in capsys.readouterr().out

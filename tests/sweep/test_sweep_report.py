@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import xml.etree.ElementTree
@@ -66,3 +67,35 @@ def test_facets_of_a_union_of_grids(write_sweep, fake_workers):
     found = json.loads((sweep(write_sweep(grid=grids)) / "results.json").read_text(encoding="utf-8"))
     parts = {(part.axis, tuple(part.values)) for part in charts.slices(found)}
     assert parts == {("train.batch_size", (1, 2)), ("data.sequence_length", (8, 16))}
+
+
+LONG = "all kernels and the recomputation of every second layer, with the optimizer's states on the host " * 2
+
+
+def widths_of(svg: str) -> tuple[float, dict[str, float]]:
+    """The figure's width, and where each text begins that says something of a variant."""
+    root = xml.etree.ElementTree.fromstring(svg)
+    found = {}
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        place = re.search(r"translate\(([\d.]+)", text.get("transform", ""))
+        found["".join(text.itertext())] = float(text.get("x") or (place[1] if place else 0))
+    return float(root.get("viewBox").split()[2]), found
+
+
+@pytest.mark.parametrize("name", [LONG, "一" * 100, "short"], ids=["long", "wide", "short"])
+def test_long_name_overflows_the_legend_or_is_lost(name, write_sweep, fake_workers):
+    variants = {f"{number} {name}{number}": {} for number in range(3)}
+    out = sweep(write_sweep(variants=variants, grid={"train.batch_size": [1, 2]}))
+    svg = next((out / "charts").glob("bars*.svg")).read_text(encoding="utf-8")
+    width, texts = widths_of(svg)
+    shown = {text: at for text, at in texts.items() if re.fullmatch(rf"\d {name[:5]}.*\d", text)}
+    assert len(shown) == 3, "names that differ at their ends look alike"
+    assert all(at + 4.6 * charts._width(text) < width for text, at in shown.items())
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert all(html.escape(variant, quote=False) in page.replace("&#39;", "'") for variant in variants)
+
+
+def test_letters_that_matplotlib_lacks_are_a_warning(write_sweep, fake_workers, recwarn):
+    out = sweep(write_sweep(variants={"一番": {}, "二番": {}}))
+    assert "一番" in next((out / "charts").glob("bars*.svg")).read_text(encoding="utf-8"), "drawn, it would be a box"
+    assert not [str(one.message) for one in recwarn if "missing from font" in str(one.message)]

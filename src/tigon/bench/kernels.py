@@ -14,9 +14,11 @@ from tigon.bench.accuracy import DTYPE_NAMES
 from tigon.bench.impls import impl_names
 from tigon.bench.measure import implementations, measure_row
 from tigon.bench.record import Measurement, RowRecord, RunRecord
-from tigon.bench.suites import select
+from tigon.bench.suites import Row, select
 from tigon.errors import BenchError, OptionError
 
+_TIME_LIMIT = "time limit"
+_MOST_REASONS = 5
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -41,7 +43,8 @@ def bench_kernels(
 
     Raises:
         OptionError, ShapeError: a choice that does not exist. BenchError: tigon was refused a time somewhere, said
-        after everything has been measured and written; or an implementation took the device down.
+        after everything has been measured and written; nothing could be measured at all; a file at `json_path` is no
+        record; or an implementation took the device down.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     gpu = device.type == "cuda"
@@ -54,6 +57,7 @@ def bench_kernels(
         raise OptionError("--resume goes on with the record that --json names; name it.")
     if json_path is not None:
         records.check_place(json_path)
+        records.check_written_over(json_path)
     if plot_dir is not None:
         records.check_place(plot_dir / "table.md", flag="--plot")
     start_s = time.monotonic()
@@ -68,7 +72,7 @@ def bench_kernels(
     missing = [row for row in rows if not implementations(row, chosen) <= known.get(row.id, set())]
     for position, row in enumerate(missing):
         if time_limit_s is not None and time.monotonic() - start_s > time_limit_s:
-            run.not_run += [f"{r.id} (time limit)" for r in missing[position:]]
+            run.not_run += [f"{r.id} ({_TIME_LIMIT})" for r in missing[position:]]
             break
         try:
             measured = measure_row(
@@ -83,8 +87,9 @@ def bench_kernels(
         run.rows = [*(earlier for earlier in run.rows if earlier.id != row.id), measured]
         run.seconds = round(time.monotonic() - start_s, 1)
         _print_row(measured, run.seconds)
-        if json_path is not None:
+        if json_path is not None and _has_figures(run, chosen):
             records.save(run, json_path)
+    _refuse_nothing(run, rows, chosen)
     _finish(run, json_path, plot_dir)
     return run
 
@@ -97,6 +102,29 @@ def _check(impls: Sequence[str], dtype: str | None, repetitions: int) -> None:
         raise OptionError(f"--dtype {dtype} is not known; choose one of {', '.join(_DTYPES)}.")
     if repetitions < 1:
         raise OptionError(f"--repetitions {repetitions} must be at least 1; 10 or more for figures to quote.")
+
+
+def _has_figures(run: RunRecord, chosen: Sequence[str]) -> bool:
+    """Whether an implementation that was asked for, or the limit alone if that was, has times, or errors too large."""
+    return any(
+        m.judged_ms(row.graph) is not None or m.status == "refused"
+        for row in run.rows
+        for m in row.measurements
+        if m.role != "limit" or not chosen
+    )
+
+
+def _refuse_nothing(run: RunRecord, rows: Sequence[Row], chosen: Sequence[str]) -> None:
+    """Raise BenchError where nothing was measured, but for want of time alone: a record of that would look like one."""
+    if _has_figures(run, chosen):
+        return
+    reasons = [f"{m.impl} on {row.id}: {m.status}: {m.detail}" for row in run.rows for m in row.measurements]
+    reasons += [f"{row.id}: {row.op} has no {' or '.join(chosen) or 'limit'}" for row in rows
+                if not implementations(row, chosen)]  # fmt: skip
+    reasons += [row for row in run.not_run if not row.endswith(f"({_TIME_LIMIT})")]
+    if reasons:
+        more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
+        raise BenchError(f"nothing was measured, and nothing is written: {'; '.join(reasons[:_MOST_REASONS])}{more}")
 
 
 def _finish(run: RunRecord, json_path: Path | None, plot_dir: Path | None) -> None:

@@ -178,6 +178,16 @@ def check_place(path: Path, flag: str = "--json") -> None:
         raise BenchError(f"{path} cannot be written ({error.strerror}); choose another place for {flag}.") from None
 
 
+def check_written_over(path: Path) -> None:
+    """Raise BenchError where `save` would write over what is no record; an empty file is nothing to lose."""
+    if not path.exists() or (path.is_file() and path.stat().st_size == 0):
+        return
+    try:
+        load(path)
+    except BenchError as error:
+        raise BenchError(f"--json would write over another file: {error} Choose another place, or remove it.") from None
+
+
 def load(path: Path) -> RunRecord:
     """Read a record. Raises BenchError if it is not one."""
     try:
@@ -188,7 +198,7 @@ def load(path: Path) -> RunRecord:
         return RunRecord(**raw, rows=rows)
     except OSError as error:
         raise BenchError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BenchError(f"{path} is not a record of `tigon bench kernels --json`: {error}.") from None
 
 

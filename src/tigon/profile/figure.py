@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from typing import Any
 
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
@@ -35,7 +36,10 @@ def svg(figure: Any, name: str) -> str:
     Ids are prefixed with the chart's name, so that several fit on a page.
     """
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    with warnings.catch_warnings():
+        # matplotlib's own font lacks most scripts; it only measures here, and whoever shows the text uses their own
+        warnings.filterwarnings("ignore", r"Glyph \d+ .*missing from font")
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

@@ -7,7 +7,8 @@ processes.py    the processes of the points, and their end; worker.py is one of 
 self_test.py    the kernels tried, once for all points
 measure.py      the training that it watches; rows.py the rows, limit.py the memory limit, prediction.py the planner
 failures.py     out of memory, or another failure: from an exception, or from what a process left behind
-folder.py       the results folder; results.py what a point's repeats come to
+folder.py       the results folder; results.py what a point's repeats come to; taken.py rows of earlier results
+forms.py        what is read back, checked
 report.py       report.md and report.html; charts.py bars and lines
 study.py        docs/study.md from the committed records; blocks.py its tables, published.py the figures of others
 """

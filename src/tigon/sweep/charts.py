@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unicodedata import east_asian_width
 
 from tigon.profile.figure import GRID, INK, new_figure, svg
 from tigon.sweep import failures
@@ -27,6 +28,10 @@ _OWN_LOOKS = {"unpatched": 0, "all but linear CE": 1, "tigon": 2, "Liger": 3}
 LIMIT = "#b91c1c"
 GIB = 1 << 30
 MOST_CHARTS = 12
+# Of what fits beside each other at the charts' width and size of letters; the table has every name whole.
+_LEGEND_LINE, _LEGEND_NAME, _LEGEND_KEY = 112, 90, 7
+_ROW_NAME, _TICKS, _TITLE = 60, 96, 110
+_LEGEND_LINE_INCHES = 0.17
 _AXIS_WORDS = {
     "train.batch_size": "rows in a micro-batch", "data.sequence_length": "tokens in a row", "model.name": "model",
     "train.gradient_accumulation": "micro-batches in a step", "sharding.gpus": "GPUs",
@@ -118,7 +123,7 @@ def bars(results: Mapping[str, Any], part: Slice, name: str) -> str:
         axes.set_ylabel(label, color=INK)
     panels[1].set_xlabel(axis_words(part.axis), color=INK)
     if part.title:
-        panels[0].set_title(part.title, color=INK, fontsize=9, loc="left")
+        panels[0].set_title(shortened(part.title, _TITLE), color=INK, fontsize=9, loc="left")
     _limit(panels[0], results)
     _legend(figure, panels[0])
     return svg(figure, name)
@@ -144,7 +149,8 @@ def _group(axes: Any, results: Mapping[str, Any], part: Slice, value_of: Callabl
         # a variant without a bar keeps its colour in the legend by one of no height
         axes.bar(places or [0], heights or [0], width * 0.92, color=color, hatch=hatch, edgecolor="white", lw=0.4,
                  label=_label(variant))  # fmt: skip
-    axes.set_xticks(range(len(part.values)), [_tick(value) for value in part.values])
+    room = max(6, _TICKS // len(part.values))
+    axes.set_xticks(range(len(part.values)), [shortened(_tick(value), room) for value in part.values])
     axes.set_xlim(-0.6, len(part.values) - 0.4)
     axes.set_ylim(0, 1.12 * top)
 
@@ -175,7 +181,9 @@ def lines(results: Mapping[str, Any], part: Slice, name: str) -> str:
         axes.set_ylabel(label, color=INK)
         axes.set_ylim(0, None)
     ran_out = any(row["status"] == failures.OUT_OF_MEMORY for row in part.rows.values())
-    notes = [part.title, "dotted: predicted" if predicted else "", "×: out of memory, or larger" if ran_out else ""]
+    notes = ["dotted: predicted" if predicted else "", "×: out of memory, or larger" if ran_out else ""]
+    room = _TITLE - sum(len(note) + 3 for note in notes)
+    notes = [shortened(part.title, room), *notes]
     memory.set_title(" · ".join(note for note in notes if note), color=INK, fontsize=8, loc="left")
     _limit(memory, results)
     _legend(figure, memory)
@@ -208,7 +216,7 @@ def ranking(results: Mapping[str, Any], rows: Sequence[Row], name: str) -> str:
     """Peak memory and tokens/s of every point, one line each; for sweeps without an axis."""
     height = max(2.4, 0.8 + 0.26 * len(rows))
     figure, (memory, speed) = new_figure(2, columns=2, height=height)
-    labels = [_label(row["id"]) for row in rows]
+    labels = [_label(shortened(row["id"], _ROW_NAME)) for row in rows]
     for axes, label, value_of in (
         (memory, "peak memory (GiB)", peak_gib), (speed, "tokens/s", lambda row: row.get("tokens_per_s")),
     ):  # fmt: skip
@@ -267,11 +275,39 @@ def _limit(axes: Any, results: Mapping[str, Any]) -> None:
 
 
 def _legend(figure: Any, axes: Any) -> None:
+    """Below the panels, in as many columns as fit; the figure grows by the lines that come of long names."""
     handles, labels = axes.get_legend_handles_labels()
-    if len(handles) > 1:
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=min(5, len(handles)), frameon=False, fontsize=8
-        )
+    if len(handles) < 2:
+        return
+    labels = [shortened(label, _LEGEND_NAME) for label in labels]
+    most = min(5, len(labels))
+    ncols = next((n for n in range(most, 1, -1) if _legend_width(labels, n) <= _LEGEND_LINE), 1)
+    more_lines = -(-len(labels) // ncols) - -(-len(labels) // most)
+    figure.set_figheight(figure.get_figheight() + more_lines * _LEGEND_LINE_INCHES)
+    figure.legend(handles, labels, loc="outside lower center", ncols=ncols, frameon=False, fontsize=8)
+
+
+def _legend_width(labels: Sequence[str], ncols: int) -> int:
+    """In letters; a legend fills its columns one after the other."""
+    lines = -(-len(labels) // ncols)
+    return sum(max(map(_width, labels[first : first + lines])) + _LEGEND_KEY for first in range(0, len(labels), lines))
+
+
+def shortened(text: str, columns: int) -> str:
+    """At most that wide, with the middle left out: names often differ at their ends."""
+    if _width(text) <= columns:
+        return text
+    return _beginning(text, 2 * columns // 3) + "…" + _beginning(text[::-1], columns // 3 - 1)[::-1]
+
+
+def _beginning(text: str, columns: int) -> str:
+    """As many letters as are not wider than that."""
+    return next(text[:n] for n in range(min(len(text), columns), -1, -1) if _width(text[:n]) <= columns)
+
+
+def _width(text: str) -> int:
+    """In Latin letters: Chinese and Japanese ones, for instance, are twice as wide."""
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def _label(text: str) -> str:

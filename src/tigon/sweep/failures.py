@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 OK, OUT_OF_MEMORY, REFUSED, FAILED, TIMED_OUT = "ok", "out of memory", "refused", "failed", "timed out"
 SKIPPED, NOT_MEASURED = "skipped", "not measured"
+FINISHED = (OK, OUT_OF_MEMORY)
 _MARKS = {OK: "", OUT_OF_MEMORY: "OOM", SKIPPED: "(OOM)"}
 
 _MEMORY = re.compile(

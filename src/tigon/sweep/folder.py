@@ -1,6 +1,7 @@
 """The results folder of a sweep. A finished point is one file of its own, written whole: a kill loses none of them.
 
 points/ID.N.json   one measurement: repeat N of a point
+taken.json         rows of an earlier results.json (taken.py)
 logs/ID.N.log      what its processes said
 results.json       all of it together, with card, versions, commits, dates and the command; made anew each time
 results.csv        the same as a table
@@ -15,13 +16,13 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tigon.errors import RunFolderError
-from tigon.sweep import worker
+from tigon.sweep import forms, worker
 from tigon.sweep.points import Point
 from tigon.train import folder as train_folder
 
@@ -33,9 +34,20 @@ _SAME = ("device", "driver", "versions")
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """A folder that exists and is this sweep's."""
+    """A folder that is this sweep's, or may become it."""
 
     path: Path
+
+    def make(self) -> bool:
+        """Make what of it is not there yet; whether none of it was. Raises RunFolderError."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            new = not self.path.exists()
+            for part in (POINTS, LOGS, SCRATCH):
+                (self.path / part).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(f"{self.path}: cannot be used: {error.strerror}; choose another with --out") from None
+        return new
 
     @property
     def scratch(self) -> Path:
@@ -53,8 +65,15 @@ class SweepFolder:
 
     def machine(self) -> dict[str, Any] | None:
         """The environment of any measurement that is here; None: there is none yet."""
-        found = (_read(file) for file in sorted((self.path / POINTS).glob("*.json")))
+        found = (_read(file)[0] for file in self._files())
         return next((dict(record["environment"]) for record in found if record is not None), None)
+
+    def damaged(self) -> dict[Path, str]:
+        """Files that are no record, and why: their measurements count as not done."""
+        return {file: why for file in self._files() if (why := _read(file)[1])}
+
+    def _files(self) -> list[Path]:
+        return sorted((self.path / POINTS).glob("*.json"))
 
     def log(self, point: Point, repeat: int) -> Path:
         return self.path / LOGS / f"{point.file}.{repeat}.log"
@@ -75,7 +94,7 @@ class SweepFolder:
     def _of(self, point: Point) -> Iterator[dict[str, Any]]:
         """Every record with this point's name."""
         for file in (self.path / POINTS).glob(f"{glob_escape(point.file)}.*.json"):
-            record = _read(file)
+            record, _ = _read(file)
             if record is not None and record["id"] == point.id:
                 yield record
 
@@ -92,44 +111,44 @@ def glob_escape(text: str) -> str:
     return text.replace("[", "[[]")
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    """A record, or None for what is no record: it is then measured again."""
+def _read(file: Path) -> tuple[dict[str, Any] | None, str]:
+    """(a record, nothing), or (None, why it is none)."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        return record if record["schema"] == SCHEMA else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    except OSError as error:
+        return None, str(error.strerror)
+    except ValueError:
+        return None, "no JSON"
+    if wrong := forms.misfit_of_record(record):
+        return None, wrong
+    return (record, "") if record.get("schema") == SCHEMA else (None, f"schema is {record.get('schema')!r}")
 
 
-def open_folder(path: Path, name: str) -> SweepFolder:
-    """The folder, made if need be. Raises RunFolderError for one that is something else's."""
+def find(path: Path, name: str) -> SweepFolder:
+    """The folder, whether or not it exists; nothing is made yet. Raises RunFolderError for one of something else."""
     try:
         if path.exists() and any(path.iterdir()) and not (path / POINTS).is_dir():
             raise RunFolderError(f"{path}: not a folder of `tigon sweep`; choose another with --out")
-        for part in (POINTS, LOGS, SCRATCH):
-            (path / part).mkdir(parents=True, exist_ok=True)
-        if (path / RESULTS).exists():
-            before = json.loads((path / RESULTS).read_text(encoding="utf-8")).get("name")
-            if before != name:
-                raise RunFolderError(f"{path}: holds the sweep {before}, this one is {name}; choose another with --out")
+        before = json.loads((path / RESULTS).read_text(encoding="utf-8"))["name"]
+        if before != name:
+            raise RunFolderError(f"{path}: holds the sweep {before}, this one is {name}; choose another with --out")
+    except FileNotFoundError:
+        pass
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be used: {error.strerror}; choose another with --out") from None
-    except ValueError:
+    except (ValueError, KeyError, TypeError):
         pass  # results.json is made anew
     return SweepFolder(path)
 
 
-def check_machine(records: Mapping[str, Sequence[Mapping[str, Any]]], here: Mapping[str, Any], path: Path) -> None:
-    """Refuse to mix points of two machines in one table. Raises RunFolderError."""
-    for own in records.values():
-        for record in own:
-            for name in _SAME:
-                if record["environment"][name] != here[name]:
-                    was, now = _difference(record["environment"][name], here[name])
-                    raise RunFolderError(
-                        f"{path}: its points were measured with {name} {was}, and here it is {now}; --draw shows what "
-                        "is there, --out begins another"
-                    )
+def check_machine(environments: Iterable[Mapping[str, Any]], here: Mapping[str, Any], path: Path, way: str) -> None:
+    """Refuse to mix points of two machines in one table. path: whose these environments are; way: what to do instead.
+    Raises RunFolderError."""
+    for environment in environments:
+        for name in _SAME:
+            if environment[name] != here[name]:
+                was, now = _difference(environment[name], here[name])
+                raise RunFolderError(f"{path}: its points were measured with {name} {was}, and here it is {now}; {way}")
 
 
 def _difference(was: Any, now: Any) -> tuple[str, str]:

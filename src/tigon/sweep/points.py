@@ -86,11 +86,21 @@ def expand(
             # what differs from the defaults alone: a new recipe key with its default changes no measurement
             settings = (changed_keys(recipe), sweep.steps, sweep.rows, memory_limit_bytes)
             point = replace(point, recipe=recipe, key=_digest(json.dumps(settings, sort_keys=True))[:16])
-        points.setdefault(point.id, point)
+        _refuse_namesake(points.setdefault(point.id, point), point, sweep)
     found = list(points.values())
     if all(point.refused for point in found):
         raise RecipeError(f"{sweep.path}: no point can be trained; {found[0].id}: {found[0].refused}")
     return found
+
+
+def _refuse_namesake(first: Point, second: Point, sweep: Sweep) -> None:
+    """Places that several grids of a union share are one point; two points of one name would lose one of them."""
+    places = [f"variant {p.variant} at {json.dumps(p.axes, default=str)}" for p in (first, second)]
+    if places[0] != places[1]:
+        raise RecipeError(
+            f"{sweep.path}: two points would be called {first.id!r}: {' and '.join(places)}; rename a variant, or put "
+            "one of them into a variant of its own"
+        )
 
 
 def _reason(error: RecipeError, file: Path) -> str:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from tigon.sweep import failures, folder, self_test
 from tigon.sweep.definition import Sweep
 from tigon.sweep.points import Point, changed_keys
+from tigon.sweep.taken import Taken
 
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def collect(
     sweep: Sweep, points: Sequence[Point], records: Records, *, limit_bytes: int | None, command: str,
-    predictions: Mapping[str, Mapping[str, Any]],
+    predictions: Mapping[str, Mapping[str, Any]], taken: Mapping[str, Taken] = MappingProxyType({}),
 ) -> dict[str, Any]:  # fmt: skip
     """results.json: the settings, the machine, and every point, measured or not."""
-    rows = [row_of(point, records.get(point.id, ()), sweep, predictions.get(point.id, {})) for point in points]
-    every = [record for own in records.values() for record in own]
+    rows = [
+        row_of(point, records.get(point.id, ()), sweep, predictions.get(point.id, {}), taken.get(point.id))
+        for point in points
+    ]
+    environments = [of_record(record) for own in records.values() for record in own]
+    rest = [point.id for point in points if point.id in taken and point.id not in records]
+    environments += [dict(taken[name].environment) for name in rest]
     return {
         "schema": folder.SCHEMA,
         "name": sweep.name,
@@ -34,29 +41,38 @@ def collect(
         "warmup": sweep.warmup,
         "repeats": sweep.repeats,
         "memory_limit_bytes": limit_bytes,
-        "environment": _environment(every),
+        "environment": _environment(environments),
         "points": with_skipped(rows, sweep),
     }
 
 
-def _environment(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The machine of all records, with every commit and date that they were measured at, and every op that was wrong
-    there."""
-    if not records:
+def of_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The environment of one measurement as that of several is written: with lists of commits and dates."""
+    environment = dict(record["environment"])
+    commit, date = str(environment.pop("tigon_commit")), str(environment.pop("date"))
+    return {**environment, "tigon_commits": [commit], "dates": [date]}
+
+
+def _environment(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The machine of all, with every commit and date that they were measured at, and every op that was wrong there."""
+    if not parts:
         return None
-    shared = {k: v for k, v in records[0]["environment"].items() if k not in ("tigon_commit", "date", "wrong_ops")}
-    commits, dates = (
-        sorted({str(record["environment"][name]) for record in records}) for name in ("tigon_commit", "date")
-    )
     # sweeps did not always try the kernels: a record without wrong ops is one of those
-    wrong = self_test.merged(record["environment"].get("wrong_ops", {}) for record in records)
-    return {**shared, "tigon_commits": commits, "dates": dates, "wrong_ops": wrong}
+    wrong = self_test.merged(part.get("wrong_ops", {}) for part in parts)
+    return {**parts[0], **_origin(parts), "wrong_ops": wrong}
+
+
+def _origin(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    return {name: sorted({one for part in parts for one in part[name]}) for name in ("tigon_commits", "dates")}
 
 
 def row_of(
-    point: Point, own: Sequence[Mapping[str, Any]], sweep: Sweep, predicted: Mapping[str, Any]
-) -> dict[str, Any]:
-    """A point of results.json."""
+    point: Point, own: Sequence[Mapping[str, Any]], sweep: Sweep, predicted: Mapping[str, Any],
+    taken: Taken | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """A point of results.json: of its measurements, or where there are none, as it was taken over."""
+    if taken is not None and not own:
+        return dict(taken.row)
     row: dict[str, Any] = {
         "id": point.id, "variant": point.variant, "axes": dict(point.axes), "unchecked": point.unchecked,
         "keys": changed_keys(point.recipe) if point.recipe else {}, "status": failures.NOT_MEASURED, "detail": "",
@@ -70,10 +86,12 @@ def row_of(
     if not own:
         return row
     row |= {"repeats": len(own), "wall_s": sum(record["wall_s"] for record in own)}
+    row |= _origin([of_record(record) for record in own])
     row["wrong_ops"] = {op: why for record in own for op, why in record.get("wrong_ops", {}).items()}
     bad = next((record for record in own if record["status"] != failures.OK), None)
     if bad is not None:
-        return row | {"status": bad["status"], "detail": bad["detail"]}
+        some = f"repeat {bad['repeat'] + 1} of {sweep.repeats}: " if len(own) > 1 else ""
+        return row | {"status": bad["status"], "detail": some + bad["detail"]}
     return row | {"status": failures.OK} | _figures([record["measured"] for record in own], sweep.warmup)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tigon.errors import RecipeError
-from tigon.train import documents, tokenizer
+from tigon.train import documents, preflight, tokenizer
 from tigon.train import model as models
 from tigon.train.packing import Collator, Row, RowDataset, pack
 from tigon.train.recipe import Recipe
@@ -45,7 +45,7 @@ def make(recipe: Recipe, config: Any, how: str, *, processes: int, folder: Path)
         source = alpaca_file(folder)
         data = replace(recipe.data, source=(str(source),), format="alpaca", too_long="truncate")
         recipe = replace(recipe, data=data)
-    rows, pad_id = _of_recipe(recipe)
+    rows, pad_id = _of_recipe(recipe, config)
     if len(rows) < count:  # repeated, so that no batch of an epoch's end is smaller than the others
         rows = (rows * math.ceil(count / len(rows)))[:count]
     return RowDataset(rows), Collator(pad_id, recipe.data.packing, flatten)
@@ -63,9 +63,10 @@ def _random(count: int, length: int, vocab_size: int) -> list[Row]:
     return rows
 
 
-def _of_recipe(recipe: Recipe) -> tuple[list[Row], int]:
+def _of_recipe(recipe: Recipe, config: Any) -> tuple[list[Row], int]:
     data, model = recipe.data, recipe.model
-    read = documents.read(data.source, data.format, data.max_text_mib)
+    bad = documents.BadRows(data.bad_rows)
+    read = documents.read(data.source, data.format, data.max_text_mib, bad)
     if data.tokenizer == "auto" and models.is_preset(model.name):
         texts = [document.text for document in read]
         tok = tokenizer.train_bpe(texts, data.vocab_size, tokenizer.default_cache_folder())
@@ -75,8 +76,9 @@ def _of_recipe(recipe: Recipe) -> tuple[list[Row], int]:
             model.name if own else data.tokenizer, revision=model.revision if own else None,
             trust_remote_code=model.trust_remote_code,
         )  # fmt: skip
+    preflight.check_vocabulary(recipe, config, len(tok))
     packed = pack(
-        tokenizer.encode(read, tok), data.sequence_length, packing=data.packing,
+        tokenizer.encode(read, tok, vocab_size=config.vocab_size, bad=bad), data.sequence_length, packing=data.packing,
         cross_document=data.cross_document_attention, too_long=data.too_long,
     )  # fmt: skip
     if not packed.rows:

@@ -6,14 +6,16 @@ takes the process down takes only the point. The planner predicts a point while 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,13 @@ from typing import Any
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
 from tigon.memory.gpus import find_gpu
 from tigon.profile.units import in_bytes
-from tigon.sweep import definition, failures, folder, points, results, self_test
+from tigon.sweep import definition, failures, folder, forms, points, results, self_test, taken
 from tigon.sweep.definition import Sweep
 from tigon.sweep.folder import SweepFolder
 from tigon.sweep.points import Point
 from tigon.sweep.processes import AHEAD, Workers
 from tigon.sweep.self_test import Kind
+from tigon.sweep.taken import Earlier, Taken
 from tigon.train import preflight, stopping
 
 LEAST_LIMIT_BYTES = 1 << 30
@@ -34,7 +37,6 @@ PREDICTIONS = "predictions.json"
 PROBE_TIMEOUT_S = 600.0
 """Looking at the machine and compiling the kernels that are tried takes a minute; a kernel may also never end."""
 DEFAULT_OUT = Path("runs") / "sweeps"
-_FINISHED = (failures.OK, failures.OUT_OF_MEMORY)
 
 
 @dataclass
@@ -50,72 +52,103 @@ class Run:
     predictions: dict[str, dict[str, Any]]
     records: dict[str, list[dict[str, Any]]]
     workers: Workers
+    taken: dict[str, Taken]
+    """Point id -> its row in earlier results; what is measured here counts before it."""
+    new: bool
+    """Whether the folder was made in this call."""
+    earlier: Earlier | None = None
+    """Results that this call takes rows from."""
+    anew: frozenset[str] = frozenset()
+    """Ids of points that are measured although they were taken over."""
     wall_s: list[tuple[str, float]] = field(default_factory=list)
-    """(variant, seconds) of what was measured in this call."""
+    """(variant, seconds) of one measurement each: of what there was before, then of this call's."""
     self_tests: dict[Kind, dict[str, Any]] = field(default_factory=dict)
     """What the kernels' self-test found for each kind of point measured in this call."""
 
+    def row(self, point: Point) -> dict[str, Any]:
+        return results.row_of(
+            point, self.records.get(point.id, ()), self.sweep, self.predictions.get(point.id, {}),
+            self.taken.get(point.id),
+        )  # fmt: skip
+
+    def has_taken(self, point: Point) -> bool:
+        """Whether there is nothing left to measure of it, as earlier results have it whole."""
+        one = self.taken.get(point.id)
+        return one is not None and one.complete(self.sweep) and point.id not in {*self.anew, *self.records}
+
     def rows(self) -> list[dict[str, Any]]:
-        return [
-            results.row_of(point, self.records.get(point.id, ()), self.sweep, self.predictions.get(point.id, {}))
-            for point in self.points
-        ]
+        return [self.row(point) for point in self.points]
 
     def results(self) -> dict[str, Any]:
         return results.collect(
             self.sweep, self.points, self.records, limit_bytes=self.limit_bytes, command=self.command,
-            predictions=self.predictions,
+            predictions=self.predictions, taken=self.taken,
         )  # fmt: skip
 
 
 def sweep(
     path: Path, assignments: Sequence[str] = (), *, memory_limit: str | None = None, time_limit: str | None = None,
     out: Path | None = None, only: str | None = None, retry: bool = False, draw: bool = False,
+    earlier: Path | None = None,
 ) -> Path:  # fmt: skip
     """Carry out the sweep file, or what of it is not in its folder yet; returns the folder.
 
-    draw: measure nothing, only make the report of what is there. retry: failed points again. Raises RecipeError and
-    UsageError before anything is measured.
+    draw: measure nothing, only make the report of what is there. retry: failed points again. earlier: a results.json
+    whose finished points are taken over. Raises RecipeError and UsageError before anything is measured or written.
     """
     preflight.check_packages()
     time_limit_s = _time_limit(time_limit)
     read = definition.load(path)
     limit_bytes = _limit(memory_limit or read.memory_limit)
-    chosen = folder.open_folder(out or DEFAULT_OUT / read.name, read.name)
-    with chosen.alone():
-        before = chosen.machine()
-        # results of a GPU are drawn anywhere: what the recipes say `on_gpu` holds for them there too
-        measured_on_gpu = before is not None and before["memory_bytes"] is not None
+    chosen = folder.find(out or DEFAULT_OUT / read.name, read.name)
+    offered = None if earlier is None else taken.read(earlier)
+    before = _machine(chosen, offered)
+    with tempfile.TemporaryDirectory(prefix="tigon-sweep-") as scratch:
         every = points.expand(
-            read, assignments, memory_limit_bytes=limit_bytes, scratch=chosen.scratch,
-            gpu_present=lambda: measured_on_gpu or preflight.gpu_present(),
+            read, assignments, memory_limit_bytes=limit_bytes, scratch=Path(scratch),
+            # results of a GPU are drawn anywhere: what the recipes say `on_gpu` holds for them there too
+            gpu_present=lambda: preflight.gpu_present() or (before is not None and before["memory_bytes"] is not None),
         )  # fmt: skip
-        if others := chosen.of_other_settings(every):
-            raise RunFolderError(
-                f"{chosen.path}: {others} of its measurements have other settings and would be lost; choose another "
-                "folder with --out"
-            )
+    wanted = _chosen(every, only, path)
+    new = chosen.make()
+    with chosen.alone():
         run = Run(
             sweep=read, points=every, folder=chosen, environment=before or {}, limit_bytes=limit_bytes,
             command=_command(path, assignments, memory_limit), predictions=_read_predictions(chosen, every),
-            records=chosen.records(every), workers=Workers(chosen),
+            records=chosen.records(every), workers=Workers(chosen), taken=taken.load(chosen.path), new=new,
         )  # fmt: skip
-        with stopping.sigterm_interrupts():
-            try:
-                if draw:
-                    for point in every:
-                        _predict(run, point)
-                else:
-                    _measure(run, _chosen(every, only, path), time_limit_s=time_limit_s, retry=retry)
-            except KeyboardInterrupt as interrupt:
-                _say(run, "interrupted; what was measured is kept, and the same command goes on")
-                if isinstance(interrupt, stopping.Terminated):
-                    raise SystemExit(stopping.EXIT_OFFSET + signal.SIGTERM) from None
-                raise
-            finally:
-                run.workers.close()
-                _finish(run)
+        with _reported(run):
+            _check_settings(run)
+            if offered is not None:
+                _take_over(run, offered, wanted if only is not None else ())
+            if draw:
+                _draw(run)
+            else:
+                _measure(run, wanted, time_limit_s=time_limit_s, retry=retry)
     return chosen.path
+
+
+@contextlib.contextmanager
+def _reported(run: Run) -> Iterator[None]:
+    """Results and report at the end, also after an interruption; a folder refused is left as it was."""
+    refused = False
+    with stopping.sigterm_interrupts():
+        try:
+            yield
+        except RunFolderError:
+            refused = True
+            if run.new and not run.folder.machine():
+                shutil.rmtree(run.folder.path)
+            raise
+        except KeyboardInterrupt as interrupt:
+            _say(run, "interrupted; what was measured is kept, and the same command goes on")
+            if isinstance(interrupt, stopping.Terminated):
+                raise SystemExit(stopping.EXIT_OFFSET + signal.SIGTERM) from None
+            raise
+        finally:
+            run.workers.close()
+            if not refused:
+                _finish(run)
 
 
 def _limit(text: str | None) -> int | None:
@@ -157,6 +190,70 @@ def _chosen(every: Sequence[Point], only: str | None, path: Path) -> list[Point]
     return found
 
 
+# --- what is there already -------------------------------------------------------------------------------------------
+
+
+def _machine(chosen: SweepFolder, offered: Earlier | None) -> Mapping[str, Any] | None:
+    """The environment of anything that was measured before; None where nothing was."""
+    kept = next((one.environment for one in taken.load(chosen.path).values()), None)
+    return chosen.machine() or kept or (None if offered is None else offered.environment)
+
+
+def _check_settings(run: Run) -> None:
+    """Refuse what would leave measurements out of the results; say which files are no measurements."""
+    others = run.folder.of_other_settings(run.points)
+    others += sum(not run.taken[point.id].fits(point, run.sweep) for point in run.points if point.id in run.taken)
+    if others:
+        raise RunFolderError(
+            f"{run.folder.path}: {others} of its measurements have other settings and would be lost; choose another "
+            "folder with --out"
+        )
+    for file, why in run.folder.damaged().items():
+        _say(run, f"damaged  {file}: no record of a point: {why}; it counts as not measured")
+
+
+def _take_over(run: Run, offered: Earlier, anew: Sequence[Point]) -> None:
+    """Add what earlier results have of these points. anew: points that are measured all the same."""
+    here = run.folder.machine() or next((one.environment for one in run.taken.values()), None)
+    if here is not None:
+        _check_offer(offered, here)
+    found, left = offered.offer(run.points, run.sweep, run.limit_bytes, run.records)
+    run.earlier, run.taken = offered, {**run.taken, **found}
+    run.anew = frozenset(point.id for point in anew if point.id in run.taken and point.id not in run.records)
+    for line in taken.words(offered, found, left):
+        _say(run, line)
+    if run.anew:
+        _say(run, f"anew     {len(run.anew)} points that --only finds, though they were taken over")
+
+
+def _check_offer(offered: Earlier, here: Mapping[str, Any]) -> None:
+    if offered.environment is not None:
+        folder.check_machine([offered.environment], here, offered.path, "leave out --from")
+
+
+def _check_machine(run: Run) -> None:
+    """Refuse to measure beside what was measured on another machine."""
+    if run.earlier is not None:
+        _check_offer(run.earlier, run.environment)
+    there = [record["environment"] for own in run.records.values() for record in own]
+    there += [one.environment for one in run.taken.values()]
+    way = "--draw shows what is there, --out begins another"
+    folder.check_machine(there, run.environment, run.folder.path, way)
+
+
+def _keep_taken(run: Run) -> None:
+    """Once nothing speaks against this machine any more."""
+    if run.earlier is not None:
+        taken.keep(run.folder.path, run.taken)
+
+
+def _draw(run: Run) -> None:
+    _keep_taken(run)
+    for point in run.points:
+        if not run.has_taken(point):
+            _predict(run, point)
+
+
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 
@@ -170,17 +267,24 @@ def _measure(run: Run, chosen: Sequence[Point], *, time_limit_s: float | None, r
     for point in run.points:
         if point.refused:
             _say(run, f"refused  {point.id}: {point.refused}")
-    if not todo:
-        return
-    _probe(run, todo)
-    folder.check_machine(run.records, run.environment, run.folder.path)
-    _say(run, f"device   {run.environment['device']}{_limit_words(run)}")
-    for said in self_test.words(run.environment["wrong_ops"]):
-        _say(run, f"warning  wrong results here: {said}; the model's own code is used, see `tigon doctor`")
+    if todo:
+        _probe(run, todo)
+        _check_machine(run)
+    _keep_taken(run)
+    if todo:
+        _say(run, f"device   {run.environment['device']}{_limit_words(run)}")
+        for said in self_test.words(run.environment["wrong_ops"]):
+            _say(run, f"warning  wrong results here: {said}; the model's own code is used, see `tigon doctor`")
+        _measure_all(run, todo, began_s, time_limit_s)
+
+
+def _measure_all(run: Run, todo: Sequence[tuple[Point, int]], began_s: float, time_limit_s: float | None) -> None:
+    run.wall_s = [(row["variant"], row["wall_s"] / row["repeats"]) for row in run.rows() if _finished(row)]
+    failed: set[str] = set()
     for number, (point, repeat) in enumerate(todo, 1):
         ahead = len(todo) - number + 1
-        if why := results.skipped_after(_row(run, point), run.rows(), run.sweep.stop_after_oom):
-            _say(run, f"[{number}/{len(todo)}] {point.id}: skipped, after {why} ran out of memory")
+        if why := _why_skipped(run, point, failed):
+            _say(run, f"[{number}/{len(todo)}] {point.id}: skipped, {why}")
             continue
         passed_s = time.perf_counter() - began_s
         if time_limit_s is not None and passed_s + _expected_s(run, point) > time_limit_s:
@@ -190,7 +294,21 @@ def _measure(run: Run, chosen: Sequence[Point], *, time_limit_s: float | None, r
         record = _measure_one(run, point, repeat)
         run.folder.keep(point, repeat, record)
         _remember(run, point, record)
+        if record["status"] != failures.OK:
+            failed.add(point.id)
         _say(run, f"[{number}/{len(todo)}] {point.id}: {_result_words(run, point, record)}  {_eta(run, todo[number:])}")
+
+
+def _why_skipped(run: Run, point: Point, failed: set[str]) -> str:
+    """Empty for a point that is measured. failed: ids of those that have just not ended well."""
+    if point.id in failed:
+        return "as another repeat has not ended well"
+    why = results.skipped_after(run.row(point), run.rows(), run.sweep.stop_after_oom)
+    return f"after {why} ran out of memory" if why else ""
+
+
+def _finished(row: Mapping[str, Any]) -> bool:
+    return row["status"] in failures.FINISHED
 
 
 def _prepare(run: Run, ahead: Sequence[tuple[Point, int]]) -> None:
@@ -206,9 +324,9 @@ def _todo(run: Run, chosen: Sequence[Point], *, retry: bool) -> list[tuple[Point
     for repeat in range(run.sweep.repeats):
         for point in chosen:
             own = run.records.get(point.id, [])
-            done = {record["repeat"] for record in own if not retry or record["status"] in _FINISHED}
+            done = {record["repeat"] for record in own if not retry or record["status"] in failures.FINISHED}
             failed = any(record["status"] != failures.OK for record in own if record["repeat"] in done)
-            if not point.refused and not failed and repeat not in done:
+            if not point.refused and not failed and repeat not in done and not run.has_taken(point):
                 todo.append((point, repeat))
     return todo
 
@@ -217,10 +335,6 @@ def _remember(run: Run, point: Point, record: dict[str, Any]) -> None:
     others = [one for one in run.records.get(point.id, []) if one["repeat"] != record["repeat"]]
     run.records[point.id] = sorted([*others, record], key=lambda one: int(one["repeat"]))
     run.wall_s.append((point.variant, record["wall_s"]))
-
-
-def _row(run: Run, point: Point) -> dict[str, Any]:
-    return results.row_of(point, run.records.get(point.id, ()), run.sweep, {})
 
 
 def _expected_s(run: Run, point: Point) -> float:
@@ -297,8 +411,6 @@ def _probe(run: Run, todo: Sequence[tuple[Point, int]]) -> None:
 
 
 def _empty(scratch: Path) -> None:
-    import shutil
-
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(exist_ok=True)
 
@@ -354,6 +466,8 @@ def _read_predictions(own: SweepFolder, every: Sequence[Point]) -> dict[str, dic
         found: dict[str, dict[str, Any]] = json.loads((own.path / PREDICTIONS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    if forms.misfit(found, forms.PREDICTIONS):
+        return {}
     keys = {point.id: point.key for point in every}
     return {name: told for name, told in found.items() if told.get("key") == keys.get(name)}
 
@@ -370,7 +484,7 @@ def _finish(run: Run) -> None:
     found = run.results()
     run.folder.write_results(found)
     report.write(found, run.folder.path)
-    done = sum(row["status"] in _FINISHED for row in found["points"])
+    done = sum(map(_finished, found["points"]))
     _say(run, f"results  {done} of {len(found['points'])} points measured, {run.folder.path / folder.RESULTS}")
     _say(run, f"report   {run.folder.path / 'report.html'}")
 
@@ -389,7 +503,7 @@ def _limit_words(run: Run) -> str:
 def _result_words(run: Run, point: Point, record: Mapping[str, Any]) -> str:
     if record["status"] != failures.OK:
         return f"{record['status']}. {record['detail']}"
-    row = _row(run, point)
+    row = results.row_of(point, [record], run.sweep, {})
     return (
         f"peak {in_bytes(row['peak_allocated_bytes'])}, {row['tokens_per_s']:,.0f} tokens/s, "
         f"{1e3 * row['step_s']:,.0f} ms a step"
