@@ -1,6 +1,7 @@
 # make demo   set up .venv on first use and train a small model, with a report
 # make test   set up likewise and run the tests
 # make check  lint and types
+# make pages  the measured parts of docs/ again, from the records in benchmarks/results
 # make gpu    the tests that need a GPU, in the environment of $(PYTHON); make sanitize: the kernels under its checkers
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 # costs a third of the speed of a quiet machine, 10,000 turns cost nothing measurable.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: demo test check gpu sanitize format clean
+.PHONY: demo test check pages gpu sanitize format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
@@ -27,6 +28,11 @@ check: $(VENV)/.ready
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix src tests
 	$(BIN)/ruff format src tests
+
+pages: $(VENV)/.ready
+	$(BIN)/python -m tigon.sweep.study --into docs/study.md
+	$(BIN)/python tools/medusa_page.py
+	PYTHONPATH=tests $(BIN)/python tests/techniques/technique_pages.py
 
 gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/ops tests/nn tests/models tests/convergence tests/integration tests/bench
