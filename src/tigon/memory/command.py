@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 from tigon.errors import UsageError
 from tigon.techniques.choices import CHECKPOINTING_PATTERN, CHECKPOINTINGS, KERNELS, OFFLOADS, PRECISIONS, Choices
 from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.quiet import quiet_packages
 
 DEFAULT_BATCH, DEFAULT_SEQ = 8, 1024
 """The recipe's train.batch_size and data.sequence_length."""
@@ -142,5 +142,5 @@ def _quiet(model: str) -> None:
 
     if not is_hub_id(model):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters of its warnings is refused
+    quiet_packages()

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tigon.errors import RecipeError, TigonError
+from tigon.techniques.quiet import quiet_packages
 from tigon.train import documents, launch, preflight, stopping
 from tigon.train.recipe import Recipe
 
@@ -38,6 +39,7 @@ def quiet_libraries(recipe: Recipe) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # about DeepSpeed's calls
+    quiet_packages()
 
     try:
         import transformers
