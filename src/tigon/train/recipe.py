@@ -376,6 +376,46 @@ _WRONG_PAIRS: tuple[tuple[typing.Callable[[Recipe], bool], str], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Switch:
+    """Keys that do nothing unless another key is what `on` says."""
+
+    keys: tuple[str, ...]
+    key: str
+    on: typing.Callable[[Recipe], bool]
+    instead: str
+    """What to write for them to take effect."""
+
+
+def _others(section: str, but: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{f.name}" for f in dataclasses.fields(SECTIONS[section]) if f.name != but)
+
+
+SWITCHES = (
+    Switch(_others("lora", "rank"), "lora.rank", lambda r: r.lora.rank is not None, "lora.rank: 16"),
+    Switch(_others("heads", "stage"), "heads.stage", lambda r: r.heads.stage is not None, "heads.stage: 1"),
+    Switch(_others("comparison", "steps"), "comparison.steps", lambda r: r.comparison.steps > 0, "comparison.steps: 6"),
+    Switch(
+        ("train.galore_rank", "train.galore_gap"), "train.optimizer", lambda r: r.train.optimizer.startswith("galore"),
+        "train.optimizer: galore",
+    ),
+    Switch(("sharding.reshard",), "sharding.fsdp", lambda r: r.sharding.fsdp, "sharding.fsdp: true"),
+    Switch(("heads.ramp",), "heads.schedule", lambda r: r.heads.schedule != "constant", "heads.schedule: linear"),
+)  # fmt: skip
+
+
+def check_effects(recipe: Recipe, said: typing.Collection[str], where: typing.Callable[[str], str]) -> None:
+    """Refuse keys among `said` that would do nothing, unless their switch is said too: that is a choice, so that a
+    technique can be switched off by one key. Raises RecipeError."""
+    for switch in SWITCHES:
+        idle = [key for key in switch.keys if key in said]
+        if idle and switch.key not in said and not switch.on(recipe):
+            raise RecipeError(
+                f"{where(idle[0])}: {', '.join(idle)} would do nothing without {switch.key}, which is not given; add "
+                f"{switch.instead}, or take {'it' if len(idle) == 1 else 'them'} out"
+            )
+
+
 def reference_table() -> str:
     """The Markdown tables of docs/train.md, one for each section."""
     parts = []
