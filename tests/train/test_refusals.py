@@ -28,6 +28,21 @@ CASES = {
     "unknown --set": ({}, ("--set", "train.batchsize=2"), r"nearest key is train\.batch_size"),
     "missing data file": ({"data": {"source": "none.txt"}}, (), r"none\.txt: no such file or folder"),
     "malformed row": ({"data": {"source": "bad.jsonl"}}, (), r"bad\.jsonl:2: not valid JSON"),
+    "first document over the limit": (
+        {"data": {"max_text_mib": 0.001}},
+        (),
+        r"text\.txt: the first document has 0\.0\d+ MiB of text, over data\.max_text_mib 0\.001",
+    ),
+    "empty evaluation data": (
+        {"data": {"eval_source": "empty.txt"}},
+        (),
+        r"empty\.txt: no text in it; .* in data\.eval_source",
+    ),
+    "evaluation data that is all dropped": (
+        {"data": {"eval_source": "long.jsonl", "too_long": "drop"}},
+        (),
+        r"data\.eval_source: long\.jsonl: 20 documents, and no row to evaluate on: 20 over data\.sequence_length 32",
+    ),
     "empty data": ({"data": {"source": "empty.txt"}}, (), r"empty\.txt: no text in it"),
     "too little data": (
         {"data": {"source": "short.txt"}},
