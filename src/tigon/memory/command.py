@@ -11,14 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from tigon.errors import UsageError
-from tigon.techniques.choices import CHECKPOINTING_PATTERN, CHECKPOINTINGS, KERNELS, OFFLOADS, PRECISIONS, Choices
+from tigon.techniques.choices import (
+    CHECKPOINTING_PATTERN,
+    CHECKPOINTINGS,
+    KERNELS,
+    LIMITS,
+    OFFLOADS,
+    PRECISIONS,
+    Choices,
+)
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.quiet import quiet_packages
 
 DEFAULT_BATCH, DEFAULT_SEQ = 8, 1024
 """The recipe's train.batch_size and data.sequence_length."""
 MOST = 1 << 20
-"""Of rows, GPUs, micro-batches and a rank: sizes of tensors beyond are no longer 64-bit numbers."""
+"""Of rows and micro-batches: sizes of tensors beyond are no longer 64-bit numbers."""
 METHODS, POLICIES = ("trace", "study"), ("search", "study")
 ATTENTIONS = ("sdpa", "eager")
 _WORDS: Mapping[str, tuple[str, ...]] = {
@@ -114,10 +122,12 @@ def _check_numbers(said: Mapping[str, Any]) -> None:
     flags = {"lora_rank": "lora"}
     for name in ("batch", "seq", "effective-batch", "gpus", "accumulate", "lora_rank"):
         value = said.get(name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at least 1.")
-        if value is not None and value > MOST and name != "seq":  # that one has the model's limit
-            raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at most {MOST}.")
+        least, most = LIMITS.get(name, (1, None))
+        if value is not None and value < least:
+            raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at least {least}.")
+        most = most or (None if name == "seq" else MOST)  # that one has the model's limit
+        if value is not None and most is not None and value > most:
+            raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at most {most}.")
 
 
 def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate: int | None) -> int | None:
