@@ -148,9 +148,8 @@ def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate:
 
 def _quiet(model: str) -> None:
     """No network unless the model is a hub id, and none of the libraries' chatter; before transformers is imported."""
-    from tigon.models.config import is_hub_id
+    from tigon.memory import hub
 
-    if not is_hub_id(model):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    hub.settle((model,))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters of its warnings is refused
     quiet_packages()

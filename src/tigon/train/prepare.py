@@ -31,11 +31,9 @@ if TYPE_CHECKING:
 
 def quiet_libraries(recipe: Recipe) -> None:
     """No network unless a hub id is asked for, and none of the libraries' own chatter; both before their import."""
-    from tigon.models.config import is_hub_id
+    from tigon.memory import hub
 
-    hub = [name for name in (recipe.model.name, recipe.data.tokenizer) if is_hub_id(name)]
-    if not hub:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    hub.settle((recipe.model.name, recipe.data.tokenizer))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # about DeepSpeed's calls
