@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from tigon.train.prepare import Prepared
 
+# Of gloo, of PyTorch's store and of NCCL.
+LOST_PEER = r"Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited"
+
 
 def in_words(error: Exception, run: RunFolder, command: str) -> TigonError | None:
     """What the user can act on; None: a bug, which keeps its traceback."""
@@ -29,6 +32,11 @@ def in_words(error: Exception, run: RunFolder, command: str) -> TigonError | Non
         return ProcessError(
             f"a process that prepares batches (train.workers) died or hangs: {type(error).__name__}: {text[:200]}; "
             f"continue with `{command} --resume`, with --set train.workers=0 if it happens again"
+        )
+    if launch.processes() > 1 and isinstance(error, RuntimeError) and (lost := re.search(LOST_PEER, text)):
+        return ProcessError(
+            f"process {launch.rank()} of {launch.processes()} has lost another, which ended or cannot be reached "
+            f"({lost[0]}); mend what ended it and continue with `{command} --resume`"
         )
     return None
 
