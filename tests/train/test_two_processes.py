@@ -19,7 +19,7 @@ from train_helpers import SMALL, records, small_trainer
 
 from forks import forks, in_forks
 from tigon.errors import ProcessError
-from tigon.train import checkpoint, launch, stopping
+from tigon.train import checkpoint, faults, launch, stopping
 from tigon.train.recipe import Recipe, TrainConfig
 from tigon.train.run import train
 from tigon.train.trainer import TigonTrainer
@@ -142,6 +142,17 @@ def test_fate_of_a_process_is_not_what_its_launcher_ends_with(fate, said_or_code
         assert os.waitstatus_to_exitcode(status) == 1 and f"ProcessError: {said_or_code}" in said.read_text()
     else:
         assert os.waitstatus_to_exitcode(status) == said_or_code and not said.read_text()
+
+
+def test_process_that_misses_another_takes_a_fault_of_its_own_for_that(monkeypatch):
+    """Or the error of a lost process for a bug, which has a traceback, or for a checkpoint that cannot be read."""
+    gloo = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:11670: Connection reset by peer. This")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert faults.how_another_was_lost(gloo) == "Connection reset by peer"
+    assert faults.how_another_was_lost(RuntimeError("shape '[2]' is invalid")) is None
+    assert faults.how_another_was_lost(ValueError(str(gloo))) is None
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert faults.how_another_was_lost(gloo) is None
 
 
 def test_process_that_misses_a_killed_one_is_taken_for_the_cause(monkeypatch):
