@@ -64,3 +64,17 @@ def test_a_bug_is_shown_as_a_traceback_and_not_dressed_up_as_a_usage_error(monke
     monkeypatch.setattr("tigon.train.run.train", lambda *a, **k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main()
+
+
+def test_a_path_that_the_system_refuses_ends_in_a_traceback(monkeypatch, capsys):
+    """Or an error of the system that no path is to blame for does not."""
+    from tigon import cli
+
+    monkeypatch.setattr(sys, "argv", ["tigon", "train", "a" * 300])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1 and "File name too long" in said
+    monkeypatch.setattr("tigon.train.run.train", lambda *a, **k: Path("/nowhere/at/all").read_text())
+    with pytest.raises(FileNotFoundError):
+        cli.main()

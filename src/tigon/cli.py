@@ -1,6 +1,7 @@
 """The command line: flags to recipe, no logic. What is heavy is imported inside the commands, so `--help` is quick."""
 
 # No `from __future__ import annotations`: typer reads the annotations of functions made inside `_app`.
+import errno
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,6 +9,8 @@ from typing import Annotated, Any
 from tigon.errors import TigonError
 
 USAGE_EXIT, INTERRUPTED_EXIT = 2, 130
+# Of a path that was typed, wherever it is first looked at.
+_PATH_ERRORS = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)
 
 
 def _of_gpus(gpus: int | None) -> list[str]:
@@ -27,6 +30,10 @@ def main() -> None:
         _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED_EXIT)
+    except OSError as error:
+        if error.errno not in _PATH_ERRORS or error.filename is None:
+            raise
+        _fail(f"{error.filename}: {error.strerror}; name another path, or mend this one")
     except Exception as error:
         _fail_as_typed(error)
 

@@ -119,7 +119,9 @@ WRONG = {
     "rows that do not agree": ({"batch": 8, "accumulate": 2, "effective_batch": 24}, "leave one of them out"),
     "micro-batches of no whole rows": ({"batch": None, "accumulate": 5, "effective_batch": 24}, "--accumulate 5"),
     "rows without end": ({"batch": 10**20}, "at most 1048576"),
-    "rank without end": ({"lora_rank": 10**8}, "at most 1048576"),
+    "more GPUs than train takes": ({"gpus": 65}, "--gpus is 65; it must be at most 64"),
+    "a rank that train refuses": ({"lora_rank": 4097}, "--lora is 4097; it must be at most 4096"),
+    "rows that train refuses": ({"seq": 7}, "--seq is 7; it must be at least 8"),
     "heads without end": ({"medusa": 17}, "--medusa is 17"),
     "no heads": ({"medusa": 0}, "--medusa is 0"),
     "stage": ({"medusa": 2, "stage": 3}, "--stage is 3"),
@@ -141,6 +143,28 @@ def test_wrong_input_is_answered_or_gets_more_than_a_line(changes, words):
 
     with pytest.raises(TigonError) as caught:
         command.run(**{**DEMO, "heads": _planned_heads, **changes})
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+SHAPES = {
+    "heads that do not divide": ({"num_key_value_heads": 3}, "does not divide its num_attention_heads 2"),
+    "an activation that there is not": ({"hidden_act": "foo"}, "KeyError: 'foo'"),
+    "a padding token beyond the vocabulary": ({"pad_token_id": 512}, "within num_embeddings"),
+    "no layers": ({"num_hidden_layers": 0}, "at least 1"),
+    "empty products": ({"intermediate_size": 0}, "the shape (0, 32); no size may be 0"),
+    "code that takes tuples": ({"return_dict": False}, "AttributeError"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), SHAPES.values(), ids=SHAPES)
+def test_a_config_that_describes_no_model_is_planned_or_ends_in_a_traceback(changes, words, tmp_path):
+    shape = {
+        "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape | changes))
+    with pytest.raises(TigonError) as caught:
+        command.run(**{**DEMO, "model": str(tmp_path)})
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 

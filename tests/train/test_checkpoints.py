@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ import torch
 from train_helpers import SMALL, records, small_trainer
 
 from forks import forks, in_forks
-from tigon.errors import RunFolderError
+from tigon.errors import RecipeError, RunFolderError
 from tigon.train import checkpoint, launch
 from tigon.train.recipe import Recipe, TrainConfig
 
@@ -346,3 +347,56 @@ def test_resume_after_the_last_step_takes_one_more(whole, tigon):
     assert train_losses(cut) == train_losses(uninterrupted)
     found = [records(folder, "result")[0]["eval_loss"] for folder in (cut, uninterrupted)]
     assert found[0] == found[1]
+
+
+def test_records_of_a_resumed_run_begin_at_its_checkpoint(recipe, tigon, here, monkeypatch):
+    """A checkpoint between two records, after a step that was left out: the mean loss and the count both reach back."""
+    from tigon.train.trainer import TigonTrainer
+
+    original = TigonTrainer.compute_loss
+
+    def compute_loss(self, *arguments, **kwargs):
+        loss = original(self, *arguments, **kwargs)
+        return self.gate.poisoned(loss * math.nan) if self.state.global_step == 1 else loss
+
+    monkeypatch.setattr(TigonTrainer, "compute_loss", compute_loss)
+    path = recipe(train={"steps": 7, "save_steps": 3, "log_steps": 5, "keep_checkpoints": 5}, output={"name": "whole"})
+    assert tigon("train", path).code == 0
+    uninterrupted = here / "runs" / "whole"
+    for name, old in (("cut", False), ("old", True)):
+        cut = cut_back(uninterrupted, name, 6, 7)
+        if old:  # as tigon wrote them before it kept this
+            found = cut / "checkpoints" / "checkpoint-3"
+            (found / "counted-0.json").unlink()
+            manifest = json.loads((found / "manifest.json").read_text())
+            del manifest["files"]["counted-0.json"]
+            (found / "manifest.json").write_text(json.dumps(manifest))
+        outcome = tigon("train", path, "--set", f"output.name={name}", "--resume")
+        assert outcome.code == 0 and "from checkpoint-3" in outcome.out, outcome.err
+        assert weights(cut) == weights(uninterrupted)
+        same = train_losses(cut) == train_losses(uninterrupted)
+        skipped = [
+            json.loads((folder / "summary.json").read_text())["skipped_steps"] for folder in (cut, uninterrupted)
+        ]
+        assert (same, skipped) == ((False, [0, 1]) if old else (True, [1, 1]))
+        assert [step for step, _ in train_losses(cut)] == [1, 5]
+
+
+def test_steps_left_out_before_a_checkpoint_are_forgotten_by_the_limit(tmp_path):
+    def trainer_of(bad: set[int]):
+        train = TrainConfig(steps=5, batch_size=8, save_steps=2, max_skipped_steps=1, log_steps=1)
+        trainer = small_trainer(tmp_path, Recipe(model=SMALL, train=train))
+        model = trainer.model
+
+        def spoil(module, arguments, output):
+            if module.training and trainer.state.global_step + 1 in bad:
+                output.loss = output.loss * math.nan
+            return output
+
+        model.register_forward_hook(spoil)
+        return trainer
+
+    with pytest.raises(RecipeError, match="2 steps in a row, up to step 3"):
+        trainer_of({2, 3}).train()
+    with pytest.raises(RecipeError, match="2 steps in a row, up to step 3"):
+        trainer_of({3}).train(resume_from_checkpoint=str(tmp_path / "c" / "checkpoint-2"))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -150,3 +155,28 @@ def test_a_single_text_has_its_tail_held_out_at_a_line_break():
 def test_a_single_document_that_cannot_be_split_is_refused():
     with pytest.raises(DataError, match=r"set data.eval_source"):
         hold_out([Document("a:1", (Segment("p", False), Segment("c", True)))], 0.1)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "text.txt"])
+def test_a_file_that_cannot_be_opened_or_read_to_its_end_is_a_traceback(tmp_path, monkeypatch, name):
+    """As one without permission, or on a disk that fails."""
+    path = tmp_path / name
+    path.write_text('{"text": "a"}\n', encoding="utf-8")
+
+    class Failing(io.BytesIO):
+        def readline(self, *size):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        read = __next__ = readline
+
+    for opened in (
+        mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")),
+        lambda *a, **k: Failing(),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", opened)
+            patch.setattr(Path, "read_text", lambda self, encoding, opened=opened: opened(self).read())
+            with pytest.raises(
+                DataError, match=rf"{name}: cannot be read: (Permission denied|Input/output error); mend"
+            ):
+                read([str(path)], "auto", None)

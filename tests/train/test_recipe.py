@@ -108,6 +108,29 @@ WRONG = {
         "train: {steps: 1, optimizer: galore}\nsharding: {fsdp: true}",
         r"r\.yaml: .*whole matrices; use sharding",
     ),
+    "no targets": ("train: {steps: 1}\nlora: {rank: 8, targets: []}", r"r\.yaml:2: lora\.targets is empty; name one"),
+    "no kernels to compare": (
+        "train: {steps: 1}\ncomparison: {steps: 2, kernels: []}",
+        r"comparison\.kernels is empty",
+    ),
+    "adapters without a rank": (
+        "train: {steps: 1}\nlora:\n  alpha: 32\n  targets: [linear]",
+        r"r\.yaml:3: lora\.alpha, lora\.targets would do nothing without lora\.rank, .*; add lora\.rank: 16, or take",
+    ),
+    "comparison without steps": (
+        "train: {steps: 1}\ncomparison: {batch_size: 4}",
+        r"comparison\.batch_size would do nothing without comparison\.steps",
+    ),
+    "heads without a stage": ("train: {steps: 1}\nheads: {count: 5}", r"heads\.count would .* add heads\.stage: 1"),
+    "ramp of a constant": ("train: {steps: 1}\nheads: {stage: 1, ramp: 0.5}", r"heads\.ramp would .* heads\.schedule"),
+    "rank of no GaLore": (
+        "train: {steps: 1, galore_rank: 64}",
+        r"train\.galore_rank would .* train\.optimizer: galore",
+    ),
+    "resharding of whole weights": (
+        "train: {steps: 1}\nsharding: {gpus: 2, reshard: false}",
+        r"sharding\.reshard would .* add sharding\.fsdp: true",
+    ),
     "repeated key": ("train: {steps: 1, steps: 2}", r"r\.yaml:1: train\.steps is given twice"),
     "steps and epochs": ("train: {steps: 1, epochs: 1}", r"both are given"),
     "neither steps nor epochs": ("train: {seed: 1}", r"neither is given"),
@@ -132,6 +155,17 @@ def test_a_wrong_recipe_is_refused_by_name(tmp_path, text, message):
     with pytest.raises(RecipeError, match=message) as caught:
         read(tmp_path, text)
     assert "\n" not in str(caught.value)
+
+
+def test_a_technique_cannot_be_switched_off_by_one_key(tmp_path):
+    """Or a resolved recipe, which says every key, is refused; or what only a GPU compares, on a machine without."""
+    text = "train: {steps: 1}\nlora: {rank: 8, alpha: 32}\ncomparison: {kernels: [tigon]}\n"
+    text += "on_gpu: {comparison: {steps: 3}}"
+    assert read(tmp_path, text).lora.alpha == 32
+    assert read(tmp_path, text, "lora.rank=null").lora.rank is None
+    assert read(tmp_path, text, "comparison.steps=0", gpu=True).comparison.steps == 0
+    with pytest.raises(RecipeError, match=r"--set: heads\.kind would do nothing"):
+        read(tmp_path, text, "heads.kind=mtp")
 
 
 WRONG_SETS = {
@@ -161,8 +195,9 @@ def test_missing_and_binary_recipes_are_refused(tmp_path):
 
 
 def test_the_recipes_that_come_with_tigon_are_valid_on_both_devices():
-    found = sorted((ROOT / "recipes").glob("*.yaml"))
-    assert found
+    folders = [ROOT / "recipes", ROOT / "recipes" / "techniques", ROOT / "recipes" / "medusa"]
+    found = sorted(path for folder in folders for path in folder.glob("*.yaml") if ".sweep" not in path.name)
+    assert len(found) > 30
     for path in found:
         for gpu in (False, True):
             load(path, gpu_present=lambda gpu=gpu: gpu)

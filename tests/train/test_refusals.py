@@ -28,6 +28,21 @@ CASES = {
     "unknown --set": ({}, ("--set", "train.batchsize=2"), r"nearest key is train\.batch_size"),
     "missing data file": ({"data": {"source": "none.txt"}}, (), r"none\.txt: no such file or folder"),
     "malformed row": ({"data": {"source": "bad.jsonl"}}, (), r"bad\.jsonl:2: not valid JSON"),
+    "first document over the limit": (
+        {"data": {"max_text_mib": 0.001}},
+        (),
+        r"text\.txt: the first document has 0\.0\d+ MiB of text, over data\.max_text_mib 0\.001",
+    ),
+    "empty evaluation data": (
+        {"data": {"eval_source": "empty.txt"}},
+        (),
+        r"empty\.txt: no text in it; .* in data\.eval_source",
+    ),
+    "evaluation data that is all dropped": (
+        {"data": {"eval_source": "long.jsonl", "too_long": "drop"}},
+        (),
+        r"data\.eval_source: long\.jsonl: 20 documents, and no row to evaluate on: 20 over data\.sequence_length 32",
+    ),
     "empty data": ({"data": {"source": "empty.txt"}}, (), r"empty\.txt: no text in it"),
     "too little data": (
         {"data": {"source": "short.txt"}},
@@ -89,6 +104,20 @@ CASES = {
         r"model\.config\.num_layers is not a key of LlamaConfig; .* num_hidden_layers",
     ),
     "impossible shape": ({"model": {"config": {**TINY_MODEL, "num_attention_heads": 3}}}, (), r"model"),
+    "heads that do not divide": (
+        {},
+        ("--set", "model.config.num_key_value_heads=3"),
+        r"model\.config: tigon-demo cannot be trained with num_key_value_heads: 3: .*; change it",
+    ),
+    "unknown activation": ({}, ("--set", "model.config.hidden_act=foo"), r"with hidden_act: foo: KeyError: 'foo'"),
+    "padding beyond the vocabulary": (
+        {},
+        ("--set", "model.config.pad_token_id=512"),
+        r"with vocab_size: 512, pad_token_id: 512: .*within num_embeddings",
+    ),
+    "no layers": ({}, ("--set", "model.config.num_hidden_layers=0"), r"num_hidden_layers: 0: .* at least one layer"),
+    "nothing in a layer": ({}, ("--set", "model.config.intermediate_size=0"), r"gate_proj\.weight would be empty"),
+    "key that is no shape": ({}, ("--set", "model.config.return_dict=false"), r"return_dict is no part of a shape"),
     "no tokenizer there": ({"data": {"tokenizer": "folder"}}, (), r"folder: no tokenizer could be loaded"),
     "name with a path": ({"output": {"name": "../r"}}, (), r"output\.name is '\.\./r'"),
     "nothing to resume": ({}, ("--resume",), r"runs/r: no run to resume there"),
@@ -229,5 +258,6 @@ def test_the_hub_is_left_alone_unless_a_hub_id_is_asked_for(recipe, tigon, monke
     quiet_libraries(Recipe())
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("tigon.memory.hub.answers", lambda: True)
     quiet_libraries(Recipe(model=ModelConfig(name="owner/model")))
     assert "HF_HUB_OFFLINE" not in os.environ

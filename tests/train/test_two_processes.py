@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from test_technique_runs import fsdp_rank
 from train_helpers import SMALL, records, small_trainer
 
 from forks import forks, in_forks
-from tigon.train import checkpoint, launch, stopping
+from tigon.errors import ProcessError
+from tigon.train import checkpoint, faults, launch, stopping
 from tigon.train.recipe import Recipe, TrainConfig
 from tigon.train.run import train
 from tigon.train.trainer import TigonTrainer
@@ -92,6 +94,8 @@ def test_two_processes_lose_what_they_have_to_a_kill_or_a_signal(recipe, here):
     run = here / "runs" / "r"
     other, killed = in_forks(lambda rank: killed_in_step(6, rank, path), 2, said=here / "said")
     assert os.WTERMSIG(killed) == signal.SIGKILL and other != 0, (here / "said").read_text()[-3000:]
+    survivor = (here / "said").read_text()
+    assert "ProcessError: process 0 of 2 has lost another" in survivor and "--resume" in survivor
     found = checkpoint.newest(run / "checkpoints")
     assert found.path.name == "checkpoint-3" and not found.passed_over
 
@@ -138,6 +142,31 @@ def test_fate_of_a_process_is_not_what_its_launcher_ends_with(fate, said_or_code
         assert os.waitstatus_to_exitcode(status) == 1 and f"ProcessError: {said_or_code}" in said.read_text()
     else:
         assert os.waitstatus_to_exitcode(status) == said_or_code and not said.read_text()
+
+
+def test_process_that_misses_another_takes_a_fault_of_its_own_for_that(monkeypatch):
+    """Or the error of a lost process for a bug, which has a traceback, or for a checkpoint that cannot be read."""
+    gloo = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:11670: Connection reset by peer. This")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert faults.how_another_was_lost(gloo) == "Connection reset by peer"
+    assert faults.how_another_was_lost(RuntimeError("shape '[2]' is invalid")) is None
+    assert faults.how_another_was_lost(ValueError(str(gloo))) is None
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert faults.how_another_was_lost(gloo) is None
+
+
+def test_process_that_misses_a_killed_one_is_taken_for_the_cause(monkeypatch):
+    """Both have ended when the launcher looks."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=rank, exitcode=code, error_file="none")
+        for rank, code in enumerate((2, -signal.SIGKILL))
+    }
+    monkeypatch.setattr(run, "run", mock.Mock(side_effect=ChildFailedError("tigon", failures)))
+    with pytest.raises(ProcessError, match=r"process 1 of 2 was killed \(SIGKILL\)"):
+        launch.launch(Path("recipe.yaml"), [], 2, resume=False)
 
 
 def wait_in_vain(rank: int, here: Path) -> int | None:

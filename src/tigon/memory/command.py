@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -12,13 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from tigon.errors import UsageError
-from tigon.techniques.choices import CHECKPOINTING_PATTERN, CHECKPOINTINGS, KERNELS, OFFLOADS, PRECISIONS, Choices
+from tigon.techniques.choices import (
+    CHECKPOINTING_PATTERN,
+    CHECKPOINTINGS,
+    KERNELS,
+    LIMITS,
+    OFFLOADS,
+    PRECISIONS,
+    Choices,
+)
 from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.quiet import quiet_packages
 
 DEFAULT_BATCH, DEFAULT_SEQ = 8, 1024
 """The recipe's train.batch_size and data.sequence_length."""
 MOST = 1 << 20
-"""Of rows, GPUs, micro-batches and a rank: sizes of tensors beyond are no longer 64-bit numbers."""
+"""Of rows and micro-batches: sizes of tensors beyond are no longer 64-bit numbers."""
 METHODS, POLICIES = ("trace", "study"), ("search", "study")
 ATTENTIONS = ("sdpa", "eager")
 _WORDS: Mapping[str, tuple[str, ...]] = {
@@ -114,10 +122,12 @@ def _check_numbers(said: Mapping[str, Any]) -> None:
     flags = {"lora_rank": "lora"}
     for name in ("batch", "seq", "effective-batch", "gpus", "accumulate", "lora_rank"):
         value = said.get(name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at least 1.")
-        if value is not None and value > MOST and name != "seq":  # that one has the model's limit
-            raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at most {MOST}.")
+        least, most = LIMITS.get(name, (1, None))
+        if value is not None and value < least:
+            raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at least {least}.")
+        most = most or (None if name == "seq" else MOST)  # that one has the model's limit
+        if value is not None and most is not None and value > most:
+            raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at most {most}.")
 
 
 def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate: int | None) -> int | None:
@@ -138,9 +148,8 @@ def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate:
 
 def _quiet(model: str) -> None:
     """No network unless the model is a hub id, and none of the libraries' chatter; before transformers is imported."""
-    from tigon.models.config import is_hub_id
+    from tigon.memory import hub
 
-    if not is_hub_id(model):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    hub.settle((model,))
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters of its warnings is refused
+    quiet_packages()

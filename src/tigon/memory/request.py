@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tigon.errors import UsageError
+from tigon.models.config import build_on_meta
 from tigon.techniques import matrix
 from tigon.techniques.choices import (
     ATTENTIONS,
@@ -61,6 +63,18 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def build(name: str, config: Any) -> Any:
+    """The model of a config without memory for its weights; `name` is for the message. Raises UsageError, also where
+    some of them would be empty."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
+        model: Any = build_on_meta(name, config)
+    for parameter, weight in model.named_parameters():
+        if not weight.numel():
+            raise UsageError(f"{name}: its config gives {parameter} the shape {tuple(weight.shape)}; no size may be 0.")
+    return model
+
+
 def refusals(request: Request, choices: Choices) -> tuple[str, ...]:
     """Why `request` cannot be carried out with these choices instead of its own, a sentence each."""
     return (*matrix.refusals(choices), *(request.heads.refusals(choices) if request.heads is not None else ()))
@@ -96,6 +110,12 @@ def check(request: Request) -> None:
     text = text_config(request.config)
     if text.num_hidden_layers < 1:
         raise UsageError(f"{request.model} has num_hidden_layers {text.num_hidden_layers}; a model has at least 1.")
+    heads, key_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(key_heads, int) and (key_heads < 1 or heads % key_heads):
+        raise UsageError(
+            f"{request.model} has num_key_value_heads {key_heads}, which does not divide its num_attention_heads "
+            f"{heads}; mend its config.json."
+        )
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and request.seq > limit:
         raise UsageError(

@@ -10,8 +10,7 @@ from torch import nn
 
 from tigon.memory import adapters
 from tigon.memory.recorder import rounded
-from tigon.memory.request import Request
-from tigon.models.config import build_on_meta
+from tigon.memory.request import Request, build
 from tigon.techniques.optimizers import FP32, OPTIMIZERS, Parameter
 
 # The first number in a parameter's path: `model.layers.7.mlp...`, `transformer.h.7.attn...`.
@@ -80,7 +79,7 @@ class Statics:
 def statics(request: Request, itemsize: int) -> Statics:
     """The model of `request` with floats of `itemsize` bytes, at its full depth."""
     choices = request.choices
-    model: Any = build_on_meta(request.model, request.config)
+    model: Any = build(request.model, request.config)
     if choices.quantized:
         adapters.quantize(model)
     if choices.lora_rank is not None:

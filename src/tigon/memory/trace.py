@@ -13,8 +13,10 @@ import functools
 import gc
 import logging
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +27,8 @@ from tigon.errors import UsageError
 from tigon.memory import adapters, attention, cuda_plan, liger
 from tigon.memory.gpus import Gpu
 from tigon.memory.recorder import HOST_CALLS, Recorder
-from tigon.memory.request import Request, text_config
+from tigon.memory.request import Request, build, text_config
 from tigon.memory.tape import NotPeriodic, Tape, Where, unrollable, unrolled
-from tigon.models.config import build_on_meta
 from tigon.models.loss_seam import causal_lm_loss
 from tigon.models.tracing import attention_replaced
 from tigon.techniques import checkpointing, head_groups, tiling
@@ -129,7 +130,7 @@ def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluati
     config = shallow_config(request.config, layers)
     if choices.attention == "eager":
         text_config(config)._attn_implementation = "eager"
-    model: Any = build_on_meta(request.model, config)
+    model: Any = build(request.model, config)
     inplace, host_calls = (liger.INPLACE, liger.HOST_CALLS) if choices.kernels == "liger" else ({}, HOST_CALLS)
     recorder = Recorder(cuda_plan.scratch_bytes(gpu.sm_count), inplace, host_calls)
     if choices.quantized:
@@ -173,10 +174,14 @@ def _foreign_code(name: str) -> Iterator[None]:
     log.setLevel(logging.CRITICAL)
     try:
         yield
-    except (RuntimeError, DataDependentOutputException, DynamicOutputShapeException) as error:
+    except Exception as error:
+        said = (RuntimeError, DataDependentOutputException, DynamicOutputShapeException)
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if not isinstance(error, said) and "transformers" not in Path(frame.f_code.co_filename).parts:
+            raise  # ours
         raise UsageError(
             f"{name}: its step cannot be traced without data ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:160]}); use the method `study`."
+            f"{' '.join(str(error).split())[:160]}); mend its config if that is wrong, or use the method `study`."
         ) from error
     finally:
         log.setLevel(before)

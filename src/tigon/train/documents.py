@@ -75,19 +75,31 @@ class BadRows:
         self.said.append(str(error))
 
 
-def read(sources: Sequence[str], layout: str, max_text_mib: float | None, bad: BadRows | None = None) -> list[Document]:
-    """The documents of `sources` in order, up to `max_text_mib` of text. Raises DataError naming file and line."""
+def read(
+    sources: Sequence[str], layout: str, max_text_mib: float | None, bad: BadRows | None = None,
+    key: str = "data.source",
+) -> list[Document]:  # fmt: skip
+    """The documents of `sources` in order, up to `max_text_mib` of text. Raises DataError naming file and line.
+
+    key: the recipe's, for messages.
+    """
     budget_bytes = math.inf if max_text_mib is None else max_text_mib * 2**20
     documents: list[Document] = []
     bad = bad or BadRows()
     for document in _all(sources, layout, bad):
-        budget_bytes -= len(document.text.encode("utf-8", errors="replace"))
+        size_bytes = len(document.text.encode("utf-8", errors="replace"))
+        budget_bytes -= size_bytes
         if budget_bytes < 0 and documents:
             break
+        if budget_bytes < 0:
+            raise DataError(
+                f"{document.origin}: the first document has {size_bytes / 2**20:.3g} MiB of text, over "
+                f"data.max_text_mib {max_text_mib:g}, and documents are read whole; raise it, or split the file"
+            )
         documents.append(document)
     if not documents:
         why = f"; {len(bad.said)} rows were left out, the first: {bad.said[0]}" if bad.said else ""
-        raise DataError(f"{', '.join(sources)}: no text in it; name files that are not empty in data.source{why}")
+        raise DataError(f"{', '.join(sources)}: no text in it; name files that are not empty in {key}{why}")
     return documents
 
 
@@ -175,27 +187,38 @@ def _file(path: Path, layout: str, bad: BadRows) -> Iterator[Document]:
         bad.take(DataError(f"{path}:{line}: not UTF-8 text (byte {error.start}); convert the file to UTF-8"))
         return
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        raise _unreadable(path, error) from None
     if text.strip():
         yield Document(str(path), (Segment(text, True),))
 
 
 def _jsonl(path: Path, layout: str, bad: BadRows) -> Iterator[Document]:
     """One document a row; blank lines are allowed."""
-    with path.open("rb") as handle:
-        for number, line in enumerate(handle, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = _parse_row(line, where)
-                if layout == "auto":
-                    layout = _detect(row, where)
-                document = LAYOUTS[layout].read(row, where)
-            except DataError as error:
-                bad.take(error)
-            else:
-                yield document
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = _parse_row(line, where)
+            if layout == "auto":
+                layout = _detect(row, where)
+            document = LAYOUTS[layout].read(row, where)
+        except DataError as error:
+            bad.take(error)
+        else:
+            yield document
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as handle:
+            yield from handle
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path}: cannot be read: {error.strerror}; mend that, or name another file")
 
 
 def _parse_row(line: bytes, where: str) -> dict[str, Any]:

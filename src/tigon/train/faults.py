@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from tigon.train.prepare import Prepared
 
+# Of gloo, of PyTorch's store and of NCCL.
+LOST_PEER = r"Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited"
+
 
 def in_words(error: Exception, run: RunFolder, command: str) -> TigonError | None:
     """What the user can act on; None: a bug, which keeps its traceback."""
@@ -30,7 +33,20 @@ def in_words(error: Exception, run: RunFolder, command: str) -> TigonError | Non
             f"a process that prepares batches (train.workers) died or hangs: {type(error).__name__}: {text[:200]}; "
             f"continue with `{command} --resume`, with --set train.workers=0 if it happens again"
         )
+    if lost := how_another_was_lost(error):
+        return ProcessError(
+            f"process {launch.rank()} of {launch.processes()} has lost another, which ended or cannot be reached "
+            f"({lost}); mend what ended it and continue with `{command} --resume`"
+        )
     return None
+
+
+def how_another_was_lost(error: Exception) -> str | None:
+    """In the words of what carries the collectives, if `error` is that another process does not answer any more."""
+    if launch.processes() == 1 or not isinstance(error, RuntimeError):
+        return None
+    found = re.search(LOST_PEER, str(error))
+    return found[0] if found else None
 
 
 def _worker_is_lost(error: Exception) -> bool:

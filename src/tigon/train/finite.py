@@ -11,6 +11,7 @@ GradScaler uses): the host reads the counts of a step while the next one runs. T
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -70,6 +71,20 @@ class FiniteGate:
         self._loss_sum.zero_()
         self._n_summed.zero_()
         return found
+
+    def state(self) -> dict[str, float]:
+        """What a resumed run goes on counting from, this process's part of the loss since the last record among it."""
+        skipped, in_a_row = self._counts.tolist()
+        return {
+            "skipped": skipped, "in_a_row": in_a_row, "loss_sum": float(self._loss_sum), "n_summed": int(self._n_summed)
+        }  # fmt: skip
+
+    def resume(self, state: Mapping[str, float]) -> None:
+        """Go on from `state`."""
+        self.skipped = int(state["skipped"])
+        self._counts[0], self._counts[1] = self.skipped, int(state["in_a_row"])
+        self._loss_sum.fill_(state["loss_sum"])
+        self._n_summed.fill_(int(state["n_summed"]))
 
     def settle(self, step: int) -> None:
         """Hear of the last step too, at the cost of waiting for it."""

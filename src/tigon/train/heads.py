@@ -157,6 +157,16 @@ class HeadsTrainer(TigonTrainer):
             logs.update(self._held_out.take(self.accelerator.reduce))
         super().log(logs, *args, **kwargs)
 
+    def counted(self) -> dict[str, Any]:
+        sums = vars(self._heads.state.record).items()
+        return {**super().counted(), "heads": {name: t.tolist() for name, t in sums if isinstance(t, torch.Tensor)}}
+
+    def resume_counting(self, counted: Mapping[str, Any]) -> None:
+        super().resume_counting(counted)
+        record = self._heads.state.record
+        for name, sums in counted["heads"].items():
+            setattr(record, name, torch.tensor(sums, dtype=torch.float64, device=self.args.device))
+
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         self._held_out = None
         return super().evaluate(*args, **kwargs)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tigon.errors import ProcessError
 from tigon.train import stopping
@@ -153,7 +154,7 @@ def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bo
     except SignalException as error:
         return stopping.EXIT_OFFSET + int(error.sigval)
     except ChildFailedError as error:
-        rank, first = min(error.failures.items(), key=lambda item: item[1].timestamp)
+        rank, first = min(error.failures.items(), key=lambda item: (item[1].timestamp, not _was_killed(item[1])))
         code = int(first.exitcode)
         if code < 0:
             raise ProcessError(
@@ -163,3 +164,8 @@ def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bo
             ) from None
         return code
     return 0
+
+
+def _was_killed(failure: Any) -> bool:
+    """Not by the launcher. Of those that ended in the same second it is the cause, and the others have missed it."""
+    return bool(failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,13 @@ from tigon.errors import RecipeError
 from tigon.models.config import is_hub_id
 from tigon.models.presets import PRESETS
 from tigon.train.recipe import ModelConfig
+
+# Keys that every transformers config has, and that say nothing about a shape.
+NO_SHAPE = frozenset({
+    "_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "id2label", "is_encoder_decoder", "label2id",
+    "model_type", "output_attentions", "output_hidden_states", "problem_type", "return_dict", "transformers_version",
+    "use_cache",
+})  # fmt: skip
 
 
 def is_preset(name: str) -> bool:
@@ -64,24 +72,74 @@ def _preset_config(model: ModelConfig) -> Any:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; the nearest is {near[0]}" if near else ""
             raise RecipeError(f"model.config.{name} is not a key of {type(config).__name__}{hint}")
+        if name in NO_SHAPE:
+            raise RecipeError(
+                f"model.config.{name} is no part of a shape, which is all that model.config changes; leave it out"
+            )
     try:
-        return type(config)(**{**shape, **(model.config or {})})
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise RecipeError(f"model.config: {type(config).__name__} refuses it: {' '.join(str(error).split())}") from None
+        config = type(config)(**{**shape, **(model.config or {})})
     except Exception as error:  # huggingface_hub raises its own strict-dataclass errors, which are no ValueError
         raise RecipeError(f"model.config: {type(config).__name__} refuses it: {' '.join(str(error).split())}") from None
+    if model.config:
+        _check_shape(model, shape, config)
+    return config
+
+
+def _check_shape(model: ModelConfig, shape: Mapping[str, Any], config: Any) -> None:
+    """Refuse a shape that no step can be made with, and name the keys without which one could."""
+    problem, changed = _problem_of(config), model.config or {}
+    if problem is None:
+        return
+
+    def works_without(name: str) -> bool:
+        try:
+            rest = type(config)(**{**shape, **{other: value for other, value in changed.items() if other != name}})
+        except Exception:  # as where it is made with all of them
+            return False
+        return _problem_of(rest) is None
+
+    guilty = [name for name in changed if works_without(name)]
+    said = ", ".join(f"{name}: {changed[name]}" for name in guilty or changed)
+    raise RecipeError(f"model.config: {model.name} cannot be trained with {said}: {problem}; change it")
+
+
+def _problem_of(config: Any) -> str | None:
+    """Why no step can be made with a preset of this shape, found on one without memory for its numbers."""
+    try:
+        built = _on_meta(config)
+        if empty := [name for name, parameter in built.named_parameters() if not parameter.numel()]:
+            return f"{empty[0]} would be empty"
+        if config.num_hidden_layers < 1:
+            return "a model has at least one layer"
+        tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        # a mask of its own, as transformers would read the values of one that it makes or of the positions
+        mask = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta")
+        with torch.no_grad():
+            assert built.train()(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False).loss.ndim == 0
+    except Exception as error:  # a shape can be wrong in as many ways as there are models
+        return _one_line(error)
+    return None
+
+
+def _on_meta(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
+        return AutoModelForCausalLM.from_config(config)
 
 
 def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Every parameter by name, tied ones once, without allocating the model."""
-    from transformers import AutoModelForCausalLM
-
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, RuntimeError, TypeError, ZeroDivisionError) as error:
-        raise RecipeError(f"model: cannot be built: {' '.join(str(error).split())[:240]}") from None
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        built = _on_meta(config)
+    except Exception as error:  # as above
+        raise RecipeError(f"model: cannot be built from its config: {_one_line(error)}") from None
+    return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
 
 
 def build(

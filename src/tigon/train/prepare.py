@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tigon.errors import RecipeError, TigonError
+from tigon.errors import DataError, RecipeError, TigonError
+from tigon.techniques.quiet import quiet_packages
 from tigon.train import documents, launch, preflight, stopping
 from tigon.train.recipe import Recipe
 
@@ -30,14 +31,13 @@ if TYPE_CHECKING:
 
 def quiet_libraries(recipe: Recipe) -> None:
     """No network unless a hub id is asked for, and none of the libraries' own chatter; both before their import."""
-    from tigon.models.config import is_hub_id
+    from tigon.memory import hub
 
-    hub = [name for name in (recipe.model.name, recipe.data.tokenizer) if is_hub_id(name)]
-    if not hub:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    hub.settle((recipe.model.name, recipe.data.tokenizer))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # about DeepSpeed's calls
+    quiet_packages()
 
     try:
         import transformers
@@ -107,7 +107,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     bad = documents.BadRows(data.bad_rows)
     read = documents.read(data.source, data.format, data.max_text_mib, bad)
     if data.eval_source:
-        learned, held_out = read, documents.read(data.eval_source, data.format, None, bad)
+        learned, held_out = read, documents.read(data.eval_source, data.format, None, bad, "data.eval_source")
     else:
         learned, held_out = documents.hold_out(read, data.eval_fraction)
     tok = _tokenizer(recipe, learned)
@@ -117,6 +117,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     held = _pack(recipe, encode(held_out)) if held_out else None
     eval_rows = held.rows if held else []
     _check_enough(recipe, len(train.rows))
+    if held is not None and not held.rows:
+        raise _nothing_held_out(recipe, len(held_out), held.n_dropped)
     prompt = _prompt(recipe, tok, eval_rows or train.rows)
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
     flatten = data.packing and recipe.model.attention.startswith("flash")
@@ -176,6 +178,23 @@ def _check_enough(recipe: Recipe, n_rows: int) -> None:
                 f"data.source gives {n_rows} rows of {recipe.data.sequence_length} tokens, fewer than {name} {size}; "
                 "lower it or data.sequence_length, or add text"
             )
+
+
+def _nothing_held_out(recipe: Recipe, n_documents: int, n_dropped: int) -> DataError:
+    """Of documents for evaluation that leave no row: the run would silently have no held-out loss."""
+    data = recipe.data
+    if data.eval_source:
+        what, fix = (
+            f"data.eval_source: {', '.join(data.eval_source)}",
+            "name other files, or leave data.eval_source out",
+        )
+    else:
+        what, fix = f"data.eval_fraction: {data.eval_fraction:g} of the documents", "hold out more of them, or 0"
+    return DataError(
+        f"{what}: {n_documents} documents, and no row to evaluate on: {n_dropped} over data.sequence_length "
+        f"{data.sequence_length} (data.too_long: {data.too_long}), {n_documents - n_dropped} unusable or with nothing "
+        f"to predict; {fix}"
+    )
 
 
 def _prompt(recipe: Recipe, tok: Any, rows: Sequence[Row]) -> list[int]:

@@ -20,6 +20,7 @@ from tigon.techniques.choices import (
     CHECKPOINTING_PATTERN,
     CHECKPOINTINGS,
     KERNELS,
+    LIMITS,
     LORA_TARGETS,
     OFFLOADS,
     PRECISIONS,
@@ -34,11 +35,14 @@ AUTO_PRECISION = "amp-bf16"  # what `auto` is on a GPU; nothing is excluded with
 
 def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | None = None,
         renamed: Mapping[str, str] | None = None, minimum: float | None = None, maximum: float | None = None,
-        above: float | None = None) -> Any:  # fmt: skip
+        above: float | None = None, limits: str | None = None) -> Any:  # fmt: skip
     """A recipe key. `minimum` and `maximum` are inclusive, `above` is exclusive; a tuple default makes a list key.
 
     pattern: what a value must match where `choices` are not all of them. renamed: words of old, and their new ones.
+    limits: the row of LIMITS, for both ends.
     """
+    if limits is not None:
+        minimum, maximum = LIMITS[limits]
     metadata = {
         "help": help, "choices": tuple(choices), "pattern": pattern, "renamed": renamed or {}, "minimum": minimum,
         "maximum": maximum, "above": above,
@@ -93,7 +97,7 @@ class DataConfig:
         "on the data.",
     )  # fmt: skip
     vocab_size: int = key(8192, "Size of the BPE that `auto` trains.", minimum=300, maximum=262144)
-    sequence_length: int = key(1024, "Tokens in a row.", minimum=8)
+    sequence_length: int = key(1024, "Tokens in a row.", limits="seq")
     packing: bool = key(True, "Fill rows with several documents; false: one document (or piece of one) a row, padded.")
     cross_document_attention: bool = key(
         False, "Let attention reach into the previous documents of a packed row. Saves the block mask that sdpa needs."
@@ -116,8 +120,8 @@ class TrainConfig:
 
     steps: int | None = key(None, "Optimizer steps; give this or `epochs`.", minimum=1)
     epochs: float | None = key(None, "Passes over the rows; give this or `steps`.", above=0)
-    batch_size: int = key(8, "Rows in a micro-batch.", minimum=1)
-    gradient_accumulation: int = key(1, "Micro-batches in an optimizer step.", minimum=1)
+    batch_size: int = key(8, "Rows in a micro-batch.", limits="batch")
+    gradient_accumulation: int = key(1, "Micro-batches in an optimizer step.", limits="accumulate")
     learning_rate: float = key(3e-4, "Peak learning rate.", above=0)
     schedule: str = key("cosine", "Learning rate after the warm-up.", choices=("cosine", "linear", "constant"))
     warmup_steps: int = key(0, "Steps of linear warm-up.", minimum=0)
@@ -127,7 +131,7 @@ class TrainConfig:
     optimizer: str = key(
         "adamw", "Optimizer; docs/techniques/optimizers.md tells them apart.", choices=tuple(OPTIMIZERS)
     )
-    galore_rank: int = key(128, "Rank of the gradients' subspace, for the galore optimizers.", minimum=1)
+    galore_rank: int = key(128, "Rank of the gradients' subspace, for the galore optimizers.", limits="galore_rank")
     galore_gap: int = key(200, "Steps between choices of that subspace.", minimum=1)
     max_grad_norm: float = key(1.0, "Clip the gradient's norm to this; 0: no clipping.", minimum=0)
     precision: str = key(
@@ -163,7 +167,7 @@ class TrainConfig:
 class LoraConfig:
     """Training small matrices beside the model's own weights, which stay as they are; merged into them at the end."""
 
-    rank: int | None = key(None, "Rank of the adapters; none: full fine-tuning.", minimum=1, maximum=4096)
+    rank: int | None = key(None, "Rank of the adapters; none: full fine-tuning.", limits="lora_rank")
     alpha: float | None = key(None, "The adapters' product is scaled by alpha / rank; none: 2 x rank.", above=0)
     targets: tuple[str, ...] = key(
         ("linear",), "What gets adapters: the `linear` modules of the layers, the `head`, the `embeddings`.",
@@ -176,7 +180,7 @@ class LoraConfig:
 class ShardingConfig:
     """Several GPUs, and where weights and optimizer states live."""
 
-    gpus: int = key(1, "Processes, one a GPU; also `--gpus`. Without a GPU they run on the CPU.", minimum=1, maximum=64)
+    gpus: int = key(1, "Processes, one a GPU; also `--gpus`. Without a GPU they run on the CPU.", limits="gpus")
     zero: int = key(
         0, "DeepSpeed ZeRO: 1 partitions the optimizer's states over the GPUs, 2 the gradients too, 3 the weights too.",
         minimum=0, maximum=3,
@@ -374,6 +378,46 @@ _WRONG_PAIRS: tuple[tuple[typing.Callable[[Recipe], bool], str], ...] = (
         "Liger Kernel has no loss of several heads; set model.kernels to tigon, no-flce or none",
     ),
 )
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Keys that do nothing unless another key is what `on` says."""
+
+    keys: tuple[str, ...]
+    key: str
+    on: typing.Callable[[Recipe], bool]
+    instead: str
+    """What to write for them to take effect."""
+
+
+def _others(section: str, but: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{f.name}" for f in dataclasses.fields(SECTIONS[section]) if f.name != but)
+
+
+SWITCHES = (
+    Switch(_others("lora", "rank"), "lora.rank", lambda r: r.lora.rank is not None, "lora.rank: 16"),
+    Switch(_others("heads", "stage"), "heads.stage", lambda r: r.heads.stage is not None, "heads.stage: 1"),
+    Switch(_others("comparison", "steps"), "comparison.steps", lambda r: r.comparison.steps > 0, "comparison.steps: 6"),
+    Switch(
+        ("train.galore_rank", "train.galore_gap"), "train.optimizer", lambda r: r.train.optimizer.startswith("galore"),
+        "train.optimizer: galore",
+    ),
+    Switch(("sharding.reshard",), "sharding.fsdp", lambda r: r.sharding.fsdp, "sharding.fsdp: true"),
+    Switch(("heads.ramp",), "heads.schedule", lambda r: r.heads.schedule != "constant", "heads.schedule: linear"),
+)  # fmt: skip
+
+
+def check_effects(recipe: Recipe, said: typing.Collection[str], where: typing.Callable[[str], str]) -> None:
+    """Refuse keys among `said` that would do nothing, unless their switch is said too: that is a choice, so that a
+    technique can be switched off by one key. Raises RecipeError."""
+    for switch in SWITCHES:
+        idle = [key for key in switch.keys if key in said]
+        if idle and switch.key not in said and not switch.on(recipe):
+            raise RecipeError(
+                f"{where(idle[0])}: {', '.join(idle)} would do nothing without {switch.key}, which is not given; add "
+                f"{switch.instead}, or take {'it' if len(idle) == 1 else 'them'} out"
+            )
 
 
 def reference_table() -> str:

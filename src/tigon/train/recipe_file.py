@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from tigon.errors import RecipeError
-from tigon.train.recipe import SECTIONS, Recipe, TrainConfig, check_combinations, limits_text, type_name
+from tigon.train.recipe import (
+    SECTIONS,
+    Recipe,
+    TrainConfig,
+    check_combinations,
+    check_effects,
+    limits_text,
+    type_name,
+)  # fmt: skip
 
 ON_GPU = "on_gpu"
 MAX_RECIPE_BYTES = 64 * 1024
@@ -42,16 +50,24 @@ def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[],
     _check_keys(raw, path, lines)
     on_gpu = raw.pop(ON_GPU, None)
     assignments = [_parse_override(text) for text in overrides]
+    # what is said for GPUs only is said too: the recipe is the same on a machine without one
+    said = {f"{name}.{key}" for block in (raw, on_gpu or {}) for name, keys in block.items() for key in keys}
+    said |= {".".join(dotted.split(".")[:2]) for dotted, _ in assignments}
     device = _peek_device(raw, assignments)
     if on_gpu and (device == "cuda" or (device == "auto" and gpu_present())):
         _merge(raw, on_gpu)
     for dotted, value in assignments:
         _assign(raw, dotted, value)
     sources = {dotted: "--set" for dotted, _ in assignments}
-    recipe = _build(Recipe, raw, "", lambda dotted: _where(path, lines, dotted, sources))
+
+    def where(dotted: str) -> str:
+        return _where(path, lines, dotted, sources)
+
+    recipe = _build(Recipe, raw, "", where)
     assert isinstance(recipe, Recipe)
     if checked:
         check_combinations(recipe, path)
+        check_effects(recipe, said, where)
     return recipe
 
 
@@ -213,6 +229,8 @@ def _convert(value: Any, hint: Any, limits: Mapping[str, Any], dotted: str, wher
     (target,) = [option for option in options if option is not types.NoneType]
     if typing.get_origin(target) is tuple:
         items = value if isinstance(value, list) else [value]
+        if not items and limits["choices"]:
+            raise RecipeError(f"{where(dotted)}: {dotted} is empty; name one or more of {', '.join(limits['choices'])}")
         return tuple(_convert(item, typing.get_args(target)[0], limits, dotted, where) for item in items)
     if typing.get_origin(target) is Mapping:
         if not isinstance(value, dict):

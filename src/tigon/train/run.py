@@ -314,7 +314,7 @@ def _train(
         except Exception as error:
             if run.checkpoint is None or trainer.n_micro_steps or isinstance(error, TigonError):
                 raise
-            if prediction.is_out_of_memory(error):
+            if prediction.is_out_of_memory(error) or faults.how_another_was_lost(error):
                 raise
             raise faults.unreadable(run, error) from error
         finally:

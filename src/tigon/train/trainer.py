@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import math
 import os
 import shutil
@@ -140,16 +141,32 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         self.n_micro_steps = 0
         self.restart_clock()
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         if self.is_deepspeed_enabled:
             checkpoint.know_deepspeed_classes()
+        if resume_from_checkpoint is not None:
+            file = Path(resume_from_checkpoint) / self._counted_file
+            if file.exists():  # checkpoints of old have none
+                self.resume_counting(json.loads(file.read_text(encoding="utf-8")))
         if self.safeguards.stop is not None:
             self.safeguards.stop.listen()
         try:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, **kwargs)
         except _NothingLeft:  # the Trainer would take one step more
             self.is_in_train = False
             self._saved_step = self.state.global_step
+
+    @property
+    def _counted_file(self) -> str:
+        return f"counted-{self.args.process_index}.json"
+
+    def counted(self) -> dict[str, Any]:
+        """What has been counted and summed since the run began or the last record, in this process: for a checkpoint
+        between two records, so that the next is the one of a run that was never interrupted."""
+        return {"gate": self.gate.state()}
+
+    def resume_counting(self, counted: Mapping[str, Any]) -> None:
+        self.gate.resume(counted["gate"])
 
     def asked_to_stop(self) -> bool:
         """Whether a signal came, in any process; all of them ask at once."""
@@ -328,10 +345,14 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         self._writing = checkpoint.scratch(folder, step)
         try:
             self._write(partial(super()._save_checkpoint, model, trial))
+            self._write(partial(self._save_counted, checkpoint.scratch(folder, step) / checkpoint.name_of(step)))
             self._write(partial(self._publish, folder, step))
         finally:
             self._writing = None
         self._saved_step = step
+
+    def _save_counted(self, folder: Path) -> None:
+        (folder / self._counted_file).write_text(json.dumps(self.counted()), encoding="utf-8")
 
     def _publish(self, folder: Path, step: int) -> None:
         if self.is_world_process_zero():
