@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from heads_helpers import CPU, MEDUSA, MTP, SHARED, SPECS, batch, with_heads
+from heads_helpers import CPU, MEDUSA, MTP, SHARED, SPECS, batch, gradients, with_heads
 
 from tigon.errors import PatchError, UsageError
 from tigon.medusa import HeadsSpec, Objective, attach, detach, heads_of
@@ -238,6 +241,47 @@ def test_looking_at_the_way_to_the_logits_leaves_a_trace() -> None:
     assert observed_logit_map(tiny_model("gemma2", {"final_logit_softcapping": 3.0}).to("meta")) == LogitMap(1.0, 3.0)
     assert not calls and torch.equal(torch.get_rng_state(), state)
     assert {n: dict(vars(m)) for n, m in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("fused", [True, False], ids=["patched", "unpatched"])
+def test_copied_or_pickled_heads_are_lost(spec: HeadsSpec, fused: bool) -> None:
+    model = with_heads(spec, Objective(stage=2), fused=fused)
+    wanted = model(**batch()).loss.detach()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)]
+    for twin in copies:
+        loss = twin(**batch()).loss
+        torch.testing.assert_close(loss.detach(), wanted, rtol=0, atol=0)
+        loss.backward()
+        assert heads_of(twin) is not heads_of(model) and all(p.grad is None for p in model.parameters())
+        detach(twin)
+        assert unpatch(twin) or not fused
+        assert type(twin) is transformers.LlamaForCausalLM
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_embeddings_in_place_of_tokens_train_other_heads(spec: HeadsSpec) -> None:
+    model = with_heads(spec, Objective(stage=2))
+    inputs = batch()
+    wanted = gradients(model, model(**inputs).loss)
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+    got = gradients(model, model(inputs_embeds=embeds, **inputs).loss)
+    assert got.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "given", [{"shift_labels": torch.zeros(2, 18, dtype=torch.long)}, {"ignore_index": 0}, {"logits_to_keep": 6}]
+)
+def test_words_of_the_models_loss_are_ignored_by_the_heads(given: dict[str, Any]) -> None:
+    model = with_heads(SHARED, Objective(stage=2))
+    with pytest.raises(UsageError, match=f"{next(iter(given))} was given"):
+        model(**batch(), **given)
+    assert model(**batch(), ignore_index=-100, logits_to_keep=0).loss.isfinite()
 
 
 def test_undoing_the_patch_takes_the_heads_layer_off() -> None:

@@ -38,6 +38,8 @@ from tigon.ops.multi_head_linear_cross_entropy import MultiHeadOutput
 NAME = "draft_heads"
 # What a causal language model's forward takes and its trunk does not.
 _NOT_THE_TRUNKS = frozenset({"labels", "logits_to_keep", "num_items_in_batch", "skip_logits", "return_dict", "self"})
+# What the model's own loss goes by and the heads' do not, and the value at which that is the same.
+_UNREAD = {"shift_labels": None, "ignore_index": loss.IGNORE_INDEX, "logits_to_keep": 0}
 
 
 @dataclass
@@ -143,6 +145,10 @@ class HeadedSeam(Seam):
 
     def losses(self, model: Any, inputs: Mapping[str, Any], *, factors: list[float], ranked: bool) -> MultiHeadOutput:
         """The losses of one batch, the keyword arguments of the model's forward."""
+        for name, neutral in _UNREAD.items():
+            given = inputs.get(name)
+            if given is not None and not (isinstance(given, int) and given == neutral):
+                raise UsageError(f"{name} was given, which the losses of heads do not go by; leave it out.")
         heads, head = getattr(model, NAME), model.get_output_embeddings()
         labels, positions = inputs["labels"], inputs.get("position_ids")
         if positions is not None and positions.ndim == 2:  # (1, T) stands for every row
@@ -163,7 +169,7 @@ class HeadedSeam(Seam):
 
         def compute() -> Tensor:
             weights = heads.weights() or [head.weight] * heads.spec.count
-            hiddens = heads.hiddens(model, hidden, inputs["input_ids"], layer_inputs)
+            hiddens = heads.hiddens(model, hidden, inputs, layer_inputs)
             blocks = heads.block_weights()
             if joint:
                 hiddens, weights, blocks = [hidden, *hiddens], [head.weight, *weights], [[], *blocks]
