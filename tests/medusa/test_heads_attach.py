@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from heads_helpers import CPU, MEDUSA, MTP, SHARED, SPECS, batch, with_heads
+from heads_helpers import CPU, MEDUSA, MTP, SHARED, SPECS, batch, gradients, with_heads
 
 from tigon.errors import PatchError, UsageError
 from tigon.medusa import HeadsSpec, Objective, attach, detach, heads_of
 from tigon.medusa.attach import scoring
 from tigon.medusa.spec import scheduled, shares_head
 from tigon.models import MODELS, patch, unpatch
+from tigon.models.head_path import observed_logit_map
+from tigon.models.logits import LogitMap
 from tigon.models.seam import PatchedModule
 from tigon.models.tiny import tiny_batch, tiny_model
 
@@ -171,6 +176,112 @@ def test_mask_that_a_layer_takes_by_position_is_lost(implementation: str) -> Non
         losses.append(float(model(input_ids=row, labels=labels, **packed).loss))
     assert losses[0] == losses[1]
     assert implementation == "eager" or losses[0] == losses[2]
+
+
+# What a family without a row does to its logits, by a config's own word: what it is multiplied or divided by, where.
+WITHOUT_A_ROW = {
+    "hyperclovax": {"logits_scaling": 3.0, "num_key_value_heads": 4},
+    "minicpm3": {"dim_model_base": 8, "num_key_value_heads": 4},
+    "inkling_text": {"logits_mup_width_multiplier": 2.0},
+    "recurrent_gemma": {"logits_soft_cap": 2.0, "num_hidden_layers": 3},
+    "opt": {},
+}
+
+
+@pytest.mark.parametrize("family", [*MODELS, *WITHOUT_A_ROW])
+def test_heads_at_their_start_have_other_logits_than_the_model(family: str) -> None:
+    """A head of zeros is the model's own lm_head, one token further ahead."""
+    tiny = MODELS[family].tiny if family in MODELS else WITHOUT_A_ROW[family]
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {family}")
+    model: Any = tiny_model(family, tiny).eval()
+    inputs = tiny_batch(CPU)
+    with torch.no_grad():
+        logits = model(input_ids=inputs["input_ids"]).logits[:, :-2].float()
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 2:].flatten())
+    patch(model)
+    for spec in (HeadsSpec(count=1, shared=True), HeadsSpec(count=1)):
+        attach(model, spec, Objective(stage=1))
+        with scoring(model.eval()) as record:
+            model(**inputs)
+        detach(model)
+        assert record.take()["head1_loss"] == pytest.approx(float(wanted), rel=2e-6)
+
+
+def test_logits_that_no_head_can_follow_are_trained_on() -> None:
+    def masked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = LlamaForCausalLM.forward(self, *args, **kwargs)
+        outputs.logits = outputs.logits.masked_fill(outputs.logits < 0, 0.0)
+        return outputs
+
+    LlamaForCausalLM = transformers.LlamaForCausalLM
+    model: Any = tiny_model("llama")
+    model.__class__ = type("Masked", (LlamaForCausalLM,), {"forward": masked})
+    with pytest.raises(PatchError, match="what is no product with a number"):
+        attach(model, SHARED, Objective())
+    projected: Any = tiny_model("llama")
+    projected.__class__ = type("Projected", (LlamaForCausalLM,), {"forward": _projecting})
+    with pytest.raises(PatchError, match="is not given its trunk's last hidden state"):
+        attach(projected, SHARED, Objective())
+
+
+def _projecting(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+    hidden = self.model(input_ids).last_hidden_state
+    return transformers.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(hidden.relu()))
+
+
+def test_looking_at_the_way_to_the_logits_leaves_a_trace() -> None:
+    """Hooks run, random numbers drawn, or anything set on the model, whose weights may not even be there."""
+    model: Any = tiny_model("llama")
+    calls: list[str] = []
+    for name in ("model", "lm_head"):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.append(name))
+    before, state = {n: dict(vars(m)) for n, m in model.named_modules()}, torch.get_rng_state()
+    assert observed_logit_map(model) == LogitMap()
+    assert observed_logit_map(tiny_model("gemma2", {"final_logit_softcapping": 3.0}).to("meta")) == LogitMap(1.0, 3.0)
+    assert not calls and torch.equal(torch.get_rng_state(), state)
+    assert {n: dict(vars(m)) for n, m in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("fused", [True, False], ids=["patched", "unpatched"])
+def test_copied_or_pickled_heads_are_lost(spec: HeadsSpec, fused: bool) -> None:
+    model = with_heads(spec, Objective(stage=2), fused=fused)
+    wanted = model(**batch()).loss.detach()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)]
+    for twin in copies:
+        loss = twin(**batch()).loss
+        torch.testing.assert_close(loss.detach(), wanted, rtol=0, atol=0)
+        loss.backward()
+        assert heads_of(twin) is not heads_of(model) and all(p.grad is None for p in model.parameters())
+        detach(twin)
+        assert unpatch(twin) or not fused
+        assert type(twin) is transformers.LlamaForCausalLM
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_embeddings_in_place_of_tokens_train_other_heads(spec: HeadsSpec) -> None:
+    model = with_heads(spec, Objective(stage=2))
+    inputs = batch()
+    wanted = gradients(model, model(**inputs).loss)
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+    got = gradients(model, model(inputs_embeds=embeds, **inputs).loss)
+    assert got.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "given", [{"shift_labels": torch.zeros(2, 18, dtype=torch.long)}, {"ignore_index": 0}, {"logits_to_keep": 6}]
+)
+def test_words_of_the_models_loss_are_ignored_by_the_heads(given: dict[str, Any]) -> None:
+    model = with_heads(SHARED, Objective(stage=2))
+    with pytest.raises(UsageError, match=f"{next(iter(given))} was given"):
+        model(**batch(), **given)
+    assert model(**batch(), ignore_index=-100, logits_to_keep=0).loss.isfinite()
 
 
 def test_undoing_the_patch_takes_the_heads_layer_off() -> None:

@@ -436,3 +436,23 @@ def test_strided_bias_is_read_as_if_it_were_contiguous(backend: Any) -> None:
     found = linear_cross_entropy(x, w, target, bias=bias.to(backend.device))
     expected = linear_cross_entropy(x, w, target, bias=bias.contiguous().to(backend.device))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 30_000], ids=["kept", "chunks"])
+def test_product_on_the_cpu_is_given_memory_that_nobody_wrote(
+    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int | None
+) -> None:
+    """oneDNN's bf16 product for AMX, which the tests do without (tests/backends.py), multiplies what lies between rows
+    that are farther apart than they are long by 0: NaN, where a NaN lies there."""
+    gaps = []
+    product = _chunk_loop._product_into
+
+    def watched(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+        gaps.extend(t for t in (a, b) if not (t.is_contiguous() or t.t().is_contiguous()))
+        product(a, b, out, accumulate)
+
+    monkeypatch.setattr(_chunk_loop, "_product_into", watched)
+    x = torch.randn(300, 8).bfloat16().requires_grad_()
+    w = torch.randn(97, 8).bfloat16().requires_grad_()
+    linear_cross_entropy(x, w, torch.randint(0, 97, (300,)), chunk_bytes=chunk_bytes).backward()  # type: ignore[union-attr]
+    assert not gaps

@@ -26,8 +26,10 @@ from tigon.medusa import loss
 from tigon.medusa.heads import MedusaHeads, MtpHeads, Visit, decoder_layers, inside, make_heads
 from tigon.medusa.record import HeadRecord
 from tigon.medusa.spec import HeadsSpec, Objective
+from tigon.models.head_path import observed_logit_map
+from tigon.models.logits import LogitMap
 from tigon.models.loss_seam import HeadSeam
-from tigon.models.patch import spec_of, unwrap
+from tigon.models.patch import unwrap
 from tigon.models.seam import Change, PatchedModule, Seam, imitate
 from tigon.ops.multi_head_linear_cross_entropy import MultiHeadOutput
 
@@ -36,6 +38,8 @@ from tigon.ops.multi_head_linear_cross_entropy import MultiHeadOutput
 NAME = "draft_heads"
 # What a causal language model's forward takes and its trunk does not.
 _NOT_THE_TRUNKS = frozenset({"labels", "logits_to_keep", "num_items_in_batch", "skip_logits", "return_dict", "self"})
+# What the model's own loss goes by and the heads' do not, and the value at which that is the same.
+_UNREAD = {"shift_labels": None, "ignore_index": loss.IGNORE_INDEX, "logits_to_keep": 0}
 
 
 @dataclass
@@ -97,6 +101,8 @@ class HeadedSeam(Seam):
     objective: Objective
     fused: bool
     """False: by PyTorch's own ops, with all logits; for comparison."""
+    logit_map: LogitMap = field(default_factory=LogitMap)
+    """What the model does to its logits, and so do its heads."""
 
     def candidate(self, module: nn.Module) -> bool:
         return hasattr(module, "get_output_embeddings") and hasattr(module, "base_model")
@@ -139,6 +145,10 @@ class HeadedSeam(Seam):
 
     def losses(self, model: Any, inputs: Mapping[str, Any], *, factors: list[float], ranked: bool) -> MultiHeadOutput:
         """The losses of one batch, the keyword arguments of the model's forward."""
+        for name, neutral in _UNREAD.items():
+            given = inputs.get(name)
+            if given is not None and not (isinstance(given, int) and given == neutral):
+                raise UsageError(f"{name} was given, which the losses of heads do not go by; leave it out.")
         heads, head = getattr(model, NAME), model.get_output_embeddings()
         labels, positions = inputs["labels"], inputs.get("position_ids")
         if positions is not None and positions.ndim == 2:  # (1, T) stands for every row
@@ -159,7 +169,7 @@ class HeadedSeam(Seam):
 
         def compute() -> Tensor:
             weights = heads.weights() or [head.weight] * heads.spec.count
-            hiddens = heads.hiddens(model, hidden, inputs["input_ids"], layer_inputs)
+            hiddens = heads.hiddens(model, hidden, inputs, layer_inputs)
             blocks = heads.block_weights()
             if joint:
                 hiddens, weights, blocks = [hidden, *hiddens], [head.weight, *weights], [[], *blocks]
@@ -168,7 +178,7 @@ class HeadedSeam(Seam):
                 compute_losses(
                     hiddens, weights, blocks, target, shifts=shifts, factors=factors, positions=positions,
                     num_items=_on(hidden.device, inputs.get("num_items_in_batch")),
-                    logit_map=spec_of(model).logits.read(model.config.get_text_config()), ranked=ranked,
+                    logit_map=self.logit_map, ranked=ranked,
                 )
             )  # fmt: skip
             return found[0].loss
@@ -230,8 +240,10 @@ def attach(
     head = model.get_output_embeddings()
     seam = HeadedSeam(objective=objective, fused=_has_fused_loss(head))
     reason = seam.objection(model)
-    if reason is not None:
-        raise PatchError(f"{type(model).__name__} cannot have heads: {reason}.")
+    observed = observed_logit_map(model) if reason is None else reason
+    if isinstance(observed, str):
+        raise PatchError(f"{type(model).__name__} cannot have heads: {observed}.")
+    seam = dataclasses.replace(seam, logit_map=observed)
     heads = make_heads(spec, model)
     if state is not None:
         load_into(heads, state)

@@ -96,7 +96,7 @@ class MedusaHeads(nn.Module):
         return [blocks.weights() for blocks in self.blocks]  # type: ignore[operator]
 
     def hiddens(
-        self, model: Any, hidden_BTH: Tensor, input_ids: Tensor, layer_inputs: Mapping[str, Any]
+        self, model: Any, hidden_BTH: Tensor, inputs: Mapping[str, Any], layer_inputs: Mapping[str, Any]
     ) -> list[Tensor]:
         """What each head's blocks start from: the same for all."""
         return [hidden_BTH] * self.spec.count
@@ -150,14 +150,17 @@ class MtpHeads(nn.Module):
         return [[] for _ in range(self.spec.count)]
 
     def hiddens(
-        self, model: Any, hidden_BTH: Tensor, input_ids: Tensor, layer_inputs: Mapping[str, Any]
+        self, model: Any, hidden_BTH: Tensor, inputs: Mapping[str, Any], layer_inputs: Mapping[str, Any]
     ) -> list[Tensor]:
-        """The output of each depth. Where the token ahead lies past the end of the row, its place is taken by the last
-        token: no position that sees it is scored."""
-        found, T = [], input_ids.shape[1]
+        """The output of each depth, for the model's `input_ids` or `inputs_embeds`. Where the token ahead lies past the
+        end of the row, its place is taken by the last token: no position that sees it is scored."""
+        ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
+        given: Tensor = embeds if ids is None else ids  # type: ignore[assignment]  # the trunk has asked for one
+        found, T = [], given.shape[1]
         for depth, module in enumerate(self.mtp, start=1):
-            positions = torch.arange(depth, depth + T, device=input_ids.device).clamp(max=T - 1)
-            hidden_BTH = module(hidden_BTH, model.get_input_embeddings()(input_ids[:, positions]), layer_inputs)
+            ahead = given[:, torch.arange(depth, depth + T, device=given.device).clamp(max=T - 1)]
+            embedded = ahead if ids is None else model.get_input_embeddings()(ahead)
+            hidden_BTH = module(hidden_BTH, embedded, layer_inputs)
             found.append(hidden_BTH)
         return found
 

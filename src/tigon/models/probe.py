@@ -10,8 +10,9 @@ state of a run.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -90,7 +91,7 @@ def disagreement(
         expected = _measure(make(), inputs(), original)
         return _difference(_measure(make(), inputs(), fused), expected)
 
-    return _undisturbed(measure)
+    return _answered(measure)
 
 
 def rounding_disagreement(
@@ -112,12 +113,21 @@ def rounding_disagreement(
                 return f"it rounds elsewhere: {share:.0%} of the op's bf16 results are not its own"
         return None
 
-    return _undisturbed(measure)
+    return _answered(measure)
 
 
-def _undisturbed(measure: Callable[[], str | None]) -> str | None:
-    """`measure()` on the CPU with real fp32 tensors, whatever mode (fake tensors, autocast, another default dtype) the
-    model is built under."""
+def _answered(measure: Callable[[], str | None]) -> str | None:
+    try:
+        with undisturbed():
+            return measure()
+    except Exception as error:  # whatever somebody else's forward raises on the stand-in is the answer
+        return f"its forward cannot be compared with the op ({type(error).__name__}: {first_line(error)})"
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Work on the CPU with real fp32 tensors, whatever mode (fake tensors, autocast, another default dtype) the model
+    is built under."""
     default_dtype = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float32)
@@ -128,14 +138,13 @@ def _undisturbed(measure: Callable[[], str | None]) -> str | None:
             torch.device("cpu"),
             torch.random.fork_rng(devices=()),
         ):
-            return measure()
-    except Exception as error:  # whatever somebody else's forward raises on the stand-in is the answer
-        return f"its forward cannot be compared with the op ({type(error).__name__}: {_first_line(error)})"
+            yield
     finally:
         torch.set_default_dtype(default_dtype)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The beginning of an error's text, on one line."""
     return (str(error).splitlines() or [""])[0][:120]
 
 

@@ -67,11 +67,16 @@ class PatchedModule(nn.Module):
         # pickle would look the generated class up by its base's name, find the base, and refuse. Deepcopy comes here
         # as well.
         reduced: tuple[Any, ...] = super().__reduce_ex__(max(2, protocol))  # type: ignore[assignment]
-        return (_new_patched, (self._tigon_base, self._tigon_seam), *reduced[2:])
+        base: type[Any] = self._tigon_base
+        seams = [self._tigon_seam]
+        while "_tigon_seam" in vars(base):  # a lower layer, which bears its own base's name too
+            base, seams = base._tigon_base, [base._tigon_seam, *seams]
+        return (_new_patched, (base, *seams), *reduced[2:])
 
 
-def _new_patched(base: type[nn.Module], seam: Seam) -> nn.Module:
-    cls = patched_class(base, seam)
+def _new_patched(base: type[nn.Module], *seams: Seam) -> nn.Module:
+    """seams: the lowest first."""
+    cls = functools.reduce(patched_class, seams, base)
     return cls.__new__(cls)
 
 

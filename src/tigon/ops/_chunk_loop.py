@@ -26,7 +26,11 @@ from tigon.ops._loss import LossOptions
 
 
 def _buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
-    """(rows, V) logits whose rows start at a multiple of 16 bytes; unaligned rows halve the width of every load."""
+    """(rows, V) logits. Where kernels read them, rows start at a multiple of 16 bytes: unaligned ones halve the width
+    of every load. On the CPU they follow one another: its bf16 product (oneDNN for AMX, torch 2.13) multiplies what
+    lies between rows by 0, which is NaN where that memory holds one."""
+    if _dispatch.planned_device(like) == "cpu" and not _dispatch.uses_kernel(like):
+        return like.new_empty(rows, vocab)
     align = 16 // like.element_size()
     padded = -(-vocab // align) * align
     return like.new_empty(rows, padded)[:, :vocab]

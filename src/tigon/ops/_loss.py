@@ -78,6 +78,8 @@ def check_options(
         raise OptionError(f"softcap={softcap} must be positive and finite; pass None for no cap.")
     if isinstance(num_items, Tensor) and num_items.ndim:
         raise ShapeError(f"num_items is {tuple(num_items.shape)}; it must be a number or a tensor without dimensions.")
+    if isinstance(num_items, Tensor):
+        check_vector("num_items", num_items, ())
     if num_items is not None and reduction != "mean":
         raise OptionError(f"num_items divides the mean, but reduction is {reduction!r}. Leave one of them out.")
     unknown = [name for name in outputs if name not in OUTPUTS]
@@ -95,11 +97,13 @@ def check_target(target: Tensor, rows: torch.Size, of: str) -> None:
 
 
 def check_vector(name: str, vector: Tensor | None, shape: tuple[int, ...] | torch.Size) -> None:
-    """Raise unless `vector` is None or a tensor of `shape` that wants no gradient."""
+    """Raise unless `vector` is None or a tensor of `shape`, of real numbers, that wants no gradient."""
     if vector is None:
         return
     if vector.shape != shape:
         raise ShapeError(f"{name} is {tuple(vector.shape)}; it must be {tuple(shape)}.")
+    if vector.is_complex():
+        raise DtypeError(f"{name} is {vector.dtype}; it must be real.")
     if vector.requires_grad:
         raise OptionError(f"{name} requires a gradient, which the fused loss does not compute. Detach it.")
 
@@ -111,6 +115,12 @@ def check_devices(**tensors: Tensor | None) -> None:
     for other, tensor in others:
         if tensor is not None and tensor.device != first.device:
             raise ShapeError(f"{other} is on {tensor.device}, {name} is on {first.device}; move one of them.")
+
+
+def check_vocabulary(V: int) -> None:
+    """Raise unless there is a class."""
+    if V == 0:
+        raise ShapeError("there are 0 classes to choose from; the vocabulary, V, must be at least 1.")
 
 
 def check_chunk_bytes(chunk_bytes: int | None) -> None:
@@ -167,6 +177,8 @@ def number_on(value: Tensor | float, dtype: torch.dtype, device: torch.device) -
     """A tensor on the device; a Python number is filled in there, because a CUDA graph does not capture a copy from the
     host's pageable memory."""
     if isinstance(value, Tensor):
+        if value.is_meta and device.type != "meta":
+            raise ShapeError("num_items (or head_weights) is on the meta device, which holds no numbers; compute it.")
         return value.to(device, dtype, non_blocking=True)
     return torch.full((), value, dtype=dtype, device=device)
 

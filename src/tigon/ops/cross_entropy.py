@@ -180,8 +180,9 @@ def cross_entropy(
     if logits.ndim == 0:
         raise ShapeError("logits have no dimensions; pass (..., V).")
     V = logits.shape[-1]
+    _loss.check_vocabulary(V)
     _loss.check_target(target, logits.shape[:-1], "logits")
-    _loss.check_devices(logits=logits, target=target)
+    _loss.check_devices(logits=logits, target=target, weight=weight, token_weight=token_weight)
     _loss.check_vector("weight", weight, (V,))
     _loss.check_vector("token_weight", token_weight, target.shape)
     logits_NV = logits.reshape(-1, V)

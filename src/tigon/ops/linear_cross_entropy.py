@@ -23,6 +23,7 @@ and CUDA graphs nothing may wait, and every row is kept.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -199,6 +200,7 @@ def _check_prepared(target: Tensor, shifts: Sequence[int], positions: Tensor | N
         raise ShapeError(f"target is {tuple(target.shape)}; to be shifted it must be (B, T).")
     if positions is not None and positions.shape != target.shape:
         raise ShapeError(f"positions is {tuple(positions.shape)}, target is {tuple(target.shape)}; they must agree.")
+    _loss.check_devices(target=target, positions=positions)
 
 
 def _rows_that_count(
@@ -482,29 +484,36 @@ def _check_linear(
     token_weight: Tensor | None, chunk_bytes: int | None,
 ) -> None:  # fmt: skip
     check_dtype(hidden, weight, bias)
-    if hidden.ndim == 0 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+    if hidden.ndim == 0 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[1]:
         raise ShapeError(
             f"hidden is {tuple(hidden.shape)}, weight is {tuple(weight.shape)}; they must be (..., H) and (V, H). "
             "A weight with no elements is sharded: gather it first (inside the lm_head's own forward it is whole)."
         )
     V = weight.shape[0]
+    _loss.check_vocabulary(V)
     if bias is not None and bias.shape != (V,):
         raise ShapeError(f"bias is {tuple(bias.shape)}; it must be {(V,)}.")
     _loss.check_target(target, hidden.shape[:-1], "hidden")
-    _loss.check_devices(hidden=hidden, weight=weight, bias=bias, target=target)
+    _loss.check_devices(
+        hidden=hidden, weight=weight, bias=bias, target=target, class_weight=class_weight, token_weight=token_weight
+    )
     _loss.check_vector("class_weight", class_weight, (V,))
     _loss.check_vector("token_weight", token_weight, target.shape)
     _loss.check_chunk_bytes(chunk_bytes)
 
 
 def _settle_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One dtype for the products: autocast's where it is on, else the promoted one. The casts are differentiable."""
+    """In the dtype of the products; the casts are differentiable."""
+    dtype = _product_dtype(hidden, weight)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype).contiguous()
+
+
+def _product_dtype(hidden: Tensor, *others: Tensor) -> torch.dtype:
+    """Autocast's where it is on, else the promoted one of all."""
     device = hidden.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = torch.promote_types(hidden.dtype, weight.dtype)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype).contiguous()
+        return torch.get_autocast_dtype(device)
+    return functools.reduce(torch.promote_types, (t.dtype for t in others), hidden.dtype)
 
 
 # --- the record -------------------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ from tigon.ops.linear_cross_entropy import (
     PreparedTargets,
     _keeps_graph,
     _may_wait,
+    _product_dtype,
     _scaled_in_place,
-    _settle_dtypes,
     default_chunk_bytes,
     linear_cross_entropy_oracle,
 )
@@ -203,14 +203,16 @@ def multi_head_linear_cross_entropy(
     _check_heads(hidden_list, weight_list, block_lists, labels, shifts, head_weights, reduction, outputs)
     if positions is not None and positions.shape != labels.shape:
         raise ShapeError(f"positions is {tuple(positions.shape)}, target is {tuple(labels.shape)}; they must agree.")
+    _loss.check_devices(target=labels, positions=positions)
     if prepared is not None:
         _check_prepared(prepared, tuple(shifts), positions, ignore_index)
     hidden_unique, hidden_of = _unique(hidden_list)
     weight_unique, weight_of = _unique(weight_list)
-    settled = [_settle_dtypes(hidden_unique[0], w, None)[1] for w in weight_unique]
-    flat = [_settle_dtypes(h, settled[0], None)[0].reshape(-1, h.shape[-1]) for h in hidden_unique]
-    flat_blocks = [t.to(flat[0].dtype) for of_head in block_lists for block in of_head for t in block]
-    acc = torch.promote_types(flat[0].dtype, torch.float32)
+    dtype = _product_dtype(*hidden_unique, *weight_unique)  # one for all: the heads take turns with one buffer
+    settled = [w.to(dtype) for w in weight_unique]
+    flat = [h.to(dtype).reshape(-1, h.shape[-1]) for h in hidden_unique]
+    flat_blocks = [t.to(dtype) for of_head in block_lists for block in of_head for t in block]
+    acc = torch.promote_types(dtype, torch.float32)
     counts_K, any_N = _loss.scored(labels, positions, shifts, ignore_index)
     _loss.check_chunk_bytes(chunk_bytes)
     least_most = default_chunk_bytes(flat[0]) if chunk_bytes is None else (chunk_bytes, chunk_bytes)
@@ -309,12 +311,16 @@ def _check_heads(
         raise OptionError(f"outputs names {unknown[0]!r}; choose from {', '.join(OUTPUTS)}.")
     check_dtype(*hiddens, *weights)
     for hidden, weight, of_head in zip(hiddens, weights, blocks, strict=True):
-        if hidden.ndim != 3 or weight.ndim != 2 or weight.shape[1] != hidden.shape[2]:
+        if hidden.ndim != 3 or weight.ndim != 2 or weight.shape[1] != hidden.shape[2] or not weight.shape[1]:
             raise ShapeError(
-                f"hidden is {tuple(hidden.shape)}, weight is {tuple(weight.shape)}; they must be (B, T, H) and (V, H)."
+                f"hidden is {tuple(hidden.shape)}, weight is {tuple(weight.shape)}; they must be (B, T, H) and (V, H), "
+                "H >= 1."
             )
         H = hidden.shape[2]
+        _loss.check_vocabulary(weight.shape[0])
         for block, bias in of_head:
+            check_dtype(block, bias)
+            _loss.check_devices(hidden=hidden, block=block, bias=bias)
             if block.shape != (H, H) or bias.shape != (H,):
                 raise ShapeError(
                     f"a block is {tuple(block.shape)} with a bias {tuple(bias.shape)}; with hidden "

@@ -130,6 +130,8 @@ def add_rms_norm(
         raise ShapeError(
             f"residual is {tuple(residual.shape)} {residual.dtype}, x is {tuple(x.shape)} {x.dtype}; they must agree."
         )
+    if residual.device != x.device:
+        raise ShapeError(f"residual is on {residual.device}, x is on {x.device}; move one of them.")
     return _add_rms_norm(x, residual, weight, eps, offset, fp32_weight)  # type: ignore[no-any-return]
 
 
