@@ -148,7 +148,7 @@ def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate:
 
 def _quiet(model: str) -> None:
     """No network unless the model is a hub id, and none of the libraries' chatter; before transformers is imported."""
-    from tigon.memory import hub
+    from tigon.models import hub
 
     hub.settle((model,))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters of its warnings is refused

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def quiet_libraries(recipe: Recipe) -> None:
     """No network unless a hub id is asked for, and none of the libraries' own chatter; both before their import."""
-    from tigon.memory import hub
+    from tigon.models import hub
 
     hub.settle((recipe.model.name, recipe.data.tokenizer))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
