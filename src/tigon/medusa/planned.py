@@ -11,11 +11,8 @@ from tigon.medusa.attach import attach
 from tigon.medusa.heads import MedusaHeads, MtpHeads
 from tigon.medusa.spec import HeadsSpec, Objective, shares_head
 from tigon.models.config import build_on_meta
-from tigon.techniques.choices import Choices
+from tigon.techniques.choices import LIMITS, Choices
 from tigon.techniques.condition import Condition
-
-MOST = 16
-"""Heads; the recipe's limit too."""
 
 _LORA = Condition("lora_rank", "is at least", 1)
 # Of which stages and kinds, with which choices, why not: the recipe's own rules (train/recipe.py), which name its keys.
@@ -83,8 +80,9 @@ class Attachment:
 
 def planned(name: str, config: Any, count: int, stage: int) -> Attachment:
     """Medusa heads as a recipe with `heads.count` and `heads.stage` alone has them. Raises UsageError."""
-    if not 1 <= count <= MOST:
-        raise UsageError(f"--medusa is {count}; it must be 1 to {MOST} heads.")
+    least, most = LIMITS["heads"]
+    if count < least or (most is not None and count > most):
+        raise UsageError(f"--medusa is {count}; it must be {least} to {most} heads.")
     if stage not in (1, 2):
         raise UsageError(f"--stage is {stage}; it must be 1 (only the heads learn) or 2 (model and heads).")
     model: Any = build_on_meta(name, config)

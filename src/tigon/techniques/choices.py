@@ -15,7 +15,7 @@ CHECKPOINTINGS = ("none", "full", "selective", "offload", "every-N")
 # Least and most of the numbers that a recipe and a plan share; None: no limit but what tensors have.
 LIMITS: Mapping[str, tuple[int, int | None]] = {
     "batch": (1, None), "seq": (8, None), "gpus": (1, 64), "accumulate": (1, None), "lora_rank": (1, 4096),
-    "galore_rank": (1, None),
+    "galore_rank": (1, None), "heads": (1, 16),
 }  # fmt: skip
 CHECKPOINTING_PATTERN = r"none|full|selective|offload|every-[1-9][0-9]{0,3}"
 

@@ -158,14 +158,11 @@ class HeadsTrainer(TigonTrainer):
         super().log(logs, *args, **kwargs)
 
     def counted(self) -> dict[str, Any]:
-        sums = vars(self._heads.state.record).items()
-        return {**super().counted(), "heads": {name: t.tolist() for name, t in sums if isinstance(t, torch.Tensor)}}
+        return {**super().counted(), "heads": self._heads.state.record.state()}
 
     def resume_counting(self, counted: Mapping[str, Any]) -> None:
         super().resume_counting(counted)
-        record = self._heads.state.record
-        for name, sums in counted["heads"].items():
-            setattr(record, name, torch.tensor(sums, dtype=torch.float64, device=self.args.device))
+        self._heads.state.record.resume(counted["heads"], self.args.device)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         self._held_out = None

@@ -208,7 +208,7 @@ class HeadsConfig:
         "layer each, one after the other.",
         choices=("medusa", "mtp"),
     )  # fmt: skip
-    count: int = key(3, "Heads; head k predicts the token k + 1 ahead.", minimum=1, maximum=16)
+    count: int = key(3, "Heads; head k predicts the token k + 1 ahead.", limits="heads")
     layers: int = key(1, "Residual blocks of a medusa head.", minimum=0, maximum=8)
     output: str = key(
         "auto", "Where a medusa head's logits come from: the model's lm_head (`shared`), or an output weight of its "
