@@ -248,7 +248,12 @@ def _app() -> Any:
         import json
 
         from tigon.doctor import diagnose
+        from tigon.models import hub
+        from tigon.techniques.quiet import quiet_packages
 
+        # both of the whole process, so not where a library's caller would have them
+        hub.settle(() if model is None else (model,))
+        quiet_packages()
         diagnosis = diagnose(model)
         print(json.dumps(diagnosis.to_dict(), indent=2) if as_json else diagnosis)
         raise typer.Exit(0 if diagnosis.ok else 1)
