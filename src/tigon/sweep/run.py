@@ -30,6 +30,7 @@ from tigon.sweep.points import Point
 from tigon.sweep.processes import AHEAD, Workers
 from tigon.sweep.self_test import Kind
 from tigon.sweep.taken import Earlier, Taken
+from tigon.techniques.quiet import quiet_packages
 from tigon.train import preflight, stopping
 
 LEAST_LIMIT_BYTES = 1 << 30
@@ -97,6 +98,7 @@ def sweep(
     whose finished points are taken over. Raises RecipeError and UsageError before anything is measured or written.
     """
     preflight.check_packages()
+    quiet_packages()
     time_limit_s = _time_limit(time_limit)
     read = definition.load(path)
     limit_bytes = _limit(memory_limit or read.memory_limit)
