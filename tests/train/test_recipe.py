@@ -115,7 +115,8 @@ WRONG = {
     ),
     "adapters without a rank": (
         "train: {steps: 1}\nlora:\n  alpha: 32\n  targets: [linear]",
-        r"r\.yaml:3: lora\.alpha, lora\.targets would do nothing without lora\.rank, .*; add lora\.rank: 16, or take",
+        r"r\.yaml:3: lora\.alpha, lora\.targets would do nothing without lora\.rank, .*; add lora\.rank: 16, take "
+        r"them out, or leave them aside with lora\.rank: null",
     ),
     "comparison without steps": (
         "train: {steps: 1}\ncomparison: {batch_size: 4}",

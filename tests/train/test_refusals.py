@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from train_helpers import TINY_MODEL, tree
 
+from tigon.train.recipe import ModelConfig
+
 SRC = Path(__file__).parents[2] / "src"
 
 # what the recipe says differently, extra arguments, and what the line must say
@@ -150,6 +152,16 @@ def test_bad_input_is_one_line_and_writes_nothing(recipe, tigon, here, sections,
     line = tigon("train", path, *arguments).error_line()
     assert re.search(message, line), line
     assert {name for name in tree(here) - before if not name.startswith("cache")} == set()
+
+
+def test_positions_that_ask_for_numbers_are_taken_for_a_wrong_shape():
+    """A shape is tried without memory for its numbers, which these look at before the layers are reached."""
+    pytest.importorskip("transformers")
+    from tigon.train.model import load_config
+
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = load_config(ModelConfig(name="tigon-demo", config={**TINY_MODEL, "rope_parameters": rope}))
+    assert config.rope_parameters["rope_type"] == "dynamic"
 
 
 def test_a_missing_recipe_is_one_line(tigon, here):

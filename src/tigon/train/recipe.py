@@ -7,6 +7,7 @@ in docs/train.md are generated from that declaration.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import types
 import typing
@@ -414,9 +415,12 @@ def check_effects(recipe: Recipe, said: typing.Collection[str], where: typing.Ca
     for switch in SWITCHES:
         idle = [key for key in switch.keys if key in said]
         if idle and switch.key not in said and not switch.on(recipe):
+            section, name = switch.key.split(".")
+            them, off = "it" if len(idle) == 1 else "them", json.dumps(getattr(getattr(recipe, section), name))
+            # the third way is the only one for a run that has the keys already and is resumed
             raise RecipeError(
                 f"{where(idle[0])}: {', '.join(idle)} would do nothing without {switch.key}, which is not given; add "
-                f"{switch.instead}, or take {'it' if len(idle) == 1 else 'them'} out"
+                f"{switch.instead}, take {them} out, or leave {them} aside with {switch.key}: {off}"
             )
 
 
