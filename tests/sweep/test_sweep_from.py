@@ -31,7 +31,7 @@ def rows(out: Path) -> dict[str, dict]:
 
 @pytest.fixture
 def earlier(write_sweep, fake_workers, here) -> Path:
-    """The results.json of an earlier lease, alone: sizes 4 and 8 of two variants, of which one ran out of memory at 16.
+    """The results.json of an earlier go, alone: sizes 4 and 8 of two variants, of which one ran out of memory at 16.
     Its figures are not those that would be measured again, and it was measured on another day."""
     out = sweep(write_sweep(**SWEEP), only="=(4|8|16)$")
     text = (out / "results.json").read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """Points taken over from an earlier results.json: `tigon sweep --from`.
 
-A sweep of hours is measured over several leases of a machine, and what is left of one is its results.json. A row of it
+A sweep of hours is measured in several goes, and what is left of one is its results.json. A row of it
 that finished, with the settings that its point has here, is a row of this sweep too: its medians, as they are. They are
 kept in the folder, so that they are still there when the earlier file is not named again. A point that is measured here
 counts for itself.
