@@ -132,6 +132,17 @@ def test_ladder_compares_with_a_rung_that_did_not_run(made_up):
     assert "| -2.00 |" in third, "its neighbour did not run: the rung before that counts"
 
 
+def test_advice_calls_a_rung_free_that_learns_something_else(made_up):
+    record = json.loads((made_up / "test-gpu/study/ladder.json").read_text(encoding="utf-8"))
+    for row, peak_gib in zip(record["points"], range(20, 0, -1), strict=False):
+        row |= {"status": "ok", "peak_allocated_bytes": peak_gib * GIB, "step_s": 1.0, "last_loss": 8.0}
+    galore = next(row for row in record["points"] if row["variant"].startswith("GaLore instead"))
+    galore["last_loss"] = 10.0
+    free, other = blocks.advice({"ladder": record}).splitlines()[0].split("What learns something else in as many steps")
+    assert "GaLore instead" not in free and "tiled MLPs (1.0 GiB)" in free
+    assert "GaLore instead of 8 bits (1.0 GiB, and a loss +2.0 from the first rung's)" in other
+
+
 def test_prediction_of_the_day_of_the_measurement_stays(made_up, tmp_path):
     folder = next(made_up.glob("*/study")).parent
     record = json.loads(next(folder.glob("study/*.json")).read_text(encoding="utf-8"))

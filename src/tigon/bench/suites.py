@@ -151,10 +151,9 @@ ODD = (
         row(op, 1, *rest, reach=_NO_SLOWER if op in ("rms_norm", "layer_norm") else _NO_SLOWER_THAN_COMPILED)
         for op, *rest in (
             ("rms_norm", 4096), ("add_rms_norm", 4096), ("layer_norm", 4096), ("rope", 32, 1, 128), ("swiglu", 14336),
-            ("geglu", 14336), ("cross_entropy", 128256),
+            ("geglu", 14336), ("cross_entropy", 128256), ("linear_cross_entropy", 4096, 128256),
         )
     ),
-    _linear(1, 4096, 128256, reach=_NO_SLOWER_THAN_COMPILED),
     row("multi_head_linear_cross_entropy", 2, 2048, 2048, 32000, graph=False),
 )  # fmt: skip
 

@@ -15,6 +15,8 @@ from tigon.sweep.report import ROWS_WORDS, left_out, markdown_table
 Row = Mapping[str, Any]
 Results = Mapping[str, Any]
 NONE = "–"
+ANOTHER_LOSS = 0.5
+"""Nats after the ladder's steps. Precisions and other random weights of one seed differ by less than 0.1."""
 BATCH, SEQUENCE, MODEL = "train.batch_size", "data.sequence_length", "model.name"
 
 
@@ -371,20 +373,27 @@ def _fused_head(records: Mapping[str, Results]) -> str | None:
 
 
 def _cheapest_rung(records: Mapping[str, Results]) -> str | None:
+    """What a rung gives and takes, those that learn otherwise last: memory at the price of the result is no bargain."""
     found = records.get("ladder")
     ran = _ok(found["points"]) if found else []
-    steps = [
-        (after, (before["peak_allocated_bytes"] - after["peak_allocated_bytes"]) / GIB,
-         after["step_s"] - before["step_s"])
-        for before, after in itertools.pairwise(ran)
-    ]  # fmt: skip
-    steps = [step for step in steps if step[1] > 0.05]  # less is nothing, to the digits of the table
-    free = [f"{row['variant'].lstrip('+ ')} ({gib:.1f} GiB)" for row, gib, seconds in steps if seconds <= 0]
-    paid = [f"{row['variant'].lstrip('+ ')} ({gib:.1f} GiB for {1e3 * seconds:.0f} ms a step)"
-            for row, gib, seconds in steps if seconds > 0]  # fmt: skip
-    said = [f"Take first what saves and costs no time: {', '.join(free)}." if free else "",
-            f"Then, at a price: {', '.join(paid)}." if paid else ""]  # fmt: skip
-    return " ".join(part for part in said if part) or None
+    free, paid, other = [], [], []
+    for before, after in itertools.pairwise(ran):
+        gib = (before["peak_allocated_bytes"] - after["peak_allocated_bytes"]) / GIB
+        if gib <= 0.05:  # less is nothing, to the digits of the table
+            continue
+        what, slower_s = after["variant"].lstrip("+ "), after["step_s"] - before["step_s"]
+        learned = (after.get("last_loss") or 0) - (ran[0].get("last_loss") or 0)
+        if abs(learned) > ANOTHER_LOSS:
+            other.append(f"{what} ({gib:.1f} GiB, and a loss {learned:+.1f} from the first rung's)")
+        elif slower_s > 0:
+            paid.append(f"{what} ({gib:.1f} GiB for {1e3 * slower_s:.0f} ms a step)")
+        else:
+            free.append(f"{what} ({gib:.1f} GiB)")
+    said = {
+        "Take first what saves and costs no time": free, "Then, at a price": paid,
+        "What learns something else in as many steps": other,
+    }  # fmt: skip
+    return " ".join(f"{start}: {', '.join(rungs)}." for start, rungs in said.items() if rungs) or None
 
 
 def _most(records: Mapping[str, Results], name: str, axis: str, what: str) -> str | None:
