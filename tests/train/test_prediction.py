@@ -112,6 +112,29 @@ def test_out_of_memory_does_not_say_needed_had_next_rung_and_command(recipe_of, 
     assert "\n" not in said
 
 
+@pytest.mark.parametrize(
+    ("idle", "set_already", "said"), [("5.60 GiB", "", True), ("912.00 MiB", "", False), ("5.60 GiB", "true", False)]
+)
+def test_out_of_memory_with_enough_in_pieces_does_not_say_how_to_join_them(
+    recipe_of, tmp_path, monkeypatch, idle, set_already, said
+):
+    monkeypatch.setenv(prediction.ALLOCATOR_SETTINGS, "expandable_segments:True" if set_already else "")
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 5.54 GiB. GPU 0 has a total capacity of 24.00 GiB of which 1.00 GiB is "
+        f"free. Of the allocated memory 15.00 GiB is allocated by PyTorch, and {idle} is reserved by PyTorch but "
+        "unallocated."
+    )
+    text = str(
+        prediction.out_of_memory(
+            error, None, recipe_of(), folder=tmp_path, device=torch.device("cpu"), command="tigon train r.yaml"
+        )
+    )
+    words = (
+        "5.60 GiB were free in pieces, which PyTorch can join: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True tigon"
+    )
+    assert (words in text) == said
+
+
 def test_out_of_memory_recommends_what_needs_as_much(recipe_of, tmp_path):
     """Where the prediction said that it fits, the next rung has to be smaller than what failed."""
     found = predicted(recipe_of(), 8000)

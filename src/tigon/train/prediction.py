@@ -5,6 +5,7 @@ On a CPU nothing is said: the estimate is of a GPU, and what could be measured t
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -280,6 +281,7 @@ def out_of_memory(
     asked = re.search(r"Tried to allocate ([\d.]+ [KMGT]iB)", str(error))
     if asked:
         said.append(f"the last allocation asked for {asked[1]}")
+    said += _in_pieces(str(error), command)
     if prediction is None:
         return RecipeError("; ".join([*said, "lower one of them, or set train.checkpointing: full"]))
     needed = prediction.option.estimate.device_bytes
@@ -289,3 +291,23 @@ def out_of_memory(
     except TigonError as why:
         said.append(f"no next rung: {why}")
     return RecipeError("; ".join(said))
+
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
+"""The name that every version reads."""
+_AMOUNT = r"([\d.]+) ([KMGT]iB)"
+
+
+def _in_pieces(text: str, command: str) -> list[str]:
+    """What to say where PyTorch held as much as was asked for, but nowhere in one piece."""
+    asked = re.search(rf"Tried to allocate {_AMOUNT}", text)
+    idle = re.search(rf"{_AMOUNT} is reserved by PyTorch but unallocated", text)
+    if asked is None or idle is None or "expandable_segments:True" in os.environ.get(ALLOCATOR_SETTINGS, ""):
+        return []
+    if float(idle[1]) * _UNITS[idle[2]] < float(asked[1]) * _UNITS[asked[2]]:
+        return []
+    return [
+        f"{idle[1]} {idle[2]} were free in pieces, which PyTorch can join: "
+        f"{ALLOCATOR_SETTINGS}=expandable_segments:True {command}"
+    ]
