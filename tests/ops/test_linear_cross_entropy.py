@@ -165,6 +165,27 @@ def test_ignored_tokens_are_multiplied(backend: Any, monkeypatch: Any) -> None:
         monkeypatch.undo()
 
 
+def test_last_label_of_a_text_costs_a_copy_of_the_hidden_states(backend: Any, monkeypatch: Any) -> None:
+    """One row of 64 ignored: taking it along is cheaper than gathering 63 and scattering their gradient."""
+    monkeypatch.setattr(op_module, "_WORTH_A_WAIT_FLOPS", 0)
+    torch.manual_seed(4)
+    x, w = torch.randn(64, H).to(backend.device), torch.randn(V, H).to(backend.device)
+    target = torch.randint(0, V, (64,)).to(backend.device)
+    target[-1] = -100
+    found = []
+    for left_out, rows in ((op_module._LEFT_OUT, 64), (0.0, 63)):
+        with monkeypatch.context() as patch:
+            patch.setattr(op_module, "_LEFT_OUT", left_out)
+            shapes = Shapes(patch)
+            leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+            loss = linear_cross_entropy(*leaves, target)
+            found.append([loss, *torch.autograd.grad(loss, leaves)])
+            assert sum(shapes.logits_rows) == rows
+    for a, b in zip(*found, strict=True):
+        assert relative_error(a, b) < 1e-6
+    assert not found[0][1][-1].any()
+
+
 def test_all_ignored_still_multiplies(backend: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(op_module, "_WORTH_A_WAIT_FLOPS", 0)
     x, w, target = head(backend.device, ignored=N)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 from helpers import relative_error
 from tigon.errors import LabelError, OptionError, ShapeError
 from tigon.ops import linear_cross_entropy, multi_head_linear_cross_entropy, prepare_targets
+
+linear_module = sys.modules["tigon.ops.linear_cross_entropy"]  # the package's attribute of that name is the function
 
 B, T, H, V = 2, 11, 8, 29
 CPU = torch.device("cpu")
@@ -68,6 +71,29 @@ def test_frozen_trunk_or_head_changes_the_others_gradient(backend: Any) -> None:
     only = multi_head_linear_cross_entropy(hiddens, [w.detach() for w in weights], target, shifts=(1, 2, 3))
     for a, b in zip(torch.autograd.grad(only, hiddens), everything[:3], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("own_weights", [True, False])
+def test_rows_that_hardly_any_head_ignores_give_another_gradient(
+    backend: Any, monkeypatch: Any, own_weights: bool
+) -> None:
+    """One row of 130 is scored by no head: all are taken, in slices; the same as without it, chunk by chunk."""
+    torch.manual_seed(3)
+    trunk = torch.randn(1, 130, H).to(backend.device).requires_grad_()
+    weights = [torch.randn(V, H).to(backend.device).requires_grad_() for _ in range(3 if own_weights else 1)]
+    block = [torch.randn(H, H).to(backend.device).requires_grad_(), torch.randn(H).to(backend.device).requires_grad_()]
+    target = torch.randint(0, V, (1, 130)).to(backend.device)
+    leaves, found = [trunk, *weights, *block], []
+    for left_out in (linear_module._LEFT_OUT, 0.0):
+        monkeypatch.setattr(linear_module, "_LEFT_OUT", left_out)
+        loss = multi_head_linear_cross_entropy(
+            trunk, weights if own_weights else weights[0], target, shifts=(1, 2, 3), blocks=[[block], [], []],
+            chunk_bytes=50 * V * 4,
+        )  # fmt: skip
+        found.append([loss, *torch.autograd.grad(loss, leaves)])
+    for a, b in zip(*found, strict=True):
+        assert relative_error(a, b) < 1e-6
+    assert torch.equal(found[0][1][0, -1], torch.zeros(H).to(backend.device))
 
 
 def test_shift_past_the_end_divides_by_zero(backend: Any) -> None:

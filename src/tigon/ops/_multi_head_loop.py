@@ -103,43 +103,48 @@ class _Loop:
         alone = len(group) == 1 and self.tokens <= chunk and weight_VH.dtype != torch.float16
         dw_VH = rows_like(weight_VH, weight_VH.dtype if alone else acc) if want else None
         first = True
-        for rows_C in self._chunks(chunk):
+        for rows_C, at in self._chunks(chunk):
             parts: dict[int, Tensor] = {}
             for k in group:
-                dx_CH = self._head(k, rows_C, weight_VH, dw_VH, first)
+                dx_CH = self._head(k, rows_C, at, weight_VH, dw_VH, first)
                 first = False
                 hidden = self.heads.hidden_of[k]
                 if dx_CH is not None and self.heads.want_hiddens[hidden]:
                     known = parts.get(hidden)
                     parts[hidden] = dx_CH if known is None else known.to(acc).add_(dx_CH)
             for hidden, part_CH in parts.items():
-                self._put(hidden, rows_C, part_CH)
+                self._put(hidden, at, part_CH)
         if dw_VH is not None:
             dw_VH = dw_VH.zero_() if first else dw_VH
             self.dw[number] = dw_VH.to(self.dw[number].dtype)
 
-    def _chunks(self, chunk: int) -> Iterator[Tensor]:
-        """Flat positions of the tokens of each chunk."""
+    def _chunks(self, chunk: int) -> Iterator[tuple[Tensor, Tensor | slice]]:
+        """Flat positions of the tokens of each chunk; and as what indexes them, a slice where all tokens are taken."""
         for start in range(0, self.tokens, chunk):
             stop = min(start + chunk, self.tokens)
             if self.rows is None:
-                yield torch.arange(start, stop, device=self.target_BT.device)
+                yield torch.arange(start, stop, device=self.target_BT.device), slice(start, stop)
             else:
-                yield self.rows[start:stop]
+                yield self.rows[start:stop], self.rows[start:stop]
 
-    def _put(self, hidden: int, rows_C: Tensor, part_CH: Tensor) -> None:
-        out_NH = self.dx[hidden]
-        if self.heads.crosses_groups(hidden):
-            out_NH.index_add_(0, rows_C, part_CH.to(out_NH.dtype))
+    def _put(self, hidden: int, at: Tensor | slice, part_CH: Tensor) -> None:
+        out_NH, is_sum = self.dx[hidden], self.heads.crosses_groups(hidden)
+        if isinstance(at, slice):
+            out_CH = out_NH[at]
+            out_CH.add_(part_CH) if is_sum else out_CH.copy_(part_CH)
+        elif is_sum:
+            out_NH.index_add_(0, at, part_CH.to(out_NH.dtype))
         else:
-            out_NH.index_copy_(0, rows_C, part_CH.to(out_NH.dtype))
+            out_NH.index_copy_(0, at, part_CH.to(out_NH.dtype))
 
-    def _head(self, k: int, rows_C: Tensor, weight_VH: Tensor, dw_VH: Tensor | None, first: bool) -> Tensor | None:
+    def _head(
+        self, k: int, rows_C: Tensor, at: Tensor | slice, weight_VH: Tensor, dw_VH: Tensor | None, first: bool
+    ) -> Tensor | None:
         """Head k on one chunk: its loss and hits are added up, dW and the blocks' gradients too. Its part of the hidden
         gradient, or None if nothing before the output weight wants one."""
         numbers = self.heads.blocks(k)
         blocks = [self.blocks[i] for n in numbers for i in (n, n + 1)]
-        x_CH, kept = residual_blocks(self.hiddens[self.heads.hidden_of[k]].index_select(0, rows_C), blocks)
+        x_CH, kept = residual_blocks(self.hiddens[self.heads.hidden_of[k]][at], blocks)
         shift, ignore_index = self.heads.shifts[k], self.options.ignore_index
         target = labels_ahead(self.target_BT, self.positions_BT, rows_C, shift, ignore_index)
         if self.top:

@@ -138,13 +138,22 @@ class PreparedTargets:
     event: torch.cuda.Event | None = None
 
     def rows(self) -> Tensor | None:
-        """Flat positions of the rows that count, or None if all do."""
+        """Flat positions of the rows that count, or None if so few do not that all are taken."""
         if self.index_N is None or self.count is None:
             return None
         if self.event is not None:
             self.event.synchronize()
         count = int(self.count)
-        return None if count == self.target.numel() else self.index_N[:count]
+        return self.index_N[:count] if worth_leaving_out(self.target.numel() - count, self.target.numel()) else None
+
+
+_LEFT_OUT = 1 / 64
+
+
+def worth_leaving_out(ignored: int, rows: int) -> bool:
+    """Whether products without these rows save more than it takes to copy the others together, and their gradients
+    apart again: N H of memory each. The last label of every text is ignored, which is one row in a thousand."""
+    return ignored > _LEFT_OUT * rows
 
 
 def _may_wait(target: Tensor) -> bool:
@@ -206,8 +215,8 @@ def _check_prepared(target: Tensor, shifts: Sequence[int], positions: Tensor | N
 def _rows_that_count(
     target: Tensor, prepared: PreparedTargets | None, ignore_index: int, weight_VH: Tensor
 ) -> Tensor | None:
-    """Flat positions of the labels that are not ignored; None for "all of them", or where the host may not wait for the
-    count, or would wait longer than the products of all rows take."""
+    """Flat positions of labels that are not ignored; None for "take all": hardly any is ignored, or the host may not
+    wait for the count, or would wait longer than the products of all rows take."""
     if not _may_wait(target):
         return None
     if prepared is not None:
@@ -215,7 +224,7 @@ def _rows_that_count(
     if target.is_cuda and 6 * target.numel() * weight_VH.numel() < _WORTH_A_WAIT_FLOPS:
         return None
     index_N = (target.reshape(-1) != ignore_index).nonzero().squeeze(1)
-    return None if index_N.shape[0] == target.numel() else index_N
+    return index_N if worth_leaving_out(target.numel() - index_N.shape[0], target.numel()) else None
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------

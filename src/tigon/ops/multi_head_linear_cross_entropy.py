@@ -33,6 +33,7 @@ from tigon.ops.linear_cross_entropy import (
     _scaled_in_place,
     default_chunk_bytes,
     linear_cross_entropy_oracle,
+    worth_leaving_out,
 )
 
 # B batch, T positions, N = B·T tokens, H hidden, V vocabulary, K heads.
@@ -251,10 +252,13 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _rows_scored(labels: Tensor, prepared: PreparedTargets | None, any_N: Tensor) -> Tensor | None:
-    """Flat positions that any head is scored on; None for all, or where the host may not wait."""
+    """Flat positions that any head is scored on; None for all, where hardly any is not or the host may not wait."""
     if not _may_wait(labels):
         return None
-    return any_N.nonzero().squeeze(1) if prepared is None else prepared.rows()
+    if prepared is not None:
+        return prepared.rows()
+    rows_N = any_N.nonzero().squeeze(1)
+    return rows_N if worth_leaving_out(any_N.numel() - rows_N.shape[0], any_N.numel()) else None
 
 
 def _inverses(counts_K: Tensor, num_items: Tensor | float | None, reduction: str, dtype: torch.dtype) -> Tensor:
