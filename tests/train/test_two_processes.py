@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -25,7 +29,7 @@ from tigon.train.run import train
 from tigon.train.trainer import TigonTrainer
 
 ROOT = Path(__file__).parents[2]
-linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="what becomes of processes is asked Linux")
 
 
 def train_as_rank(rank: int, folder: Path) -> None:
@@ -114,6 +118,8 @@ def test_two_processes_lose_what_they_have_to_a_kill_or_a_signal(recipe, here):
 # Stands in for tigon in the processes of a launcher: rank 1 ends as it is told, rank 0 waits to be ended.
 RANK = """
 import os, signal, sys, time
+if os.environ["TIGON_LAUNCHER"] != str(os.getppid()):
+    sys.exit(9)
 if os.environ["RANK"] == "1":
     fate = sys.argv[2]
     os.kill(os.getpid(), signal.SIGKILL) if fate == "killed" else sys.exit(int(fate))
@@ -245,33 +251,179 @@ def test_options_that_an_older_launcher_lacks_are_passed_to_it(monkeypatch):
     monkeypatch.setattr(run, "get_args_parser", lambda: parser)
     monkeypatch.setattr(run, "run", taken.append)
     assert launch.launch(Path("recipe.yaml"), ["train.steps=3"], 2, resume=True) == 0
+    assert launch.LAUNCHER not in os.environ  # or a launcher that is started from here is taken for gone
     (arguments,) = taken
     assert (arguments.nproc_per_node, arguments.module, arguments.training_script) == ("2", True, "tigon")
     assert arguments.training_script_args == ["train", "recipe.yaml", "--set", "train.steps=3", "--resume"]
 
 
-@linux
-@forks
-def test_process_trains_on_when_its_launcher_is_killed(tmp_path):
+def launched(here: Path, action: Callable[[int], None]) -> list[int]:
+    """The wait statuses of two ranks, `action`s, whose launcher is killed once each has touched `here`/ready-RANK.
+
+    It is as PyTorch's: it has several threads, and keeps the store. Its processes become this one's, which then is one
+    of those that are neither the launcher nor process 1.
+    """
     launcher = os.fork()
     if launcher == 0:
-        if os.fork() == 0:
-            with stopping.Stop(speaks=False) as stop:
-                stop.listen()
-                stopping.end_with_parent()
-                (tmp_path / "ready").touch()
-                for _ in range(200):
-                    time.sleep(0.05)
-                    if stop.number:
-                        (tmp_path / signal.Signals(stop.number).name).touch()
-                        break
-        else:
-            time.sleep(60)
+        for _ in range(8):
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+        def act(rank: int) -> None:
+            (here / f"pid-{rank}").write_text(str(os.getpid()))
+            os.environ.update(MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+            action(rank)
+
+        in_forks(act, 2, said=here / "said")
         os._exit(0)
-    wait_for(tmp_path / "ready")
-    os.kill(launcher, signal.SIGKILL)
-    os.waitpid(launcher, 0)
-    wait_for(tmp_path / "SIGTERM")
+    with adopting():
+        for rank in range(2):
+            wait_for(here / f"ready-{rank}")
+        pids = [int((here / f"pid-{rank}").read_text()) for rank in range(2)]
+        os.kill(launcher, signal.SIGKILL)
+        os.waitpid(launcher, 0)
+        return [ended(pid) for pid in pids]
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Have the system give this process those whose parent ends: only a parent hears how they end."""
+    PR_SET_CHILD_SUBREAPER = 36
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+def ended(pid: int) -> int:
+    """The wait status of a process that ends in seconds."""
+    deadline_s = time.monotonic() + 20
+    while time.monotonic() < deadline_s:
+        waited, status = os.waitpid(pid, os.WNOHANG)
+        if waited:
+            return status
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError("it lives on")
+
+
+def joined_rank(monkeypatch: pytest.MonkeyPatch, stop: stopping.Stop, *, shutdown_s: float) -> None:
+    """What a rank does before its first step."""
+    monkeypatch.setattr(launch, "LOOK_S", 0.05)
+    monkeypatch.setattr(launch, "SHUTDOWN_S", shutdown_s)
+    launch.end_with_launcher()
+    launch.join(torch.device("cpu"))
+    stop.listen()
+
+
+@linux
+@forks
+def test_processes_whose_launcher_is_killed_train_on_or_end_without_a_checkpoint(tmp_path, monkeypatch):
+    """Two signals would end them at once, and the store by which they agree on a checkpoint is gone."""
+
+    def act(rank: int) -> None:
+        with stopping.Stop(speaks=False) as stop:
+            joined_rank(monkeypatch, stop, shutdown_s=60)
+            (tmp_path / f"ready-{rank}").touch()
+            while not stop.agreed():
+                time.sleep(0.02)
+            assert [launch.everyone(rank), launch.everyone(7)] == [[0, 1], [7, 7]]
+            launch.leave(together=True)
+            sys.exit(stopping.EXIT_OFFSET + stop.number)
+
+    statuses = launched(tmp_path, act)
+    assert [os.waitstatus_to_exitcode(each) for each in statuses] == [143, 143], (tmp_path / "said").read_text()[-3000:]
+
+
+@linux
+@forks
+def test_process_that_waits_for_another_in_vain_outlives_its_launcher(tmp_path, monkeypatch):
+    """Rank 0 in a collective, where no handler runs; rank 1 in a step that goes on for ever, with nobody who reads what
+    it says."""
+
+    def act(rank: int) -> None:
+        with stopping.Stop(speaks=False) as stop:
+            joined_rank(monkeypatch, stop, shutdown_s=1)
+            if rank == 1:
+                fill_stderr()
+            (tmp_path / f"ready-{rank}").touch()
+            if rank == 0:
+                torch.distributed.barrier()
+            time.sleep(60)
+
+    statuses = launched(tmp_path, act)
+    said = (tmp_path / "said").read_text()
+    assert [os.waitstatus_to_exitcode(each) for each in statuses] == [143, -signal.SIGALRM], said[-3000:]
+    assert said.count("tigon: process 0 of 2: its launcher is gone, and it has not come to its end within 1 s") == 1
+
+
+def fill_stderr() -> None:
+    """Have whoever says a word wait for ever."""
+    _, full = os.pipe()
+    os.set_blocking(full, False)
+    with suppress(BlockingIOError):
+        while os.write(full, bytes(4096)):
+            pass
+    os.set_blocking(full, True)
+    os.dup2(full, 2)
+
+
+@linux
+@forks
+def test_process_that_is_slower_than_the_death_of_its_launcher_lives_on(tmp_path):
+    """It has another parent by the time it looks for the first."""
+    with adopting():
+        launcher = os.fork()
+        if launcher == 0:
+            os.environ[launch.LAUNCHER] = str(os.getpid())
+            child = os.fork()
+            if child == 0:
+                while os.getppid() == int(os.environ[launch.LAUNCHER]):
+                    time.sleep(0.01)
+                launch.end_with_launcher()
+                time.sleep(60)
+            (tmp_path / "pid").write_text(str(child))
+            os._exit(0)
+        os.waitpid(launcher, 0)
+        assert os.WTERMSIG(ended(int((tmp_path / "pid").read_text()))) == signal.SIGTERM
+
+
+@linux
+@forks
+@pytest.mark.parametrize("number", stopping.SIGNALS)
+def test_signal_before_training_leaves_a_process_that_waits_for_another_in_vain(number, tmp_path, monkeypatch):
+    """Rank 0 in a collective while it builds, where nothing can be raised. Or it ends by force rank 1, which is slow to
+    close what is open."""
+    monkeypatch.setattr(stopping, "NOTING_S", 0.2)
+
+    def act(rank: int) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        torch.distributed.init_process_group("gloo")
+        if rank == 0:
+            with stopping.sigterm_interrupts():
+                (tmp_path / "pid").write_text(str(os.getpid()))
+                torch.distributed.barrier()
+        wait_for(tmp_path / "pid")
+        time.sleep(0.3)
+        pid, deadline_s = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+        os.kill(pid, number)
+        with suppress(ProcessLookupError):  # in_forks has taken its exit code
+            while time.monotonic() < deadline_s:
+                os.kill(pid, 0)
+                time.sleep(0.02)
+        with suppress(KeyboardInterrupt), stopping.sigterm_interrupts():
+            try:
+                os.kill(os.getpid(), number)
+            finally:
+                time.sleep(3 * stopping.NOTING_S)
+
+    said = tmp_path / "said"
+    statuses = in_forks(act, 2, said=said)
+    assert [os.waitstatus_to_exitcode(each) for each in statuses] == [128 + number, 0], said.read_text()[-3000:]
+    assert said.read_text().count(f"tigon: {number.name}: ended in a call that does not return") == 1
 
 
 def wait_for(path: Path) -> None:

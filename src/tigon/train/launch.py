@@ -12,6 +12,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _rounds = itertools.count()
 SHUTDOWN_S = 180  # for a checkpoint, once the processes have been told to stop
+LOOK_S = 1  # between two looks for the launcher
+LAUNCHER = "TIGON_LAUNCHER"  # the variable that tells its processes its number
 PATIENCE_S = 1800  # for the others, who may be writing tens of GB; the default of gloo's collectives
 ALONE_S = 60  # for the others by a process that has failed, for which they may be waiting in a collective
 
@@ -83,6 +87,33 @@ def first_process_first() -> Iterator[None]:
             distributed.barrier()
 
 
+def end_with_launcher() -> None:
+    """When the process that started this one is gone, have this one end: by SIGTERM, and by force where that does not
+    do within the time that a launcher gives.
+
+    A launcher that was killed would leave its processes to train on, unseen, or to keep a GPU busy in a collective that
+    never ends. Of another launcher than `launch` nothing tells whether it is gone already.
+    """
+    launcher = int(os.environ.get(LAUNCHER) or os.getppid())
+    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+
+
+def _end_with(launcher: int) -> None:
+    """A thread. The system would send a signal too (PR_SET_PDEATHSIG), but one for each thread that the launcher had,
+    and the second ends the process at once, without a checkpoint."""
+    while os.getppid() == launcher:
+        time.sleep(LOOK_S)
+    # The system's clock, for where this thread gets no further: while Python exits, or where nobody reads stderr.
+    signal.setitimer(signal.ITIMER_REAL, SHUTDOWN_S + stopping.NOTING_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(SHUTDOWN_S)
+    stopping.say(
+        f"process {rank()} of {processes()}: its launcher is gone, and it has not come to its end within "
+        f"{SHUTDOWN_S} s of being told to: ended"
+    )
+    os._exit(stopping.EXIT_OFFSET + signal.SIGTERM)
+
+
 def leave(*, together: bool = False) -> None:
     """Say goodbye to the other processes, and so to PyTorch's warning about those who do not.
 
@@ -124,9 +155,25 @@ def everyone(value: int, *, patience_s: float = PATIENCE_S) -> list[int] | None:
         store.wait(keys, timedelta(seconds=patience_s))
         said = [int(word) for word in store.multi_get(keys)]
         store.delete_key(f"tigon/{n - 2}/{rank}")  # all have read it, as all have come to this round
+    except distributed.DistNetworkError:  # the store was the launcher's, and is gone with it
+        return _by_collective(value)
     except distributed.DistError:
         return None
     return said
+
+
+def _by_collective(value: int) -> list[int] | None:
+    """What all processes say, where it is no matter if it is waited for in vain: without a launcher a process ends in
+    time whatever it does."""
+    import torch
+    from torch import distributed
+
+    said = [torch.zeros(1, dtype=torch.long) for _ in range(distributed.get_world_size())]
+    try:
+        distributed.all_gather(said, torch.tensor([value]))
+    except RuntimeError:  # a process is gone
+        return None
+    return [int(word) for word in said]
 
 
 def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bool) -> int:
@@ -147,6 +194,7 @@ def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bo
     if "--shutdown-timeout" in known:  # PyTorch up to 2.11 has 30 s and no option
         options.append(f"--shutdown-timeout={SHUTDOWN_S}")
     arguments = [*options, "-m", "tigon", "train", str(path), *words, *(["--resume"] if resume else [])]
+    os.environ[LAUNCHER] = str(os.getpid())
     sys.stdout.flush()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the processes have said it themselves
     try:
@@ -163,6 +211,8 @@ def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bo
                 "--resume"
             ) from None
         return code
+    finally:
+        del os.environ[LAUNCHER]  # for what else this process starts it is none
     return 0
 
 

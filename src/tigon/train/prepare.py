@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tigon.errors import DataError, RecipeError, TigonError
 from tigon.techniques.quiet import quiet_packages
-from tigon.train import documents, launch, preflight, stopping
+from tigon.train import documents, launch, preflight
 from tigon.train.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
     """Meet the other processes and prepare, the first process first. What it refuses, it refuses in all: only the first
     says so."""
     if launch.joined():
-        stopping.end_with_parent()
+        launch.end_with_launcher()
     if recipe.sharding.zero > 0 or recipe.sharding.fsdp:
         launch.name_lone_rank_if_alone()
     if launch.joined():

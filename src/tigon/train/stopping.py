@@ -6,7 +6,8 @@ A handler runs between two bytecodes, when the optimizer may be half done, so it
 reads at step boundaries. All processes read it there together: one of them that stops alone would leave the others
 waiting. The second signal has its default effect, which needs no bytecode to be reached; and where the first has found
 the main thread in a call that does not return, such as a collective whose other end is gone, so that no handler ran, a
-thread ends the process. There is no limit of time: a backward pass may take minutes, and is such a call too.
+thread ends the process. There is no limit of time: a backward pass may take minutes, and is such a call too. Only
+before training, where there is nothing to save, and without a launcher (launch.py) the first signal is enough.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -41,21 +41,60 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM where there is no step to wait for: it ends a run as Ctrl-C does."""
 
 
+class _Bell:
+    """Rung by the system's own handler of a signal, so also while the main thread is in a call that does not return."""
+
+    def __init__(self, heard: Callable[[int], None]) -> None:
+        """heard: called in a thread of its own, with each of SIGNALS that comes."""
+        listened, self._rung = socket.socketpair()
+        self._rung.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._rung.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=_listen, args=(listened, heard), daemon=True).start()
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._before)
+        self._rung.close()
+
+
+def _listen(listened: socket.socket, heard: Callable[[int], None]) -> None:
+    with listened:
+        while number := int.from_bytes(listened.recv(1), "big"):
+            if number in SIGNALS:
+                heard(number)
+
+
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Raise Terminated for SIGTERM, so that what is open is closed and something is said."""
+    """Raise Terminated for SIGTERM, so that what is open is closed and something is said.
+
+    One of several processes that cannot raise, being in a call that does not return, ends all the same, on Ctrl-C too:
+    the one that its collective waits for may have ended.
+    """
+    noted: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Terminated
+        noted.append(number)
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    def heard(number: int) -> None:
+        time.sleep(NOTING_S)
+        if not noted and not _alone():
+            say(f"{signal_name(number)}: ended in a call that does not return")
+            os._exit(EXIT_OFFSET + number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    bell = _Bell(heard)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background jobs ignore it
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        bell.close()
 
 
 class Stop:
@@ -70,54 +109,44 @@ class Stop:
         """What is said to follow it."""
         self._speaks = speaks
         self._before: dict[int, Any] = {}
-        self._bell: tuple[socket.socket, int] | None = None  # rung by the system's handler; and the one before it
+        self._bell: _Bell | None = None
+        self._rings = 0
 
     def __enter__(self) -> Stop:
         return self
 
     def listen(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            heard, bell = socket.socketpair()
-            bell.setblocking(False)
-            self._bell = bell, signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
-            threading.Thread(target=self._watch, args=(heard,), daemon=True).start()
+            self._bell = _Bell(self._heard)
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._bell is not None:
-            bell, before = self._bell
-            signal.set_wakeup_fd(before)
-            bell.close()
+            self._bell.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
 
-    def _watch(self, heard: socket.socket) -> None:
-        """A thread: say that a signal came, and end the process with the second if it finds the first unnoted."""
-        came = 0
-        with heard:
-            while number := int.from_bytes(heard.recv(1), "big"):
-                if number not in SIGNALS:
-                    continue
-                came += 1
-                if came == 1 and self._speaks:  # not by print, which may be what was interrupted
-                    said = f"\ntigon: {signal_name(number)}: {self.promise}; a second signal ends at once\n"
-                    os.write(2, said.encode())
-                elif came > 1:
-                    time.sleep(NOTING_S)
-                    if not self.number:
-                        os._exit(EXIT_OFFSET + number)
+    def _heard(self, number: int) -> None:
+        """In a thread: say that a signal came, and end the process with the second if it finds the first unnoted."""
+        self._rings += 1
+        if self._rings == 1 and self._speaks:
+            say(f"{signal_name(number)}: {self.promise}; a second signal ends at once")
+        elif self._rings > 1:
+            time.sleep(NOTING_S)
+            if not self.number:
+                os._exit(EXIT_OFFSET + number)
 
     def agreed(self) -> int:
         """The signal that any process has had, asked by all of them at once; 0: none."""
         import torch
         from torch import distributed
 
-        if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        if _alone():
             return self.number
         heard = torch.tensor([self.number])  # on the CPU, where nothing waits for a GPU
         distributed.all_reduce(heard, op=distributed.ReduceOp.MAX)
@@ -125,6 +154,18 @@ class Stop:
         if number:  # else a signal that came in the meantime is for the next time: it must not be lost
             self.number = number
         return number
+
+
+def _alone() -> bool:
+    from torch import distributed
+
+    return not distributed.is_initialized() or distributed.get_world_size() == 1
+
+
+def say(text: str) -> None:
+    """On stderr, not by print, which may be what was interrupted; whoever read it may be gone."""
+    with suppress(OSError):
+        os.write(2, f"\ntigon: {text}\n".encode())
 
 
 def signal_name(number: int) -> str:
@@ -147,15 +188,3 @@ def end_children() -> None:
         child.kill()
         child.join()
     signal.signal(signal.SIGCHLD, before)
-
-
-def end_with_parent() -> None:
-    """Have the system send this process SIGTERM when the one that started it is gone (Linux).
-
-    A launcher that was killed would leave its processes to train on, unseen.
-    """
-    if sys.platform == "linux":
-        import ctypes
-
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
