@@ -78,8 +78,8 @@ def test_a_full_device_does_not_give_back_what_is_free() -> None:
 
 def test_a_stream_takes_anothers_blocks_or_neither_gives_its_own_back() -> None:
     allocator = CachingAllocator(limit_bytes=100 * MIB)
-    aside = allocator.allocate(40 * MIB, aside=True)
-    allocator.free(aside, small=False)
+    others = allocator.allocate(40 * MIB, stream=1)
+    allocator.free(others, small=False)
     allocator.allocate(40 * MIB)
     assert allocator.reserved_bytes == 80 * MIB
     allocator.allocate(50 * MIB)  # there is room once the other stream's block is given back

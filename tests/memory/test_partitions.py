@@ -18,8 +18,10 @@ from tigon.medusa.attach import NAME
 from tigon.memory import sharded
 from tigon.memory.estimate import at_rest, estimate
 from tigon.memory.gpus import GIB, find_gpu
+from tigon.memory.ledger import Gathered, Gathering, Ledger
 from tigon.memory.request import Request
 from tigon.memory.statics import Statics, Weight
+from tigon.memory.tape import Where
 from tigon.models.config import load_config
 from tigon.techniques.choices import Choices
 
@@ -142,6 +144,16 @@ def test_fsdp2_reduces_before_the_last_micro_batch() -> None:
     assert four - one > 0.7 * sum(weight.grad_bytes for weight in model.trained)
 
 
+def test_gradients_that_waited_go_to_the_host_all_at_once() -> None:
+    """FSDP2 reduces unit by unit after the last micro-batch too: beside whole gradients are copies of one."""
+    one, four = (
+        estimate(request_of(fsdp=True, offload="cpu", accumulate=count, batch=8), gpu=BARE).peak_allocated_bytes
+        for count in (1, 4)
+    )
+    grads = sum(weight.grad_bytes for weight in at_rest(request_of(precision="bf16")).trained)
+    assert four - one < 1.5 * grads
+
+
 def test_gradients_of_a_zero_stage_are_held_before_the_backward_makes_them() -> None:
     """At the loss there is none yet, whatever the stage will keep of them."""
     zero_1, zero_2 = (estimate(request_of(zero=stage, gpus=4, batch=16, kernels="none"), gpu=BARE) for stage in (1, 2))
@@ -151,6 +163,21 @@ def test_gradients_of_a_zero_stage_are_held_before_the_backward_makes_them() -> 
 def test_offload_of_zero_2_has_no_buffer_on_the_gpu() -> None:
     with_states, away = (_placed(zero=2, precision="bf16", offload=place).buffers for place in ("none", "cpu"))
     assert with_states == 0 and away == 2 * 1024 * 256  # the embeddings
+
+
+def test_layers_stay_gathered_when_their_backward_is_through() -> None:
+    ledger = Ledger()
+    sizes: dict[str, Any] = {"outside": [300], "layer": [100], "last": [300], "most_bytes": 500, "beyond_bytes": 200}
+    gathered = Gathered(ledger, Gathering(layers=4, head_stays=False, **sizes))
+    held = []
+    places = [("forward", None), ("forward", 0), ("forward", 3), ("loss", None), ("backward", 3), ("backward", 2)]
+    for phase, layer in [*places, ("backward", 0), ("backward", None)]:
+        gathered.enter(Where(phase, layer))
+        held.append((len(gathered.layers), len([block for block in gathered.outside if block])))
+    # two layers beside the embeddings; the last layer's backward has the embeddings' room, the one before it both
+    assert held == [(0, 1), (1, 1), (2, 1), (2, 1), (4, 0), (3, 1), (1, 1), (0, 1)]
+    gathered.close()
+    assert ledger.live_bytes == 0
 
 
 # --- what is loaded whole ---------------------------------------------------------------------------------------------

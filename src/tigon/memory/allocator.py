@@ -8,6 +8,7 @@ free, of any stream, are given back only where a new one would not fit on the de
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from dataclasses import dataclass
 
 MIN_BLOCK = 512
@@ -27,8 +28,8 @@ class _Block:
     free: bool = False
     before: _Block | None = None
     after: _Block | None = None
-    aside: bool = False
-    """Of the second stream: a stream's blocks are not given to another."""
+    stream: int = 0
+    """A stream's blocks are not given to another."""
 
 
 class CachingAllocator:
@@ -40,21 +41,21 @@ class CachingAllocator:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = 0
-        # (size, address, block), sorted: best fit is the first that is large enough. By stream, then large and small.
-        self._pools: tuple[list[tuple[int, int, _Block]], ...] = ([], [], [], [])
+        # (size, address, block), sorted: best fit is the first that is large enough. By stream, and large or small.
+        self._pools: defaultdict[tuple[int, bool], list[tuple[int, int, _Block]]] = defaultdict(list)
         self._next_address = 0
 
-    def allocate(self, nbytes: int, *, aside: bool = False) -> _Block:
-        """Take `nbytes` (more than 0) from a pool; aside: of the second stream's."""
+    def allocate(self, nbytes: int, *, stream: int = 0) -> _Block:
+        """Take `nbytes` (more than 0) from a pool of the stream's."""
         size = max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
         small = size <= SMALL
-        pool = self._pool(small, aside)
+        pool = self._pools[stream, small]
         at = bisect.bisect_left(pool, (size, -1))
         # PyTorch takes the best fit whatever is left over: max_split_size is unlimited.
-        block = pool.pop(at)[2] if at < len(pool) else self._segment(size, aside)
+        block = pool.pop(at)[2] if at < len(pool) else self._segment(size, stream)
         left = block.size - size
         if left >= MIN_BLOCK if small else left > SMALL:
-            rest = _Block(left, block.address + size, before=block, after=block.after, aside=aside)
+            rest = _Block(left, block.address + size, before=block, after=block.after, stream=stream)
             if block.after is not None:
                 block.after.before = rest
             block.size, block.after = size, rest
@@ -66,7 +67,7 @@ class CachingAllocator:
     def free(self, block: _Block, *, small: bool) -> None:
         """Give a block back; neighbours that are free merge with it. small: the pool it came from."""
         self.allocated_bytes -= block.size
-        pool = self._pool(small, block.aside)
+        pool = self._pools[block.stream, small]
         before, after = block.before, block.after
         if before is not None and before.free:
             self._take(pool, before)
@@ -83,7 +84,7 @@ class CachingAllocator:
                 after.after.before = block
         self._put(block, small)
 
-    def _segment(self, size: int, aside: bool) -> _Block:
+    def _segment(self, size: int, stream: int) -> _Block:
         if size <= SMALL:
             segment = SMALL_SEGMENT
         elif size < MIN_LARGE:
@@ -96,21 +97,18 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         # Segments do not touch: blocks of two of them never merge, and are told apart by their address.
         self._next_address += segment + MIN_BLOCK
-        return _Block(segment, self._next_address - segment - MIN_BLOCK, aside=aside)
+        return _Block(segment, self._next_address - segment - MIN_BLOCK, stream=stream)
 
     def release(self) -> None:
         """Give segments that are wholly free back to the device, as torch.cuda.empty_cache() does."""
-        for pool in self._pools:
+        for pool in self._pools.values():
             whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
             self.reserved_bytes -= sum(size for size, _, _ in whole)
             pool[:] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
 
-    def _pool(self, small: bool, aside: bool) -> list[tuple[int, int, _Block]]:
-        return self._pools[2 * aside + small]
-
     def _put(self, block: _Block, small: bool) -> None:
         block.free = True
-        bisect.insort(self._pool(small, block.aside), (block.size, block.address, block))
+        bisect.insort(self._pools[block.stream, small], (block.size, block.address, block))
 
     @staticmethod
     def _take(pool: list[tuple[int, int, _Block]], block: _Block) -> None:

@@ -47,20 +47,41 @@ def _round_up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-def _products(recorder: Recorder, q: Tensor, count: int, causal: bool) -> None:
+# Of the rate of a model's other products, what causal attention without a mask reaches on Hopper and later: width of a
+# head, at most -> share of cuDNN's kernels, which PyTorch prefers there. In groups of heads it is FlashAttention 2
+# (techniques/head_groups.py), measured with heads 64 wide alone. Both were fitted to the steps of 131,072 tokens in
+# benchmarks/results/nvidia-h200/study/longest-sequence.json (H200, Llama-3.2-1B, torch 2.11.0+cu130, tigon 75aa43a,
+# 2026-11-22); with heads 128 wide Llama-3-8B's steps of up to 65,536 tokens need no share. Older GPUs have
+# FlashAttention 2 for both, and were not measured.
+_SHARES = {64: 0.66, 256: 1.0}
+_GROUPED_SHARE = 0.46
+_MEASURED_ARCH = (9, 0)
+
+
+def product_share(head_width: int, groups: int, arch: tuple[int, int]) -> float:
+    """Of the rate of a model's other products: attention without a mask."""
+    if arch < _MEASURED_ARCH:
+        return 1.0
+    if groups > 1:
+        return _GROUPED_SHARE
+    return next((share for width, share in _SHARES.items() if head_width <= width), 1.0)
+
+
+def _products(recorder: Recorder, q: Tensor, count: int, causal: bool, share: float = 1.0) -> None:
+    """share: of the rate of a model's other products."""
     B, h, T, D = q.shape
-    recorder.count(flops=2.0 * count * B * h * T * T * D * (0.5 if causal else 1.0), dtype=q.dtype)
+    recorder.count(flops=2.0 * count * B * h * T * T * D * (0.5 if causal else 1.0) / share, dtype=q.dtype)
 
 
 class _Flash(torch.autograd.Function):
     """Saves q, k, v, out and the log-sum-exp (B, h, T) in fp32; heads of a group share k and v without a copy."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder, groups: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder, groups: int, share: float) -> Tensor:
         out_BThD, lse = torch.ops.tigon_memory.attention(q, q.shape[2])
         ctx.save_for_backward(q, k, v, out_BThD, lse)
-        ctx.recorder, ctx.groups = recorder, groups
-        _products(recorder, q, _FORWARD_PRODUCTS, causal=True)
+        ctx.recorder, ctx.groups, ctx.share = recorder, groups, share
+        _products(recorder, q, _FORWARD_PRODUCTS, causal=True, share=share)
         return out_BThD  # type: ignore[no-any-return]
 
     @staticmethod
@@ -79,9 +100,9 @@ class _Flash(torch.autograd.Function):
         ]
         if k.shape[1] != q.shape[1]:  # one dK and dV for each query head first, summed over the group afterwards
             scratch += [k.new_empty((B, T, h, D)), v.new_empty((B, T, h, D))]
-        _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=True)
+        _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=True, share=ctx.share)
         del scratch
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None
 
 
 class _Efficient(torch.autograd.Function):
@@ -110,7 +131,7 @@ class _Efficient(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def attention(recorder: Recorder, groups: int = 1) -> Callable[..., Any]:
+def attention(recorder: Recorder, arch: tuple[int, int], groups: int = 1) -> Callable[..., Any]:
     """What transformers' `sdpa_attention_forward` and flash functions do to memory on CUDA; groups: of key heads whose
     backward passes take turns."""
 
@@ -126,7 +147,8 @@ def attention(recorder: Recorder, groups: int = 1) -> Callable[..., Any]:
         if attention_mask is None and query.dtype not in _FLASH_DTYPES:
             return _without_flash(query, key, value, recorder), None
         if attention_mask is None:
-            return _Flash.apply(query, key, value, recorder, groups), None
+            share = product_share(query.shape[-1], groups, arch)
+            return _Flash.apply(query, key, value, recorder, groups, share), None
         return _Efficient.apply(query, key, value, attention_mask.to(query.dtype), recorder), None
 
     if groups == 1:

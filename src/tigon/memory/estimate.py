@@ -13,7 +13,17 @@ from tigon.errors import UsageError
 from tigon.memory import roofline, sharded, study
 from tigon.memory.allocator import CachingAllocator
 from tigon.memory.gpus import Gpu
-from tigon.memory.ledger import COMPONENTS, Held, Ledger, Reduced, offloaded, play, play_evaluation
+from tigon.memory.ledger import (
+    COMPONENTS,
+    GATHERING,
+    Gathered,
+    Held,
+    Ledger,
+    Reduced,
+    offloaded,
+    play,
+    play_evaluation,
+)
 from tigon.memory.request import Request, check, text_config
 from tigon.memory.sharded import Placement
 from tigon.memory.statics import Statics, managed_bytes, state_tensors, statics, step_tensors, update_work
@@ -197,6 +207,10 @@ def _run(
         ledger.take(place.gradients, "gradients")
     for step in range(STEPS):
         ledger.enter("forward")
+        if step == 0 and place.gathering is not None:
+            # For a hook on its gradient, stage 3 gathers each weight once: its partition, and itself.
+            largest = max(weight.nbytes for weight in model.weights)
+            ledger.pass_through(largest // choices.gpus, largest, component="weights")
         if step == 0:
             # One cuBLAS handle for the thread that runs the forward and one for autograd's.
             for _ in range(2):
@@ -228,25 +242,23 @@ def _micro_batches(
     # Before the last of several micro-batches FSDP2 reduces nothing (no_sync of accelerate): whole gradients wait.
     waits_whole = choices.fsdp and choices.accumulate > 1
     keeps = waits_whole or (place.keeps_gradients and choices.optimizer != "galore-layerwise")
-    ledger.pass_through(place.gathered_beside, "weights", beside=True)
-    if place.gathered_on_stream:
-        # What was gathered for the last pass is free once the GPU has passed it, which the host does not wait for.
-        ledger.cache_beside([place.gathered, place.gathered])
-    moving = [
-        ledger.take(place.gathered, "weights", beside=place.gathered_on_stream),
-        ledger.take(place.buckets, "workspace"),
-    ]
+    ledger.pass_through(place.gathered_beside, component="weights", stream=GATHERING)
+    moving = [ledger.take(place.gathered, "weights"), ledger.take(place.buckets, "workspace")]
+    gathered = Gathered(ledger, place.gathering) if place.gathering is not None else None
     reduced = _reduced(ledger, place, tapes[0])
     update_bytes = sum(step_tensors(request, model.weights)) if OPTIMIZERS[choices.optimizer].in_backward else 0
     gradients: list[Held | None] = []
     for number in range(min(choices.accumulate, 2)):
         gradients += play(
             ledger, tapes[min(number, len(tapes) - 1)], keep_gradients=keeps, tied=_is_tied(request),
-            backward_bytes=place.gathered_again, reduced=reduced if number == 0 else None,
-            update_bytes=update_bytes,
+            backward_bytes=place.gathered_again, gathered=gathered,
+            reduced=reduced if number == 0 else None, update_bytes=update_bytes,
         )  # fmt: skip
+    if gathered is not None:
+        gathered.close()
     if waits_whole and reduced is not None:
-        reduced.add(sum(held.nbytes for held in gradients if held is not None))
+        for held in gradients:
+            reduced.add(held.nbytes if held is not None else 0)
         _give(ledger, [gradients])
         gradients = []
     _give(ledger, [moving])
@@ -270,10 +282,10 @@ LEAVING = 2
 def _reduced(ledger: Ledger, place: Placement, tape: Tape) -> Reduced | None:
     """For the gradients that a reduction leaves here in one step."""
     if place.born == "start" or not place.gradients:
-        return None
+        return Reduced(ledger, copies=place.copies) if place.copies else None
     made = sum(size for size, component in zip(tape.sizes, tape.components, strict=True) if component == "gradients")
     share = place.gradients / made if place.born == "each" else 0.0
-    return Reduced(ledger, place.gradients, share=share)
+    return Reduced(ledger, place.gradients, share=share, copies=place.copies)
 
 
 def _load(ledger: Ledger, request: Request, model: Statics, place: Placement) -> None:
@@ -283,9 +295,11 @@ def _load(ledger: Ledger, request: Request, model: Statics, place: Placement) ->
     waits_here = fit_whole((wider * weight.nbytes for weight in model.weights), ledger.allocator.limit_bytes)
     if divided and not (place.loaded_itemsize and waits_here):
         if choices.fsdp:
-            ledger.pass_through(place.gathered, "weights")  # at most: a unit comes from the host to be divided
+            # At most: a unit comes from the host to be divided.
+            ledger.pass_through(place.gathered, component="weights")
         elif place.loaded_itemsize:
-            ledger.pass_through(model.weight_bytes, "weights")  # DeepSpeed moves all before it partitions any
+            # DeepSpeed moves all before it partitions any.
+            ledger.pass_through(*(weight.nbytes for weight in model.weights), component="weights")
         ledger.take(place.weights, "weights")
         return
     loaded = [[ledger.take(wider * nbytes, "weights") for nbytes in weight.tensors] for weight in model.weights]
@@ -387,9 +401,7 @@ def _notes(request: Request, gpu: Gpu, model: Statics) -> tuple[str, ...]:
             "Liger Kernel 0.8.5: its allocations as read in its source; ops inside layers are timed as tigon's."
         )
     if sharded.is_sharded(choices):
-        notes.append(
-            "Partitions, buckets and gathered layers are in closed form; their fragmentation is not simulated."
-        )
+        notes.append("Partitions and buckets are in closed form; their fragmentation is simulated in part.")
     if choices.fsdp and request.model not in PRESETS:
         whole_gib = choices.gpus * weight_itemsize(choices.precision) * sum(w.numel for w in model.weights) / 2**30
         notes.append(

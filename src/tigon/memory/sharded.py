@@ -10,16 +10,19 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tigon.memory.ledger import Copy, Gathering
 from tigon.memory.request import Request
-from tigon.memory.statics import Statics, state_tensors
+from tigon.memory.statics import Statics, Weight, state_tensors
 from tigon.models.presets import PRESETS
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 from tigon.techniques.sharding import are_drawn_in_place, are_read_in_parts
 
-FP32 = 4
+FP32, FP64 = 4, 8
 # deepspeed/runtime/zero/config.py: elements of gathered weights that stage 3 may hold (stage3_max_live_parameters).
 MAX_LIVE_ELEMENTS = 10**9
+# deepspeed/runtime/zero/stage3.py, _constant_buffered_norm2: elements that are read in fp64 at a time.
+NORM_ELEMENTS = 250_000_000
 
 # Host time of the engine for each trained weight, forward, backward and step together, in operators. Measured, not
 # explained: the steps of Llama-3.2-1B, 4 x 1024 on each of two H200s, beyond what their operators take. Of FSDP2's, 60
@@ -45,8 +48,8 @@ class Placement:
     optimizer: int
     gathered: int = 0
     """Whole weights of the layers in use, while the forward and backward run."""
-    gathered_on_stream: bool = False
-    """Whether `gathered` comes from the collectives' stream, whose blocks nothing else takes."""
+    gathering: Gathering | None = None
+    """Whole weights that come and go with the layers, instead of `gathered`."""
     gathered_again: int = 0
     """Besides `gathered`, while the layers' backward runs."""
     gathered_beside: int = 0
@@ -65,6 +68,8 @@ class Placement:
     """Seconds that one multiprocessor computes in the step beyond what its bytes take."""
     host: int = 0
     nvme: int = 0
+    copies: tuple[Copy, ...] = ()
+    """What each gradient is copied to on its way to the host."""
     keeps_gradients: bool = True
     """Whether every gradient stays until the step; else each is reduced and freed as it comes."""
     link: int = 0
@@ -116,13 +121,17 @@ def _embedding_grad_bytes(model: Statics) -> int:
     return sum(weight.grad_bytes for weight in model.weights if weight.embedding)
 
 
-def _layer_bytes(model: Statics) -> int:
-    """Weights of the largest layer."""
-    layers: dict[int, int] = defaultdict(int)
+def _layers(model: Statics) -> list[list[Weight]]:
+    layers: dict[int, list[Weight]] = defaultdict(list)
     for weight in model.weights:
         if weight.layer is not None:
-            layers[weight.layer] += weight.nbytes
-    return max(layers.values(), default=0)
+            layers[weight.layer].append(weight)
+    return list(layers.values())
+
+
+def _layer_bytes(model: Statics) -> int:
+    """Weights of the largest layer."""
+    return max((sum(weight.nbytes for weight in layer) for layer in _layers(model)), default=0)
 
 
 def _ddp(request: Request, model: Statics) -> Placement:
@@ -151,12 +160,9 @@ def _zero(request: Request, model: Statics) -> Placement:
     states = sum(piece.nbytes for piece in slices) + optimizer.state_bytes(slices, rank=rank)
     hidden = model.head_shape[1]
     bucket_bytes = max(hidden**2, 2**16) * (4 if choices.precision == "fp32" else 2)
-    weights, gathered, nvme, link = model.weight_bytes, 0, 0, 0
+    weights, nvme, link = model.weight_bytes, 0, 0
     host = optimizer.state_bytes(slices, rank=rank, place="managed")
     if choices.zero == 3:
-        # stage3_max_reuse_distance, which the NVMe's configuration sets
-        live = 0 if choices.offload == "nvme" else MAX_LIVE_ELEMENTS * model.weights[0].itemsize
-        gathered = min(model.weight_bytes, max(live, _unit_bytes(model)))
         weights = _share(model.weight_bytes, gpus)
     calls = ZERO3_CALLS if choices.zero == 3 else ZERO_CALLS
     loaded = FP32 if mixed else itemsize
@@ -183,13 +189,52 @@ def _zero(request: Request, model: Statics) -> Placement:
         host, nvme = (host + away, 0) if choices.offload == "cpu" else (host, away)
     return Placement(
         weights=weights, gradients=held, born="start" if choices.zero == 3 else "first", optimizer=states,
-        gathered=gathered, gathered_on_stream=choices.zero == 3, buffers=buffers, loaded_itemsize=loaded,
+        gathering=_gathering(request, model) if choices.zero == 3 else None, buffers=buffers, loaded_itemsize=loaded,
+        copies=_copies(choices, model) if choices.zero == 3 and choices.offload != "none" else (),
         buckets=2 * bucket_bytes, step=step, step_sm_s=step_sm_s,
         host=host, nvme=nvme, keeps_gradients=choices.zero == 1, link=link,
         peers=(3 if choices.zero == 3 else 2) * grads if gpus > 1 else 0,
         peers_last=_embedding_grad_bytes(model) if gpus > 1 else 0,
         copied=2 * grads + 2 * _share(grads, gpus), host_calls=calls * len(model.trained),
     )  # fmt: skip
+
+
+def _gathering(request: Request, model: Statics) -> Gathering:
+    outside = [weight for weight in model.weights if weight.layer is None]
+    layers = _layers(model)
+    largest = max(layers, key=lambda weights: sum(weight.nbytes for weight in weights), default=[])
+    # stage3_max_reuse_distance, which the NVMe's configuration sets; without it nothing is kept to be fetched ahead of.
+    choices = request.choices
+    keeps = choices.offload != "nvme"
+    live = MAX_LIVE_ELEMENTS * model.weights[0].itemsize if keeps else 0
+    return Gathering(
+        outside=[weight.nbytes for weight in outside], layer=[weight.nbytes for weight in largest], layers=len(layers),
+        most_bytes=min(model.weight_bytes, max(live, _unit_bytes(model))),
+        # The last weight to be fetched ahead is the embeddings'. Where MLPs are tiled, room for it is there by then: so
+        # say the peaks of benchmarks/results/nvidia-h200/study/largest-batch.json.
+        beyond_bytes=max(weight.nbytes for weight in model.weights) if keeps and not choices.mlp_tile_tokens else 0,
+        last=[weight.nbytes for weight in outside if weight.embedding],
+        head_stays=choices.kernels == "liger",  # its loss reads the head's weight outside of the head's module
+    )  # fmt: skip
+
+
+def _copies(choices: Choices, model: Statics) -> tuple[Copy, ...]:
+    """Stage 3 with states away from the GPU: this GPU's part of a gradient goes to the host and back, is read in fp64
+    for its norm, a part at a time, and in fp32 for the optimizer (stage3.py: partition_grads,
+    _constant_buffered_norm2, _offload_grad_partition_at_boundary)."""
+    itemsize, gpus = model.weights[0].itemsize, choices.gpus
+    return (
+        Copy(share=1 / gpus, stays=True),
+        Copy(share=FP64 / itemsize / gpus, most_bytes=FP64 * NORM_ELEMENTS),
+        Copy(share=FP32 / itemsize / gpus),
+    )
+
+
+def _reduction(choices: Choices, factor: int) -> tuple[Copy, ...]:
+    """FSDP2: a reduction's output, and the same in the shard's dtype, if that is another; the last of them is the
+    gradient, and stays unless it goes to the host (_fsdp_collectives.py: foreach_reduce)."""
+    made = [Copy(share=1 / choices.gpus, stays=True)] + [Copy(share=factor / choices.gpus)] * (factor > 1)
+    return tuple(made if choices.offload != "none" else made[:-1])
 
 
 def is_drawn(request: Request) -> bool:
@@ -247,6 +292,7 @@ def _fsdp(request: Request, model: Statics) -> Placement:
         shard_itemsize=itemsize, loaded_itemsize=loaded, step=step, host=host, keeps_gradients=False, link=link,
         peers=passes * model.weight_bytes + sum(weight.nbytes for weight in model.trained) if gpus > 1 else 0,
         peers_last=_embedding_grad_bytes(model) if gpus > 1 else 0,
+        copies=_reduction(choices, factor),
         # Gathered weights are copied out twice, gradients into the reduction's input.
         copied=6 * model.weight_bytes if gpus > 1 else 0, host_calls=FSDP_CALLS * len(model.trained),
     )  # fmt: skip

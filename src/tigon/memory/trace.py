@@ -153,7 +153,7 @@ def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluati
             run.fill()
             if choices.attention != "eager":
                 mask = attention.mask_maker(masked=request.masked, dense=choices.attention == "sdpa")
-                attend = attention.attention(recorder, choices.attention_groups)
+                attend = attention.attention(recorder, gpu.arch, choices.attention_groups)
                 stack.enter_context(attention_replaced(model, attend, mask))
             stack.enter_context(cuda_plan.planned_for_cuda(recorder, arch=gpu.arch, ignored=request.batch))
             stack.enter_context(_foreign_code(request.model))

@@ -42,29 +42,29 @@ BEGIN, END = "<!-- accuracy of sweeps -->", "<!-- /accuracy of sweeps -->"
 REMAKE = "`python -m tigon.sweep.accuracy --into docs/planner.md` makes it"
 
 _STREAMS = "what the allocator holds back for a stream that the engine copies or gathers on is not simulated."
-_DRAWN = "measured at ac6208c, when random weights that go to the host were still drawn on the GPU, which was the peak."
-_WHOLE = "measured before 1c0c32d, with GaLore updating a whole weight at a time."
+_LATE = (
+    "ZeRO-3: DeepSpeed's reducing stream holds a gradient's memory until it has passed it (record_stream, stage3.py), "
+    "which is not simulated; that this is all of the difference was not measured."
+)
+_FOUR = "the host's time decides, and four sweeps ran on one host at a time."
 KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
     ("techniques: zero-offload-cpu", "reserved"): (0.19, f"ZeRO-2's copies to the host: {_STREAMS}"),
     ("techniques: adamw-torchao-8bit", "step time"): (
         0.37, "the table look-ups of 8-bit states were fitted to Qwen3-0.6B alone; here they take half as long."
     ),
     ("techniques-two-gpus: zero-2", "reserved"): (0.13, f"ZeRO-2: {_STREAMS}"),
-    ("techniques-two-gpus: fsdp2-offload", "reserved"): (0.25, f"FSDP2's gradients on their way: {_STREAMS}"),
-    ("batch: Liger batch_size=4", "allocated"): (
-        0.11, "DeepSpeed's offload copies each gradient to the GPU once more, and to fp32 for its norm (stage3.py, "
-        "partition_grads); the embedding's, at the end of the backward, is the peak where rows are few."
+    ("techniques-two-gpus: fsdp2-offload", "reserved"): (0.14, f"FSDP2's weights on their way: {_STREAMS}"),
+    ("sequence", "reserved"): (0.16, _LATE),
+    ("largest-batch", "reserved"): (0.13, _LATE),
+    ("longest-sequence", "reserved"): (0.16, _LATE),
+    ("longest-sequence: FSDP2", "reserved"): (0.09, f"FSDP2's weights on their way: {_STREAMS}"),
+    ("paper-two-gpus", "reserved"): (0.10, f"FSDP2: {_STREAMS}"),
+    ("medusa-two-gpus", "reserved"): (
+        0.19, "FSDP2: what one of its streams finds again in another's cache is not known; most are too high."
     ),
-    ("batch", "reserved"): (0.26, f"ZeRO-3's copies to the host: {_STREAMS}"),
-    ("sequence", "reserved"): (0.12, f"ZeRO-3's copies to the host: {_STREAMS}"),
-    ("techniques-8b: bf16, GaLore a layer at a time", "allocated"): (0.16, _WHOLE),
-    ("techniques-8b: bf16, GaLore a layer at a time", "reserved"): (0.19, _WHOLE),
-    ("techniques: galore-layerwise", "step time"): (0.28, _WHOLE),
-    ("ladder: GaLore", "allocated"): (0.36, _WHOLE),
-    ("ladder: GaLore a layer at a time", "step time"): (0.45, _WHOLE),
-    ("ladder: ZeRO-3", "allocated"): (0.38, _DRAWN),
-    ("ladder: ZeRO-3", "reserved"): (0.31, _DRAWN),
-    ("ladder: GaLore", "reserved"): (0.42, _WHOLE),
+    ("techniques: galore-layerwise", "step time"): (0.29, _FOUR),
+    ("batch: Liger batch_size=32", "step time"): (0.32, _FOUR),
+    ("sequence", "step time"): (0.28, _FOUR),
     ("ladder", "step time"): (
         0.40, "the host's time decides, and another sweep ran on the host's other GPU; the "
         "fastest steps, too, took up to half as long again as planned.",
@@ -72,7 +72,6 @@ KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
     ("medusa: stage 2", "step time"): (
         0.29, "at 1024 tokens the host's time decides, and another sweep ran on the host's other GPU."
     ),
-    ("medusa-two-gpus", "reserved"): (0.19, f"FSDP2: {_STREAMS}"),
 }  # fmt: skip
 """(beginning of a case's name, quantity) -> how far it is allowed to be off instead, and why."""
 
