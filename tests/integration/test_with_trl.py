@@ -109,13 +109,15 @@ def test_metrics_read_from_the_logits_of_a_training_step_cost_more_than_the_logi
             return result
 
     ids = torch.randint(3, 4000, (2, 64), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:, :16] = -100  # a prompt, so that the loss's chunk is smaller than the logits
 
     def step(patched: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         made = model(vocab_size=4000)
         if patched:
             tigon.patch(made)
         with LargeTensors(ids.numel() * 4000) as large:
-            outputs = made(input_ids=ids, labels=ids)
+            outputs = made(input_ids=ids, labels=labels)
             with torch.no_grad():
                 accuracy = (outputs.logits[:, :-1].argmax(-1) == ids[:, 1:]).float().mean()
             outputs.loss.backward()
@@ -127,5 +129,4 @@ def test_metrics_read_from_the_logits_of_a_training_step_cost_more_than_the_logi
     torch.testing.assert_close(loss, want)
     torch.testing.assert_close(same_grad, grad, rtol=1e-4, atol=1e-7)
     assert same_accuracy == accuracy
-    # The logits that were read; and the loss's chunk, which holds so few rows whole.
-    assert large_patched == 2 < large_unpatched, (large_patched, large_unpatched)
+    assert large_patched == 1 < large_unpatched, (large_patched, large_unpatched)

@@ -53,7 +53,7 @@ def _round_up(n: int, to: int) -> int:
 # benchmarks/results/nvidia-h200/study/longest-sequence.json (H200, Llama-3.2-1B, torch 2.11.0+cu130, tigon 75aa43a,
 # 2026-11-22); with heads 128 wide Llama-3-8B's steps of up to 65,536 tokens need no share. Older GPUs have
 # FlashAttention 2 for both, and were not measured.
-_SHARES = {64: 0.66, 256: 1.0}
+_SHARES = {64: 0.66}
 _GROUPED_SHARE = 0.46
 _MEASURED_ARCH = (9, 0)
 

@@ -101,15 +101,19 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b", re.IGNORECASE)
 _LETTERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
+def size_bytes(text: str) -> int | None:
+    """Of `24GiB`, `912.00 MiB` or `80GB`; None for what is no size."""
+    size = _SIZE.fullmatch(text.strip())
+    return int(float(size[1]) * (1024 if size[3] else 1000) ** _LETTERS[size[2].lower()]) if size else None
+
+
 def find_gpu(text: str) -> Gpu:
     """The GPU of that name (`h200`, `RTX 4090`), or of that memory (`24GiB`, `80GB`) with the rates of a real one.
 
     A size takes its rates from the GPU of the table whose memory is nearest. Raises UsageError.
     """
-    size = _SIZE.fullmatch(text.strip())
-    if size:
-        base = 1024 if size[3] else 1000
-        memory_bytes = int(float(size[1]) * base ** _LETTERS[size[2].lower()])
+    memory_bytes = size_bytes(text)
+    if memory_bytes is not None:
         if memory_bytes < GIB:
             raise UsageError(f"gpu {text!r} is less than 1 GiB; give a size such as 24GiB, or a name.")
         like = min(_ROWS, key=lambda row: abs(row.memory_bytes - memory_bytes))

@@ -144,16 +144,17 @@ class PreparedTargets:
         if self.event is not None:
             self.event.synchronize()
         count = int(self.count)
-        return self.index_N[:count] if worth_leaving_out(self.target.numel() - count, self.target.numel()) else None
+        return worth_gathering(self.index_N[:count], self.target.numel())
 
 
 _LEFT_OUT = 1 / 64
 
 
-def worth_leaving_out(ignored: int, rows: int) -> bool:
-    """Whether products without these rows save more than it takes to copy the others together, and their gradients
-    apart again: N H of memory each. The last label of every text is ignored, which is one row in a thousand."""
-    return ignored > _LEFT_OUT * rows
+def worth_gathering(index_N: Tensor, rows: int) -> Tensor | None:
+    """`index_N`, or None where so few of all rows are missing from it that products with them take less than copying
+    the others together, and their gradients apart again: N H of memory each. The last label of every text is ignored,
+    which is one row in a thousand."""
+    return index_N if rows - index_N.shape[0] > _LEFT_OUT * rows else None
 
 
 def _may_wait(target: Tensor) -> bool:
@@ -224,7 +225,7 @@ def _rows_that_count(
     if target.is_cuda and 6 * target.numel() * weight_VH.numel() < _WORTH_A_WAIT_FLOPS:
         return None
     index_N = (target.reshape(-1) != ignore_index).nonzero().squeeze(1)
-    return index_N if worth_leaving_out(target.numel() - index_N.shape[0], target.numel()) else None
+    return worth_gathering(index_N, target.numel())
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from tigon.ops.linear_cross_entropy import (
     _scaled_in_place,
     default_chunk_bytes,
     linear_cross_entropy_oracle,
-    worth_leaving_out,
+    worth_gathering,
 )
 
 # B batch, T positions, N = B·T tokens, H hidden, V vocabulary, K heads.
@@ -257,8 +257,7 @@ def _rows_scored(labels: Tensor, prepared: PreparedTargets | None, any_N: Tensor
         return None
     if prepared is not None:
         return prepared.rows()
-    rows_N = any_N.nonzero().squeeze(1)
-    return rows_N if worth_leaving_out(any_N.numel() - rows_N.shape[0], any_N.numel()) else None
+    return worth_gathering(any_N.nonzero().squeeze(1), any_N.numel())
 
 
 def _inverses(counts_K: Tensor, num_items: Tensor | float | None, reduction: str, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tigon.errors import RecipeError, TigonError
 from tigon.memory import as_recipe, policy
-from tigon.memory.gpus import GIB, GPUS, Gpu, find_gpu
+from tigon.memory.gpus import GIB, GPUS, Gpu, find_gpu, size_bytes
 from tigon.memory.planner import Option, label, look, search
 from tigon.memory.policy import Asked
 from tigon.memory.present import gib, seconds
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 GPUS_A_HOST = 8
 """More than these are taken to be spread over several machines."""
 SNAPSHOT = "memory_snapshot-{rank}.pickle"
+ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
+"""The name that every version reads."""
+# What PyTorch's OutOfMemoryError says of the request, and of what it has reserved and not given out.
+_ASKED = re.compile(r"Tried to allocate ([\d.]+ [KMGT]iB)")
+_IDLE = re.compile(r"([\d.]+ [KMGT]iB) is reserved by PyTorch but unallocated")
 # What --auto and the next rung may change, where the recipe says nothing else.
 _FREE = (
     "precision", "optimizer", "checkpointing", "mlp_tile_tokens", "attention_groups", "zero", "fsdp", "offload",
@@ -278,8 +283,7 @@ def out_of_memory(
         snapshot = folder / SNAPSHOT.format(rank=launch.rank())
         torch.cuda.memory._dump_snapshot(str(snapshot))
         said.append(f"snapshot in {snapshot}, for pytorch.org/memory_viz")
-    asked = re.search(r"Tried to allocate ([\d.]+ [KMGT]iB)", str(error))
-    if asked:
+    if asked := _ASKED.search(str(error)):
         said.append(f"the last allocation asked for {asked[1]}")
     said += _in_pieces(str(error), command)
     if prediction is None:
@@ -293,21 +297,14 @@ def out_of_memory(
     return RecipeError("; ".join(said))
 
 
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
-"""The name that every version reads."""
-_AMOUNT = r"([\d.]+) ([KMGT]iB)"
-
-
 def _in_pieces(text: str, command: str) -> list[str]:
     """What to say where PyTorch held as much as was asked for, but nowhere in one piece."""
-    asked = re.search(rf"Tried to allocate {_AMOUNT}", text)
-    idle = re.search(rf"{_AMOUNT} is reserved by PyTorch but unallocated", text)
+    asked, idle = _ASKED.search(text), _IDLE.search(text)
     if asked is None or idle is None or "expandable_segments:True" in os.environ.get(ALLOCATOR_SETTINGS, ""):
         return []
-    if float(idle[1]) * _UNITS[idle[2]] < float(asked[1]) * _UNITS[asked[2]]:
+    if (size_bytes(idle[1]) or 0) < (size_bytes(asked[1]) or 0):
         return []
     return [
-        f"{idle[1]} {idle[2]} were free in pieces, which PyTorch can join: "
+        f"{idle[1]} were free in pieces, which PyTorch can join: "
         f"{ALLOCATOR_SETTINGS}=expandable_segments:True {command}"
     ]
