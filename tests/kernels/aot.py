@@ -236,6 +236,9 @@ def record(op: Op, case: Case, dtype: str, targets: list[str]) -> Iterator[Launc
     """All launches of a case, of its forward and backward."""
     shape = (*(min(size, MAX_ROWS) for size in case.shape[:-1]), case.shape[-1])
     inputs = op.make(Case(id=case.id, shape=shape, options=case.options), getattr(torch, dtype), torch.device("cpu"))
+    if is_aligned(case) and "target" in inputs:
+        # None ignored: how many rows are left decides how wide the loads over them are, and that would be chance.
+        inputs["target"].clamp_(min=0)
     named = [name for name in op.grads if isinstance(inputs.get(name), Tensor)]
     # Then each gradient alone: frozen parameters, and inputs that need none. Flags again, for which rows of a model do.
     for wanted in (named, *([name] for name in named if is_aligned(case) and len(named) > 1)):

@@ -134,11 +134,6 @@ KNOWN = (
         "cuda",
         "the tiles come through tensor descriptors; threads load a row's label and shift, and the bias",
     ),
-    Known(has_narrow_loads, "label_order_kernel", "cuda", "labels, each a load of its own"),
-    *(
-        Known(has_narrow_loads, "scaled_sum_kernel", backend, "as many rows as there are; half a megabyte at the most")
-        for backend in ("cuda", "hip")
-    ),
 )
 
 
