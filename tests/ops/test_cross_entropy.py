@@ -132,6 +132,10 @@ def test_arguments_that_do_not_fit_pass_silently(loss: Any, backend: Any) -> Non
         loss(logits, target, softcap=0.0)
     with pytest.raises(OptionError, match="label_smoothing"):
         loss(logits, target, label_smoothing=1.5)
+    for name in ("z_loss", "logit_scale"):
+        for number in (math.nan, math.inf):
+            with pytest.raises(OptionError, match=f"{name}={number} must be finite"):
+                loss(logits, target, **{name: number})
     with pytest.raises(OptionError, match="outputs"):
         loss(logits, target, outputs=("perplexity",))
     with pytest.raises(ShapeError, match="token_weight"):

@@ -208,6 +208,21 @@ def test_heads_of_another_model_are_put_on(here: Path, recipe: Any, tigon: Any) 
     assert tree(here) == before
 
 
+@pytest.mark.parametrize("name, wanted", [("kind", "mtp"), ("count", 2), ("layers", 2), ("output", "separate")])
+def test_key_that_asks_for_other_heads_than_the_folders_is_passed_over(
+    name: str, wanted: Any, here: Path, recipe: Any, tigon: Any
+) -> None:
+    from tigon.medusa import save_heads
+
+    state = {"blocks.0.layers.0.weight": torch.zeros(32, 32), "blocks.0.layers.0.bias": torch.zeros(32)}
+    save_heads(HeadsSpec(count=1, shared=True), state, here / "one", head=torch.zeros(8, 32), base="one", n_layers=1)
+    # 3 and auto are what the keys have by default
+    asked = {"count": 3, "output": "auto", name: wanted}
+    path = recipe(**merged(STAGE_1, {"heads": {"start": "one", **asked}}))
+    line = tigon("medusa", path).error_line()
+    assert f"heads.{name} is {wanted}, but the heads in one have {name}" in line, line
+
+
 def test_heads_learn_at_the_models_rate(tmp_path: Path) -> None:
     recipe_of = Recipe(
         model=SMALL, train=TrainConfig(steps=2, batch_size=4, learning_rate=0.01), heads=HeadsConfig(stage=2, count=2)

@@ -76,6 +76,9 @@ def check_options(
         raise OptionError(f"label_smoothing={label_smoothing} is outside [0, 1].")
     if softcap is not None and not 0.0 < softcap < math.inf:
         raise OptionError(f"softcap={softcap} must be positive and finite; pass None for no cap.")
+    for name, number in (("logit_scale", logit_scale), ("z_loss", z_loss)):
+        if not -math.inf < number < math.inf:
+            raise OptionError(f"{name}={number} must be finite; leave it out for none.")
     if isinstance(num_items, Tensor) and num_items.ndim:
         raise ShapeError(f"num_items is {tuple(num_items.shape)}; it must be a number or a tensor without dimensions.")
     if isinstance(num_items, Tensor):

@@ -65,12 +65,28 @@ def check(recipe: Recipe, config: Any, shapes: Mapping[str, tuple[int, ...]]) ->
                 f"heads.start: {heads.start} has heads for hidden states of {wide}, and {recipe.model.name} has "
                 f"{width}; give the heads that were trained on this model"
             )
+        _check_agrees(heads, spec)
         return spec
     model = sum(math.prod(shape) for shape in shapes.values())
     shared = shares_head(heads.output, heads.kind, heads.count, model, text.vocab_size * text.hidden_size)
     if shared and heads.kind == "medusa" and heads.layers == 0:
         raise RecipeError("heads.layers is 0 and heads share the model's lm_head: nothing would learn; set layers: 1")
     return HeadsSpec(kind=heads.kind, count=heads.count, layers=heads.layers, shared=shared)
+
+
+def _check_agrees(heads: HeadsConfig, spec: HeadsSpec) -> None:
+    """Refuse a key that asks for other heads than those in the folder; what a key has by default asks for nothing."""
+    found = {"kind": spec.kind, "count": spec.count, "layers": spec.layers}
+    if heads.kind == "medusa":  # modules always share the lm_head
+        found["output"] = "shared" if spec.shared else "separate"
+    defaults = HeadsConfig()
+    for name, is_there in found.items():
+        wanted = getattr(heads, name)
+        if wanted not in (is_there, getattr(defaults, name)):
+            raise RecipeError(
+                f"heads.{name} is {wanted}, but the heads in {heads.start} have {name} {is_there}; leave heads.{name} "
+                "out, or leave heads.start out to begin with new ones"
+            )
 
 
 def _width(state: Mapping[str, torch.Tensor]) -> int:
