@@ -12,9 +12,10 @@ import importlib
 import importlib.util
 import os
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 # Before torch: some virtual machines advertise AMX and trap on its first instruction, in a plain bf16 product of
 # PyTorch's. One instruction set below it costs the small products of these tests nothing.
@@ -38,8 +39,44 @@ def _interpreter_chosen() -> Iterator[None]:
             os.environ["TRITON_INTERPRET"] = before
 
 
+def _patching_once(module: Any) -> None:
+    """Have Triton's interpreter put its own functions in place of the language's once a launch, instead of in every
+    call of a function in a kernel: half of its time."""
+    patch, restore, done = module._patch_lang, module._LangPatchScope.restore, set[Any]()
+
+    def patch_once(function: Any) -> Any:
+        if function in done:
+            return module._LangPatchScope()
+        done.add(function)
+        return patch(function)
+
+    def restore_and_forget(scope: Any) -> None:
+        done.clear()
+        restore(scope)
+
+    module._patch_lang, module._LangPatchScope.restore = patch_once, restore_and_forget
+
+
+def _remembering(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The interpreter's `_get_np_dtype`, which makes a table of 20 types for every value, once for each type."""
+    found: dict[str, Any] = {}
+
+    def of(dtype: Any) -> Any:
+        name = dtype.scalar.name  # the types of pointers are not hashable
+        if name not in found:
+            found[name] = np_dtype(dtype)
+        return found[name]
+
+    return of
+
+
 if HAS_TRITON and not HAS_GPU:
     with _interpreter_chosen():
+        from triton.runtime import interpreter
+
+        _patching_once(interpreter)
+        interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)
+
         import tigon.kernels
 
         for module in pkgutil.iter_modules(tigon.kernels.__path__, "tigon.kernels."):
