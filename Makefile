@@ -18,7 +18,7 @@ demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # a core for each of the two
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests
