@@ -17,8 +17,9 @@ export GOMP_SPINCOUNT ?= 10000
 demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
 
+# A core for each of the two processes.
 test: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # a core for each of the two
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests

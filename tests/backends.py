@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,7 @@ def _interpreter_chosen() -> Iterator[None]:
 
 def _patching_once(module: Any) -> None:
     """Have Triton's interpreter put its own functions in place of the language's once a launch, instead of in every
-    call of a function in a kernel: half of its time."""
+    call of a function in a kernel, which is most of the Python calls that a kernel takes (docs/LOG.md)."""
     patch, restore, done = module._patch_lang, module._LangPatchScope.restore, set[Any]()
 
     def patch_once(function: Any) -> Any:
@@ -57,25 +57,12 @@ def _patching_once(module: Any) -> None:
     module._patch_lang, module._LangPatchScope.restore = patch_once, restore_and_forget
 
 
-def _remembering(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The interpreter's `_get_np_dtype`, which makes a table of 20 types for every value, once for each type."""
-    found: dict[str, Any] = {}
-
-    def of(dtype: Any) -> Any:
-        name = dtype.scalar.name  # the types of pointers are not hashable
-        if name not in found:
-            found[name] = np_dtype(dtype)
-        return found[name]
-
-    return of
-
-
 if HAS_TRITON and not HAS_GPU:
     with _interpreter_chosen():
         from triton.runtime import interpreter
 
-        _patching_once(interpreter)
-        interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)
+        if hasattr(interpreter, "_LangPatchScope"):  # since Triton 3.6
+            _patching_once(interpreter)
 
         import tigon.kernels
 

@@ -13,7 +13,8 @@ from helpers import relative_error
 from tigon.errors import LabelError, OptionError, ShapeError
 from tigon.ops import linear_cross_entropy, multi_head_linear_cross_entropy, prepare_targets
 
-linear_module = sys.modules["tigon.ops.linear_cross_entropy"]  # the package's attribute of that name is the function
+# The package's attributes of these names are the functions.
+linear_module, op_module = (sys.modules[f"tigon.ops.{name}linear_cross_entropy"] for name in ("", "multi_head_"))
 
 B, T, H, V = 2, 11, 8, 29
 CPU = torch.device("cpu")
@@ -83,7 +84,13 @@ def test_rows_that_hardly_any_head_ignores_give_another_gradient(
     weights = [torch.randn(V, H).to(backend.device).requires_grad_() for _ in range(2 if own_weights else 1)]
     block = [torch.randn(H, H).to(backend.device).requires_grad_(), torch.randn(H).to(backend.device).requires_grad_()]
     target = torch.randint(0, V, (1, 9)).to(backend.device)
-    leaves, found = [trunk, *weights, *block], []
+    leaves, found, taken = [trunk, *weights, *block], [], []
+
+    def rows_taken(index_N: torch.Tensor, rows: int) -> torch.Tensor | None:
+        taken.append(linear_module.worth_gathering(index_N, rows))
+        return taken[-1]
+
+    monkeypatch.setattr(op_module, "worth_gathering", rows_taken)
     for left_out in (1 / 8, 0.0):
         monkeypatch.setattr(linear_module, "_LEFT_OUT", left_out)
         loss = multi_head_linear_cross_entropy(
@@ -91,6 +98,8 @@ def test_rows_that_hardly_any_head_ignores_give_another_gradient(
             chunk_bytes=5 * V * 4,
         )  # fmt: skip
         found.append([loss, *torch.autograd.grad(loss, leaves)])
+    everything, gathered = taken
+    assert everything is None and gathered.tolist() == [*range(8)]
     for a, b in zip(*found, strict=True):
         assert relative_error(a, b) < 1e-6
     assert torch.equal(found[0][1][0, -1], torch.zeros(H).to(backend.device))
