@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from tigon.errors import RecipeError
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.train import checkpoint
+from tigon.train import checkpoint, watched
 from tigon.train.recipe import Recipe, TrainConfig
 
 STEPS = 5
@@ -111,6 +111,23 @@ def test_infinite_loss_with_finite_gradients_moves_a_weight(tmp_path):
     watch = Watch(trainer)
     trainer.train()
     assert torch.equal(watch.weights[2], watch.weights[1]) and trainer.gate.skipped == 1
+
+
+def test_step_left_out_counts_as_an_update(tmp_path):
+    trainer = trainer_of(tmp_path)
+    spoil(trainer, "gradient", {2, 4})
+    watch = watched.Watch(torch.device("cpu"))
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            watch.begin()
+
+        def on_step_end(self, *args, **kwargs):
+            watch.end(trainer)
+
+    trainer.add_callback(Steps())
+    trainer.train()
+    assert watch.updated == [True, False, True, False, True]
 
 
 @pytest.mark.parametrize("log_steps", [1, 3])

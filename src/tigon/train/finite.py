@@ -28,6 +28,8 @@ class FiniteGate:
         self.limit = limit
         self.skipped = 0
         """Steps left out, as far as the host has heard."""
+        self.left_out = torch.zeros((), dtype=torch.bool, device=device)
+        """Whether the last step was, also for a loss scale that does not fit yet."""
         self._device = device
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # in all, in a row
         self._here = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -57,6 +59,7 @@ class FiniteGate:
             bad |= refused()
         if scale is None:
             _leave_out(inner, bad)
+        self.left_out = bad
         self._loss_sum += torch.where(bad, 0.0, self._step_loss)
         self._n_summed += ~bad
         self._step_loss.zero_()

@@ -41,7 +41,9 @@ class Watch:
         """The step is over, its update among it."""
         self._synchronize()
         self.step_s.append(time.perf_counter() - self._begin_s)
-        self.updated.append(not trainer.accelerator.optimizer_step_was_skipped)
+        # Accelerate does not hear of a step that a fused optimizer leaves out by itself for a loss scale too large.
+        skipped = trainer.accelerator.optimizer_step_was_skipped or bool(trainer.gate.left_out)
+        self.updated.append(not skipped)
         self.mark("optimizer")
 
     def _synchronize(self) -> None:
