@@ -28,6 +28,7 @@ LOSS = [
 ]
 CHUNKS = [frame("/opt/tigon/src/tigon/ops/linear_cross_entropy.py", 186, "forward")]
 BACK = [frame("/opt/tigon/src/tigon/techniques/host_offload.py", 90, "unpack")]
+GATHERED = [frame(f"{TRAIN}deepspeed/runtime/zero/partition_parameters.py", 74, "__init__")]
 SEGMENT = {"action": "segment_alloc", "addr": 0x10, "size": 20 * MIB, "frames": []}
 
 
@@ -89,6 +90,7 @@ def test_a_step_on_cuda_is_put_into_wrong_categories():
         alloc(0x50, 6 * MIB, CHUNKS),  # 5: a backward in Python
         alloc(0x60, 1 * MIB, BACK),  # 6: a layer's input, back from the host
         alloc(0x70, 4 * MIB),  # 7: the weight's gradient
+        alloc(0x80, 3 * MIB, GATHERED), *free(0x80, 3 * MIB),  # 8: a weight that ZeRO-3 gathers for its own backward
         *free(0x20, 2 * MIB), *free(0x30, 8 * MIB), *free(0x40, 8 * MIB), *free(0x50, 6 * MIB), *free(0x60, 1 * MIB),
         alloc(0x20, 8 * MIB),  # the address again: optimizer states
         alloc(0x30, 32 * MIB), *free(0x30, 32 * MIB), *free(0x70, 4 * MIB),
@@ -99,15 +101,16 @@ def test_a_step_on_cuda_is_put_into_wrong_categories():
         Tag(5, 0x70, 4 * MIB, "gradients"), Enter(6, "optimizer", 1), Tag(7, 0x20, 8 * MIB, "optimizer"),
     ]  # fmt: skip
     # positions count allocations and releases, as the allocator does
-    timeline = timeline_of(entries, journal, [0, 1, 3, 4, 5, 7, 12, 13])
+    timeline = timeline_of(entries, journal, [0, 1, 3, 4, 5, 7, 14, 15])
     assert timeline.categories == [
-        "weights", "activations", "logits", "logits", "logits", "checkpoints", "gradients", "optimizer", "workspace",
+        "weights", "activations", "logits", "logits", "logits", "checkpoints", "gradients", "weights", "optimizer",
+        "workspace",
     ]  # fmt: skip
     peak = peak_of(timeline)
     assert peak.nbytes == 48 * MIB and peak.phase.name == "optimizer"
     nodes = [timeline.call_table[call].node for call in timeline.calls]
     assert nodes[3] == "LogSoftmaxBackward0" and nodes[5] == nodes[6] == "MmBackward0"
-    assert nodes[7] == "", "the backward's last node is not the optimizer's"
+    assert nodes[8] == "", "the backward's last node is not the optimizer's"
 
 
 def test_cublas_workspace_is_an_activation():

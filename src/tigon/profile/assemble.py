@@ -14,12 +14,13 @@ from tigon.profile.journal import Enter, Journal, Node, Recording, Tag
 from tigon.profile.timeline import PHASES, Call, Phase, Timeline
 
 # What tells a category wherever it runs, by a part of a frame or of a node's name: the loss, where it is computed
-# outside the head's phase, and layers' inputs that come back from the host.
+# outside the head's phase, layers' inputs that come back from the host, and weights that ZeRO-3 has gathered.
 _BY_FRAME = (
     ("tigon/ops/linear_cross_entropy.py:", "logits"),
     ("tigon/ops/cross_entropy.py:", "logits"),
     ("transformers/loss/", "logits"),
     ("tigon/techniques/host_offload.py:", "checkpoints"),
+    ("zero/partition_parameters.py:", "weights"),
 )
 _BY_NODE = (("LogSoftmax", "logits"), ("NllLoss", "logits"), ("CrossEntropy", "logits"))
 

@@ -7,6 +7,7 @@ too short to be seen and loading the model does not fill the page. profile.html 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def draw(profiles: Sequence[Profile]) -> str:
         _bands(axes, profile, places, top=top / size, size=size)
         _mark_peak(axes, profile, places, size)
         axes.set(xlim=(0, places[-1]), ylim=(0, top / size), ylabel=unit, xticks=[])
-        axes.set_title(_cut(profile.timeline.label), fontsize=9, color=INK, loc="left", parse_math=False)
+        axes.set_title(_wrapped(profile.timeline.label), fontsize=9, color=INK, loc="left", parse_math=False)
         axes.set_xlabel(_caption(profile), fontsize=7.5, color=MUTED, loc="left", parse_math=False)
     _legend(figure, panels)
     return _rounded(svg(figure, "timeline"))
@@ -131,8 +132,9 @@ def _mark_peak(axes: Any, profile: Profile, places: Sequence[float], size: int) 
 
 def _caption(profile: Profile) -> str:
     peak, calls = profile.peak, profile.timeline.call_table
-    made_of = ", ".join(f"{title(name)} {in_bytes(size)}" for name, size in peak.components.items() if size)
-    lines = ["allocations and releases, in order", "", f"at the peak: {made_of}"]
+    shares = [f"{title(name)} {in_bytes(size)}" for name, size in peak.components.items() if size]
+    made_of = ", ".join(share.replace(" ", "\N{NO-BREAK SPACE}") for share in shares)
+    lines = ["allocations and releases, in order", "", _wrapped(f"at the peak: {made_of}")]
     lines += [
         _cut(f"{in_bytes(piece.nbytes)} {title(piece.category)}, {piece.count} x {calls[piece.call]}")
         for piece in peak.pieces[:3]
@@ -150,6 +152,11 @@ def said(phase: Phase | None) -> str:
     layer = "" if phase.layer is None else f", layer {phase.layer}"
     recomputed = ", recomputing" if phase.recomputed else ""
     return phase.name + ("" if phase.step == 0 else f" of step {phase.step}") + layer + recomputed
+
+
+def _wrapped(text: str) -> str:
+    """On two lines where one is too short: what tells two runs apart often stands last."""
+    return "\n".join(textwrap.wrap(text, _LINE_CHARACTERS, max_lines=2, placeholder="…"))
 
 
 def _cut(text: str) -> str:
