@@ -477,3 +477,23 @@ def test_product_on_the_cpu_is_given_memory_that_nobody_wrote(
     w = torch.randn(97, 8).bfloat16().requires_grad_()
     linear_cross_entropy(x, w, torch.randint(0, 97, (300,)), chunk_bytes=chunk_bytes).backward()  # type: ignore[union-attr]
     assert not gaps
+
+
+def test_product_of_one_token_has_a_factor_of_one_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS loads such a factor element by element."""
+    inner = []
+    product = _chunk_loop._product_into
+
+    def watched(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+        inner.append(a.shape[1])
+        product(a, b, out, accumulate)
+
+    monkeypatch.setattr(_chunk_loop, "_product_into", watched)
+    x, w = torch.randn(1, 16).bfloat16(), torch.randn(40, 16).bfloat16().requires_grad_()
+    target = torch.randint(0, 40, (1,))
+    linear_cross_entropy(x, w, target).backward()  # type: ignore[union-attr]
+    exact = w.detach().double().requires_grad_()
+    torch.nn.functional.cross_entropy(x.double() @ exact.t(), target).backward()
+    assert inner and 1 not in inner
+    assert w.grad is not None and exact.grad is not None
+    assert relative_error(w.grad, exact.grad) < 5e-3

@@ -217,11 +217,11 @@ def multi_head_linear_cross_entropy(
     counts_K, any_N = _loss.scored(labels, positions, shifts, ignore_index)
     _loss.check_chunk_bytes(chunk_bytes)
     least_most = default_chunk_bytes(flat[0]) if chunk_bytes is None else (chunk_bytes, chunk_bytes)
+    inverses_K, factors_K = _inverses(counts_K, num_items, reduction, acc), _factors(head_weights, counts_K, acc)
+    rows = _rows_scored(labels, prepared, any_N)  # last: it may wait for the device, which then has nothing left to do
     loss, losses, hits = _multi_head(
-        labels, positions, _rows_scored(labels, prepared, any_N),
-        _inverses(counts_K, num_items, reduction, acc), _factors(head_weights, counts_K, acc),
-        flat, settled, flat_blocks, list(shifts), hidden_of, weight_of, [len(of_head) for of_head in block_lists],
-        *options, list(least_most), "accuracy" in outputs,
+        labels, positions, rows, inverses_K, factors_K, flat, settled, flat_blocks, list(shifts), hidden_of, weight_of,
+        [len(of_head) for of_head in block_lists], *options, list(least_most), "accuracy" in outputs,
     )  # fmt: skip
     if not outputs:
         return loss  # type: ignore[no-any-return]
