@@ -58,10 +58,10 @@ def load(root: Path) -> dict[str, dict[str, Results]]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{file} is no record of `tigon sweep`: {error}.") from None
         found.setdefault(file.parent.parent.name, {})[file.stem] = record
-    return {gpu: _predicted_anew(own, predictions_path(root / gpu)) for gpu, own in found.items()}
+    return {gpu: predicted_anew(own, predictions_path(root / gpu)) for gpu, own in found.items()}
 
 
-def _predicted_anew(records: Mapping[str, Results], file: Path) -> dict[str, Results]:
+def predicted_anew(records: Mapping[str, Results], file: Path) -> dict[str, Results]:
     """The records with what the planner says of their points by now (sweep/accuracy.py), in place of what it said when
     they were measured. Raises UsageError for a file that is not the planner's."""
     if not file.exists():
