@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tigon.profile.figure import new_figure, svg
+from tigon.sweep import study
+from tigon.sweep.study import predictions_path
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, RECORDS, IMAGES = ROOT / "docs" / "medusa.md", ROOT / "benchmarks" / "results", Path("img/medusa")
@@ -41,7 +43,7 @@ def load(root: Path) -> dict[str, dict[str, Record]]:
                 f"{file} is no results.json of the sweep {file.stem}; copy one of {', '.join(NAMES)} there"
             )
         found.setdefault(file.parent.parent.name, {})[file.stem] = record
-    return found
+    return {gpu: study.predicted_anew(own, predictions_path(root / gpu)) for gpu, own in found.items()}
 
 
 def points(record: Record) -> dict[tuple[str, int], Record]:
@@ -94,23 +96,33 @@ def longest(record: Record) -> str:
         said = []
         for variant in variants:
             ran = [length for (name, length), point in found.items() if name == variant and point["status"] == "ok"]
-            most = f"{max(ran):,}" if ran else "none"
+            most = f"{max(ran):,} tokens" if ran else "none"
             beyond = any(name == variant and point["status"] == "out of memory" for (name, _), point in found.items())
-            tail = "" if beyond else ", the longest tried"
+            tail = "" if beyond else ", and no longer one was tried"
             said.append(f"{variant.rpartition(', ')[2]} {most}{tail}")
-        lines.append(f"- {group}: {'; '.join(said)} tokens")
+        lines.append(f"- {group}: {'; '.join(said)}")
     return "\n".join(["The longest row that ran:", "", *lines])
 
 
+DRAWN = (
+    ("peak_allocated_bytes", GIB, "peak memory (GiB)"),
+    ("tokens_per_s", 1, "tokens/s"),
+)
+
+
 def chart(record: Record, name: str) -> str:
-    """Peak memory over the length of a row, a panel for each stage."""
+    """Peak memory and throughput over the length of a row, a column for each stage."""
     found, stages = points(record), sorted({variant.split(",")[0] for variant in record["variants"]})
-    figure, panels = new_figure(len(stages), columns=len(stages))
-    for stage, axes in zip(stages, panels, strict=True):
+    figure, panels = new_figure(len(DRAWN) * len(stages), columns=len(stages))
+    figure.set_size_inches(10, 6.4)
+    lengths = sorted({length for _, length in found})
+    ticks = [f"{length // 1024}k" if length >= 1024 else str(length) for length in lengths]
+    combined = [(what, stage) for what in DRAWN for stage in stages]
+    for ((key, unit, words), stage), axes in zip(combined, panels, strict=True):
         for variant in (v for v in record["variants"] if v.startswith(stage)):
             _, heads, kind = variant.split(", ")
             line = sorted(
-                (length, point["peak_allocated_bytes"] / GIB)
+                (length, point[key] / unit)
                 for (other, length), point in found.items()
                 if other == variant and point["status"] == "ok"
             )
@@ -118,10 +130,10 @@ def chart(record: Record, name: str) -> str:
                 style = {"marker": "o", "ls": "--"} if heads.startswith("5") else {"marker": "s", "ls": "-"}
                 axes.plot(*zip(*line, strict=True), color=COLOURS[kind], ms=4, label=f"{heads}, {kind}", **style)
         axes.set_xscale("log", base=2)
-        lengths = sorted({length for _, length in found})
-        axes.set_xticks(lengths, labels=[f"{length // 1024}k" if length >= 1024 else str(length) for length in lengths])
-        axes.set(xlabel="tokens in a row", ylabel="peak memory (GiB)", title=stage, ylim=(0, None))
-        axes.legend(frameon=False)
+        axes.set_xticks(lengths, labels=ticks)
+        axes.set(xlabel="tokens in a row", ylabel=words, title=stage, ylim=(0, None))
+    known = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(known.values(), known.keys(), frameon=False, loc="outside upper center", ncols=len(known))
     return svg(figure, name)
 
 
@@ -141,7 +153,7 @@ def block(name: str, records: Mapping[str, Mapping[str, Record]], drawn: dict[Pa
             continue
         image = IMAGES / gpu / f"{name}.svg"
         drawn[image] = chart(own[name], name) + "\n"
-        shown = f"![peak memory over the length of a row]({image.as_posix()})"
+        shown = f"![peak memory and tokens/s over the length of a row]({image.as_posix()})"
         parts += [machine(own[name]), shown, longest(own[name]), table(own[name])]
     return "\n\n".join(parts) or NOT_MEASURED
 

@@ -51,7 +51,7 @@ def test_record_is_read_otherwise_than_it_says(tool: Any) -> None:
     assert "A GPU (driver 580.1), torch 2.11; tigon at commit 0123abc; 2026-11-21." in said
     assert "| stage 1, 3 heads | 1,024 | 40.5 | 30.2 | 30.0 | 1,000 | 2,000 |" in said
     assert "| stage 1, 3 heads | 2,048 | out of memory | 31.0 | 30.0 |  | 2,100 |" in said
-    assert "- stage 1, 3 heads: eager 1,024; fused 2,048, the longest tried tokens" in said
+    assert "- stage 1, 3 heads: eager 1,024 tokens; fused 2,048 tokens, and no longer one was tried" in said
     assert list(drawn) == [Path("img/medusa/a-gpu/medusa.svg")]
     assert drawn[Path("img/medusa/a-gpu/medusa.svg")].startswith("<svg")
 

@@ -208,7 +208,7 @@ def test_heads_of_another_model_are_put_on(here: Path, recipe: Any, tigon: Any) 
     assert tree(here) == before
 
 
-@pytest.mark.parametrize("name, wanted", [("kind", "mtp"), ("count", 2), ("layers", 2), ("output", "separate")])
+@pytest.mark.parametrize("name, wanted", [("kind", "mtp"), ("count", 3), ("layers", 2), ("output", "separate")])
 def test_key_that_asks_for_other_heads_than_the_folders_is_passed_over(
     name: str, wanted: Any, here: Path, recipe: Any, tigon: Any
 ) -> None:
@@ -216,11 +216,41 @@ def test_key_that_asks_for_other_heads_than_the_folders_is_passed_over(
 
     state = {"blocks.0.layers.0.weight": torch.zeros(32, 32), "blocks.0.layers.0.bias": torch.zeros(32)}
     save_heads(HeadsSpec(count=1, shared=True), state, here / "one", head=torch.zeros(8, 32), base="one", n_layers=1)
-    # 3 and auto are what the keys have by default
-    asked = {"count": 3, "output": "auto", name: wanted}
-    path = recipe(**merged(STAGE_1, {"heads": {"start": "one", **asked}}))
+    path = recipe(**merged(STAGE_1, {"heads": {"start": "one", "count": 1, name: wanted}}))
     line = tigon("medusa", path).error_line()
     assert f"heads.{name} is {wanted}, but the heads in one have {name}" in line, line
+
+
+@pytest.mark.parametrize("wrong", ["vocabulary", "count"])
+def test_run_begins_with_heads_that_do_not_fit(wrong: str, here: Path, recipe: Any, tigon: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from tigon.medusa import save_heads
+
+    state = {"blocks.0.layers.0.weight": torch.zeros(32, 32), "blocks.0.layers.0.bias": torch.zeros(32)}
+    state["lm_heads.0.weight"] = torch.zeros(8, 32)  # of the model's words a few
+    save_heads(HeadsSpec(count=1), state, here / "one", head=torch.zeros(8, 32), base="one", n_layers=1)
+    if wrong == "count":
+        kept = load_file(here / "one" / "model.safetensors")
+        save_file({name: t for name, t in kept.items() if "lm_heads" not in name}, here / "one" / "model.safetensors")
+    path = recipe(**merged(STAGE_1, {"heads": {"start": "one", "count": 1}}))
+    before = tree(here)
+    assert "the heads' file does not fit: lm_heads.0.weight" in tigon("medusa", path).error_line()
+    assert tree(here) == before
+
+
+@pytest.mark.parametrize("found", ["3", True, -1])
+def test_number_of_heads_that_is_none_is_a_traceback(found: Any, here: Path, recipe: Any, tigon: Any) -> None:
+    (here / "one").mkdir()
+    (here / "one" / "config.json").write_text(json.dumps({"medusa_num_heads": found}))
+    line = tigon("medusa", recipe(**merged(STAGE_1, {"heads": {"start": "one"}}))).error_line()
+    assert f"medusa_num_heads is {found!r}; it must be a whole number" in line
+
+
+@pytest.mark.parametrize("asked", [{"layers": 4}, {"layers": 1}, {"output": "separate"}], ids=str)
+def test_keys_of_medusa_heads_do_nothing_for_mtp(asked: dict[str, Any], here: Path, recipe: Any, tigon: Any) -> None:
+    path = recipe(**merged(STAGE_1, {"heads": {"kind": "mtp", **asked}}))
+    assert f"heads.{next(iter(asked))}" in tigon("medusa", path).error_line()
 
 
 def test_heads_learn_at_the_models_rate(tmp_path: Path) -> None:

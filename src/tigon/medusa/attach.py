@@ -268,6 +268,12 @@ def _changes(model: Any, seam: HeadedSeam) -> tuple[Change, Change]:
 
 def load_into(heads: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Raises UsageError where names or shapes differ."""
+    check_fits(heads, state)
+    heads.load_state_dict(dict(state))
+
+
+def check_fits(heads: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Raise UsageError where names or shapes differ."""
     own = heads.state_dict()
     wrong = sorted(own.keys() ^ state.keys()) or [n for n, t in own.items() if t.shape != state[n].shape]
     if wrong:
@@ -275,7 +281,6 @@ def load_into(heads: nn.Module, state: Mapping[str, Tensor]) -> None:
             f"the heads' file does not fit: {wrong[0]} ({len(wrong)} differ); kind, count, layers and output must be "
             "those that it was trained with, and the model the same."
         )
-    heads.load_state_dict(dict(state))
 
 
 def heads_of(model: Any) -> MedusaHeads | MtpHeads:

@@ -92,12 +92,12 @@ def _load(folder: Path, config: dict[str, Any]) -> tuple[HeadsSpec, dict[str, Te
     from safetensors.torch import load_file
 
     if "num_nextn_predict_layers" in config:
-        spec = HeadsSpec(kind="mtp", count=config["num_nextn_predict_layers"], shared=True)
+        spec = HeadsSpec(kind="mtp", count=_number(folder, config, "num_nextn_predict_layers"), shared=True)
         read = load_file(folder / WEIGHTS)
         return spec, {_mtp_name_back(name, config["base_layers"]): tensor for name, tensor in read.items()}
     spec = HeadsSpec(
-        count=config.get("medusa_num_heads", config.get("num_heads", 0)),
-        layers=config.get("medusa_num_layers", config.get("num_hidden_layers", 1)),
+        count=_number(folder, config, "medusa_num_heads", "num_heads"),
+        layers=_number(folder, config, "medusa_num_layers", "num_hidden_layers", default=1),
         shared=bool(config.get("original_lm_head", False)),
     )
     if not spec.count:
@@ -110,6 +110,15 @@ def _load(folder: Path, config: dict[str, Any]) -> tuple[HeadsSpec, dict[str, Te
     else:
         raise UsageError(f"{folder}: neither {WEIGHTS} nor {AUTHORS_WEIGHTS} in it.")
     return spec, {name: t for name, t in read.items() if not (spec.shared and name.startswith("lm_heads."))}
+
+
+def _number(folder: Path, config: dict[str, Any], *names: str, default: int = 0) -> int:
+    """The first of `names` that is there."""
+    name = next((name for name in names if name in config), None)
+    found = default if name is None else config[name]
+    if type(found) is not int or found < 0:
+        raise UsageError(f"{folder / CONFIG}: {name} is {found!r}; it must be a whole number.")
+    return found
 
 
 def _authors_name(name: str, spec: HeadsSpec) -> str:

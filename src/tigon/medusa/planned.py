@@ -71,10 +71,10 @@ class Attachment:
     def recipe_keys(self) -> Mapping[str, Any]:
         """Dotted recipe keys that give these heads."""
         spec = self.spec
-        output = {} if spec.kind == "mtp" else {"heads.output": "shared" if spec.shared else "separate"}
+        output = "shared" if spec.shared else "separate"
+        own = {} if spec.kind == "mtp" else {"heads.layers": spec.layers, "heads.output": output}
         return {
-            "heads.stage": self.objective.stage, "heads.kind": spec.kind, "heads.count": spec.count,
-            "heads.layers": spec.layers, **output,
+            "heads.stage": self.objective.stage, "heads.kind": spec.kind, "heads.count": spec.count, **own
         }  # fmt: skip
 
 

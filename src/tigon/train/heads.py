@@ -12,10 +12,11 @@ import torch
 
 from tigon import medusa
 from tigon.errors import RecipeError, UsageError
-from tigon.medusa.attach import NAME, scoring
-from tigon.medusa.heads import decoder_layers
+from tigon.medusa.attach import NAME, check_fits, scoring
+from tigon.medusa.heads import decoder_layers, make_heads
 from tigon.medusa.record import HeadRecord
 from tigon.medusa.spec import HeadsSpec, Objective, scheduled, shares_head
+from tigon.models.config import build_on_meta
 from tigon.models.patch import unwrap
 from tigon.techniques.choices import Choices
 from tigon.techniques.sharding import weights_are_sharded
@@ -66,23 +67,27 @@ def check(recipe: Recipe, config: Any, shapes: Mapping[str, tuple[int, ...]]) ->
                 f"{width}; give the heads that were trained on this model"
             )
         _check_agrees(heads, spec)
+        try:
+            check_fits(make_heads(spec, build_on_meta(recipe.model.name, config)), state)
+        except UsageError as error:
+            raise RecipeError(f"heads.start: {heads.start}: {error}") from None
         return spec
+    asked = {name: getattr(heads, name) for name in ("kind", "count", "layers")}
+    new = HeadsSpec(**{name: value for name, value in asked.items() if value is not None})
     model = sum(math.prod(shape) for shape in shapes.values())
-    shared = shares_head(heads.output, heads.kind, heads.count, model, text.vocab_size * text.hidden_size)
-    if shared and heads.kind == "medusa" and heads.layers == 0:
+    shared = shares_head(heads.output, new.kind, new.count, model, text.vocab_size * text.hidden_size)
+    if shared and new.kind == "medusa" and new.layers == 0:
         raise RecipeError("heads.layers is 0 and heads share the model's lm_head: nothing would learn; set layers: 1")
-    return HeadsSpec(kind=heads.kind, count=heads.count, layers=heads.layers, shared=shared)
+    return replace(new, shared=shared)
 
 
 def _check_agrees(heads: HeadsConfig, spec: HeadsSpec) -> None:
-    """Refuse a key that asks for other heads than those in the folder; what a key has by default asks for nothing."""
-    found = {"kind": spec.kind, "count": spec.count, "layers": spec.layers}
-    if heads.kind == "medusa":  # modules always share the lm_head
-        found["output"] = "shared" if spec.shared else "separate"
-    defaults = HeadsConfig()
+    """Refuse a key that asks for other heads than those in the folder."""
+    output = "shared" if spec.shared else "separate"
+    found = {"kind": spec.kind, "count": spec.count, "layers": spec.layers, "output": output}
     for name, is_there in found.items():
         wanted = getattr(heads, name)
-        if wanted not in (is_there, getattr(defaults, name)):
+        if wanted not in (None, "auto", is_there):
             raise RecipeError(
                 f"heads.{name} is {wanted}, but the heads in {heads.start} have {name} {is_there}; leave heads.{name} "
                 "out, or leave heads.start out to begin with new ones"

@@ -41,7 +41,9 @@ def check_name(name: str) -> None:
     if not folder.exists():
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"the nearest preset is {near[0]}" if near else f"presets: {', '.join(PRESETS)}"
-        raise RecipeError(f"model.name: {name!r} is neither a preset nor a folder; {hint}")
+        if folder.name == "model":
+            hint = f"the run {folder.parent.name!r} leaves that folder when it ends; make that run first"
+        raise RecipeError(f"model.name: {name!r} is neither a preset nor a folder nor a hub id; {hint}")
     if not (folder / "config.json").is_file():
         raise RecipeError(f"model.name: {name} has no config.json; give the folder of a Hugging Face checkpoint")
     if not any(folder.glob("*.safetensors")):

@@ -204,13 +204,17 @@ class HeadsConfig:
         None, "1: only the heads learn, on a frozen model; 2: model and heads learn together; none: no heads.",
         minimum=1, maximum=2,
     )  # fmt: skip
-    kind: str = key(
-        "medusa", "`medusa`: independent heads of residual blocks; `mtp`: DeepSeek-V3's modules of one transformer "
-        "layer each, one after the other.",
+    kind: str | None = key(
+        None, "`medusa`: independent heads of residual blocks; `mtp`: DeepSeek-V3's modules of one transformer "
+        "layer each, one after the other; none: `medusa`, or what `start` holds.",
         choices=("medusa", "mtp"),
     )  # fmt: skip
-    count: int = key(3, "Heads; head k predicts the token k + 1 ahead.", limits="heads")
-    layers: int = key(1, "Residual blocks of a medusa head.", minimum=0, maximum=8)
+    count: int | None = key(
+        None, "Heads; head k predicts the token k + 1 ahead; none: 3, or as many as `start` holds.", limits="heads"
+    )
+    layers: int | None = key(
+        None, "Residual blocks of a medusa head; none: 1, or as many as those in `start` have.", minimum=0, maximum=8
+    )
     output: str = key(
         "auto", "Where a medusa head's logits come from: the model's lm_head (`shared`), or an output weight of its "
         "own that starts as a copy of it (`separate`); `auto`: shared where the heads would outweigh the model.",
@@ -369,6 +373,15 @@ _WRONG_PAIRS: tuple[tuple[typing.Callable[[Recipe], bool], str], ...] = (
         lambda r: r.heads.kind == "mtp" and r.heads.stage is not None and r.lora.rank is not None,
         "heads.kind: mtp starts from a copy of the last layer, which with lora.rank is frozen but for its adapters; "
         "use heads.kind: medusa",
+    ),
+    (
+        lambda r: r.heads.kind == "mtp" and r.heads.layers is not None,
+        "heads.layers counts a medusa head's blocks, and an MTP module is one transformer layer; leave it out, or use "
+        "heads.kind: medusa",
+    ),
+    (
+        lambda r: r.heads.kind == "mtp" and r.heads.output == "separate",
+        "heads.output: separate is for medusa heads, and heads.kind: mtp shares the model's lm_head; leave it out",
     ),
     (
         lambda r: r.heads.stage is not None and r.train.optimizer == "galore-layerwise",

@@ -235,6 +235,9 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     # drawing a sample from sharded weights would take all processes
     alone = launch.rank() == 0 and not weights_are_sharded(prepared.choices)
     n_sample, seed = recipe.output.sample_tokens if alone else 0, recipe.train.seed
+    if launch.rank() == 0 and recipe.output.sample_tokens and not alone:
+        text = "text sample" if prepared.heads is None else "text sample, nothing decoded with the heads"
+        console.print(f"sample   no {text}: the weights are sharded", markup=False)
     sample = {"prompt": tok.decode(prepared.prompt), "before": "", "after": ""}
     if n_sample:
         sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
