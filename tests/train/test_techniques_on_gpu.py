@@ -193,3 +193,30 @@ def test_checkpoint_that_an_engine_divides_trains_otherwise(engine, folder, requ
     assert found == pytest.approx(expected, abs=TOLERANCE)
     before, after = (query_weight(Path(path)) for path in (settings["model.name"], folder / "runs" / name / "model"))
     assert before.shape == after.shape and not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("engine", ["ZeRO-3", "FSDP2"])
+def test_heads_on_divided_weights_train_or_resume_otherwise(engine, stage, folder):
+    if engine == "ZeRO-3" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    gpus, recipe = min(2, torch.cuda.device_count()), ROOT / "recipes" / "techniques" / "amp-bf16.yaml"
+    heads = {**SMALL, "heads.stage": stage, "heads.count": 2}
+    alone = {**heads, "train.batch_size": 4 * gpus, "train.save_steps": None, "output.name": f"{engine}-{stage}-alone"}
+    settings = {**heads, **DIVIDED[engine], "sharding.gpus": gpus, "output.name": f"{engine}-{stage}-heads"}
+    for each in (alone, settings):
+        done = run(folder, recipe, each)
+        assert done.returncode == 0, done.stderr[-4000:]
+    left = folder / "runs" / settings["output.name"]
+    whole = losses(left)
+    assert whole == pytest.approx(losses(folder / "runs" / alone["output.name"]), abs=TOLERANCE)
+    weights = load_file(left / "heads" / "model.safetensors")
+    assert weights and all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
+
+    cut = left.with_name(f"{left.name}-cut")
+    shutil.copytree(left, cut)
+    shutil.rmtree(cut / "checkpoints" / f"checkpoint-{STEPS}")
+    (cut / "summary.json").unlink()
+    done = run(folder, recipe, {**settings, "output.name": cut.name}, "--resume")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert losses(cut) == pytest.approx(whole, rel=1e-4)
