@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tigon.profile.figure import new_figure, svg
-from tigon.sweep import study
-from tigon.sweep.study import predictions_path
+from tigon.sweep.accuracy import predictions_path
+from tigon.sweep.study import predicted_anew
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, RECORDS, IMAGES = ROOT / "docs" / "medusa.md", ROOT / "benchmarks" / "results", Path("img/medusa")
@@ -43,7 +43,7 @@ def load(root: Path) -> dict[str, dict[str, Record]]:
                 f"{file} is no results.json of the sweep {file.stem}; copy one of {', '.join(NAMES)} there"
             )
         found.setdefault(file.parent.parent.name, {})[file.stem] = record
-    return {gpu: study.predicted_anew(own, predictions_path(root / gpu)) for gpu, own in found.items()}
+    return {gpu: predicted_anew(own, predictions_path(root / gpu)) for gpu, own in found.items()}
 
 
 def points(record: Record) -> dict[tuple[str, int], Record]:

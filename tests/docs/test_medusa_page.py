@@ -53,7 +53,8 @@ def test_record_is_read_otherwise_than_it_says(tool: Any) -> None:
     assert "| stage 1, 3 heads | 2,048 | out of memory | 31.0 | 30.0 |  | 2,100 |" in said
     assert "- stage 1, 3 heads: eager 1,024 tokens; fused 2,048 tokens, and no longer one was tried" in said
     assert list(drawn) == [Path("img/medusa/a-gpu/medusa.svg")]
-    assert drawn[Path("img/medusa/a-gpu/medusa.svg")].startswith("<svg")
+    chart = drawn[Path("img/medusa/a-gpu/medusa.svg")]
+    assert chart.startswith("<svg") and "peak memory (GiB)" in chart and "tokens/s" in chart
 
 
 def test_page_has_figures_without_a_record(tool: Any) -> None:

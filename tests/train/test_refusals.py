@@ -98,6 +98,11 @@ CASES = {
         (),
         r"'lama-3\.2-1b' is neither .* nearest preset is llama-3\.2-1b",
     ),
+    "model of a run that was not made": (
+        {"model": {"name": "runs/one/model"}},
+        (),
+        r"the run 'one' leaves that folder when it ends",
+    ),
     "folder that is no model": ({"model": {"name": "folder"}}, (), r"folder has no config\.json"),
     "pickled weights only": ({"model": {"name": "pickled"}}, (), r"pickled has no \.safetensors weights"),
     "unknown shape key": (

@@ -262,10 +262,11 @@ ZERO = {"stage 1": 1, "stage 2": 2, "stage 3": 3}
 
 
 def succeeds(action: Callable[[int], Any], here: Path, count: int = 1) -> str:
-    """What `action(rank)` wrote to stderr in `count` copies of this process, none of which failed."""
+    """What `action(rank)` wrote to stderr in `count` copies of this process, none of which failed; stdout.txt has the
+    rest."""
     said = here / "stderr.txt"
     said.unlink(missing_ok=True)
-    statuses = in_forks(action, count, said=said)
+    statuses = in_forks(action, count, said=said, printed=here / "stdout.txt")
     text = said.read_text(encoding="utf-8")
     assert statuses == [0] * count, text[-3000:]
     return text
@@ -322,7 +323,8 @@ def test_checkpoint_in_zero_3_is_whole_somewhere_or_trains_otherwise(recipe, tig
         return built
 
     monkeypatch.setattr(engine, "build", watched)
-    succeeds(lambda rank: train(path, ["sharding.zero=3", "output.name=zero"]), here)
+    succeeds(lambda rank: train(path, ["sharding.zero=3", "output.name=zero", "output.sample_tokens=4"]), here)
+    assert "no text sample: the weights are sharded" in (here / "stdout.txt").read_text(encoding="utf-8")
     assert losses(here / "runs" / "zero") == pytest.approx(losses(here / "runs" / "plain"), rel=1e-5)
 
 

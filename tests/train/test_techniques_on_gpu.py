@@ -49,6 +49,20 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records(folder, "train")]
 
 
+def resumed(folder: Path, recipe: Path, settings: dict[str, Any]) -> list[float]:
+    """The losses of the run of these settings cut back to the checkpoint before its last, and resumed."""
+    whole = folder / "runs" / settings["output.name"]
+    cut = whole.with_name(f"{whole.name}-cut")
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / f"checkpoint-{STEPS}")
+    (cut / "summary.json").unlink()
+    done = run(folder, recipe, {**settings, "output.name": cut.name}, "--resume")
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = losses(cut)
+    shutil.rmtree(cut)
+    return found
+
+
 @functools.cache
 def plain(folder: Path, gpus: int, precision: str) -> tuple[float, ...]:
     """AdamW without any technique, on as many rows a step."""
@@ -87,15 +101,8 @@ def test_recipe_of_a_technique_trains_otherwise_or_cannot_be_resumed(recipe, fol
         assert whole == pytest.approx(plain(folder, gpus, "amp-bf16"), abs=TOLERANCE)
     assert list((folder / "runs" / recipe.stem / "model").glob("*.safetensors"))
 
-    cut = folder / "runs" / f"{recipe.stem}-cut"
-    shutil.copytree(folder / "runs" / recipe.stem, cut)
-    shutil.rmtree(cut / "checkpoints" / f"checkpoint-{STEPS}")
-    (cut / "summary.json").unlink()
-    done = run(folder, recipe, {**settings, "output.name": cut.name}, "--resume")
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert losses(cut) == pytest.approx(whole, rel=1e-4)
-    for path in (folder / "runs" / recipe.stem, cut):
-        shutil.rmtree(path)
+    assert resumed(folder, recipe, settings) == pytest.approx(whole, rel=1e-4)
+    shutil.rmtree(folder / "runs" / recipe.stem)
 
 
 PAIRS = {
@@ -213,10 +220,4 @@ def test_heads_on_divided_weights_train_or_resume_otherwise(engine, stage, folde
     weights = load_file(left / "heads" / "model.safetensors")
     assert weights and all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
 
-    cut = left.with_name(f"{left.name}-cut")
-    shutil.copytree(left, cut)
-    shutil.rmtree(cut / "checkpoints" / f"checkpoint-{STEPS}")
-    (cut / "summary.json").unlink()
-    done = run(folder, recipe, {**settings, "output.name": cut.name}, "--resume")
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert losses(cut) == pytest.approx(whole, rel=1e-4)
+    assert resumed(folder, recipe, settings) == pytest.approx(whole, rel=1e-4)
