@@ -7,13 +7,22 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from tigon.memory.gpus import find_gpu
+from tigon.memory.gpus import MIB, Gpu, find_gpu
 from tigon.memory.request import Request
 from tigon.techniques.choices import Choices
 
 H200 = find_gpu("h200")
 # cuBLAS's 64 MiB would be most of what a small model takes
 BARE = replace(H200, cublas_workspace_bytes=0)
+
+
+def small_gpu(memory_mib: float) -> Gpu:
+    """A GPU for small models: 1 MiB of context and of cuBLAS's, and nothing else outside of the allocator."""
+    return replace(
+        H200, memory_bytes=int(memory_mib * MIB), context_bytes=MIB, cublas_workspace_bytes=MIB,
+        lone_group_bytes=0, group_bytes=0, deepspeed_bytes=0,
+    )  # fmt: skip
+
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4,

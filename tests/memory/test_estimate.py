@@ -14,6 +14,7 @@ from tigon.medusa import Attachment, HeadsSpec, Objective
 from tigon.memory.attention import product_share
 from tigon.memory.estimate import COMPONENTS, PHASES, estimate, logits_bytes
 from tigon.memory.gpus import GPUS, Gpu, find_gpu
+from tigon.memory.outside import outside_bytes
 from tigon.memory.request import Request
 from tigon.models.config import load_config
 from tigon.techniques.choices import Choices
@@ -60,7 +61,7 @@ def test_components_do_not_sum_to_the_peak(case: dict[str, Any], method: Any) ->
     assert sum(found.components.values()) == found.peak_allocated_bytes == found.phases[found.peak_phase]
     assert all(nbytes >= 0 for nbytes in found.components.values())
     assert found.peak_reserved_bytes >= found.peak_allocated_bytes
-    assert found.device_bytes == found.peak_reserved_bytes + H200.context_bytes
+    assert found.device_bytes == found.peak_reserved_bytes + outside_bytes(H200, request_of(**case).choices)
     assert found.step_s > 0
 
 
@@ -228,13 +229,13 @@ def _long_step_s(gpu: Gpu, **choices: Any) -> float:
     return estimate(request, gpu=slow, evaluation=False).step_s
 
 
-def test_narrow_heads_and_groups_of_heads_are_as_fast_as_other_products() -> None:
-    """Measured on Hopper; on what is older one kernel serves both."""
+def test_narrow_heads_are_as_fast_as_other_products_or_groups_of_them_slower_than_all_at_once() -> None:
+    """Measured on Hopper."""
     older = dataclasses.replace(H200, arch=(8, 0))
     assert _long_step_s(H200) > 1.2 * _long_step_s(older)
-    assert _long_step_s(H200, attention_groups=2) > 1.2 * _long_step_s(H200)
-    assert _long_step_s(older, attention_groups=2) == pytest.approx(_long_step_s(older), rel=0.01)
-    assert [product_share(width, 1, H200.arch) for width in (64, 128)] == [0.66, 1.0]
+    for gpu in (H200, older):
+        assert _long_step_s(gpu, attention_groups=2) == pytest.approx(_long_step_s(gpu), rel=0.01)
+    assert [product_share(width, H200.arch) for width in (64, 128)] == [0.66, 1.0]
 
 
 def test_host_time_of_a_technique_is_free() -> None:

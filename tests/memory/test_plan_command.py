@@ -14,7 +14,7 @@ pytest.importorskip("rich")
 from tigon.errors import TigonError
 from tigon.memory import command
 
-DEMO = {"model": "tigon-demo", "gpu": "1GiB", "batch": 32, "seq": 1024, "optimizer": "adamw", "zero": 0,
+DEMO = {"model": "tigon-demo", "gpu": "1.25GiB", "batch": 32, "seq": 1024, "optimizer": "adamw", "zero": 0,
         "offload": "none"}  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def test_json_lacks_what_was_promised(answer):
     assert sum(answer["components"].values()) == answer["peak_allocated_bytes"] == max(
         size for name, size in answer["phases"].items() if name != "eval"
     )  # fmt: skip
-    assert answer["device_bytes"] == answer["peak_reserved_bytes"] + answer["gpu"]["context_bytes"]
+    assert answer["device_bytes"] == answer["peak_reserved_bytes"] + answer["outside_bytes"]
     assert answer["fits"] == (answer["device_bytes"] <= answer["gpu"]["memory_bytes"]) and answer["fits"] is False
     first = answer["recommended"][0]
     wanted = {"command", "yaml", "peak_allocated_bytes", "step_s", "tokens_per_s", "precision_cost", "cheaper"}
@@ -199,7 +199,7 @@ def test_charts_are_not_drawn_or_lack_the_limit(tmp_path, capsys, monkeypatch):
     printed(capsys, precision="amp-bf16", checkpointing="none", plot=tmp_path / "charts")
     for name in ("memory", "checkpoints-and-logits"):
         text = (tmp_path / "charts" / f"{name}.svg").read_text()
-        assert text.startswith("<svg") and "1GiB" in text and "logits" in text
+        assert text.startswith("<svg") and "1.25GiB" in text and "logits" in text
         assert (tmp_path / "charts" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 

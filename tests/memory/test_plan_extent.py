@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.memory.memory_helpers import H200, request_of
+from tests.memory.memory_helpers import H200, request_of, small_gpu
 
 from tigon.memory.estimate import estimate
 from tigon.memory.extent import MAX_LOOKS, SHORTEST, extents, largest
-from tigon.memory.gpus import MIB
 
 ROOMS = {
     "a line": lambda n: 1000 - 7 * n,
@@ -43,7 +42,7 @@ def test_the_limit_is_passed():
 
 
 def test_the_batch_or_sequence_found_does_not_fit_or_a_larger_one_does():
-    gpu = replace(H200, memory_bytes=160 * MIB, context_bytes=MIB, cublas_workspace_bytes=MIB)
+    gpu = small_gpu(160)
     request = request_of(batch=4, seq=256, shape={"max_position_embeddings": 1 << 16})
     found = extents(request, gpu)
 

@@ -8,13 +8,13 @@ import shlex
 from dataclasses import fields, replace
 
 import pytest
-from tests.memory.memory_helpers import H200, config_of
+from tests.memory.memory_helpers import H200, config_of, small_gpu
 
 from tigon.errors import UsageError
 from tigon.memory import as_recipe, planner, policy
 from tigon.memory.command import _NEVER_FREE
 from tigon.memory.estimate import estimate
-from tigon.memory.gpus import GIB, MIB
+from tigon.memory.gpus import GIB
 from tigon.memory.planner import look, plan, search
 from tigon.memory.policy import Asked
 from tigon.memory.request import Request
@@ -28,12 +28,11 @@ SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704}
 def asked_of(
     memory_mib: float, *, batch: int = 8, seq: int = 512, effective_batch: int | None = None, **given
 ) -> Asked:
-    """A question about a small model, and a GPU with so much memory and a context of 1 MiB."""
-    gpu = replace(H200, memory_bytes=int(memory_mib * MIB), context_bytes=MIB, cublas_workspace_bytes=MIB)
+    """A question about a small model on a small GPU."""
     free = frozenset(f.name for f in fields(Choices)) - set(given) - _NEVER_FREE
     config = config_of("llama", **SHAPE)
     request = Request(model="tigon-demo", config=config, batch=batch, seq=512, choices=Choices(**given))
-    return Asked(request=request, free=free, gpu=gpu, effective_batch=effective_batch)
+    return Asked(request=request, free=free, gpu=small_gpu(memory_mib), effective_batch=effective_batch)
 
 
 CASES = {

@@ -155,7 +155,8 @@ def test_memory_limit_of_a_cpu_does_not_end_a_point_as_out_of_memory():
 import torch
 from tigon.sweep import failures
 from tigon.sweep.limit import cap
-cap(torch.device("cpu"), 4 << 30)
+from tigon.techniques.choices import Choices
+cap(torch.device("cpu"), 4 << 30, Choices())
 try:
     torch.ones(3 << 30)
 except RuntimeError as error:

@@ -182,7 +182,7 @@ def test_point_on_a_gpu_has_no_prediction_or_no_process_that_was_ready(write_swe
     assert all(told) and told == sorted(told)
     assert found["memory_limit_bytes"] == 24 << 30
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert "Limited to 24.0 GiB: PyTorch&#39;s allocator may reserve that less the CUDA context" in page
+    assert "Limited to 24.0 GiB: PyTorch&#39;s allocator may reserve that less what lies beside it" in page
     assert "dotted: predicted" in page
     monkeypatch.delenv("TIGON_TEST_GPU")
     (out / "predictions.json").unlink()

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tigon.errors import RecipeError
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
-from tigon.techniques.head_groups import _KERNELS, _Flash
+from tigon.techniques.head_groups import _KERNELS, _Grouped, _kernel_for
 from tigon.techniques.technique import Facts
 
 transformers = pytest.importorskip("transformers")
@@ -42,9 +43,10 @@ def loss_and_gradients(model: Any, *, tokens: int = 40, documents: bool = False)
 @pytest.mark.parametrize(("key_heads", "groups"), [(4, 2), (4, 4), (2, 2)])
 def test_groups_change_loss_or_gradient(key_heads, groups, documents, monkeypatch):
     called = []
-    kernel = _KERNELS["cpu"]
+    on_cpu = ("cpu", SDPBackend.FLASH_ATTENTION)
+    kernel = _KERNELS[on_cpu]
     counted = kernel._replace(backward=lambda *args: called.append(args[1].shape[1]) or kernel.backward(*args))
-    monkeypatch.setitem(_KERNELS, "cpu", counted)
+    monkeypatch.setitem(_KERNELS, on_cpu, counted)
     want = loss_and_gradients(llama(key_heads=key_heads, groups=1), documents=documents)
     assert not called
     got = loss_and_gradients(llama(key_heads=key_heads, groups=groups), documents=documents)
@@ -61,7 +63,8 @@ def test_gradient_of_the_groups_is_not_the_derivative(strides):
     if strides == "tokens first":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    assert torch.autograd.gradcheck(lambda q, k, v: _Flash.apply(q, k, v, 2, 0.3), inputs)
+    kernel = _kernel_for(*inputs)
+    assert torch.autograd.gradcheck(lambda q, k, v: _Grouped.apply(q, k, v, kernel, 2, 0.3), inputs)
 
 
 def test_another_model_attends_in_groups():
@@ -76,27 +79,46 @@ def test_groups_that_do_not_divide_the_key_heads_are_taken():
         llama(key_heads=4, groups=3)
 
 
+CUDA_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", CUDA_KERNELS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "block-mask"])
 @pytest.mark.parametrize("key_heads", [4, 2])
-def test_groups_change_the_gradient_of_the_kernel(key_heads, documents):
+def test_groups_change_the_gradient_of_the_kernel(key_heads, documents, backend):
     options = {"width": 256, "device": torch.device("cuda"), "dtype": torch.bfloat16}
-    want = loss_and_gradients(llama(key_heads=key_heads, groups=1, **options), tokens=512, documents=documents)
-    got = loss_and_gradients(llama(key_heads=key_heads, groups=2, **options), tokens=512, documents=documents)
+    with sdpa_kernel([backend, SDPBackend.EFFICIENT_ATTENTION]):
+        want = loss_and_gradients(llama(key_heads=key_heads, groups=1, **options), tokens=512, documents=documents)
+        got = loss_and_gradients(llama(key_heads=key_heads, groups=2, **options), tokens=512, documents=documents)
     for name, expected in want.items():
         # over the whole tensor: the kernel adds dQ up in any order, and single small elements are all rounding
         error = (got[name].double() - expected.double()).norm() / expected.double().norm()
         assert error <= 1e-2, f"{name}: {float(error):.1e}"
 
 
+def heads_64_wide(tokens: int) -> list[torch.Tensor]:
+    return [
+        torch.randn(1, tokens, h, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for h in (16, 4, 4)
+    ]
+
+
 @pytest.mark.gpu
-def test_scratch_of_all_heads_is_alive_at_once():
+def test_groups_take_another_kernel_than_pytorch():
+    q, k, v = heads_64_wide(256)
+    choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=True)
+    assert _kernel_for(q, k, v) is _KERNELS["cuda", SDPBackend(choice)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", CUDA_KERNELS, ids=lambda backend: backend.name)
+def test_scratch_of_all_heads_is_alive_at_once(backend):
     """Of 8 bytes an element of Q, shared key heads, four groups leave two."""
-    device, found = torch.device("cuda"), {}
-    q, k, v = (torch.randn(1, 32768, h, 64, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
-               for h in (16, 4, 4))  # fmt: skip
+    found = {}
+    q, k, v = heads_64_wide(32768)
     for groups in (1, 4):
-        out = _Flash.apply(q, k, v, groups, None)
+        out = _Grouped.apply(q, k, v, _KERNELS["cuda", backend], groups, None)
         upstream = torch.ones_like(out)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 
 import pytest
 import torch
+from tests.memory.memory_helpers import small_gpu
 
 from tigon.errors import RecipeError
-from tigon.memory.gpus import MIB, find_gpu
 from tigon.train import model, prediction, preflight, recipe_file
 
 TEXT = "model: {name: tigon-demo}\ndata: {sequence_length: 1024}\ntrain: {steps: 2, batch_size: 16, {more}}\n"
-
-
-def gpu_of(memory_mib):
-    return replace(find_gpu("h200"), memory_bytes=memory_mib * MIB, context_bytes=MIB, cublas_workspace_bytes=MIB)
 
 
 @pytest.fixture
@@ -35,7 +30,7 @@ def asked(recipe):
 
 
 def predicted(recipe, memory_mib):
-    return prediction.predict(*asked(recipe), gpu_of(memory_mib), evaluated=True)
+    return prediction.predict(*asked(recipe), small_gpu(memory_mib), evaluated=True)
 
 
 def test_the_question_is_not_the_run_that_the_recipe_describes(recipe_of):
@@ -68,7 +63,7 @@ def test_the_next_rungs_command_leads_to_a_recipe_that_does_not_fit(recipe_of):
     words = shlex.split(warning.partition(": tigon train r.yaml ")[2])
     assert words[::2] == ["--set"] * (len(words) // 2)
     better = predicted(recipe_of(overrides=words[1::2]), 700)
-    assert better.option.fits(gpu_of(700))
+    assert better.option.fits(small_gpu(700))
     assert better.option.request.batch * better.option.request.choices.accumulate == recipe.train.batch_size
 
 
@@ -76,20 +71,20 @@ def test_what_the_recipe_says_is_changed_by_auto(recipe_of):
     recipe = recipe_of("checkpointing: full, optimizer: lion-8bit, precision: fp32")
     free = prediction.free_in(recipe)
     assert not free & {"checkpointing", "optimizer", "precision"} and "zero" in free
-    assignments, _ = prediction.choose(*asked(recipe_of("checkpointing: full")), gpu_of(8000))
+    assignments, _ = prediction.choose(*asked(recipe_of("checkpointing: full")), small_gpu(8000))
     assert assignments == [], "it fits as it is"
 
 
 def test_auto_changes_the_numbers_where_that_is_not_needed(recipe_of):
-    assignments, said = prediction.choose(*asked(recipe_of("")), gpu_of(700))
+    assignments, said = prediction.choose(*asked(recipe_of("")), small_gpu(700))
     recipe = recipe_of("", overrides=assignments)
     assert recipe.choices().optimizer == "adamw" and recipe.choices().precision == "amp-bf16"
-    assert predicted(recipe, 700).option.fits(gpu_of(700)) and assignments[0] in said
+    assert predicted(recipe, 700).option.fits(small_gpu(700)) and assignments[0] in said
 
 
 def test_auto_goes_on_where_nothing_fits(recipe_of):
     with pytest.raises(RecipeError, match=r"--auto: nothing .* fits"):
-        prediction.choose(*asked(recipe_of("gradient_accumulation: 2")), gpu_of(20))
+        prediction.choose(*asked(recipe_of("gradient_accumulation: 2")), small_gpu(20))
 
 
 def test_auto_is_taken_on_a_cpu_or_with_resume(recipe_of):

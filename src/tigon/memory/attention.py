@@ -48,22 +48,18 @@ def _round_up(n: int, to: int) -> int:
 
 
 # Of the rate of a model's other products, what causal attention without a mask reaches on Hopper and later: width of a
-# head, at most -> share of cuDNN's kernels, which PyTorch prefers there. In groups of heads it is FlashAttention 2
-# (techniques/head_groups.py), measured with heads 64 wide alone. Both were fitted to the steps of 131,072 tokens in
-# benchmarks/results/nvidia-h200/study/longest-sequence.json (H200, Llama-3.2-1B, torch 2.11.0+cu130, tigon 75aa43a,
-# 2026-11-22); with heads 128 wide Llama-3-8B's steps of up to 65,536 tokens need no share. Older GPUs have
-# FlashAttention 2 for both, and were not measured.
+# head, at most -> share of cuDNN's kernels, which PyTorch prefers there, whole and in groups of heads. Fitted to the
+# steps of 131,072 tokens in benchmarks/results/nvidia-h200/study/longest-sequence.json (H200, Llama-3.2-1B, torch
+# 2.11.0+cu130, tigon 75aa43a, 2026-11-22); with heads 128 wide Llama-3-8B's steps of up to 65,536 tokens need no share.
+# Older GPUs have FlashAttention 2, and were not measured.
 _SHARES = {64: 0.66}
-_GROUPED_SHARE = 0.46
 _MEASURED_ARCH = (9, 0)
 
 
-def product_share(head_width: int, groups: int, arch: tuple[int, int]) -> float:
+def product_share(head_width: int, arch: tuple[int, int]) -> float:
     """Of the rate of a model's other products: attention without a mask."""
     if arch < _MEASURED_ARCH:
         return 1.0
-    if groups > 1:
-        return _GROUPED_SHARE
     return next((share for width, share in _SHARES.items() if head_width <= width), 1.0)
 
 
@@ -147,7 +143,7 @@ def attention(recorder: Recorder, arch: tuple[int, int], groups: int = 1) -> Cal
         if attention_mask is None and query.dtype not in _FLASH_DTYPES:
             return _without_flash(query, key, value, recorder), None
         if attention_mask is None:
-            share = product_share(query.shape[-1], groups, arch)
+            share = product_share(query.shape[-1], arch)
             return _Flash.apply(query, key, value, recorder, groups, share), None
         return _Efficient.apply(query, key, value, attention_mask.to(query.dtype), recorder), None
 

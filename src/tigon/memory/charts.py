@@ -81,7 +81,7 @@ def _components(plan: Plan) -> Any:
     for axes, (title, values, at) in zip(panels, _axes_of(plan), strict=True):
         found = [estimate(at(n), gpu=plan.gpu, evaluation=False) for n in values]
         _stack(axes, values, found)
-        axes.plot(values, [e.device_bytes / GIB for e in found], color=INK, lw=1, ls=":", label="reserved + context")
+        axes.plot(values, [e.device_bytes / GIB for e in found], color=INK, lw=1, ls=":", label="on the device")
         _draw_limit(axes, plan, max(e.device_bytes for e in found) / GIB)
         axes.set(xlabel=title, ylabel="GiB at the peak", xlim=(values[0], values[-1]))
         _whole_numbers(axes)

@@ -24,6 +24,7 @@ from tigon.memory.ledger import (
     play,
     play_evaluation,
 )
+from tigon.memory.outside import outside_bytes
 from tigon.memory.request import Request, check, text_config
 from tigon.memory.sharded import Placement
 from tigon.memory.statics import Statics, managed_bytes, state_tensors, statics, step_tensors, update_work
@@ -56,7 +57,7 @@ class Estimate:
     peak_reserved_bytes: int
     """What torch.cuda.max_memory_reserved() will say: allocated, and what the caching allocator could not reuse."""
     device_bytes: int
-    """What nvidia-smi will say: reserved, and the CUDA context."""
+    """What nvidia-smi will say: reserved, and what is not the allocator's (memory/outside.py)."""
     host_bytes: int
     """Pinned host memory that holds what was moved off the GPU."""
     nvme_bytes: int
@@ -85,7 +86,8 @@ def _estimate(request: Request, gpu: Gpu, evaluation: bool) -> Estimate:
     inner = dataclasses.replace(request, choices=sharded.traced_choices(request.choices))
     model = at_rest(inner)
     place = _placement(request, model)
-    ledger, tapes, host_bytes = _run(inner, gpu, model, place, evaluation)
+    room_bytes = gpu.memory_bytes - outside_bytes(gpu, request.choices)
+    ledger, tapes, host_bytes = _run(inner, gpu, model, place, evaluation, room_bytes)
     phase, peak_bytes, components = ledger.peak(but=None if request.evaluated else "eval")
     phases = {name: ledger.phases.get(name, 0) for name in PHASES}
     reserved = ledger.reserved_bytes
@@ -94,7 +96,7 @@ def _estimate(request: Request, gpu: Gpu, evaluation: bool) -> Estimate:
     return Estimate(
         peak_allocated_bytes=peak_bytes,
         peak_reserved_bytes=reserved,
-        device_bytes=reserved + gpu.context_bytes,
+        device_bytes=reserved + outside_bytes(gpu, request.choices),
         host_bytes=host_bytes + place.host,
         nvme_bytes=place.nvme,
         step_s=step_s,
@@ -185,9 +187,10 @@ def _placement(request: Request, model: Statics) -> Placement:
 
 
 def _run(
-    request: Request, gpu: Gpu, model: Statics, place: Placement, evaluation: bool
+    request: Request, gpu: Gpu, model: Statics, place: Placement, evaluation: bool, room_bytes: int
 ) -> tuple[Ledger, list[Tape], int]:
-    """STEPS optimizer steps, a save and, if wanted, an evaluation: (ledger, the micro-batches' tapes, host bytes)."""
+    """STEPS optimizer steps, a save and, if wanted, an evaluation: (ledger, the micro-batches' tapes, host bytes).
+    room_bytes: what the allocator can have."""
     choices = request.choices
     key = _Key(request)
     first = _trace(key, gpu, evaluating=evaluation)
@@ -200,7 +203,7 @@ def _run(
             if component == "checkpoints"
         )
         tapes = [offloaded(tape, leaving=LEAVING) for tape in tapes]
-    ledger = Ledger(allocator=CachingAllocator(gpu.memory_bytes - gpu.context_bytes))
+    ledger = Ledger(allocator=CachingAllocator(room_bytes))
     _load(ledger, request, model, place)
     ledger.take(place.buffers, "workspace")
     if place.born == "start":
@@ -440,7 +443,7 @@ def _by_study(request: Request, gpu: Gpu) -> Estimate:
     return Estimate(
         peak_allocated_bytes=peak_bytes,
         peak_reserved_bytes=peak_bytes,
-        device_bytes=peak_bytes + gpu.context_bytes,
+        device_bytes=peak_bytes + outside_bytes(gpu, request.choices),
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,
         step_s=step_s,

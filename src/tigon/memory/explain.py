@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from tigon.memory import policy, study
 from tigon.memory.estimate import at_rest
 from tigon.memory.gpus import GIB
+from tigon.memory.outside import outside_bytes
 from tigon.memory.planner import Plan
 from tigon.memory.present import gib, seconds
 from tigon.memory.request import Request, text_config
@@ -71,9 +72,11 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"reserved     {gib(found.peak_reserved_bytes)}: what PyTorch's caching allocator asks of the device for these "
         "allocations in this order, by its own rules; above allocated it is blocks cached and not reusable."
     )
+    outside = outside_bytes(gpu, request.choices)
     yield (
-        f"device       {gib(found.device_bytes)} = reserved + {gib(gpu.context_bytes)} CUDA context; it fits when that "
-        f"is at most {gib(gpu.memory_bytes)}. Recommended recipes are simulated with {policy.HEADROOM:.0%} less."
+        f"device       {gib(found.device_bytes)} = reserved + {gib(outside)} that are not the allocator's (CUDA's "
+        f"context, kernels, NCCL); it fits when that is at most {gib(gpu.memory_bytes)}. Recommended recipes are "
+        f"simulated with {policy.HEADROOM:.0%} less."
     )
     yield (
         f"step         {seconds(found.step_s)}: products at {PRODUCT_SHARE:.0%} of {gpu.matmul_flops / 1e12:.0f} "

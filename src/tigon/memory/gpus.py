@@ -30,7 +30,13 @@ class Gpu:
     memory_bytes: int
     """What CUDA reports as the device's total, of which the context takes its part."""
     context_bytes: int
-    """The CUDA context with PyTorch's and cuBLAS's kernels loaded: outside the caching allocator."""
+    """The CUDA context with the kernels of a training run loaded: outside the caching allocator (memory/outside.py)."""
+    lone_group_bytes: int
+    """What NCCL keeps for a group of one process."""
+    group_bytes: int
+    """And for a group of several."""
+    deepspeed_bytes: int
+    """What DeepSpeed's own streams and kernels take beside that."""
     matmul_flops: float
     """16-bit products with fp32 sums, FLOP/s."""
     fp32_flops: float
@@ -60,7 +66,11 @@ def _gpu(
     return Gpu(
         name=name,
         memory_bytes=int(memory_gib * GIB),
-        context_bytes=512 * MIB,
+        # The H200's, measured; the others' were not.
+        context_bytes=768 * MIB,
+        lone_group_bytes=512 * MIB,
+        group_bytes=848 * MIB,
+        deepspeed_bytes=480 * MIB,
         matmul_flops=tensor_tflops * _TERA * _MATMUL_SHARE,
         fp32_flops=fp32_tflops * _TERA * _MATMUL_SHARE,
         copy_bytes_s=bandwidth_gbs * _GIGA * _COPY_SHARE,

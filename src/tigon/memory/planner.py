@@ -18,6 +18,7 @@ from tigon.memory.beside import Beside
 from tigon.memory.estimate import Estimate, Method, estimate
 from tigon.memory.extent import Extents, extents
 from tigon.memory.gpus import GIB, Gpu
+from tigon.memory.outside import outside_bytes
 from tigon.memory.policy import Asked, Rung
 from tigon.memory.request import Request, refusals
 from tigon.techniques import matrix
@@ -175,9 +176,9 @@ class _Search:
         gpu = self.asked.gpu
 
         def too_much(needs: int) -> Rejected | None:
-            if needs + gpu.context_bytes <= gpu.memory_bytes:
+            needs += outside_bytes(gpu, choices)
+            if needs <= gpu.memory_bytes:
                 return None
-            needs += gpu.context_bytes
             reason = f"needs more than {needs / GIB:.2f} of {gpu.memory_bytes / GIB:.2f} GiB"
             return Rejected(choices=choices, batch=batch, device_bytes=needs, reason=reason)
 

@@ -11,6 +11,7 @@ from tigon.memory.estimate import PHASES, Estimate
 from tigon.memory.extent import Extents
 from tigon.memory.gpus import GIB, Gpu
 from tigon.memory.ledger import COMPONENTS
+from tigon.memory.outside import outside_bytes
 from tigon.memory.planner import Option, Plan, Recommendation, Rejected, against, label
 from tigon.techniques import TECHNIQUES
 
@@ -39,10 +40,10 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
         "choices": asdict(request.choices),
         "heads": None if request.heads is None else dict(request.heads.recipe_keys()),
         "gpu": {
-            "name": gpu.name, "memory_bytes": gpu.memory_bytes, "context_bytes": gpu.context_bytes,
-            "source": gpu.source,
+            "name": gpu.name, "memory_bytes": gpu.memory_bytes, "source": gpu.source,
         },
         **asdict(option.estimate),
+        "outside_bytes": outside_bytes(gpu, request.choices),
         "fits": option.fits(gpu),
         "headroom": policy.HEADROOM,
         "largest_batch": _extent(plan, "largest_batch"),
@@ -141,7 +142,7 @@ def verdict(option: Option, gpu: Gpu) -> str:
     )  # fmt: skip
     return (
         f"{fits}. Peak {gib(found.peak_allocated_bytes)} allocated ({found.peak_phase}), "
-        f"{gib(found.peak_reserved_bytes)} reserved, {gib(found.device_bytes)} with the CUDA context{elsewhere}; "
+        f"{gib(found.peak_reserved_bytes)} reserved, {gib(found.device_bytes)} on the device{elsewhere}; "
         f"{seconds(found.step_s)} a step, {found.tokens_per_s:,.0f} tokens/s"
     )
 
@@ -172,7 +173,7 @@ def bar(found: Estimate, gpu: Gpu) -> Text:
     from rich.text import Text
 
     parts = [(COLOURS[name], found.components[name]) for name in COMPONENTS]
-    parts.append(("#d1d5db", found.device_bytes - found.peak_allocated_bytes))  # cached, and the CUDA context
+    parts.append(("#d1d5db", found.device_bytes - found.peak_allocated_bytes))  # cached, and not the allocator's
     scale = _BAR_WIDTH / max(gpu.memory_bytes, found.device_bytes)
     limit = min(_BAR_WIDTH - 1, round(gpu.memory_bytes * scale))
     cells: list[str] = []

@@ -53,7 +53,7 @@ def provenance(results: Results) -> str:
         ROWS_WORDS[results["rows"]],
     ]
     if results["memory_limit_bytes"]:
-        said.append(f"Limited to {results['memory_limit_bytes'] / GIB:.1f} GiB, the CUDA context counted.")
+        said.append(f"Limited to {results['memory_limit_bytes'] / GIB:.1f} GiB, CUDA context and NCCL counted.")
     if unchecked := sorted({row["variant"] for row in results["points"] if row["unchecked"]}):
         said.append(f"Measured although `tigon train` would refuse the combination: {', '.join(unchecked)}.")
     if wrong := left_out(results):

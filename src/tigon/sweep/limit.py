@@ -6,6 +6,8 @@ import torch
 
 from tigon.errors import UsageError
 from tigon.memory.gpus import Gpu, find_gpu
+from tigon.memory.outside import outside_bytes
+from tigon.techniques.choices import Choices
 
 
 def gpu_row(name: str, total_bytes: int) -> Gpu:
@@ -16,18 +18,19 @@ def gpu_row(name: str, total_bytes: int) -> Gpu:
         return find_gpu(f"{total_bytes / 2**30:.2f}GiB")
 
 
-def cap(device: torch.device, limit_bytes: int | None) -> None:
+def cap(device: torch.device, limit_bytes: int | None, choices: Choices) -> None:
     """Let this process have `limit_bytes` and no more.
 
-    GPU: PyTorch's allocator may reserve the limit less the CUDA context, which it does not see, as the planner counts
-    it. CPU (Linux): the process's data segment, heap and private mappings together, which counts memory when it is
-    asked for rather than when it is first used.
+    GPU: PyTorch's allocator may reserve the limit less what a process that trains with these choices holds beside it
+    (memory/outside.py). CPU (Linux): the process's data segment, heap and private mappings together, which counts
+    memory when it is asked for rather than when it is first used.
     """
     if limit_bytes is None:
         return
     if device.type == "cuda":
         _, total_bytes = torch.cuda.mem_get_info(device)
-        allowed = limit_bytes - gpu_row(torch.cuda.get_device_name(device), total_bytes).context_bytes
+        row = gpu_row(torch.cuda.get_device_name(device), total_bytes)
+        allowed = limit_bytes - outside_bytes(row, choices)
         torch.cuda.set_per_process_memory_fraction(max(0.0, min(1.0, allowed / total_bytes)), device)
         return
     import resource

@@ -90,19 +90,19 @@ def measure(
     """Train `recipe` and return what was seen. Raises what the training raises.
 
     unchecked: even where `tigon train` refuses the combination of techniques. limit_bytes: of the process on its GPU,
-    the CUDA context counted. folder: for what techniques write (NVMe, quantised checkpoints). wrong_ops: op -> why it
-    is left out of the patch.
+    what is not the allocator's counted. folder: for what techniques write (NVMe, quantised checkpoints). wrong_ops: op
+    -> why it is left out of the patch.
     """
     begin_s = time.perf_counter()
     device = preflight.check_device(recipe)
-    limit.cap(device, limit_bytes)
+    choices = _choices(recipe, device, unchecked=unchecked)
+    limit.cap(device, limit_bytes, choices)
     if recipe.sharding.zero > 0 or recipe.sharding.fsdp:
         launch.name_lone_rank_if_alone()
     if launch.joined():
         launch.join(device)
     config = models.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
-    choices = _choices(recipe, device, unchecked=unchecked)
     shapes = models.parameter_shapes(config)
     facts = engine.facts_of(recipe, config, shapes, device)
     assert recipe.train.steps is not None, "a sweep counts steps"

@@ -180,7 +180,7 @@ def notes(results: Mapping[str, Any], on_gpu: bool) -> list[str]:
         )
     if limit := results["memory_limit_bytes"]:
         how = (
-            "PyTorch's allocator may reserve that less the CUDA context, as the planner counts it"
+            "PyTorch's allocator may reserve that less what lies beside it by the plan (CUDA context, NCCL, DeepSpeed)"
             if on_gpu else "the data segment of the process (heap and private mappings), Python and libraries included"
         )  # fmt: skip
         said.append(f"Limited to {limit / GIB:.1f} GiB: {how}.")

@@ -498,7 +498,7 @@ def _say(run: Run, text: str) -> None:
 def _limit_words(run: Run) -> str:
     if run.limit_bytes is None:
         return ""
-    how = "the CUDA context counted" if run.environment["memory_bytes"] else "of the process's data segment"
+    how = "CUDA context and NCCL counted" if run.environment["memory_bytes"] else "of the process's data segment"
     return f", limited to {run.limit_bytes / 2**30:.1f} GiB, {how}"
 
 

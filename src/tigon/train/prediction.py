@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tigon.errors import RecipeError, TigonError
 from tigon.memory import as_recipe, policy
 from tigon.memory.gpus import GIB, GPUS, Gpu, find_gpu, size_bytes
+from tigon.memory.outside import outside_bytes
 from tigon.memory.planner import Option, label, look, search
 from tigon.memory.policy import Asked
 from tigon.memory.present import gib, seconds
@@ -60,7 +61,7 @@ class Prediction:
         ]
         if not self.option.fits(self.gpu):
             said.append(
-                f"warning  needs {gib(found.device_bytes)} with the CUDA context, and {self.gpu} has "
+                f"warning  needs {gib(found.device_bytes)}, the CUDA context counted, and {self.gpu} has "
                 f"{gib(self.gpu.memory_bytes)}: it will run out of memory. {next_rung(self, command)}"
             )
         host_bytes = found.host_bytes * min(self.option.request.choices.gpus, GPUS_A_HOST)
@@ -161,7 +162,8 @@ def next_rung(prediction: Prediction, command: str, *, failed: bool = False) -> 
     predicted, so that what is named has to fit where this one cannot."""
     gpu, own = prediction.gpu, prediction.option.estimate
     if failed:
-        gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, own.peak_allocated_bytes + gpu.context_bytes - 1))
+        outside = outside_bytes(gpu, prediction.option.request.choices)
+        gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, own.peak_allocated_bytes + outside - 1))
     found = alternative(prediction.option.request, gpu, prediction.free)
     if found is None:
         return (
