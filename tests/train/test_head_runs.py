@@ -14,8 +14,9 @@ from train_helpers import SMALL, records, rows, small_trainer, tree
 
 from forks import forks, in_forks
 from tigon.medusa import HeadsSpec, load_heads
+from tigon.techniques.choices import Choices
 from tigon.train import launch
-from tigon.train.heads import HeadsTrainer, attach, split_groups
+from tigon.train.heads import HeadsTrainer, attach, save, split_groups
 from tigon.train.recipe import DataConfig, HeadsConfig, Recipe, TrainConfig
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -306,6 +307,18 @@ def test_batch_that_another_process_could_not_evaluate_counts_twice(tmp_path: Pa
     assert ours.args.per_device_eval_batch_size == 4
     assert {"head1_loss", "head2_top3"} <= whole.keys() == again.keys()
     assert again == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_process_that_gets_no_weights_to_save_fails(stage: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """ZeRO-3 gathers them for the first process alone."""
+    recipe_of = Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=4), heads=HeadsConfig(stage=stage, count=2))
+    trainer = small_trainer(tmp_path, recipe_of)
+    model = attach(trainer.model, recipe_of.heads, HeadsSpec(count=2, shared=True))
+    monkeypatch.setattr(launch, "rank", lambda: 1)
+    monkeypatch.setattr(trainer.accelerator, "get_state_dict", lambda wrapped: None)
+    assert save(model, trainer, recipe_of, Choices(zero=3, gpus=2), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_split_group_loses_its_weight_decay() -> None:

@@ -25,7 +25,7 @@ from tigon.models.presets import PRESETS
 from tigon.techniques.choices import KERNELS, Choices
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.technique import Facts
-from tigon.train import engine
+from tigon.train import engine, launch
 from tigon.train import model as models
 from tigon.train.recipe import LoraConfig, ModelConfig, Recipe, TrainConfig
 from tigon.train.recipe_file import load
@@ -337,14 +337,10 @@ def test_partitions_round_a_rotary_table_or_lack_what_heads_look_at(family, here
     config = AutoConfig.for_model(family, **sizes, num_attention_heads=4, num_key_value_heads=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "files")
     model, choices = ModelConfig(name=str(tmp_path / "files")), Choices(precision="amp-bf16", zero=3)
-    facts = Facts(device="cpu", hidden_size=64)
+    facts = Facts(device="cpu", hidden_size=64, processes=2)
 
     def compare(rank: int) -> None:
-        from deepspeed import init_distributed
-
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-        init_distributed("gloo")
+        launch.join(torch.device("cpu"))
         config = models.load_config(model)
         parts, whole = (
             engine.build(
@@ -360,7 +356,7 @@ def test_partitions_round_a_rotary_table_or_lack_what_heads_look_at(family, here
         for name, buffer in want.items():
             assert got[name].dtype == buffer.dtype and torch.equal(got[name], buffer), name
 
-    succeeds(compare, here)
+    succeeds(compare, here, 2)
 
 
 @pytest.mark.parametrize(

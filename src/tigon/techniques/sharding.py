@@ -121,10 +121,13 @@ def are_read_in_parts(choices: Choices, *, heads: bool) -> bool:
 def partitioned_loading(choices: Choices, facts: Facts) -> Iterator[None]:
     """What from_pretrained reads goes into stage 3's partitions, and the GPU has one weight at a time. The host may
     hold all, in each process: transformers merges the files first. It asks a configuration that is alive, which wants
-    numbers where the Trainer would fill them in.
+    numbers where the Trainer would fill them in; DeepSpeed checks them by the number of processes, which it takes for
+    one as long as its own communication has not begun.
     """
+    from deepspeed import init_distributed
     from transformers.integrations import HfDeepSpeedConfig
 
+    init_distributed(auto_mpi_discovery=False)
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
     alive = HfDeepSpeedConfig({**deepspeed_config(choices, facts), **batch, "train_batch_size": facts.processes})
     try:

@@ -250,17 +250,17 @@ def save(built: Any, trainer: Any, recipe: Recipe, choices: Choices, run: Path) 
     head_name = next(name for name, m in inner.named_modules() if m is inner.get_output_embeddings()) + ".weight"
     if weights_are_sharded(choices):
         wrapped = trainer.deepspeed if trainer.is_deepspeed_enabled else trainer.model
-        state = trainer.accelerator.get_state_dict(wrapped)
+        state = trainer.accelerator.get_state_dict(wrapped)  # all join in; None with ZeRO-3 but for the first
     else:
         state = inner.state_dict()
     if launch.rank() == 0:
         own = {n.removeprefix(f"{NAME}."): t for n, t in state.items() if n.startswith(f"{NAME}.")}
         medusa.save_heads(spec, own, run / HEADS, head=state[head_name], base=base, n_layers=n_layers)
-    rest = {name: tensor for name, tensor in state.items() if not name.startswith(f"{NAME}.")}
     if not writes_model:
         return False
     if weights_are_sharded(choices):
         if launch.rank() == 0:
+            rest = {name: tensor for name, tensor in state.items() if not name.startswith(f"{NAME}.")}
             inner.save_pretrained(run / "model", state_dict=rest)
     else:
         medusa.detach(inner)
