@@ -313,3 +313,12 @@ def test_point_that_failed_is_measured_a_second_time(write_sweep, fake_workers, 
     sweep(write_sweep(variants={"bad": {"train.seed": 5}}, grid={}, repeats=2))
     assert fake_workers() == ["8 5"]
     assert "[2/2] bad: skipped, as another repeat has not ended well" in capsys.readouterr().out
+
+
+def test_results_wait_for_charts(write_sweep, fake_workers, tmp_path, monkeypatch):
+    """Whoever ends a sweep may not give it the seconds that matplotlib takes."""
+    monkeypatch.setitem(sys.modules, "tigon.sweep.report", None)
+    monkeypatch.delattr("tigon.sweep.report", raising=False)
+    with pytest.raises(ImportError):
+        sweep(write_sweep(grid={"train.batch_size": [4]}), out=tmp_path / "out")
+    assert rows(tmp_path / "out")["all batch_size=4"]["status"] == "ok"

@@ -23,7 +23,7 @@ from typing import Any
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
 from tigon.memory.gpus import find_gpu
 from tigon.profile.units import in_bytes
-from tigon.sweep import definition, failures, folder, forms, points, results, self_test, taken
+from tigon.sweep import definition, failures, folder, forms, points, results, self_test, taken, worker
 from tigon.sweep.definition import Sweep
 from tigon.sweep.folder import SweepFolder
 from tigon.sweep.points import Point
@@ -479,12 +479,12 @@ def _read_predictions(own: SweepFolder, every: Sequence[Point]) -> dict[str, dic
 
 def _finish(run: Run) -> None:
     """Results and report of what is there, also after an interruption."""
-    from tigon.sweep import report, worker  # matplotlib and transformers, which take seconds
-
     if run.predictions:
         worker.write(run.folder.path / PREDICTIONS, run.predictions)
     found = run.results()
-    run.folder.write_results(found)
+    run.folder.write_results(found)  # before all that takes seconds: whoever ends a sweep may not wait
+    from tigon.sweep import report  # matplotlib
+
     report.write(found, run.folder.path)
     done = sum(map(_finished, found["points"]))
     _say(run, f"results  {done} of {len(found['points'])} points measured, {run.folder.path / folder.RESULTS}")
