@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 import xml.etree.ElementTree
@@ -99,3 +100,24 @@ def test_letters_that_matplotlib_lacks_are_a_warning(write_sweep, fake_workers, 
     out = sweep(write_sweep(variants={"一番": {}, "二番": {}}))
     assert "一番" in next((out / "charts").glob("bars*.svg")).read_text(encoding="utf-8"), "drawn, it would be a box"
     assert not [str(one.message) for one in recwarn if "missing from font" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (131072, 163840, 393216), (1, 4, 8, 16, 32, 64, 96, 112), (512, 2048, 4096, 8192, 16384, 24576),
+        (2, 3, 4, 5, 6, 7, 8), (100_000, 100_001), (4,), (0, 1, 1000),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_along_an_axis_touch_or_its_ends_have_none(values):
+    figure, (axes, _) = charts.new_figure(2, columns=2, height=3.5)
+    part = charts.Slice("data.sequence_length", {}, values, {})
+    axes.plot(values, values)
+    charts._number_axis(axes, part)
+    figure.canvas.draw()
+    labels = [label for label in axes.get_xticklabels() if label.get_text()]
+    assert {float(label.get_text().replace(",", "")) for label in labels} >= {float(values[0]), float(values[-1])}
+    if all(label.get_rotation() == 0 for label in labels):
+        boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: box.x0)
+        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))

@@ -31,6 +31,7 @@ MOST_CHARTS = 12
 # Of what fits beside each other at the charts' width and size of letters; the table has every name whole.
 _LEGEND_LINE, _LEGEND_NAME, _LEGEND_KEY = 112, 90, 7
 _ROW_NAME, _TICKS, _TITLE = 60, 96, 110
+_NEAR = 0.16  # of a line chart's axis: numbers of six digits that are nearer than this touch
 _LEGEND_LINE_INCHES = 0.17
 _AXIS_WORDS = {
     "train.batch_size": "rows in a micro-batch", "data.sequence_length": "tokens in a row", "model.name": "model",
@@ -193,15 +194,20 @@ def lines(results: Mapping[str, Any], part: Slice, name: str) -> str:
 def _number_axis(axes: Any, part: Slice) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    values = [float(value) for value in part.values]
-    if min(values) > 0 and max(values) >= 8 * min(values):
+    values = sorted(float(value) for value in part.values)
+    least, most = values[0], values[-1]
+    logarithmic = least > 0 and most >= 8 * least
+    if logarithmic:
         axes.set_xscale("log", base=2)
-    # from the largest down, what is not too near to its neighbour
-    shown: list[Any] = []
-    for value in reversed(part.values):
-        if not shown or value <= 0.8 * shown[-1] or max(values) < 8 * min(values):
+
+    def apart(a: float, b: float) -> bool:
+        return min(a, b) <= 0.8 * max(a, b) if logarithmic else abs(a - b) > _NEAR * (most - least)
+
+    shown: list[float] = []  # the ends, and from the largest down what is not too near to another
+    for value in (most, least, *reversed(values)):
+        if all(apart(value, other) for other in shown):
             shown.append(value)
-    axes.xaxis.set_major_locator(FixedLocator([float(value) for value in shown]))
+    axes.xaxis.set_major_locator(FixedLocator(shown))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if value < 1e5 else f"{value:,.0f}"))
     if len(shown) > 5:
