@@ -73,10 +73,11 @@ def measured() -> dict[str, str]:
         record = json.loads(path.read_text(encoding="utf-8"))
         rows = {row["variant"]: row for row in record["points"] if row["status"] == "ok"}
         where = record["environment"]
-        made = f"tigon at {', '.join(where['tigon_commits'])}, {', '.join(where['dates'])}"
         base = rows.get(record["baseline"])
         for name, row in rows.items():
             gpus = row["keys"].get("sharding.gpus", 1)
+            commits, dates = (row.get(key) or where[key] for key in ("tigon_commits", "dates"))
+            made = f"tigon at {', '.join(commits)}, {', '.join(dates)}"
             beside = f" ({record['baseline']}: {base['last_loss']:.3f})" if base and base is not row else ""
             found[name] = (
                 f"{row['peak_allocated_bytes'] / 2**30:.2f} GiB a GPU, {row['tokens_per_s']:,.0f} tokens/s, a loss of "

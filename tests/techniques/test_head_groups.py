@@ -86,11 +86,16 @@ CUDA_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 @pytest.mark.parametrize("backend", CUDA_KERNELS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "block-mask"])
 @pytest.mark.parametrize("key_heads", [4, 2])
-def test_groups_change_the_gradient_of_the_kernel(key_heads, documents, backend):
+def test_groups_change_the_gradient_of_the_kernel(key_heads, documents, backend, monkeypatch):
     options = {"width": 256, "device": torch.device("cuda"), "dtype": torch.bfloat16}
+    called = []
+    kernel = _KERNELS["cuda", backend]
+    counted = kernel._replace(backward=lambda *args: called.append(args[1].shape[1]) or kernel.backward(*args))
+    monkeypatch.setitem(_KERNELS, ("cuda", backend), counted)
     with sdpa_kernel([backend, SDPBackend.EFFICIENT_ATTENTION]):
         want = loss_and_gradients(llama(key_heads=key_heads, groups=1, **options), tokens=512, documents=documents)
         got = loss_and_gradients(llama(key_heads=key_heads, groups=2, **options), tokens=512, documents=documents)
+    assert bool(called) == (not documents), "a mask is not the kernel's, and the kernel is PyTorch's choice without"
     for name, expected in want.items():
         # over the whole tensor: the kernel adds dQ up in any order, and single small elements are all rounding
         error = (got[name].double() - expected.double()).norm() / expected.double().norm()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.memory.memory_helpers import small_gpu
 
 from tigon.errors import RecipeError
-from tigon.train import model, prediction, preflight, recipe_file
+from tigon.memory.gpus import GIB, MIB, find_gpu
+from tigon.techniques.choices import Choices
+from tigon.train import launch, model, prediction, preflight, recipe_file
 
 TEXT = "model: {name: tigon-demo}\ndata: {sequence_length: 1024}\ntrain: {steps: 2, batch_size: 16, {more}}\n"
 
@@ -166,11 +169,26 @@ def test_an_unknown_gpu_has_no_rates():
     assert prediction._row_of("Some GPU", 24 << 30).memory_bytes == 24 << 30
 
 
+@pytest.mark.parametrize(("joined", "short_mib"), [(True, 0), (False, 848)])
+def test_what_a_process_holds_already_is_taken_from_its_gpu(joined, short_mib, monkeypatch):
+    """An H200 without other processes, of which the context, NCCL's buffers and 1 GiB of tensors are gone."""
+    row, total = find_gpu("h200"), find_gpu("h200").memory_bytes
+    gone = row.context_bytes + row.group_bytes + GIB
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=total)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - gone, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: joined)
+    monkeypatch.setattr(launch, "processes", lambda: 2)
+    gpu = prediction.gpu_here(torch.device("cuda", 0), Choices(gpus=2, fsdp=True))
+    assert gpu.memory_bytes == total - short_mib * MIB
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the allocator's memory is compared")
 def test_the_gpu_of_this_machine_has_other_memory_than_the_driver_says(recipe_of):
     device = torch.device("cuda", 0)
-    gpu = prediction.gpu_here(device)
+    gpu = prediction.gpu_here(device, Choices())
     assert 0 < gpu.memory_bytes <= torch.cuda.get_device_properties(device).total_memory
     found, lines = prediction.announce(*asked(recipe_of()), device, evaluated=True, command="tigon train r.yaml")
     assert found is not None and lines and preflight.gpu_present()

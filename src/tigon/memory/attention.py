@@ -47,11 +47,12 @@ def _round_up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-# Of the rate of a model's other products, what causal attention without a mask reaches on Hopper and later: width of a
-# head, at most -> share of cuDNN's kernels, which PyTorch prefers there, whole and in groups of heads. Fitted to the
-# steps of 131,072 tokens in benchmarks/results/nvidia-h200/study/longest-sequence.json (H200, Llama-3.2-1B, torch
-# 2.11.0+cu130, tigon 75aa43a, 2026-11-22); with heads 128 wide Llama-3-8B's steps of up to 65,536 tokens need no share.
-# Older GPUs have FlashAttention 2, and were not measured.
+# Of the rate of a model's other products, what causal attention without a mask reaches on Hopper and later: width of
+# a head, at most -> share of cuDNN's kernels, which PyTorch prefers there, whole and in groups of heads. Fitted to
+# two steps of 131,072 tokens (15.97 and 15.73 s; H200, Llama-3.2-1B, torch 2.11.0+cu130, tigon 75aa43a, 2026-11-22).
+# The steps in benchmarks/results/nvidia-h200/study/longest-sequence.json, up to 393,216 tokens, came after it and are
+# within 3 %. With heads 128 wide Llama-3-8B's steps of up to 65,536 tokens need no share. Older GPUs have
+# FlashAttention 2, and were not measured.
 _SHARES = {64: 0.66}
 _MEASURED_ARCH = (9, 0)
 

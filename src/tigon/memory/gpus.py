@@ -68,9 +68,9 @@ def _gpu(
         memory_bytes=int(memory_gib * GIB),
         # The H200's, measured; the others' were not.
         context_bytes=768 * MIB,
-        lone_group_bytes=512 * MIB,
+        lone_group_bytes=560 * MIB,
         group_bytes=848 * MIB,
-        deepspeed_bytes=480 * MIB,
+        deepspeed_bytes=432 * MIB,
         matmul_flops=tensor_tflops * _TERA * _MATMUL_SHARE,
         fp32_flops=fp32_tflops * _TERA * _MATMUL_SHARE,
         copy_bytes_s=bandwidth_gbs * _GIGA * _COPY_SHARE,

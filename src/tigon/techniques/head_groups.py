@@ -141,7 +141,7 @@ def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> _Kernel | None:
     width, shared = query.shape[-1], query.shape[1] != key.shape[1]
     if not query.shape[2] == key.shape[2] > 1 or value.shape[-1] != width or width % 8:
         return None
-    if not query.dtype == key.dtype == value.dtype:
+    if not query.dtype == key.dtype == value.dtype or query.device.type not in {device for device, _ in _KERNELS}:
         return None
     choice = SDPBackend(torch._fused_sdp_choice(query, key, value, None, 0.0, True, enable_gqa=shared))
     kernel = _KERNELS.get((query.device.type, choice))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tigon.errors import RecipeError, TigonError
 from tigon.memory import as_recipe, policy
 from tigon.memory.gpus import GIB, GPUS, Gpu, find_gpu, size_bytes
-from tigon.memory.outside import outside_bytes
+from tigon.memory.outside import group_bytes, outside_bytes
 from tigon.memory.planner import Option, label, look, search
 from tigon.memory.policy import Asked
 from tigon.memory.present import gib, seconds
@@ -81,14 +81,17 @@ class Prediction:
 # --- before a run ----------------------------------------------------------------------------------------------------
 
 
-def gpu_here(device: torch.device) -> Gpu:
+def gpu_here(device: torch.device, choices: Choices) -> Gpu:
     """The row of this GPU with the memory that this process can have of it."""
     import torch
+    from torch import distributed
 
     properties = torch.cuda.get_device_properties(device)
     row = _row_of(properties.name, properties.total_memory)
     free_bytes, _ = torch.cuda.mem_get_info(device)
     own_bytes = torch.cuda.memory_reserved(device) + row.context_bytes
+    if launch.processes() > 1 and distributed.is_initialized():  # what it shares with the others is there already
+        own_bytes += group_bytes(row, choices)
     return replace(row, memory_bytes=min(free_bytes + own_bytes, properties.total_memory))
 
 
@@ -211,7 +214,7 @@ def with_auto(recipe: Recipe, overrides: Sequence[str], device: torch.device, *,
     config = model.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
     choices = preflight.check_techniques(recipe, device)
-    assignments, said = choose(recipe, config, choices, gpu_here(device))
+    assignments, said = choose(recipe, config, choices, gpu_here(device, choices))
     Console(highlight=False).print(f"auto     {said}", markup=False, soft_wrap=True)
     return [*overrides, *assignments]
 
@@ -225,7 +228,7 @@ def announce(recipe: Recipe, config: Any, choices: Choices, device: torch.device
     if device.type != "cuda":
         return None, []
     try:
-        found = predict(recipe, config, choices, gpu_here(device), evaluated=evaluated)
+        found = predict(recipe, config, choices, gpu_here(device, choices), evaluated=evaluated)
         return found, found.lines(command)
     except TigonError as error:
         return None, [f"plan     no prediction: {error}"]

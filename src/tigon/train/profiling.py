@@ -232,7 +232,7 @@ def _predict(prepared: Prepared) -> tuple[Predicted | None, str]:
 
     if prepared.device.type != "cuda":
         return None, "none: the planner's is of a GPU"
-    gpu = prediction.gpu_here(prepared.device)
+    gpu = prediction.gpu_here(prepared.device, prepared.choices)
     try:
         found = prediction.predict(prepared.recipe, prepared.config, prepared.choices, gpu, evaluated=False)
     except TigonError as error:

@@ -1,0 +1,24 @@
+"""The memory that a process may have of a larger GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tigon.memory.gpus import find_gpu
+from tigon.memory.outside import outside_bytes
+from tigon.sweep.limit import cap
+from tigon.techniques.choices import Choices
+
+H200 = find_gpu("h200")
+
+
+@pytest.mark.parametrize("choices", [Choices(), Choices(zero=3), Choices(fsdp=True, gpus=2)], ids=str)
+def test_the_allocator_may_have_what_a_smaller_gpu_would_not_leave_it(choices, monkeypatch):
+    allowed = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (H200.memory_bytes, H200.memory_bytes))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: allowed.append(share))
+    cap(torch.device("cuda", 0), 24 << 30, choices)
+    (share,) = allowed
+    assert share * H200.memory_bytes == pytest.approx((24 << 30) - outside_bytes(H200, choices), abs=1)
