@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tests.memory.memory_helpers import H200
 
+from tigon.memory.gpus import MIB
 from tigon.memory.outside import outside_bytes
 from tigon.techniques.choices import Choices
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200"
-MIB = 1 << 20
 
 
 def measured() -> dict[Choices, list[int]]:

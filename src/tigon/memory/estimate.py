@@ -24,7 +24,7 @@ from tigon.memory.ledger import (
     play,
     play_evaluation,
 )
-from tigon.memory.outside import outside_bytes
+from tigon.memory.outside import outside_bytes, room_bytes
 from tigon.memory.request import Request, check, text_config
 from tigon.memory.sharded import Placement
 from tigon.memory.statics import Statics, managed_bytes, state_tensors, statics, step_tensors, update_work
@@ -86,8 +86,8 @@ def _estimate(request: Request, gpu: Gpu, evaluation: bool) -> Estimate:
     inner = dataclasses.replace(request, choices=sharded.traced_choices(request.choices))
     model = at_rest(inner)
     place = _placement(request, model)
-    room_bytes = gpu.memory_bytes - outside_bytes(gpu, request.choices)
-    ledger, tapes, host_bytes = _run(inner, gpu, model, place, evaluation, room_bytes)
+    room = room_bytes(gpu, request.choices)
+    ledger, tapes, host_bytes = _run(inner, gpu, model, place, evaluation, room)
     phase, peak_bytes, components = ledger.peak(but=None if request.evaluated else "eval")
     phases = {name: ledger.phases.get(name, 0) for name in PHASES}
     reserved = ledger.reserved_bytes
@@ -187,10 +187,10 @@ def _placement(request: Request, model: Statics) -> Placement:
 
 
 def _run(
-    request: Request, gpu: Gpu, model: Statics, place: Placement, evaluation: bool, room_bytes: int
+    request: Request, gpu: Gpu, model: Statics, place: Placement, evaluation: bool, room: int
 ) -> tuple[Ledger, list[Tape], int]:
     """STEPS optimizer steps, a save and, if wanted, an evaluation: (ledger, the micro-batches' tapes, host bytes).
-    room_bytes: what the allocator can have."""
+    room: bytes that the allocator can have."""
     choices = request.choices
     key = _Key(request)
     first = _trace(key, gpu, evaluating=evaluation)
@@ -203,7 +203,7 @@ def _run(
             if component == "checkpoints"
         )
         tapes = [offloaded(tape, leaving=LEAVING) for tape in tapes]
-    ledger = Ledger(allocator=CachingAllocator(room_bytes))
+    ledger = Ledger(allocator=CachingAllocator(room))
     _load(ledger, request, model, place)
     ledger.take(place.buffers, "workspace")
     if place.born == "start":

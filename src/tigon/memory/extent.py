@@ -14,7 +14,7 @@ from typing import Any
 from tigon.memory.beside import Beside
 from tigon.memory.estimate import estimate
 from tigon.memory.gpus import Gpu
-from tigon.memory.outside import outside_bytes
+from tigon.memory.outside import room_bytes
 from tigon.memory.request import Request, text_config
 
 MAX_LOOKS = 10
@@ -57,14 +57,13 @@ def longest_sequence(request: Request, gpu: Gpu) -> int:
 def _room(request: Request, gpu: Gpu, **changes: Any) -> tuple[bool, int]:
     asked = replace(request, choices=replace(request.choices, accumulate=1), **changes)
     found = estimate(asked, gpu=gpu, evaluation=False)
-    room_bytes = gpu.memory_bytes - outside_bytes(gpu, request.choices)
-    return found.device_bytes <= gpu.memory_bytes, room_bytes - found.peak_allocated_bytes
+    return found.device_bytes <= gpu.memory_bytes, room_bytes(gpu, request.choices) - found.peak_allocated_bytes
 
 
 def _empty(request: Request, gpu: Gpu) -> int:
     at_rest = estimate(replace(request, choices=replace(request.choices, accumulate=1)), gpu=gpu, evaluation=False)
     held = at_rest.components["weights"] + at_rest.components["optimizer"]
-    return gpu.memory_bytes - outside_bytes(gpu, request.choices) - held
+    return room_bytes(gpu, request.choices) - held
 
 
 def largest(room: Callable[[int], tuple[bool, int]], *, start: int, limit: int, empty: int) -> int:

@@ -18,6 +18,11 @@ def outside_bytes(gpu: Gpu, choices: Choices) -> int:
     return gpu.context_bytes + group_bytes(gpu, choices) + (gpu.deepspeed_bytes if choices.zero else 0)
 
 
+def room_bytes(gpu: Gpu, choices: Choices) -> int:
+    """What is left of the GPU for the allocator."""
+    return gpu.memory_bytes - outside_bytes(gpu, choices)
+
+
 def group_bytes(gpu: Gpu, choices: Choices) -> int:
     """NCCL's part of it."""
     if choices.gpus > 1:

@@ -137,7 +137,7 @@ def in_groups(attend: Attend, groups: int) -> Attend:
 
 
 def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> _Kernel | None:
-    """The one that PyTorch takes for these: from Hopper on cuDNN's, there 1.5 times as fast as FlashAttention 2."""
+    """The one that PyTorch takes for these: from Hopper on cuDNN's, the faster there (docs/LOG.md, "cuDNN's")."""
     width, shared = query.shape[-1], query.shape[1] != key.shape[1]
     if not query.shape[2] == key.shape[2] > 1 or value.shape[-1] != width or width % 8:
         return None
