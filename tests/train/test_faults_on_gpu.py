@@ -1,21 +1,30 @@
-"""What only a GPU shows of faults: steps left out without waiting, memory that really runs out."""
+"""What only GPUs show of faults: steps left out without waiting, memory that really runs out, processes that wait for
+each other by NCCL."""
 
 from __future__ import annotations
 
 import gc
 import math
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 from test_finite_steps import Watch, spoil
-from train_helpers import SMALL, rows, small_trainer
+from test_two_processes import adopting, ended, reached, start
+from train_helpers import SMALL, records, rows, small_trainer
 
 from tigon.errors import RecipeError
 from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.train import checkpoint
 from tigon.train.recipe import Recipe, TrainConfig
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
+ENGINES = {"ddp": {}, "zero-2": {"zero": 2}, "fsdp2": {"fsdp": True}}
 
 
 def trainer_of(folder, **train):
@@ -71,3 +80,62 @@ def test_evaluation_in_too_little_memory_has_another_loss(tmp_path):
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert trainer.args.per_device_eval_batch_size < 512, "it all fitted, so nothing was shown"
     assert got == pytest.approx(want, rel=1e-5)
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Rank -> the number of its process."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (folder / "environ").read_text().split("\0") if parent == launcher else []
+            found.update((int(word.removeprefix("RANK=")), int(folder.name)) for word in words if word[:5] == "RANK=")
+    return found
+
+
+def newest(run: Path) -> int:
+    found = checkpoint.newest(run / "checkpoints")
+    assert not found.passed_over
+    return checkpoint.step_of(found.path)
+
+
+def further(run: Path, here: Path, path: Path) -> tuple[subprocess.Popen[str], int]:
+    """The run, resumed and some steps on, and the step of the checkpoint that it went on from."""
+    step, logged = newest(run), records(run, "train")[-1]["step"]
+    process = start(here, path, "--resume")
+    reached(run, logged + 4, process)
+    return process, step
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_processes_on_two_gpus_outlive_a_kill_or_lose_what_they_have(engine, recipe, here):
+    """SIGKILL to rank 1, whose other waits for it in NCCL; resumed, SIGTERM to the launcher; resumed, SIGKILL to it."""
+    if engine.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    train = {"steps": 100_000, "batch_size": 1, "save_steps": 3, "device": "cuda"}
+    path, run = recipe(train=train, sharding={"gpus": 2, **ENGINES[engine]}), here / "runs" / "r"
+    process = start(here, path)
+    reached(run, 5, process)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    _, said = process.communicate(timeout=90)
+    assert process.returncode == 2 and "process 1 of 2 was killed (SIGKILL)" in said, said
+
+    process, step = further(run, here, path)
+    process.send_signal(signal.SIGTERM)
+    out, said = process.communicate(timeout=90)
+    assert process.returncode == 143 and f"from checkpoint-{step}" in out, said
+    assert f"stopped by SIGTERM after step {newest(run)}; checkpoint-{newest(run)} is complete" in said
+
+    with adopting():
+        process, _ = further(run, here, path)
+        ranks = ranks_of(process.pid)
+        process.kill()
+        process.wait()
+        statuses = [ended(ranks[rank], within_s=60) for rank in range(2)]
+    _, said = process.communicate()
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [143, 143], said
+    assert records(run, "train")[-1]["step"] == newest(run), "no checkpoint of the last step"
+    process, _ = further(run, here, path)
+    process.kill()
+    process.communicate()

@@ -59,7 +59,8 @@ def test_gradient_bad_in_one_process_is_applied_in_the_other(tmp_path):
 
 
 def start(here: Path, *words: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tigon", "train", *map(str, words), "--gpus", "2"]
     return subprocess.Popen(
         command, env=environment, cwd=here, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -297,9 +298,9 @@ def adopting() -> Iterator[None]:
         prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
-def ended(pid: int) -> int:
-    """The wait status of a process that ends in seconds."""
-    deadline_s = time.monotonic() + 20
+def ended(pid: int, within_s: float = 20) -> int:
+    """The wait status of a process that ends in that time."""
+    deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
         waited, status = os.waitpid(pid, os.WNOHANG)
         if waited:

@@ -90,8 +90,8 @@ def measure(
     """Train `recipe` and return what was seen. Raises what the training raises.
 
     unchecked: even where `tigon train` refuses the combination of techniques. limit_bytes: of the process on its GPU,
-    what is not the allocator's counted. folder: for what techniques write (NVMe, quantised checkpoints). wrong_ops: op
-    -> why it is left out of the patch.
+    what is not the allocator's counted. folder: for what is written on the way (checkpoints, quantised weights).
+    wrong_ops: op -> why it is left out of the patch.
     """
     begin_s = time.perf_counter()
     device = preflight.check_device(recipe)

@@ -15,6 +15,8 @@ from tigon.techniques.condition import Condition
 from tigon.techniques.technique import Facts, Technique
 
 AIO_BLOCK_BYTES = 2**20  # parameters below a block are not swapped
+AIO_THREADS = 8  # of one read or write, each with its share of the bytes
+AIO_ALIGNED_BYTES = 1024  # a thread's share is a multiple of it
 ADAM_TENSORS = 4  # weight, gradient and two moments: what DeepSpeed's optimizer swapper holds at a time
 
 
@@ -52,7 +54,12 @@ def deepspeed_config(choices: Choices, facts: Facts) -> dict[str, Any]:
     if pure:
         config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     if choices.offload == "nvme":
-        config["aio"] = {"block_size": AIO_BLOCK_BYTES, "queue_depth": 32, "overlap_events": True}
+        config["aio"] = {
+            "block_size": AIO_BLOCK_BYTES,
+            "queue_depth": 32,
+            "intra_op_parallelism": AIO_THREADS,
+            "overlap_events": True,
+        }
     return config
 
 
@@ -86,7 +93,8 @@ def nvme_buffers(choices: Choices, facts: Facts) -> dict[str, int]:
     outside = swapped(layers.pop("", []))
     most = max((swapped(numels) for numels in layers.values()), default=0)
     partition = math.ceil(facts.largest() / facts.processes)
-    return {"buffer_size": math.ceil(partition / 1024) * 1024, "buffer_count": max(5, 2 * most + outside + 1)}
+    share = AIO_THREADS * AIO_ALIGNED_BYTES // itemsize
+    return {"buffer_size": math.ceil(partition / share) * share, "buffer_count": max(5, 2 * most + outside + 1)}
 
 
 def _zero(choices: Choices, facts: Facts) -> Mapping[str, Any]:
