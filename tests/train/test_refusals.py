@@ -13,8 +13,11 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 from train_helpers import TINY_MODEL, tree
 
+from tigon.train import recipe_file
+from tigon.train.prepare import prepare as look_ahead
 from tigon.train.recipe import ModelConfig
 
 SRC = Path(__file__).parents[2] / "src"
@@ -230,6 +233,27 @@ def test_a_disk_that_is_full_is_said_before_the_run(recipe, tigon, here, monkeyp
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 2**40 - 2**20, 2**20))
     assert "0.0 GiB free, but the run needs" in tigon("train", recipe()).error_line()
+    assert not (here / "runs").exists()
+
+
+def test_disk_too_small_for_states_in_files_is_noticed_in_a_step(recipe, tigon, here, monkeypatch):
+    """By an assertion of DeepSpeed's, or never. What a killed run left there goes first, so it counts as free."""
+    pytest.importorskip("deepspeed")
+    path = recipe(sharding={"zero": 3, "offload": "nvme", "nvme_folder": "swap"})
+    left = here / "swap" / "zero_stage_3" / "optimizer" / "rank0" / "0.swp"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    os.truncate(left, 2**30)
+    usage = shutil.disk_usage
+    monkeypatch.setattr(
+        "tigon.train.preflight.shutil.disk_usage",
+        lambda folder: usage(folder)._replace(free=0 if Path(folder).name == "swap" else 2**40),
+    )
+    prepared = look_ahead(recipe_file.load(path, gpu_present=lambda: False), torch.device("cpu"))
+    assert prepared.choices.offload == "nvme"
+    left.unlink()
+    said = tigon("train", path).error_line()
+    assert "swap: 0.0 GiB free, but the run needs" in said and "set another sharding.nvme_folder" in said
     assert not (here / "runs").exists()
 
 

@@ -51,7 +51,7 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
         import transformers
 
         from tigon.sweep.measure import measure
-        from tigon.train import recipe_file
+        from tigon.train import recipe_file, swapping
 
         if "OMP_NUM_THREADS" not in os.environ:  # a share of the cores each, not all of them
             torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -61,10 +61,11 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
         if tried["refused"]:
             raise KernelError(tried["refused"])
         recipe = recipe_file.load(Path(order["recipe"]), gpu_present=lambda: False, checked=not order["unchecked"])
-        found = measure(
-            recipe, how_rows=order["rows"], unchecked=order["unchecked"], limit_bytes=order["limit_bytes"],
-            folder=Path(order["folder"]), wrong_ops=tried["wrong_ops"],
-        )  # fmt: skip
+        with swapping.own_files(recipe.sharding.nvme_folder):
+            found = measure(
+                recipe, how_rows=order["rows"], unchecked=order["unchecked"], limit_bytes=order["limit_bytes"],
+                folder=Path(order["folder"]), wrong_ops=tried["wrong_ops"],
+            )  # fmt: skip
         return {"status": failures.OK, "detail": "", **found}
     except TigonError as error:
         print(error, file=sys.stderr)

@@ -9,6 +9,7 @@ preflight.py   everything that can be refused before the folder exists
 prepare.py     recipe, text and machine -> what a run trains with, before the folder exists
 trainer.py     the Trainer subclass and its arguments
 checkpoint.py  checkpoints: complete or not there, compared with their manifest before they are used
+swapping.py    states that DeepSpeed keeps in files, and gets back from a checkpoint
 finite.py      the gate that leaves out a step whose loss or gradient is not finite
 stopping.py    SIGTERM and SIGINT: a checkpoint at the end of the step
 self_check.py  ops that are wrong on this GPU, left out of the patch

@@ -16,7 +16,7 @@ from tigon.errors import RecipeError, RunFolderError
 from tigon.techniques import matrix
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
-from tigon.train import launch
+from tigon.train import launch, swapping
 from tigon.train.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -165,22 +165,35 @@ def check_memory(recipe: Recipe, choices: Choices, device: torch.device, shapes:
 
 
 def check_disk(recipe: Recipe, choices: Choices, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Room for the checkpoints kept, the one being written, and the final model."""
+    """Room for the checkpoints kept, the one being written, and the final model; and for states in files, a write of
+    which that does not fit DeepSpeed does not notice."""
     found = sizes(choices, shapes)
     needed_bytes = 32 * 2**20  # reports, charts, logs
     if recipe.train.save_steps is not None and choices.lora_rank is None:
         needed_bytes += (recipe.train.keep_checkpoints + 1) * (found.weights + found.states)
     if recipe.output.save_model:
         needed_bytes += found.weights
-    parent = Path(recipe.output.folder)
+    fix = "set another output.folder, or lower train.keep_checkpoints"
+    _check_room(recipe.output.folder, needed_bytes, 0, "checkpoints and model", fix)
+    if recipe.sharding.nvme_folder is not None:
+        path = recipe.sharding.nvme_folder
+        computed_with = found.weights if choices.precision in ("fp32", "bf16") else found.weights // 2
+        needed_bytes = computed_with + found.weights + found.gradients + found.states
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.sharding.gpus)) / choices.gpus
+        fix = "set another sharding.nvme_folder, or sharding.offload: cpu"
+        _check_room(path, int(needed_bytes * here), swapping.left_bytes(path), "weights and states in files", fix)
+
+
+def _check_room(path: str, needed_bytes: int, given_back_bytes: int, what: str, fix: str) -> None:
+    """given_back_bytes: of the disk's, what the run will remove first."""
+    parent = Path(path).resolve()
     while not parent.exists():
         parent = parent.parent
-    free_bytes = shutil.disk_usage(parent).free
+    free_bytes = shutil.disk_usage(parent).free + given_back_bytes
     if free_bytes < needed_bytes:
         raise RunFolderError(
-            f"{recipe.output.folder}: {free_bytes / 2**30:.1f} GiB free, but the run needs "
-            f"{needed_bytes / 2**30:.1f} GiB for checkpoints and model; free some, set another output.folder, or lower "
-            "train.keep_checkpoints"
+            f"{path}: {free_bytes / 2**30:.1f} GiB free, but the run needs {needed_bytes / 2**30:.1f} GiB for {what}; "
+            f"free some, {fix}"
         )
 
 

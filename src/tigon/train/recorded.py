@@ -19,7 +19,7 @@ from tigon.profile.op_table import OpRow, op_table
 from tigon.profile.quiet import library_log_lines_dropped
 from tigon.profile.timeline import Timeline
 from tigon.profile.watch import Watch
-from tigon.train import engine, heads, self_check
+from tigon.train import engine, heads, self_check, swapping
 from tigon.train import trainer as trainers
 from tigon.train.packing import RowDataset
 from tigon.train.prepare import Prepared
@@ -36,7 +36,8 @@ def record(prepared: Prepared, steps: int, folder: Path, label: str) -> tuple[Ti
     journal = Journal(recorder)
     loop, stopped = _Steps(recorder, journal, steps, folder / TRACE), ""
     try:
-        _train(prepared, loop, folder)
+        with swapping.own_files(prepared.recipe.sharding.nvme_folder):
+            _train(prepared, loop, folder)
     except torch.OutOfMemoryError:
         size, length = prepared.recipe.train.batch_size, prepared.recipe.data.sequence_length
         where = f"in step {journal.step}" if journal.step else "while loading"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tigon.errors import TigonError
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.sharding import weights_are_sharded
-from tigon.train import checkpoint, documents, faults, folder, launch, preflight, recipe_file, stopping
+from tigon.train import checkpoint, documents, faults, folder, launch, preflight, recipe_file, stopping, swapping
 from tigon.train.folder import RunFolder
 from tigon.train.prepare import Prepared, prepare, quiet_libraries
 from tigon.train.recipe import Recipe
@@ -67,11 +67,12 @@ def train(path: Path, overrides: Sequence[str] = (), *, resume: bool = False, au
 def _train_alone_or_joined(
     recipe: Recipe, device: torch.device, run: RunFolder | None, path: Path, overrides: Sequence[str], held: ExitStack
 ) -> Path:
-    """One process's part of a run, up to its end. held: what the run folder's lock is kept in."""
+    """One process's part of a run, up to its end. held: what the locks of folders are kept in."""
     from rich.console import Console
 
     console = Console(highlight=False, quiet=launch.rank() > 0)
     prepared = prepare(recipe, device)
+    held.enter_context(swapping.own_files(recipe.sharding.nvme_folder))
     command = shlex.join(["tigon", "train", str(path), *(word for text in overrides for word in ("--set", text))])
     if run is None:
         run = _create(prepared, command)

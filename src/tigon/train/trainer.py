@@ -36,7 +36,7 @@ from tigon.profile.device import used_bytes
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.technique import Facts
-from tigon.train import checkpoint, launch, prediction
+from tigon.train import checkpoint, launch, prediction, swapping
 from tigon.train.finite import FiniteGate
 from tigon.train.packing import Collator, Row, RowDataset
 from tigon.train.recipe import TrainConfig
@@ -188,6 +188,11 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         policy = getattr(plugin, "mixed_precision_policy", None)
         if plugin is not None and policy is not None:
             plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.is_deepspeed_enabled and checkpoint is not None:
+            swapping.restore(self.model_wrapped, Path(checkpoint))
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         if self.optimizer is None and self._make_optimizer is not None:
