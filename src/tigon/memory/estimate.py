@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tigon.errors import UsageError
-from tigon.memory import roofline, sharded, study
+from tigon.memory import away, roofline, sharded, study
 from tigon.memory.allocator import CachingAllocator
 from tigon.memory.gpus import Gpu
 from tigon.memory.ledger import (
@@ -198,7 +198,7 @@ def _run(
     host_bytes = 0 if choices.zero else managed_bytes(request, model.weights)  # of a slice: `place.host`
     if choices.checkpointing == "offload":
         host_bytes += sum(
-            _pinned(nbytes)
+            away.pinned(nbytes)
             for nbytes, component in zip(first.tape.sizes, first.tape.components, strict=True)
             if component == "checkpoints"
         )
@@ -360,11 +360,6 @@ def _states(ledger: Ledger, request: Request, model: Statics, place: Placement) 
         tensors = [place.optimizer]
     for nbytes in tensors:
         ledger.take(nbytes, "optimizer")
-
-
-def _pinned(nbytes: int) -> int:
-    """What the caching host allocator takes: a power of two (c10/core/CachingHostAllocator.h)."""
-    return 1 << (nbytes - 1).bit_length()
 
 
 def _step_s(request: Request, gpu: Gpu, model: Statics, place: Placement, tapes: list[Tape], host_bytes: int) -> float:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tigon.memory import away
 from tigon.memory.ledger import Copy, Gathering
 from tigon.memory.request import Request
 from tigon.memory.statics import Statics, Weight, state_tensors
@@ -176,17 +177,14 @@ def _zero(request: Request, model: Statics) -> Placement:
     step = (_share(FP32 * numel, gpus) if mixed else 0) + optimizer.step_peak_bytes(slices, rank=rank)
     step_sm_s = sum(map(optimizer.step_sm_s, slices))
     if choices.offload != "none":
-        away = states
-        host += _share(FP32 * numel, gpus)  # gradients in fp32 for the CPU's AdamW
+        host, nvme = away.of_zero(choices, model, slices, optimizer.state_bytes(slices, rank=rank))
         link += 2 * _share(grads, gpus)
         held, states, step, step_sm_s = 0, 0, 0, 0.0
         if choices.zero < 3:  # temp_grad_buffer_for_gpu_offload: as long as the largest weight
             buffers = max(weight.numel * weight.itemsize for weight in model.trained)
         if choices.zero == 3:
-            away += weights
             link += 3 * weights
             weights = 0
-        host, nvme = (host + away, 0) if choices.offload == "cpu" else (host, away)
     return Placement(
         weights=weights, gradients=held, born="start" if choices.zero == 3 else "first", optimizer=states,
         gathering=_gathering(request, model) if choices.zero == 3 else None, buffers=buffers, loaded_itemsize=loaded,

@@ -74,8 +74,13 @@ def _offloads(choices: Choices, facts: Facts) -> dict[str, Any]:
         weights |= {"nvme_path": facts.nvme_folder, "max_in_cpu": 0, **nvme_buffers(choices, facts)}
         # The optimizer's buffers hold a sub-group: DeepSpeed's 1e9 elements would be 16 GB of pinned memory. Weights
         # that are used again within its 1e9 elements would stay, each in a buffer, until none is left.
-        extra |= {"sub_group_size": max(10**8, facts.largest()), "stage3_max_reuse_distance": 0}
+        extra |= {"sub_group_size": nvme_group_size(facts), "stage3_max_reuse_distance": 0}
     return {"offload_optimizer": optimizer, **({"offload_param": weights} if choices.zero == 3 else {}), **extra}
+
+
+def nvme_group_size(facts: Facts) -> int:
+    """Elements that the optimizer updates at a time, and reads from files before."""
+    return max(10**8, facts.largest())
 
 
 def nvme_buffers(choices: Choices, facts: Facts) -> dict[str, int]:
