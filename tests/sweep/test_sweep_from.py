@@ -101,16 +101,34 @@ def test_row_of_other_settings_is_taken(write_sweep, fake_workers, earlier, caps
         ({"warmup": 1}, "warmup 2 there, 1 here"),
         ({"rows": "alpaca"}, 'rows "random" there, "alpaca" here'),
         ({"memory_limit": None}, "memory_limit 24.00 GiB there, none here"),
-        ({"repeats": 2}, "1 of 2 repeats there"),
     ],
 )
 def test_row_measured_otherwise_is_taken(changes, why, tmp_path):
     found, left = offer_of(BATCH, tmp_path, **changes)
     states = [row["status"] for row in json.loads(BATCH.read_text(encoding="utf-8"))["points"]]
-    ran, failed = states.count(failures.OK), states.count(failures.OUT_OF_MEMORY)
-    assert ran and failed
-    assert len(found) == (failed if "repeats" in changes else 0), "only what ran out of memory needs no second time"
-    assert len(left[why]) == ran + failed - len(found)
+    finished = states.count(failures.OK) + states.count(failures.OUT_OF_MEMORY)
+    assert finished and not found
+    assert len(left[why]) == finished
+
+
+def test_row_with_fewer_repeats_is_lost_or_counts_as_enough(write_sweep, fake_workers, earlier, capsys):
+    """It counts until its point is measured here, as often as the sweep wants; out of memory needs no second time."""
+    before = {row["id"]: row for row in json.loads(earlier.read_text(encoding="utf-8"))["points"]}
+    path = write_sweep(**SWEEP, repeats=2)
+    out = sweep(path, earlier=earlier, only="lean batch_size=4$")
+    assert fake_workers() == ["4 1", "4 1"]
+    found = rows(out)
+    assert found["lean batch_size=4"]["repeats"] == 2 and found["lean batch_size=8"] == before["lean batch_size=8"]
+    fewer = "5 of them again, from lean batch_size=4: fewer than 2 repeats there"
+    assert f"taken    6 of 6 finished points of {earlier}, not measured again; {fewer}" in capsys.readouterr().out
+    once = "fat batch_size=4; lean batch_size=8; fat batch_size=8; lean batch_size=16"
+    report = (out / "report.md").read_text(encoding="utf-8").replace("\\", "")
+    assert f"in each of 2 processes (in fewer as yet: {once})" in report
+    (here := earlier.with_name("whole.json")).write_bytes((out / "results.json").read_bytes())
+    shutil.rmtree(out)
+    out = sweep(path, earlier=here, draw=True)
+    sweep(path, earlier=earlier, draw=True)
+    assert rows(out)["lean batch_size=4"]["repeats"] == 2, "fewer repeats push out more"
 
 
 def test_chosen_point_keeps_what_was_taken_though_measured_anew(write_sweep, fake_workers, earlier, capsys):

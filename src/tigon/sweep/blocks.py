@@ -10,6 +10,7 @@ from tigon.models.presets import PRESETS
 from tigon.sweep import failures, published
 from tigon.sweep.charts import GIB, axis_words
 from tigon.sweep.report import ROWS_WORDS, left_out, markdown_table
+from tigon.sweep.results import in_processes
 
 Row = Mapping[str, Any]
 Results = Mapping[str, Any]
@@ -47,9 +48,7 @@ def provenance(results: Results) -> str:
     said = [
         f"`{results['command']}` on {device}; {versions}; tigon at commit {', '.join(environment['tigon_commits'])}; "
         f"{', '.join(environment['dates'])}.",
-        f"{results['steps']} steps each, {results['warmup']} of them untimed"
-        + (f", in each of {results['repeats']} processes" if results["repeats"] > 1 else "")
-        + ".",
+        f"{results['steps']} steps each, {results['warmup']} of them untimed{in_processes(results)}.",
         ROWS_WORDS[results["rows"]],
     ]
     if results["memory_limit_bytes"]:

@@ -14,7 +14,7 @@ from typing import Any
 from tigon.profile.units import in_bytes
 from tigon.sweep import charts, failures, folder, self_test
 from tigon.sweep.charts import GIB, axis_words
-from tigon.sweep.results import clock
+from tigon.sweep.results import clock, in_processes
 from tigon.train.report import escape_markdown, fenced
 
 Row = Mapping[str, Any]
@@ -164,7 +164,7 @@ def notes(results: Mapping[str, Any], on_gpu: bool) -> list[str]:
     said = [
         f"Each point is a training run in a process of its own: {results['steps']} steps, of which the first "
         f"{results['warmup']} warm up; the time is the median of the other {timed}"
-        + (f" of {results['repeats']} repeats" if results["repeats"] > 1 else "")
+        + in_processes(results)
         + ", with the lowest and the highest. Nothing is evaluated or saved.",
         ROWS_WORDS[results["rows"]],
     ]

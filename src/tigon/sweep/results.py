@@ -153,3 +153,12 @@ def clock(seconds: float) -> str:
     """Minutes and seconds, with hours where there are any."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def in_processes(results: Mapping[str, Any]) -> str:
+    """How often each point was measured, where that is more than once, and which were not as often yet."""
+    wanted = results["repeats"]
+    if wanted == 1:
+        return ""
+    fewer = [row["id"] for row in results["points"] if row["status"] == failures.OK and row["repeats"] < wanted]
+    return f", in each of {wanted} processes" + (f" (in fewer as yet: {'; '.join(fewer)})" if fewer else "")

@@ -219,10 +219,10 @@ def _take_over(run: Run, offered: Earlier, anew: Sequence[Point]) -> None:
     here = run.folder.machine() or next((one.environment for one in run.taken.values()), None)
     if here is not None:
         _check_offer(offered, here)
-    found, left = offered.offer(run.points, run.sweep, run.limit_bytes, run.records)
+    found, left = offered.offer(run.points, run.sweep, run.limit_bytes, run.records, run.taken)
     run.earlier, run.taken = offered, {**run.taken, **found}
     run.anew = frozenset(point.id for point in anew if point.id in run.taken and point.id not in run.records)
-    for line in taken.words(offered, found, left):
+    for line in taken.words(offered, found, left, run.sweep):
         _say(run, line)
     if run.anew:
         _say(run, f"anew     {len(run.anew)} points that --only finds, though they were taken over")

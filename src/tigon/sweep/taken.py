@@ -3,7 +3,7 @@
 A sweep of hours is measured in several goes, and what is left of one is its results.json. A row of it
 that finished, with the settings that its point has here, is a row of this sweep too: its medians, as they are. They are
 kept in the folder, so that they are still there when the earlier file is not named again. A point that is measured here
-counts for itself.
+counts for itself; one whose row has fewer repeats than the sweep wants is measured here, and its row counts until then.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tigon.errors import RunFolderError, UsageError
@@ -42,11 +43,7 @@ class Taken:
 
     def complete(self, sweep: Sweep) -> bool:
         """Whether there is nothing left to measure."""
-        return _enough(self.row, sweep)
-
-
-def _enough(row: Mapping[str, Any], sweep: Sweep) -> bool:
-    return row["status"] == failures.OUT_OF_MEMORY or int(row["repeats"]) >= sweep.repeats
+        return self.row["status"] == failures.OUT_OF_MEMORY or int(self.row["repeats"]) >= sweep.repeats
 
 
 @dataclass(frozen=True)
@@ -62,11 +59,12 @@ class Earlier:
         return found
 
     def offer(
-        self, points: Sequence[Point], sweep: Sweep, limit_bytes: int | None, measured: Collection[str]
-    ) -> tuple[dict[str, Taken], dict[str, list[str]]]:
+        self, points: Sequence[Point], sweep: Sweep, limit_bytes: int | None, measured: Collection[str],
+        kept: Mapping[str, Taken] = MappingProxyType({}),
+    ) -> tuple[dict[str, Taken], dict[str, list[str]]]:  # fmt: skip
         """(point id -> what is taken over, reason -> ids of the finished rows that are not).
 
-        measured: ids of the points that were measured here.
+        measured: ids of the points that were measured here. kept: point id -> what was taken over before.
         """
         points_by_id = {point.id: point for point in points}
         other = _other_settings(self.results, sweep, limit_bytes)
@@ -76,11 +74,15 @@ class Earlier:
             if row["status"] not in failures.FINISHED:
                 continue
             point = points_by_id.get(row["id"])
-            why = "measured here already" if row["id"] in measured else other or _why_not(row, point, sweep)
+            why = "measured here already" if row["id"] in measured else other or _why_not(row, point)
             if why or point is None:
                 left.setdefault(why, []).append(row["id"])
+                continue
+            one = self._take(row, point)
+            if point.id in kept and kept[point.id].complete(sweep) and not one.complete(sweep):
+                left.setdefault("taken over with more repeats before", []).append(point.id)
             else:
-                taken[point.id] = self._take(row, point)
+                taken[point.id] = one
         return taken, left
 
     def _take(self, row: Mapping[str, Any], point: Point) -> Taken:
@@ -97,16 +99,14 @@ def _other_settings(results: Mapping[str, Any], sweep: Sweep, limit_bytes: int |
     return _differences({name: results[name] for name in here}, here)
 
 
-def _why_not(row: Mapping[str, Any], point: Point | None, sweep: Sweep) -> str:
+def _why_not(row: Mapping[str, Any], point: Point | None) -> str:
     """Empty where nothing speaks against it."""
     if point is None:
         return "no such point here"
     if point.recipe is None:
         return "refused here"
     keys = json.loads(json.dumps(changed_keys(point.recipe)))  # as a file has them
-    if keys != row["keys"]:
-        return _differences(row["keys"], keys)
-    return "" if _enough(row, sweep) else f"{row['repeats']} of {sweep.repeats} repeats there"
+    return _differences(row["keys"], keys) if keys != row["keys"] else ""
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
@@ -174,10 +174,12 @@ def keep(own: Path, taken: Mapping[str, Taken]) -> None:
     )
 
 
-def words(earlier: Earlier, taken: Mapping[str, Taken], left: Mapping[str, Sequence[str]]) -> list[str]:
+def words(earlier: Earlier, taken: Mapping[str, Taken], left: Mapping[str, Sequence[str]], sweep: Sweep) -> list[str]:
     """What was taken over and what was not, and why, in lines."""
     finished = len(taken) + sum(map(len, left.values()))
-    lines = [f"taken    {len(taken)} of {finished} finished points of {earlier.path}, not measured again"]
+    some = [name for name, one in taken.items() if not one.complete(sweep)]
+    again = f"; {len(some)} of them again, from {some[0]}: fewer than {sweep.repeats} repeats there" if some else ""
+    lines = [f"taken    {len(taken)} of {finished} finished points of {earlier.path}, not measured again{again}"]
     for why, ids in left.items():
         lines.append(f"left     {len(ids)} of them, from {ids[0]}: {why}")
     return lines
