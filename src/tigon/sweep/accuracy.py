@@ -56,6 +56,9 @@ KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
     ("techniques: adamw-torchao-8bit", "step time"): (
         0.39, "the table look-ups of 8-bit states were fitted to Qwen3-0.6B alone; here they take half as long."
     ),
+    ("techniques: zero-offload-nvme", "step time"): (
+        0.84, "the plan has no speed of the disk that the files are on."
+    ),
     ("techniques-two-gpus: zero-2", "reserved"): (0.13, f"ZeRO-2: {_STREAMS}"),
     ("techniques-two-gpus: fsdp2-offload", "reserved"): (0.14, f"FSDP2's weights on their way: {_STREAMS}"),
     ("sequence", "reserved"): (0.16, _LATE),
