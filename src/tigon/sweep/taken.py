@@ -43,7 +43,12 @@ class Taken:
 
     def complete(self, sweep: Sweep) -> bool:
         """Whether there is nothing left to measure."""
-        return self.row["status"] == failures.OUT_OF_MEMORY or int(self.row["repeats"]) >= sweep.repeats
+        return self.n_counted(sweep) == sweep.repeats
+
+    def n_counted(self, sweep: Sweep) -> int:
+        """Of the repeats that the sweep wants, how many it has; out of memory needs no second time."""
+        out = self.row["status"] == failures.OUT_OF_MEMORY
+        return sweep.repeats if out else min(int(self.row["repeats"]), sweep.repeats)
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Earlier:
                 left.setdefault(why, []).append(row["id"])
                 continue
             one = self._take(row, point)
-            if point.id in kept and kept[point.id].complete(sweep) and not one.complete(sweep):
+            if point.id in kept and kept[point.id].n_counted(sweep) > one.n_counted(sweep):
                 left.setdefault("taken over with more repeats before", []).append(point.id)
             else:
                 taken[point.id] = one

@@ -109,6 +109,16 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         source="accelerate 1.15 utils/deepspeed.py: map_pytorch_optim_to_deepspeed",
     ),
     Exclusion(
+        when=(
+            Condition("zero", "is at least", 1), Condition("offload", "is not", "none"),
+            Condition("precision", "is", "bf16"),
+        ),
+        reason="states in bf16 on the host need a DeepSpeedCPUAdam that is made for them, and Accelerate makes it for "
+        "fp32 ones, so that DeepSpeed refuses it",
+        instead="train.precision: amp-bf16, or sharding.offload: none",
+        source="deepspeed 0.19.8 runtime/base_optimizer.py: _configure_master_weights",
+    ),
+    Exclusion(
         when=(Condition("quantized", "is", True), Condition("lora_rank", "is", None)),
         reason="4-bit weights have no gradient, so that nothing would be trained",
         instead="lora.rank: 16",

@@ -175,21 +175,29 @@ def check_disk(recipe: Recipe, choices: Choices, shapes: Mapping[str, tuple[int,
         needed_bytes += found.weights
     fix = "set another output.folder, or lower train.keep_checkpoints"
     _check_room(recipe.output.folder, needed_bytes, 0, "checkpoints and model", fix)
-    if recipe.sharding.nvme_folder is not None:
-        path = recipe.sharding.nvme_folder
-        computed_with = found.weights if choices.precision in ("fp32", "bf16") else found.weights // 2
-        needed_bytes = computed_with + found.weights + found.gradients + found.states
+    path = recipe.sharding.nvme_folder
+    if path is not None:
+        beside_bytes = needed_bytes if _disk(path).stat().st_dev == _disk(recipe.output.folder).stat().st_dev else 0
+        needed_bytes = found.weights if choices.precision == "fp32" else found.weights // 2
+        if choices.lora_rank is None:  # adapters are too small to count
+            needed_bytes += found.weights + found.gradients + found.states
         here = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.sharding.gpus)) / choices.gpus
+        what = "weights and states in files" + (", and for checkpoints and model" if beside_bytes else "")
         fix = "set another sharding.nvme_folder, or sharding.offload: cpu"
-        _check_room(path, int(needed_bytes * here), swapping.left_bytes(path), "weights and states in files", fix)
+        _check_room(path, int(needed_bytes * here) + beside_bytes, swapping.left_bytes(path), what, fix)
+
+
+def _disk(path: str) -> Path:
+    """What there is already of a path."""
+    found = Path(path).resolve()
+    while not found.exists():
+        found = found.parent
+    return found
 
 
 def _check_room(path: str, needed_bytes: int, given_back_bytes: int, what: str, fix: str) -> None:
     """given_back_bytes: of the disk's, what the run will remove first."""
-    parent = Path(path).resolve()
-    while not parent.exists():
-        parent = parent.parent
-    free_bytes = shutil.disk_usage(parent).free + given_back_bytes
+    free_bytes = shutil.disk_usage(_disk(path)).free + given_back_bytes
     if free_bytes < needed_bytes:
         raise RunFolderError(
             f"{path}: {free_bytes / 2**30:.1f} GiB free, but the run needs {needed_bytes / 2**30:.1f} GiB for {what}; "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,14 @@ def own_files(path: str | None) -> Iterator[None]:
 
 
 def left_bytes(path: str) -> int:
-    """Of the files that a killed run left in the folder `path`."""
-    return sum(file.stat().st_size for file in Path(path).glob(f"{FOLDER}/*/rank*/*") if file.is_file())
+    """Of the files that a killed run left in the folder `path`, and that the processes here will remove."""
+    first, here = launch.rank() - int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    found = 0
+    for rank in range(first, first + here):
+        for file in Path(path).glob(f"{FOLDER}/*/rank{rank}/*"):
+            with suppress(FileNotFoundError):  # another process has begun to remove its own
+                found += file.stat().st_size
+    return found
 
 
 def _remove(parent: Path, name: str) -> None:
