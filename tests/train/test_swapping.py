@@ -74,21 +74,18 @@ def adam_update(_, step, lr, beta1, beta2, eps, decay, __, weight, gradient, fir
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     need("deepspeed")
-    from deepspeed.ops import op_builder
     from deepspeed.ops.adam import cpu_adam
     from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_optimizer_swapper, partitioned_param_swapper
 
     files = types.SimpleNamespace(load=lambda *_, **__: types.SimpleNamespace(aio_handle=FileOperator))
     adam = types.SimpleNamespace(
-        create_adam=lambda *_: 0, destroy_adam=lambda *_: 0,
-        adam_update=lambda *arguments: adam_update(*arguments),
+        create_adam=lambda *_: 0, destroy_adam=lambda *_: 0, adam_update=adam_update
     )  # fmt: skip
     monkeypatch.setattr(cpu_adam, "CPUAdamBuilder", lambda: types.SimpleNamespace(load=lambda *_, **__: adam))
     for module in (partitioned_optimizer_swapper, partitioned_param_swapper):
         monkeypatch.setattr(module, "AsyncIOBuilder", lambda: files)
     for module in (optimizer_utils, partitioned_param_swapper):
         monkeypatch.setattr(module, "MIN_AIO_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(op_builder.AsyncIOBuilder, "is_compatible", lambda *_, **__: True)
     monkeypatch.setattr(sharding, "AIO_BLOCK_BYTES", BLOCK_BYTES)
 
 
