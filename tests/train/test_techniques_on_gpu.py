@@ -105,6 +105,31 @@ def test_recipe_of_a_technique_trains_otherwise_or_cannot_be_resumed(recipe, fol
     shutil.rmtree(folder / "runs" / recipe.stem)
 
 
+IN_FILES = {
+    "as it is": {},
+    "with fp16's scale": {"train.precision": "amp-fp16"},
+    "with adapters": {"lora.rank": 8},
+}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("pair", IN_FILES.values(), ids=IN_FILES.keys())
+def test_two_processes_lose_states_in_files_or_those_of_each_other(pair, folder, request):
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    name = "files-" + "".join(c if c.isalnum() else "-" for c in request.node.callspec.id)
+    files = {"sharding.zero": 3, "sharding.offload": "nvme", "sharding.nvme_folder": str(folder / name)}
+    settings = {**SMALL, **files, **pair, "sharding.gpus": 2, "output.name": name}
+    recipe = ROOT / "recipes" / "techniques" / "amp-bf16.yaml"
+    done = run(folder, recipe, settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    whole = losses(folder / "runs" / name)
+    assert len(whole) == STEPS and whole[-1] < whole[0]
+    if not pair:
+        assert whole == pytest.approx(plain(folder, 2, "amp-bf16"), abs=TOLERANCE)
+    assert resumed(folder, recipe, settings) == pytest.approx(whole, rel=1e-4)
+
+
 PAIRS = {
     "ZeRO-3 with adapters": {"sharding.zero": 3, "lora.rank": 8},
     "ZeRO-3 with 4 bits": {"sharding.zero": 3, "lora.rank": 8, "lora.quantize": True},
