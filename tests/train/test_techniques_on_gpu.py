@@ -145,6 +145,7 @@ PAIRS = {
     "FSDP2 with selective checkpointing": {"sharding.fsdp": True, "train.checkpointing": "selective"},
     "FSDP2 with inputs on the host": {"sharding.fsdp": True, "train.checkpointing": "offload"},
     "FSDP2 in bf16": {"sharding.fsdp": True, "train.precision": "bf16"},
+    "FSDP2 on the host in bf16": {"sharding.fsdp": True, "sharding.offload": "cpu", "train.precision": "bf16"},
     "FSDP2 in fp16": {"sharding.fsdp": True, "train.precision": "amp-fp16"},
     "FSDP2 with torchao": {"sharding.fsdp": True, "train.optimizer": "adamw-torchao-8bit"},
     "4 bits with inputs on the host": {"lora.rank": 8, "lora.quantize": True, "train.checkpointing": "offload"},
