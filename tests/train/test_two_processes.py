@@ -311,9 +311,11 @@ def ended(pid: int, within_s: float = 20) -> int:
     raise AssertionError("it lives on")
 
 
-def joined_rank(monkeypatch: pytest.MonkeyPatch, stop: stopping.Stop, *, shutdown_s: float) -> None:
+def joined_rank(
+    monkeypatch: pytest.MonkeyPatch, stop: stopping.Stop, *, shutdown_s: float, look_s: float = 0.05
+) -> None:
     """What a rank does before its first step."""
-    monkeypatch.setattr(launch, "LOOK_S", 0.05)
+    monkeypatch.setattr(launch, "LOOK_S", look_s)
     monkeypatch.setattr(launch, "SHUTDOWN_S", shutdown_s)
     launch.end_with_launcher()
     launch.join(torch.device("cpu"))
@@ -323,17 +325,20 @@ def joined_rank(monkeypatch: pytest.MonkeyPatch, stop: stopping.Stop, *, shutdow
 @linux
 @forks
 def test_processes_whose_launcher_is_killed_train_on_or_end_without_a_checkpoint(tmp_path, monkeypatch):
-    """Two signals would end them at once, and the store by which they agree on a checkpoint is gone."""
+    """Two signals would end them at once, and the store by which they agree on a checkpoint is gone. Rank 1, which
+    hears of the signal from rank 0, sees that the launcher is gone when it has all but ended."""
+    look_s = (0.05, 1)
 
     def act(rank: int) -> None:
         with stopping.Stop(speaks=False) as stop:
-            joined_rank(monkeypatch, stop, shutdown_s=60)
+            joined_rank(monkeypatch, stop, shutdown_s=60, look_s=look_s[rank])
             (tmp_path / f"ready-{rank}").touch()
             while not stop.agreed():
                 time.sleep(0.02)
             assert [launch.everyone(rank), launch.everyone(7)] == [[0, 1], [7, 7]]
-            launch.leave(together=True)
-            sys.exit(stopping.EXIT_OFFSET + stop.number)
+        launch.leave(together=True)
+        time.sleep(look_s[1] + 0.5)
+        sys.exit(stopping.EXIT_OFFSET + stop.number)
 
     statuses = launched(tmp_path, act)
     assert [os.waitstatus_to_exitcode(each) for each in statuses] == [143, 143], (tmp_path / "said").read_text()[-3000:]
@@ -415,7 +420,7 @@ def test_signal_before_training_leaves_a_process_that_waits_for_another_in_vain(
             while time.monotonic() < deadline_s:
                 os.kill(pid, 0)
                 time.sleep(0.02)
-        with suppress(KeyboardInterrupt), stopping.sigterm_interrupts():
+        with suppress(KeyboardInterrupt, SystemExit), stopping.sigterm_interrupts():
             try:
                 os.kill(os.getpid(), number)
             finally:

@@ -11,7 +11,6 @@ import json
 import re
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -142,10 +141,8 @@ def _reported(run: Run) -> Iterator[None]:
             if run.new and not run.folder.machine():
                 shutil.rmtree(run.folder.path)
             raise
-        except KeyboardInterrupt as interrupt:
+        except KeyboardInterrupt:
             _say(run, "interrupted; what was measured is kept, and the same command goes on")
-            if isinstance(interrupt, stopping.Terminated):
-                raise SystemExit(stopping.EXIT_OFFSET + signal.SIGTERM) from None
             raise
         finally:
             run.workers.close()

@@ -105,7 +105,8 @@ def _end_with(launcher: int) -> None:
         time.sleep(LOOK_S)
     # The system's clock, for where this thread gets no further: while Python exits, or where nobody reads stderr.
     signal.setitimer(signal.ITIMER_REAL, SHUTDOWN_S + stopping.NOTING_S)
-    os.kill(os.getpid(), signal.SIGTERM)
+    if not stopping.is_ending():  # as where another process, which has looked before, has told this one to stop
+        os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(SHUTDOWN_S)
     stopping.say(
         f"process {rank()} of {processes()}: its launcher is gone, and it has not come to its end within "

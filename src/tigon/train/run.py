@@ -6,7 +6,6 @@ Everything up to `prepare` only reads; the run folder is made after the last che
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -91,12 +90,10 @@ def _train_alone_or_joined(
                 print(f"tigon: {stop}", file=sys.stderr)
             launch.leave(together=stop.together)
             raise SystemExit(stop.exit_code) from None
-        except KeyboardInterrupt as interrupt:
+        except KeyboardInterrupt:
             resumable = any((run.path / folder.CHECKPOINTS).glob("checkpoint-*"))
             hint = f"; continue with `{command} --resume`" if resumable else ""
             console.print(f"interrupted; {run.path} keeps what was written{hint}", markup=False, soft_wrap=True)
-            if isinstance(interrupt, stopping.Terminated):
-                raise SystemExit(stopping.EXIT_OFFSET + signal.SIGTERM) from None
             raise
         except Exception as error:
             known = None if isinstance(error, TigonError) else faults.in_words(error, run, command)

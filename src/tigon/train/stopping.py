@@ -65,7 +65,8 @@ def _listen(listened: socket.socket, heard: Callable[[int], None]) -> None:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Raise Terminated for SIGTERM, so that what is open is closed and something is said.
+    """Raise Terminated for SIGTERM, so that what is open is closed and something is said; out of the block comes
+    SystemExit.
 
     One of several processes that cannot raise, being in a call that does not return, ends all the same, on Ctrl-C too:
     the one that its collective waits for may have ended.
@@ -91,6 +92,8 @@ def sigterm_interrupts() -> Iterator[None]:
         before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
+    except Terminated:
+        raise SystemExit(EXIT_OFFSET + signal.SIGTERM) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -116,7 +119,9 @@ class Stop:
         return self
 
     def listen(self) -> None:
+        global _listening
         if threading.current_thread() is threading.main_thread():
+            _listening = self
             self._bell = _Bell(self._heard)
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
@@ -154,6 +159,14 @@ class Stop:
         if number:  # else a signal that came in the meantime is for the next time: it must not be lost
             self.number = number
         return number
+
+
+_listening: Stop | None = None
+
+
+def is_ending() -> bool:
+    """Whether this process has had a signal, or another has and told it, so that a further one would end it at once."""
+    return _listening is not None and _listening.number != 0
 
 
 def _alone() -> bool:
