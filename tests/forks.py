@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tigon.train import launch
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="works with forked copies of this process")
 
@@ -33,9 +34,15 @@ def in_forks(
     """
     if torch.cuda.is_initialized():
         pytest.skip("a copy of a process that has used a GPU cannot run a backward pass; run these alone")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    assert not torch.distributed.is_initialized(), "the copies would take this process's group for theirs, and wait"
+    with launch.held_address() as meeting:
+        return _in_forks(action, count, meeting, said=said, printed=printed, fresh=fresh)
+
+
+def _in_forks(
+    action: Callable[[int], Any], count: int, meeting: dict[str, str], *, said: Path | None, printed: Path | None,
+    fresh: bool,
+) -> list[int]:  # fmt: skip
     sys.stdout.flush()
     children = []
     for rank in range(count):
@@ -56,10 +63,8 @@ def in_forks(
                 _forget_accelerate()
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are the parent's, and would be waited for
             if count > 1:
-                os.environ.update(
-                    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count),
-                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                )  # fmt: skip
+                size = str(count)
+                os.environ.update(meeting, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
             result = action(rank)
             code = result if isinstance(result, int) else 0
         except SystemExit as stop:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +23,7 @@ from tigon.memory.statics import Statics, Weight
 from tigon.memory.tape import Where
 from tigon.models.config import load_config
 from tigon.techniques.choices import Choices
+from tigon.train import launch
 
 # DeepSpeed on one process: bytes of the optimizer's copy of the weights and of its states.
 _HELD = """
@@ -84,16 +84,11 @@ def _predicted(stage: int, precision: str, optimizer: str) -> int:
 def test_the_optimizer_of_a_zero_stage_holds_something_else_in_deepspeed() -> None:
     pytest.importorskip("deepspeed")
     pytest.importorskip("bitsandbytes")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    environment = {
-        **os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "RANK": "0", "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", _HELD, json.dumps(_CASES)], env=environment, capture_output=True, text=True, check=False
-    )
+    path = str(Path(__file__).parents[2] / "src")
+    lone = {**os.environ, "PYTHONPATH": path, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, "-c", _HELD, json.dumps(_CASES)]
+    with launch.held_address() as meeting:
+        done = subprocess.run(command, env={**lone, **meeting}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     held = json.loads(done.stdout.split("RESULT")[1])
     # Apart from DeepSpeed's padding, and bitsandbytes' tables of levels, which are not in its state but once.

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tigon.train import launch
+
 STEPS = 4
 _TRAIN = """
 import json, sys
@@ -41,13 +43,10 @@ print("RESULT" + json.dumps({"losses": losses, "head_rows": head_rows, "deferred
 def train(family: str, kind: str) -> dict[str, list[float]]:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent), *sys.path])
-    environment = {
-        **os.environ, "PYTHONPATH": path, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", _TRAIN, family, kind, str(STEPS)], env=environment, capture_output=True, text=True
-    )
+    lone = {**os.environ, "PYTHONPATH": path, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, "-c", _TRAIN, family, kind, str(STEPS)]
+    with launch.held_address() as meeting:
+        done = subprocess.run(command, env={**lone, **meeting}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return json.loads(done.stdout.split("RESULT")[1])
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from train_helpers import TINY_MODEL, tree
 
+from forks import forks, in_forks, python
 from tigon.train import recipe_file
 from tigon.train.prepare import prepare as look_ahead
 from tigon.train.recipe import ModelConfig
@@ -236,7 +237,8 @@ def test_a_disk_that_is_full_is_said_before_the_run(recipe, tigon, here, monkeyp
     assert not (here / "runs").exists()
 
 
-def test_disk_too_small_for_states_in_files_is_noticed_in_a_step(recipe, tigon, here, monkeypatch):
+@forks
+def test_disk_too_small_for_states_in_files_is_noticed_in_a_step(recipe, here, monkeypatch):
     """By an assertion of DeepSpeed's, or never. What a killed run left there goes first, so it counts as free."""
     pytest.importorskip("deepspeed")
     path = recipe(sharding={"zero": 3, "offload": "nvme", "nvme_folder": "swap"})
@@ -249,11 +251,12 @@ def test_disk_too_small_for_states_in_files_is_noticed_in_a_step(recipe, tigon, 
         "tigon.train.preflight.shutil.disk_usage",
         lambda folder: usage(folder)._replace(free=0 if Path(folder).name == "swap" else 2**40),
     )
-    prepared = look_ahead(recipe_file.load(path, gpu_present=lambda: False), torch.device("cpu"))
-    assert prepared.choices.offload == "nvme"
+    loaded, said = recipe_file.load(path, gpu_present=lambda: False), here / "said"
+    assert in_forks(lambda _: look_ahead(loaded, torch.device("cpu")), said=said) == [0], said.read_text()
     left.parent.rename(left.parent.with_name("rank1"))  # of a process that this run has not, and so does not remove
-    said = tigon("train", path).error_line()
-    assert "swap: 0.0 GiB free, but the run needs" in said and "set another sharding.nvme_folder" in said
+    done = python("train", str(path), module="tigon", cwd=here)
+    assert done.returncode == 2 and "set another sharding.nvme_folder" in done.stderr
+    assert "swap: 0.0 GiB free, but the run needs" in done.stderr and "Traceback" not in done.stderr
     assert not (here / "runs").exists()
 
 

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -114,6 +115,16 @@ def test_two_processes_lose_what_they_have_to_a_kill_or_a_signal(recipe, here):
     assert f"stopped by SIGTERM after step {stopped_at}; checkpoint-{stopped_at} is complete" in said
     assert said.count("saving at the end of this step") == 1 and "Traceback" not in said
     assert [r["step"] for r in records(run, "train")] == list(range(1, stopped_at + 1))
+
+
+def test_port_to_meet_at_is_taken_before_anyone_listens_there():
+    with launch.held_address() as meeting:
+        address = ("127.0.0.1", int(meeting["MASTER_PORT"]))
+        with socket.socket() as another, pytest.raises(OSError, match="in use"):
+            another.bind(address)
+        store = torch.distributed.TCPStore(*address, is_master=True, wait_for_workers=False)
+    torch.distributed.TCPStore(*address, is_master=False).set("met", "yes")
+    assert store.get("met") == b"yes"
 
 
 # Stands in for tigon in the processes of a launcher: rank 1 ends as it is told, rank 0 waits to be ended.

@@ -97,10 +97,7 @@ def measure(
     device = preflight.check_device(recipe)
     choices = _choices(recipe, device, unchecked=unchecked)
     limit.cap(device, limit_bytes, choices)
-    if recipe.sharding.zero > 0 or recipe.sharding.fsdp:
-        launch.name_lone_rank_if_alone()
-    if launch.joined():
-        launch.join(device)
+    launch.join(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
     config = models.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
     shapes = models.parameter_shapes(config)

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.sweep.folder import LOGS, SweepFolder
+from tigon.train import launch
 
 WORKER = ("-m", "tigon.sweep.worker")
 AHEAD = 4
@@ -108,17 +108,18 @@ class Workers:
         file.write_text(json.dumps(order), encoding="utf-8")
         members = [self._ready.pop(0) if self._ready else self._start({}) for _ in range(processes)]
         members[0][1].replace(log)
-        ranks = _environments(processes) if processes > 1 else [{}]
-        for (process, _), environment in zip(members, ranks, strict=True):
-            with contextlib.suppress(BrokenPipeError):
-                assert process.stdin is not None
-                process.stdin.write(json.dumps({"order": str(file), "environment": environment}).encode() + b"\n")
-                process.stdin.flush()
-        group = Group(members)
-        try:
-            yield group
-        finally:
-            group.end(log)
+        with launch.held_address() as meeting:
+            ranks = _environments(processes, meeting) if processes > 1 else [{}]
+            for (process, _), environment in zip(members, ranks, strict=True):
+                with contextlib.suppress(BrokenPipeError):
+                    assert process.stdin is not None
+                    process.stdin.write(json.dumps({"order": str(file), "environment": environment}).encode() + b"\n")
+                    process.stdin.flush()
+            group = Group(members)
+            try:
+                yield group
+            finally:
+                group.end(log)
 
     def close(self) -> None:
         """End what waits."""
@@ -128,11 +129,8 @@ class Workers:
             log.unlink(missing_ok=True)
 
 
-def _environments(processes: int) -> list[dict[str, str]]:
+def _environments(processes: int, meeting: Mapping[str, str]) -> list[dict[str, str]]:
     """What a launcher tells each process of one machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     size = str(processes)
     return [
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, **meeting}

@@ -48,20 +48,29 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def name_lone_rank_if_alone() -> None:
-    """What DeepSpeed and FSDP2 read from a launcher, for a process that has none."""
+@contextmanager
+def held_address() -> Iterator[dict[str, str]]:
+    """Where processes of this machine can meet, in a launcher's words. Until the block ends the port is theirs: the
+    system gives away none to which a socket is bound, and lets one listen there as long as that does not."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
+
+
+def join(device: torch.device, *, alone: bool = False) -> None:
+    """Meet the other processes, if a launcher started this one. alone: else be the only rank of one, as DeepSpeed and
+    FSDP2 want it."""
     if joined():
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+        _join(device)
+    elif alone:
+        with held_address() as meeting:
+            os.environ.update(meeting, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+            _join(device)
 
 
-def join(device: torch.device) -> None:
-    """Meet the other processes. Gloo carries what is on the CPU, FSDP2's offloaded states among it."""
+def _join(device: torch.device) -> None:
+    """Gloo carries what is on the CPU, FSDP2's offloaded states among it."""
     import torch
     from torch import distributed
 

@@ -78,10 +78,7 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
     says so."""
     if launch.joined():
         launch.end_with_launcher()
-    if recipe.sharding.zero > 0 or recipe.sharding.fsdp:
-        launch.name_lone_rank_if_alone()
-    if launch.joined():
-        launch.join(device)
+    launch.join(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
     try:
         with launch.first_process_first():
             return _prepare(recipe, device)
