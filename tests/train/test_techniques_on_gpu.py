@@ -77,6 +77,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
+def name_of(kind: str, request: pytest.FixtureRequest) -> str:
+    """A run's, from what its test is called with."""
+    return f"{kind}-" + "".join(c if c.isalnum() else "-" for c in request.node.callspec.id)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_of_a_technique_trains_otherwise_or_cannot_be_resumed(recipe, folder):
     technique = TECHNIQUES[recipe.stem]
@@ -117,7 +122,7 @@ IN_FILES = {
 def test_two_processes_lose_states_in_files_or_those_of_each_other(pair, folder, request):
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    name = "files-" + "".join(c if c.isalnum() else "-" for c in request.node.callspec.id)
+    name = name_of("in-files", request)
     files = {"sharding.zero": 3, "sharding.offload": "nvme", "sharding.nvme_folder": str(folder / name)}
     settings = {**SMALL, **files, **pair, "sharding.gpus": 2, "output.name": name}
     recipe = ROOT / "recipes" / "techniques" / "amp-bf16.yaml"
@@ -166,7 +171,7 @@ def test_pair_of_techniques_does_not_work(pair, folder, request):
             pytest.skip(f"{package} is not installed")
     sharded = "sharding.zero" in pair or "sharding.fsdp" in pair or "sharding.gpus" in pair
     gpus = min(2 if sharded else 1, torch.cuda.device_count())
-    name = "pair-" + "".join(c if c.isalnum() else "-" for c in request.node.callspec.id)
+    name = name_of("pair", request)
     settings = {**SMALL, "train.save_steps": None, "output.name": name, **pair, "sharding.gpus": gpus}
     done = run(folder, ROOT / "recipes" / "techniques" / "amp-bf16.yaml", settings)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -215,7 +220,7 @@ def test_checkpoint_that_an_engine_divides_trains_otherwise(engine, folder, requ
     if "sharding.zero" in engine and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     gpus = min(2, torch.cuda.device_count())
-    name = "files-" + "".join(c if c.isalnum() else "-" for c in request.node.callspec.id)
+    name = name_of("files", request)
     settings = {**checkpoint(folder), **engine, "sharding.gpus": gpus, "output.name": name}
     done = run(folder, ROOT / "recipes" / "techniques" / "amp-bf16.yaml", settings)
     assert done.returncode == 0, done.stderr[-4000:]
