@@ -34,7 +34,11 @@ SMALL = {
 }  # fmt: skip
 # Other optimizers, or fewer trained weights, than the plain run's: they must learn, not follow it.
 FREE = {"lion-8bit", "adafactor", "sgd", "galore", "galore-layerwise", "lora", "qlora"}
-TOLERANCE = 0.08  # of a loss near 9 after 8 steps, in bf16
+# Of a loss near 9, in any of 8 steps, against AdamW under amp-bf16. On two H200s the furthest of one precision is 0.025
+# off (a model from files, in FSDP2's bf16), bf16 throughout 0.008, 8-bit moments 0.003.
+TOLERANCE = 0.04
+# Moments in 4 bits are another trajectory: 0.060 to 0.085 off with five seeds on an H200, 0.12 in fp32 on a CPU.
+FURTHER = {"adamw-torchao-4bit": 0.15}
 
 
 def run(here: Path, recipe: Path, settings: dict[str, Any], *words: str) -> subprocess.CompletedProcess[str]:
@@ -103,7 +107,8 @@ def test_recipe_of_a_technique_trains_otherwise_or_cannot_be_resumed(recipe, fol
     assert len(whole) == STEPS and whole[-1] < whole[0]
     accumulate = int(technique.recipe.get("train.gradient_accumulation", 1))
     if recipe.stem not in FREE and accumulate == 1:
-        assert whole == pytest.approx(plain(folder, gpus, "amp-bf16"), abs=TOLERANCE)
+        tolerance = FURTHER.get(recipe.stem, TOLERANCE)
+        assert whole == pytest.approx(plain(folder, gpus, "amp-bf16"), abs=tolerance)
     assert list((folder / "runs" / recipe.stem / "model").glob("*.safetensors"))
 
     assert resumed(folder, recipe, settings) == pytest.approx(whole, rel=1e-4)
