@@ -62,13 +62,28 @@ class FileOperator:
         return n_done
 
 
-def adam_update(_, step, lr, beta1, beta2, eps, decay, __, weight, gradient, first, second):
-    """DeepSpeed's decoupled Adam (arXiv 1711.05101)."""
-    first.lerp_(gradient, 1 - beta1)
-    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    weight.mul_(1 - lr * decay)
-    scale = (1 - beta2**step) ** 0.5
-    weight.addcdiv_(first, second.sqrt().div_(scale).add_(eps), value=-lr / (1 - beta1**step))
+class Adam:
+    """DeepSpeed's decoupled Adam (arXiv 1711.05101). Like DeepSpeed's it multiplies the betas' powers on from step to
+    step, here rounded coarsely, and computes them where the step does not follow the last."""
+
+    def __init__(self) -> None:
+        self.step, self.powers = 0, (1.0, 1.0)
+
+    def create_adam(self, *_: Any) -> None: ...
+
+    def destroy_adam(self, *_: Any) -> None: ...
+
+    def adam_update(self, _, step, lr, beta1, beta2, eps, decay, __, weight, gradient, first, second):
+        if step == self.step + 1:
+            self.powers = round(self.powers[0] * beta1, 3), round(self.powers[1] * beta2, 3)
+        elif step != self.step:
+            self.powers = beta1**step, beta2**step
+        self.step = step
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        weight.mul_(1 - lr * decay)
+        scale = (1 - self.powers[1]) ** 0.5
+        weight.addcdiv_(first, second.sqrt().div_(scale).add_(eps), value=-lr / (1 - self.powers[0]))
 
 
 @pytest.fixture
@@ -78,10 +93,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_optimizer_swapper, partitioned_param_swapper
 
     files = types.SimpleNamespace(load=lambda *_, **__: types.SimpleNamespace(aio_handle=FileOperator))
-    adam = types.SimpleNamespace(
-        create_adam=lambda *_: 0, destroy_adam=lambda *_: 0, adam_update=adam_update
-    )  # fmt: skip
-    monkeypatch.setattr(cpu_adam, "CPUAdamBuilder", lambda: types.SimpleNamespace(load=lambda *_, **__: adam))
+    adam = types.SimpleNamespace(load=lambda *_, **__: Adam())
+    monkeypatch.setattr(cpu_adam, "CPUAdamBuilder", lambda: adam)
     for module in (partitioned_optimizer_swapper, partitioned_param_swapper):
         monkeypatch.setattr(module, "AsyncIOBuilder", lambda: files)
     for module in (optimizer_utils, partitioned_param_swapper):
@@ -93,8 +106,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 8}}], ids=["weights", "adapters"])
 def test_resumed_run_has_lost_what_is_in_files(sections, recipe, tigon, here):
-    """The moments and Adam's count of steps, and the norms' weights, which are too small for a file. What another run
-    left in the folder is in no checkpoint."""
+    """The moments and Adam's count of steps, and the norms' weights, which are too small for a file; or takes powers of
+    the betas that are rounded otherwise. What another run left in the folder is in no checkpoint."""
     left = here / "swap" / swapping.FOLDER / "optimizer" / "rank0" / "left.swp"
     left.parent.mkdir(parents=True)
     left.write_bytes(bytes(9))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._functorch import config as functorch_config
 from train_helpers import SMALL, losses_of, records, rows, small_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -25,11 +27,12 @@ from tigon.models.presets import PRESETS
 from tigon.techniques.choices import KERNELS, Choices
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.technique import Facts
-from tigon.train import engine, launch
+from tigon.train import engine, launch, preflight
 from tigon.train import model as models
 from tigon.train.recipe import LoraConfig, ModelConfig, Recipe, TrainConfig
 from tigon.train.recipe_file import load
 from tigon.train.run import train
+from tigon.train.trainer import TigonTrainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,6 +83,15 @@ def test_resumed_optimizer_differs_from_the_uninterrupted_one(name, tmp_path):
         resumed, whole, same = resumed_and_whole(name, tmp_path, torch.device("cpu"))
     assert resumed == whole and same
     assert whole[-1] < whole[0] - 0.05, "it does not learn"
+
+
+@pytest.mark.parametrize("row", [row for row in OPTIMIZERS.values() if row.needs_compiler], ids=lambda row: row.name)
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_sharded_moments_take_the_traced_graph_of_other_bits(row, fsdp):
+    """Which PyTorch's cache of graphs finds by the same key."""
+    with functorch_config.patch(enable_autograd_cache=True):
+        engine.make_optimizer(TrainConfig(optimizer=row.name), Choices(optimizer=row.name, fsdp=fsdp))
+        assert functorch_config.enable_autograd_cache is not fsdp
 
 
 @pytest.mark.parametrize(("at", "workers"), [(2, 0), (3, 0), (2, 2), (3, 2), (5, 2)])
@@ -291,19 +303,66 @@ def test_two_processes_train_otherwise_than_one_with_twice_the_rows(recipe, tigo
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
 
 
+def zero_rank(recipe: Path, sets: Sequence[str], *, resume: bool = False) -> None:
+    """Accelerate has DeepSpeed's processes talk to each other where it finds an accelerator only: here it is told of
+    one that talks through gloo."""
+    import accelerate.state as state
+
+    if launch.processes() > 1:
+        told = "gloo", state.DistributedType.MULTI_GPU
+        state.PartialState._prepare_backend = lambda *_, **__: told
+        preflight.CPU_ZERO_PROCESSES = launch.processes()
+    train(recipe, sets, resume=resume)
+
+
 @forks
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("stage", ZERO.values(), ids=ZERO.keys())
-def test_zero_trains_otherwise_or_cannot_be_resumed(recipe, tigon, here, stage):
-    """One process: Accelerate runs DeepSpeed on the CPU in no more."""
+def test_zero_trains_otherwise_or_cannot_be_resumed(recipe, tigon, here, stage, count):
+    """Two processes: the losses of one with twice the rows."""
     need("deepspeed")
     path = recipe(model={"kernels": "tigon"}, train={"save_steps": 2}, output={"name": "plain"})
     assert tigon("train", path).code == 0
-    sets, runs = [f"sharding.zero={stage}", "output.name=zero"], here / "runs"
-    succeeds(lambda rank: train(path, sets), here)
+    sets, runs = [f"sharding.zero={stage}", f"train.batch_size={4 // count}"], here / "runs"
+    succeeds(lambda rank: zero_rank(path, [*sets, "output.name=zero"]), here, count)
     assert losses(runs / "zero") == pytest.approx(losses(runs / "plain"), rel=1e-5)
     cut_back(runs, "zero")
-    succeeds(lambda rank: train(path, [*sets[:1], "output.name=cut"], resume=True), here)
+    succeeds(lambda rank: zero_rank(path, [*sets, "output.name=cut"], resume=True), here, count)
     assert losses(runs / "cut") == losses(runs / "zero")
+
+
+def spoilt(rank: int, train_as: Callable[[], None], *, step: int) -> None:
+    """Train with a loss that is not a number in the last process's part of one step."""
+    original = TigonTrainer.compute_loss
+
+    def compute_loss(self: TigonTrainer, model: Any, *arguments: Any, **options: Any) -> Any:
+        loss = original(self, model, *arguments, **options)
+        now = model.training and self.state.global_step + 1 == step and rank == launch.processes() - 1
+        return self.gate.poisoned(loss * math.nan) if now else loss
+
+    TigonTrainer.compute_loss = compute_loss  # type: ignore[method-assign]  # in a copy of this process
+    train_as()
+
+
+SKIPPING = {"ZeRO-1": "sharding.zero=1", "ZeRO-2": "sharding.zero=2", "ZeRO-3": "sharding.zero=3"}
+SKIPPING |= {"FSDP2": "sharding.fsdp=true", "DDP": "sharding.gpus=2"}
+
+
+@forks
+@pytest.mark.parametrize("engine", SKIPPING.values(), ids=SKIPPING.keys())
+def test_step_spoilt_in_one_process_moves_a_weight_or_holds_the_schedule_back(recipe, here, engine):
+    """Two processes: the same losses and learning rates after it as of one that is spoilt in this step."""
+    if "zero" in engine:
+        need("deepspeed")
+    path, runs = recipe(model={"kernels": "tigon"}, train={"steps": 5}), here / "runs"
+    rank_of = {"fsdp": fsdp_rank, "zero": zero_rank}.get(engine.split(".")[1].split("=")[0], train)
+    succeeds(lambda rank: spoilt(rank, lambda: train(path, ["output.name=one"]), step=3), here)
+    sets = ["train.batch_size=2", "output.name=two", engine]
+    succeeds(lambda rank: spoilt(rank, lambda: rank_of(path, sets), step=3), here, 2)
+    one, two = (records(runs / name, "train") for name in ("one", "two"))
+    assert [r["step"] for r in one] == [r["step"] for r in two] and len(one) == 4
+    assert [r["learning_rate"] for r in two] == pytest.approx([r["learning_rate"] for r in one], rel=1e-9)
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)
 
 
 @forks
@@ -402,7 +461,7 @@ def test_weights_drawn_a_module_at_a_time_are_others_or_of_another_distribution(
             assert abs(float(got.detach().mean())) < 0.1 * float(want.detach().std()) + 1e-3, key
 
 
-def fsdp_rank(recipe: Path, sets: Sequence[str], resume: bool) -> None:
+def fsdp_rank(recipe: Path, sets: Sequence[str], resume: bool = False) -> None:
     """Accelerate takes FSDP2 for accelerators only: here processes on the CPU are one, by another's name."""
     import accelerate.state as state
 

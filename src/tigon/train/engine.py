@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
@@ -40,6 +41,10 @@ def facts_of(recipe: Recipe, config: Any, shapes: dict[str, tuple[int, ...]], de
 
 def make_optimizer(train: TrainConfig, choices: Choices) -> MakeOptimizer | None:
     """None where the Trainer makes it from its name."""
+    if OPTIMIZERS[choices.optimizer].needs_compiler and choices.fsdp:
+        # Moments of 8 and of 4 bits have one key in PyTorch's cache of traced graphs when their weights are sharded, so
+        # that the run of one would take the other's graph and fail (torch 2.13). The cache of compiled kernels stays.
+        functorch_config.enable_autograd_cache = False
     if OPTIMIZERS[choices.optimizer].trainer_name is not None:
         return None
     from tigon.techniques import galore

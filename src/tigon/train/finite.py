@@ -53,7 +53,7 @@ class FiniteGate:
         scale: GradScaler's, which leaves steps out by itself while it looks for a scale that fits; they only count once
         it is down to 1. Raises RecipeError after more than `limit` in a row.
         """
-        inner = _innermost(optimizer)
+        inner = innermost(optimizer)
         bad = ~torch.isfinite(self._step_loss) | ~torch.isfinite(_plain(norm, self._device))
         if refused := getattr(inner, "take_refused", None):  # updates in the backward pass: it has been its own gate
             bad |= refused()
@@ -116,7 +116,7 @@ class FiniteGate:
             )
 
 
-def _innermost(optimizer: Any) -> Any:
+def innermost(optimizer: Any) -> Any:
     """The optimizer inside Accelerate's wrapper."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon.errors import RecipeError, RunFolderError
+from tigon.profile.units import in_bytes
 from tigon.techniques import matrix
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
@@ -26,6 +27,7 @@ EXTRAS = (
     "transformers", "accelerate", "tokenizers", "safetensors", "yaml", "rich", "tensorboard", "matplotlib", "jinja2",
 )  # fmt: skip
 OLDEST_TRANSFORMERS = (5, 8)
+CPU_ZERO_PROCESSES = 1  # Accelerate 1.15 has a backend for no more where there is no accelerator
 
 
 def check_packages() -> None:
@@ -71,7 +73,7 @@ def check_techniques(recipe: Recipe, device: torch.device) -> Choices:
     precision = resolve_precision(recipe.train.precision, device)
     choices = replace(recipe.choices(precision=precision), gpus=max(recipe.sharding.gpus, launch.processes()))
     matrix.check(choices, device=device.type)
-    if device.type == "cpu" and choices.zero and (choices.gpus > 1 or choices.precision != "fp32"):
+    if device.type == "cpu" and choices.zero and (choices.gpus > CPU_ZERO_PROCESSES or choices.precision != "fp32"):
         raise RecipeError("sharding.zero on the CPU is for one process in fp32 (Accelerate has no more); use GPUs")
     compared = recipe.comparison.kernels if recipe.comparison.steps else ()
     for key, words in (("model.kernels", (choices.kernels,)), ("comparison.kernels", compared)):
@@ -200,7 +202,7 @@ def _check_room(path: str, needed_bytes: int, given_back_bytes: int, what: str, 
     free_bytes = shutil.disk_usage(_disk(path)).free + given_back_bytes
     if free_bytes < needed_bytes:
         raise RunFolderError(
-            f"{path}: {free_bytes / 2**30:.1f} GiB free, but the run needs {needed_bytes / 2**30:.1f} GiB for {what}; "
+            f"{path}: {in_bytes(free_bytes)} free, but the run needs {in_bytes(needed_bytes)} for {what}; "
             f"free some, {fix}"
         )
 

@@ -37,7 +37,8 @@ from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.technique import Facts
 from tigon.train import checkpoint, launch, prediction, swapping
-from tigon.train.finite import FiniteGate
+from tigon.train.finite import FiniteGate, innermost
+from tigon.train.host_adam import take_whole_powers
 from tigon.train.packing import Collator, Row, RowDataset
 from tigon.train.recipe import TrainConfig
 from tigon.train.stopping import Stop, deaf
@@ -213,11 +214,21 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         scale = None
         if self.is_deepspeed_enabled:
-            scale = float(getattr(self.optimizer.optimizer, "loss_scale", 1.0))
+            scale = self._deepspeed_scale()
         elif getattr(self.accelerator, "scaler", None) is not None:
             scale = float(self.accelerator.scaler.get_scale())
         self.gate.close(norm, self.optimizer, scale=scale, step=self.state.global_step + 1)
         return norm
+
+    def _deepspeed_scale(self) -> float:
+        return float(getattr(self.optimizer.optimizer, "loss_scale", 1.0))
+
+    def keep_schedule(self) -> None:
+        """After a step: what DeepSpeed left out would hold the learning rate's schedule back, as it does for no other
+        engine; while it looks for a loss scale that fits, it should, as GradScaler does."""
+        skipped = self.is_deepspeed_enabled and self.accelerator.optimizer_step_was_skipped
+        if skipped and self._deepspeed_scale() <= 1.0:
+            self.lr_scheduler.step()
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
@@ -427,9 +438,11 @@ class _Boundaries(TrainerCallback):  # type: ignore[misc]
         state.compute_steps(args, state.max_steps)
         if state.global_step >= state.max_steps:
             raise _NothingLeft
+        take_whole_powers(innermost(self._trainer.optimizer))
         self._trainer.restart_clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.keep_schedule()
         if self._trainer.asked_to_stop():
             control.should_evaluate = False
             control.should_save = control.should_training_stop = True
