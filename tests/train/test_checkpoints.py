@@ -157,6 +157,15 @@ def test_checkpoints_kept_are_damaged_ones_or_a_save_removes_what_it_replaces_fi
     assert seen and all(seen), "the checkpoint is gone while its successor is not yet there"
 
 
+def test_newest_checkpoint_is_the_one_that_a_clock_set_back_makes_it(tmp_path):
+    trainer, folder = saved(tmp_path, keep=2), tmp_path / "c"
+    save_as(trainer, 3)
+    os.utime(folder / "checkpoint-3", (0, 0))
+    assert checkpoint.newest(folder).path.name == "checkpoint-3"
+    save_as(trainer, 4)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-3", "checkpoint-4"]
+
+
 def test_file_named_with_a_dot_is_not_covered(tmp_path):
     """FSDP2's distributed checkpoints cannot be read without .metadata."""
     shards = checkpoint.scratch(tmp_path, 3) / "checkpoint-3" / "pytorch_model_fsdp_0"

@@ -170,6 +170,13 @@ def test_read_only_folder_is_found_out_after_the_work(recipe, tigon, here, monke
     assert tree(here / "runs") == set()
 
 
+def test_folder_whose_parent_is_missing_is_found_out_after_the_work(recipe, tigon, here):
+    assert tigon("train", recipe(output={"folder": "no/such/runs"}, train={"steps": 1})).code == 0
+    assert (here / "no" / "such" / "runs" / "r" / "summary.json").exists()
+    (here / "file").touch()
+    assert "file: not a folder" in tigon("train", recipe(output={"folder": "file/runs"})).error_line()
+
+
 def test_foreign_folder_is_written_to(recipe, tigon, here):
     mine = here / "runs" / "r"
     mine.mkdir(parents=True)

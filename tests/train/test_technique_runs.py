@@ -539,12 +539,13 @@ def test_a_technique_has_no_recipe():
 
 SMALLER = ("train.device=cpu", "train.steps=3", "train.warmup_steps=1", "data.max_text_mib=0.1", "data.vocab_size=400",
            "data.sequence_length=32", "model.config.num_hidden_layers=1", "output.sample_tokens=0")  # fmt: skip
-# DeepSpeed compiles its CPU optimizer for two minutes; and what a process has of DeepSpeed stays.
-ELSEWHERE = ("zero-", "ddp")
+IN_TWO = {"ddp": train, "zero-1": zero_rank, "zero-2": zero_rank, "zero-3": zero_rank, "fsdp2": fsdp_rank}
+# DeepSpeed compiles its CPU optimizer for two minutes.
+ELSEWHERE = ("zero-offload-cpu", "zero-offload-nvme", *IN_TWO)
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in TECHNIQUE_RECIPES if not p.stem.startswith(ELSEWHERE)], ids=lambda path: path.stem
+    "path", [p for p in TECHNIQUE_RECIPES if p.stem not in ELSEWHERE], ids=lambda path: path.stem
 )  # fmt: skip
 def test_recipe_of_a_technique_does_not_run_on_the_cpu(path, tigon, here):
     from tigon.techniques import TECHNIQUES
@@ -558,3 +559,13 @@ def test_recipe_of_a_technique_does_not_run_on_the_cpu(path, tigon, here):
         outcome = tigon("train", path, *(word for text in SMALLER for word in ("--set", text)))
     assert outcome.code == 0, outcome.err
     assert len(records(here / "runs" / path.stem, "train")) >= 1
+
+
+@forks
+@pytest.mark.parametrize("name", IN_TWO)
+def test_recipe_of_an_engine_does_not_run_in_two_processes(name, here):
+    if name.startswith("zero"):
+        need("deepspeed")
+    path = ROOT / "recipes" / "techniques" / f"{name}.yaml"
+    succeeds(lambda rank: IN_TWO[name](path, SMALLER), here, 2)
+    assert len(records(here / "runs" / name, "train")) >= 1
