@@ -1,5 +1,5 @@
 # make demo   set up .venv on first use and train a small model, with a report
-# make test   set up likewise and run the tests
+# make test   set up likewise, with the engines that run without a GPU, and run the tests
 # make check  lint and types
 # make pages  the measured parts of docs/ again, from the records in benchmarks/results
 # make gpu    the tests that need a GPU, in the environment of $(PYTHON); make sanitize: the kernels under its checkers
@@ -18,7 +18,7 @@ demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
 
 # A core for each of the two processes.
-test: $(VENV)/.ready
+test: $(VENV)/.engines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/.ready
@@ -50,3 +50,6 @@ clean:
 
 $(VENV)/.ready: pyproject.toml tools/setup_venv.sh
 	PYTHON=$(PYTHON) sh tools/setup_venv.sh $(VENV)
+
+$(VENV)/.engines: $(VENV)/.ready tools/setup_engines.sh
+	sh tools/setup_engines.sh $(VENV)
