@@ -1,5 +1,5 @@
 # make demo   set up .venv on first use and train a small model, with a report
-# make test   set up likewise, with the engines that run without a GPU, and run the tests
+# make test   set up likewise, with DeepSpeed where there is a compiler, and run the tests
 # make check  lint and types
 # make pages  the measured parts of docs/ again, from the records in benchmarks/results
 # make gpu    the tests that need a GPU, in the environment of $(PYTHON); make sanitize: the kernels under its checkers
