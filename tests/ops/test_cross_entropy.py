@@ -86,6 +86,7 @@ def test_label_out_of_range_is_read_as_an_address(loss: Any, backend: Any) -> No
     if backend.name == "reference":
         for label in BAD_LABELS:
             bad = target.clone()
+            bad[0] = -100  # the position counts ignored tokens too
             bad[3] = label
             with pytest.raises(LabelError, match=f"label {label} at position 3 is outside \\[0, {V}\\)"):
                 loss(logits, bad)
@@ -204,7 +205,7 @@ def test_loss_has_the_dtype_of_the_logits(loss: Any, dtype: torch.dtype, backend
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-3, 1e-4, 1e-6])
-def test_gradient_of_a_confident_token_is_lost(loss: Any, gap: float, backend: Any) -> None:
+def test_gradient_of_a_confident_token_is_kept(loss: Any, gap: float, backend: Any) -> None:
     """K17: p_y = 1 - gap, at logits of 20, where lse rounded to fp32 would be off by the size of 1 - p_y."""
     other = torch.tensor(20.0 + torch.log(torch.tensor(gap / (1 - gap) / 3, dtype=torch.float64)).item())
     row = torch.full((1, 8), -60.0)
@@ -215,7 +216,9 @@ def test_gradient_of_a_confident_token_is_lost(loss: Any, gap: float, backend: A
     (low,) = torch.autograd.grad(F.cross_entropy(logits, target), logits)
     (truth,) = torch.autograd.grad(F.cross_entropy(logits.double(), target), logits)
     error, allowed = abs(float(got[0, 2] - truth[0, 2])), abs(float(low[0, 2] - truth[0, 2]))
-    assert error <= 2 * allowed + 2e-7 * abs(float(truth[0, 2])) + 6e-8
+    # p_y is a number near 1: its exponential and its sum round it by up to two units there, on some CPUs where torch is
+    # exact by luck. Rounding lse to fp32 would cost 4.4e-7 to 9.1e-7 at these gaps.
+    assert error <= 2 * allowed + 2 * torch.finfo(torch.float32).eps
 
 
 def _infinite_rows() -> Tensor:

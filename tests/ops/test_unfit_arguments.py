@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from helpers import make
-from tigon.errors import TigonError, UsageError
-from tigon.ops import OPS, Case, Op, multi_head_linear_cross_entropy, prepare_targets
+from tigon.errors import OptionError, TigonError, UsageError
+from tigon.ops import OPS, Case, Op, cross_entropy, multi_head_linear_cross_entropy, prepare_targets
 
 F32 = torch.float32
 
@@ -116,3 +117,76 @@ def test_order_of_heads_of_two_dtypes_decides_the_precision() -> None:
         turned = [list(reversed(x)) if isinstance(x, list) else x for x in (a, b)]
         got = [multi_head_linear_cross_entropy(x, w, **rest) for x, w in ((a, b), turned)]
         torch.testing.assert_close(got[0], got[1], rtol=1e-6, atol=0)
+
+
+LOSSES = ("cross_entropy", "linear_cross_entropy", "multi_head_linear_cross_entropy")
+NOT_NUMBERS = ("x", True, None, [1.0], torch.ones(()), math.nan)
+
+
+def _inputs(name: str) -> dict[str, Any]:
+    op = OPS[name]
+    return make(op, next(case for case in op.cases if case.small), F32)
+
+
+@pytest.mark.parametrize("value", NOT_NUMBERS, ids=repr)
+@pytest.mark.parametrize("option", ["label_smoothing", "softcap", "logit_scale", "z_loss"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_option_that_is_no_number_is_named(name: str, option: str, value: Any) -> None:
+    if option == "softcap" and value is None:
+        pytest.skip("None is no cap")
+    with pytest.raises(OptionError, match=option):
+        OPS[name].call(**{**_inputs(name), option: value})
+
+
+@pytest.mark.parametrize("value", ["x", True, -1, -1.0, math.nan, math.inf, [1]], ids=repr)
+@pytest.mark.parametrize("name", LOSSES)
+def test_denominator_that_is_no_count_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(OptionError, match="num_items"):
+        OPS[name].call(**{**_inputs(name), "num_items": value})
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_of_a_denominators_tensor_is_read_only_when_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = {**_inputs(name), "num_items": torch.tensor(-2.0)}
+    monkeypatch.delenv("TIGON_CHECK", raising=False)
+    OPS[name].call(**inputs)
+    monkeypatch.setenv("TIGON_CHECK", "1")
+    with pytest.raises(OptionError, match=r"num_items=-2\.0"):
+        OPS[name].call(**inputs)
+
+
+@pytest.mark.parametrize("value", ["x", True, 1.5, 0, -1, math.nan], ids=repr)
+@pytest.mark.parametrize("name", LOSSES[1:])
+def test_chunk_size_is_a_positive_whole_number(name: str, value: Any) -> None:
+    with pytest.raises(OptionError, match="chunk_bytes"):
+        OPS[name].call(**{**_inputs(name), "chunk_bytes": value})
+
+
+@pytest.mark.parametrize("value", ["x", True, None, -100.0], ids=repr)
+@pytest.mark.parametrize("name", LOSSES)
+def test_ignored_label_is_a_whole_number(name: str, value: Any) -> None:
+    with pytest.raises(OptionError, match="ignore_index"):
+        OPS[name].call(**{**_inputs(name), "ignore_index": value})
+
+
+@pytest.mark.parametrize("value", ["x", True, None, -1e-6, math.nan, math.inf], ids=repr)
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm"])
+def test_eps_is_a_finite_number_of_at_least_0(name: str, value: Any) -> None:
+    with pytest.raises(OptionError, match="eps"):
+        OPS[name].call(**{**_inputs(name), "eps": value})
+
+
+@pytest.mark.parametrize("value", ["x", math.nan, True], ids=repr)
+def test_weights_of_heads_are_finite_numbers(value: Any) -> None:
+    inputs = _inputs("multi_head_linear_cross_entropy")
+    with pytest.raises(OptionError, match="head_weights"):
+        OPS["multi_head_linear_cross_entropy"].call(**{**inputs, "head_weights": [value] * len(inputs["shifts"])})
+
+
+def test_class_weights_that_are_all_zero_give_a_mean_of_zero() -> None:
+    """PyTorch gives NaN: 0 divided by the sum of the weights."""
+    logits, target = torch.randn(4, 7, requires_grad=True), torch.arange(4)
+    loss = cross_entropy(logits, target, weight=torch.zeros(7))
+    loss.backward()
+    assert loss.item() == 0 and not logits.grad.any()
+    assert torch.nn.functional.cross_entropy(logits, target, weight=torch.zeros(7)).isnan()

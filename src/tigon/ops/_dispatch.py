@@ -16,6 +16,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import numbers
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tigon.errors import DoubleBackwardError, DtypeError
+from tigon.errors import DoubleBackwardError, DtypeError, OptionError
 from tigon.kernels import _chips
 from tigon.kernels._chips import Chip
 
@@ -70,6 +71,21 @@ def planned_chip(x: Tensor) -> Chip | None:
     if not HAS_TRITON or not (x.is_cuda or (INTERPRET and x.device.type == "cpu")):
         return None
     return _chips.chip(x.device.index)
+
+
+def check_number(name: str, value: Any) -> Any:
+    """The value, if it is a Python number; else raise `OptionError`. A tensor would have to be read from the GPU, and
+    True would count as 1."""
+    plain = isinstance(value, (int, float)) or (not isinstance(value, Tensor) and isinstance(value, numbers.Real))
+    if isinstance(value, bool) or not (plain or isinstance(value, (torch.SymInt, torch.SymFloat))):
+        raise OptionError(f"{name}={value!r} is a {type(value).__name__}; it must be a number.")
+    return value
+
+
+def check_whole(name: str, value: Any) -> None:
+    """Raise `OptionError` unless the value is a whole number of Python."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
+        raise OptionError(f"{name}={value!r} is a {type(value).__name__}; it must be a whole number.")
 
 
 def check_dtype(*tensors: Tensor | None) -> None:

@@ -5,11 +5,22 @@ The formulas stand at the top of `kernels/norm.py`; the reference below is the s
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tigon.errors import DtypeError, ShapeError
-from tigon.ops._dispatch import Primitive
+from tigon.errors import DtypeError, OptionError, ShapeError
+from tigon.ops._dispatch import Primitive, check_number
+
+
+def check_scalars(eps: Any, offset: Any = 0.0) -> None:
+    """Raise `OptionError` unless eps is a finite number of at least 0, and the weight's offset a finite number."""
+    if not 0.0 <= check_number("eps", eps) < math.inf:
+        raise OptionError(f"eps={eps} must be finite and not negative.")
+    if not -math.inf < check_number("offset", offset) < math.inf:
+        raise OptionError(f"offset={offset} must be finite; leave it out for none.")
 
 
 def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:

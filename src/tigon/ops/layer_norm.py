@@ -52,9 +52,11 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         (..., H), in x's dtype.
 
     Raises:
-        ShapeError: weight or bias is not (H,). DtypeError: not a supported float.
+        ShapeError: weight or bias is not (H,). DtypeError: not a supported float. OptionError: eps is negative or not
+            finite.
     """
     check_dtype(x, weight, bias)
+    _norm.check_scalars(eps)
     _norm.check_parameter("weight", weight, x)
     _norm.check_parameter("bias", bias, x)
     return _layer_norm(x, weight, bias, eps)  # type: ignore[no-any-return]

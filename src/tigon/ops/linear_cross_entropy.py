@@ -475,6 +475,9 @@ def linear_cross_entropy(
             "fp32_accumulate=False is not for float16, whose range sums of gradients leave; use bfloat16."
         )
     target_N = labels.reshape(-1).contiguous()
+    if _may_wait(target_N) and _loss.wants_label_check(hidden):
+        # Here, where positions still are those of the caller: below, ignored rows are dropped and chunks are cut.
+        _loss.check_labels(weight.shape[0], target_N, ignore_index)
     class_weight = None if class_weight is None else class_weight.contiguous()
     acc = torch.promote_types(hidden.dtype, torch.float32)
     inv_denominator = _loss.inverse_denominator(hidden, target_N, class_weight, num_items, options, reduction, acc)

@@ -11,6 +11,7 @@ wants no gradient costs no product and no memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import _loss
-from tigon.ops._dispatch import Differentiable, check_dtype, first_order, unwatched
+from tigon.ops._dispatch import Differentiable, check_dtype, check_number, check_whole, first_order, unwatched
 from tigon.ops._loss import LossOptions
 from tigon.ops._multi_head_loop import multi_head_loop
 from tigon.ops._op import Case, Cost, Op, randn
@@ -307,6 +308,12 @@ def _check_heads(
         )
     if reduction == "none":
         raise OptionError("reduction='none' is not defined for a sum over heads; call linear_cross_entropy per head.")
+    for shift in shifts:
+        check_whole("shifts", shift)
+    for factor in () if factors is None or isinstance(factors, Tensor) else factors:
+        # compared, because Dynamo cannot trace math.isfinite
+        if not isinstance(factor, Tensor) and not abs(check_number("head_weights", factor)) < math.inf:
+            raise OptionError(f"head_weights={list(factors or ())} must be finite.")
     if min(shifts) < 0:
         raise OptionError(f"shifts={list(shifts)} must not be negative; a head cannot be scored on the past.")
     unknown = [name for name in outputs if name not in OUTPUTS]

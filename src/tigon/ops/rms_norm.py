@@ -107,8 +107,10 @@ def rms_norm(
         (..., H), in x's dtype; with casting="llama" in the promoted dtype of x and weight.
 
     Raises:
-        ShapeError: weight is not (H,). DtypeError: not a supported float. OptionError: an unknown casting.
+        ShapeError: weight is not (H,). DtypeError: not a supported float. OptionError: an unknown casting, or a
+            number that is none or not finite.
     """
+    _norm.check_scalars(eps, offset)
     return _rms_norm(x, weight, eps, offset, _check(x, weight, casting))  # type: ignore[no-any-return]
 
 
@@ -125,6 +127,7 @@ def add_rms_norm(
 
     Args and errors as `rms_norm`; residual has x's shape and dtype.
     """
+    _norm.check_scalars(eps, offset)
     fp32_weight = _check(x, weight, casting)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ShapeError(
