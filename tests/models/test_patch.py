@@ -9,6 +9,7 @@ import json
 import pickle
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -119,13 +120,53 @@ def test_a_flag_that_is_off_leaves_its_modules_alone():
         assert f"switched off: {flag}" in report.notes
 
 
-def test_unknown_flag_is_a_type_error_that_names_it():
+def test_unknown_flag_is_an_option_error_that_names_the_nearest():
     model = llama()
-    with pytest.raises(TypeError, match="swiglu"):
+    with pytest.raises(OptionError, match=r"rmsnorm is no flag of tigon.patch; the nearest is rms_norm"):
+        patch(model, rmsnorm=True)
+    with pytest.raises(OptionError, match=r"swiglu is no flag of tigon.patch; the flags are rms_norm, "):
         patch(model, swiglu=True)
     with pytest.raises(OptionError, match="rope='no'"):
         patch(model, rope="no")
     assert not any(isinstance(m, PatchedModule) for m in model.modules())
+
+
+def refuses_the_probe(self, *tensors):
+    raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+
+
+refuses_the_probe.__module__ = "liger_kernel.transformers.rms_norm"  # as a function of that package says
+
+
+def test_modules_that_run_another_packages_kernels_are_named_with_the_way_on():
+    """As Liger Kernel leaves them: other classes, forwards on the instances, and a model forward with its own loss."""
+    model = llama()
+    liger = "runs liger_kernel's code already"
+    norm = type("LigerRMSNorm", (type(model.model.norm),), {"forward": refuses_the_probe})
+    for module in [m for m in model.modules() if "RMSNorm" in type(m).__name__]:
+        module.__class__ = norm
+    before = classes(model)
+    with pytest.raises(PatchError, match=rf"{liger} \(LigerRMSNorm\); load the model without liger_kernel's patch"):
+        patch(model)
+    assert classes(model) == before
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.forward = types.MethodType(refuses_the_probe, layer.mlp)
+    with pytest.raises(PatchError, match=rf"{liger} \(set on the instance\)"):
+        patch(model)
+
+
+def test_another_packages_loss_keeps_the_model_forward(monkeypatch):
+    model = llama()
+
+    def forward(self, *args, **kwargs):
+        raise AssertionError
+
+    forward.__module__ = "liger_kernel.transformers.model.llama"
+    monkeypatch.setattr(type(model), "forward", forward)
+    report = patch(model)
+    assert "runs liger_kernel's code already" in str(report)
+    assert not isinstance(model, PatchedModule)
 
 
 def test_what_is_no_transformers_model_is_refused():
@@ -227,7 +268,7 @@ def test_module_whose_forward_is_set_on_the_instance_is_left_alone_and_reported(
     mlp.forward = lambda x: x * 0
     report = patch(model)
     (left,) = report.left_alone
-    assert left.paths == ("model.layers.0.mlp",) and "instance" in left.reason
+    assert left.paths == ("model.layers.0.mlp",) and "set on the instance" in left.reason
     assert not isinstance(mlp, PatchedModule)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,12 @@ import torch
 
 from tigon.errors import UsageError
 from tigon.models.presets import PRESETS
+from tigon.models.weight_files import read_json
+
+# The deepest models with published weights have 126 layers (Llama-3.1-405B), the widest mixtures some hundred experts.
+MAX_LAYERS, MAX_EXPERTS = 1024, 16384
+_LAYERS = re.compile(r"(num_|n_)?((hidden|decoder|encoder|nextn_predict)_)?layers?|num_nextn_predict_layers")
+_EXPERTS = re.compile(r"(num|n)_(local_|routed_|shared_)?experts")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -44,19 +50,36 @@ def load_config(name: str) -> Any:
 def _config_from_file(file: Path) -> Any:
     from transformers import AutoConfig
 
-    if not file.is_file():
+    if not file.exists():
         raise UsageError(f"{file.parent}: there is no config.json in it; give the folder of a Hugging Face checkpoint.")
-    try:
-        declared = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UsageError(f"{file} is not a JSON file that can be read: {error}") from None
-    if not isinstance(declared, dict) or "model_type" not in declared:
-        raise UsageError(f"{file} has no model_type, so it is not the config.json of a Hugging Face model.")
-    _refuse_remote_code(str(file), declared)
+    _refuse_remote_code(str(file), declared_in(file))
     try:
         return AutoConfig.from_pretrained(file)
     except Exception as error:  # transformers and huggingface_hub raise a dozen types for a config they cannot take
         raise UsageError(f"{file}: transformers cannot read it: {_one_line(error)}") from None
+
+
+def declared_in(file: Path) -> dict[str, Any]:
+    """What a config.json says. Raises UsageError for a file that is none, and for counts that no model has."""
+    declared = read_json(file)
+    if not isinstance(declared.get("model_type"), str):
+        raise UsageError(f"{file} has no model_type, so it is not the config.json of a Hugging Face model.")
+    check_counts(declared, str(file))
+    depth = declared.get("num_hidden_layers", 1)
+    if isinstance(depth, int) and depth < 1:
+        raise UsageError(f"{file}: num_hidden_layers is {depth}; a model has at least one layer.")
+    return declared
+
+
+def check_counts(values: Mapping[str, Any], where: str) -> None:
+    """Raise UsageError for more layers or experts than a model is built with, here or in a nested config: building
+    10,000 takes minutes, and a billion would not end. where: begins the message."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            check_counts(value, f"{where}: {name}")
+        limit = MAX_LAYERS if _LAYERS.fullmatch(name) else MAX_EXPERTS if _EXPERTS.fullmatch(name) else None
+        if limit is not None and isinstance(value, (int, float)) and value > limit:
+            raise UsageError(f"{where}: {name} is {value:,}, and tigon builds at most {limit:,}; lower it")
 
 
 def _config_from_hub(name: str) -> Any:

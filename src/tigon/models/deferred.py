@@ -39,7 +39,7 @@ _warned_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class LogitsSource:
-    """Everything needed to compute the logits of one forward later; the result is kept."""
+    """Everything needed to compute the logits of one forward later."""
 
     def __init__(self, head: nn.Module, plain_forward: Callable[..., Tensor], hidden: Tensor) -> None:
         weight = head.weight
@@ -54,15 +54,19 @@ class LogitsSource:
             self._autocast = partial(torch.autocast, device_type, dtype=dtype, enabled=on)
         self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
         self._weight_shape, self._versions = weight.shape, (_version(weight), _version(hidden))
-        self.logits: Tensor | None = None
+        self._grad_enabled = torch.is_grad_enabled()
+        self.touched = False
+        """Whether somebody holds these logits as numbers. A write to numbers may show nowhere (`.data`, numpy), so the
+        loss is computed from them from then on."""
 
     def compute(self) -> Tensor:
-        """The logits (..., vocab), attached to the graph when gradients are on."""
-        if self.logits is None or (torch.is_grad_enabled() and not self.logits.requires_grad):
-            with self._autocast():
-                self.logits = self._forward()
-            self._warn()
-        return self.logits
+        """The logits (..., vocab) as the head's own forward returns them, attached to the graph if it would have
+        attached them. The grad mode of the reader does not matter."""
+        self.touched = True
+        with torch.inference_mode(False), torch.set_grad_enabled(self._grad_enabled), self._autocast():
+            logits = self._forward()
+        self._warn()
+        return logits
 
     def _forward(self) -> Tensor:
         weight = self.head.weight
@@ -126,10 +130,43 @@ class _View:
     def on_meta(self, shape: torch.Size) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
-    def of(self, logits: Tensor) -> Tensor:
-        for name, *args in self.steps:
-            logits = getattr(logits, name)(*args)
-        return logits
+
+class _Memory:
+    """The elements that a `DeferredLogits` stands for; its aliases (`detach`, a cast to the dtype it has) share them.
+
+    A write through one alias therefore shows in all of them, whatever the grad mode, as it does with ordinary tensors.
+    """
+
+    def __init__(
+        self, source: LogitsSource, parent: _Memory | None = None, step: Step = (), attached: bool = True
+    ) -> None:
+        """parent, step: the memory that was copied and what the copy did to it; neither for the head's own output."""
+        self._source, self._parent, self._step, self._attached = source, parent, step, attached
+        self._tensor: Tensor | None = None
+        self._handed_out = False
+
+    def tensor(self) -> Tensor:
+        """The one tensor of these elements, which the caller may write to."""
+        if self._tensor is None:
+            self._tensor = self._computed()
+        self._handed_out = True
+        return self._tensor
+
+    def _unwritten(self) -> Tensor:
+        """The elements as they were when the step of a copy read them, before anybody could write to them."""
+        if self._handed_out:
+            return self._computed()
+        if self._tensor is None:
+            self._tensor = self._computed()
+        return self._tensor
+
+    def _computed(self) -> Tensor:
+        if self._parent is None:
+            return self._source.compute()
+        before = self._parent._unwritten()
+        name, *args = self._step
+        with torch.inference_mode(False), torch.set_grad_enabled(self._attached):
+            return getattr(before, name)(*args)  # type: ignore[no-any-return]
 
 
 class DeferredLogits(Tensor):
@@ -137,49 +174,56 @@ class DeferredLogits(Tensor):
 
     source: LogitsSource
     _view: _View
+    _memory: _Memory
     _gate: _Gate
     _real: Tensor | None
-    _real_version: int
 
     @staticmethod
     def carry(loss: Tensor, source: LogitsSource) -> DeferredLogits:
         """The head's output: `loss` () underneath, gradient included; `source` says what logits it stands for."""
-        return _carry(loss, source, _View(source.dtype, loss.device), _Gate())
+        return _carry(loss, source, _View(source.dtype, loss.device), _Memory(source), _Gate())
 
     def seal(self) -> DeferredLogits:
         """The same logits for the user's `outputs.logits`, cut off from the loss."""
         with torch._C.DisableTorchFunctionSubclass():
             scalar = self.detach().requires_grad_(self.requires_grad)
-        return _carry(scalar, self.source, replace(self._view, sealed=True), _Gate())
+        return _carry(scalar, self.source, replace(self._view, sealed=True), self._memory, _Gate())
 
-    def loss(self) -> Tensor:
-        """The fused loss (), a fresh tensor behind whatever hooks were put on this one."""
-        return _Take.apply(self, self._gate)  # type: ignore[no-any-return]
+    def loss(self, earlier: dict[Any, Tensor]) -> Tensor:
+        """The fused loss (), a fresh tensor behind whatever hooks were put on this one.
+
+        earlier: the losses that were taken before in the same forward. The gate lets one gradient through, so a loss
+        that is asked for again is a copy of the first, and autograd adds their gradients up before the gate.
+        """
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            with torch._C.DisableTorchFunctionSubclass():
+                return self.detach().clone()
+        if self._gate not in earlier:
+            earlier[self._gate] = _Take.apply(self, self._gate)
+        return earlier[self._gate].clone()  # models add to their loss in place
 
     def materialize(self) -> Tensor:
         """The logits (..., vocab) as an ordinary tensor."""
-        attach = self.requires_grad and torch.is_grad_enabled()
-        if self._real is None or (attach and not self._real.requires_grad):
-            with torch.set_grad_enabled(attach):
-                logits = self.source.compute()
-                self._real = self._view.of(logits if attach else logits.detach())
-                self._real_version = _version(self._real)
+        if self._real is None:
+            tensor = self._memory.tensor()
+            self._real = tensor if self.requires_grad else tensor.detach()
+            _hand_over_hooks(self, self._real)
         return self._real
 
     def logit_map(self) -> LogitMap | None:
         """What was done to the logits since the head, if it is of that form."""
         return map_of(self._view.steps)
 
-    def written(self) -> bool:
-        """Whether somebody has read the logits and then written into them."""
-        return self._real is not None and _version(self._real) != self._real_version
+    def touched(self) -> bool:
+        """Whether somebody holds the logits as numbers, and may have written to them."""
+        return self.source.touched
 
     def _notes_arithmetic(self, operands: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a product with a number, or a tanh, is only noted: on the way from the head to the loss it is.
 
         Not without gradients: that is what the forward of somebody's `torch.autograd.Function` looks like.
         """
-        on_the_way = not self._view.sealed and self.source.logits is None
+        on_the_way = not self._view.sealed and not self.source.touched
         followed = torch.is_grad_enabled() or not self.requires_grad
         return on_the_way and followed and not kwargs and all(type(x) in (int, float) for x in operands)
 
@@ -193,14 +237,16 @@ class DeferredLogits(Tensor):
             if func in _NATIVE:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
+            if func is Tensor.register_hook:
+                return _register_hook(first, *args[1:], **kwargs)
             if func in _ANSWERED:
                 return _ANSWERED[func](first)
             if func in _ON_META:
                 return func(first._view.on_meta(first.source.shape), *args[1:], **kwargs)
-            if func in _LAZY and first.source.logits is None:
+            if func in _LAZY and not first.source.touched:
                 return _LAZY[func](first, *args[1:], **kwargs)
             if func in _ARITHMETIC and first._notes_arithmetic(args[1:], kwargs):
-                return _noted(first, (_ARITHMETIC[func], *args[1:]))
+                return _noted(first, (_ARITHMETIC[func], *args[1:]), copies=True)
         args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.materialize, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -249,22 +295,25 @@ class _Carry(torch.autograd.Function):
         return grad, None
 
 
-def _carry(scalar: Tensor, source: LogitsSource, view: _View, gate: _Gate) -> DeferredLogits:
+def _carry(scalar: Tensor, source: LogitsSource, view: _View, memory: _Memory, gate: _Gate) -> DeferredLogits:
     carried: DeferredLogits = _Carry.apply(scalar, gate)
-    carried.source, carried._view, carried._gate = source, view, gate
-    carried._real, carried._real_version = None, 0
+    carried.source, carried._view, carried._memory, carried._gate = source, view, memory, gate
+    carried._real = None
     return carried
 
 
-def _noted(logits: DeferredLogits, step: Step, **changes: Any) -> Tensor:
-    view = replace(logits._view, steps=(*logits._view.steps, step), **changes)
-    return _carry(logits, logits.source, view, logits._gate)
+def _noted(logits: DeferredLogits, step: Step, *, copies: bool, **changes: Any) -> Tensor:
+    """copies: whether the step gives new memory, rather than the same tensor or a view of it."""
+    view, memory = replace(logits._view, steps=(*logits._view.steps, step), **changes), logits._memory
+    if copies:
+        memory = _Memory(logits.source, memory, step, logits.requires_grad and torch.is_grad_enabled())
+    return _carry(logits, logits.source, view, memory, logits._gate)
 
 
 def _detach(logits: DeferredLogits) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         scalar = logits.detach()
-    return _carry(scalar, logits.source, logits._view, logits._gate)
+    return _carry(scalar, logits.source, logits._view, logits._memory, logits._gate)
 
 
 def _view_as(logits: DeferredLogits, other: Tensor) -> Tensor:
@@ -277,12 +326,35 @@ def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Tensor:
     if args and isinstance(args[0], Tensor):
         args, kwargs = (args[0].device, args[0].dtype), {}
     device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-    dtype, device = dtype or logits._view.dtype, device or logits._view.device
-    return _noted(logits, ("to", device, dtype, False, copied), dtype=dtype, device=device)
+    now = logits._view
+    dtype, device = dtype or now.dtype, device or now.device
+    moved = device.type != now.device.type or device.index not in (None, now.device.index)
+    copies = copied or moved or dtype != now.dtype
+    return _noted(logits, ("to", device, dtype, False, copied), copies=copies, dtype=dtype, device=device)
 
 
 def _cast(dtype: torch.dtype) -> Callable[..., Tensor]:
-    return lambda logits: _noted(logits, ("to", dtype), dtype=dtype)
+    return lambda logits: _noted(logits, ("to", dtype), copies=dtype != logits._view.dtype, dtype=dtype)
+
+
+def _register_hook(logits: DeferredLogits, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    if logits._real is not None:
+        return logits._real.register_hook(hook)
+    with torch._C.DisableTorchFunctionSubclass():
+        return logits.register_hook(hook)
+
+
+def _hand_over_hooks(logits: DeferredLogits, real: Tensor) -> None:
+    """Hooks that were put on the logits before anybody read them get the gradient of the numbers, if they have one."""
+    hooks = logits._backward_hooks
+    if not hooks or not real.requires_grad:
+        return
+
+    def run(key: int, grad: Tensor) -> Tensor | None:
+        return hooks[key](grad) if key in hooks else None  # its handle may have removed it since
+
+    for key in list(hooks):
+        real.register_hook(partial(run, key))
 
 
 def _no_gradient(logits: DeferredLogits) -> Any:
@@ -303,7 +375,7 @@ def _getters(*names: str) -> set[Any]:
 
 
 # Answered by the scalar underneath: what autograd and the hooks of FSDP, DDP and DeepSpeed ask.
-_NATIVE = {Tensor.register_hook} | _getters(
+_NATIVE = _getters(
     "requires_grad", "grad_fn", "is_leaf", "_base", "_version", "_backward_hooks", "layout",
     "is_meta", "is_sparse", "is_nested", "is_quantized",
 )  # fmt: skip
@@ -327,8 +399,8 @@ _ANSWERED: dict[Any, Callable[[DeferredLogits], Any]] = {
 _LAZY: dict[Any, Callable[..., Tensor]] = {
     Tensor.detach: _detach,
     Tensor.view_as: _view_as,
-    Tensor.clone: lambda logits, **_: _noted(logits, ("clone",)),
-    Tensor.contiguous: lambda logits, **_: _noted(logits, ("contiguous",)),
+    Tensor.clone: lambda logits, **_: _noted(logits, ("clone",), copies=True),
+    Tensor.contiguous: lambda logits, **_: _noted(logits, ("contiguous",), copies=False),
     Tensor.float: _cast(torch.float32),
     Tensor.half: _cast(torch.float16),
     Tensor.bfloat16: _cast(torch.bfloat16),

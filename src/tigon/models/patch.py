@@ -6,6 +6,7 @@ is touched. Which seams a family has is a row of `table`; how a seam replaces a 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,18 +16,23 @@ from torch import nn
 from tigon.errors import OptionError, PatchError
 from tigon.models.loss_seam import CausalLMSeam, HeadSeam, peel
 from tigon.models.report import LeftAlone, PatchReport, Replaced
-from tigon.models.seam import Change, PatchedModule, Seam, instance_objection
+from tigon.models.seam import Change, PatchedModule, Seam, instance_objection, package_of, taken_by, vendor
 from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS, PatchSpec
 from tigon.models.structure import structural_row
 from tigon.models.table import MODELS
 
 Flags = Mapping[str, bool | None]
 
+# Objections that do not tell whose code stands in the way: another package's kernels often refuse the probe's tensors.
+UNTOLD = ("cannot be compared", "overridden on the instance")
+
 
 @dataclass
 class _Decision:
     """What is to become of each candidate of each seam."""
 
+    home: str = ""
+    """The package of the model's class."""
     changes: list[Change] = field(default_factory=list)
     refused: list[tuple[str, nn.Module, Seam, str]] = field(default_factory=list)
     patched: int = 0
@@ -47,6 +53,7 @@ def patch(
     mlp: bool | None = None,
     cross_entropy: bool | None = None,
     linear_cross_entropy: bool | None = None,
+    **unknown: bool | None,
 ) -> PatchReport:
     """Put tigon's ops into this model instance, and into nothing else.
 
@@ -67,8 +74,12 @@ def patch(
 
     Raises:
         PatchError: a flag that is True, or a seam of the family's row, matches nothing, or nothing at all matches.
-            Nothing was changed. OptionError: a flag is not a bool.
+            Nothing was changed. OptionError: a flag is not a bool, or there is no such flag.
     """
+    for name in unknown:
+        near = difflib.get_close_matches(name, (*LAYER_FLAGS, *LOSS_FLAGS), n=1)
+        hint = f"the nearest is {near[0]}" if near else f"the flags are {', '.join((*LAYER_FLAGS, *LOSS_FLAGS))}"
+        raise OptionError(f"{name} is no flag of tigon.patch; {hint}.")
     flags: Flags = {
         "rms_norm": rms_norm,
         "layer_norm": layer_norm,
@@ -87,7 +98,9 @@ def patch(
 def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> PatchReport:
     """`patch` with a row of the caller's choice; `model` is the transformers model itself."""
     flags = {**dict.fromkeys((*LAYER_FLAGS, *LOSS_FLAGS)), **(flags or {})}
-    decision = _Decision(patched=sum(isinstance(m, PatchedModule) for m in model.modules()))
+    decision = _Decision(
+        home=package_of(type(model)), patched=sum(isinstance(m, PatchedModule) for m in model.modules())
+    )
     for flag in LAYER_FLAGS:
         _decide_layers(model, spec, flag, flags[flag], decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
@@ -153,7 +166,8 @@ def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None
         if candidates and _judge(path, module, candidates, decision):
             fitted[type(module)] = decision.changes[-1].seam
             accepted = True
-    claimed = on or (spec.claims and bool(seams) and flag not in spec.keep)
+    claims = spec.claims and not spec.towers_of_any_family
+    claimed = on or (claims and bool(seams) and flag not in spec.keep)
     if claimed and not patched and not accepted:
         reasons = spec.keep.get(flag) or decision.reasons(flag) or "it has no such module"
         raise PatchError(
@@ -170,8 +184,17 @@ def _judge(path: str, module: nn.Module, candidates: list[Seam], decision: _Deci
         if objection is None:
             decision.changes.append(Change(path, module, seam))
             return True
+        if any(words in objection for words in UNTOLD) and (package := vendor(seam.code(module), decision.home)):
+            objection = taken_by(package, module)
     decision.refused.append((path, module, seam, objection or ""))
     return False
+
+
+def _package_of_forward(model: nn.Module, home: str) -> str:
+    """The package of the class that defines `model.forward`; `home` where the instance does."""
+    if "forward" in vars(model):
+        return home
+    return next(package_of(cls) for cls in type(model).__mro__ if "forward" in vars(cls))
 
 
 def _decide_loss(model: nn.Module, spec: PatchSpec, flags: Flags, decision: _Decision) -> None:
@@ -188,7 +211,9 @@ def _decide_loss(model: nn.Module, spec: PatchSpec, flags: Flags, decision: _Dec
     if head is None or not seam.candidate(model):
         reason: str | None = f"it has no {spec.head or 'output embeddings'}, so it computes no language-model loss"
     else:
-        reason = instance_objection(model) or seam.objection(model)
+        # A subclass brings a forward of its own. One that was assigned to a class may pass by the head.
+        package = vendor(seam.code(model), _package_of_forward(model, decision.home))
+        reason = taken_by(package, model) if package else instance_objection(model) or seam.objection(model)
     if reason is not None or head is None:
         decision.refused.append(("", model, seam, reason or ""))
         _insist(flags, LOSS_FLAGS, reason)

@@ -83,6 +83,9 @@ class RopeSeam(Seam):
     def candidate(self, module: nn.Module) -> bool:
         return next(_rotary_functions(type(module)), None) is not None
 
+    def code(self, module: nn.Module) -> Callable[..., Any]:
+        return next(function for _, function in _rotary_functions(type(module)))
+
     def objection(self, module: nn.Module) -> str | None:
         matches = {name: _match(function, self.styles) for name, function in _rotary_functions(type(module))}
         return "; ".join(f"{name}: {match}" for name, match in matches.items() if isinstance(match, str)) or None

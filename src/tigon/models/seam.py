@@ -48,6 +48,10 @@ class Seam(ABC):
     def objection(self, module: nn.Module) -> str | None:
         """Why this candidate has to stay as it is, or None. Compares numbers on a tiny input, never on the weights."""
 
+    def code(self, module: nn.Module) -> Callable[..., Any]:
+        """The function that the op would stand in for, which tells whose code the module runs."""
+        return vars(module).get("forward", type(module).forward)  # type: ignore[no-any-return]
+
     def op_for(self, module: nn.Module) -> str:
         """The op this module gets, for the report."""
         return self.op
@@ -141,6 +145,28 @@ def instance_objection(module: nn.Module) -> str | None:
     if "forward" not in vars(module) or _hooked_by_accelerate(module):
         return None
     return "its forward is overridden on the instance; patch the model before whatever overrides it"
+
+
+_ANYBODYS = frozenset({"torch", "transformers", "transformers_modules", "tigon", "accelerate", "__main__", "functools"})
+
+
+def package_of(code: Any) -> str:
+    """The top-level package that a function, a method or a partial of one comes from; "" if it does not say."""
+    code = getattr(code, "func", code)
+    return str(getattr(getattr(code, "__func__", code), "__module__", None) or "").partition(".")[0]
+
+
+def vendor(code: Any, home: str) -> str | None:
+    """The package that put its own code in the place of the model's, or None. home: the package of the model's class,
+    which may bring modules of its own."""
+    package = package_of(code)
+    return package if package and package not in _ANYBODYS and package != home else None
+
+
+def taken_by(package: str, module: nn.Module) -> str:
+    """The reason to leave a module alone that another package has replaced, with the way on."""
+    where = "set on the instance" if "forward" in vars(module) else type(module).__name__
+    return f"it runs {package}'s code already ({where}); load the model without {package}'s patch to have tigon's ops"
 
 
 def _hooked_by_accelerate(module: nn.Module) -> bool:

@@ -37,6 +37,8 @@ class PatchSpec:
     """What `verify` sets in the config of its small model beyond the sizes all families share."""
     claims: bool = True
     """Whether a flag whose seams match nothing is an error. False where the seams are guesses from structure."""
+    towers_of_any_family: bool = False
+    """Whether the layers belong to towers of any family. Then a flag that is None and matches nothing is no error."""
 
     @property
     def seams(self) -> Mapping[str, tuple[Seam, ...]]:

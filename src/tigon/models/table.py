@@ -107,9 +107,10 @@ _ROWS = (
         tiny={"lm_head_multiplier": 0.7, "mlp_multipliers": [0.8, 0.6], "key_multiplier": 0.9},
     ),
     PatchSpec(model_type="hunyuan_v1_dense", norm=LLAMA, mlp=GATED, rope=HALF),
-    # Vision and text: the text tower of llava may be of any family, so its seams are all there are.
+    # Vision and text. The towers of llava may be of any family, so its seams are all there are.
     PatchSpec(
-        model_type="llava", norm=RMS_NORMS + LAYER_NORMS, mlp=GATED_MLPS, rope=RopeSeam(), keep=_VISION,
+        model_type="llava", norm=RMS_NORMS + LAYER_NORMS, mlp=GATED_MLPS, rope=RopeSeam(),
+        keep=MappingProxyType({"MLP of a CLIP tower": "it has no gate"}), towers_of_any_family=True,
     ),
     PatchSpec(
         model_type="qwen2_5_vl", norm=LLAMA, mlp=GATED, rope=HALF,

@@ -70,8 +70,10 @@ SIZES: Mapping[str, Any] = MappingProxyType(
 _VISION: Mapping[str, Any] = MappingProxyType({"depth": 1, "image_size": 16, "patch_size": 8, "num_hidden_layers": 1})
 
 
-def tiny_config(model_type: str, overrides: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """A config of the family in the sizes above. Raises PatchError where transformers does not know the family."""
+def tiny_config(
+    model_type: str, overrides: Mapping[str, Any] = MappingProxyType({}), sizes: Mapping[str, Any] = SIZES
+) -> Any:
+    """A config of the family in these sizes. Raises PatchError where transformers does not know the family."""
     from transformers import CONFIG_MAPPING
 
     try:
@@ -80,16 +82,16 @@ def tiny_config(model_type: str, overrides: Mapping[str, Any] = MappingProxyType
         raise PatchError(f"this version of transformers has no model_type {model_type!r}.") from None
     overrides = dict(overrides)
     for name, parts in dict(getattr(cls, "sub_configs", {})).items():
-        sizes = dict(overrides.pop(name, {}))
+        own = dict(overrides.pop(name, {}))
         default = getattr(cls(), name, None)
         if default is None:
             continue
         if name == "text_config":
-            overrides[name] = tiny_config(sizes.pop("model_type", default.model_type), sizes).to_dict()
+            overrides[name] = tiny_config(own.pop("model_type", default.model_type), own, sizes).to_dict()
         else:
             del parts
-            overrides[name] = {**_accepted(type(default), {**SIZES, **_VISION}), **sizes}
-    return cls(**{**_accepted(cls, SIZES), **overrides})
+            overrides[name] = {**_accepted(type(default), {**SIZES, **_VISION}), **own}
+    return cls(**{**_accepted(cls, sizes), **overrides})
 
 
 def _accepted(cls: type, sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,34 @@ from tigon.errors import PatchError
 from tigon.models.logits import LogitMap, Step, map_of
 
 
+class _Memory:
+    """As `deferred._Memory`: the elements of the logits, or of the copy that a noted step made of them."""
+
+    def __init__(self, compute: Callable[[], Tensor], attached: bool) -> None:
+        self._compute, self._attached = compute, attached
+        self._tensor: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        """The one tensor of these elements, which the caller may write to."""
+        if self._tensor is None:
+            self._tensor = self.unwritten()
+        return self._tensor
+
+    def unwritten(self) -> Tensor:
+        """The elements as they were before anybody could write to them, computed anew; what nobody uses leaves the
+        graph again."""
+        with torch.inference_mode(False), torch.set_grad_enabled(self._attached):
+            return self._compute()
+
+
+class _Source:
+    """One call of the head."""
+
+    def __init__(self) -> None:
+        self.touched = False
+        """As `LogitsSource.touched`."""
+
+
 class TracedLogits:
     """See the module's text."""
 
@@ -27,19 +55,23 @@ class TracedLogits:
         plain_forward: Callable[..., Tensor],
         head: nn.Module,
         hidden: Tensor,
-        steps: tuple[Step, ...] = (),
-        source: object | None = None,
     ) -> None:
-        self._loss, self._head, self._hidden = loss, head, hidden
-        self._plain_forward = plain_forward
-        self._steps = steps
-        self.source: object = hidden if source is None else source
+        self._loss = loss
+        self._steps: tuple[Step, ...] = ()
+        self._memory = _Memory(lambda: plain_forward(head, hidden), torch.is_grad_enabled())
+        self.source = _Source()
         """The same object for every note on the output of one call of the head."""
 
-    def _noted(self, *step: Any) -> TracedLogits:
-        return TracedLogits(
-            self._loss, self._plain_forward, self._head, self._hidden, (*self._steps, step), self.source
-        )
+    @classmethod
+    def _of(cls, loss: Tensor, steps: tuple[Step, ...], memory: _Memory, source: _Source) -> TracedLogits:
+        logits = cls.__new__(cls)
+        logits._loss, logits._steps, logits._memory, logits.source = loss, steps, memory, source
+        return logits
+
+    def _noted(self, name: str, *args: Any) -> TracedLogits:
+        before = self._memory
+        memory = _Memory(lambda: getattr(before.unwritten(), name)(*args), torch.is_grad_enabled())
+        return TracedLogits._of(self._loss, (*self._steps, (name, *args)), memory, self.source)
 
     def __mul__(self, factor: Any) -> Any:
         return self._noted("mul", factor) if type(factor) in (int, float) else self.materialize() * factor
@@ -67,27 +99,30 @@ class TracedLogits:
         """As `DeferredLogits.logit_map`."""
         return map_of(self._steps)
 
-    def written(self) -> bool:
-        """Never: what is computed here is computed anew each time."""
-        return False
+    def touched(self) -> bool:
+        """As `DeferredLogits.touched`."""
+        return self.source.touched
 
-    def loss(self) -> Tensor:
+    def loss(self, earlier: dict[Any, Tensor]) -> Tensor:
         """The fused loss ()."""
         return self._loss.clone()
 
     def materialize(self) -> Tensor:
         """The logits (..., vocab), as part of the graph."""
-        logits = self._plain_forward(self._head, self._hidden)
-        for name, *args in self._steps:
-            logits = getattr(logits, name)(*args)
-        return logits
+        self.source.touched = True
+        return self._memory.tensor()
 
     def __getitem__(self, key: Any) -> Tensor:
         return self.materialize()[key]
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.materialize()[key] = value
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if name in _METADATA:
+            return getattr(self._memory.unwritten(), name)
         return getattr(self.materialize(), name)
 
     @classmethod
@@ -98,13 +133,20 @@ class TracedLogits:
         return func(*plain, **(kwargs or {}))
 
 
+# Attributes and methods that read no element, and so do not touch the logits.
+_METADATA = frozenset({
+    "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "layout", "size", "dim", "numel",
+    "element_size", "is_floating_point", "is_contiguous", "stride",
+})  # fmt: skip
+
+
 def _flatten(logits: TracedLogits) -> tuple[list[Any], Any]:
-    return [logits._loss], (logits._plain_forward, logits._head, logits._hidden, logits._steps, logits.source)
+    return [logits._loss], (logits._steps, logits._memory, logits.source)
 
 
 def _unflatten(children: Any, context: Any) -> TracedLogits:
     (loss,) = children
-    return TracedLogits(loss, *context)
+    return TracedLogits._of(loss, *context)
 
 
 # So that FSDP finds the tensor in what the head returns, and hangs the gathering for the backward on it.

@@ -338,7 +338,7 @@ def _head_is_fused(twins: _Twins, batch: dict[str, Tensor]) -> Check:
         logits = twins.patched.train()(**batch).logits
     except Exception as error:
         return Check(name, passed=False, note=f"the patched model raises {short(error)}")
-    fused = isinstance(logits, DeferredLogits) and logits.source.logits is None
+    fused = isinstance(logits, DeferredLogits) and not logits.touched()
     return Check(name, passed=fused, note="" if fused else "the logits were computed")
 
 

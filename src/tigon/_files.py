@@ -1,0 +1,71 @@
+"""Files that a user names: only regular files of a disk are opened.
+
+A FIFO waits for a writer for ever, `/dev/zero` has no end, and some files under `/proc` and `/sys` block. Every refusal
+is an OSError whose `strerror` says what the path is, so that a caller which reports OSErrors reports it too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+MAX_TEXT_BYTES = 2**28  # records and configs; the largest results.json of a sweep here has 4 MB
+_KERNEL_FOLDERS = ("proc", "sys")
+_SPECIAL = (
+    (stat.S_ISDIR, "a folder, not a file"),
+    (
+        stat.S_ISFIFO,
+        "a named pipe or the output of another command (`<(...)`), which can be read only once; write it to a file "
+        "and name that file",
+    ),
+    (stat.S_ISCHR, "a character device, not a file"),
+    (stat.S_ISBLK, "a block device, not a file"),
+    (stat.S_ISSOCK, "a socket, not a file"),
+)
+
+
+def is_of_kernel(path: Path) -> bool:
+    """Whether `path` leads into /proc or /sys, whose files are made as they are read."""
+    return os.path.realpath(path).split(os.sep)[1:2] in [[name] for name in _KERNEL_FOLDERS]
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open the regular file `path` for reading. Raises OSError for everything else, without waiting for it."""
+    refuse_special(path)  # before the open, which has effects on some devices
+    handle = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
+    try:
+        _refuse(path, os.fstat(handle.fileno()))  # the path may name something else by now
+    except OSError:
+        handle.close()
+        raise
+    return handle
+
+
+def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """The UTF-8 text of the regular file `path`.
+
+    Raises OSError for a path that cannot be read, is no regular file or has more than `max_bytes`; UnicodeDecodeError
+    for other text.
+    """
+    with open_regular(path) as handle:
+        content = handle.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        size_bytes = os.stat(path).st_size
+        raise OSError(errno.EFBIG, f"{size_bytes} bytes is over the {max_bytes} bytes that are read of it", str(path))
+    return content.decode("utf-8")
+
+
+def refuse_special(path: Path) -> None:
+    """Raise OSError unless `path` names a regular file."""
+    _refuse(path, os.stat(path))
+
+
+def _refuse(path: Path, found: os.stat_result) -> None:
+    for is_special, words in _SPECIAL:
+        if is_special(found.st_mode):
+            raise OSError(errno.EINVAL, words, str(path))
+    if is_of_kernel(path):
+        raise OSError(errno.EINVAL, "a file of the kernel, not of a disk; copy what it says to a file", str(path))

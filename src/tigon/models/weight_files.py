@@ -1,0 +1,230 @@
+"""The weight files of a checkpoint, judged by their headers: are they whole, and are they this model's?
+
+transformers fills a tensor that the files lack with random numbers and only logs it. Its own loader is asked here, on
+the meta device, with the names, shapes and dtypes of the files. So its renaming and merging of tensors count, and no
+weight is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import torch
+
+from tigon._files import open_regular, read_text, refuse_special
+from tigon.errors import UsageError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs"
+AGAIN = "copy or download it again"
+NAMED = 4  # tensors that a message names; it counts the others
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
+    "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+
+
+class Header(NamedTuple):
+    """What a file says of a tensor. dtype: safetensors' word, such as BF16."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """How the tensors of a checkpoint and those of a model differ. Tied tensors are in the files once."""
+
+    missing: tuple[str, ...] = ()
+    """Tensors of the model that the files lack."""
+    unexpected: tuple[str, ...] = ()
+    """Tensors of the files that the model does not have."""
+    unfit: tuple[str, ...] = ()
+    """A tensor of another shape or kind than the model's, and how they differ."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why the model must not be trained from these files; None if it may."""
+        if self.unfit:
+            return f"{listed(self.unfit, 'tensor')}; its weights and its config.json are not of one model"
+        if not self.missing:
+            return None
+        found = f"the model needs {listed(self.missing, 'tensor')}, and the weight files have no such names"
+        if self.unexpected:
+            found += f"; the model does not have {listed(self.unexpected, 'tensor')} of the files"
+        return f"{found}; what is missing would begin as random numbers: restore or rename the tensors"
+
+
+def listed(names: Sequence[str], noun: str) -> str:
+    """`2 tensors: a, b`, with the first few names."""
+    rest = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return f"{len(names):,} {noun}{'s' if len(names) != 1 else ''}: {', '.join(names[:NAMED])}{rest}"
+
+
+def files_in(folder: Path, named: str | None = None) -> tuple[Path, ...]:
+    """The safetensors files that transformers reads from a folder: `model.safetensors`, else those of the index.
+
+    Args:
+        folder: a checkpoint's.
+        named: the file or index that the config names in their place (`transformers_weights`).
+
+    Raises:
+        UsageError: there are none, or the index is damaged, names a file outside the folder, or one that is not there.
+    """
+    single, index = folder / (named or SINGLE), folder / (named or INDEX)
+    if single.is_file() and not single.name.endswith(".json"):
+        return (single,)
+    if not index.is_file() or not index.name.endswith(".json"):
+        lacks = f"no {named}" if named else f"neither {SINGLE} nor {INDEX}"
+        raise UsageError(f"{folder} has {lacks}; save the model there as safetensors, with save_pretrained")
+    names = shards(index)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise UsageError(f"{folder} lacks {listed(missing, 'file')}, which {index.name} names; download again")
+    return tuple(folder / name for name in names)
+
+
+def shards(index: Path) -> tuple[str, ...]:
+    """The files that an index names, in the order in which transformers reads them. Raises UsageError for no index, and
+    for a file outside its folder."""
+    declared = read_json(index)
+    weight_map = declared.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not isinstance(declared.get("metadata"), dict):
+        raise UsageError(f"{index} is no index of weight files: weight_map or metadata is not there; {AGAIN}")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or "\0" in name or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            raise UsageError(f"{index}: {tensor} is said to be in {name!r}, which is no file of this folder; mend it")
+        if not name.endswith(".safetensors"):
+            raise UsageError(f"{index}: {tensor} is said to be in {name!r}, which is no .safetensors file; mend it")
+    return tuple(sorted(set(weight_map.values())))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises UsageError in one line for what cannot be read or is none."""
+    try:
+        declared = json.loads(read_text(file))
+    except (ValueError, OSError, RecursionError) as error:
+        raise UsageError(f"{file} is not a JSON file that can be read: {one_line(error)}") from None
+    if not isinstance(declared, dict):
+        raise UsageError(f"{file} holds a {type(declared).__name__}, not an object in braces; {AGAIN}")
+    return declared
+
+
+def read_headers(files: Sequence[Path]) -> dict[str, Header]:
+    """Every tensor of the files by name. Raises UsageError for a file that is not whole, or a name in two files."""
+    from safetensors import safe_open
+
+    found: dict[str, Header] = {}
+    owners: dict[str, Path] = {}
+    for file in files:
+        try:
+            refuse_special(file)  # a FIFO would be waited for
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 (it is no mapping)
+                    if name in found:
+                        raise UsageError(f"{name} is in {owners[name]} and in {file.name}; remove one of them")
+                    slice_ = handle.get_slice(name)
+                    found[name], owners[name] = Header(slice_.get_dtype(), tuple(slice_.get_shape())), file
+        except UsageError:
+            raise
+        except Exception as error:  # safetensors' own error class, OSError and those of memory maps
+            raise UsageError(_unreadable(file, error)) from None
+    return found
+
+
+def _unreadable(file: Path, error: Exception) -> str:
+    with contextlib.suppress(OSError), open_regular(file) as handle:
+        if handle.read(len(LFS_POINTER)) == LFS_POINTER:
+            return f"{file} is a Git LFS pointer instead of the weights; run `git lfs pull` in its folder"
+    return f"{file} is no whole safetensors file ({one_line(error)}); {AGAIN}"
+
+
+def compare(
+    config: Any, headers: Mapping[str, Header], *, attention: str | None = None, trust_remote_code: bool = False,
+    cls: Any = None,
+) -> LoadReport:  # fmt: skip
+    """What transformers would find when it loads tensors of these headers into a model.
+
+    Args:
+        config: the model's.
+        cls: its class; by default the language model that the config stands for.
+        headers: of its files, as `read_headers` returns them.
+        attention: the `attn_implementation` that it will be loaded with.
+        trust_remote_code: whether the checkpoint's own code may run.
+
+    Raises:
+        UsageError: transformers cannot build the model, or cannot convert the tensors.
+    """
+    from transformers import AutoModelForCausalLM
+
+    tensors = {
+        name: torch.empty(header.shape, dtype=_DTYPES.get(header.dtype, torch.float32), device="meta")
+        for name, header in headers.items()
+    }
+    with _unheard():
+        try:
+            if cls is None:
+                with torch.device("meta"):
+                    cls = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+            built, info = cls.from_pretrained(
+                None, config=copy.deepcopy(config), state_dict=tensors, device_map={"": "meta"},
+                output_loading_info=True, ignore_mismatched_sizes=True, attn_implementation=attention,
+            )  # fmt: skip
+        except (RuntimeError, ValueError, TypeError, KeyError, IndexError, ImportError) as error:
+            kind = config.model_type if cls is None else cls.__name__
+            raise UsageError(f"transformers cannot load these files as {kind}: {one_line(error)}") from None
+    report = report_of(info)
+    kinds = {name: tensor.is_floating_point() for name, tensor in built.state_dict().items()}
+    prefix = f"{built.base_model_prefix}."
+    wrong = [
+        f"{name} is {header.dtype}, which is no floating-point number"
+        for name, header in headers.items()
+        # an expert's weight is a part of the model's tensor, and has no such name there
+        if kinds.get(name, kinds.get(prefix + name, name.endswith(".weight") and name not in report.unexpected))
+        and not tensors[name].is_floating_point()
+    ]
+    return LoadReport(report.missing, report.unexpected, (*report.unfit, *wrong))
+
+
+def report_of(info: Mapping[str, Any]) -> LoadReport:
+    """The report in `from_pretrained(..., output_loading_info=True)`."""
+    unfit = [
+        f"{name} is {_shape(there)}, and the model's {_shape(own)}" for name, there, own in info["mismatched_keys"]
+    ]
+    return LoadReport(tuple(sorted(info["missing_keys"])), tuple(sorted(info["unexpected_keys"])), tuple(sorted(unfit)))
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))})"
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, shortened."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """transformers' report and progress bar would speak of a model that nobody keeps; DeepSpeed would partition it."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+    from transformers.utils import logging
+
+    unset_hf_deepspeed_config()
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

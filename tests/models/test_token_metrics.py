@@ -1,0 +1,124 @@
+"""`return_token_accuracy`, `return_predicted_tokens` and `skip_logits` of a patched model's forward."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tigon
+from tigon.models.deferred import MaterializedLogitsWarning
+from tigon.models.table import MODELS
+from tigon.models.tiny import tiny_model
+
+METRICS = {"return_token_accuracy": True, "return_predicted_tokens": True}
+
+
+def llama(layers: int = 2, **flags: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = tiny_model("llama", {**MODELS["llama"].tiny, "num_hidden_layers": layers})
+    tigon.patch(model, **flags)
+    return model.train()
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def expected(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    target = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
+    predicted, counts = logits.argmax(-1).reshape(-1), target != -100
+    return (predicted[counts] == target[counts]).float().mean(), torch.where(counts, predicted, -1)
+
+
+def half_right(model: nn.Module) -> dict[str, Tensor]:
+    """The batch with labels of which the model predicts some and misses some."""
+    plain = batch()
+    with torch.no_grad():
+        predicted = model(input_ids=plain["input_ids"]).logits.argmax(-1)
+    plain["labels"][1, 1::2] = predicted[1, 0:-1:2]
+    return plain
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "eval-skip_logits", "logits"])
+def test_metrics_on_the_outputs_are_those_of_the_logits(mode: str) -> None:
+    model = llama(linear_cross_entropy=False) if mode == "logits" else llama()
+    inputs = half_right(model)
+    with torch.no_grad():
+        plain = model.eval()(input_ids=inputs["input_ids"])
+    model.train(mode in ("train", "logits"))
+    keywords = {"skip_logits": True} if mode == "eval-skip_logits" else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MaterializedLogitsWarning)
+        outputs = model(**inputs, **METRICS, **keywords)
+    accuracy, tokens = expected(plain.logits, inputs["labels"])
+    assert 0 < float(accuracy) < 1
+    torch.testing.assert_close(outputs.token_accuracy, accuracy)
+    assert torch.equal(outputs.predicted_tokens, tokens)
+    assert torch.equal(outputs["predicted_tokens"], tokens) and isinstance(outputs, type(plain))
+    torch.testing.assert_close(outputs.loss, model(**inputs).loss)
+    assert not hasattr(model(**inputs), "token_accuracy")
+
+
+def test_metrics_that_were_not_asked_for_are_none_and_a_tuple_ends_with_the_others() -> None:
+    model = llama()
+    outputs = model(**batch(), return_token_accuracy=True)
+    assert outputs.predicted_tokens is None and outputs.token_accuracy.ndim == 0
+    plain = model(**batch(), return_dict=False)
+    pair = model(**batch(), return_dict=False, **METRICS)
+    assert len(pair) == len(plain) + 2
+    torch.testing.assert_close(pair[-2], outputs.token_accuracy)
+    assert pair[-1].shape == (18,)
+
+
+def test_metrics_of_logits_that_changed_behind_the_head_are_those_of_the_changed_logits() -> None:
+    model = llama()
+    model.lm_head.register_forward_hook(lambda module, args, output: output + 100 * (torch.arange(97) == 7))
+    with pytest.warns(MaterializedLogitsWarning):
+        tokens = model(**batch(), **METRICS).predicted_tokens
+    assert set(tokens.tolist()) == {-1, 7}
+
+
+def test_outputs_with_metrics_survive_pickle_and_pytrees() -> None:
+    outputs = llama()(**batch(), **METRICS)
+    outputs = type(outputs)(**{**outputs, "loss": outputs.loss.detach(), "logits": None, "past_key_values": None})
+    copy = pickle.loads(pickle.dumps(outputs))
+    assert torch.equal(copy.predicted_tokens, outputs.predicted_tokens) and type(copy) is type(outputs)
+    doubled = torch.utils._pytree.tree_map_only(Tensor, lambda x: 2 * x, outputs)
+    assert torch.equal(doubled.token_accuracy, 2 * outputs.token_accuracy)
+
+
+def test_metrics_of_a_compiled_step_are_those_of_the_eager_one() -> None:
+    model = llama(layers=1)
+    eager = model(**batch(), **METRICS)
+    compiled = torch.compile(model, backend="aot_eager")(**batch(), **METRICS)
+    torch.testing.assert_close(compiled.token_accuracy, eager.token_accuracy)
+    assert torch.equal(compiled.predicted_tokens, eager.predicted_tokens)
+
+
+def test_metrics_are_those_of_the_kept_logits_and_absent_without_labels() -> None:
+    model, ids = llama().eval(), batch()["input_ids"]
+    kept = model(input_ids=ids, labels=ids[:, -4:], logits_to_keep=4, **METRICS)
+    assert torch.equal(kept.predicted_tokens, expected(kept.logits, ids[:, -4:])[1])
+    assert not hasattr(model(input_ids=ids, **METRICS), "token_accuracy")
+
+
+def test_skip_logits_without_labels_is_refused() -> None:
+    model = llama()
+    with pytest.raises(ValueError, match="skip_logits=True, but labels and shift_labels are None"):
+        model(input_ids=batch()["input_ids"], skip_logits=True)
+    assert model(input_ids=batch()["input_ids"], skip_logits=False).logits.shape == (2, 9, 97)
+
+
+def test_skip_logits_with_shift_labels_alone_gives_their_loss() -> None:
+    model, ids = llama().eval(), batch()["input_ids"]
+    shifted = torch.nn.functional.pad(batch()["labels"], (0, 1), value=-100)[:, 1:]
+    outputs = model(input_ids=ids, shift_labels=shifted, skip_logits=True)
+    torch.testing.assert_close(outputs.loss, model(**batch()).loss)

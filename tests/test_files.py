@@ -1,0 +1,79 @@
+"""Files that a user names: regular ones are read, everything else is refused at once by what it is."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from tigon._files import open_regular, read_text
+from tigon.bench import record
+from tigon.errors import TigonError
+from tigon.models.config import load_config
+from tigon.profile import result
+from tigon.sweep import definition, taken
+from tigon.train import recipe_file, sources
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "mkfifo") or not Path("/proc").exists(), reason="special files of Linux"
+)
+SPECIAL = {
+    "fifo": "a named pipe",
+    "socket": "a socket",
+    "/dev/zero": "a character device",
+    "/proc/kmsg": "a file of the kernel",
+    "/proc/self/environ": "a file of the kernel",
+}
+
+
+@pytest.fixture(params=SPECIAL)
+def special(request, tmp_path, monkeypatch):
+    """(a path that is no regular file, what is said of it)"""
+    monkeypatch.chdir(tmp_path)  # a socket's path has 107 bytes at most
+    if request.param == "fifo":
+        os.mkfifo("fifo")
+    if request.param == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind("socket")
+    return Path(request.param), SPECIAL[request.param]
+
+
+def test_what_is_no_regular_file_is_said_and_never_waited_for(special):
+    path, what = special
+    with pytest.raises(OSError, match=what):
+        open_regular(path)
+    link = Path("link")
+    link.symlink_to(path.absolute())
+    with pytest.raises(OSError, match=what):
+        open_regular(link)
+
+
+READERS = {
+    "a recipe": lambda path: recipe_file.load(path, gpu_present=lambda: False),
+    "a sweep": definition.load,
+    "--from": taken.read,
+    "a bench record": record.load,
+    "a profile": result.read,
+    "a config.json": lambda path: load_config(str(path)),
+    "data.source": lambda path: sources.check([str(path)]),
+}
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS.keys())
+def test_every_reader_refuses_what_is_no_regular_file(special, reader):
+    path, what = special
+    with pytest.raises(TigonError, match=what) as caught:
+        reader(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_over_the_limit_is_refused_before_it_is_read_whole(tmp_path):
+    path = tmp_path / "sparse"
+    path.touch()
+    os.truncate(path, 2**40)
+    with pytest.raises(OSError, match=f"{2**40} bytes is over the 1000 bytes"):
+        read_text(path, 1000)
+    with pytest.raises(TigonError, match=f"{2**40} bytes is over the {recipe_file.MAX_RECIPE_BYTES} bytes"):
+        recipe_file.load(path, gpu_present=lambda: False)
