@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib.util
 import inspect
+import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MistralConfig,
+    MistralForCausalLM,
+    PixtralVisionConfig,
+    PixtralVisionModel,
+    Qwen3Config,
+    Qwen3Model,
+)
 from transformers.models.llama import modeling_llama
 
 from tigon.compat import liger
@@ -49,7 +67,7 @@ def patched_ops(model: nn.Module) -> dict[str, int]:
     return counts
 
 
-ALL_OPS = {"rms_norm": 5, "swiglu": 2, "rope": 2, "linear_cross_entropy": 1}
+ALL_OPS = {"rms_norm": 5, "swiglu": 2, "rope": 2, "linear_cross_entropy": 2}
 
 
 def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -122,37 +140,102 @@ def test_cross_entropy_flag_does_nothing_or_reaches_torch() -> None:
     ("keywords", "error", "match"),
     [
         ({"geglu": True}, TypeError, "geglu"),
-        ({"rope": 1}, OptionError, "rope=1"),
+        ({"rope": "false"}, OptionError, "rope='false'"),
         ({"model": nn.Linear(2, 2)}, PatchError, "Linear"),
     ],
 )
-def test_wrong_keyword_is_accepted(keywords: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_wrong_keyword_is_refused(keywords: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         liger.apply_liger_kernel_to_llama(**{"model": llama(), **keywords})
 
 
-def test_function_of_another_family_is_accepted() -> None:
+def test_function_of_another_family_patches_and_names_the_right_one() -> None:
     model = llama()
-    with pytest.raises(PatchError, match="Use apply_liger_kernel_to_llama"):
+    with pytest.warns(UserWarning, match="Use apply_liger_kernel_to_llama"):
         liger.apply_liger_kernel_to_qwen2(model=model)
+    assert patched_ops(model)["rms_norm"] == 5
+
+
+@pytest.mark.parametrize(
+    ("family", "flag", "reason"),
+    [
+        ("deepseek_v2", "rope", "apply_rotary_emb"),
+        ("gpt_oss", "swiglu", "its experts clamp gate and up"),
+        ("nemotron", "rms_norm", "it has no such module"),
+        ("nemotron", "relu_squared", "tigon has no kernel for it"),
+    ],
+)
+def test_flag_that_is_off_by_default_and_finds_nothing_is_a_warning(family: str, flag: str, reason: str) -> None:
+    model = tiny_model(family, MODELS[family].tiny if family in MODELS else {})
+    plain = copy.deepcopy(model)
+    function = getattr(liger, f"apply_liger_kernel_to_{family}")
+    with pytest.warns(UserWarning, match=f"{flag}=True has no effect.*{reason}") as warnings:
+        report = function(model=model, **{flag: True})
+    assert [w.filename for w in warnings if flag in str(w.message)] == [__file__]
+    assert report.counts == function(model=plain).counts  # the rest is patched as without the flag
+    assert report.counts["linear_cross_entropy"] == 2
+    report.undo()
     assert not patched_ops(model)
 
 
-def test_flag_without_a_kernel_is_ignored() -> None:
-    with pytest.raises(OptionError, match="relu_squared"):
-        liger.apply_liger_kernel_to_nemotron(relu_squared=True, model=tiny_model("nemotron", {}))
-    gpt_oss = tiny_model("gpt_oss", MODELS["gpt_oss"].tiny)
-    with pytest.raises(PatchError, match="mlp"):  # off by default: True is a demand
-        liger.apply_liger_kernel_to_gpt_oss(swiglu=True, model=gpt_oss)
-    assert not patched_ops(gpt_oss)
+def test_flag_that_is_off_by_default_and_finds_its_layers_patches_them() -> None:
+    model = tiny_model("glm4", MODELS["glm4"].tiny)
+    assert liger.apply_liger_kernel_to_glm4(model=model, rope=True).counts["rope"] == 2
 
 
-def test_flags_of_the_text_tower_are_not_passed_on() -> None:
+def test_flags_of_the_text_tower_are_passed_on_and_unknown_ones_are_named() -> None:
     model = tiny_model("llava", MODELS["llava"].tiny)
-    report = liger.apply_liger_kernel_to_llava(model=model, swiglu=False)
+    with pytest.warns(UserWarning, match="swigul=False has no effect"):
+        report = liger.apply_liger_kernel_to_llava(model=model, swiglu=False, swigul=False)
     assert report.counts and "swiglu" not in report.counts
-    with pytest.raises(OptionError, match="swigul"):
-        liger.apply_liger_kernel_to_llava(model=model, swigul=False)
+
+
+def test_model_without_a_head_gets_its_layers() -> None:
+    model = Qwen3Model(Qwen3Config(**SIZES))
+    assert patched_ops(model) == {}
+    liger.apply_liger_kernel_to_qwen3(model=model)
+    assert patched_ops(model) == {"rms_norm": 9, "swiglu": 2, "rope": 2}
+
+
+def test_vision_tower_of_pixtral_gets_its_layers() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = PixtralVisionConfig(**sizes, image_size=16, patch_size=4, hidden_act="silu")
+    expected = {"rms_norm": 3, "swiglu": 1, "rope": 1}
+    existing = PixtralVisionModel(config)
+    liger.apply_liger_kernel_to_pixtral(model=existing)
+    assert patched_ops(existing) == expected
+    liger.apply_liger_kernel_to_pixtral()
+    assert patched_ops(PixtralVisionModel(config)) == expected
+
+
+def llava_with_pixtral() -> LlavaForConditionalGeneration:
+    """Pixtral's own arrangement: its tower has RMSNorms only, where CLIP's has LayerNorms."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = PixtralVisionConfig(**sizes, image_size=16, patch_size=4, hidden_act="silu")
+    text = MistralConfig(**sizes, num_key_value_heads=2, vocab_size=97)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=5))
+
+
+def test_both_towers_of_a_vision_model_are_found() -> None:
+    expected = {"rms_norm": 3, "swiglu": 1, "rope": 1}
+    model = llava_with_pixtral()
+    liger.apply_liger_kernel_to_llava(model=model)
+    assert patched_ops(model.model.vision_tower) == patched_ops(model.model.language_model) == expected
+    assert patched_ops(model.lm_head) == {"linear_cross_entropy": 1}
+
+    parts = llava_with_pixtral()
+    liger.apply_liger_kernel_to_pixtral(model=parts.model.vision_tower)
+    liger.apply_liger_kernel_to_mistral(model=parts.model.language_model)
+    assert patched_ops(parts.model.vision_tower) == patched_ops(parts.model.language_model) == expected
+
+    liger.apply_liger_kernel_to_pixtral()
+    assert patched_ops(llava_with_pixtral()) == expected
+
+
+def test_text_tower_alone_is_taken_by_the_function_of_its_family() -> None:
+    model = tiny_model("qwen2_5_vl", MODELS["qwen2_5_vl"].tiny)
+    liger.apply_liger_kernel_to_qwen2_5_vl(model=model.model.language_model)
+    assert patched_ops(model)["rms_norm"] == 5 and not patched_ops(model.model.visual)
 
 
 # --- models built afterwards ------------------------------------------------------------------------------------------
@@ -176,7 +259,7 @@ def test_models_built_afterwards_stay_plain_or_others_change() -> None:
     later = llama()
     assert patched_ops(later) == {"rms_norm": 5, "rope": 2, "linear_cross_entropy": 2}
     mistral = MistralForCausalLM(MistralConfig(**SIZES))
-    for other in (existing, mistral, modeling_llama.LlamaModel(later.config)):
+    for other in (existing, mistral):
         assert not patched_ops(other)
     assert _snapshot() == before
     assert inspect.signature(LlamaForCausalLM.__init__) == inspect.signature(init)
@@ -207,7 +290,7 @@ def test_second_call_stacks_hooks_or_keeps_the_first_flags() -> None:
     assert "rope" not in patched_ops(llama())
     first.remove()  # no longer on any class
     assert patched_ops(llama())
-    assert liger.remove_hooks() == 1 and LlamaForCausalLM.__init__ is init
+    assert liger.remove_hooks() and LlamaForCausalLM.__init__ is init
 
 
 def test_subclass_of_a_hooked_class_is_left_out() -> None:
@@ -218,6 +301,66 @@ def test_subclass_of_a_hooked_class_is_left_out() -> None:
 
     liger.apply_liger_kernel_to_llama()
     assert patched_ops(Mine(LlamaConfig(**SIZES)))["rms_norm"] == 5
+
+
+def test_text_tower_and_classifier_built_under_a_hook_get_their_layers() -> None:
+    liger.apply_liger_kernel_to_llama(rope=False)
+    llava = tiny_model("llava", MODELS["llava"].tiny)  # its text tower is a LlamaModel; llava itself is not hooked
+    assert patched_ops(llava.model.language_model) == {"rms_norm": 5, "swiglu": 2}
+    assert not patched_ops(llava.model.vision_tower) and not patched_ops(llava.lm_head)
+    classifier = LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0))
+    assert patched_ops(classifier) == {"rms_norm": 5, "swiglu": 2}
+    headless = LlamaModel(LlamaConfig(**SIZES))
+    assert patched_ops(headless) == {"rms_norm": 5, "swiglu": 2}
+
+
+def test_hook_whose_model_fails_to_build_leaves_nothing_for_the_next() -> None:
+    class Broken(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            raise RuntimeError("broken")
+
+    class Outer(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            with contextlib.suppress(RuntimeError):
+                self.other = Broken(config)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    liger.apply_liger_kernel_to_llama()
+    assert patched_ops(Outer(LlamaConfig(**SIZES))) == ALL_OPS
+
+
+def test_remote_code_that_derives_from_a_hooked_class_is_patched() -> None:
+    """A repository with `trust_remote_code` brings a config with a model type of its own."""
+
+    class RemoteConfig(LlamaConfig):
+        model_type = "remote_llama"
+
+    class RemoteForCausalLM(LlamaForCausalLM):
+        config_class = RemoteConfig
+
+    liger.apply_liger_kernel_to_llama(rms_norm=False)
+    assert patched_ops(RemoteForCausalLM(RemoteConfig(**SIZES))) == {"swiglu": 2, "rope": 2, "linear_cross_entropy": 2}
+
+
+def test_remote_code_with_classes_of_its_own_is_patched(tmp_path: Path) -> None:
+    """A dynamic module copies the family's file: its classes have the family's config and are in no table."""
+    source = Path(modeling_llama.__file__).read_text(encoding="utf-8")
+    source = source.replace("from ...", "from transformers.").replace("from .", "from transformers.models.llama.")
+    (tmp_path / "copy_of_llama.py").write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("copy_of_llama", tmp_path / "copy_of_llama.py")
+    assert spec is not None and spec.loader is not None
+    copied = sys.modules["copy_of_llama"] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(copied)
+        liger.apply_liger_kernel_to_llama()
+        assert not issubclass(copied.LlamaForCausalLM, LlamaForCausalLM)
+        assert patched_ops(copied.LlamaForCausalLM(LlamaConfig(**SIZES))) == ALL_OPS
+    finally:
+        del sys.modules["copy_of_llama"]
 
 
 def test_hook_that_cannot_patch_builds_the_model_in_silence() -> None:
@@ -240,8 +383,8 @@ def test_hook_is_removed_from_under_another_wrapper() -> None:
     hook.remove()
 
 
-def test_family_without_a_class_is_hooked_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apply, "_headed", lambda model_type: iter(()))
+def test_family_that_transformers_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply, "_of_transformers", lambda model_type: iter(()))
     with pytest.raises(PatchError, match="pass model="):
         liger.apply_liger_kernel_to_llama()
 
@@ -263,15 +406,37 @@ def test_auto_class_loads_a_plain_model_or_patches_its_class(tmp_path: Path) -> 
     assert issubclass(liger.AutoLigerKernelForCausalLM, AutoModelForCausalLM)
 
 
-def test_instance_function_ignores_a_misspelt_flag() -> None:
-    with pytest.raises(OptionError, match="swigul"):
-        liger._apply_liger_kernel_to_instance(model=llama(), swigul=False)
+def test_auto_class_loads_and_patches_a_repository_with_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    repository = tmp_path / "repository"
+    llama().save_pretrained(repository)
+    (repository / "modeling_remote.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "class RemoteConfig(LlamaConfig):\n    model_type = 'remote_llama'\n\n\n"
+        "class RemoteForCausalLM(LlamaForCausalLM):\n    config_class = RemoteConfig\n",
+        encoding="utf-8",
+    )
+    config = json.loads((repository / "config.json").read_text(encoding="utf-8"))
+    config["model_type"], config["architectures"] = "remote_llama", ["RemoteForCausalLM"]
+    classes = {"AutoConfig": "RemoteConfig", "AutoModelForCausalLM": "RemoteForCausalLM"}
+    config["auto_map"] = {auto: f"modeling_remote.{cls}" for auto, cls in classes.items()}
+    (repository / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+    model = liger.AutoLigerKernelForCausalLM.from_pretrained(repository, trust_remote_code=True)
+    layers = {"rms_norm": 5, "swiglu": 2, "rope": 2}
+    assert type(model).__name__ == "RemoteForCausalLM" and layers.items() <= patched_ops(model).items()
+    liger.apply_liger_kernel_to_llama()
+    hooked = AutoModelForCausalLM.from_pretrained(repository, trust_remote_code=True)
+    assert patched_ops(hooked) == ALL_OPS
 
 
-def test_flag_of_another_family_is_dropped_without_a_word() -> None:
+def test_instance_function_drops_keywords_that_the_family_does_not_take_and_names_them() -> None:
     model = llama()
-    with pytest.warns(UserWarning, match="geglu"):
-        liger._apply_liger_kernel_to_instance(model=model, geglu=True, rope=False)
+    with pytest.warns(UserWarning, match="geglu, swigul: not used, because apply_liger_kernel_to_llama"):
+        liger._apply_liger_kernel_to_instance(model=model, geglu=True, swigul=False, rope=False)
     assert "rope" not in patched_ops(model) and "swiglu" in patched_ops(model)
 
 
@@ -291,3 +456,37 @@ def test_family_without_a_function_is_left_plain_without_a_word() -> None:
 def test_class_function_hooks_nothing_or_chokes_on_other_keywords() -> None:
     liger._apply_liger_kernel("llama", rope=False, dtype="bfloat16", model="path")
     assert patched_ops(llama())["rms_norm"] == 5 and "rope" not in patched_ops(llama())
+
+
+# --- the classes of what was patched ----------------------------------------------------------------------------------
+
+CLASSES = ("LigerRMSNorm", "LigerLayerNorm", "LigerSwiGLUMLP", "LigerGEGLUMLP", "LigerPhi3SwiGLUMLP")
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("llama", {"LigerRMSNorm": 5, "LigerSwiGLUMLP": 2}),
+        ("gemma", {"LigerRMSNorm": 5, "LigerGEGLUMLP": 2}),
+        ("phi3", {"LigerRMSNorm": 5, "LigerPhi3SwiGLUMLP": 2}),
+        ("nemotron", {"LigerLayerNorm": 5}),
+    ],
+)
+def test_patched_modules_are_instances_of_ligers_classes(family: str, expected: dict[str, int]) -> None:
+    model = tiny_model(family, MODELS[family].tiny)
+
+    def count() -> dict[str, int]:
+        counts = {name: sum(isinstance(m, getattr(liger, name)) for m in model.modules()) for name in CLASSES}
+        return {name: n for name, n in counts.items() if n}
+
+    assert count() == {}
+    report = getattr(liger, f"apply_liger_kernel_to_{family}")(model=model)
+    assert count() == expected
+
+    class Mine(liger.LigerRMSNorm):
+        pass
+
+    assert not any(isinstance(m, Mine) for m in model.modules())
+    assert isinstance(Mine(8), liger.LigerRMSNorm)
+    report.undo()
+    assert count() == {}

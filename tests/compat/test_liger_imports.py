@@ -264,3 +264,71 @@ def test_wrong_command_line_prints_a_traceback(arguments: tuple[str, ...], tmp_p
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1 and "usage: python -m tigon.compat.liger" in done.stderr
     assert run("--help", cwd=tmp_path).returncode == 0
+
+
+def test_loss_dtype_option_reaches_the_script_and_not_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "compare.py").write_text("""
+import sys, torch
+from liger_kernel.transformers import LigerCrossEntropyLoss
+assert sys.argv == ["compare.py", "--loss-dtype", "mine"], sys.argv
+logits, labels = torch.randn(8, 20, dtype=torch.bfloat16), torch.randint(20, (8,))
+loss, plain = LigerCrossEntropyLoss()(logits, labels), torch.nn.functional.cross_entropy(logits, labels)
+print(loss.dtype, torch.allclose(loss, plain, rtol=2e-2) if loss.dtype == plain.dtype else "")
+""")
+    script = ("compare.py", "--loss-dtype", "mine")
+    assert run(*script, cwd=tmp_path).stdout.split() == ["torch.float32"]
+    assert run("--loss-dtype", "logits", *script, cwd=tmp_path).stdout.split() == ["torch.bfloat16", "True"]
+    assert run("--loss-dtype=liger", *script, cwd=tmp_path).stdout.split() == ["torch.bfloat16", "True"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--loss-dtype",), "--loss-dtype needs a value"),
+        (("--loss-dtype", "bf16", "there.py"), "loss_dtype='bf16' is not known; choose one of fp32, logits, liger"),
+        (("--loss-type", "fp32", "there.py"), "no such file: --loss-type"),
+    ],
+)
+def test_wrong_loss_dtype_is_refused_in_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "there.py").write_text("raise SystemExit('ran')\n")
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and message in done.stderr
+
+
+def test_reloaded_and_reimported_modeling_modules_are_patched_again() -> None:
+    python(
+        MODEL
+        + """
+import importlib, sys
+import transformers.loss.loss_utils
+from tigon.compat import liger
+from tigon.models.seam import PatchedModule
+from transformers import AutoModelForCausalLM
+
+NAME = "transformers.models.llama.modeling_llama"
+
+def patched(cls):
+    return sum(isinstance(module, PatchedModule) for module in cls(config).modules())
+
+liger.apply_liger_kernel_to_llama()
+full = patched(LlamaForCausalLM)
+assert full == 11  # 5 norms, 2 MLPs, 2 attentions, the head and the model
+
+importlib.reload(sys.modules[NAME])  # how scripts take Liger's patch back
+assert patched(sys.modules[NAME].LlamaForCausalLM) == 0
+liger.apply_liger_kernel_to_llama()
+assert patched(sys.modules[NAME].LlamaForCausalLM) == patched(LlamaForCausalLM) == full
+
+del sys.modules[NAME]
+again = importlib.import_module(NAME)
+assert patched(again.LlamaForCausalLM) == 0
+liger.apply_liger_kernel_to_llama()
+assert patched(again.LlamaForCausalLM) == full
+assert patched(again.LlamaModel) == full - 2
+assert sum(isinstance(m, PatchedModule) for m in AutoModelForCausalLM.from_config(config).modules()) == full
+
+importlib.reload(transformers.loss.loss_utils)
+assert patched(again.LlamaForCausalLM) == full
+assert liger.remove_hooks() and patched(again.LlamaForCausalLM) == patched(LlamaForCausalLM) == 0
+"""
+    )

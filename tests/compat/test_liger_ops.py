@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backends import Backend
 from tigon.compat.liger import functions as f
-from tigon.compat.liger import launchers
+from tigon.compat.liger import launchers, losses
 from tigon.errors import OptionError, ShapeError
 
 EPS = 1e-5
@@ -281,13 +281,14 @@ def reference_loss(
     square = lse_square_scale * z.logsumexp(-1).square() * valid
     count = valid.sum() if weight is None else (weight[target.clamp(min=0)] * valid).sum()
 
-    def reduced(rows: Tensor) -> Tensor:
+    def reduced(rows: Tensor, count: Tensor) -> Tensor:
         return rows if reduction == "none" else rows.sum() / (count if reduction == "mean" else 1)
 
+    z_loss = reduced(square, valid.sum())  # Liger divides it by the number of labels
     hit = ((z.argmax(-1) == target) & valid).float()
     return (
-        reduced(ce + square),
-        reduced(square).detach() if return_z_loss else None,
+        reduced(ce, count) + z_loss,
+        z_loss.detach() if return_z_loss else None,
         (hit if reduction == "none" else hit.sum() / valid.sum()) if return_token_accuracy else None,
         z.argmax(-1).masked_fill(~valid, -1) if return_predicted_tokens else None,
     )
@@ -420,11 +421,63 @@ def test_logits_are_zeroed_in_evaluation() -> None:
     assert returned is logits
 
 
-def test_label_outside_the_vocabulary_is_answered_with_a_number() -> None:
+@pytest.mark.parametrize("label", [V, -3])
+def test_label_outside_the_vocabulary_is_refused_as_liger_refuses_it(label: int) -> None:
     hidden, head, _, target = _loss_inputs()
-    target[1] = V
-    with pytest.raises(IndexError, match=f"label {V}"):
-        f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target)
+    target[1] = label
+    for call in (
+        lambda: f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target),
+        lambda: f.LigerCrossEntropyFunction.apply(hidden @ head.T, target, None),
+    ):
+        with pytest.raises(AssertionError, match=rf"label {label} .*out of\s+bounds") as caught:
+            call()
+        assert isinstance(caught.value, IndexError)  # what PyTorch raises
+
+
+@pytest.fixture
+def default_loss_dtype() -> Iterator[None]:
+    yield
+    losses.set_loss_dtype("fp32")
+
+
+@pytest.mark.usefixtures("default_loss_dtype")
+@pytest.mark.parametrize(
+    ("choice", "cross_entropy", "fused", "z_loss"),
+    [
+        ("fp32", torch.float32, torch.float32, torch.float32),
+        ("logits", torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        ("liger", torch.bfloat16, torch.float32, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_loss_dtype_is_the_chosen_one_and_gradients_do_not_depend_on_it(
+    choice: str, cross_entropy: torch.dtype, fused: torch.dtype, z_loss: torch.dtype, reduction: str
+) -> None:
+    hidden, head, _, target = _loss_inputs()
+    hidden, head = hidden.detach().bfloat16().requires_grad_(), head.detach().bfloat16().requires_grad_()
+    logits = (hidden @ head.T).detach().requires_grad_()
+    options: dict[str, Any] = {"lse_square_scale": 1e-3, "return_z_loss": True, "reduction": reduction}
+
+    def run() -> tuple[list[torch.dtype], list[Tensor]]:
+        ce = f.LigerCrossEntropyFunction.apply(logits, target, None, **options)
+        flce = f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target, **options)
+        grads = [torch.autograd.grad(ce[0].sum(), logits)[0], *torch.autograd.grad(flce[0].sum(), (hidden, head))]
+        return [ce[0].dtype, flce[0].dtype, ce[1].dtype, flce[1].dtype], grads
+
+    _, expected = run()
+    losses.set_loss_dtype(choice)
+    dtypes, grads = run()
+    assert dtypes == [cross_entropy, fused, z_loss, z_loss]
+    torch.testing.assert_close(grads, expected, rtol=0, atol=0)
+    if choice != "fp32":
+        plain = F.cross_entropy(logits, target, reduction=reduction)
+        ours = f.LigerCrossEntropyFunction.apply(logits, target, None, reduction=reduction)[0]
+        assert torch.allclose(ours, plain, rtol=2e-2)
+
+
+def test_unknown_loss_dtype_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"loss_dtype='bf16'.*fp32, logits, liger"):
+        losses.set_loss_dtype("bf16")
 
 
 def test_half_precision_loss_or_gradient_is_rounded_before_the_loss_scale() -> None:
@@ -459,11 +512,12 @@ def test_compiled_call_breaks_the_graph_or_differs_with_ignored_labels() -> None
     torch.testing.assert_close(compiled(hidden, head, w), step(hidden, head, w))
 
 
-def test_z_loss_has_another_denominator_than_the_loss():
-    """Liger divides it by the number of labels; docs/liger.md says so."""
+def test_mean_of_the_z_loss_is_over_the_labels_with_class_weights_too() -> None:
     torch.manual_seed(3)
     z, y, w = torch.randn(6, 10), torch.randint(0, 10, (6,)), torch.rand(10) * 3
-    lse = torch.logsumexp(z, -1)
-    expected = (0.1 * lse.square()).sum() / w[y].sum()
-    found = f.LigerCrossEntropyFunction.apply(z, y, w, -100, 0.1, 0.0, "mean", None, True)[1]
-    torch.testing.assert_close(found, expected)
+    square = 0.1 * torch.logsumexp(z, -1).square()
+    loss, z_loss, *_ = f.LigerCrossEntropyFunction.apply(z, y, w, -100, 0.1, 0.0, "mean", None, True)
+    torch.testing.assert_close(z_loss, square.mean())
+    torch.testing.assert_close(loss, F.cross_entropy(z, y, w) + square.mean())
+    nothing = f.LigerCrossEntropyFunction.apply(z, torch.full_like(y, -100), w, -100, 0.1, 0.0, "mean", None, True)
+    assert [float(x) for x in nothing[:2]] == [0.0, 0.0]

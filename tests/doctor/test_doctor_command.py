@@ -133,7 +133,7 @@ def test_warning_alone_ends_with_one(quick: None, monkeypatch: Any, capsys: Any)
         ("{folder}", "no config.json"),
         ("{folder}/none.json", "neither a file"),
         ("{folder}/text.json", "not a JSON file"),
-        ("{folder}/list.json", "no model_type"),
+        ("{folder}/list.json", "holds a list, not an object"),
         ("{folder}/unknown.json", "transformers cannot read it"),
         ("{folder}/remote.json", "is not run"),
         ("{folder}/impossible.json", "LlamaConfig|cannot build|cannot read"),

@@ -6,13 +6,16 @@ import importlib.util
 import logging
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from tigon.doctor.finding import Finding
 from tigon.errors import PatchError, UsageError
-from tigon.models import MODELS, PatchReport, Verification, patch, verify
+from tigon.models import MODELS, PatchReport, Verification, patch, verify, weight_files
 from tigon.models.config import build_on_meta, load_config
+from tigon.models.presets import PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,7 @@ def check_model(name: str) -> ModelCheck:
                 source="config.json, quantization_config",
             )
         )
+    findings += _weights(name, config, type(model))
     report = None
     try:
         report = patch(model)
@@ -71,6 +75,32 @@ def check_model(name: str) -> ModelCheck:
     return ModelCheck(
         name=name, cls=type(model).__name__, model_type=config.model_type, report=report, findings=tuple(findings)
     )
+
+
+def _weights(name: str, config: Any, cls: type[torch.nn.Module]) -> list[Finding]:
+    """What is wrong with the weight files of a folder, by their headers alone."""
+    folder = Path(name)
+    if name in PRESETS or not folder.is_dir() or not any(folder.glob("*.safetensors*")):
+        return []
+    try:
+        files = weight_files.files_in(folder, getattr(config, "transformers_weights", None))
+        headers = weight_files.read_headers(files)
+        if getattr(config, "quantization_config", None):
+            return []  # their names and shapes are the quantiser's
+        report = weight_files.compare(config, headers, cls=cls)
+    except UsageError as error:
+        problem: str | None = str(error)
+    else:
+        problem = report.problem
+        if problem is None and report.unexpected:
+            listed = weight_files.listed(report.unexpected, "tensor")
+            what = f"The files hold {listed}, which the model does not have."
+            fix = "nothing, if they belong to a part that is not trained; else the config is not theirs."
+            return [Finding(level="note", id="unused-tensors", what=what, fix=fix, source=f"the headers in {folder}")]
+    if problem is None:
+        return []
+    fix = "tigon train refuses this checkpoint: restore the files, or rename the tensors."
+    return [Finding(level="problem", id="weights", what=problem, fix=fix, source=f"the headers in {folder}")]
 
 
 def prove(check: ModelCheck) -> ModelCheck:

@@ -12,9 +12,10 @@ from typing import Any
 from tigon.compat.liger.aliases import install, uninstall
 from tigon.compat.liger.errors import FlagConflict, NotInTigon, missing
 from tigon.compat.liger.hooks import ConstructionHook, remove_hooks
+from tigon.compat.liger.losses import set_loss_dtype
 from tigon.compat.liger.offered import OFFERED, resolve
 
-__all__ = ["ConstructionHook", "FlagConflict", "NotInTigon", "install", "remove_hooks", "uninstall"]
+__all__ = ["ConstructionHook", "FlagConflict", "NotInTigon", "install", "remove_hooks", "set_loss_dtype", "uninstall"]
 _LIGERS = OFFERED["liger_kernel.transformers"] | OFFERED["liger_kernel.transformers.monkey_patch"]
 __all__ += sorted(_LIGERS)
 

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from tigon.compat.liger.apply import _apply_liger_kernel_to_instance
-from tigon.compat.liger.families import TIGON_FLAG
+from tigon.compat.liger.families import LIGER_FLAGS
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):  # type: ignore[misc]  # transformers is not typed here
@@ -20,7 +20,8 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):  # type: ignore[misc]  #
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         """`AutoModelForCausalLM.from_pretrained`, patched."""
         flags = _take_flags(kwargs)
-        built = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        # Not super(): a repository's auto_map is looked up by the name of the class, and names transformers' own.
+        built = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         # output_loading_info=True returns a pair.
         _apply_liger_kernel_to_instance(built[0] if isinstance(built, tuple) else built, **flags)
         return built
@@ -29,11 +30,11 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):  # type: ignore[misc]  #
     def from_config(cls, config: Any, **kwargs: Any) -> Any:
         """`AutoModelForCausalLM.from_config`, patched."""
         flags = _take_flags(kwargs)
-        model = super().from_config(config, **kwargs)
+        model = AutoModelForCausalLM.from_config(config, **kwargs)
         _apply_liger_kernel_to_instance(model, **flags)
         return model
 
 
 def _take_flags(keywords: dict[str, Any]) -> dict[str, Any]:
     """Take the patch's flags out of `keywords`."""
-    return {name: keywords.pop(name) for name in TIGON_FLAG if name in keywords}
+    return {name: keywords.pop(name) for name in sorted(LIGER_FLAGS) if name in keywords}

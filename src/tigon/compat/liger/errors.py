@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from tigon.errors import OptionError, TigonError
+import sys
+import warnings
+
+from tigon.errors import LabelError, OptionError, TigonError
 
 
 class FlagConflict(OptionError, AssertionError):
     """A value or combination that Liger refuses with an `assert`."""
+
+
+class LigerLabelError(LabelError, AssertionError):
+    """A label outside [0, vocab). Liger refuses it with an `assert`."""
 
 
 class NotInTigon(TigonError, ModuleNotFoundError):
@@ -19,3 +26,12 @@ def missing(name: str) -> str:
         f"tigon has no counterpart of {name}. liger_kernel is tigon.compat.liger in this process; docs/liger.md lists "
         "what it offers. For the rest, install liger-kernel and run without tigon.compat.liger."
     )
+
+
+def warn(message: str) -> None:
+    """Warn at the line outside tigon that called."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "tigon":
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, stacklevel=level)

@@ -19,11 +19,13 @@ TIGON_FLAG: Mapping[str, str] = MappingProxyType(
         "layer_norm": "layer_norm",
         "swiglu": "mlp",
         "geglu": "mlp",
-        "relu_squared": "mlp",
         "cross_entropy": "cross_entropy",
         "fused_linear_cross_entropy": "linear_cross_entropy",
     }
 )
+
+LIGER_FLAGS = frozenset({*TIGON_FLAG, "relu_squared"})
+"""Every flag of Liger's functions. tigon has no kernel for the last."""
 
 _LOSS = "-cross_entropy fused_linear_cross_entropy"
 _STANDARD = f"rope {_LOSS} rms_norm swiglu model"

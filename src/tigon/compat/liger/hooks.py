@@ -1,21 +1,30 @@
-"""Patching what is built from now on: a hook at the end of `__init__` of one class.
+"""Patching what is built from now on: a hook at the end of `__init__` of the model classes of one family.
 
 Liger, called without a model, assigns into the modeling module: norms of models that are built later change, forward
-and rotary embedding of those that exist change too, and there is no way back. Here the class that the call names gets
-an `__init__` that patches the instance it has built. Nothing else of transformers or torch is assigned to.
+and rotary embedding of those that exist change too, and there is no way back. Here the classes of the family that the
+call names get an `__init__` that patches the instance it has built. Nothing else of transformers or torch is assigned
+to.
+
+One hooked model is often part of another one: `LlamaForCausalLM` builds a `LlamaModel`. Then the outer model is
+patched as a whole, because its row in `tigon.models.MODELS` knows more than the structure of the inner one. The inner
+model is patched alone where its owner is not hooked: in a classifier, or as the text tower of a vision model.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from tigon.compat.liger.errors import warn
+from tigon.compat.liger.families import FAMILIES
+from tigon.compat.liger.flags import Flags
 from tigon.errors import PatchError
-from tigon.models import patch
+from tigon.models.patch import output_head
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,27 @@ class ConstructionHook:
 
     classes: tuple[type[nn.Module], ...]
     model_types: frozenset[str]
-    flags: Mapping[str, bool | None]
+    flags: Flags
+
+    def covers(self, model: Any) -> bool:
+        """Whether the hook patches this model of one of its classes, or of a class derived from one.
+
+        A derived class of another known family has its own function. A derived class of an unknown family, such as one
+        from a repository with `trust_remote_code`, is patched.
+        """
+        model_type = model.config.model_type
+        return model_type in self.model_types or model_type not in FAMILIES
+
+    def patch(self, model: Any) -> None:
+        """Patch a model that was built under the hook."""
+        computes_loss = output_head(model) is not None
+        if model.config.model_type in self.model_types:
+            self.flags.patch(model, loss=computes_loss)
+            return
+        try:
+            self.flags.patch(model, loss=computes_loss)
+        except PatchError as error:
+            warn(f"no kernel was applied: {error}")
 
     def remove(self) -> None:
         """Take the hook off its classes; what was built with it stays patched. A second call does nothing."""
@@ -39,10 +68,10 @@ _inits: dict[type[nn.Module], tuple[Any, Any]] = {}
 
 
 def patch_instances_of(
-    classes: tuple[type[nn.Module], ...], model_types: frozenset[str], flags: Mapping[str, bool | None]
+    classes: tuple[type[nn.Module], ...], model_types: frozenset[str], flags: Flags
 ) -> ConstructionHook:
     """Patch every model of these classes and model types that is built from now on; the last call's flags count."""
-    hook = ConstructionHook(classes, model_types, dict(flags))
+    hook = ConstructionHook(classes, model_types, flags)
     for cls in classes:
         if cls not in _inits:
             _inits[cls] = vars(cls).get("__init__"), _hooked(cls)
@@ -64,13 +93,37 @@ def _hooked(cls: type[nn.Module]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        hook = _hooks.get(cls)
-        # A subclass of another family, or one that has been patched by its own class's hook, is not ours.
-        if hook is not None and self.config.model_type in hook.model_types:
-            patch(self, **hook.flags)
+        built, outermost = _construction.built, not _construction.depth
+        inside = len(built)
+        _construction.depth += 1
+        try:
+            original(self, *args, **kwargs)
+            hook = _hooks.get(cls)
+            if hook is not None and hook.covers(self):
+                built[inside:] = [(hook, self)]  # in place of the models that it consists of
+            if outermost:
+                for hook, model in built:
+                    hook.patch(model)
+        except BaseException:
+            del built[inside:]
+            raise
+        finally:
+            _construction.depth -= 1
+            if outermost:
+                built.clear()
 
     return __init__
+
+
+class _Construction(threading.local):
+    """The hooked models that this thread is building."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.built: list[tuple[ConstructionHook, nn.Module]] = []
+
+
+_construction = _Construction()
 
 
 def _take_off(cls: type[nn.Module]) -> None:

@@ -1,12 +1,14 @@
 """Liger's two losses over tigon's: four results, Liger's names for the options.
 
-    loss              fp32, whatever the input's dtype (Liger: the input's)
-    z_loss            what λ · lse² contributes to the loss, by the loss's own reduction; no gradient of its own
+    loss              fp32, whatever the logits' dtype, unless `set_loss_dtype` says otherwise
+    z_loss            what λ · lse² contributes to the loss; its mean is over the labels that are not ignored, with
+                      class weights too; no gradient of its own
     token_accuracy    mean over the labels that are not ignored, or one number a token for reduction="none"
     predicted_tokens  (N,) int64, -1 where the label is ignored
 
-tigon's ops return no lse, so `return_z_loss` and `use_token_scaling` cost a second pass without gradients. Both are
-rare, and a pass through the op keeps one implementation of the softmax.
+tigon's ops return no lse, so `return_z_loss` and `use_token_scaling` cost a second pass without gradients. tigon's ops
+divide the z-loss by the sum of the class weights, so a mean with class weights and a z-loss costs a second pass with
+gradients. All three are rare, and a pass through the op keeps one implementation of the softmax.
 """
 
 # N = tokens, H = hidden, V = vocabulary.
@@ -21,11 +23,14 @@ import torch
 from torch import Tensor
 
 from tigon import ops
-from tigon.compat.liger.errors import FlagConflict
-from tigon.errors import OptionError
+from tigon.compat.liger.errors import FlagConflict, LigerLabelError
+from tigon.errors import LabelError, OptionError
 from tigon.ops._loss import LossOutput
 
 Four = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+LOSS_DTYPES = ("fp32", "logits", "liger")
+LOSS_DTYPE_OPTION = "--loss-dtype"  # of python -m tigon.compat.liger
+_loss_dtype = "fp32"
 Run = Callable[..., Any]
 """run(class_weight, **options): a tigon loss with its tensors bound."""
 
@@ -76,13 +81,41 @@ def no_implementation(**named: Any) -> None:
             raise OptionError(f"{name}={value!r}: Liger's backends do not exist here. Leave {name} out.")
 
 
+def set_loss_dtype(choice: str) -> None:
+    """Choose the dtype of the losses that Liger's classes and functions return in this process.
+
+    PyTorch's cross entropy of bf16 logits is bf16, and `torch.allclose` refuses to compare fp32 with bf16. Losses of
+    patched models are fp32 in any case, as those of transformers are. Gradients do not change.
+
+    Args:
+        choice: "fp32", the default. "logits": the dtype of the logits, which is that of the hidden states for the fused
+            loss. "liger": as in liger-kernel 0.8.5, where only the fused loss is fp32.
+
+    Raises:
+        OptionError: `choice` is none of these.
+    """
+    global _loss_dtype
+    if choice not in LOSS_DTYPES:
+        raise OptionError(f"loss_dtype={choice!r} is not known; choose one of {', '.join(LOSS_DTYPES)}.")
+    _loss_dtype = choice
+
+
+def _in_chosen_dtype(four: Four, dtype: torch.dtype, fused: bool) -> Four:
+    """The losses as `set_loss_dtype` asks; `dtype` is that of the logits."""
+    if _loss_dtype == "fp32":
+        return four
+    loss, z_loss, *metrics = four
+    keeps = fused and _loss_dtype == "liger"
+    return loss if keeps else loss.to(dtype), None if z_loss is None else z_loss.to(dtype), metrics[0], metrics[1]
+
+
 def cross_entropy(logits: Tensor, target: Tensor, options: Options) -> Four:
     """logits (N, V), target (N,)."""
 
     def run(class_weight: Tensor | None, **keywords: Any) -> Any:
         return ops.cross_entropy(logits, target, weight=class_weight, **keywords)
 
-    return _four(run, target, options, token_scaling=False)
+    return _in_chosen_dtype(_four(run, target, options, token_scaling=False), logits.dtype, fused=False)
 
 
 def linear_cross_entropy(
@@ -97,20 +130,29 @@ def linear_cross_entropy(
     def run(class_weight: Tensor | None, **keywords: Any) -> Any:
         return ops.linear_cross_entropy(hidden, weight, target, bias=bias, class_weight=class_weight, **keywords)
 
-    return _four(run, target, options, token_scaling)
+    return _in_chosen_dtype(_four(run, target, options, token_scaling), hidden.dtype, fused=True)
 
 
 def _four(run: Run, target: Tensor, options: Options, token_scaling: bool) -> Four:
+    try:
+        return _results(run, target, options, token_scaling)
+    except LabelError as error:
+        raise LigerLabelError(str(error)) from error
+
+
+def _results(run: Run, target: Tensor, options: Options, token_scaling: bool) -> Four:
     statistics = _statistics(run, options) if options.return_z_loss or token_scaling else None
     token_weight = statistics[0].exp() if statistics is not None and token_scaling else None
     want_predicted = options.return_token_accuracy or options.return_predicted_tokens
+    # The z-loss has a denominator of its own in a mean with class weights.
+    apart = options.weight is not None and options.reduction == "mean" and options.lse_square_scale != 0.0
     out: LossOutput = run(
         options.weight,
         ignore_index=options.ignore_index,
         reduction=options.reduction,
         label_smoothing=options.label_smoothing,
         softcap=options.softcap,
-        z_loss=options.lse_square_scale,
+        z_loss=0.0 if apart else options.lse_square_scale,
         token_weight=token_weight,
         outputs=("accuracy", "predicted") if want_predicted else ("logprob",),
     )
@@ -124,11 +166,21 @@ def _four(run: Run, target: Tensor, options: Options, token_scaling: bool) -> Fo
         accuracy = per_token if options.reduction == "none" else out.accuracy
         predicted = out.predicted.masked_fill(ignored, -1)
     return (
-        out.loss,
+        out.loss + _mean_z_loss(run, target, options, token_weight) if apart else out.loss,
         z_loss,
         accuracy if options.return_token_accuracy else None,
         predicted if options.return_predicted_tokens else None,
     )
+
+
+def _mean_z_loss(run: Run, target: Tensor, options: Options, token_weight: Tensor | None) -> Tensor:
+    """λ · lse² over the number of labels that are not ignored, 0-dim. Class weights of 0 leave nothing else."""
+    assert options.weight is not None  # without class weights the loss itself has this denominator
+    total: Tensor = run(
+        torch.zeros_like(options.weight), ignore_index=options.ignore_index, reduction="sum", softcap=options.softcap,
+        z_loss=options.lse_square_scale, token_weight=token_weight,
+    )  # fmt: skip
+    return total / (target != options.ignore_index).sum().clamp(min=1)
 
 
 @torch.no_grad()
@@ -143,12 +195,8 @@ def _statistics(run: Run, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _reduce(per_token: Tensor, target: Tensor, options: Options) -> Tensor:
-    """By the loss's reduction and denominator."""
+    """By the loss's reduction; a mean is over the labels that are not ignored."""
     if options.reduction == "none":
         return per_token
-    if options.reduction == "sum":
-        return per_token.sum()
-    valid = target != options.ignore_index
-    count = valid if options.weight is None else options.weight[target.clamp(min=0).long()] * valid
-    total: Tensor = count.sum()
-    return torch.where(total == 0, 0.0, per_token.sum() / total)
+    total = per_token.sum()
+    return total if options.reduction == "sum" else total / (target != options.ignore_index).sum().clamp(min=1)

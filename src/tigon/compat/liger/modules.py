@@ -1,7 +1,12 @@
-"""Liger's modules: its constructors, attributes and parameter names over tigon's ops."""
+"""Liger's modules: its constructors, attributes and parameter names over tigon's ops.
+
+`isinstance(module, LigerRMSNorm)` is true for a norm that tigon has patched as well, because Liger puts its own class
+in the place of the model's. The patched module keeps the class and the attributes of the model.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +18,32 @@ from tigon.compat.liger import losses
 from tigon.compat.liger.errors import FlagConflict
 from tigon.compat.liger.losses import CrossEntropyOutput, Options
 from tigon.errors import OptionError
+from tigon.models.mlps import GatedMlpSeam
+from tigon.models.seam import PatchedModule, Seam
 from tigon.ops.glu import Approximate
+
+
+class _StandsForPatched(type):
+    """The metaclass of a class of Liger's whose `stands_for` tells which patched modules count as its instances."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if super().__instancecheck__(instance):
+            return True
+        stands_for = vars(cls).get("stands_for")  # not inherited: a user's subclass stands for nothing
+        if stands_for is None or not isinstance(instance, PatchedModule):
+            return False
+        return bool(stands_for(instance._tigon_seam, instance))
+
+
+def _is_norm(op: str) -> Callable[[Seam, nn.Module], bool]:
+    return lambda seam, module: seam.op == op
+
+
+def _is_gated_mlp(op: str, packed: bool) -> Callable[[Seam, nn.Module], bool]:
+    return lambda seam, module: (
+        isinstance(seam, GatedMlpSeam) and bool(seam.packed) is packed and seam.op_for(module) == op
+    )
+
 
 # --- norms ------------------------------------------------------------------------------------------------------------
 
@@ -24,9 +54,10 @@ def _filled(size: int, init_fn: str) -> nn.Parameter:
     return nn.Parameter(torch.ones(size) if init_fn == "ones" else torch.zeros(size))
 
 
-class LigerRMSNorm(nn.Module):
+class LigerRMSNorm(nn.Module, metaclass=_StandsForPatched):
     """`tigon.rms_norm` over the last dimension. `in_place` and `row_mode` are kept as attributes only."""
 
+    stands_for = staticmethod(_is_norm("rms_norm"))
     weight: nn.Parameter | None
 
     def __init__(
@@ -67,8 +98,10 @@ class LigerFusedAddRMSNorm(nn.Module):
         return f"eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
 
-class LigerLayerNorm(nn.Module):
+class LigerLayerNorm(nn.Module, metaclass=_StandsForPatched):
     """`tigon.layer_norm`. As in Liger there is a `bias` parameter either way; it starts at 0 either way."""
+
+    stands_for = staticmethod(_is_norm("layer_norm"))
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones", impl: Any = None,
@@ -95,7 +128,7 @@ def _require_silu(config: Any) -> None:
         raise OptionError(f"hidden_act={config.hidden_act!r}: a SwiGLU MLP is silu's; use LigerGEGLUMLP for gelu.")
 
 
-class _LigerMLP(nn.Module):
+class _LigerMLP(nn.Module, metaclass=_StandsForPatched):
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__()
         self.config = config
@@ -105,6 +138,8 @@ class _LigerMLP(nn.Module):
 
 class LigerSwiGLUMLP(_LigerMLP):
     """down_proj(silu(gate_proj(x)) · up_proj(x)), without biases."""
+
+    stands_for = staticmethod(_is_gated_mlp("swiglu", packed=False))
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__(config, intermediate_size)
@@ -134,6 +169,8 @@ class LigerGEGLUMLP(_LigerMLP):
     Liger computes the tanh form whatever the config says.
     """
 
+    stands_for = staticmethod(_is_gated_mlp("geglu", packed=False))
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "gelu_pytorch_tanh"
@@ -151,6 +188,8 @@ class LigerGEGLUMLP(_LigerMLP):
 
 class LigerPhi3SwiGLUMLP(_LigerMLP):
     """down_proj(silu(gate) · up) with one projection for both; its halves are read in place."""
+
+    stands_for = staticmethod(_is_gated_mlp("swiglu", packed=True))
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

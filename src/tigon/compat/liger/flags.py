@@ -1,0 +1,97 @@
+"""Liger's flags for one call, and the patch of one model that they ask for.
+
+A flag that is on by default patches what the model has. A flag that is off by default and set to True patches what the
+model has as well; where it finds nothing, a warning names it and the model keeps its own layer. Liger warns, or does
+nothing, in the same place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tigon.compat.liger.errors import FlagConflict, warn
+from tigon.compat.liger.families import TIGON_FLAG
+from tigon.errors import OptionError, PatchError
+from tigon.models import PatchReport, patch
+from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The keywords of `tigon.patch` for one call of Liger's."""
+
+    values: Mapping[str, bool | None]
+    """False leaves a layer alone; None patches it where the model has it."""
+    optional: Mapping[str, str]
+    """tigon's keyword -> Liger's flag, for each flag that is off by default and that the caller has set to True."""
+
+    def patch(self, model: nn.Module, *, loss: bool = True) -> PatchReport:
+        """Patch `model`.
+
+        Args:
+            model: a transformers model, or a wrapper that `tigon.patch` accepts.
+            loss: whether the flags of the loss count. False for a model that computes none.
+
+        Returns:
+            The report of `tigon.patch`.
+
+        Raises:
+            PatchError: as `tigon.patch`, but not for a flag in `optional`.
+        """
+        values = dict(self.values)
+        if not loss:
+            values.update(dict.fromkeys(LOSS_FLAGS))
+        for flag, name in self.optional.items():
+            reason = _reason_for_nothing(model, flag) if loss or flag not in LOSS_FLAGS else None
+            if reason is not None:
+                values[flag] = False
+                warn(f"{name}=True has no effect. {reason}")
+        return patch(model, **values)
+
+
+def read_flags(requested: Mapping[str, Any], signature: inspect.Signature, function: str) -> Flags:
+    """Liger's flags as `Flags`.
+
+    Args:
+        requested: the flags of the call with their values, defaults included. A name that is no flag of tigon's gets a
+            warning.
+        signature: the signature of the function that was called. It says which flags are on by default.
+        function: the name of that function, for messages.
+
+    Raises:
+        FlagConflict: both losses are True. OptionError: a value that is neither true nor false.
+    """
+    if requested.get("cross_entropy") and requested.get("fused_linear_cross_entropy"):
+        raise FlagConflict("cross_entropy and fused_linear_cross_entropy cannot both be True.")
+    values: dict[str, bool | None] = {}
+    optional: dict[str, str] = {}
+    for name, value in requested.items():
+        if name == "relu_squared":
+            if value:
+                warn("relu_squared=True has no effect. tigon has no kernel for it; the model keeps its activation.")
+            continue
+        if name not in TIGON_FLAG:
+            warn(f"{name}={value!r} has no effect. {function} has no such flag; known are {', '.join(TIGON_FLAG)}.")
+            continue
+        if value not in (True, False, None):  # Liger takes any value; "false" from a command line would count as true
+            raise OptionError(f"{name}={value!r}: expected True or False.")
+        flag, parameter = TIGON_FLAG[name], signature.parameters.get(name)
+        values[flag] = None if value else False
+        if value and not (parameter is not None and parameter.default is True):
+            optional[flag] = name
+    return Flags(values, optional)
+
+
+def _reason_for_nothing(model: nn.Module, flag: str) -> str | None:
+    """Why the flag's op fits nothing in the model, or None if it fits. The model is left as it was."""
+    alone: dict[str, bool | None] = {**dict.fromkeys((*LAYER_FLAGS, *LOSS_FLAGS), False), flag: True}
+    try:
+        patch(model, **alone).undo()
+    except PatchError as error:
+        return str(error).partition(" Nothing was changed")[0]
+    return None
