@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from memory_helpers import BARE, H200, config_of, request_of
-from transformers import AutoConfig
 
 from tigon.errors import UsageError
 from tigon.medusa import Attachment, HeadsSpec, Objective
@@ -16,7 +15,9 @@ from tigon.memory.estimate import COMPONENTS, PHASES, estimate, logits_bytes
 from tigon.memory.gpus import GPUS, Gpu, find_gpu
 from tigon.memory.outside import outside_bytes
 from tigon.memory.request import Request
+from tigon.models import MODELS
 from tigon.models.config import load_config
+from tigon.models.tiny import tiny_config
 from tigon.techniques.choices import Choices
 
 GIB = 1 << 30
@@ -126,10 +127,12 @@ def test_what_a_run_holds_at_rest_is_wrong() -> None:
         choices=Choices(precision="bf16", checkpointing="full"),
     )  # fmt: skip
     found = estimate(request, gpu=H200)
-    assert found.components["weights"] == pytest.approx(2 * numel, rel=1e-5)
-    assert found.components["optimizer"] == pytest.approx(4 * numel, rel=1e-4)
+    # The block of a large tensor may be up to 1 MiB larger than the tensor.
+    assert 2 * numel <= found.components["weights"] == pytest.approx(2 * numel, rel=1e-3)
+    assert 4 * numel <= found.components["optimizer"] == pytest.approx(4 * numel, rel=1e-3)
     # Until it is tied, the head has a weight of its own.
-    assert found.phases["load"] == found.components["weights"] + 2 * 128_256 * 2048
+    head = 2 * 128_256 * 2048
+    assert head <= found.phases["load"] - found.components["weights"] <= head + (1 << 20)
 
 
 # A plain training step on an H200: torch 2.11, transformers 5.17, bf16, fused AdamW, SDPA, no clipping.
@@ -273,6 +276,32 @@ def test_a_step_without_evaluation_counts_it() -> None:
     assert with_one.peak_allocated_bytes == max(with_one.phases.values())
 
 
+@pytest.mark.parametrize("precision", ["amp-bf16", "bf16"])
+def test_an_evaluation_of_the_fused_head_holds_no_logits(precision: str) -> None:
+    """Many more logits than anything else here: 8 rows of 1024 tokens and 128,256 words are 2 GiB in 16 bits."""
+    config = config_of("llama", vocab_size=128_256, max_position_embeddings=1024)
+    request = dataclasses.replace(request_of(precision=precision, evaluated=True), config=config, batch=8, seq=1024)
+    whole = 2 * 8 * 1024 * 128_256
+    peaks = {}
+    for kernels in ("tigon", "none", "no-flce"):
+        choices = dataclasses.replace(request.choices, kernels=kernels)
+        peaks[kernels] = estimate(dataclasses.replace(request, choices=choices), gpu=BARE).phases["eval"]
+    assert peaks["tigon"] < whole
+    # bf16 logits, their fp32 copy and its log-softmax; tigon's cross entropy reads the logits as they are
+    assert peaks["none"] > 5 * whole > peaks["no-flce"]
+    assert peaks["no-flce"] > (3 if precision == "amp-bf16" else 1) * whole  # Accelerate makes outputs fp32
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_evaluation_with_heads_counts_the_heads_losses(stage: int) -> None:
+    """The trainer evaluates the model's loss and then the heads', which need a chunk of logits beside their weights."""
+    request = request_of(heads=heads_of(stage, 4), precision="bf16", batch=64, seq=256)
+    without = dataclasses.replace(request, heads=None)
+    alone, with_heads = (estimate(dataclasses.replace(one, evaluated=True), gpu=BARE) for one in (without, request))
+    at_rest = with_heads.phases["save"] - alone.phases["save"]
+    assert with_heads.phases["eval"] - alone.phases["eval"] > at_rest + 2 * 64 * 256 * 64
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -299,12 +328,10 @@ def test_wrong_input_is_no_clear_error(changes: dict[str, Any], says: str) -> No
 
 
 def test_a_model_that_cannot_be_traced_is_no_clear_error(capfd: pytest.CaptureFixture[str]) -> None:
-    """The experts' grouped product cannot be faked in fp32."""
-    config = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=256, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, head_dim=16,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    request = Request(model="moe", config=config, batch=1, seq=32, choices=Choices(precision="fp32", kernels="none"))
+    """Parts of the rotary embedding that do not add up to a head's width."""
+    config = tiny_config("qwen2_5_vl", {"text_config": {"head_dim": 16, **MODELS["qwen2_5_vl"].tiny["text_config"]}})
+    config.get_text_config().rope_parameters["mrope_section"] = [1, 1, 3]
+    request = Request(model="vl", config=config, batch=1, seq=32, choices=Choices(precision="fp32", kernels="none"))
     with pytest.raises(UsageError, match="method `study`"):
         estimate(request, gpu=H200)
     assert "Traceback" not in capfd.readouterr().err

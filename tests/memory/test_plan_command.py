@@ -34,10 +34,20 @@ def answer():
     return json.loads(out.getvalue())
 
 
+def test_evaluation_counts_because_a_recipe_evaluates(capsys):
+    """Liger's loss is fused in training and computes all logits in evaluation."""
+    from tigon.train.recipe import DataConfig
+
+    assert DataConfig().eval_fraction > 0, "the recipe's default evaluates, so the plan's default does"
+    fixed = {"batch": 4, "checkpointing": "full", "accumulate": 1, "precision": "bf16"}
+    found = json.loads(printed(capsys, **fixed, kernels="liger", as_json=True, explain=True))
+    assert found["evaluated"] and found["peak_phase"] == "eval"
+    assert found["peak_allocated_bytes"] == found["phases"]["eval"]
+    assert any(line.startswith("evaluation") for line in found["explanation"])
+
+
 def test_json_lacks_what_was_promised(answer):
-    assert sum(answer["components"].values()) == answer["peak_allocated_bytes"] == max(
-        size for name, size in answer["phases"].items() if name != "eval"
-    )  # fmt: skip
+    assert sum(answer["components"].values()) == answer["peak_allocated_bytes"] == max(answer["phases"].values())
     assert answer["device_bytes"] == answer["peak_reserved_bytes"] + answer["outside_bytes"]
     assert answer["fits"] == (answer["device_bytes"] <= answer["gpu"]["memory_bytes"]) and answer["fits"] is False
     first = answer["recommended"][0]
@@ -150,7 +160,7 @@ SHAPES = {
     "heads that do not divide": ({"num_key_value_heads": 3}, "does not divide its num_attention_heads 2"),
     "an activation that there is not": ({"hidden_act": "foo"}, "KeyError: 'foo'"),
     "a padding token beyond the vocabulary": ({"pad_token_id": 512}, "within num_embeddings"),
-    "no layers": ({"num_hidden_layers": 0}, "at least 1"),
+    "no layers": ({"num_hidden_layers": 0}, "at least one layer"),
     "empty products": ({"intermediate_size": 0}, "the shape (0, 32); no size may be 0"),
     "code that takes tuples": ({"return_dict": False}, "AttributeError"),
 }

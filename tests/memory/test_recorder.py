@@ -8,7 +8,7 @@ from memory_helpers import H200, config_of, request_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
-from tigon.memory.ledger import Ledger, play
+from tigon.memory.ledger import Ledger, play, play_evaluation
 from tigon.memory.recorder import Recorder
 from tigon.memory.tape import Tape
 from tigon.memory.trace import trace, weight_dtype
@@ -103,3 +103,23 @@ def test_a_traced_step_differs_from_a_real_one(precision: str, checkpointing: st
     measured = meter.stop().step_bytes
     predicted = _live_peak(trace(request, H200).tape)
     assert predicted == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "amp-bf16"])
+def test_a_traced_evaluation_differs_from_a_real_one(precision: str) -> None:
+    """Five layers, of which three are traced: autocast keeps 16-bit copies of the weights of all of them."""
+    batch, seq, shape = 4, 128, {"hidden_size": 128, "intermediate_size": 352}
+    request = request_of(batch=batch, seq=seq, kernels="none", attention="eager", precision=precision, shape=shape)
+    config = config_of("llama", **shape)
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(weight_dtype(precision)).eval()
+    ids = torch.randint(0, 1024, (batch, seq))
+    meter = PeakMeter(torch.device("cpu"))
+    meter.start(model.parameters())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp-bf16"):
+        outputs = model(input_ids=ids, labels=ids.clone(), num_items_in_batch=torch.tensor(1))
+    outputs.logits = outputs.logits.float()
+    measured = meter.stop().step_bytes
+    ledger = Ledger()
+    play_evaluation(ledger, trace(request, H200).eval_tape)
+    assert ledger.phases["eval"] == pytest.approx(measured, rel=0.01)

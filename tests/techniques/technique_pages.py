@@ -89,7 +89,7 @@ def measured() -> dict[str, str]:
 
 
 def section(technique: Technique) -> str:
-    needs = ", ".join(technique.needs) or "nothing else"
+    needs = ", ".join((*technique.needs, *technique.tools)) or "nothing else"
     if technique.devices == ("cuda",):
         needs += "; a GPU"
     lines = [

@@ -22,12 +22,14 @@ ROUND_LARGE = 2 << 20
 
 
 @dataclass(eq=False)
-class _Block:
+class Block:
+    """A piece of a segment."""
+
     size: int
     address: int
     free: bool = False
-    before: _Block | None = None
-    after: _Block | None = None
+    before: Block | None = None
+    after: Block | None = None
     stream: int = 0
     """A stream's blocks are not given to another."""
 
@@ -42,10 +44,10 @@ class CachingAllocator:
         self.limit_bytes = limit_bytes
         self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = 0
         # (size, address, block), sorted: best fit is the first that is large enough. By stream, and large or small.
-        self._pools: defaultdict[tuple[int, bool], list[tuple[int, int, _Block]]] = defaultdict(list)
+        self._pools: defaultdict[tuple[int, bool], list[tuple[int, int, Block]]] = defaultdict(list)
         self._next_address = 0
 
-    def allocate(self, nbytes: int, *, stream: int = 0) -> _Block:
+    def allocate(self, nbytes: int, *, stream: int = 0) -> Block:
         """Take `nbytes` (more than 0) from a pool of the stream's."""
         size = max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
         small = size <= SMALL
@@ -55,7 +57,7 @@ class CachingAllocator:
         block = pool.pop(at)[2] if at < len(pool) else self._segment(size, stream)
         left = block.size - size
         if left >= MIN_BLOCK if small else left > SMALL:
-            rest = _Block(left, block.address + size, before=block, after=block.after, stream=stream)
+            rest = Block(left, block.address + size, before=block, after=block.after, stream=stream)
             if block.after is not None:
                 block.after.before = rest
             block.size, block.after = size, rest
@@ -64,7 +66,7 @@ class CachingAllocator:
         self.allocated_bytes += block.size
         return block
 
-    def free(self, block: _Block, *, small: bool) -> None:
+    def free(self, block: Block, *, small: bool) -> None:
         """Give a block back; neighbours that are free merge with it. small: the pool it came from."""
         self.allocated_bytes -= block.size
         pool = self._pools[block.stream, small]
@@ -84,7 +86,7 @@ class CachingAllocator:
                 after.after.before = block
         self._put(block, small)
 
-    def _segment(self, size: int, stream: int) -> _Block:
+    def _segment(self, size: int, stream: int) -> Block:
         if size <= SMALL:
             segment = SMALL_SEGMENT
         elif size < MIN_LARGE:
@@ -97,7 +99,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         # Segments do not touch: blocks of two of them never merge, and are told apart by their address.
         self._next_address += segment + MIN_BLOCK
-        return _Block(segment, self._next_address - segment - MIN_BLOCK, stream=stream)
+        return Block(segment, self._next_address - segment - MIN_BLOCK, stream=stream)
 
     def release(self) -> None:
         """Give segments that are wholly free back to the device, as torch.cuda.empty_cache() does."""
@@ -106,12 +108,12 @@ class CachingAllocator:
             self.reserved_bytes -= sum(size for size, _, _ in whole)
             pool[:] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
 
-    def _put(self, block: _Block, small: bool) -> None:
+    def _put(self, block: Block, small: bool) -> None:
         block.free = True
         bisect.insort(self._pools[block.stream, small], (block.size, block.address, block))
 
     @staticmethod
-    def _take(pool: list[tuple[int, int, _Block]], block: _Block) -> None:
+    def _take(pool: list[tuple[int, int, Block]], block: Block) -> None:
         del pool[bisect.bisect_left(pool, (block.size, block.address))]
 
 

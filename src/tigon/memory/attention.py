@@ -30,14 +30,14 @@ _BACKWARD_PRODUCTS, _FORWARD_PRODUCTS = 5, 2
 
 # An operator of its own for the forward, so that a policy of selective checkpointing can keep what it returns.
 _LIBRARY = torch.library.Library("tigon_memory", "DEF")
-_LIBRARY.define("attention(Tensor q, int lse_rows) -> (Tensor, Tensor)")
+_LIBRARY.define("attention(Tensor q, int width, int lse_rows) -> (Tensor, Tensor)")
 OPERATOR = "tigon_memory::attention"
 
 
-def _outputs(q: Tensor, lse_rows: int) -> tuple[Tensor, Tensor]:
-    """out (B, T, h, D) in q's dtype, and the log-sum-exp (B, h, lse_rows) in fp32."""
-    B, h, T, D = q.shape
-    return q.new_empty((B, T, h, D)), q.new_empty((B, h, lse_rows), dtype=torch.float32)
+def _outputs(q: Tensor, width: int, lse_rows: int) -> tuple[Tensor, Tensor]:
+    """out (B, T, h, width) in q's dtype, and the log-sum-exp (B, h, lse_rows) in fp32."""
+    B, h, T, _ = q.shape
+    return q.new_empty((B, T, h, width)), q.new_empty((B, h, lse_rows), dtype=torch.float32)
 
 
 torch.library.register_fake(OPERATOR, _outputs, lib=_LIBRARY)
@@ -75,7 +75,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder, groups: int, share: float) -> Tensor:
-        out_BThD, lse = torch.ops.tigon_memory.attention(q, q.shape[2])
+        out_BThD, lse = torch.ops.tigon_memory.attention(q, v.shape[-1], q.shape[2])
         ctx.save_for_backward(q, k, v, out_BThD, lse)
         ctx.recorder, ctx.groups, ctx.share = recorder, groups, share
         _products(recorder, q, _FORWARD_PRODUCTS, causal=True, share=share)
@@ -107,7 +107,7 @@ class _Efficient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, recorder: Recorder) -> Tensor:
-        out_BThD, lse = torch.ops.tigon_memory.attention(q, _round_up(q.shape[2], EFFICIENT_ROWS))
+        out_BThD, lse = torch.ops.tigon_memory.attention(q, v.shape[-1], _round_up(q.shape[2], EFFICIENT_ROWS))
         ctx.save_for_backward(q, k, v, mask, out_BThD, lse)
         ctx.recorder, ctx.causal = recorder, mask is None
         _products(recorder, q, _FORWARD_PRODUCTS, causal=ctx.causal)
@@ -118,7 +118,7 @@ class _Efficient(torch.autograd.Function):
         saved = ctx.saved_tensors  # held to the end: the kernel reads the outputs too
         q, k, v = saved[:3]
         B, h, T, D = q.shape
-        dq, dk, dv = (x.new_empty((B, T, x.shape[1], D)).transpose(1, 2) for x in (q, k, v))
+        dq, dk, dv = (x.new_empty((B, T, x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
         scratch = [
             q.new_empty((B, h, _round_up(T, EFFICIENT_ROWS)), dtype=torch.float32),
             q.new_empty((B, h, T, D), dtype=torch.float32),
@@ -141,7 +141,9 @@ def attention(recorder: Recorder, arch: tuple[int, int], groups: int = 1) -> Cal
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = (x.to(dtype) for x in (query, key, value))
-        if attention_mask is None and query.dtype not in _FLASH_DTYPES:
+        # sdp_utils.cpp: the flash kernel takes heads of one width; latent attention's values are narrower than its keys
+        flash = query.dtype in _FLASH_DTYPES and query.shape[-1] == value.shape[-1]
+        if attention_mask is None and not flash:
             return _without_flash(query, key, value, recorder), None
         if attention_mask is None:
             share = product_share(query.shape[-1], arch)
@@ -163,7 +165,7 @@ def attention(recorder: Recorder, arch: tuple[int, int], groups: int = 1) -> Cal
 
 
 def _without_flash(q: Tensor, k: Tensor, v: Tensor, recorder: Recorder) -> Tensor:
-    """Causal attention in a dtype that the flash kernel does not take.
+    """Causal attention in a dtype, or with values of a width, that the flash kernel does not take.
 
     aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: the memory-efficient kernel takes fp32 too, but no groups of
     heads (check_batch_size_and_num_heads_dense), with which only the products themselves are left. Those are traced as

@@ -25,6 +25,8 @@ from tigon.techniques.quiet import quiet_packages
 
 DEFAULT_BATCH, DEFAULT_SEQ = 8, 1024
 """The recipe's train.batch_size and data.sequence_length."""
+EVALUATED = True
+"""The recipe's data.eval_fraction is not 0, so that a recommended recipe evaluates."""
 MOST = 1 << 20
 """Of rows and micro-batches: sizes of tensors beyond are no longer 64-bit numbers."""
 METHODS, POLICIES = ("trace", "study"), ("search", "study")
@@ -83,6 +85,7 @@ def run(
             seq=DEFAULT_SEQ if seq is None else seq, choices=choices,
             clipped=choices.optimizer != "galore-layerwise",
             heads=None if medusa is None or heads is None else heads(model, config, medusa, stage or 1),
+            evaluated=EVALUATED,
         ),
         free=frozenset(free), gpu=found_gpu, effective_batch=effective_batch,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tigon.memory.recorder import Recorder, Scratch
 from tigon.ops import _dispatch
@@ -24,8 +25,10 @@ def planned_for_cuda(recorder: Recorder, *, arch: tuple[int, int], ignored: int)
     """tigon's ops plan as on a GPU of `arch` where `ignored` of a micro-batch's labels count for nothing.
 
     Three functions of the losses ask their tensors rather than the plan: for values, for a GPU, for being real. They
-    are replaced.
+    are replaced. So is dropout, whose mask has the input's dtype on a CPU and takes one byte per element on CUDA,
+    and the product of experts, whose fake refuses fp32, which CUDA multiplies expert by expert.
     """
+    plain_dropout, plain_grouped_mm = functional.dropout, getattr(functional, "grouped_mm", None)
 
     def rows_that_count(target: Tensor, *_: Any) -> Tensor | None:
         return torch.empty(target.numel() - ignored, dtype=torch.int64) if ignored else None
@@ -34,12 +37,25 @@ def planned_for_cuda(recorder: Recorder, *, arch: tuple[int, int], ignored: int)
         # cuBLAS multiplies 16-bit factors into an fp32 sum without a cast of either.
         recorder.count(flops=2.0 * math.prod(a.shape) * b.shape[1], dtype=a.dtype)
 
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if inplace or not training or not 0 < p < 1:
+            return plain_dropout(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    def grouped_mm(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor, **options: Any) -> Tensor:
+        if mat_a.dtype == torch.bfloat16:
+            return plain_grouped_mm(mat_a, mat_b, offs=offs, **options)  # type: ignore[misc,no-any-return]
+        return torch.ops.transformers.grouped_mm_fallback(mat_a, mat_b, offs)  # type: ignore[no-any-return]
+
     replaced: dict[tuple[Any, str], Callable[..., Any]] = {
         (_LOSS, "_rows_that_count"): rows_that_count,
         (_LOSS, "product_into"): product_into,
         (_LOSS, "unwatched"): lambda tensors: True,
         (_HEADS_LOSS, "unwatched"): lambda tensors: True,
+        (functional, "dropout"): dropout,
     }
+    if plain_grouped_mm is not None:
+        replaced[functional, "grouped_mm"] = grouped_mm
     before = {(module, name): getattr(module, name) for module, name in replaced}
     try:
         for (module, name), function in replaced.items():

@@ -261,7 +261,7 @@ def _micro_batches(
         gathered.close()
     if waits_whole and reduced is not None:
         for held in gradients:
-            reduced.add(held.nbytes if held is not None else 0)
+            reduced.add(held.asked if held is not None else 0)
         _give(ledger, [gradients])
         gradients = []
     _give(ledger, [moving])

@@ -72,6 +72,12 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"reserved     {gib(found.peak_reserved_bytes)}: what PyTorch's caching allocator asks of the device for these "
         "allocations in this order, by its own rules; above allocated it is blocks cached and not reusable."
     )
+    if request.evaluated:
+        yield (
+            f"evaluation   {gib(found.phases['eval'])}: the peak of a batch of held-out rows. The fused loss evaluates "
+            "without logits; kernels none, no-flce and liger evaluate with all logits of the batch. It counts in the "
+            "peak because a recipe evaluates unless it sets data.eval_fraction to 0."
+        )
     outside = outside_bytes(gpu, request.choices)
     yield (
         f"device       {gib(found.device_bytes)} = reserved + {gib(outside)} that are not the allocator's (CUDA's "

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tigon.memory.allocator import CachingAllocator, is_small
+from tigon.memory.allocator import Block, CachingAllocator, is_small
 from tigon.memory.recorder import rounded
 from tigon.memory.tape import Tape, Where
 
@@ -21,9 +21,12 @@ COMPONENTS = ("weights", "gradients", "optimizer", "checkpoints", "activations",
 class Held:
     """One allocation."""
 
+    asked: int
+    """Bytes of the tensor."""
     nbytes: int
+    """Bytes of its block."""
     component: str
-    block: object
+    block: Block
 
 
 @dataclass
@@ -52,19 +55,20 @@ class Ledger:
         """Allocate; None for nothing."""
         if nbytes <= 0:
             return None
-        size = rounded(nbytes)
-        self.live[component] += size
-        self.live_bytes += size
+        block = self.allocator.allocate(rounded(nbytes), stream=stream)
+        # memory_allocated() counts whole blocks, and up to 1 MiB of a large one may be more than was asked for.
+        self.live[component] += block.size
+        self.live_bytes += block.size
         if self.live_bytes > self.phases.get(self.phase, -1):
             self._note()
-        return Held(size, component, self.allocator.allocate(size, stream=stream))
+        return Held(nbytes, block.size, component, block)
 
     def give(self, held: Held | None) -> None:
         if held is None:
             return
         self.live[held.component] -= held.nbytes
         self.live_bytes -= held.nbytes
-        self.allocator.free(held.block, small=is_small(held.nbytes))  # type: ignore[arg-type]
+        self.allocator.free(held.block, small=is_small(held.nbytes))
 
     def pass_through(self, *sizes: int, component: str = "workspace", stream: int = 0) -> None:
         """Memory that comes, all of it, and goes."""
@@ -247,7 +251,7 @@ def play(
 
 def _let_go(ledger: Ledger, held: Held | None, reduced: Reduced | None) -> None:
     if reduced is not None and held is not None:
-        reduced.add(held.nbytes)
+        reduced.add(held.asked)
     ledger.give(held)
 
 
@@ -258,8 +262,7 @@ def play_evaluation(ledger: Ledger, tape: Tape) -> None:
     for segment in tape.segments:
         for event in segment.events:
             if event >= 0:
-                component = "logits" if segment.where.phase == "loss" else tape.components[event]
-                held[event] = ledger.take(tape.sizes[event], component)
+                held[event] = ledger.take(tape.sizes[event], tape.components[event])
             else:
                 ledger.give(held.pop(~event))
     for left in held.values():

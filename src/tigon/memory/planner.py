@@ -187,7 +187,9 @@ class _Search:
             # Micro-batches after the first have a trace of their own, made only if the first alone fits.
             alone = look(policy.as_request(self.asked.request, replace(choices, accumulate=1), batch), gpu)
             parts = alone.estimate.components
-            waiting = parts["weights"] - parts["gradients"] if _whole_gradients(choices) else 0
+            # An evaluation has no gradients, so none wait at its peak.
+            waits = _whole_gradients(choices) and alone.estimate.peak_phase != "eval"
+            waiting = parts["weights"] - parts["gradients"] if waits else 0
             rejected = too_much(alone.estimate.peak_allocated_bytes + max(0, waiting))
         return rejected or look(policy.as_request(self.asked.request, choices, batch), gpu)
 

@@ -37,7 +37,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
     option, request, gpu = plan.option, plan.option.request, plan.gpu
     return {
         "model": request.model, "batch": request.batch, "seq": request.seq, "method": plan.method,
-        "choices": asdict(request.choices),
+        "evaluated": request.evaluated, "choices": asdict(request.choices),
         "heads": None if request.heads is None else dict(request.heads.recipe_keys()),
         "gpu": {
             "name": gpu.name, "memory_bytes": gpu.memory_bytes, "source": gpu.source,

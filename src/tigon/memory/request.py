@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +29,9 @@ class Heads(Protocol):
 
     def __call__(self, model: Any) -> Any:
         """Put them on a model."""
+
+    def scoring(self, model: Any) -> AbstractContextManager[Any]:
+        """While it is open, `model` called in evaluation with labels computes their losses instead of its own."""
 
     def refusals(self, choices: Choices) -> tuple[str, ...]:
         """Why they cannot be trained with these choices."""
@@ -109,7 +113,8 @@ def check(request: Request) -> None:
         raise UsageError("quantized weights are frozen, so nothing would be trained; give lora_rank too.")
     text = text_config(request.config)
     if text.num_hidden_layers < 1:
-        raise UsageError(f"{request.model} has num_hidden_layers {text.num_hidden_layers}; a model has at least 1.")
+        depth = text.num_hidden_layers
+        raise UsageError(f"{request.model} has num_hidden_layers {depth}; a model has at least one layer.")
     heads, key_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(key_heads, int) and (key_heads < 1 or heads % key_heads):
         raise UsageError(

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from tigon.errors import UsageError
-from tigon.memory import adapters, attention, cuda_plan, liger
+from tigon.memory import adapters, attention, cuda_autocast, cuda_plan, liger
 from tigon.memory.gpus import Gpu
 from tigon.memory.recorder import HOST_CALLS, Recorder
 from tigon.memory.request import Request, build, text_config
 from tigon.memory.tape import NotPeriodic, Tape, Where, unrollable, unrolled
-from tigon.models.loss_seam import causal_lm_loss
+from tigon.models.loss_seam import causal_lm_loss, without_logits
 from tigon.models.tracing import attention_replaced
 from tigon.techniques import checkpointing, head_groups, tiling
 from tigon.techniques.checkpointing import KEPT_OPS
@@ -54,7 +54,7 @@ AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
 
 @dataclass
 class Trace:
-    """The tape of a micro-batch, at full depth, and that of an evaluation's, which keeps nothing of its layers."""
+    """The tapes of a micro-batch and of an evaluation's batch, at full depth."""
 
     tape: Tape
     eval_tape: Tape
@@ -86,6 +86,8 @@ def trace(
     shallow = _trace(request, gpu, depth, accumulating, evaluating)
     try:
         shallow.tape = unrolled(shallow.tape, period=period, traced=depth, layers=layers)
+        # An evaluation keeps nothing of its layers but autocast's 16-bit copies of their weights.
+        shallow.eval_tape = unrolled(shallow.eval_tape, period=period, traced=depth, layers=layers)
     except NotPeriodic:
         return _trace(request, gpu, layers, accumulating, evaluating)
     return shallow
@@ -156,6 +158,8 @@ def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluati
                 attend = attention.attention(recorder, gpu.arch, choices.attention_groups)
                 stack.enter_context(attention_replaced(model, attend, mask))
             stack.enter_context(cuda_plan.planned_for_cuda(recorder, arch=gpu.arch, ignored=request.batch))
+            if choices.precision in AUTOCAST:
+                stack.enter_context(cuda_autocast.cuda_autocast())
             stack.enter_context(_foreign_code(request.model))
             run.train()
             eval_tape = run.evaluate() if evaluating else Tape()
@@ -254,16 +258,23 @@ class _Run:
             weight.grad = None
 
     def evaluate(self) -> Tape:
-        """A forward with labels and without gradients, as the trainer's evaluation."""
+        """A batch of the trainer's evaluation: forward passes with labels, without gradients."""
         recorder = Recorder({}, {})
         recorder.exclude(weight for weight in self.model.parameters())
         recorder.exclude(buffer for buffer in self.model.buffers())
         self.model.eval()
-        if self.request.choices.kernels == "tigon":
-            # The patched model would hand fakes to PyTorch's loss; a run's logits are ordinary tensors.
-            self.model.loss_function = causal_lm_loss
-        with torch.no_grad(), recorder:
-            self._forward(self._inputs())
+        heads = self.request.heads
+        passes = [without_logits(), *([heads.scoring(self.model)] if heads is not None else [])]
+        handles = _watch_forward(self.model, recorder)
+        try:
+            with torch.no_grad(), recorder:
+                for one in passes:
+                    recorder.mark(Where("forward"), "activations")
+                    with one:
+                        self._forward(self._inputs())
+        finally:
+            for handle in handles:
+                handle.remove()
         recorder.close()
         return recorder.tape
 
@@ -350,6 +361,20 @@ class _Run:
     @staticmethod
     def _in_backward() -> bool:
         return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _watch_forward(model: Any, recorder: Recorder) -> list[Any]:
+    """Hooks that mark where each layer, and the head, begins in a forward pass."""
+
+    def marker(where: Where, component: str) -> Callable[..., None]:
+        return lambda *_: recorder.mark(where, component)
+
+    handles = [
+        layer.register_forward_pre_hook(marker(Where("forward", number), "activations"))
+        for number, layer in enumerate(decoder_layers(model))
+    ]
+    head = model.get_output_embeddings()
+    return [*handles, head.register_forward_pre_hook(marker(Where("loss"), "logits"))]
 
 
 def _twin(weight: Tensor, dtype: torch.dtype) -> nn.Parameter:

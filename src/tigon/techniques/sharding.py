@@ -162,6 +162,8 @@ def _fsdp(choices: Choices, facts: Facts) -> Mapping[str, Any]:
     }
 
 
+# DeepSpeedCPUAdam is compiled at its first use (op_builder/cpu_adam.py, async_io.py).
+_CPU_ADAM_TOOLS = ("a C++ compiler", "nvcc where there is a GPU")
 _NO_OFFLOAD, _CPU, _NVME = (Condition("offload", "is", place) for place in ("none", "cpu", "nvme"))
 _ZERO_PRECISION = "Weights are bf16 with an fp32 copy in the optimizer: norms run in bf16 too, unlike under autocast."
 
@@ -192,10 +194,10 @@ TECHNIQUES = (
            "Half again as much traffic as DDP, as the weights are gathered twice."),
     Technique(
         name="zero-offload-cpu", page="offload",
-        saves="Optimizer states and their fp32 weights move to the host (12 bytes a parameter); with stage 3 the bf16 "
-        "weights too.",
+        saves="12 bytes per parameter of the GPU's memory: the optimizer's states and their fp32 weights move to the "
+        "host. With stage 3 the bf16 weights move too.",
         costs="AdamW runs on the CPU, gradients go there and weights come back each step.",
-        precision="DeepSpeedCPUAdam: fp32 states.", needs=("deepspeed",),
+        precision="DeepSpeedCPUAdam: fp32 states.", needs=("deepspeed",), tools=_CPU_ADAM_TOOLS,
         recipe={"sharding.zero": 2, "sharding.offload": "cpu"}, chosen=(Condition("zero", "is at least", 1), _CPU),
         source="arXiv 2101.06840",
     ),
@@ -204,6 +206,7 @@ TECHNIQUES = (
         saves="Weights and optimizer states move to files; on the host stay buffers.",
         costs="12 bytes a parameter are read and written each step, at the speed of the disk. Wears an SSD.",
         precision="DeepSpeedCPUAdam: fp32 states.", needs=("deepspeed",),
+        tools=(*_CPU_ADAM_TOOLS, "libaio with its headers"),
         recipe={"sharding.zero": 3, "sharding.offload": "nvme", "sharding.nvme_folder": "nvme"},
         chosen=(Condition("zero", "is", 3), _NVME), source="arXiv 2104.07857",
     ),

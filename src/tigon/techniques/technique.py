@@ -64,6 +64,8 @@ class Technique:
     precision: str = SAME
     needs: tuple[str, ...] = ()
     """Packages beyond PyTorch and transformers."""
+    tools: tuple[str, ...] = ()
+    """Compilers and libraries, which pip does not install."""
     devices: tuple[str, ...] = ("cpu", "cuda")
     recipe: Mapping[str, Any]
     """The recipe lines that switch it on, as dotted keys."""
