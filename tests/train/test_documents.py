@@ -6,13 +6,13 @@ import errno
 import io
 import json
 import os
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from tigon.errors import DataError
-from tigon.train.documents import BUILT_IN, BadRows, Document, Segment, hold_out, read
+from tigon.train.documents import BadRows, Document, Segment, hold_out, read
+from tigon.train.sources import BUILT_IN
 
 
 def jsonl(path, *rows):
@@ -163,7 +163,7 @@ def test_a_file_that_cannot_be_opened_or_read_to_its_end_is_a_traceback(tmp_path
     path = tmp_path / name
     path.write_text('{"text": "a"}\n', encoding="utf-8")
 
-    class Failing(io.BytesIO):
+    class Failing(io.FileIO):
         def readline(self, *size):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -171,11 +171,10 @@ def test_a_file_that_cannot_be_opened_or_read_to_its_end_is_a_traceback(tmp_path
 
     for opened in (
         mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")),
-        lambda *a, **k: Failing(),
+        Failing,
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "open", opened)
-            patch.setattr(Path, "read_text", lambda self, encoding, opened=opened: opened(self).read())
+            patch.setattr("tigon.train.documents.open_regular", opened)
             with pytest.raises(
                 DataError, match=rf"{name}: cannot be read: (Permission denied|Input/output error); mend"
             ):

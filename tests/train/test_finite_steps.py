@@ -210,3 +210,19 @@ def test_skipped_steps_are_said_by_nobody(recipe, tigon, here, monkeypatch):
     assert "steps skipped, loss or gradient not finite" in (here / "runs" / "r" / "report.md").read_text(
         encoding="utf-8"
     )
+
+
+def test_learning_rate_is_not_blamed_where_no_step_was_ever_taken(tmp_path):
+    trainer = trainer_of(tmp_path, max_skipped_steps=1)
+    spoil(trainer, "nan", {1, 2, 3})
+    with pytest.raises(RecipeError, match=r"in 2 steps in a row, up to step 2, .* no step has changed a weight yet"):
+        trainer.train()
+
+
+def test_steps_taken_are_counted_on_by_a_resumed_run(tmp_path):
+    trainer = trainer_of(tmp_path, max_skipped_steps=1)
+    trainer.train()
+    state = trainer.gate.state()
+    assert state["taken"] == STEPS
+    trainer.gate.resume({name: value for name, value in state.items() if name != "taken"})
+    assert trainer.gate.state()["taken"] == 1, "an older checkpoint does not say, and was written after a step"

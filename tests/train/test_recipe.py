@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import typing
 from pathlib import Path
 
 import pytest
 
 from tigon.errors import RecipeError
 from tigon.techniques.choices import Choices
-from tigon.train.recipe import DataConfig, reference_table
+from tigon.train.recipe import SECTIONS, DataConfig, reference_table
 from tigon.train.recipe_file import load
 
 ROOT = Path(__file__).parents[2]
@@ -149,6 +151,48 @@ WRONG = {
     ),
     "file too large": ("# " + "x" * 70_000, r"over the 65536 bytes"),
 }
+
+
+KEYS = [(section, f.name, f.metadata, typing.get_type_hints(cls)[f.name]) for section, cls in SECTIONS.items()
+        for f in dataclasses.fields(cls)]  # fmt: skip
+
+
+def of_type(wanted):
+    return [
+        pytest.param(section, name, id=f"{section}.{name}")
+        for section, name, _, hint in KEYS
+        if wanted in (typing.get_args(hint) or (hint,))
+    ]
+
+
+def refusal(folder, section, name, written):
+    """What the loader says to one value alone in a recipe."""
+    with pytest.raises(RecipeError) as caught:
+        read(folder, f"{section}:\n  {name}: {written}\n")
+    line = str(caught.value)
+    assert f"{section}.{name} " in line and "\n" not in line and len(line) < 400, line
+    return line
+
+
+@pytest.mark.parametrize("section, name", of_type(float))
+def test_every_float_key_refuses_what_training_cannot_hold(tmp_path, section, name):
+    for written in (".nan", ".inf", "-.inf", "'nan'", "'inf'", "1e-320", "1.0e+300", "-1.0", "true", "many", "9" * 400):
+        refusal(tmp_path, section, name, written)
+
+
+@pytest.mark.parametrize("section, name", of_type(int))
+def test_every_integer_key_has_both_limits(tmp_path, section, name):
+    for written in ("-1", "9" * 30, "9" * 4000, "1.0", "true", "'1'", ".nan"):
+        refusal(tmp_path, section, name, written)
+
+
+@pytest.mark.parametrize("section, name", of_type(str))
+def test_every_text_key_refuses_what_names_nothing(tmp_path, section, name):
+    for written in ("''", "' '", '"a\\0b"', '"\\ud83d"', "3", "true", "{a: b}"):
+        refusal(tmp_path, section, name, written)
+    if name != "sample_prompt":
+        for written in ('"a\\nb"', "x" * 5000):
+            refusal(tmp_path, section, name, written)
 
 
 @pytest.mark.parametrize("text, message", WRONG.values(), ids=WRONG.keys())

@@ -60,6 +60,22 @@ CASES = {
         (),
         r"long\.jsonl:1: \d+ tokens, over data\.sequence_length 32",
     ),
+    "accumulation beyond an epoch": (
+        {"train": {"gradient_accumulation": 1000}},
+        (),
+        r"data\.source gives \d+ rows of 32 tokens, fewer than the 4000 of one step \(train\.batch_size 4 x "
+        r"train\.gradient_accumulation 1000\); lower one of them",
+    ),
+    "sample beyond the positions": (
+        {"output": {"sample_tokens": 120}},
+        (),
+        r"output\.sample_tokens is 120, after a prompt of 24 tokens, but tigon-demo takes at most 128 tokens; set "
+        r"output\.sample_tokens to 104 or less",
+    ),
+    "no data": ({"data": {"source": ""}}, (), r"data\.source is '', empty"),
+    "the whole disk": ({"data": {"source": "/"}}, (), r"/: data\.source is the root of the file system"),
+    "an endless file": ({"data": {"eval_source": "/dev/zero"}}, (), r"/dev/zero: cannot be read: a character device"),
+    "a tokenizer without an end": ({"data": {"tokenizer": "/dev/zero"}}, (), r"/dev/zero: a tokenizer is a folder"),
     "sequence too long": (
         {"data": {"sequence_length": 129}},
         (),

@@ -238,8 +238,8 @@ def test_hostile_recipe_does_something(text, message, tigon, here):
 def test_half_a_line_swallows_the_next_record_or_ends_the_run(tmp_path):
     """A full disk or a power cut leaves one; a resumed run writes after it."""
     run = folder.RunFolder(tmp_path)
-    run.append({"event": "train", "step": 1})
+    run.append({"event": "data", "step": 0})
     with run.metrics.open("a") as handle:
         handle.write('{"event": "tra')
     run.append({"event": "resume", "step": 1})
-    assert run.records() == [{"event": "train", "step": 1}, {"event": "resume", "step": 1}]
+    assert run.records() == [{"event": "data", "step": 0}, {"event": "resume", "step": 1}]

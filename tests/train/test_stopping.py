@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 from train_helpers import records
 
 from forks import forks, in_forks
-from tigon.train import checkpoint, comparison, engine, faults, model, progress, report, run, stopping, trainer
+from tigon.train import checkpoint, comparison, engine, faults, folder, model, progress, report, run, stopping, trainer
 from tigon.train.folder import RunFolder
 
 TRAIN = {"steps": 6, "eval_steps": 3, "keep_checkpoints": 9}
@@ -250,6 +250,7 @@ def test_worker_that_dies_while_it_hands_a_batch_over_is_taken_for_a_bug(here):
     child.join()
     with pytest.raises((OSError, EOFError)) as caught:
         offered.detach()
+    (here / folder.RECIPE).touch()
     said = faults.in_words(caught.value, RunFolder(here), "tigon train recipe.yaml")
     assert "(train.workers) died or hangs" in str(said) and "`tigon train recipe.yaml --resume`" in str(said)
 
@@ -260,4 +261,5 @@ def test_worker_that_dies_while_it_hands_a_batch_over_is_taken_for_a_bug(here):
 def test_bug_is_taken_for_a_worker_that_died(here, bug):
     with pytest.raises(type(bug)) as caught:
         raise bug
+    (here / folder.RECIPE).touch()
     assert faults.in_words(caught.value, RunFolder(here), "tigon train recipe.yaml") is None

@@ -104,10 +104,18 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @forks
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 8}}], ids=["weights", "adapters"])
-def test_resumed_run_has_lost_what_is_in_files(sections, recipe, tigon, here):
-    """The moments and Adam's count of steps, and the norms' weights, which are too small for a file; or takes powers of
-    the betas that are rounded otherwise. What another run left in the folder is in no checkpoint."""
+@pytest.mark.parametrize(
+    ("sections", "fp16_supported"),
+    [({}, True), ({}, False), ({"lora": {"rank": 8}}, False)],
+    ids=["weights", "weights on a CPU without fp16", "adapters on a CPU without fp16"],
+)
+def test_resumed_run_has_what_is_in_files(sections, fp16_supported, recipe, tigon, here, monkeypatch):
+    """It has the moments, Adam's count of steps, and the norms' weights, which are too small for a file, and it rounds
+    the powers of the betas alike. Files that another run left in the folder are in no checkpoint. Weights come back
+    from files in fp32, also on a CPU without fp16, where DeepSpeed would read them as bf16."""
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: fp16_supported)
     left = here / "swap" / swapping.FOLDER / "optimizer" / "rank0" / "left.swp"
     left.parent.mkdir(parents=True)
     left.write_bytes(bytes(9))

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tigon._files import read_text
 from tigon.bench.timing import Spread
 from tigon.errors import BenchError
 
@@ -191,14 +192,14 @@ def check_written_over(path: Path) -> None:
 def load(path: Path) -> RunRecord:
     """Read a record. Raises BenchError if it is not one."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_text(path))
         if raw["schema"] != SCHEMA:
             raise BenchError(f"{path} has schema {raw['schema']}, this tigon reads {SCHEMA}; measure anew.")
         rows = [_row(r) for r in raw.pop("rows")]
         return RunRecord(**raw, rows=rows)
     except OSError as error:
         raise BenchError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BenchError(f"{path} is not a record of `tigon bench kernels --json`: {error}.") from None
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon._files import read_text
 from tigon.errors import UsageError
 from tigon.medusa.spec import HeadsSpec
 
@@ -75,7 +76,7 @@ def load_heads(folder: Path) -> tuple[HeadsSpec, dict[str, Tensor]]:
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{folder}: no {CONFIG}; give a folder with heads, as `tigon medusa` leaves one in its run.")
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads(read_text(folder / CONFIG))
         if not isinstance(config, dict):
             raise UsageError(f"{folder / CONFIG} is a {type(config).__name__}; these are no heads.")
         spec, state = _load(folder, config)

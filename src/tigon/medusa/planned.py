@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from tigon.errors import UsageError
-from tigon.medusa.attach import attach
+from tigon.medusa.attach import attach, scoring
 from tigon.medusa.heads import MedusaHeads, MtpHeads
+from tigon.medusa.record import HeadRecord
 from tigon.medusa.spec import HeadsSpec, Objective, shares_head
 from tigon.models.config import build_on_meta
 from tigon.techniques.choices import LIMITS, Choices
@@ -54,6 +56,10 @@ class Attachment:
 
     def __call__(self, model: Any) -> MedusaHeads | MtpHeads:
         return attach(model, self.spec, self.objective)
+
+    def scoring(self, model: Any) -> AbstractContextManager[HeadRecord]:
+        """While it is open, `model` in evaluation computes the heads' losses (`tigon.medusa.attach.scoring`)."""
+        return scoring(model)
 
     def __str__(self) -> str:
         what = "MTP modules" if self.spec.kind == "mtp" else "Medusa heads"

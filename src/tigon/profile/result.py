@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tigon._files import read_text
 from tigon.errors import UsageError
 from tigon.profile.op_table import OpRow
 from tigon.profile.peak_report import PeakReport, peak_of
@@ -63,12 +64,12 @@ class Profile:
 def read(path: Path) -> Profile:
     """What `as_mapping` wrote. Raises UsageError for a file that cannot be read or is none."""
     try:
-        mapping = json.loads(path.read_text(encoding="utf-8"))
+        mapping = json.loads(read_text(path))
         return Profile(
             Timeline.from_mapping(mapping["timeline"]),
             tuple(OpRow.from_mapping(row) for row in mapping["ops"]),
             None if mapping["predicted"] is None else Predicted(**mapping["predicted"]),
             mapping["facts"],
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{path}: not a profile ({' '.join(str(error).split())[:120]})") from None

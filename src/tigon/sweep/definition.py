@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tigon._files import read_text
 from tigon.errors import RecipeError
-from tigon.train.recipe import SECTIONS
+from tigon.train.recipe import SECTIONS, folder_name_problem
+from tigon.train.recipe_file import OF_VALUES
 
 MAX_SWEEP_BYTES = 64 * 1024
-NAME_PATTERN = r"[A-Za-z0-9._-]{1,60}"
+NAME_CHARACTERS = 60
 ROWS = ("recipe", "random", "alpaca")
 UNCHECKED = "unchecked"
 # What the sweep decides for every point; a sweep file that sets one of these would be ignored without a word.
@@ -99,8 +101,9 @@ def load(path: Path) -> Sweep:
             hint = f"the nearest is {near[0]}" if near else f"known: {', '.join(_KEYS)}"
             raise RecipeError(f"{path}: {key} is not a key of a sweep; {hint}")
     name = raw.get("name", path.stem)
-    if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name) or set(name) == {"."}:
-        raise RecipeError(f"{path}: name is {name!r}; it names a folder: up to 60 letters, digits, '.', '_' and '-'")
+    wrong = folder_name_problem(name, NAME_CHARACTERS) if isinstance(name, str) else "it must be text"
+    if wrong:
+        raise RecipeError(f"{path}: name is {name!r}, and names a folder: {wrong}")
     variants = _variants(raw, path)
     sweep = Sweep(
         path=path,
@@ -127,19 +130,21 @@ def load(path: Path) -> Sweep:
 def _read(path: Path) -> dict[str, Any]:
     import yaml
 
-    if not path.is_file():
-        raise RecipeError(f"{path}: no such sweep file; give the path of a YAML file, e.g. recipes/study/quick.yaml")
-    if path.stat().st_size > MAX_SWEEP_BYTES:
-        raise RecipeError(f"{path}: {path.stat().st_size} bytes is over the {MAX_SWEEP_BYTES} bytes a sweep may have")
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.safe_load(read_text(path, MAX_SWEEP_BYTES))
+    except FileNotFoundError:
+        raise RecipeError(
+            f"{path}: no such sweep file; give the path of a YAML file, e.g. recipes/study/quick.yaml"
+        ) from None
+    except OSError as error:
+        raise RecipeError(f"{path}: the sweep cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise RecipeError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, *OF_VALUES) as error:
+        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(raw, dict):
         raise RecipeError(f"{path}: a sweep is a mapping with the keys {', '.join(_KEYS)}")
     return raw

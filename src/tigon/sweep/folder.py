@@ -42,12 +42,18 @@ class SweepFolder:
         """Make what of it is not there yet; whether none of it was. Raises RunFolderError."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            new = not self.path.exists()
+            new = _make_new(self.path)  # two sweeps that start at once must not both count it as theirs
             for part in (POINTS, LOGS, SCRATCH):
                 (self.path / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunFolderError(f"{self.path}: cannot be used: {error.strerror}; choose another with --out") from None
         return new
+
+    def remove_if_empty(self) -> None:
+        """Remove what `make` made, unless another sweep has written into it since. Call it with the folder locked."""
+        known = {POINTS, LOGS, SCRATCH, LOCK}
+        if {path.name for path in self.path.iterdir()} <= known and not self._files():
+            shutil.rmtree(self.path)
 
     @property
     def scratch(self) -> Path:
@@ -57,7 +63,10 @@ class SweepFolder:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """With this folder to itself, its scratch empty at first. Raises RunFolderError where another sweep has it."""
-        (self.path / LOCK).touch()
+        try:
+            (self.path / LOCK).touch()
+        except OSError as error:  # another sweep that was refused has removed the folder
+            raise RunFolderError(f"{self.path}: cannot be used: {error.strerror}; start the sweep again") from None
         with train_folder.locked(self.path, LOCK, "measuring into this sweep folder"):
             shutil.rmtree(self.scratch, ignore_errors=True)
             self.scratch.mkdir()
@@ -104,6 +113,15 @@ class SweepFolder:
     def write_results(self, results: Mapping[str, Any]) -> None:
         worker.write(self.path / RESULTS, results)
         write_text(self.path / TABLE, as_csv(results))
+
+
+def _make_new(path: Path) -> bool:
+    """Whether the folder was made in this call."""
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def glob_escape(text: str) -> str:

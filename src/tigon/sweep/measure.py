@@ -23,7 +23,7 @@ from tigon.profile.device import used_bytes
 from tigon.profile.peak import PeakMeter, training_state
 from tigon.sweep import limit, rows
 from tigon.techniques.choices import Choices
-from tigon.train import engine, heads, launch, preflight, self_check
+from tigon.train import engine, extension_lock, heads, launch, preflight, self_check
 from tigon.train import model as models
 from tigon.train import trainer as trainers
 from tigon.train.recipe import Recipe
@@ -97,10 +97,13 @@ def measure(
     device = preflight.check_device(recipe)
     choices = _choices(recipe, device, unchecked=unchecked)
     limit.cap(device, limit_bytes, choices)
+    if recipe.sharding.zero:
+        extension_lock.take_over()
     launch.join(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
     config = models.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
     shapes = models.parameter_shapes(config)
+    models.check_weights(recipe.model, config)
     facts = engine.facts_of(recipe, config, shapes, device)
     assert recipe.train.steps is not None, "a sweep counts steps"
     metered_step = recipe.train.steps if device.type == "cpu" else None
@@ -115,6 +118,7 @@ def measure(
         recipe.model, config, choices, facts, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
         base=folder / "base", ops=self_check.without(wrong_ops), heads=recipe.heads.stage is not None,
     )  # fmt: skip
+    engine.refuse_nonfinite(built, recipe.model)
     built = heads.put_on(built, recipe, config, shapes)
     watch.mark("load")
     args = trainers.arguments(

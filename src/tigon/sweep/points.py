@@ -120,8 +120,8 @@ def _assignments(sweep: Sweep, texts: Sequence[str]) -> dict[str, Any]:
             raise RecipeError(f"--set {text}: {key} is an axis of {sweep.path}'s grid; change it there")
         try:
             asked[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise RecipeError(f"--set {text}: the value is not valid YAML; quote it") from None
+        except (yaml.YAMLError, *recipe_file.OF_VALUES):
+            raise RecipeError(f"--set {text[:200]}: the value is not valid YAML; quote it") from None
     return asked
 
 

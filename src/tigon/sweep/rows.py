@@ -24,6 +24,7 @@ from tigon.train import documents, preflight, tokenizer
 from tigon.train import model as models
 from tigon.train.packing import Collator, Row, RowDataset, pack
 from tigon.train.recipe import Recipe
+from tigon.train.sources import BUILT_IN
 from tigon.train.tokenizer import IGNORE_INDEX
 
 ALPACA_FILE = "alpaca.jsonl"
@@ -100,7 +101,7 @@ def alpaca_file(folder: Path) -> Path:
 def _alpaca_rows() -> Iterator[dict[str, str]]:
     """Each document in pieces: the beginning of a piece is the input, the rest the output."""
     lengths = itertools.cycle(_ANSWER_CHARACTERS)
-    for document in documents.read((documents.BUILT_IN,), "auto", 8.0):
+    for document in documents.read((BUILT_IN,), "auto", 8.0):
         start = 0
         while start + _INPUT_CHARACTERS + max(_ANSWER_CHARACTERS) < len(document.text):
             middle = start + _INPUT_CHARACTERS

@@ -97,6 +97,7 @@ def sweep(
     whose finished points are taken over. Raises RecipeError and UsageError before anything is measured or written.
     """
     preflight.check_packages()
+    preflight.check_process()
     quiet_packages()
     time_limit_s = _time_limit(time_limit)
     read = definition.load(path)
@@ -113,6 +114,7 @@ def sweep(
     wanted = _chosen(every, only, path)
     new = chosen.make()
     with chosen.alone():
+        folder.find(chosen.path, read.name)  # another sweep may have begun in it meanwhile
         run = Run(
             sweep=read, points=every, folder=chosen, environment=before or {}, limit_bytes=limit_bytes,
             command=_command(path, assignments, memory_limit), predictions=_read_predictions(chosen, every),
@@ -138,8 +140,8 @@ def _reported(run: Run) -> Iterator[None]:
             yield
         except RunFolderError:
             refused = True
-            if run.new and not run.folder.machine():
-                shutil.rmtree(run.folder.path)
+            if run.new:
+                run.folder.remove_if_empty()
             raise
         except KeyboardInterrupt:
             _say(run, "interrupted; what was measured is kept, and the same command goes on")

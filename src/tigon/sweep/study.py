@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tigon._files import read_text
 from tigon.errors import TigonError, UsageError
 from tigon.sweep import blocks, charts
 from tigon.sweep.accuracy import REMAKE, predictions_path
@@ -52,7 +53,7 @@ def load(root: Path) -> dict[str, dict[str, Results]]:
     found: dict[str, dict[str, Results]] = {}
     for file in sorted(root.glob("*/study/*.json")):
         try:
-            record = json.loads(file.read_text(encoding="utf-8"))
+            record = json.loads(read_text(file))
             if record["schema"] != SCHEMA or record["name"] != file.stem:
                 raise UsageError(f"{file} is no results.json of the sweep {file.stem}; copy that one there.")
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tigon._files import read_text
 from tigon.errors import RunFolderError, UsageError
 from tigon.profile.units import in_bytes
 from tigon.sweep import failures, folder, forms, worker
@@ -132,10 +133,10 @@ def _shown(name: str, settings: Mapping[str, Any]) -> str:
 def read(path: Path) -> Earlier:
     """An earlier results.json. Raises UsageError for a file that is none."""
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = json.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"--from {path}: cannot be read: {error.strerror}; give a results.json.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError(f"--from {path}: no JSON; give the results.json of an earlier sweep.") from None
     wrong = forms.misfit_of_results(results)
     if wrong is None and results.get("schema") != folder.SCHEMA:

@@ -12,6 +12,9 @@ checkpoint.py  checkpoints: complete or not there, compared with their manifest 
 swapping.py    states that DeepSpeed keeps in files, and gets back from a checkpoint
 finite.py      the gate that leaves out a step whose loss or gradient is not finite
 stopping.py    SIGTERM and SIGINT: a checkpoint at the end of the step
+console.py     stdout and stderr that close or fail, which end no run
+limits.py      the system's limits on open files, a file's size and memory, in words
+extension_lock.py  the lock file of operators that DeepSpeed compiles, where a killed process left one
 self_check.py  ops that are wrong on this GPU, left out of the patch
 faults.py      what is said of a fault, and what a resumed run is refused for
 progress.py    callbacks: live table, plain lines, metrics.jsonl

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import importlib
 import json
 import os
 import re
@@ -106,10 +105,11 @@ def problem_of(path: Path, step: int) -> str | None:
     try:
         manifest = _manifest(path)
         listed = {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in manifest["files"].items()}
-        format_, said, _ = int(manifest["format"]), int(manifest["step"]), dict(manifest["facts"])
+        format_, said = int(manifest["format"]), int(manifest["step"])
+        dict(dict(manifest["facts"]).get("versions", {}))
     except FileNotFoundError:
         return f"lacks {MANIFEST}: it was not written to its end"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return f"has an unreadable {MANIFEST}"
     if format_ != FORMAT:
         return f"has a {MANIFEST} of format {format_}, and this tigon reads {FORMAT}"
@@ -233,7 +233,7 @@ def disk_is_full(error: BaseException, folder: Path) -> bool:
             return True
         if "No space left on device" in str(error) or "os error 28" in str(error):
             return True
-        if isinstance(error, RuntimeError) and shutil.disk_usage(folder).free < FULL_BYTES:
+        if isinstance(error, RuntimeError) and folder.exists() and shutil.disk_usage(folder).free < FULL_BYTES:
             return True
         before = error.__cause__ or error.__context__
         if before is None:
@@ -245,16 +245,4 @@ def no_pickles() -> None:
     """From here on torch.load executes nothing, whoever calls it in this process or one it starts: DeepSpeed asks for
     whole pickles."""
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
-
-
-def know_deepspeed_classes() -> None:
-    """Let torch.load rebuild the objects that DeepSpeed 0.19.8 puts into its checkpoints, which hold only data."""
-    import torch
-
-    names = {
-        "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
-        "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
-        "deepspeed.utils.tensor_fragment": ("fragment_address",),
-    }
-    classes = [getattr(importlib.import_module(module), name) for module, found in names.items() for name in found]
-    torch.serialization.add_safe_globals(classes)
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # with both, torch.load refuses every file

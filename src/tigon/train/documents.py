@@ -7,6 +7,7 @@ they become segments. Chat messages stay messages here, because their wording is
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -17,10 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tigon._files import open_regular
 from tigon.errors import DataError
+from tigon.train import sources as named
+from tigon.train.sources import BUILT_IN, unreadable
 
-BUILT_IN = "python-docs"
-SUFFIXES = (".jsonl", ".md", ".py", ".rst", ".txt")
+MAX_ROW_BYTES = 2**28  # a row is one document; a longer line is no JSONL, or text for `.txt`
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant",
          "tool": "tool", "observation": "tool", "function_call": "assistant"}  # fmt: skip
 
@@ -48,6 +51,8 @@ class Document:
     origin: str
     segments: tuple[Segment, ...] = ()
     messages: tuple[Message, ...] = ()
+    at_least_bytes: int = 0
+    """Of text, in a file that was not read because that is over the limit; 0 for a document that was read."""
 
     @property
     def is_text(self) -> bool:
@@ -86,8 +91,11 @@ def read(
     budget_bytes = math.inf if max_text_mib is None else max_text_mib * 2**20
     documents: list[Document] = []
     bad = bad or BadRows()
-    for document in _all(sources, layout, bad):
-        size_bytes = len(document.text.encode("utf-8", errors="replace"))
+    named.check(sources, key)
+    if max_text_mib is None:
+        named.check_memory(sources, lambda error: None)
+    for document in _all(sources, layout, max_text_mib, bad):
+        size_bytes = document.at_least_bytes or len(document.text.encode("utf-8", errors="replace"))
         budget_bytes -= size_bytes
         if budget_bytes < 0 and documents:
             break
@@ -101,13 +109,6 @@ def read(
         why = f"; {len(bad.said)} rows were left out, the first: {bad.said[0]}" if bad.said else ""
         raise DataError(f"{', '.join(sources)}: no text in it; name files that are not empty in {key}{why}")
     return documents
-
-
-def check_sources(sources: Sequence[str]) -> None:
-    """Refuse a missing file before anything is read."""
-    for source in sources:
-        if source != BUILT_IN and not Path(source).exists():
-            raise DataError(f"{source}: no such file or folder; data.source takes paths, or {BUILT_IN}")
 
 
 def hold_out(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
@@ -135,19 +136,13 @@ def hold_out(documents: Sequence[Document], fraction: float) -> tuple[list[Docum
     )
 
 
-def _all(sources: Sequence[str], layout: str, bad: BadRows) -> Iterator[Document]:
-    check_sources(sources)
+def _all(sources: Sequence[str], layout: str, max_text_mib: float | None, bad: BadRows) -> Iterator[Document]:
     for source in sources:
         if source == BUILT_IN:
             yield from _python_docs()
-        elif Path(source).is_dir():
-            paths = sorted(p for p in Path(source).rglob("*") if p.suffix in SUFFIXES and p.is_file())
-            if not paths:
-                raise DataError(f"{source}: no {', '.join(SUFFIXES)} file in this folder; put the data there")
-            for path in paths:
-                yield from _file(path, layout, bad)
         else:
-            yield from _file(Path(source), layout, bad)
+            for path in named.files(source, bad.take):
+                yield from _file(path, layout, max_text_mib, bad)
 
 
 def _python_docs() -> Iterator[Document]:
@@ -174,20 +169,28 @@ def _python_docs() -> Iterator[Document]:
                 yield Document(path.relative_to(root).as_posix(), (Segment(text, True),))
 
 
-def _file(path: Path, layout: str, bad: BadRows) -> Iterator[Document]:
+def _file(path: Path, layout: str, max_text_mib: float | None, bad: BadRows) -> Iterator[Document]:
     if path.suffix == ".jsonl" or layout not in ("auto", "text"):
         yield from _jsonl(path, layout, bad)
         return
     if path.suffix == ".json":
         raise DataError(f"{path}: one JSON value is not read; write one object a line and call it {path.stem}.jsonl")
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path) as handle:
+            size_bytes = os.fstat(handle.fileno()).st_size
+            # the newlines of Windows, which are no part of the text, take half of a file at most
+            if max_text_mib is not None and size_bytes // 2 > max_text_mib * 2**20:
+                yield Document(str(path), at_least_bytes=size_bytes // 2)
+                return
+            content = handle.read(size_bytes)  # no more than that of a file that grows
+    except OSError as error:
+        raise unreadable(path, error) from None
+    try:
+        text = io.IncrementalNewlineDecoder(None, translate=True).decode(content.decode("utf-8"), final=True)
     except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        line = content[: error.start].count(b"\n") + 1
         bad.take(DataError(f"{path}:{line}: not UTF-8 text (byte {error.start}); convert the file to UTF-8"))
         return
-    except OSError as error:
-        raise _unreadable(path, error) from None
     if text.strip():
         yield Document(str(path), (Segment(text, True),))
 
@@ -210,15 +213,22 @@ def _jsonl(path: Path, layout: str, bad: BadRows) -> Iterator[Document]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
+    """The lines that the file has as it is opened: one that grows meanwhile would have no end."""
     try:
-        with path.open("rb") as handle:
-            yield from handle
+        with open_regular(path) as handle:
+            left_bytes = os.fstat(handle.fileno()).st_size
+            number = 0
+            while left_bytes > 0 and (line := handle.readline(min(left_bytes, MAX_ROW_BYTES + 1))):
+                number += 1
+                if len(line) > MAX_ROW_BYTES:
+                    raise DataError(
+                        f"{path}:{number}: a row of more than {MAX_ROW_BYTES // 2**20} MiB; a row is one document, so "
+                        "split it, or name plain text .txt"
+                    )
+                left_bytes -= len(line)
+                yield line
     except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path}: cannot be read: {error.strerror}; mend that, or name another file")
+        raise unreadable(path, error) from None
 
 
 def _parse_row(line: bytes, where: str) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_config
 
+from tigon.errors import RecipeError, RunFolderError
+from tigon.models import weight_files
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS
@@ -25,6 +29,7 @@ from tigon.techniques.sharding import (
 from tigon.techniques.technique import Facts
 from tigon.train import launch
 from tigon.train import model as models
+from tigon.train.finite import first_nonfinite
 from tigon.train.recipe import ModelConfig, Recipe, TrainConfig
 from tigon.train.trainer import MakeOptimizer
 
@@ -94,6 +99,29 @@ def build(
     return built, report
 
 
+def refuse_nonfinite(built: Any, model: ModelConfig) -> None:
+    """Refuse weights that are NaN or infinite before the first step. Every process calls it, as each may hold a part.
+
+    Raises:
+        RecipeError: in the first process; the others exit.
+    """
+    index = first_nonfinite(built)
+    heard = launch.everyone(-1 if index is None else index) or [-1 if index is None else index]
+    if max(heard) < 0:
+        return
+    if launch.rank() > 0:
+        raise SystemExit(2)
+    name = [name for name, _ in built.named_parameters()][max(heard)]
+    if models.is_preset(model.name):
+        raise RecipeError(
+            f"model.config: the random weights of {name} are not finite (NaN or infinite); lower initializer_range"
+        )
+    raise RecipeError(
+        f"model.name: {model.name}: {name} holds values that are not finite (NaN or infinite) as it was loaded, and no "
+        "step can be finite with them; use an earlier checkpoint"
+    )
+
+
 def _stays_on(device: torch.device, choices: Choices, facts: Facts, dtype: torch.dtype) -> bool:
     """Whether random weights that an engine will divide wait on the GPU they are drawn on: not if they go to the host
     anyway, when a run's peak would be their drawing, or if it has no room."""
@@ -160,13 +188,16 @@ def merged(wrapped: Any) -> Any:
 def _merge_saved(adapters: Path, folder: Path, *, model: ModelConfig, base: Path) -> None:
     """Adapters from their file into the base checkpoint in bf16, on the CPU: quantised weights cannot be added to."""
     import peft
-    from transformers import AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()  # with stage 3 alive, from_pretrained would partition the weights as it loads them
-    name = str(base) if models.is_preset(model.name) else model.name
-    plain = AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.bfloat16, revision=model.revision if name == model.name else None,
-        trust_remote_code=model.trust_remote_code, use_safetensors=True,
-    )  # fmt: skip
-    merged(peft.PeftModel.from_pretrained(plain, str(adapters))).save_pretrained(folder)
+    if models.is_preset(model.name):
+        model = replace(model, name=str(base), config=None)
+    plain = models.read(model, dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT would merge zeros in their place
+        try:
+            adapted = peft.PeftModel.from_pretrained(plain, str(adapters))
+        except UserWarning as error:
+            raise RunFolderError(f"{adapters} is not complete: {weight_files.one_line(error)}") from None
+    merged(adapted).save_pretrained(folder)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import resource_sharer
 from typing import TYPE_CHECKING, Any
 
 from tigon.errors import ProcessError, RecipeError, RunFolderError, TigonError
-from tigon.train import checkpoint, folder, launch, preflight, stopping
+from tigon.train import checkpoint, folder, launch, limits, preflight, stopping
 from tigon.train.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -25,8 +26,15 @@ LOST_PEER = r"Connection (closed|reset) by peer|Connection refused|Broken pipe|r
 def in_words(error: Exception, run: RunFolder, command: str) -> TigonError | None:
     """What the user can act on; None: a bug, which keeps its traceback."""
     text = " ".join(str(error).split())
+    if _is_removed(run):
+        return RunFolderError(
+            f"{run.path}: this run folder was removed or renamed while the run wrote into it; start the run anew: "
+            f"`{command}`"
+        )
     if checkpoint.disk_is_full(error, run.path):
-        return RunFolderError(f"{run.path}: the disk is full; free some space, then `{command} --resume`")
+        return RunFolderError(f"{run.path}: the disk is full; free some space, then {_again(run, command)}")
+    if at_limit := limits.words(error):
+        return RunFolderError(f"{run.path}: {at_limit}, then {_again(run, command)}")
     if _worker_is_lost(error):
         stopping.end_children()
         return ProcessError(
@@ -39,6 +47,22 @@ def in_words(error: Exception, run: RunFolder, command: str) -> TigonError | Non
             f"({lost}); mend what ended it and continue with `{command} --resume`"
         )
     return None
+
+
+def is_no_checkpoints_fault(error: Exception, run: RunFolder) -> bool:
+    """Whether an error while a checkpoint is loaded says nothing of that checkpoint."""
+    return bool(_is_removed(run) or limits.words(error) or how_another_was_lost(error))
+
+
+def _is_removed(run: RunFolder) -> bool:
+    return not (run.path / folder.RECIPE).exists()
+
+
+def _again(run: RunFolder, command: str) -> str:
+    """How to continue the run, or to repeat it where it has no checkpoint."""
+    if any((run.path / folder.CHECKPOINTS).glob("checkpoint-*")):
+        return f"`{command} --resume`"
+    return f"remove this folder, which holds no checkpoint, and `{command}`"
 
 
 def how_another_was_lost(error: Exception) -> str | None:
@@ -97,34 +121,82 @@ def _smaller_steps(run: RunFolder, prepared: Prepared) -> str:
 
 
 def check_same_run(run: RunFolder, prepared: Prepared, console: Console) -> None:
-    """Refuse to go on with other data, in another number of processes or another precision; say what else differs."""
-    before = run.read_json(folder.DATA)
-    if before["fingerprint"] != prepared.data["fingerprint"]:
-        raise RunFolderError(
-            f"{run.path}: the data changed since the run began ({before['tokens']} tokens then, "
-            f"{prepared.data['tokens']} now); restore it, or start a new run without --resume"
-        )
+    """Refuse to go on with other data, in another number of processes or another precision; say what else differs.
+
+    Raises RunFolderError naming every difference that is refused.
+    """
     assert run.found is not None
-    then, now = run.found.facts, facts(prepared)
-    for name, word in (("processes", "processes"), ("precision", "train.precision")):
-        if then.get(name) != now[name]:
-            raise RunFolderError(
-                f"{run.found.path}: written with {word} {then.get(name)}, and this run has {now[name]}, which gives "
-                "other numbers; make them agree"
-            )
-    said = [f"passed over: {problem}" for problem in run.found.passed_over]
-    said += [f"{name}: {old} before, {new} now; the same numbers to rounding" for name, old, new in run.changed]
-    versions = {**then.get("versions", {}), "device": then.get("device")}
-    current = {**now["versions"], "device": now["device"]}
-    said += [
-        f"{name} {versions.get(name)} before, {current[name]} now: losses may differ in rounding"
-        for name in current
-        if versions.get(name) != current[name]
+    before, then, now = run.read_json(folder.DATA), run.found.facts, facts(prepared)
+    refused = []
+    if before["fingerprint"] != prepared.data["fingerprint"]:
+        tokens = f"{before.get('tokens')} tokens then, {prepared.data['tokens']} now"
+        refused.append(f"the data changed since the run began ({tokens})")
+    refused += [
+        f"{run.found.path.name} was written with {word} {then.get(name)}, and this run has {now[name]}"
+        for name, word in (("processes", "processes"), ("precision", "train.precision"))
+        if then.get(name) != now[name]
     ]
+    if refused:
+        raise RunFolderError(f"{run.path}: {'; '.join(refused)}; make them agree, or start a new run without --resume")
+    said = [*_mended(run, prepared), *_changed(run, then, now)]
     for line in said:
         console.print(f"warning  {line}", markup=False, soft_wrap=True)
     if launch.rank() == 0:
         run.append({"event": "resume", "step": checkpoint.step_of(run.found.path), "warnings": said})
+
+
+def _changed(run: RunFolder, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs from the run so far, and may."""
+    assert run.found is not None
+    said = [f"passed over: {problem}" for problem in run.found.passed_over]
+    said += [f"{name}: {old} before, {new} now; the same numbers to rounding" for name, old, new in run.changed]
+    versions = {**then.get("versions", {}), "device": then.get("device")}
+    current = {**now["versions"], "device": now["device"]}
+    return said + [
+        f"{name} {versions.get(name)} before, {current[name]} now: losses may differ in rounding"
+        for name in current
+        if versions.get(name) != current[name]
+    ]
+
+
+def _mended(run: RunFolder, prepared: Prepared) -> list[str]:
+    """Write anew what the report needs of the folder and can be had again, where it is damaged; what was."""
+    said = []
+    data, environment = run.read_json(folder.DATA), preflight.environment(prepared.device)
+    wrong = [name for name, value in prepared.data.items() if not _agrees(data.get(name), value)]
+    if wrong:
+        said.append(f"{folder.DATA}: {', '.join(wrong)} did not agree with the data, and are written anew")
+    try:
+        intact = _is_environment(run.read_json(folder.ENVIRONMENT), environment)
+    except RunFolderError:
+        intact = False
+    if not intact:
+        said.append(f"{folder.ENVIRONMENT} is damaged, or another tigon's; it is written anew, as of this machine now")
+    lost = run.damaged_lines()
+    if lost:
+        said.append(f"{folder.METRICS}: lines that are no records are left out: {lost}")
+    if not any(record["event"] == "data" for record in run.records()):
+        said.append(f"{folder.METRICS} lacks its beginning; the report shows what is left of it")
+    if launch.rank() == 0:
+        if wrong:
+            run.write_json(folder.DATA, prepared.data)
+        if not intact:
+            run.write_json(folder.ENVIRONMENT, environment)
+    return said
+
+
+def _agrees(then: Any, now: Any) -> bool:
+    """Another machine may round a float's last digit otherwise."""
+    return type(then) is type(now) and (math.isclose(then, now) if isinstance(now, float) else then == now)
+
+
+def _is_environment(found: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether it has the parts of an environment, and in them what the report reads."""
+    if found.keys() != now.keys() or not all(isinstance(part, dict) for part in found.values()):
+        return False
+    only_on_gpu = {"gpu", "gpu_memory_bytes"}
+    whole = all(now[part].keys() - found[part].keys() <= only_on_gpu for part in now)
+    return whole and isinstance(found["hardware"]["device"], str)
 
 
 def facts(prepared: Prepared) -> dict[str, Any]:

@@ -31,8 +31,8 @@ class FiniteGate:
         self.left_out = torch.zeros((), dtype=torch.bool, device=device)
         """Whether the last step was, also for a loss scale that does not fit yet."""
         self._device = device
-        self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # in all, in a row
-        self._here = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)  # left out in all and in a row; taken
+        self._here = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._copied: Any = None
         self._step_loss = torch.zeros((), device=device)
         self._loss_sum = torch.zeros((), device=device)
@@ -66,6 +66,7 @@ class FiniteGate:
         counted = bad & (scale is None or scale <= 1.0)
         self._counts[0] += counted
         self._counts[1] = (self._counts[1] + 1) * counted
+        self._counts[2] += ~bad
         self._hear(step)
 
     def mean_loss(self) -> tuple[Tensor, Tensor]:
@@ -77,15 +78,17 @@ class FiniteGate:
 
     def state(self) -> dict[str, float]:
         """What a resumed run goes on counting from, this process's part of the loss since the last record among it."""
-        skipped, in_a_row = self._counts.tolist()
+        skipped, in_a_row, taken = self._counts.tolist()
         return {
-            "skipped": skipped, "in_a_row": in_a_row, "loss_sum": float(self._loss_sum), "n_summed": int(self._n_summed)
+            "skipped": skipped, "in_a_row": in_a_row, "taken": taken, "loss_sum": float(self._loss_sum),
+            "n_summed": int(self._n_summed),
         }  # fmt: skip
 
     def resume(self, state: Mapping[str, float]) -> None:
         """Go on from `state`."""
         self.skipped = int(state["skipped"])
         self._counts[0], self._counts[1] = self.skipped, int(state["in_a_row"])
+        self._counts[2] = int(state.get("taken", 1))  # older checkpoints do not say
         self._loss_sum.fill_(state["loss_sum"])
         self._n_summed.fill_(int(state["n_summed"]))
 
@@ -106,14 +109,49 @@ class FiniteGate:
         self._copied.record()
 
     def _judge(self, counts: list[int], step: int) -> None:
-        self.skipped, in_a_row = counts
+        self.skipped, in_a_row, taken = counts
         if in_a_row > self.limit:
             many = f"{in_a_row} steps in a row, up to step {step}," if in_a_row > 1 else f"step {step}"
+            if taken:
+                cause = "training diverged and was stopped; these steps changed no weight. Lower train.learning_rate, "
+                cause += "raise train.warmup_steps, or use another precision"
+            else:
+                cause = "no step has changed a weight yet, so that the learning rate is not the cause. Look for it in "
+                cause += "the model (its weights, its config), in train.precision (fp32 has the widest range), and in "
+                cause += "the kernels (model.kernels: none trains without them)"
             raise RecipeError(
-                f"loss or gradient not finite in {many} with train.max_skipped_steps {self.limit}: training diverged "
-                "and was stopped; these steps changed no weight. Lower train.learning_rate, raise train.warmup_steps, "
-                "or use another precision"
+                f"loss or gradient not finite in {many} with train.max_skipped_steps {self.limit}: {cause}"
             )
+
+
+def first_nonfinite(model: Any) -> int | None:
+    """The index among `model.named_parameters()` of the first whose values are not all finite, in this process's part.
+    Reads each weight once, without a copy of it, and waits for the device once."""
+    flags: list[tuple[int, Tensor]] = []
+    for index, parameter in enumerate(model.parameters()):
+        for tensor in _own_values(parameter):
+            if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
+                wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+                least, most = wide.detach().aminmax()  # both are NaN if a value is
+                flags.append((index, torch.isfinite(least) & torch.isfinite(most)))
+    for device in {flag.device for _, flag in flags}:  # the weights of an offloaded model are in two places
+        here = [(index, flag) for index, flag in flags if flag.device == device]
+        fine = torch.stack([flag for _, flag in here]).tolist()
+        if not all(fine):
+            return here[fine.index(False)][0]
+    return None
+
+
+def _own_values(parameter: Any) -> list[Tensor]:
+    """What of a parameter is in this process: FSDP2's shard, ZeRO-3's partition unless it is in a file, the scales of
+    weights of 4 bits, or all of it."""
+    if hasattr(parameter, "ds_tensor"):
+        partition = parameter.ds_tensor
+        return [] if getattr(getattr(partition, "status", None), "name", "") == "NOT_AVAILABLE" else [partition]
+    if state := getattr(parameter, "quant_state", None):
+        scales = (getattr(state, "absmax", None), getattr(state, "offset", None))
+        return [scale for scale in scales if isinstance(scale, Tensor)]
+    return [parameter.to_local() if hasattr(parameter, "to_local") else parameter]
 
 
 def innermost(optimizer: Any) -> Any:

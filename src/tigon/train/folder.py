@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tigon.errors import RunFolderError
 from tigon.train import checkpoint
@@ -41,6 +41,9 @@ FREE_TO_CHANGE = (
 )  # fmt: skip
 BATCH_SPLIT = ("train.batch_size", "train.gradient_accumulation")  # may change if their product stays
 CHECKPOINTS = "checkpoints"
+# Records of measurements, and what each of them has.
+MEASURED = {"train": ("loss", "tokens_per_s", "memory_bytes", "memory_peak_bytes"), "eval": ("eval_loss",)}
+LARGEST = 2**63  # more than any count or number of bytes; what draws them takes no larger integers
 LOCK_PATIENCE = 7  # s
 
 
@@ -61,8 +64,18 @@ class RunFolder:
     def metrics(self) -> Path:
         return self.path / METRICS
 
-    def read_json(self, name: str) -> Any:
-        return json.loads((self.path / name).read_text(encoding="utf-8"))
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The mapping in one of the folder's files. Raises RunFolderError where it cannot be read as one."""
+        file = self.path / name
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise _damaged(file, str(error.strerror)) from None
+        except (ValueError, RecursionError):
+            raise _damaged(file, "no JSON") from None
+        if not isinstance(found, dict):
+            raise _damaged(file, "no mapping")
+        return found
 
     def write_json(self, name: str, value: Any) -> None:
         self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
@@ -70,7 +83,8 @@ class RunFolder:
     def write_text(self, name: str, text: str) -> None:
         """Whole or not at all: a scratch file renamed into place."""
         target = self.path / name
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.parent != self.path:
+            target.parent.mkdir(exist_ok=True)  # not the run's own: a run that was removed must not come back in part
         scratch = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             scratch.write_text(text, encoding="utf-8")
@@ -79,10 +93,17 @@ class RunFolder:
             scratch.unlink(missing_ok=True)
 
     def records(self) -> list[dict[str, Any]]:
+        return [record for line in self._lines() if (record := _record(line)) is not None]
+
+    def damaged_lines(self) -> int:
+        """How many lines of metrics.jsonl are no records, and are left out."""
+        return sum(_record(line) is None for line in self._lines())
+
+    def _lines(self) -> list[str]:
         if not self.metrics.exists():
             return []
         text = self.metrics.read_text(encoding="utf-8", errors="replace")
-        return [record for line in text.split("\n") if (record := _record(line)) is not None]
+        return [line for line in text.split("\n") if line]
 
     def append(self, record: Mapping[str, Any]) -> None:
         with self.metrics.open("ab+") as handle:
@@ -99,12 +120,27 @@ class RunFolder:
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """None for what a killed run or a full disk left of one."""
+    """None for what a killed run, a full disk or a bad disk left of one."""
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not isinstance(found.get("event"), str) or type(found.get("step")) is not int:
+        return None
+    numbers = MEASURED.get(found["event"])
+    if numbers is None:
+        return found
+    # the report draws every value of these
+    whole = all(name in found for name in numbers)
+    return found if whole and all(_is_drawn(value) for name, value in found.items() if name != "event") else None
+
+
+def _is_drawn(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < LARGEST)
+
+
+def _damaged(file: Path, why: str) -> RunFolderError:
+    return RunFolderError(f"{file}: damaged, {why}; restore it, or start a new run without --resume")
 
 
 def check(output: OutputConfig, command: str) -> None:
@@ -117,6 +153,9 @@ def check(output: OutputConfig, command: str) -> None:
         raise RunFolderError(f"{target}: {what} exists; {resume}choose another with --set output.name=...")
     parent = target.parent
     while not parent.exists():
+        if parent.is_symlink():
+            gone = os.readlink(parent)
+            raise RunFolderError(f"{parent}: a link to {gone}, which is not there; choose another output.folder")
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise RunFolderError(f"{parent}: not a folder that can be written to; choose one with --set output.folder=...")
@@ -151,11 +190,18 @@ def find(output: OutputConfig, recipe: Recipe) -> RunFolder:
     if path is None:
         wanted = Path(output.folder) / output.name
         raise RunFolderError(f"{wanted}: no run to resume there; start it without --resume, or set output.name")
+    return _checked(path, recipe)
+
+
+def _checked(path: Path, recipe: Recipe) -> RunFolder:
+    """The run folder at `path`, incomplete and of this recipe. Raises RunFolderError otherwise."""
     if path.is_symlink() or not (path / RECIPE).is_file():
         raise RunFolderError(f"{path}: not a run folder, it has no {RECIPE}; set output.name to the run to resume")
     if (path / SUMMARY).exists():
         raise RunFolderError(f"{path}: this run is complete, see report.html in it; start a new one without --resume")
     _refuse_links(path)
+    if not isinstance(RunFolder(path).read_json(DATA).get("fingerprint"), str):
+        raise _damaged(path / DATA, "it lacks the data's fingerprint")
     before = loads_saved(path / RECIPE)
     changed = _differences(before, recipe)
     refused = [(name, old, new) for name, old, new in changed if not _only_rounds(name, before, recipe)]
@@ -165,8 +211,13 @@ def find(output: OutputConfig, recipe: Recipe) -> RunFolder:
     return RunFolder(path, changed=tuple(changed))
 
 
-def with_checkpoint(run: RunFolder) -> RunFolder:
-    """`run` with the newest checkpoint that is as it was written. Raises RunFolderError when there is none."""
+def with_checkpoint(run: RunFolder, recipe: Recipe) -> RunFolder:
+    """`run`, checked again, with the newest checkpoint that is as it was written.
+
+    Call it with the folder locked: the process that had the lock before may have completed the run meanwhile, or
+    written a newer checkpoint. Raises RunFolderError for what `find` refuses, and when there is no such checkpoint.
+    """
+    run = _checked(run.path, recipe)
     return replace(run, found=checkpoint.newest(run.path / CHECKPOINTS))
 
 
@@ -181,7 +232,7 @@ def locked(path: Path, file: str = RECIPE, work: str = "training into this run f
     except ModuleNotFoundError:  # Windows
         yield
         return
-    with (path / file).open("r+b") as handle:
+    with _opened(path / file) as handle:
         for patience in range(LOCK_PATIENCE, -1, -1):
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -192,7 +243,24 @@ def locked(path: Path, file: str = RECIPE, work: str = "training into this run f
                 time.sleep(1)  # processes that prepare batches notice after 5 s that a killed run is gone
             except OSError:  # a file system without locks
                 break
+        if not _is_at(handle, path / file):  # its process has removed the folder, perhaps made another
+            raise RunFolderError(f"{path}: another process has removed this folder meanwhile; start again")
         yield
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("r+b")
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be opened to lock its folder: {error.strerror}; mend this") from None
+
+
+def _is_at(handle: BinaryIO, path: Path) -> bool:
+    """Whether the open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(handle.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _refuse_links(path: Path) -> None:

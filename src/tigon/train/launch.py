@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -32,7 +33,54 @@ SHUTDOWN_S = 180  # for a checkpoint, once the processes have been told to stop
 LOOK_S = 1  # between two looks for the launcher
 LAUNCHER = "TIGON_LAUNCHER"  # the variable that tells its processes its number
 PATIENCE_S = 1800  # for the others, who may be writing tens of GB; the default of gloo's collectives
+NAMED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what every launcher sets
+OF_ONE_MACHINE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+ACCELERATES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+# Those that a recipe says otherwise; the rest only describes them.
+ASKS = (
+    "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_TORCH_DEVICE",
+)  # fmt: skip
+ASKS_NOTHING = ("", "0", "1.0", "false", "no", "none", "off")
+MEETING_S = 10  # after which a process says for whom it waits
 ALONE_S = 60  # for the others by a process that has failed, for which they may be waiting in a collective
+
+
+def check_environment() -> None:
+    """Refuse a launcher's variables that no launcher would leave, such as `RANK` from another job's shell.
+
+    Raises ProcessError naming the variable and what to do.
+    """
+    there = [name for name in (*NAMED, *OF_ONE_MACHINE) if name in os.environ]
+    # An address alone is read by nobody: cluster images and shell profiles set one.
+    stray = [name for name in there if name not in ("MASTER_ADDR", "MASTER_PORT")]
+    for name in stray:
+        if not re.fullmatch(r"\d{1,9}", os.environ[name]):
+            raise _stray(f"{name} is {os.environ[name]!r} in the environment, and a launcher sets a whole number", name)
+    missing = [name for name in NAMED if name not in os.environ]
+    if stray and missing:
+        raise _stray(f"{stray[0]} is set in the environment, and {missing[0]} is not", *stray)
+    for part, whole in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if part in there and whole in there and int(os.environ[part]) >= int(os.environ[whole]):
+            said = f"{part} is {os.environ[part]} in the environment, and {whole} is {os.environ[whole]}"
+            raise _stray(f"{said}; it must be less", part, whole)
+
+
+def _stray(what: str, *names: str) -> ProcessError:
+    return ProcessError(f"{what}; `unset {' '.join(names)}` for a run of one process, or start it with torchrun")
+
+
+def ignore_accelerate_variables() -> list[str]:
+    """Remove the variables by which Accelerate would change what the recipe says, and return warnings that name them.
+
+    `accelerate launch` sets them from its own configuration. A run in a mixed precision or with an engine of which
+    its recipe, its report and its checkpoints know nothing could not be repeated.
+    """
+    found = sorted(name for name in os.environ if name.startswith(ACCELERATES))
+    values = {name: os.environ.pop(name) for name in found}
+    asked = [f"{name}={value}" for name, value in values.items() if name in ASKS and value.lower() not in ASKS_NOTHING]
+    return [f"{text} in the environment is ignored: the recipe decides" for text in asked]
 
 
 def joined() -> bool:
@@ -79,7 +127,32 @@ def _join(device: torch.device) -> None:
     else:  # Accelerate's name for it would be cpu:0, for which torch.load knows no place
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     if not distributed.is_initialized():
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        with _waiting_is_said():
+            distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+
+
+@contextmanager
+def _waiting_is_said() -> Iterator[None]:
+    """Say for whom a process waits that has met nobody for a while: its launcher's variables may be another job's.
+
+    Raises ProcessError where the others have not come within PyTorch's limit of time, or the address is not usable.
+    """
+    from torch import distributed
+
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    who = f"process {rank()} of {processes()} (RANK, WORLD_SIZE)"
+    way = "`unset RANK WORLD_SIZE` if this run is of one process"
+    said = f"{who} is waiting for the others at {where} (MASTER_ADDR, MASTER_PORT); {way}"
+    timer = threading.Timer(MEETING_S, stopping.say, (said,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except distributed.DistError as error:
+        text = " ".join(str(error).split())[:160]
+        raise ProcessError(f"{who} has not met the others at {where}: {text}; {way}") from None
+    finally:
+        timer.cancel()
 
 
 @contextmanager

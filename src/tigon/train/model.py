@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
+import math
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from tigon.errors import RecipeError
-from tigon.models.config import is_hub_id
+from tigon.errors import RecipeError, UsageError
+from tigon.models import weight_files
+from tigon.models.config import check_counts, declared_in, is_hub_id
 from tigon.models.presets import PRESETS
+from tigon.models.weight_files import one_line
 from tigon.train.recipe import ModelConfig
 
 # Keys that every transformers config has, and that say nothing about a shape.
@@ -27,6 +31,8 @@ NO_SHAPE = frozenset({
 
 # What PyTorch says where a value is asked of a tensor that has none.
 _WANTS_NUMBERS = re.compile("meta tensor", re.IGNORECASE)
+# How transformers' RuntimeErrors about a checkpoint begin.
+_NOT_LOADED = re.compile(r"in loading state_dict|automatic conversion of the weights|ignore_mismatched_sizes")
 
 
 def is_preset(name: str) -> bool:
@@ -46,8 +52,13 @@ def check_name(name: str) -> None:
         raise RecipeError(f"model.name: {name!r} is neither a preset nor a folder nor a hub id; {hint}")
     if not (folder / "config.json").is_file():
         raise RecipeError(f"model.name: {name} has no config.json; give the folder of a Hugging Face checkpoint")
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("*.safetensors*")):  # an index counts too: `check_weights` says what it lacks
         raise RecipeError(f"model.name: {name} has no .safetensors weights; save the model as safetensors there")
+    if (folder / "adapter_config.json").exists():
+        raise RecipeError(
+            f"model.name: {name} holds adapters (adapter_config.json), beside which transformers reads another model's "
+            "weights; merge the adapters into their base (PEFT's merge_and_unload), and give the folder that holds both"
+        )
 
 
 def load_config(model: ModelConfig) -> Any:
@@ -55,16 +66,89 @@ def load_config(model: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     check_name(model.name)
+    if model.revision is not None and not is_hub_id(model.name):
+        what = "a preset" if is_preset(model.name) else "a local folder"
+        raise RecipeError(
+            f"model.revision is {model.revision!r}, but {model.name} is {what}, which has no revisions; leave "
+            "model.revision out, or name a model of the hub (owner/model)"
+        )
     if is_preset(model.name):
         return _preset_config(model)
     if model.config:
         raise RecipeError(f"model.config changes the shape of presets; {model.name} has weights of its own shape")
     try:
+        if not is_hub_id(model.name):
+            declared_in(Path(model.name) / "config.json")
         return AutoConfig.from_pretrained(
             model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
+    except UsageError as error:
+        raise RecipeError(f"model.name: {error}") from None
+    except Exception as error:  # transformers and huggingface_hub raise a dozen types for a config they cannot take
+        raise RecipeError(f"model.name: {model.name} cannot be loaded: {one_line(error)}") from None
+
+
+def check_weights(model: ModelConfig, config: Any) -> tuple[str, ...]:
+    """Refuse a checkpoint that would not fill the model, before any weight is read; presets have no files.
+
+    Returns:
+        The tensors of its files that the model does not have, and that stay unused.
+
+    Raises:
+        RecipeError: a file is missing or damaged, or a tensor of the model is in none or has another shape.
+    """
+    if is_preset(model.name):
+        return ()
+    try:
+        files = _weight_files(model, config)
+        headers = weight_files.read_headers(files)
+        if not files or getattr(config, "quantization_config", None):
+            return ()  # the names and shapes of quantised tensors are their quantiser's: `build` asks for the report
+        report = weight_files.compare(
+            config, headers, attention=model.attention, trust_remote_code=model.trust_remote_code
+        )
+    except UsageError as error:
+        hint = "; set model.attention to eager" if "attention implementation" in str(error) else ""
+        raise RecipeError(f"model.name: {error}{hint}") from None
+    _refuse(model, report)
+    return report.unexpected
+
+
+def unused_line(names: Sequence[str]) -> str:
+    """One line for the console about tensors that `check_weights` returned."""
+    listed = weight_files.listed(names, "tensor")
+    return f"warning  the checkpoint holds {listed}, which the model does not have; they stay unused"
+
+
+def _refuse(model: ModelConfig, report: weight_files.LoadReport) -> None:
+    if report.problem:
+        raise RecipeError(f"model.name: {model.name}: {report.problem}")
+
+
+def _weight_files(model: ModelConfig, config: Any) -> tuple[Path, ...]:
+    """A checkpoint's files, downloaded if it is the hub's; none where only transformers can find them there."""
+    named = getattr(config, "transformers_weights", None)
+    if not is_hub_id(model.name):
+        return weight_files.files_in(Path(model.name), named)
+    from transformers.utils import cached_file
+
+    def fetched(name: str) -> Path | None:
+        found = cached_file(
+            model.name, name, revision=model.revision, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+        return None if found is None else Path(found)
+
+    try:
+        if single := fetched(named or weight_files.SINGLE):
+            return (single,)
+        index = None if named else fetched(weight_files.INDEX)
+        found = [fetched(name) for name in weight_files.shards(index)] if index else []
     except (OSError, ValueError) as error:
-        raise RecipeError(f"model.name: {model.name} cannot be loaded: {' '.join(str(error).split())[:240]}") from None
+        if isinstance(error, UsageError):
+            raise
+        raise RecipeError(f"model.name: {model.name} cannot be downloaded: {one_line(error)}") from None
+    return tuple(path for path in found if path is not None) if None not in found else ()
 
 
 def _preset_config(model: ModelConfig) -> Any:
@@ -82,6 +166,7 @@ def _preset_config(model: ModelConfig) -> Any:
             raise RecipeError(
                 f"model.config.{name} is no part of a shape, which is all that model.config changes; leave it out"
             )
+    _check_values(model.config or {}, "model.config")
     try:
         config = type(config)(**{**shape, **(model.config or {})})
     except Exception as error:  # huggingface_hub raises its own strict-dataclass errors, which are no ValueError
@@ -89,6 +174,25 @@ def _preset_config(model: ModelConfig) -> Any:
     if model.config:
         _check_shape(model, shape, config)
     return config
+
+
+def _check_values(values: Mapping[str, Any], where: str) -> None:
+    """Refuse numbers that no model has, in a mapping of mappings; transformers takes them as floats."""
+    try:
+        check_counts(values, where)
+    except UsageError as error:
+        raise RecipeError(str(error)) from None
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            _check_values(value, f"{where}.{name}")
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):
+                raise RecipeError(f"{where}.{name} is {number}; set a finite number")
+            # -1 stands for "no such token" in some configs
+            if isinstance(number, (int, float)) and number < 0 and not name.endswith("token_id"):
+                raise RecipeError(f"{where}.{name} is {number}, and no model has a negative one; set 0 or more")
+            if name == "rope_theta" and number == 0:
+                raise RecipeError(f"{where}.rope_theta is 0, by which the angles are divided; set a positive number")
 
 
 def _check_shape(model: ModelConfig, shape: Mapping[str, Any], config: Any) -> None:
@@ -124,7 +228,7 @@ def _problem_of(config: Any) -> str | None:
             assert built.train()(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False).loss.ndim == 0
     except Exception as error:  # a shape can be wrong in as many ways as there are models
         # dynamic RoPE, for one, goes by the numbers of the positions, which are not there: no shape is to blame for it
-        return None if _WANTS_NUMBERS.search(str(error)) else _one_line(error)
+        return None if _WANTS_NUMBERS.search(str(error)) else one_line(error)
     return None
 
 
@@ -141,12 +245,8 @@ def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     try:
         built = _on_meta(config)
     except Exception as error:  # as above
-        raise RecipeError(f"model: cannot be built from its config: {_one_line(error)}") from None
+        raise RecipeError(f"model: cannot be built from its config: {one_line(error)}") from None
     return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
 
 
 def build(
@@ -159,7 +259,7 @@ def build(
     A checkpoint is loaded in `dtype`: transformers would keep the file's own, which makes "bf16 autocast over fp32
     weights" pure bf16 without a word. loading: further options of from_pretrained, such as a quantisation.
     """
-    from transformers import AutoModelForCausalLM, set_seed
+    from transformers import set_seed
 
     set_seed(seed)
     if loading:
@@ -168,17 +268,35 @@ def build(
         rests = device or torch.device("cpu")
         built = _drawn(model, config, dtype, rests, through or rests)
     else:
-        try:
-            built = AutoModelForCausalLM.from_pretrained(
-                model.name, dtype=dtype, attn_implementation=model.attention, revision=model.revision,
-                trust_remote_code=model.trust_remote_code, use_safetensors=True, **(loading or {}),
-            )  # fmt: skip
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:240]
-            raise RecipeError(f"model.name: {model.name} cannot be loaded: {reason}") from None
+        built = read(model, dtype=dtype, attn_implementation=model.attention, **(loading or {}))
     if not loading and device is not None:
         built = built.to(device)
     built.config.use_cache = False  # with a cache, transformers ignores the document borders in position_ids
+    return built
+
+
+def read(model: ModelConfig, *, dtype: torch.dtype, **loading: Any) -> Any:
+    """A checkpoint's model, every tensor of which was in its files. loading: further options of from_pretrained.
+
+    Raises:
+        RecipeError: it cannot be loaded, or a tensor of the model is in no file.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        built, info = AutoModelForCausalLM.from_pretrained(
+            model.name, dtype=dtype, revision=model.revision, trust_remote_code=model.trust_remote_code,
+            use_safetensors=True, output_loading_info=True, **loading,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and not _NOT_LOADED.search(str(error)):
+            raise  # of the device or of another process
+        raise RecipeError(f"model.name: {model.name} cannot be loaded: {one_line(error)}") from None
+    if getattr(built, "_hf_peft_config_loaded", False):
+        raise RecipeError(
+            f"model.name: {model.name} holds adapters, and not a whole model; merge them into their base first"
+        )
+    _refuse(model, weight_files.report_of(info))
     return built
 
 

@@ -17,7 +17,7 @@ from tigon.profile.units import in_bytes
 from tigon.techniques import matrix
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
-from tigon.train import launch, swapping
+from tigon.train import launch, limits, swapping
 from tigon.train.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -38,6 +38,25 @@ def check_packages() -> None:
     version = importlib.metadata.version("transformers")
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRANSFORMERS:
         raise RecipeError(f"transformers {version} is installed, 5.8 or newer is needed: pip install 'tigon[train]'")
+
+
+def check_process(workers: int = 0) -> None:
+    """What the shell gave this process: its limit of open files, and variables of launchers and of Accelerate.
+
+    The limit is raised, and Accelerate's variables are removed with a warning on stdout.
+
+    Args:
+        workers: Processes that prepare batches.
+
+    Raises:
+        RecipeError: The limit is too low for the workers.
+        ProcessError: A launcher's variable is set that no launcher left; the message names it.
+    """
+    limits.raise_open_files(workers)
+    launch.check_environment()
+    for text in launch.ignore_accelerate_variables():
+        if launch.rank() == 0:
+            print(f"warning  {text}", flush=True)
 
 
 def gpu_present() -> bool:
@@ -112,6 +131,21 @@ def check_lengths(recipe: Recipe, config: Any) -> None:
         raise RecipeError(
             f"data.sequence_length is {length}, but {recipe.model.name} takes at most {limit} tokens; lower it"
         )
+
+
+def check_sample(recipe: Recipe, config: Any, n_prompt: int) -> None:
+    """The text sample must fit the positions too, with the `n_prompt` tokens that it goes on from."""
+    limit = getattr(config, "max_position_embeddings", None)
+    n_tokens = recipe.output.sample_tokens
+    if limit is None or not n_tokens or n_prompt + n_tokens <= limit:
+        return
+    fix = "shorten output.sample_prompt"
+    if n_prompt < limit:
+        fix = f"set output.sample_tokens to {limit - n_prompt} or less"
+    raise RecipeError(
+        f"output.sample_tokens is {n_tokens}, after a prompt of {n_prompt} tokens, but {recipe.model.name} takes at "
+        f"most {limit} tokens; {fix}"
+    )
 
 
 def check_vocabulary(recipe: Recipe, config: Any, tokenizer_size: int) -> None:

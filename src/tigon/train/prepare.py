@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from tigon.errors import DataError, RecipeError, TigonError
 from tigon.techniques.quiet import quiet_packages
-from tigon.train import documents, launch, preflight
+from tigon.train import documents, extension_lock, launch, preflight
 from tigon.train.recipe import Recipe
+from tigon.train.recipe_warnings import Extent, warnings_of
 
 if TYPE_CHECKING:
     import torch
@@ -66,8 +67,12 @@ class Prepared:
     data: dict[str, Any]
     bad_rows: tuple[str, ...] = ()
     """What is wrong with the first rows left out."""
+    warnings: tuple[str, ...] = ()
+    """What the recipe says but hardly means."""
     wrong_ops: Mapping[str, str] = field(default_factory=dict)
     """Kernels that failed their self-test, and why; the model keeps its own code in their place."""
+    unused_tensors: tuple[str, ...] = ()
+    """Tensors in the checkpoint's files that the model does not have."""
     command: str = ""
     prediction: Prediction | None = None
     heads: HeadsSpec | None = None
@@ -78,6 +83,8 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
     says so."""
     if launch.joined():
         launch.end_with_launcher()
+    if recipe.sharding.zero:
+        extension_lock.take_over()
     launch.join(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
     try:
         with launch.first_process_first():
@@ -89,6 +96,7 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
 
 
 def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
+    from tigon.techniques import head_groups
     from tigon.train import engine, heads, model, self_check, tokenizer
     from tigon.train.packing import Collator, fingerprint, unigram_entropy
 
@@ -97,9 +105,11 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     shapes = model.parameter_shapes(config)
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     choices = preflight.check_techniques(recipe, device)
+    head_groups.check_groups(config, choices.attention_groups)
     spec = heads.check(recipe, config, shapes)
     preflight.check_disk(recipe, choices, shapes)
     preflight.check_memory(recipe, choices, device, shapes)
+    unused_tensors = model.check_weights(recipe.model, config)
     data = recipe.data
     bad = documents.BadRows(data.bad_rows)
     read = documents.read(data.source, data.format, data.max_text_mib, bad)
@@ -113,10 +123,11 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     train = _pack(recipe, encode(learned))
     held = _pack(recipe, encode(held_out)) if held_out else None
     eval_rows = held.rows if held else []
-    _check_enough(recipe, len(train.rows))
+    _check_enough(recipe, len(train.rows), choices.gpus)
     if held is not None and not held.rows:
         raise _nothing_held_out(recipe, len(held_out), held.n_dropped)
     prompt = _prompt(recipe, tok, eval_rows or train.rows)
+    preflight.check_sample(recipe, config, len(prompt))
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
     flatten = data.packing and recipe.model.attention.startswith("flash")
     facts = {
@@ -136,15 +147,26 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     return Prepared(
         recipe, device, choices, engine.facts_of(recipe, config, shapes, device), config, n_parameters, tok, train,
         eval_rows, Collator(pad_id, data.packing, flatten), prompt, facts, heads=spec,
-        bad_rows=tuple(bad.said[:3]), wrong_ops=self_check.wrong_ops(recipe, choices, device),
+        bad_rows=tuple(bad.said[:3]),
+        warnings=warnings_of(
+            recipe, Extent(len(train.rows), len(eval_rows), choices.gpus), trains_tokenizer=_trains_tokenizer(recipe)
+        ),
+        wrong_ops=self_check.wrong_ops(recipe, choices, device),
+        unused_tensors=unused_tensors,
     )  # fmt: skip
 
 
+def _trains_tokenizer(recipe: Recipe) -> bool:
+    from tigon.train import model
+
+    return recipe.data.tokenizer == "auto" and model.is_preset(recipe.model.name)
+
+
 def _tokenizer(recipe: Recipe, learned: Sequence[documents.Document]) -> Any:
-    from tigon.train import model, tokenizer
+    from tigon.train import tokenizer
 
     name = recipe.data.tokenizer
-    if name == "auto" and model.is_preset(recipe.model.name):
+    if _trains_tokenizer(recipe):
         texts = [document.text for document in learned]
         return tokenizer.train_bpe(texts, recipe.data.vocab_size, tokenizer.default_cache_folder())
     own = name == "auto"
@@ -165,7 +187,8 @@ def _pack(recipe: Recipe, encoded: Any) -> Packed:
     )  # fmt: skip
 
 
-def _check_enough(recipe: Recipe, n_rows: int) -> None:
+def _check_enough(recipe: Recipe, n_rows: int, n_processes: int) -> None:
+    """Refuse fewer rows than a step takes: the Trainer would take smaller steps without a word."""
     batches = {"train.batch_size": recipe.train.batch_size}
     if recipe.comparison.steps and recipe.comparison.batch_size:
         batches["comparison.batch_size"] = recipe.comparison.batch_size
@@ -175,6 +198,15 @@ def _check_enough(recipe: Recipe, n_rows: int) -> None:
                 f"data.source gives {n_rows} rows of {recipe.data.sequence_length} tokens, fewer than {name} {size}; "
                 "lower it or data.sequence_length, or add text"
             )
+    train = recipe.train
+    of_step = train.batch_size * train.gradient_accumulation * n_processes
+    if n_rows < of_step:
+        factors = f"train.batch_size {train.batch_size} x train.gradient_accumulation {train.gradient_accumulation}"
+        factors += f" x {n_processes} processes" if n_processes > 1 else ""
+        raise RecipeError(
+            f"data.source gives {n_rows} rows of {recipe.data.sequence_length} tokens, fewer than the {of_step} of one "
+            f"step ({factors}); lower one of them or data.sequence_length, or add text"
+        )
 
 
 def _nothing_held_out(recipe: Recipe, n_documents: int, n_dropped: int) -> DataError:

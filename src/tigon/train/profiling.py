@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
-from tigon.train import documents, launch, preflight, prepare, recipe_file
+from tigon.train import launch, preflight, prepare, recipe_file, sources
 from tigon.train.recipe import ComparisonConfig, Recipe
 
 if TYPE_CHECKING:
@@ -61,20 +61,22 @@ def profile(asked: Asked) -> Path:
     if asked.steps < 1:
         raise UsageError(f"--steps {asked.steps}: at least one step is recorded")
     recipe = _short(recipe_file.load(asked.recipe, asked.overrides, gpu_present=preflight.gpu_present), asked.steps)
+    preflight.check_process(recipe.train.workers)
     other = None
     if asked.is_pair:
         path, overrides = asked.beside or asked.recipe, (*asked.overrides, *asked.beside_overrides)
         other = _short(recipe_file.load(path, overrides, gpu_present=preflight.gpu_present), asked.steps)
     prepare.quiet_libraries(recipe)
     for each in filter(None, (recipe, other)):
-        documents.check_sources((*each.data.source, *each.data.eval_source))
+        sources.check(each.data.source)
+        sources.check(each.data.eval_source, "data.eval_source")
         processes = max(each.sharding.gpus, launch.processes())
         if processes > 1:
             raise RecipeError(
                 f"sharding.gpus is {processes}, and a profile is of one process; set sharding.gpus=1, or "
                 "profile on one GPU what each of them does"
             )
-    with _folder(asked.out, recipe) as (folder, target):
+    with _folder(asked.out, recipe) as (folder, place):
         if other is None:
             profiles = [_profile_here(recipe, asked.steps, folder)]
         else:
@@ -84,6 +86,7 @@ def profile(asked: Asked) -> Path:
             ]
             profiles = _told_apart(profiles, asked)
         _write(folder, profiles)
+    (target,) = place
     _conclude(profiles, target)
     failed = [each.facts[STOPPED] for each in profiles if STOPPED in each.facts]
     if failed:
@@ -106,22 +109,21 @@ def _short(recipe: Recipe, steps: int) -> Recipe:
 
 
 @contextlib.contextmanager
-def _folder(out: Path | None, recipe: Recipe) -> Iterator[tuple[Path, Path]]:
-    """(a scratch folder, the name it gets at the end): all is written or nothing."""
+def _folder(out: Path | None, recipe: Recipe) -> Iterator[tuple[Path, list[Path]]]:
+    """(a scratch folder, a list that gets the name it has at the end): all is written or nothing."""
     target = out if out is not None else _free(Path(recipe.output.folder), f"{recipe.output.name}-profile")
     if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise RunFolderError(f"{target}: there is something already; name an empty or a new folder with --out")
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
     new = [parent for parent in scratch.parents if not parent.exists()]
+    place: list[Path] = []
     try:
         scratch.mkdir(parents=True)
     except OSError as error:
         raise RunFolderError(f"{target}: cannot be made: {error.strerror}; name another folder with --out") from None
     try:
-        yield scratch, target
-        if target.is_dir():
-            target.rmdir()
-        scratch.replace(target)
+        yield scratch, place
+        place.append(_put(scratch, target))
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -133,6 +135,21 @@ def _folder(out: Path | None, recipe: Recipe) -> Iterator[tuple[Path, Path]]:
         for parent in new:
             with contextlib.suppress(OSError):  # it holds the profile
                 parent.rmdir()
+
+
+def _put(scratch: Path, target: Path) -> Path:
+    """Where the profile is now: at `target`, or beside it where another process has written there meanwhile."""
+    number, path = 1, target
+    while True:
+        try:
+            if path.is_dir():
+                path.rmdir()
+            return scratch.rename(path)  # takes no folder with something in it
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+        number += 1
+        path = target.with_name(f"{target.name}-{number}")
 
 
 def _free(parent: Path, name: str) -> Path:
@@ -190,12 +207,15 @@ def _told_apart(profiles: Sequence[Profile], asked: Asked) -> list[Profile]:
 
 def _profile_here(recipe: Recipe, steps: int, folder: Path) -> Profile:
     from tigon.profile.result import Profile
+    from tigon.train import model
     from tigon.train.recorded import record
 
     device = preflight.check_device(recipe)
     prepared = prepare.prepare(recipe, device)
     said = f"profile  {_label(prepared)}: {steps} steps recorded, then one timed"
     _console().print(said, markup=False, soft_wrap=True)
+    if prepared.unused_tensors:
+        _console().print(model.unused_line(prepared.unused_tensors), markup=False, soft_wrap=True)
     predicted, why = _predict(prepared)
     timeline, ops, stopped = record(prepared, steps, folder, _label(prepared))
     facts = _facts(prepared) | {"prediction": why} | ({STOPPED: stopped} if stopped else {})

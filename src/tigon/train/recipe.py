@@ -30,23 +30,27 @@ from tigon.techniques.choices import (
 from tigon.techniques.matrix import refusals
 from tigon.techniques.optimizers import OPTIMIZERS
 
-NAME_PATTERN = r"[A-Za-z0-9._-]{1,80}"
+NAME_CHARACTERS = 80
+# Folders that Windows does not make, with whatever extension.
+RESERVED_NAMES = r"(?i:con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?"
+MAX_COUNT = 1_000_000_000  # of counts without a limit of their own; what is larger overflows somewhere in a library
 AUTO_PRECISION = "amp-bf16"  # what `auto` is on a GPU; nothing is excluded with it that is not with fp32
 
 
 def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | None = None,
         renamed: Mapping[str, str] | None = None, minimum: float | None = None, maximum: float | None = None,
-        above: float | None = None, limits: str | None = None) -> Any:  # fmt: skip
+        above: float | None = None, limits: str | None = None, prose: bool = False) -> Any:  # fmt: skip
     """A recipe key. `minimum` and `maximum` are inclusive, `above` is exclusive; a tuple default makes a list key.
 
     pattern: what a value must match where `choices` are not all of them. renamed: words of old, and their new ones.
-    limits: the row of LIMITS, for both ends.
+    limits: the row of LIMITS, for both ends. prose: text that may have several lines, because it names nothing.
     """
     if limits is not None:
         minimum, maximum = LIMITS[limits]
+        maximum = maximum or MAX_COUNT
     metadata = {
         "help": help, "choices": tuple(choices), "pattern": pattern, "renamed": renamed or {}, "minimum": minimum,
-        "maximum": maximum, "above": above,
+        "maximum": maximum, "above": above, "prose": prose,
     }  # fmt: skip
     return field(default=default, metadata=metadata)
 
@@ -119,13 +123,13 @@ class DataConfig:
 class TrainConfig:
     """How it is trained."""
 
-    steps: int | None = key(None, "Optimizer steps; give this or `epochs`.", minimum=1)
-    epochs: float | None = key(None, "Passes over the rows; give this or `steps`.", above=0)
+    steps: int | None = key(None, "Optimizer steps; give this or `epochs`.", minimum=1, maximum=MAX_COUNT)
+    epochs: float | None = key(None, "Passes over the rows; give this or `steps`.", above=0, maximum=1_000_000)
     batch_size: int = key(8, "Rows in a micro-batch.", limits="batch")
     gradient_accumulation: int = key(1, "Micro-batches in an optimizer step.", limits="accumulate")
     learning_rate: float = key(3e-4, "Peak learning rate.", above=0)
     schedule: str = key("cosine", "Learning rate after the warm-up.", choices=("cosine", "linear", "constant"))
-    warmup_steps: int = key(0, "Steps of linear warm-up.", minimum=0)
+    warmup_steps: int = key(0, "Steps of linear warm-up.", minimum=0, maximum=MAX_COUNT)
     weight_decay: float = key(0.1, "Decoupled weight decay.", minimum=0)
     adam_beta1: float = key(0.9, "AdamW's decay of the first moment.", minimum=0, maximum=0.9999)
     adam_beta2: float = key(0.95, "AdamW's decay of the second moment.", minimum=0, maximum=0.99999)
@@ -133,7 +137,7 @@ class TrainConfig:
         "adamw", "Optimizer; docs/techniques/optimizers.md tells them apart.", choices=tuple(OPTIMIZERS)
     )
     galore_rank: int = key(128, "Rank of the gradients' subspace, for the galore optimizers.", limits="galore_rank")
-    galore_gap: int = key(200, "Steps between choices of that subspace.", minimum=1)
+    galore_gap: int = key(200, "Steps between choices of that subspace.", minimum=1, maximum=MAX_COUNT)
     max_grad_norm: float = key(1.0, "Clip the gradient's norm to this; 0: no clipping.", minimum=0)
     precision: str = key(
         "auto", "`amp-bf16`, `amp-fp16`: autocast over fp32 weights; `bf16`: weights, gradients and optimizer in bf16 "
@@ -147,20 +151,24 @@ class TrainConfig:
         choices=CHECKPOINTINGS, pattern=CHECKPOINTING_PATTERN,
     )  # fmt: skip
     mlp_tile_tokens: int = key(0, "Tokens that a layer's MLP takes at a time, in both directions; 0: all of them.",
-                               minimum=0)  # fmt: skip
+                               minimum=0, maximum=MAX_COUNT)  # fmt: skip
     attention_groups: int = key(1, "Groups of heads that attention takes one after the other; divides the key heads.",
-                                minimum=1)  # fmt: skip
+                                minimum=1, maximum=MAX_COUNT)  # fmt: skip
     seed: int = key(1, "Seed of weights, row order and dropout.", minimum=0, maximum=2**32 - 1)
     device: str = key("auto", "`auto`: the GPU when there is one.", choices=("auto", "cpu", "cuda"))
     workers: int = key(0, "Processes that prepare batches; 0: in the training process.", minimum=0, maximum=64)
-    log_steps: int = key(10, "Steps between records in metrics.jsonl.", minimum=1)
-    eval_steps: int | None = key(None, "Steps between evaluations; none: only at the end.", minimum=1)
-    save_steps: int | None = key(None, "Steps between checkpoints; none: only the final model.", minimum=1)
-    keep_checkpoints: int = key(2, "Newest checkpoints kept.", minimum=1)
+    log_steps: int = key(10, "Steps between records in metrics.jsonl.", minimum=1, maximum=MAX_COUNT)
+    eval_steps: int | None = key(
+        None, "Steps between evaluations; none: only at the end.", minimum=1, maximum=MAX_COUNT
+    )
+    save_steps: int | None = key(
+        None, "Steps between checkpoints; none: only the final model.", minimum=1, maximum=MAX_COUNT
+    )
+    keep_checkpoints: int = key(2, "Newest checkpoints kept.", minimum=1, maximum=MAX_COUNT)
     max_skipped_steps: int = key(
         3, "Steps in a row whose loss or gradient may be infinite or no number. Such a step changes no weight and is "
         "counted; one more stops the run.",
-        minimum=0,
+        minimum=0, maximum=MAX_COUNT,
     )  # fmt: skip
 
 
@@ -233,7 +241,10 @@ class HeadsConfig:
     ramp: float = key(1.0, "Share of the steps over which it rises.", above=0, maximum=1)
     learning_rate_multiplier: float = key(4.0, "In stage 2, the heads' learning rate over the model's.", above=0)
     base_steps: int = key(
-        0, "Steps of ordinary training before the heads are put on, for a preset, whose weights are random.", minimum=0
+        0,
+        "Steps of ordinary training before the heads are put on, for a preset, whose weights are random.",
+        minimum=0,
+        maximum=MAX_COUNT,
     )
 
 
@@ -243,7 +254,7 @@ class ComparisonConfig:
 
     steps: int = key(0, "Steps of each repeat; 0: no comparison. The last step is the one whose memory is measured.",
                      minimum=0, maximum=1000)  # fmt: skip
-    batch_size: int | None = key(None, "Rows in a micro-batch; none: `train.batch_size`.", minimum=1)
+    batch_size: int | None = key(None, "Rows in a micro-batch; none: `train.batch_size`.", minimum=1, maximum=MAX_COUNT)
     kernels: tuple[str, ...] = key(
         ("none", "no-flce", "tigon"), "What to compare, in the words of `model.kernels`.",
         choices=KERNELS, renamed={"no-linear-ce": "no-flce"},
@@ -261,7 +272,8 @@ class OutputConfig:
         choices=("error", "number"),
     )  # fmt: skip
     save_model: bool = key(True, "Write the final weights (safetensors) and tokenizer to `model/`.")
-    sample_prompt: str | None = key(None, "Start of the text sample; none: the start of a held-out document.")
+    sample_prompt: str | None = key(None, "Start of the text sample; none: the start of a held-out document.",
+                                     prose=True)  # fmt: skip
     sample_tokens: int = key(64, "Length of the text sample before and after training; 0: no sample.",
                              minimum=0, maximum=2048)  # fmt: skip
 
@@ -315,11 +327,11 @@ def check_combinations(recipe: Recipe, path: object) -> None:
     if (train.steps is None) == (train.epochs is None):
         said = "both are given" if train.steps is not None else "neither is given"
         raise RecipeError(f"{path}: train.steps and train.epochs: {said}; give exactly one, e.g. train.steps: 200")
-    if not re.fullmatch(NAME_PATTERN, output.name) or set(output.name) == {"."}:
-        raise RecipeError(
-            f"{path}: output.name is {output.name!r}; it may hold up to 80 letters, digits, '.', '_' and '-', "
-            "and names one folder inside output.folder"
-        )
+    if problem := folder_name_problem(output.name, NAME_CHARACTERS):
+        said = f"output.name is {output.name!r}, and names one folder inside output.folder"
+        raise RecipeError(f"{path}: {said}: {problem}")
+    if not output.folder.strip() or "\0" in output.folder:
+        raise RecipeError(f"{path}: output.folder is {output.folder!r}; name a folder, such as runs")
     if recipe.comparison.steps == 1:
         raise RecipeError(f"{path}: comparison.steps is 1; the first step only warms up, so give 2 or more, or 0")
     if not recipe.data.source:
@@ -329,6 +341,20 @@ def check_combinations(recipe: Recipe, path: object) -> None:
     for wrong, reason in _WRONG_PAIRS:
         if wrong(recipe):
             raise RecipeError(f"{path}: {reason}")
+
+
+def folder_name_problem(name: str, most: int) -> str | None:
+    """Why `name` cannot name a folder of at most `most` characters, with what it may be; None: it can.
+
+    A leading dash would be a flag to every shell command on the folder.
+    """
+    if not re.fullmatch(rf"[A-Za-z0-9._-]{{1,{most}}}", name):
+        return f"use up to {most} letters, digits, '.', '_' and '-'"
+    if name.startswith("-") or name.endswith("."):
+        return "it may not begin with '-' or end with '.'"
+    if re.fullmatch(RESERVED_NAMES, name):
+        return "Windows reserves this name; use another"
+    return None
 
 
 # Pairs with a key that is no technique of its own.

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tigon._files import read_text
 from tigon.errors import RecipeError
 from tigon.train.recipe import (
     SECTIONS,
@@ -29,6 +30,8 @@ from tigon.train.recipe import (
 
 ON_GPU = "on_gpu"
 MAX_RECIPE_BYTES = 64 * 1024
+FP32_RANGE = (1.2e-38, 3.4e38)
+MAX_NAME = 1024  # characters of a path or another name; Linux allows a path 4,096 bytes
 MAX_NODES = 4096  # counted with aliases expanded, which is what an alias bomb blows up
 MAX_DEPTH = 8
 # Keys of old, and what to write now.
@@ -37,7 +40,7 @@ RENAMED_KEYS: Mapping[str, str] = {
 }
 
 # What PyYAML lets through: dates that are none, tags with values of another kind, numbers and nesting without end.
-_OF_VALUES = (ValueError, KeyError, AttributeError, RecursionError)
+OF_VALUES = (ValueError, KeyError, AttributeError, RecursionError)
 
 
 def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], checked: bool = True) -> Recipe:
@@ -83,13 +86,14 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The file's mapping and the line of every dotted key."""
     import yaml
 
-    if not path.is_file():
-        raise RecipeError(f"{path}: no such recipe file; give the path of a YAML recipe, e.g. recipes/quickstart.yaml")
-    size_bytes = path.stat().st_size
-    if size_bytes > MAX_RECIPE_BYTES:
-        raise RecipeError(f"{path}: {size_bytes} bytes is over the {MAX_RECIPE_BYTES} bytes a recipe may have")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MAX_RECIPE_BYTES)
+    except FileNotFoundError:
+        raise RecipeError(
+            f"{path}: no such recipe file; give the path of a YAML recipe, e.g. recipes/quickstart.yaml"
+        ) from None
+    except OSError as error:
+        raise RecipeError(f"{path}: the recipe cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8") from None
     lines: dict[str, int] = {}
@@ -102,7 +106,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark else ""
         raise RecipeError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, *_OF_VALUES) as error:
+    except (yaml.YAMLError, *OF_VALUES) as error:
         raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())[:200]}") from None
     if raw is None:
         raw = {}
@@ -169,7 +173,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
         raise _unknown(dotted, _all_keys(), "--set")
     try:
         value = yaml.safe_load(value_text)
-    except (yaml.YAMLError, *_OF_VALUES):
+    except (yaml.YAMLError, *OF_VALUES):
         raise RecipeError(f"--set {text[:200]}: the value is not valid YAML; quote it") from None
     return dotted, value
 
@@ -238,13 +242,28 @@ def _convert(value: Any, hint: Any, limits: Mapping[str, Any], dotted: str, wher
             raise RecipeError(f"{where(dotted)}: {dotted} is a mapping such as {{name: value}}, not {found}")
         return dict(value)
     if target is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-3, without a dot, as text
+        # YAML 1.1 reads 1e-3, without a dot, as text; an integer may be too large for a float
+        with contextlib.suppress(ValueError, OverflowError):
             value = float(value)
     if type(value) is not target:
         found, wanted = _article(_kind(value)), _article(type_name(target))
-        raise RecipeError(f"{where(dotted)}: {dotted} is {value!r}, {found}; it must be {wanted}")
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}, {found}; it must be {wanted}")
+    if isinstance(value, str):
+        _check_text(value, limits["prose"], dotted, where)
     _check_limits(value, limits, dotted, where)
     return value
+
+
+def _check_text(value: str, prose: bool, dotted: str, where: Callable[[str], str]) -> None:
+    """Refuse text that no file can be named by, and that no file of the run could hold."""
+    if not value.strip():
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}, empty; leave the key out, or give it a value")
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; a NUL or half a character is no text")
+    if not prose and any(character < " " for character in value):
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; a name has no line breaks or tabs")
+    if not prose and len(value) > MAX_NAME:
+        raise RecipeError(f"{where(dotted)}: {dotted} has {len(value)} characters; a name has {MAX_NAME} at most")
 
 
 def _check_limits(value: Any, limits: Mapping[str, Any], dotted: str, where: Callable[[str], str]) -> None:
@@ -254,10 +273,15 @@ def _check_limits(value: Any, limits: Mapping[str, Any], dotted: str, where: Cal
     if value in limits["renamed"]:
         raise RecipeError(f"{where(dotted)}: {dotted}: {value} is called {limits['renamed'][value]} now; write that")
     if not re.fullmatch(pattern, value) if pattern else choices and value not in choices:
-        raise RecipeError(f"{where(dotted)}: {dotted} is {value!r}; it must be one of {', '.join(choices)}")
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; it must be one of {', '.join(choices)}")
     too_small = (minimum is not None and not value >= minimum) or (above is not None and not value > above)
-    if too_small or (maximum is not None and not value <= maximum) or value in (float("inf"), float("-inf")):
-        raise RecipeError(f"{where(dotted)}: {dotted} is {value}; it {limits_text(limits) or 'must be finite'}")
+    if too_small or (maximum is not None and not value <= maximum):
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; it {limits_text(limits)}")
+    # training is in fp32 at most: what is smaller would be 0 there, and what is larger infinite
+    if isinstance(value, float) and value != 0 and not FP32_RANGE[0] <= abs(value) <= FP32_RANGE[1]:
+        raise RecipeError(
+            f"{where(dotted)}: {dotted} is {_shown(value)}; fp32 holds numbers from {FP32_RANGE[0]} to {FP32_RANGE[1]}"
+        )
 
 
 # --- words ---------------------------------------------------------------------------------------------------------
@@ -284,6 +308,15 @@ def _where(path: Path, lines: Mapping[str, int], dotted: str, sources: Mapping[s
     if dotted not in lines and f"{ON_GPU}.{dotted}" in lines:
         dotted = f"{ON_GPU}.{dotted}"
     return f"{path}:{lines[dotted]}" if dotted in lines else str(path)
+
+
+def _shown(value: Any) -> str:
+    """A value in a message; one of thousands of digits is shortened."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a number of thousands of digits"
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _kind(value: Any) -> str:

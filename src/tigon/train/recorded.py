@@ -55,6 +55,7 @@ def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
         kernels=recipe.model.kernels, base=folder / "base", ops=self_check.without(prepared.wrong_ops),
         heads=prepared.heads is not None,
     )  # fmt: skip
+    engine.refuse_nonfinite(built, recipe.model)
     make: Any = trainers.TigonTrainer
     if prepared.heads is not None:
         built, make = heads.attach(built, recipe.heads, prepared.heads), partial(heads.HeadsTrainer, recipe.heads)

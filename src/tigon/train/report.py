@@ -74,9 +74,10 @@ def _tiles(train: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> li
     tiles.append(("unigram entropy of the held-out text", f"{summary['unigram_entropy']:.4f}"))
     if train:
         name, of = ("head 1's training loss", "head1_loss") if "head1_loss" in train[0] else ("training loss", "loss")
+        measured = [record[of] for record in train if of in record]
         steady = [r["tokens_per_s"] for r in train[1:]] or [train[0]["tokens_per_s"]]
         tiles += [
-            (f"{name}, first to last", f"{train[0][of]:.3f} → {train[-1][of]:.3f}"),
+            (f"{name}, first to last", f"{measured[0]:.3f} → {measured[-1]:.3f}"),
             ("tokens/s, median", f"{statistics.median(steady):,.0f}"),
             ("peak memory", format_bytes(max(r["memory_peak_bytes"] for r in train))),
         ]
@@ -92,11 +93,11 @@ def _tiles(train: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> li
 
 def _head_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each head's loss and accuracies, held out where something was, else of the last step that measured them."""
-    measured = [r for r in records if "head1_top1" in r]
+    measured = [r for r in records if _scored_heads(r)]
     if not measured:
         return []
     last = next((r for r in reversed(measured) if r["event"] == "eval"), measured[-1])
-    names = [name.removesuffix("_loss") for name in last if name.endswith("_loss") and f"{name[:-5]}_top1" in last]
+    names = _scored_heads(last)
     return [
         {
             "label": "the model" if name == "model" else f"head {name[4:]}, {int(name[4:]) + 1} tokens ahead",
@@ -104,6 +105,12 @@ def _head_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for name in names
     ]
+
+
+def _scored_heads(record: Mapping[str, Any]) -> list[str]:
+    """The heads, and the model, of which a record has the loss and all accuracies."""
+    names = [name.removesuffix("_loss") for name in record if re.fullmatch(r"(head\d+|model)_loss", name)]
+    return [name for name in names if all(f"{name}_top{k}" in record for k in range(1, 6))]
 
 
 def _comparison_rows(repeats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ Everything up to `prepare` only reads; the run folder is made after the last che
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -15,10 +16,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tigon.errors import TigonError
+from tigon.errors import RunFolderError, TigonError
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.sharding import weights_are_sharded
-from tigon.train import checkpoint, documents, faults, folder, launch, preflight, recipe_file, stopping, swapping
+from tigon.train import (
+    checkpoint,
+    faults,
+    folder,
+    launch,
+    limits,
+    preflight,
+    recipe_file,
+    sources,
+    stopping,
+    swapping,
+)
 from tigon.train.folder import RunFolder
 from tigon.train.prepare import Prepared, prepare, quiet_libraries
 from tigon.train.recipe import Recipe
@@ -37,7 +49,9 @@ def train(path: Path, overrides: Sequence[str] = (), *, resume: bool = False, au
     preflight.check_packages()
     command = shlex.join(["tigon", "train", str(path), *(word for text in overrides for word in ("--set", text))])
     recipe = recipe_file.load(path, overrides, gpu_present=preflight.gpu_present)
-    documents.check_sources((*recipe.data.source, *recipe.data.eval_source))
+    preflight.check_process(recipe.train.workers)
+    sources.check(recipe.data.source)
+    sources.check(recipe.data.eval_source, "data.eval_source")
     run = folder.find(recipe.output, recipe) if resume else None
     if run is None:
         folder.check(recipe.output, command)
@@ -59,7 +73,7 @@ def train(path: Path, overrides: Sequence[str] = (), *, resume: bool = False, au
     with ExitStack() as held:
         if run is not None and launch.rank() == 0:
             held.enter_context(folder.locked(run.path))
-            run = folder.with_checkpoint(run)
+            run = folder.with_checkpoint(run, recipe)
         return _train_alone_or_joined(recipe, device, run, path, overrides, held)
 
 
@@ -117,7 +131,14 @@ def _create(prepared: Prepared, command: str) -> RunFolder:
     made = ""
     if launch.rank() == 0:
         run = folder.create(prepared.recipe.output, command)
-        _write_inputs(run, prepared)
+        try:
+            _write_inputs(run, prepared)
+        except BaseException as error:
+            shutil.rmtree(run.path, ignore_errors=True)  # it is of no use, and the next try would be refused for it
+            if isinstance(error, OSError):
+                said = limits.words(error) or error.strerror
+                raise RunFolderError(f"{run.path}: cannot be written: {said}; then start the run again") from None
+            raise
         made = str(run.path)
     return RunFolder(Path(launch.told(made)))
 
@@ -130,8 +151,12 @@ def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
     run.write_json(folder.ENVIRONMENT, preflight.environment(prepared.device))
     run.write_json(folder.DATA, prepared.data)
     run.append({"event": "data", "step": 0, **prepared.data})
+    if prepared.warnings:
+        run.append({"event": "warnings", "step": 0, "warnings": list(prepared.warnings)})
     if prepared.wrong_ops:
         run.append({"event": "self_test", "step": 0, "wrong_ops": dict(prepared.wrong_ops)})
+    if prepared.unused_tensors:
+        run.append({"event": "checkpoint", "step": 0, "unused_tensors": list(prepared.unused_tensors)})
     prepared.tokenizer.save_pretrained(run.path / "tokenizer")
 
 
@@ -156,12 +181,17 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
     if data["truncated_rows"] or data["dropped_rows"]:
         counts = f"{data['truncated_rows']} rows truncated, {data['dropped_rows']} dropped"
         lines.append(f"warning  {counts} (data.too_long: {recipe.data.too_long})")
+    if prepared.unused_tensors:
+        from tigon.train import model
+
+        lines.append(model.unused_line(prepared.unused_tensors))
     for name, why in prepared.wrong_ops.items():
         lines.append(
             f"warning  {name} gives wrong results here ({why}): the model's own code is used; see `tigon doctor`"
         )
     if data["bad_rows"]:
         lines.append(f"warning  {data['bad_rows']} rows left out (data.bad_rows: skip): {'; '.join(prepared.bad_rows)}")
+    lines += [f"warning  {warning}" for warning in prepared.warnings]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 
@@ -222,7 +252,7 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
 
 def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: stopping.Stop) -> dict[str, Any]:
     """What the run found, but for the comparison. Raises Stopped before the final weights are saved."""
-    from tigon.train import heads, model
+    from tigon.train import engine, heads, model
     from tigon.train.progress import ProgressDisplay
 
     recipe, tok = prepared.recipe, prepared.tokenizer
@@ -230,6 +260,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         heads.train_base(prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
     with faults.memory_watched(run, prepared):
         built, patched = _build(run, prepared, recipe.model.kernels)
+    engine.refuse_nonfinite(built, recipe.model)
     # drawing a sample from sharded weights would take all processes
     alone = launch.rank() == 0 and not weights_are_sharded(prepared.choices)
     n_sample, seed = recipe.output.sample_tokens if alone else 0, recipe.train.seed
@@ -315,7 +346,7 @@ def _train(
         except Exception as error:
             if run.checkpoint is None or trainer.n_micro_steps or isinstance(error, TigonError):
                 raise
-            if prediction.is_out_of_memory(error) or faults.how_another_was_lost(error):
+            if prediction.is_out_of_memory(error) or faults.is_no_checkpoints_fault(error, run):
                 raise
             raise faults.unreadable(run, error) from error
         finally:

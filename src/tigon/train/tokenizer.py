@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tigon._files import refuse_special
 from tigon.errors import DataError, RecipeError
 from tigon.train.documents import BadRows, Document, Segment
 
@@ -70,13 +71,30 @@ def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) 
     """The tokenizer in a folder or of a hub id. Raises RecipeError when there is none."""
     from transformers import AutoTokenizer
 
+    _check_files(Path(name))
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # the Rust package raises bare Exceptions for a file that it cannot read
         reason = " ".join(str(error).split())[:200]
         raise RecipeError(
             f"{name}: no tokenizer could be loaded ({reason}); set data.tokenizer to a folder with one"
         ) from None
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse what transformers would wait for, or read without end: a path that is no folder, and special files in it.
+    Raises RecipeError."""
+    if not folder.exists():  # a hub id
+        return
+    fix = "set data.tokenizer to a folder with a tokenizer"
+    if not folder.is_dir():
+        raise RecipeError(f"{folder}: a tokenizer is a folder, and this is none; {fix}")
+    try:
+        for path in sorted(folder.iterdir()):
+            if path.exists() and not path.is_dir():
+                refuse_special(path)
+    except OSError as error:
+        raise RecipeError(f"{error.filename}: cannot be read as part of a tokenizer: {error.strerror}; {fix}") from None
 
 
 def encode(

@@ -1,7 +1,7 @@
 """Hugging Face's Trainer with six changes, and its arguments from a recipe.
 
-1. Evaluation is the exact mean over tokens. The Trainer's own averages batch means, which differs when batches hold
-   different numbers of learned tokens, and asks for the logits, which tigon's loss never materialises.
+1. Evaluation is the exact mean over tokens, and a patched model computes it without logits. The Trainer's own averages
+   batch means, which differs when batches hold different numbers of learned tokens, and asks for the logits.
 2. Every logged record carries tokens/s and memory.
 3. A step whose loss or gradient is not finite is left out (finite.py): the Trainer's default logs such a loss as 0.0
    and goes on. Weights that are not finite are never saved.
@@ -32,12 +32,14 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from tigon.errors import RecipeError, RunFolderError
+from tigon.models.loss_seam import without_logits
 from tigon.profile.device import used_bytes
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.technique import Facts
 from tigon.train import checkpoint, launch, prediction, swapping
-from tigon.train.finite import FiniteGate, innermost
+from tigon.train.deepspeed_classes import keep_partition_dtype, know_deepspeed_classes
+from tigon.train.finite import FiniteGate, first_nonfinite, innermost
 from tigon.train.host_adam import take_whole_powers
 from tigon.train.packing import Collator, Row, RowDataset
 from tigon.train.recipe import TrainConfig
@@ -144,7 +146,8 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         if self.is_deepspeed_enabled:
-            checkpoint.know_deepspeed_classes()
+            know_deepspeed_classes()
+            keep_partition_dtype()
         if resume_from_checkpoint is not None:
             file = Path(resume_from_checkpoint) / self._counted_file
             if file.exists():  # checkpoints of old have none
@@ -331,7 +334,8 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         inputs = self._prepare_inputs(self.data_collator(rows))
         # one item: the model then returns the sum over its tokens (the Trainer's own loss contract)
         one = torch.ones((), dtype=torch.long, device=inputs["labels"].device)
-        with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
+        # only the loss is wanted: whole logits would take more memory than a training step
+        with torch.no_grad(), without_logits(), self.compute_loss_context_manager(), self.accelerator.autocast():
             loss = self.model(**inputs, num_items_in_batch=one).loss
         n_learned = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
         return torch.stack([loss.double(), n_learned.double()]) * counts
@@ -355,6 +359,8 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         """All processes write into the scratch folder; when all are done, the first makes a checkpoint of it."""
         step, first, folder = self.state.global_step, self.is_world_process_zero(), Path(self.args.output_dir)
         refuse_nonfinite_weights(model, step)
+        if not folder.parent.is_dir():  # the Trainer would make it again, for half a run
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder.parent))
         if first:
             checkpoint.clear(folder)
         self.accelerator.wait_for_everyone()
@@ -406,25 +412,15 @@ def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
 
 def refuse_nonfinite_weights(model: Any, step: int) -> None:
     """Raise rather than save weights that can only give NaN."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not bool(torch.isfinite(_own_part(parameter)).all()):
-            raise RecipeError(
-                f"{name} has values that are not finite at step {step}: not saved; lower train.learning_rate"
-            )
+    index = first_nonfinite(model)
+    if index is not None:
+        name = [name for name, _ in model.named_parameters()][index]
+        raise RecipeError(f"{name} has values that are not finite at step {step}: not saved; lower train.learning_rate")
 
 
 def _is_sharded(model: Any) -> bool:
     """Whether a forward pass gathers weights, by FSDP2 or ZeRO-3: then it takes all processes."""
     return any(hasattr(p, "ds_tensor") or hasattr(p, "to_local") for p in model.parameters())
-
-
-def _own_part(parameter: Any) -> torch.Tensor:
-    """What of a parameter is in this process: FSDP2's shard, ZeRO-3's partition, or all of it."""
-    if hasattr(parameter, "ds_tensor"):
-        partition: torch.Tensor = parameter.ds_tensor
-        return partition
-    shard: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return shard
 
 
 class _Boundaries(TrainerCallback):  # type: ignore[misc]

@@ -1,0 +1,91 @@
+"""The system's limits on a process: open files, a file's size, memory. What a run says when it meets one."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+from tigon.errors import RecipeError
+
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+OPEN_FILES = 4096  # far more than a run needs
+LEAST_OPEN_FILES, OPEN_FILES_OF_A_WORKER = 16, 8  # 16 were enough without workers, and 48 with four of them
+RAISED_TO = 4096
+# glibc's loader, Python's threads, PyTorch's allocator for the CPU.
+_NO_MEMORY = (
+    r"failed to map segment|[Cc]annot allocate memory|can't start new thread|can't allocate memory|not enough memory|"
+    r"cannot create (execution|thread)|Resource temporarily unavailable"
+)
+_TOO_LARGE = r"File too large|os error 27\b"
+
+
+def raise_open_files(workers: int) -> None:
+    """Raise the limit of open files to `OPEN_FILES`, or as far as the user may.
+
+    Raises RecipeError where that is not enough for `workers` processes that prepare batches: a thread of PyTorch's that
+    opens no file any more leaves the run waiting.
+    """
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    needed = LEAST_OPEN_FILES + workers * OPEN_FILES_OF_A_WORKER
+    if wanted < needed:
+        raise RecipeError(
+            f"a process may open {wanted} files here (`ulimit -n`), and train.workers: {workers} needs {needed}; raise "
+            f"the limit, e.g. `ulimit -n 1024`, or lower train.workers"
+        )
+
+
+def words(error: BaseException) -> str | None:
+    """Which limit of the process `error` or one of its causes has met, and what to do; None: it is no such error."""
+    at: BaseException | None = error
+    while at is not None:
+        found = _words(at)
+        if found is not None:
+            return found
+        at = at.__cause__ or at.__context__
+    return None
+
+
+def _words(error: BaseException) -> str | None:
+    number, text = getattr(error, "errno", None), " ".join(str(error).split())
+    if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
+        return f"too many open files (`ulimit -n` is {_limit('RLIMIT_NOFILE')}); raise the limit, e.g. `ulimit -n 4096`"
+    if number == errno.EFBIG or re.search(_TOO_LARGE, text):
+        return _file_too_large()
+    if isinstance(error, RuntimeError) and "PytorchStreamWriter" in text and _limit("RLIMIT_FSIZE") != "unlimited":
+        return _file_too_large()  # it does not say why a write failed
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or re.search(_NO_MEMORY, text):
+        return _no_memory(text)
+    return None
+
+
+def _file_too_large() -> str:
+    said = _limit("RLIMIT_FSIZE")
+    cause = "the file system's limit" if said == "unlimited" else f"`ulimit -f` allows {said} bytes"
+    return f"a file grew too large ({cause}); raise the limit"
+
+
+def _no_memory(text: str) -> str | None:
+    """Only where the process has a limit of its own: without one, out of memory is said by those who know the run."""
+    memory = {"ulimit -v": _limit("RLIMIT_AS"), "ulimit -d": _limit("RLIMIT_DATA")}
+    said = [f"`{option}` is {value} bytes" for option, value in memory.items() if value != "unlimited"]
+    if not said and "thread" in text:
+        said = [f"`ulimit -u` is {_limit('RLIMIT_NPROC')} processes and threads"]
+    if not said:
+        return None
+    return f"the system gave the process no more memory or threads ({', '.join(said)}); raise the limit"
+
+
+def _limit(name: str) -> str:
+    if resource is None:
+        return "unlimited"
+    soft = resource.getrlimit(getattr(resource, name))[0]
+    return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
