@@ -66,8 +66,8 @@ def test_a_bug_is_shown_as_a_traceback_and_not_dressed_up_as_a_usage_error(monke
         cli.main()
 
 
-def test_a_path_that_the_system_refuses_ends_in_a_traceback(monkeypatch, capsys):
-    """Or an error of the system that no path is to blame for does not."""
+def test_a_path_that_the_system_refuses_ends_in_one_line(monkeypatch, capsys):
+    """An error of the system that no typed path is to blame for keeps its traceback."""
     from tigon import cli
 
     monkeypatch.setattr(sys, "argv", ["tigon", "train", "a" * 300])

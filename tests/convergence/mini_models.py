@@ -39,11 +39,14 @@ MINI_MODELS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def mini_model(family: str, dtype: torch.dtype, device: torch.device | str = "cpu", **overrides: Any) -> nn.Module:
-    """A model in training mode; of one family the same weights at every call, rounded to bf16 whatever the dtype."""
+def mini_model(
+    family: str, dtype: torch.dtype, device: torch.device | str = "cpu", *, seed: int = 0, **overrides: Any
+) -> nn.Module:
+    """A model in training mode. A family and a seed give the same weights at every call, rounded to bf16 whatever the
+    dtype."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**MINI_MODELS[family], **overrides})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     if dtype == torch.float64 and hasattr(config, "num_local_experts"):

@@ -2,10 +2,19 @@
 
 The truth is the unpatched model trained in fp64, with the casts to fp32 inside it taken out. The unpatched model in
 fp32 or bf16 is at some distance from it, which is what that dtype costs: the same data, optimizer and starting weights,
-other roundings. The patched model may be at most twice as far, in the losses of all steps, in the logits after them,
-and in every weight. Where the unpatched distance is nothing by luck, the floor is half a rounding step of what the
-tensor is kept in: the dtype for logits, fp32 for losses and weights. Measured: at most 1.41 times as far, in 7
-families, 2 dtypes and some 30 tensors each.
+other roundings. The patched model may be at most FACTORS times as far, in the losses of all steps, in the logits after
+them, and in every weight. Where the unpatched distance is nothing by luck, the floor is half a rounding step of what
+the tensor is kept in: the dtype for logits, fp32 for losses and weights.
+
+One pair of rounding trajectories says little: training amplifies a single rounding, so the ratio of two distances
+spreads around 1. So a tensor's ratio is the median over SEEDS of starting weights and batches. FACTORS lie between the
+patched models and the faults below. The largest ratio of any tensor, over 28 seeds, half of them under each of
+ATEN_CPU_CAPABILITY=default and avx2 (torch 2.13.0, AMD EPYC, 2026-11-23):
+
+                      patched, 7 families        weakest fault
+                      one seed    median of 3    one seed    median of 3
+    fp32              6.99        2.20           29,000      39,600
+    bf16              2.88        1.75           3.7         6.8
 
 Plain gradient descent, because Adam divides by the size of the gradient and would hide a gradient that is too large
 everywhere; and, for bf16, weights kept in fp32 beside the model's as mixed-precision training keeps them, because a
@@ -15,6 +24,8 @@ bf16 weight does not feel a step below 1/256 of itself and would hide a wrong on
 from __future__ import annotations
 
 import functools
+import math
+import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -30,7 +41,8 @@ import tigon
 
 STEPS = 32
 LEARNING_RATE = 0.1
-FACTOR = 2.0
+FACTORS = {torch.float32: 20.0, torch.bfloat16: 3.5}
+SEEDS = (0, 1, 2)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -46,9 +58,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def batches() -> list[dict[str, Tensor]]:
+def batches(seed: int) -> list[dict[str, Tensor]]:
     """STEPS training batches and one more: rows that count up by 1, 2 or 3, which two layers can learn."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7 + seed)
     result = []
     for _ in range(STEPS + 1):
         start = torch.randint(VOCAB, (4, 1), generator=generator)
@@ -70,18 +82,18 @@ class Fp64Throughout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def train(family: str, dtype: torch.dtype, device: str, change: Change) -> dict[str, Tensor]:
+def train(family: str, dtype: torch.dtype, device: str, seed: int, change: Change) -> dict[str, Tensor]:
     """The losses of all steps, the logits of an unseen batch, and every weight, in fp64 on the CPU."""
-    model = mini_model(family, dtype, device)
+    model = mini_model(family, dtype, device, seed=seed)
     change(model)
     with Fp64Throughout() if dtype == torch.float64 else nullcontext():
-        return descend(model, dtype, device)
+        return descend(model, dtype, device, batches(seed))
 
 
-def descend(model: nn.Module, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+def descend(model: nn.Module, dtype: torch.dtype, device: str, data: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters())
     weights = {name: p.detach().to(torch.promote_types(dtype, torch.float32)) for name, p in parameters.items()}
-    *training, unseen = batches()
+    *training, unseen = data
     losses = []
     for batch in training:
         model.zero_grad()
@@ -99,9 +111,23 @@ def descend(model: nn.Module, dtype: torch.dtype, device: str) -> dict[str, Tens
     return {name: t.double().cpu() for name, t in {"losses": torch.stack(losses), "logits": logits, **weights}.items()}
 
 
+def unchanged(model: nn.Module) -> None:
+    """A change that leaves the model alone."""
+
+
 @functools.cache
-def truth(family: str, device: str) -> dict[str, Tensor]:
-    return train(family, torch.float64, device, lambda model: None)
+def truth(family: str, device: str, seed: int) -> dict[str, Tensor]:
+    return train(family, torch.float64, device, seed, unchanged)
+
+
+@functools.cache
+def unpatched_distances(family: str, dtype: torch.dtype, device: str, seed: int) -> dict[str, float]:
+    """How far from the truth unchanged training ends: at least half a rounding step."""
+    own = distances(train(family, dtype, device, seed, unchanged), truth(family, device, seed))
+    return {
+        name: max(distance, torch.finfo(dtype if name == "logits" else torch.float32).eps / 2)
+        for name, distance in own.items()
+    }
 
 
 def distances(run: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
@@ -110,26 +136,38 @@ def distances(run: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, flo
     return {name: float((run[name] - want).norm() / want.norm()) for name, want in exact.items()}
 
 
+def ratios(family: str, dtype: torch.dtype, device: str, change: Change) -> dict[str, float]:
+    """How many times as far from the truth as unchanged training a changed model's ends: per tensor, the median over
+    SEEDS."""
+    per_seed = []
+    for seed in SEEDS:
+        own = unpatched_distances(family, dtype, device, seed)
+        got = distances(train(family, dtype, device, seed, change), truth(family, device, seed))
+        per_seed.append({name: got[name] / own[name] for name in own})
+    # a NaN sorts anywhere, and has to be the largest
+    return {
+        name: statistics.median(ratio[name] if ratio[name] == ratio[name] else math.inf for ratio in per_seed)
+        for name in per_seed[0]
+    }
+
+
 def farther_than_allowed(family: str, dtype: torch.dtype, device: str, change: Change) -> dict[str, str]:
-    """What of a changed model's training is more than FACTOR times as far from the truth as unchanged training."""
-    exact = truth(family, device)
-    own = distances(train(family, dtype, device, lambda model: None), exact)
-    got = distances(train(family, dtype, device, change), exact)
-    floor = {name: torch.finfo(dtype if name == "logits" else torch.float32).eps / 2 for name in own}
-    allowed = {name: FACTOR * max(own[name], floor[name]) for name in own}
-    return {name: f"{got[name]:.2e}, allowed {allowed[name]:.2e}" for name in own if not got[name] <= allowed[name]}
+    """The tensors for which a changed model's training ends more than FACTORS times as far from the truth."""
+    found = ratios(family, dtype, device, change)
+    return {name: f"{ratio:.2f} times as far" for name, ratio in found.items() if not ratio <= FACTORS[dtype]}
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", MINI_MODELS)
-def test_patched_training_ends_elsewhere(family: str, dtype: str, device: str) -> None:
+def test_patched_training_ends_where_unpatched_training_ends(family: str, dtype: str, device: str) -> None:
     reports = []
     worse = farther_than_allowed(family, DTYPES[dtype], device, lambda model: reports.append(tigon.patch(model)))
     assert not worse
-    assert reports[0].counts["linear_cross_entropy"] == 1, str(reports[0])
-    losses = truth(family, device)["losses"]
-    assert losses[-4:].mean() < losses[:4].mean() - 0.3, "nothing was learnt, so nothing was compared"
+    assert all(report.counts["linear_cross_entropy"] == 1 for report in reports), str(reports[0])
+    for seed in SEEDS:
+        losses = truth(family, device, seed)["losses"]
+        assert losses[-4:].mean() < losses[:4].mean() - 0.3, "nothing was learnt, so nothing was compared"
 
 
 def one_target_too_many(model: nn.Module) -> None:
@@ -150,6 +188,6 @@ def another_eps(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", [one_target_too_many, larger_gradient_of_a_norm, another_eps])
-def test_fault_is_lost_in_the_allowance(fault: Change, dtype: str) -> None:
+def test_fault_ends_farther_than_allowed(fault: Change, dtype: str) -> None:
     """The comparison above can fail: faults of some percent are beyond what it allows, in bf16 too."""
     assert farther_than_allowed("llama", DTYPES[dtype], "cpu", fault)

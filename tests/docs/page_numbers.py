@@ -1,0 +1,81 @@
+"""Tables and sentences of the pages that the code computes; hidden blocks of the pages print them."""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from tigon.memory import accuracy as plan_accuracy
+from tigon.memory.accuracy import QUANTITIES, Comparison
+from tigon.memory.estimate import at_rest, estimate
+from tigon.memory.gpus import GIB, find_gpu
+from tigon.memory.request import Request
+from tigon.models.config import load_config
+from tigon.models.presets import PRESETS
+from tigon.sweep import accuracy as sweep_accuracy
+from tigon.techniques.choices import Choices
+
+ROOT = Path(__file__).parents[2]
+MODELS = ("llama-3.2-1b", "llama-3.1-8b")
+# The recipe's words of a placement, and the same in the planner's.
+PLACEMENTS = (
+    ("`zero: 2, offload: cpu`", {"zero": 2, "offload": "cpu"}),
+    ("`zero: 3, offload: cpu`", {"zero": 3, "offload": "cpu"}),
+    ("`zero: 3, offload: nvme`", {"zero": 3, "offload": "nvme"}),
+    ("`fsdp: true, offload: cpu`", {"fsdp": True, "offload": "cpu"}),
+)
+
+
+def host_memory_table() -> str:
+    """What the states of a full fine-tuning take outside the GPU, per model and placement, by the planner."""
+    lines = [
+        "| model | `sharding` | host, GiB | host, bytes per parameter | files, GiB |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for model in MODELS:
+        for words, keys in PLACEMENTS:
+            choices = Choices(precision="amp-bf16", **keys)  # type: ignore[arg-type]
+            request = Request(model=model, config=load_config(model), batch=1, seq=1024, choices=choices)
+            found = estimate(request, gpu=find_gpu("h200"), evaluation=False)
+            parameters = sum(weight.numel for weight in at_rest(request).weights)
+            lines.append(
+                f"| `{model}` | {words} | {found.host_bytes / GIB:.1f} | {found.host_bytes / parameters:.1f} "
+                f"| {found.nvme_bytes / GIB:.1f} |"
+            )
+    return "\n".join(lines)
+
+
+def preset_sentence() -> str:
+    """The names that `model.name` takes without a file or the network."""
+    return textwrap.fill(f"The presets are {', '.join(f'`{name}`' for name in PRESETS)}.", 120)
+
+
+@functools.cache
+def every_prediction() -> Sequence[Comparison]:
+    """All runs on GPUs whose records are committed, with the predictions in docs/planner.md."""
+    runs = ROOT / plan_accuracy.MEASUREMENTS
+    sweeps = runs.parents[1]
+    measured = plan_accuracy.load(runs).measured
+    return (
+        *plan_accuracy.load_predictions(measured, plan_accuracy.predictions_path(runs)),
+        *plan_accuracy.load_predictions(sweep_accuracy.load(sweeps), sweep_accuracy.predictions_path(sweeps)),
+    )
+
+
+def accuracy_sentence() -> str:
+    """How well the plan holds over all of them."""
+    found = every_prediction()
+    two = sum(dict(one.case.get("keys", {})).get("sharding.gpus", 1) == 2 for one in found)
+    allocated, _, time = QUANTITIES
+    peaks = sorted(abs(one.error(allocated)) for one in found)
+    within = sum(abs(one.error(time)) <= time.worst for one in found) / len(found)
+    third_quarter = peaks[3 * len(peaks) // 4]
+    sentences = (
+        f"The plan was compared with {len(found)} runs on H200s, {two} of them on two GPUs.",
+        f"The predicted peak is within {peaks[-1]:.1%} of the allocator's peak, "
+        f"and within {third_quarter:.1%} for three runs in four.",
+        f"The predicted time of a step is within {time.worst:.0%} for {within:.0%} of the runs.",
+    )
+    return textwrap.fill(" ".join(sentences), 120)
