@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from tigon.errors import TigonError
+from tigon.train import console, limits
 
-USAGE_EXIT, INTERRUPTED_EXIT = 2, 130
+USAGE_EXIT, INTERRUPTED_EXIT, BROKEN_PIPE_EXIT = 2, 130, 141  # the last two as shells have them
 # Of a path that was typed, wherever it is first looked at.
 _PATH_ERRORS = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)
 
@@ -20,6 +21,7 @@ def _of_gpus(gpus: int | None) -> list[str]:
 
 def main() -> None:
     """Entry point of `tigon` and `python -m tigon`: what the user can act on is one line on stderr and exit code 2."""
+    console.open_closed_streams()
     try:
         import typer
     except ModuleNotFoundError:
@@ -30,17 +32,30 @@ def main() -> None:
         _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED_EXIT)
+    except BrokenPipeError:  # `tigon plan ... | head`: the reader has all that it wanted
+        with console.outlived():  # Python would write what it still holds at exit, and fail again
+            sys.stdout.flush()
+        sys.exit(BROKEN_PIPE_EXIT)
     except OSError as error:
         if error.errno not in _PATH_ERRORS or error.filename is None:
-            raise
+            _fail_at_a_limit(error)
         _fail(f"{error.filename}: {error.strerror}; name another path, or mend this one")
     except Exception as error:
         _fail_as_typed(error)
 
 
 def _fail(message: str) -> None:
-    print(f"tigon: {message}", file=sys.stderr)
+    with console.outlived():
+        print(f"tigon: {message}", file=sys.stderr)
     sys.exit(USAGE_EXIT)
+
+
+def _fail_at_a_limit(error: Exception) -> None:
+    """One line for an error of the system's limits on a process; any other is a bug and keeps its traceback."""
+    said = limits.words(error)
+    if said is None:
+        raise error
+    _fail(said)
 
 
 def _planned_heads(*asked: Any) -> Any:
@@ -52,7 +67,7 @@ def _planned_heads(*asked: Any) -> Any:
 def _fail_as_typed(error: Any) -> None:
     """A wrong flag or value in one line, as ours; what typer raises comes from click or from its own copy of it."""
     if not hasattr(error, "format_message"):
-        raise error
+        _fail_at_a_limit(error)
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         sys.exit(USAGE_EXIT)
@@ -104,7 +119,8 @@ def _app() -> Any:
         """Train a model as a recipe says, with a report at the end."""
         from tigon.train.run import train
 
-        train(recipe, [*(assignments or ()), *_of_gpus(gpus)], resume=resume, auto=auto)
+        with console.outlived():
+            train(recipe, [*(assignments or ()), *_of_gpus(gpus)], resume=resume, auto=auto)
 
     @app.command("medusa")
     def medusa_command(
@@ -121,7 +137,8 @@ def _app() -> Any:
         """Train heads that predict several tokens ahead (Medusa, MTP), with a report at the end."""
         from tigon.train.heads import train_with_heads
 
-        train_with_heads(recipe, [*(assignments or ()), *_of_gpus(gpus)], resume=resume)
+        with console.outlived():
+            train_with_heads(recipe, [*(assignments or ()), *_of_gpus(gpus)], resume=resume)
 
     @app.command("plan")
     def plan_command(
@@ -188,10 +205,11 @@ def _app() -> Any:
         """Train a recipe over a grid of its keys; what its folder holds already is not measured again."""
         from tigon.sweep.run import sweep
 
-        sweep(
-            file, assignments or (), memory_limit=memory_limit, time_limit=time_limit, out=out, only=only, retry=retry,
-            draw=draw, earlier=earlier,
-        )  # fmt: skip
+        with console.outlived():
+            sweep(
+                file, assignments or (), memory_limit=memory_limit, time_limit=time_limit, out=out, only=only,
+                retry=retry, draw=draw, earlier=earlier,
+            )  # fmt: skip
 
     @app.command("profile")
     def profile_command(
@@ -212,7 +230,8 @@ def _app() -> Any:
         """Record what a recipe's first steps do to memory, and where a step's time goes."""
         from tigon.train.profiling import Asked, profile
 
-        profile(Asked(recipe, tuple(assignments or ()), steps, beside, tuple(beside_assignments or ()), out))
+        with console.outlived():
+            profile(Asked(recipe, tuple(assignments or ()), steps, beside, tuple(beside_assignments or ()), out))
 
     @app.command("models")
     def models_command(
