@@ -65,11 +65,22 @@ def config_of(model_type: str) -> Any:
     return config
 
 
+def _auto_class(config: Any) -> Any:
+    sees = "vision_config" in getattr(config, "sub_configs", {})
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
+def attention_of(config: Any) -> str:
+    """sdpa, and eager for the families whose attention sdpa cannot compute (GPT-OSS has a sink per head)."""
+    return "sdpa" if _auto_class(config)._model_mapping[type(config)]._supports_sdpa else "eager"
+
+
 def predicted(model_type: str, kernels: str, gpu: Gpu) -> int:
     """The planned peak of allocated memory, in bytes. Raises UsageError for a model that cannot be traced."""
+    config = config_of(model_type)
     request = Request(
-        model=model_type, config=config_of(model_type), batch=BATCH, seq=SEQ,
-        choices=Choices(precision="amp-bf16", kernels=kernels),
+        model=model_type, config=config, batch=BATCH, seq=SEQ,
+        choices=Choices(precision="amp-bf16", kernels=kernels, attention=attention_of(config)),
     )  # fmt: skip
     return estimate(request, gpu=gpu, evaluation=False).peak_allocated_bytes
 
@@ -77,10 +88,9 @@ def predicted(model_type: str, kernels: str, gpu: Gpu) -> int:
 def measured(model_type: str, kernels: str) -> int:
     """The peak of allocated memory of STEPS steps on the GPU, in bytes."""
     config = config_of(model_type)
-    sees = "vision_config" in getattr(config, "sub_configs", {})
-    auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     with torch.device("cuda"):
-        model = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
+        model = _auto_class(config).from_config(config, dtype=torch.float32, attn_implementation=attention_of(config))
+    model.train()
     if kernels == "tigon":
         patch(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

@@ -1,4 +1,7 @@
-"""What CUDA does that fake CPU tensors do not show: the plans of tigon's ops on a GPU, and the kernels' scratch."""
+"""What CUDA does that fake CPU tensors do not show: the plans of tigon's ops on a GPU, and the kernels' scratch.
+
+Shapes ride as suffixes: S rows of tokens sorted by expert, E experts, I the width in, O the width out.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,28 @@ from tigon.ops import _dispatch
 # By its name: `tigon.ops.linear_cross_entropy` is the function of the same name.
 _LOSS: Any = importlib.import_module("tigon.ops.linear_cross_entropy")
 _HEADS_LOSS: Any = importlib.import_module("tigon.ops.multi_head_linear_cross_entropy")
+
+
+class _ExpertsProduct(torch.autograd.Function):
+    """Rows, sorted by expert, times their expert's weight. CUDA multiplies fp32 expert by expert, into one result.
+
+    How many rows an expert has is data, which a trace has not; the sizes of the results do not depend on it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_SI: Tensor, weight_EIO: Tensor, recorder: Recorder) -> Tensor:
+        ctx.save_for_backward(rows_SI, weight_EIO)
+        ctx.recorder = recorder
+        (S, I), (E, _, O) = rows_SI.shape, weight_EIO.shape
+        recorder.count(flops=2.0 * S * I * O, dtype=rows_SI.dtype, launches=E)
+        return rows_SI.new_empty(S, O)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows_SI, weight_EIO = ctx.saved_tensors
+        E, I, O = weight_EIO.shape
+        ctx.recorder.count(flops=4.0 * len(rows_SI) * I * O, dtype=rows_SI.dtype, launches=2 * E)
+        return torch.empty_like(rows_SI), torch.empty_like(weight_EIO), None
 
 
 @contextlib.contextmanager
@@ -45,7 +70,7 @@ def planned_for_cuda(recorder: Recorder, *, arch: tuple[int, int], ignored: int)
     def grouped_mm(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor, **options: Any) -> Tensor:
         if mat_a.dtype == torch.bfloat16:
             return plain_grouped_mm(mat_a, mat_b, offs=offs, **options)  # type: ignore[misc,no-any-return]
-        return torch.ops.transformers.grouped_mm_fallback(mat_a, mat_b, offs)  # type: ignore[no-any-return]
+        return _ExpertsProduct.apply(mat_a, mat_b, recorder)  # type: ignore[no-any-return, no-untyped-call]
 
     replaced: dict[tuple[Any, str], Callable[..., Any]] = {
         (_LOSS, "_rows_that_count"): rows_that_count,
