@@ -166,7 +166,7 @@ def table(record: Mapping[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kernels", choices=("tigon", "none"), default="tigon")
+    parser.add_argument("--kernels", nargs="+", choices=("tigon", "none"), default=["tigon", "none"])
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS), metavar="FAMILY")
     parser.add_argument("--gpu", default="h200", help="the GPU of the predictions (default: %(default)s)")
     parser.add_argument("--measure", action="store_true", help="train each family on this machine's GPU")
@@ -177,8 +177,9 @@ def main() -> int:
     asked = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     if asked.alone:
-        peak_bytes = measured(asked.alone, asked.kernels)  # first: the plan makes a tensor or two on the GPU
-        row = row_of(asked.alone, asked.kernels, find_gpu(asked.gpu), measure=False)
+        (kernels,) = asked.kernels
+        peak_bytes = measured(asked.alone, kernels)  # first: the plan makes a tensor or two on the GPU
+        row = row_of(asked.alone, kernels, find_gpu(asked.gpu), measure=False)
         print(json.dumps(row | {"measured_bytes": peak_bytes}))
         return 0
     if (asked.into or asked.measure) and asked.json is None:
@@ -191,16 +192,18 @@ def main() -> int:
         return 0
     rows, gpu = [], find_gpu(asked.gpu)
     pool = ThreadPoolExecutor(asked.jobs if asked.measure else 1)
-    for row in pool.map(lambda name: row_of(name, asked.kernels, gpu, asked.measure), asked.only):
+    cases = [(name, kernels) for name in asked.only for kernels in asked.kernels]
+    for row in pool.map(lambda case: row_of(*case, gpu, asked.measure), cases):
         rows.append(row)
         error = error_of(row)
         sizes = {name: f"{row[name] / GIB:.3f}" for name in ("predicted_bytes", "measured_bytes") if name in row}
-        print(row["model_type"], sizes, row["detail"] if error is None else percent(error), flush=True)
+        print(row["model_type"], row["kernels"], sizes, row["detail"] if error is None else percent(error), flush=True)
         if asked.measure:  # after every row: what was measured stays if the machine goes
             record = {"environment": environment(torch.device("cuda")), "rows": rows}
             asked.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    beyond = [row["model_type"] for row in rows if (error := error_of(row)) is not None and abs(error) > LIMIT]
-    missing = [row["model_type"] for row in rows if asked.measure and error_of(row) is None]
+    errors = {f"{row['model_type']} ({row['kernels']})": error_of(row) for row in rows}
+    beyond = [case for case, error in errors.items() if error is not None and abs(error) > LIMIT]
+    missing = [case for case, error in errors.items() if asked.measure and error is None]
     for words, names in ((f"beyond {LIMIT:.0%}", beyond), ("without a comparison", missing)):
         if names:
             print(f"{words}: {', '.join(names)}", file=sys.stderr)
