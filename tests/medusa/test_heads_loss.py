@@ -108,6 +108,21 @@ def test_head_further_ahead_than_the_row_is_scored(kind: str) -> None:
         assert all(not t.any() for name, t in grads.items() if "blocks.1" in name or "blocks.2" in name)
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_labels_that_a_layers_hook_edits_count(fused: bool) -> None:
+    model = with_heads(SPECS["separate"], STAGES[2], fused=fused).double()
+    inputs = batch()
+    edited = {**inputs, "labels": inputs["labels"].clone()}
+    edited["labels"][:, :5] = -100
+    want = model(**edited).loss
+
+    def ignore_the_first(*_: Any) -> None:
+        inputs["labels"][:, :5] = -100
+
+    model.model.layers[0].register_forward_hook(ignore_the_first)
+    torch.testing.assert_close(model(**inputs).loss, want, rtol=1e-10, atol=0)
+
+
 def test_batch_without_a_label_gives_a_loss_or_a_gradient() -> None:
     model = with_heads(SPECS["separate"], STAGES[2])
     inputs = batch()

@@ -26,6 +26,7 @@ from tigon.medusa import loss
 from tigon.medusa.heads import MedusaHeads, MtpHeads, Visit, decoder_layers, inside, make_heads
 from tigon.medusa.record import HeadRecord
 from tigon.medusa.spec import HeadsSpec, Objective
+from tigon.models.deferred import version_of
 from tigon.models.head_path import observed_logit_map
 from tigon.models.logits import LogitMap
 from tigon.models.loss_seam import HeadSeam
@@ -154,8 +155,12 @@ class HeadedSeam(Seam):
         if positions is not None and positions.ndim == 2:  # (1, T) stands for every row
             positions = positions.expand(labels.shape)
         shifts = self.objective.shifts(heads.spec.count)
+
+        def targets() -> Tensor:
+            return ops.prepare_targets(labels, shifts=shifts, positions=positions) if self.fused else labels
+
         # Before the trunk, so that the loss need not wait for what the trunk computes.
-        target = ops.prepare_targets(labels, shifts=shifts, positions=positions) if self.fused else labels
+        target, written = targets(), _versions(labels, positions)
         layer_inputs: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             if heads.spec.kind == "mtp":
@@ -164,6 +169,8 @@ class HeadedSeam(Seam):
                 stack.enter_context(torch.no_grad())
             # With a cache, transformers ignores the borders of documents in position_ids.
             hidden = trunk(model, {**inputs, "use_cache": False}).last_hidden_state
+        if torch.compiler.is_compiling() or _versions(labels, positions) != written:
+            target = targets()  # a hook in the trunk has edited them
         joint = self.objective.stage == 2
         found: list[MultiHeadOutput] = []
 
@@ -185,6 +192,11 @@ class HeadedSeam(Seam):
 
         total = inside([head, *heads.visited()], compute)
         return found[0]._replace(loss=total)
+
+
+def _versions(*values: Any) -> tuple[int, ...]:
+    """How often each was written to; nothing under torch.compile, where Dynamo cannot compare versions."""
+    return () if torch.compiler.is_compiling() else tuple(version_of(value) for value in values)
 
 
 def trunk(model: Any, inputs: Mapping[str, Any]) -> Any:

@@ -53,7 +53,7 @@ class LogitsSource:
             self.dtype = dtype if on and hidden.dtype != torch.float64 else hidden.dtype
             self._autocast = partial(torch.autocast, device_type, dtype=dtype, enabled=on)
         self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
-        self._weight_shape, self._versions = weight.shape, (_version(weight), _version(hidden))
+        self._weight_shape, self._versions = weight.shape, (version_of(weight), version_of(hidden))
         self._grad_enabled = torch.is_grad_enabled()
         self.touched = False
         """Whether somebody holds these logits as numbers. A write to numbers may show nowhere (`.data`, numpy), so the
@@ -74,7 +74,7 @@ class LogitsSource:
         whole = type(weight) in (Tensor, nn.Parameter) and weight.shape == self._weight_shape
         if not (whole and weight.untyped_storage().nbytes() > 0):
             return self._forward_sharded()
-        if (_version(weight), _version(self.hidden)) != self._versions:
+        if (version_of(weight), version_of(self.hidden)) != self._versions:
             raise PatchError(
                 "outputs.logits was first read after lm_head.weight (or the hidden states) had changed, so the logits "
                 "of that forward are gone. Read them before optimizer.step(), or patch with linear_cross_entropy=False."
@@ -113,8 +113,9 @@ def _frames_to_caller() -> int:
     return level
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def version_of(value: Any) -> int:
+    """How often a tensor was written to, as autograd counts it; 0 for what has no count."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 @dataclass(frozen=True)

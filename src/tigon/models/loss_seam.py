@@ -31,7 +31,7 @@ from torch.nn.utils import parametrize
 
 from tigon import ops
 from tigon.errors import OptionError, PatchError, ShapeError
-from tigon.models.deferred import DeferredLogits, LogitsSource
+from tigon.models.deferred import DeferredLogits, LogitsSource, version_of
 from tigon.models.logits import LogitAttributes, LogitMap
 from tigon.models.seam import PatchedModule, Seam, imitate, is_dtensor
 from tigon.models.token_metrics import TokenMetrics
@@ -60,11 +60,6 @@ def _on(device: torch.device, num_items: Tensor | float | None) -> Tensor | floa
 
 def _same(a: Any, b: Any) -> bool:
     return a is b or not (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
-
-
-def _version(value: Any) -> int:
-    """How often a tensor was written to; 0 where nothing counts that."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 class LossCall:
@@ -110,7 +105,7 @@ class LossCall:
     def _versions(self) -> tuple[int, ...]:
         if torch.compiler.is_compiling():  # Dynamo cannot compare versions while it traces
             return ()
-        return tuple(_version(value) for value in (self.labels, self.shift_labels, self.num_items))
+        return tuple(version_of(value) for value in (self.labels, self.shift_labels, self.num_items))
 
     def _unwritten(self, versions: tuple[int, ...], target: Tensor) -> bool:
         """Whether labels, shift_labels and num_items still are what they were when their versions were these.
