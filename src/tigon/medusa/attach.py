@@ -32,6 +32,7 @@ from tigon.models.logits import LogitMap
 from tigon.models.loss_seam import HeadSeam
 from tigon.models.patch import unwrap
 from tigon.models.seam import Change, PatchedModule, Seam, imitate
+from tigon.ops.linear_cross_entropy import PreparedTargets
 from tigon.ops.multi_head_linear_cross_entropy import MultiHeadOutput
 
 # B batch, T positions, H hidden, K losses.
@@ -156,7 +157,7 @@ class HeadedSeam(Seam):
             positions = positions.expand(labels.shape)
         shifts = self.objective.shifts(heads.spec.count)
 
-        def targets() -> Tensor:
+        def targets() -> Tensor | PreparedTargets:
             return ops.prepare_targets(labels, shifts=shifts, positions=positions) if self.fused else labels
 
         # Before the trunk, so that the loss need not wait for what the trunk computes.
