@@ -42,8 +42,8 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format src tests
 
 pages: $(VENV)/.ready
-	$(BIN)/python -m tigon.sweep.study --into docs/study.md
-	$(BIN)/python tools/medusa_page.py
+	$(BIN)/python -m benchmarks.pages.study --into docs/study.md
+	$(BIN)/python -m benchmarks.pages.medusa
 	PYTHONPATH=tests $(BIN)/python tests/techniques/technique_pages.py
 	$(BIN)/python tests/docs/page_examples.py
 

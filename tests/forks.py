@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tigon.train import launch
+from tigon.trainer.distributed import launch
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="works with forked copies of this process")
 

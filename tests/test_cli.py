@@ -61,7 +61,7 @@ def test_a_bug_is_shown_as_a_traceback_and_not_dressed_up_as_a_usage_error(monke
     from tigon import cli
 
     monkeypatch.setattr(sys, "argv", ["tigon", "train", "r.yaml"])
-    monkeypatch.setattr("tigon.train.run.train", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("tigon.trainer.run.train", lambda *a, **k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main()
 
@@ -75,6 +75,6 @@ def test_a_path_that_the_system_refuses_ends_in_one_line(monkeypatch, capsys):
         cli.main()
     said = capsys.readouterr().err
     assert stop.value.code == 2 and said.count("\n") == 1 and "File name too long" in said
-    monkeypatch.setattr("tigon.train.run.train", lambda *a, **k: Path("/nowhere/at/all").read_text())
+    monkeypatch.setattr("tigon.trainer.run.train", lambda *a, **k: Path("/nowhere/at/all").read_text())
     with pytest.raises(FileNotFoundError):
         cli.main()

@@ -10,11 +10,12 @@ import pytest
 
 from tigon._files import open_regular, read_text
 from tigon.bench import record
+from tigon.data import sources
 from tigon.errors import TigonError
-from tigon.models.config import load_config
-from tigon.profile import result
-from tigon.sweep import definition, taken
-from tigon.train import recipe_file, sources
+from tigon.models.loading.config import load_config
+from tigon.profiler.render import result
+from tigon.recipe import recipe_file
+from tigon.sweep import definition, import_results
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "mkfifo") or not Path("/proc").exists(), reason="special files of Linux"
@@ -53,7 +54,7 @@ def test_what_is_no_regular_file_is_said_and_never_waited_for(special):
 READERS = {
     "a recipe": lambda path: recipe_file.load(path, gpu_present=lambda: False),
     "a sweep": definition.load,
-    "--from": taken.read,
+    "--from": import_results.read,
     "a bench record": record.load,
     "a profile": result.read,
     "a config.json": lambda path: load_config(str(path)),

@@ -11,7 +11,7 @@ import pytest
 
 from backends import HAS_GPU, kernels_on_the_cpu
 from tigon.ops import OPS, _dispatch
-from tigon.train import self_check
+from tigon.trainer.guards import self_test
 
 WRONG = {"geglu", "swiglu"}
 
@@ -29,7 +29,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         monkeypatch.setitem(OPS, name, replace(op, call=call))
     monkeypatch.setattr(_dispatch, "uses_kernel", lambda tensor: True)
     tried: list[tuple[Any, ...]] = []
-    check: Any = self_check.check_op
-    monkeypatch.setattr(self_check, "check_op", lambda *which: tried.append(which) or check(*which))
+    check: Any = self_test.check_op
+    monkeypatch.setattr(self_test, "check_op", lambda *which: tried.append(which) or check(*which))
     with contextlib.nullcontext() if HAS_GPU else kernels_on_the_cpu():
         yield tried

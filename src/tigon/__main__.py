@@ -1,5 +1,5 @@
 """`python -m tigon` is `tigon`."""
 
-from tigon.cli import main
+from tigon.cli.app import main
 
 main()

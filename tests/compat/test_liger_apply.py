@@ -38,8 +38,8 @@ from tigon.compat.liger import apply, hooks
 from tigon.compat.liger.families import FAMILIES, SIGNATURES
 from tigon.errors import OptionError, PatchError
 from tigon.models import MODELS, PatchReport, unpatch
-from tigon.models.seam import PatchedModule
-from tigon.models.tiny import tiny_batch, tiny_model
+from tigon.models.seams.base import PatchedModule
+from tigon.models.verification.tiny import tiny_batch, tiny_model
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -203,7 +203,7 @@ from tigon.compat import liger
 liger.install()
 model = build()
 fused = losses(model, use_liger_kernel=True, liger_kernel_config={"rope": False})
-from tigon.models.seam import PatchedModule
+from tigon.models.seams.base import PatchedModule
 assert isinstance(model.lm_head, PatchedModule) and isinstance(model.model.norm, PatchedModule)
 assert not isinstance(model.model.layers[0].self_attn, PatchedModule)
 torch.testing.assert_close(torch.tensor(fused), torch.tensor(plain), rtol=1e-4, atol=1e-4)
@@ -302,7 +302,7 @@ def test_reloaded_and_reimported_modeling_modules_are_patched_again() -> None:
 import importlib, sys
 import transformers.loss.loss_utils
 from tigon.compat import liger
-from tigon.models.seam import PatchedModule
+from tigon.models.seams.base import PatchedModule
 from transformers import AutoModelForCausalLM
 
 NAME = "transformers.models.llama.modeling_llama"

@@ -43,7 +43,7 @@ from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 OTHER_VERSIONS = 0.05
-"""How far a number may be from the page's with other versions, as in tests/memory/test_plan_accuracy.py."""
+"""How far a number may be from the page's with other versions, as in tests/planner/test_plan_accuracy.py."""
 COLUMNS = 120
 """Width of the terminal that the pages show."""
 # Their blocks have checks of their own (test_math.py), or are a diary.

@@ -7,14 +7,14 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from tigon.memory import accuracy as plan_accuracy
-from tigon.memory.accuracy import QUANTITIES, Comparison
-from tigon.memory.estimate import at_rest, estimate
-from tigon.memory.gpus import GIB, find_gpu
-from tigon.memory.request import Request
-from tigon.models.config import load_config
-from tigon.models.presets import PRESETS
-from tigon.sweep import accuracy as sweep_accuracy
+from benchmarks.pages import planner_accuracy as plan_accuracy
+from benchmarks.pages import sweep_accuracy
+from benchmarks.pages.planner_accuracy import QUANTITIES, Comparison
+from tigon.models.loading.config import load_config
+from tigon.models.loading.presets import PRESETS
+from tigon.planner.estimate import at_rest, estimate
+from tigon.planner.gpus import GIB, find_gpu
+from tigon.planner.request import Request
 from tigon.techniques.choices import Choices
 
 ROOT = Path(__file__).parents[2]

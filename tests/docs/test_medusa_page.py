@@ -15,11 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("medusa_page", ROOT / "tools" / "medusa_page.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("benchmarks.pages.medusa")
 
 
 def point(variant: str, tokens: int, status: str = "ok", gib: float = 0.0, speed: float = 0.0) -> dict[str, Any]:
@@ -74,6 +70,6 @@ def test_record_of_another_sweep_is_taken(tool: Any, tmp_path: Path) -> None:
 def test_page_is_not_that_of_the_committed_records(tool: Any) -> None:
     text = tool.DOCUMENT.read_text(encoding="utf-8")
     new, drawn = tool.page(text, tool.load(tool.RECORDS))
-    assert new == text, "run python tools/medusa_page.py"
+    assert new == text, "run python -m benchmarks.pages.medusa"
     for path, svg in drawn.items():
         assert (tool.DOCUMENT.parent / path).read_text(encoding="utf-8") == svg

@@ -34,7 +34,7 @@ from page_examples import (
 
 from tigon import __version__
 from tigon.errors import TigonError
-from tigon.train.recipe import SECTIONS
+from tigon.recipe.keys import SECTIONS
 
 BLOCKS = {page: read_blocks(page) for page in pages()}
 EVERY = [block for blocks in BLOCKS.values() for block in blocks]

@@ -239,7 +239,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             here="The headers of the files are compared with the model. A missing tensor is refused by name before the "
             "run folder is made.",
             tests=(
-                "train/test_model.py::test_missing_tensor_is_named_before_the_run_folder_exists",
+                "trainer/test_model.py::test_missing_tensor_is_named_before_the_run_folder_exists",
                 "models/test_weight_files.py::test_missing_and_renamed_tensors_are_named",
             ),
         ),

@@ -27,7 +27,7 @@ import tigon, tigon.models, tigon.nn, tigon.doctor
 print("importing", *families())
 import transformers.modeling_utils  # once for all copies; of no family
 from tigon.models import MODELS, patch
-from tigon.models.tiny import tiny_model
+from tigon.models.verification.tiny import tiny_model
 for family in sys.argv[1:]:
     sys.stdout.flush()
     if os.fork():  # each in a copy, which has imported no other

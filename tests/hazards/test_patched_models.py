@@ -17,8 +17,8 @@ from torch.nn import functional as F
 import tigon
 from tigon.errors import LabelError, PatchError
 from tigon.models import MODELS, DeferredLogits, MaterializedLogitsWarning
-from tigon.models.seam import PatchedModule
-from tigon.models.tiny import tiny_batch, tiny_model
+from tigon.models.seams.base import PatchedModule
+from tigon.models.verification.tiny import tiny_batch, tiny_model
 
 pytest.importorskip("transformers")
 

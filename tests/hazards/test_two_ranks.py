@@ -17,7 +17,7 @@ import tigon
 import two_ranks
 from helpers import farthest
 from tigon.models import MODELS, DeferredLogits
-from tigon.models.tiny import tiny_batch, tiny_model
+from tigon.models.verification.tiny import tiny_batch, tiny_model
 from two_ranks import RANKS, Scenarios, gradients_of
 
 pytest.importorskip("transformers")

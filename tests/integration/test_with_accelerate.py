@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tigon
 from tigon.models import DeferredLogits
-from tigon.models.seam import PatchedModule
+from tigon.models.seams.base import PatchedModule
 
 accelerate = pytest.importorskip("accelerate")
 DATA = rows()

@@ -14,7 +14,7 @@ from small_runs import lora, model, padded, rows, tokenizer
 from torch import nn
 
 import tigon
-from tigon.models.seam import PatchedModule
+from tigon.models.seams.base import PatchedModule
 
 pytest.importorskip("accelerate")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tigon.medusa import HeadsSpec, Objective, attach
 from tigon.models import MODELS, patch
-from tigon.models.tiny import tiny_batch, tiny_model
+from tigon.models.verification.tiny import tiny_batch, tiny_model
 
 CPU = torch.device("cpu")
 MEDUSA, SHARED = HeadsSpec(count=3, layers=2), HeadsSpec(count=3, shared=True)

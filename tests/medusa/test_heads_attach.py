@@ -16,10 +16,10 @@ from tigon.medusa import HeadsSpec, Objective, attach, detach, heads_of
 from tigon.medusa.attach import scoring
 from tigon.medusa.spec import scheduled, shares_head
 from tigon.models import MODELS, patch, unpatch
-from tigon.models.head_path import observed_logit_map
-from tigon.models.logits import LogitMap
-from tigon.models.seam import PatchedModule
-from tigon.models.tiny import tiny_batch, tiny_model
+from tigon.models.seams.base import PatchedModule
+from tigon.models.seams.head_path import observed_logit_map
+from tigon.models.seams.logits import LogitMap
+from tigon.models.verification.tiny import tiny_batch, tiny_model
 
 transformers = pytest.importorskip("transformers")
 

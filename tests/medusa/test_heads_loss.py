@@ -21,8 +21,8 @@ from heads_helpers import (
 from helpers import farthest
 from tigon.medusa import HeadsSpec, Objective
 from tigon.models import MODELS, patch
-from tigon.models.tiny import tiny_batch, tiny_model
-from tigon.profile.peak import PeakMeter
+from tigon.models.verification.tiny import tiny_batch, tiny_model
+from tigon.profiler.recording.peak import PeakMeter
 
 pytest.importorskip("transformers")
 

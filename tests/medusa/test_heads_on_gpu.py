@@ -11,7 +11,7 @@ from heads_helpers import SPECS, gradients, with_heads
 
 from tigon.medusa import HeadsSpec, Objective, attach
 from tigon.models import patch
-from tigon.models.tiny import tiny_batch
+from tigon.models.verification.tiny import tiny_batch
 
 pytest.importorskip("transformers")
 

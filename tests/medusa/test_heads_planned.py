@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("transformers")
 from tigon.errors import RecipeError
 from tigon.medusa import Attachment, HeadsSpec, Objective, planned
-from tigon.memory import as_recipe
-from tigon.memory.request import Request
-from tigon.models.config import load_config
+from tigon.models.loading.config import load_config
+from tigon.planner.render import as_recipe
+from tigon.planner.request import Request
+from tigon.recipe import recipe_file
 from tigon.techniques.choices import Choices
-from tigon.train import recipe_file
 
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"checkpointing": "full"}, {"checkpointing": "offload"}, {"lora_rank": 8}, {"kernels": "liger"},
@@ -56,8 +56,8 @@ def test_planner_and_recipe_refuse_different_heads(stage: int, kind: str, tmp_pa
 
 
 def test_planned_heads_are_not_those_of_a_recipe_that_gives_their_number_alone() -> None:
-    from tigon.train import heads, model
-    from tigon.train.recipe import DataConfig, HeadsConfig, ModelConfig, Recipe, TrainConfig
+    from tigon.recipe.keys import DataConfig, HeadsConfig, ModelConfig, Recipe, TrainConfig
+    from tigon.trainer import heads, model
 
     for name in ("llama-3.2-1b", "llama-3.1-8b"):
         for count in (1, 5):
@@ -71,14 +71,14 @@ def test_planned_heads_are_not_those_of_a_recipe_that_gives_their_number_alone()
 
 def test_search_recommends_what_the_heads_exclude() -> None:
     """Where the only rung that is tried is one that stage 1 excludes."""
-    from tigon.memory import planner, policy
-    from tigon.memory.gpus import find_gpu
+    from tigon.planner.gpus import find_gpu
+    from tigon.planner.search import recommend, space
 
     heads = Attachment(HeadsSpec(count=2, shared=True), Objective(stage=1))
     fixed = Choices(checkpointing="full")
     request = Request(model="tigon-demo", config=load_config("tigon-demo"), batch=1, seq=64, choices=fixed, heads=heads)
-    asked = policy.Asked(request=request, free=frozenset({"precision"}), gpu=find_gpu("h200"))
-    found, why = planner.search(asked)
+    asked = space.Asked(request=request, free=frozenset({"precision"}), gpu=find_gpu("h200"))
+    found, why = recommend.search(asked)
     assert not found and any("keeps no activations" in reason for reason in why)
     plain = dataclasses.replace(asked, request=dataclasses.replace(request, heads=None))
-    assert planner.search(plain)[0]
+    assert recommend.search(plain)[0]

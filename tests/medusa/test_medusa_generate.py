@@ -13,7 +13,7 @@ from tigon.errors import UsageError
 from tigon.medusa import HeadsSpec, Objective, attach, medusa_generate
 from tigon.medusa.generate import _Tree
 from tigon.models import MODELS
-from tigon.models.tiny import tiny_batch
+from tigon.models.verification.tiny import tiny_batch
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.models import MODELS
-from tigon.models.tiny import tiny_model
+from tigon.models.verification.tiny import tiny_model
 
 VOCAB = 97  # of tiny_model too
 # Rows with a plain head, and with heads whose output the model caps, divides and multiplies; the second and the fourth

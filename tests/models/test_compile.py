@@ -10,7 +10,7 @@ from models_helpers import VOCAB, assert_close, batch, call, llama, loss_and_gra
 
 from tigon.errors import PatchError
 from tigon.models import MODELS, patch
-from tigon.models.tiny import tiny_batch, tiny_model
+from tigon.models.verification.tiny import tiny_batch, tiny_model
 
 
 @pytest.fixture(autouse=True)

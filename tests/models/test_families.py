@@ -19,12 +19,12 @@ from backends import HAS_GPU, HAS_TRITON, kernels_on_the_cpu
 from tigon import ops
 from tigon.errors import OptionError, PatchError
 from tigon.models import MODELS, DeferredLogits, PatchSpec, Verification, patch, unpatch, verify
-from tigon.models.logits import LogitAttributes
-from tigon.models.mlps import GatedMlpSeam
-from tigon.models.norms import LayerNormSeam, NormSeam
-from tigon.models.ropes import RopeSeam
-from tigon.models.seam import PatchedModule
-from tigon.models.tiny import tiny_batch, tiny_model
+from tigon.models.seams.base import PatchedModule
+from tigon.models.seams.logits import LogitAttributes
+from tigon.models.seams.mlp import GatedMlpSeam
+from tigon.models.seams.norm import LayerNormSeam, NormSeam
+from tigon.models.seams.rope import RopeSeam
+from tigon.models.verification.tiny import tiny_batch, tiny_model
 
 CPU = torch.device("cpu")
 # Of each kind of seam a few: RMSNorm and LayerNorm, gated, packed and expert MLPs, every rope, capped and scaled heads.
@@ -242,7 +242,7 @@ UNNAMED = ("arcee", "bert", "bloom", "lfm2", "gpt_bigcode", "seed_oss", "dots1")
 
 @pytest.mark.parametrize("name", UNNAMED)
 def test_family_without_a_row_is_refused_or_differs(name):
-    from tigon.models.survey import surveyed
+    from tigon.models.verification.survey import surveyed
 
     outcome = surveyed(name)
     assert name not in MODELS and outcome.outcome == "verified", outcome

@@ -7,7 +7,7 @@ import torch
 from models_helpers import CONFIGS, batch, call, llama, loss_and_gradients, relative_errors
 
 from tigon.models import MODELS, DeferredLogits, patch
-from tigon.models.tiny import tiny_model
+from tigon.models.verification.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tigon.errors import PatchError
 from tigon.models import DeferredLogits, MaterializedLogitsWarning, patch
-from tigon.models.seam import PatchedModule
+from tigon.models.seams.base import PatchedModule
 
 INPUTS = batch()
 TRUNK = ("q_proj", "gate_proj")

@@ -12,7 +12,7 @@ from email.message import Message
 
 import pytest
 
-from tigon.models import hub
+from tigon.models.loading import hub
 
 GONE = OSError(errno.ENETUNREACH, "Network is unreachable")
 ANSWERS = {

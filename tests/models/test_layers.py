@@ -7,10 +7,10 @@ import torch
 from models_helpers import llama
 from torch import nn
 
-from tigon.models.mlps import GatedMlpSeam
-from tigon.models.norms import NormSeam
-from tigon.models.ropes import RopeSeam
-from tigon.models.seam import patched_class
+from tigon.models.seams.base import patched_class
+from tigon.models.seams.mlp import GatedMlpSeam
+from tigon.models.seams.norm import NormSeam
+from tigon.models.seams.rope import RopeSeam
 
 
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):

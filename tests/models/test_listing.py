@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tigon.cli.models import models
 from tigon.errors import OptionError
-from tigon.models import MODELS, listing, survey
-from tigon.models.command import models
+from tigon.models import MODELS
+from tigon.models.verification import listing, survey
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 

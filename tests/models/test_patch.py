@@ -18,7 +18,7 @@ from torch import nn
 
 from tigon.errors import OptionError, PatchError
 from tigon.models import MODELS, AutoModelForCausalLM, patch, unpatch
-from tigon.models.seam import PatchedModule
+from tigon.models.seams.base import PatchedModule
 
 INPUTS = batch()
 
@@ -184,19 +184,19 @@ def test_a_flag_that_matches_nothing_is_an_error_and_changes_nothing():
 
 
 def test_failure_half_way_through_takes_everything_back(monkeypatch):
-    from tigon.models import seam
+    from tigon.models.seams import base
 
     model = llama()
     before = classes(model)
     calls = iter(range(100))
-    original = seam._set_class
+    original = base._set_class
 
     def fails_on_the_fifth(module, cls):
         if next(calls) == 4:
             raise PatchError("no")
         original(module, cls)
 
-    monkeypatch.setattr(seam, "_set_class", fails_on_the_fifth)
+    monkeypatch.setattr(base, "_set_class", fails_on_the_fifth)
     with pytest.raises(PatchError, match="no"):
         patch(model)
     assert classes(model) == before

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tigon.models.rebind import owner_of, rebind
+from tigon.models.seams.rebind import owner_of, rebind
 
 FACTOR = 2
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from tigon.errors import PatchError
 from tigon.models import DeferredLogits, MaterializedLogitsWarning, patch
-from tigon.models.seam import PatchedModule
+from tigon.models.seams.base import PatchedModule
 
 INPUTS = batch()
 each_head = pytest.mark.parametrize("family", HEADS)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import tigon
-from tigon.models.deferred import MaterializedLogitsWarning
+from tigon.models.seams.deferred_logits import MaterializedLogitsWarning
 from tigon.models.table import MODELS
-from tigon.models.tiny import tiny_model
+from tigon.models.verification.tiny import tiny_model
 
 METRICS = {"return_token_accuracy": True, "return_predicted_tokens": True}
 

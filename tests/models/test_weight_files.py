@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tigon.errors import UsageError
-from tigon.models import weight_files
-from tigon.models.config import declared_in, load_config
+from tigon.models.loading import weight_files
+from tigon.models.loading.config import declared_in, load_config
 
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

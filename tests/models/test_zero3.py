@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tigon.train import launch
+from tigon.trainer.distributed import launch
 
 STEPS = 4
 _TRAIN = """

@@ -14,7 +14,7 @@ from torch import Tensor
 from helpers import assert_within, guarded, relative_error
 from tigon.errors import DoubleBackwardError, DtypeError, LabelError, OptionError, ShapeError
 from tigon.ops import cross_entropy, linear_cross_entropy
-from tigon.ops.cross_entropy import cross_entropy_oracle
+from tigon.ops.losses.cross_entropy import cross_entropy_oracle
 
 V = 37
 

@@ -14,8 +14,9 @@ from backends import Backend
 from helpers import assert_within, relative_error
 from tigon.errors import OptionError
 from tigon.kernels import _chips
-from tigon.ops import _chunk_loop, _dispatch, linear_cross_entropy
-from tigon.ops._loss import LossOptions
+from tigon.ops import _dispatch, linear_cross_entropy
+from tigon.ops.losses import chunk_loop
+from tigon.ops.losses.common import LossOptions
 
 N, H, V = 24, 16, 120
 
@@ -70,7 +71,7 @@ def test_confident_token_loses_its_loss_and_gradient(backend: Any) -> None:
 @pytest.mark.parametrize("rows", [15, 16])
 def test_few_tokens_lose_their_factors(rows: int, backend: Any) -> None:
     """Below 16 the logits come from the vendor's product, and their gradient is whole already."""
-    assert _chunk_loop._FEWEST_EXP_ROWS == 16
+    assert chunk_loop._FEWEST_EXP_ROWS == 16
     x, w, target = bf16_head(backend.device)
     x, target = x.detach()[:rows].requires_grad_(), target[:rows]
     losses, dx, dw = truth_of(x, w, target)
@@ -98,7 +99,7 @@ def test_every_label_ignored_under_a_graph_is_nan(backend: Any) -> None:
     x, w, target = bf16_head(backend.device, scale=40.0)
     target[:] = -100
     options = LossOptions(-100, 0.0, None, 1.0, 0.0)
-    outputs = _chunk_loop.chunk_loop.run(
+    outputs = chunk_loop.chunk_loop.run(
         x.detach(), w.detach(), None, target, None, None, torch.ones((), device=x.device), *options, 7, False, True,
         True, True, False, False, False,
     )  # fmt: skip
@@ -149,14 +150,14 @@ def test_16_bit_sum_is_as_large_as_an_fp32_one_or_has_many_addends(monkeypatch: 
     x, w = torch.randn(600, H).bfloat16().requires_grad_(), torch.randn(V, H).bfloat16().requires_grad_()
     target = torch.randint(0, V, (600,))
     sums = []
-    inner = _chunk_loop._chunks_outputs
+    inner = chunk_loop._chunks_outputs
 
     def outputs(*args: Any) -> Any:
         result = inner(*args)
         sums.append(result[5].nbytes)
         return result
 
-    monkeypatch.setattr(_chunk_loop, "_chunks_outputs", outputs)
+    monkeypatch.setattr(chunk_loop, "_chunks_outputs", outputs)
     for fp32 in (True, False):
         linear_cross_entropy(x, w, target, chunk_bytes=2 * V * 128, fp32_accumulate=fp32).backward()
     linear_cross_entropy(x, w, target, chunk_bytes=2 * V * 60, fp32_accumulate=False).backward()
@@ -188,13 +189,13 @@ def test_plan_follows_the_machine_instead_of_the_chip_it_is_for() -> None:
     options = LossOptions(-100, 0.0, None, 1.0, 0.0)
 
     def tile() -> Any:
-        return _chunk_loop._exp_tile(x, x, options, False)
+        return chunk_loop._exp_tile(x, x, options, False)
 
     assert tile() is None
     with _dispatch.planned_for((9, 0)):
         assert _dispatch.planned_device(x) == "cuda"
         assert tile() == _chips.of_arch((9, 0)).logits_tile  # type: ignore[union-attr]
-        assert _chunk_loop._exp_tile(x, x, options, True) is None
+        assert chunk_loop._exp_tile(x, x, options, True) is None
         with _dispatch.planned_for((8, 0)):
             assert tile() is None
         assert tile() is not None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tigon.nn import GeGLUMLP, SwiGLUMLP
 from tigon.ops import geglu, swiglu
-from tigon.profile.peak import PeakMeter
+from tigon.profiler.recording.peak import PeakMeter
 
 CALLS: dict[str, Callable[..., Tensor]] = {"swiglu": swiglu, "geglu": geglu}
 

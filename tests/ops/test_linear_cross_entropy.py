@@ -12,10 +12,11 @@ from torch import Tensor
 
 from helpers import assert_within, relative_error
 from tigon.errors import LabelError, OptionError, ShapeError
-from tigon.ops import _chunk_loop, _dispatch, _loss, linear_cross_entropy, prepare_targets
-from tigon.ops.linear_cross_entropy import make_plan
+from tigon.ops import _dispatch, linear_cross_entropy, prepare_targets
+from tigon.ops.losses import chunk_loop, common
+from tigon.ops.losses.linear_cross_entropy import make_plan
 
-op_module = sys.modules["tigon.ops.linear_cross_entropy"]  # the package's attribute of that name is the function
+op_module = sys.modules["tigon.ops.losses.linear_cross_entropy"]  # the package's attribute of that name is the function
 
 N, H, V = 24, 16, 53
 
@@ -125,13 +126,13 @@ class Shapes:
     def __init__(self, monkeypatch: Any) -> None:
         self.logits_rows: list[int] = []
         self.products: list[tuple[int, ...]] = []
-        inner = _loss.cross_entropy_fwd.run
+        inner = common.cross_entropy_fwd.run
 
         def run(logits: Tensor, *args: Any, **extra: Any) -> Any:
             self.logits_rows.append(logits.shape[0])
             return inner(logits, *args, **extra)
 
-        monkeypatch.setattr(_loss.cross_entropy_fwd, "run", run)
+        monkeypatch.setattr(common.cross_entropy_fwd, "run", run)
         for name in ("mm", "addmm"):
             real = getattr(torch, name)
 
@@ -412,7 +413,7 @@ def test_product_over_an_odd_vocabulary_is_rounded_twice_or_misses_columns(role,
     before = torch.randn(rows, columns).to(out_dtype) if accumulate else torch.zeros(rows, columns)
     if accumulate:
         out.copy_(before)
-    _chunk_loop.product_into(a, b, out, accumulate)
+    chunk_loop.product_into(a, b, out, accumulate)
     want = before.double() + a.double() @ b.double()
     # what is over is a few of many columns, so that its own rounding adds little to that of the whole
     assert relative_error(out, want) <= 1.15 * relative_error(want.to(out_dtype), want) + 1e-6
@@ -466,13 +467,13 @@ def test_product_on_the_cpu_is_given_memory_that_nobody_wrote(
     """oneDNN's bf16 product for AMX, which the tests do without (tests/backends.py), multiplies what lies between rows
     that are farther apart than they are long by 0: NaN, where a NaN lies there."""
     gaps = []
-    product = _chunk_loop._product_into
+    product = chunk_loop._product_into
 
     def watched(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
         gaps.extend(t for t in (a, b) if not (t.is_contiguous() or t.t().is_contiguous()))
         product(a, b, out, accumulate)
 
-    monkeypatch.setattr(_chunk_loop, "_product_into", watched)
+    monkeypatch.setattr(chunk_loop, "_product_into", watched)
     x = torch.randn(300, 8).bfloat16().requires_grad_()
     w = torch.randn(97, 8).bfloat16().requires_grad_()
     linear_cross_entropy(x, w, torch.randint(0, 97, (300,)), chunk_bytes=chunk_bytes).backward()  # type: ignore[union-attr]
@@ -482,13 +483,13 @@ def test_product_on_the_cpu_is_given_memory_that_nobody_wrote(
 def test_product_of_one_token_has_a_factor_of_one_column(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS loads such a factor element by element."""
     inner = []
-    product = _chunk_loop._product_into
+    product = chunk_loop._product_into
 
     def watched(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
         inner.append(a.shape[1])
         product(a, b, out, accumulate)
 
-    monkeypatch.setattr(_chunk_loop, "_product_into", watched)
+    monkeypatch.setattr(chunk_loop, "_product_into", watched)
     x, w = torch.randn(1, 16).bfloat16(), torch.randn(40, 16).bfloat16().requires_grad_()
     target = torch.randint(0, 40, (1,))
     linear_cross_entropy(x, w, target).backward()  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ from tigon.errors import LabelError, OptionError, ShapeError
 from tigon.ops import linear_cross_entropy, multi_head_linear_cross_entropy, prepare_targets
 
 # The package's attributes of these names are the functions.
-linear_module, op_module = (sys.modules[f"tigon.ops.{name}linear_cross_entropy"] for name in ("", "multi_head_"))
+linear_module, op_module = (sys.modules[f"tigon.ops.losses.{name}"] for name in ("linear_cross_entropy", "multi_head"))
 
 B, T, H, V = 2, 11, 8, 29
 CPU = torch.device("cpu")

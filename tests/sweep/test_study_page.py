@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pages import blocks, published, study
 from tigon.errors import UsageError
-from tigon.sweep import blocks, definition, failures, points, published, results, study
+from tigon.sweep import definition, failures, points, results
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "study.md"
@@ -69,7 +70,7 @@ def inside(text: str, name: str) -> str:
 def test_committed_page_differs_from_the_committed_records():
     text = DOCUMENT.read_text(encoding="utf-8")
     records = study.load(ROOT / study.RECORDS)
-    assert study.page(text, records) == text, "run `python -m tigon.sweep.study --into docs/study.md`"
+    assert study.page(text, records) == text, "run `python -m benchmarks.pages.study --into docs/study.md`"
     for image in re.findall(r"\]\((img/study/[^)]+)\)", text):
         assert (DOCUMENT.parent / image).is_file(), image
 

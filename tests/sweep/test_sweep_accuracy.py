@@ -1,6 +1,7 @@
 """The sweeps measured on GPUs against what the planner says of their points now.
 
-The limits are the planner's own (`tigon.memory.accuracy.QUANTITIES`), with the exceptions that `KNOWN` lists.
+The limits are the planner's own (`benchmarks.pages.planner_accuracy.QUANTITIES`), with the exceptions that `KNOWN`
+lists.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from benchmarks.pages import planner_accuracy as planner
+from benchmarks.pages import sweep_accuracy
+from benchmarks.pages.planner_accuracy import QUANTITIES, Comparison, Quantity
 from tigon.errors import UsageError
-from tigon.memory import accuracy as planner
-from tigon.memory.accuracy import QUANTITIES, Comparison, Quantity
-from tigon.sweep import accuracy
 
 ROOT = Path(__file__).parent.parent.parent
-FOLDER = ROOT / accuracy.RESULTS / "nvidia-h200"
+FOLDER = ROOT / sweep_accuracy.RESULTS / "nvidia-h200"
 DOCUMENT = ROOT / "docs" / "planner.md"
 SAME, SAME_WITH_OTHERS = 1e-3, 0.05
-"""As in tests/memory/test_plan_accuracy.py: with the versions that the predictions were made with, and with others."""
+"""As in tests/planner/test_plan_accuracy.py: with the versions that the predictions were made with, and with others."""
 ALLOCATED, RESERVED, TIME = QUANTITIES
 
 committed = pytest.mark.skipif(not (FOLDER / "study").is_dir(), reason="no sweep of a GPU is committed")
@@ -30,13 +31,13 @@ committed = pytest.mark.skipif(not (FOLDER / "study").is_dir(), reason="no sweep
 
 @pytest.fixture(scope="module")
 def cases() -> list[dict[str, Any]]:
-    return accuracy.load(FOLDER)
+    return sweep_accuracy.load(FOLDER)
 
 
 @pytest.fixture(scope="module")
 def kept(cases: list[dict[str, Any]]) -> list[Comparison]:
     """Every point as it was predicted when the predictions were last made."""
-    return planner.load_predictions(cases, accuracy.predictions_path(FOLDER), remake=accuracy.REMAKE)
+    return planner.load_predictions(cases, sweep_accuracy.predictions_path(FOLDER), remake=sweep_accuracy.REMAKE)
 
 
 @committed
@@ -44,7 +45,7 @@ def kept(cases: list[dict[str, Any]]) -> list[Comparison]:
 def test_point_is_predicted_further_from_its_measurement_than_allowed(
     quantity: Quantity, kept: list[Comparison]
 ) -> None:
-    said = accuracy.unexpected(kept, quantity)
+    said = sweep_accuracy.unexpected(kept, quantity)
     assert not said, "\n" + "\n".join(said)
 
 
@@ -53,21 +54,29 @@ def test_committed_predictions_of_sweeps_are_stale(cases: list[dict[str, Any]], 
     """Of each sweep's first point and every eighth: all of them take a second each."""
     firsts = {case["sweep"]: number for number, case in reversed(list(enumerate(cases)))}
     numbers = sorted({*firsts.values(), *range(0, len(cases), 8)})
-    path = accuracy.predictions_path(FOLDER)
+    path = sweep_accuracy.predictions_path(FOLDER)
     allowed = SAME if planner.predicted_with(path) == planner.versions() else SAME_WITH_OTHERS
     stale = [
         f"{old.id}: {quantity.name} was {old.predicted[quantity.name]:g}, is {new.predicted[quantity.name]:g}"
-        for old, new in zip([kept[n] for n in numbers], accuracy.compare([cases[n] for n in numbers]), strict=True)
+        for old, new in zip(
+            [kept[n] for n in numbers], sweep_accuracy.compare([cases[n] for n in numbers]), strict=True
+        )
         for quantity in QUANTITIES
         if abs(old.predicted[quantity.name] / new.predicted[quantity.name] - 1) > allowed
     ]
-    assert not stale, "run `python -m tigon.sweep.accuracy --into docs/planner.md`\n" + "\n".join(stale)
+    assert not stale, "run `python -m benchmarks.pages.sweep_accuracy --into docs/planner.md`\n" + "\n".join(stale)
 
 
 @committed
 def test_summary_in_the_document_is_not_what_the_sweeps_say(kept: list[Comparison]) -> None:
-    inside = DOCUMENT.read_text(encoding="utf-8").partition(accuracy.BEGIN + "\n")[2].partition("\n" + accuracy.END)[0]
-    assert inside == accuracy.section(kept), "run `python -m tigon.sweep.accuracy --into docs/planner.md`"
+    inside = (
+        DOCUMENT.read_text(encoding="utf-8")
+        .partition(sweep_accuracy.BEGIN + "\n")[2]
+        .partition("\n" + sweep_accuracy.END)[0]
+    )
+    assert inside == sweep_accuracy.section(kept), (
+        "run `python -m benchmarks.pages.sweep_accuracy --into docs/planner.md`"
+    )
 
 
 # --- without measurements: a file made up ----------------------------------------------------------------------------
@@ -92,27 +101,27 @@ def _folder(path: Path, results: Any) -> Path:
 
 
 def test_point_that_did_not_run_is_taken_for_a_case(tmp_path: Path) -> None:
-    cases = accuracy.load(_folder(tmp_path, _results()))
+    cases = sweep_accuracy.load(_folder(tmp_path, _results()))
     assert [case["id"] for case in cases] == ["s: a"]
-    recipe = accuracy.recipe_of(cases[0], tmp_path)
+    recipe = sweep_accuracy.recipe_of(cases[0], tmp_path)
     assert (recipe.model.name, recipe.train.batch_size, recipe.data.sequence_length) == ("tigon-demo", 2, 128)
 
 
 def test_sweep_without_a_measured_point_or_on_a_cpu_is_refused(tmp_path: Path) -> None:
     results = _results(status="not measured")
     results["environment"] = None
-    assert accuracy.load(_folder(tmp_path, results)) == []
+    assert sweep_accuracy.load(_folder(tmp_path, results)) == []
     (tmp_path / "study" / "s.json").write_text(json.dumps(_results() | {"environment": {"device": "cpu"}}))
-    assert accuracy.load(tmp_path) == []
+    assert sweep_accuracy.load(tmp_path) == []
 
 
 def test_file_that_is_no_sweep_is_read_as_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"s\.json is no results\.json"):
-        accuracy.load(_folder(tmp_path, {"rows": []}))
+        sweep_accuracy.load(_folder(tmp_path, {"rows": []}))
 
 
 def test_known_case_may_be_off_by_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "KNOWN", {("s: a", "reserved"): (0.2, "streams")})
+    monkeypatch.setattr(sweep_accuracy, "KNOWN", {("s: a", "reserved"): (0.2, "streams")})
     case = {"id": "s: a", "sweep": "s", "allocated_bytes": 100, "reserved_bytes": 100, "step_s": 1.0}
     other = case | {"id": "s: b"}
 
@@ -120,20 +129,20 @@ def test_known_case_may_be_off_by_anything(monkeypatch: pytest.MonkeyPatch) -> N
         return Comparison(case=case, phases={}, predicted={"allocated": 100, "reserved": reserved, "step time": 1.0})
 
     off, sound = comparison(case, 81), comparison(other, 100)
-    assert not accuracy.unexpected([off, sound], RESERVED)
-    assert "streams" in accuracy.section([off, sound])
-    assert accuracy.unexpected([comparison(case, 79), sound], RESERVED)
-    assert accuracy.unexpected([off, comparison(other, 81)], RESERVED)
+    assert not sweep_accuracy.unexpected([off, sound], RESERVED)
+    assert "streams" in sweep_accuracy.section([off, sound])
+    assert sweep_accuracy.unexpected([comparison(case, 79), sound], RESERVED)
+    assert sweep_accuracy.unexpected([off, comparison(other, 81)], RESERVED)
 
 
 def test_longer_beginning_of_a_name_says_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "KNOWN", {("s", "reserved"): (0.2, "a"), ("s: a", "reserved"): (0.1, "b")})
-    assert accuracy.known("s: ab", "reserved") == "s: a" and accuracy.known("s: b", "reserved") == "s"
-    assert accuracy.known("s: a", "allocated") is None and accuracy.known("t", "reserved") is None
+    monkeypatch.setattr(sweep_accuracy, "KNOWN", {("s", "reserved"): (0.2, "a"), ("s: a", "reserved"): (0.1, "b")})
+    assert sweep_accuracy.known("s: ab", "reserved") == "s: a" and sweep_accuracy.known("s: b", "reserved") == "s"
+    assert sweep_accuracy.known("s: a", "allocated") is None and sweep_accuracy.known("t", "reserved") is None
 
 
 def test_known_case_that_no_point_needs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "KNOWN", {("s", "reserved"): (0.2, "a")})
+    monkeypatch.setattr(sweep_accuracy, "KNOWN", {("s", "reserved"): (0.2, "a")})
     case = {"id": "s: a", "sweep": "s", "allocated_bytes": 100, "reserved_bytes": 100, "step_s": 1.0}
     sound = Comparison(case=case, phases={}, predicted={"allocated": 100, "reserved": 99, "step time": 1.0})
-    assert ["need not" in said for said in accuracy.unexpected([sound], RESERVED)] == [True]
+    assert ["need not" in said for said in sweep_accuracy.unexpected([sound], RESERVED)] == [True]

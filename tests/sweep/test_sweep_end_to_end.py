@@ -63,7 +63,7 @@ def test_op_that_the_self_test_found_wrong_is_measured(run_point):
 
 
 def test_point_trains_otherwise_than_tigon_train(run_point, here):
-    from tigon.train.run import train
+    from tigon.trainer.run import train
 
     keys = {"train.schedule": "constant"}
     point = run_point("recipe", **keys)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tigon.errors import RunFolderError, UsageError
-from tigon.memory.gpus import find_gpu
-from tigon.sweep import definition, failures, points, taken
+from tigon.planner.gpus import find_gpu
+from tigon.sweep import definition, failures, import_results, points
 from tigon.sweep.run import sweep
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def offer_of(file: Path, scratch: Path, **changes: object) -> tuple[dict, dict]:
     read = dataclasses.replace(definition.load(ROOT / "recipes" / "study" / f"{file.stem}.yaml"), **changes)
     limit_bytes = None if read.memory_limit is None else find_gpu(read.memory_limit).memory_bytes
     every = points.expand(read, (), memory_limit_bytes=limit_bytes, gpu_present=lambda: True, scratch=scratch)
-    return taken.read(file).offer(every, read, limit_bytes, ())
+    return import_results.read(file).offer(every, read, limit_bytes, ())
 
 
 SWEEP = {
@@ -173,7 +173,7 @@ def test_taken_point_goes_with_other_settings_or_a_damaged_file(write_sweep, fak
         sweep(path, ["train.learning_rate=1"])
     with pytest.raises(RunFolderError, match="6 of its measurements have other settings"):
         sweep(write_sweep(**SWEEP | {"warmup": 2}))
-    (out / taken.FILE).write_text('{"schema": 1, "rows": {"lean batch_size=4": {}}}', encoding="utf-8")
+    (out / import_results.FILE).write_text('{"schema": 1, "rows": {"lean batch_size=4": {}}}', encoding="utf-8")
     with pytest.raises(RunFolderError, match=r"taken.json: damaged \(rows.lean batch_size=4.key is missing\)"):
         sweep(path)
 
@@ -209,7 +209,7 @@ def test_file_that_is_no_results_json_is_taken_or_a_traceback(name, tmp_path):
         text = json.dumps(found)
     (tmp_path / "x.json").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError) as refused:
-        taken.read(tmp_path / "x.json")
+        import_results.read(tmp_path / "x.json")
     assert str(refused.value).startswith(f"--from {tmp_path / 'x.json'}: ") and why in str(refused.value)
 
 

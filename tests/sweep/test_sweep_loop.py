@@ -160,10 +160,10 @@ def test_record_of_a_gpu_is_lost_where_there_is_none(write_sweep, fake_workers, 
     (tmp_path / "r.yaml").write_text(json.dumps(recipe), encoding="utf-8")
     path = write_sweep(recipe=None, recipes="r.yaml", grid={})
     monkeypatch.setenv("TIGON_TEST_GPU", "NVIDIA H200")
-    monkeypatch.setattr("tigon.train.preflight.gpu_present", lambda: True)
+    monkeypatch.setattr("tigon.trainer.guards.preflight.gpu_present", lambda: True)
     monkeypatch.setattr("tigon.sweep.run._predict", lambda run, point: None)
     assert rows(sweep(path))["r"]["keys"]["train.learning_rate"] == 0.5
-    monkeypatch.setattr("tigon.train.preflight.gpu_present", lambda: False)
+    monkeypatch.setattr("tigon.trainer.guards.preflight.gpu_present", lambda: False)
     row = rows(sweep(path, draw=True))["r"]
     assert row["status"] == "ok" and row["keys"]["train.learning_rate"] == 0.5
 
@@ -248,7 +248,7 @@ def _ends(pid: int) -> bool:
 
 def test_two_sweeps_write_into_one_folder(write_sweep, fake_workers, here, monkeypatch, tigon):
     from tigon.sweep import folder as folders
-    from tigon.train import folder as train_folder
+    from tigon.trainer import run_folder as train_folder
 
     monkeypatch.setattr(train_folder, "LOCK_PATIENCE", 0)
     path = write_sweep()

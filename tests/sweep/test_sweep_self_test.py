@@ -9,7 +9,7 @@ import pytest
 from tigon.sweep import failures, worker
 from tigon.sweep.run import sweep
 from tigon.sweep.self_test import Kind, try_ops
-from tigon.train import self_check
+from tigon.trainer.guards import self_test
 from wrong_ops import WRONG
 
 WHY = "output 0 of case small is off by 3 times what rounding allows"
@@ -23,7 +23,7 @@ def test_wrong_op_passes_before_the_points(wrong, tmp_path):
     assert unpatched == {"dtype": "fp32", "wrong_ops": {}, "refused": ""}
     assert patched["dtype"] == "fp32" and set(patched["wrong_ops"]) == WRONG
     assert all("times what rounding allows" in why for why in patched["wrong_ops"].values())
-    assert sorted(wrong) == sorted((op, "fp32") for op in self_check.FLAGS), "an op is not tried, or tried twice"
+    assert sorted(wrong) == sorted((op, "fp32") for op in self_test.FLAGS), "an op is not tried, or tried twice"
     assert found["environment"]["device"]
 
 
@@ -33,7 +33,7 @@ def test_strict_point_is_not_refused_for_a_wrong_op(wrong):
 
 
 def test_point_that_this_machine_refuses_ends_the_self_test(wrong, monkeypatch):
-    monkeypatch.setattr("tigon.train.preflight.gpu_present", lambda: False)
+    monkeypatch.setattr("tigon.trainer.guards.preflight.gpu_present", lambda: False)
     assert try_ops(Kind("tigon", "fallback", "bf16", "cuda")) == {"dtype": "", "wrong_ops": {}, "refused": ""}
     assert not wrong
 

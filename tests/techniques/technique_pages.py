@@ -56,7 +56,7 @@ def excludes(technique: Technique) -> list[str]:
 
 
 def _chosen(technique: Technique) -> Choices:
-    from tigon.train.recipe import SECTIONS, Recipe
+    from tigon.recipe.keys import SECTIONS, Recipe
 
     sections: dict[str, dict[str, Any]] = {}
     for dotted, value in technique.recipe.items():

@@ -10,7 +10,7 @@ import torch
 
 from helpers import Count
 from tigon import patch
-from tigon.profile.peak import PeakMeter
+from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.checkpointing import KEPT_OPS
 from tigon.techniques.choices import Choices

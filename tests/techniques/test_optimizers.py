@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tigon.profile.peak import PeakMeter
+from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import galore
 from tigon.techniques import optimizers as table
 from tigon.techniques.galore import GaLoreAdamW

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from helpers import Count
-from tigon.profile.peak import PeakMeter
+from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques.recompute import recomputed
 
 WIDTH = 16

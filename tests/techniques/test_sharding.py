@@ -16,8 +16,8 @@ from torch import nn
 
 from forks import forks, in_forks
 from tigon.models import MODELS, DeferredLogits, patch
-from tigon.models.config import build_on_meta, load_config
-from tigon.models.tiny import tiny_batch, tiny_model
+from tigon.models.loading.config import build_on_meta, load_config
+from tigon.models.verification.tiny import tiny_batch, tiny_model
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.matrix import refusals

@@ -10,7 +10,7 @@ from torch import nn
 
 from tigon import patch
 from tigon.errors import RecipeError
-from tigon.profile.peak import PeakMeter
+from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES, tiling
 from tigon.techniques.choices import Choices
 from tigon.techniques.technique import Facts

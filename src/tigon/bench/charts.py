@@ -8,7 +8,7 @@ from typing import Any
 
 from tigon.bench.record import Measurement, RowRecord, RunRecord
 from tigon.bench.timing import Spread
-from tigon.profile.figure import GRID, INK, MUTED, new_figure, svg
+from tigon.profiler.render.figure import GRID, INK, MUTED, new_figure, svg
 
 # One colour an implementation, the same in every chart; settings of one library share a hue.
 COLOURS = {

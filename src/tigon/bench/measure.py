@@ -25,7 +25,7 @@ from tigon.bench.suites import Row
 from tigon.bench.timing import Graphs, Run, Spread
 from tigon.errors import BenchError
 from tigon.ops import OPS, Op
-from tigon.profile.peak import PeakMeter
+from tigon.profiler.recording.peak import PeakMeter
 
 _LEAST_REPETITIONS = 10
 # What one row may spend on repetitions beyond those.

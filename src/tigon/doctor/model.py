@@ -13,9 +13,10 @@ import torch
 
 from tigon.doctor.finding import Finding
 from tigon.errors import PatchError, UsageError
-from tigon.models import MODELS, PatchReport, Verification, patch, verify, weight_files
-from tigon.models.config import build_on_meta, load_config
-from tigon.models.presets import PRESETS
+from tigon.models import MODELS, PatchReport, Verification, patch, verify
+from tigon.models.loading import weight_files
+from tigon.models.loading.config import build_on_meta, load_config
+from tigon.models.loading.presets import PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)

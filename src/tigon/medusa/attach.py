@@ -1,7 +1,7 @@
 """A model with heads: the same model, with another forward in training, and its heads as one more submodule.
 
-As in `tigon.models.seam`, the model's `__class__` becomes a generated subclass: Trainer, Accelerate, FSDP2, DeepSpeed
-and PEFT go on seeing a transformers model, and checkpoints hold the heads under `draft_heads.`.
+As in `tigon.models.seams.base`, the model's `__class__` becomes a generated subclass: Trainer, Accelerate, FSDP2,
+DeepSpeed and PEFT go on seeing a transformers model, and checkpoints hold the heads under `draft_heads.`.
 
 In training with labels, the model's trunk runs (in stage 1 without a graph), and then all losses are computed at once,
 inside the forwards of the modules whose weights they need: engines that shard weights have gathered them there. In
@@ -26,14 +26,14 @@ from tigon.medusa import loss
 from tigon.medusa.heads import MedusaHeads, MtpHeads, Visit, decoder_layers, inside, make_heads
 from tigon.medusa.record import HeadRecord
 from tigon.medusa.spec import HeadsSpec, Objective
-from tigon.models.deferred import version_of
-from tigon.models.head_path import observed_logit_map
-from tigon.models.logits import LogitMap
-from tigon.models.loss_seam import HeadSeam
 from tigon.models.patch import unwrap
-from tigon.models.seam import Change, PatchedModule, Seam, imitate
-from tigon.ops.linear_cross_entropy import PreparedTargets
-from tigon.ops.multi_head_linear_cross_entropy import MultiHeadOutput
+from tigon.models.seams.base import Change, PatchedModule, Seam, imitate
+from tigon.models.seams.deferred_logits import version_of
+from tigon.models.seams.head_path import observed_logit_map
+from tigon.models.seams.logits import LogitMap
+from tigon.models.seams.loss import HeadSeam
+from tigon.ops.losses.linear_cross_entropy import PreparedTargets
+from tigon.ops.losses.multi_head import MultiHeadOutput
 
 # B batch, T positions, H hidden, K losses.
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon import ops
-from tigon.models.logits import LogitMap
-from tigon.ops.linear_cross_entropy import PreparedTargets
-from tigon.ops.multi_head_linear_cross_entropy import MultiHeadOutput
+from tigon.models.seams.logits import LogitMap
+from tigon.ops.losses.linear_cross_entropy import PreparedTargets
+from tigon.ops.losses.multi_head import MultiHeadOutput
 
 # B batch, T positions, H hidden, V vocabulary, K heads.
 

@@ -12,12 +12,12 @@ from tigon.medusa.attach import attach, scoring
 from tigon.medusa.heads import MedusaHeads, MtpHeads
 from tigon.medusa.record import HeadRecord
 from tigon.medusa.spec import HeadsSpec, Objective, shares_head
-from tigon.models.config import build_on_meta
+from tigon.models.loading.config import build_on_meta
 from tigon.techniques.choices import LIMITS, Choices
 from tigon.techniques.condition import Condition
 
 _LORA = Condition("lora_rank", "is at least", 1)
-# Of which stages and kinds, with which choices, why not: the recipe's own rules (train/recipe.py), which name its keys.
+# Of which stages and kinds, with which choices, why not: the recipe's own rules (recipe/keys.py), which name its keys.
 _EXCLUSIONS: tuple[tuple[tuple[int, ...], tuple[str, ...], tuple[Condition, ...], str], ...] = (
     ((1,), ("medusa", "mtp"), (_LORA,), "stage 1 freezes the model, so that adapters would not learn; use stage 2"),
     (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.multi_head_linear_cross_entropy import MultiHeadOutput
+from tigon.ops.losses.multi_head import MultiHeadOutput
 
 # K losses: the heads', and the model's own before them where it is trained too.
 

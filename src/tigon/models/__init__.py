@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tigon.models.auto import AutoModelForCausalLM
-from tigon.models.deferred import DeferredLogits, MaterializedLogitsWarning
+from tigon.models.loading.auto import AutoModelForCausalLM
 from tigon.models.patch import patch, unpatch
 from tigon.models.report import PatchReport
+from tigon.models.seams.deferred_logits import DeferredLogits, MaterializedLogitsWarning
 from tigon.models.spec import PatchSpec
 from tigon.models.table import MODELS
-from tigon.models.verify import Check, Verification, verify
+from tigon.models.verification.verify import Check, Verification, verify
 
 __all__ = [
     "MODELS",

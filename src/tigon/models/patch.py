@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from tigon.errors import OptionError, PatchError
-from tigon.models.loss_seam import CausalLMSeam, HeadSeam, peel
 from tigon.models.report import LeftAlone, PatchReport, Replaced
-from tigon.models.seam import Change, PatchedModule, Seam, instance_objection, package_of, taken_by, vendor
+from tigon.models.seams.base import Change, PatchedModule, Seam, instance_objection, package_of, taken_by, vendor
+from tigon.models.seams.loss import CausalLMSeam, HeadSeam, peel
 from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS, PatchSpec
 from tigon.models.structure import structural_row
 from tigon.models.table import MODELS

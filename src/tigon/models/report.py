@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tigon.errors import PatchError
-from tigon.models.seam import Change
+from tigon.models.seams.base import Change
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from tigon.models.logits import LogitAttributes
-from tigon.models.ropes import RopeSeam
-from tigon.models.seam import Seam
+from tigon.models.seams.base import Seam
+from tigon.models.seams.logits import LogitAttributes
+from tigon.models.seams.rope import RopeSeam
 
 LAYER_FLAGS = ("rms_norm", "layer_norm", "mlp", "rope")
 LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from tigon.models.logits import LogitAttributes
-from tigon.models.mlps import ExpertsSeam, GatedMlpSeam
-from tigon.models.norms import LayerNormSeam, NormSeam
-from tigon.models.ropes import RopeSeam
+from tigon.models.seams.logits import LogitAttributes
+from tigon.models.seams.mlp import ExpertsSeam, GatedMlpSeam
+from tigon.models.seams.norm import LayerNormSeam, NormSeam
+from tigon.models.seams.rope import RopeSeam
 from tigon.models.spec import PatchSpec
 from tigon.ops.rms_norm import Casting
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tigon.models.logits import LogitAttributes
-from tigon.models.mlps import ExpertsSeam, GatedMlpSeam
-from tigon.models.norms import LayerNormSeam, NormSeam
-from tigon.models.ropes import RopeSeam
+from tigon.models.seams.logits import LogitAttributes
+from tigon.models.seams.mlp import ExpertsSeam, GatedMlpSeam
+from tigon.models.seams.norm import LayerNormSeam, NormSeam
+from tigon.models.seams.rope import RopeSeam
 from tigon.models.spec import PatchSpec
 from tigon.models.structure import GATED_MLPS, LAYER_NORMS, RMS_NORMS
 

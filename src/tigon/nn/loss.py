@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from tigon import ops
-from tigon.ops._loss import LossOutput
-from tigon.ops.cross_entropy import Reduction
-from tigon.ops.linear_cross_entropy import PreparedTargets
+from tigon.ops.losses.common import LossOutput
+from tigon.ops.losses.cross_entropy import Reduction
+from tigon.ops.losses.linear_cross_entropy import PreparedTargets
 
 # N = tokens, in any leading dimensions; H = hidden, V = vocabulary.
 

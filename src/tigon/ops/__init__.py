@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tigon.ops._op import Case, Cost, Op
-from tigon.ops.cross_entropy import CROSS_ENTROPY, cross_entropy
 from tigon.ops.glu import GEGLU, SWIGLU, geglu, swiglu
 from tigon.ops.layer_norm import LAYER_NORM, layer_norm
-from tigon.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy, prepare_targets
-from tigon.ops.multi_head_linear_cross_entropy import (
+from tigon.ops.losses.cross_entropy import CROSS_ENTROPY, cross_entropy
+from tigon.ops.losses.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy, prepare_targets
+from tigon.ops.losses.multi_head import (
     MULTI_HEAD_LINEAR_CROSS_ENTROPY,
     multi_head_linear_cross_entropy,
 )

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 from unicodedata import east_asian_width
 
-from tigon.profile.figure import GRID, INK, new_figure, svg
+from tigon.profiler.render.figure import GRID, INK, new_figure, svg
 from tigon.sweep import failures
 from tigon.sweep.points import short
 

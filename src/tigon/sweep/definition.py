@@ -22,8 +22,8 @@ from typing import Any
 
 from tigon._files import read_text
 from tigon.errors import RecipeError
-from tigon.train.recipe import SECTIONS, folder_name_problem
-from tigon.train.recipe_file import OF_VALUES
+from tigon.recipe.keys import SECTIONS, folder_name_problem
+from tigon.recipe.recipe_file import OF_VALUES
 
 MAX_SWEEP_BYTES = 64 * 1024
 NAME_CHARACTERS = 60

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from tigon.errors import RunFolderError
-from tigon.sweep import forms, worker
+from tigon.sweep import schema, worker
 from tigon.sweep.points import Point
-from tigon.train import folder as train_folder
+from tigon.trainer import run_folder as train_folder
 
 SCHEMA = 1
 RESULTS, TABLE, POINTS, LOGS = "results.json", "results.csv", "points", "logs"
@@ -137,7 +137,7 @@ def _read(file: Path) -> tuple[dict[str, Any] | None, str]:
         return None, str(error.strerror)
     except ValueError:
         return None, "no JSON"
-    if wrong := forms.misfit_of_record(record):
+    if wrong := schema.misfit_of_record(record):
         return None, wrong
     return (record, "") if record.get("schema") == SCHEMA else (None, f"schema is {record.get('schema')!r}")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tigon.errors import UsageError
-from tigon.memory.gpus import Gpu, find_gpu
-from tigon.memory.outside import outside_bytes
+from tigon.planner.gpus import Gpu, find_gpu
+from tigon.planner.simulate.non_allocator_memory import outside_bytes
 from tigon.techniques.choices import Choices
 
 
@@ -22,8 +22,8 @@ def cap(device: torch.device, limit_bytes: int | None, choices: Choices) -> None
     """Let this process have `limit_bytes` and no more.
 
     GPU: PyTorch's allocator may reserve the limit less what a process that trains with these choices holds beside it
-    (memory/outside.py). CPU (Linux): the process's data segment, heap and private mappings together, which counts
-    memory when it is asked for rather than when it is first used.
+    (planner/simulate/non_allocator_memory.py). CPU (Linux): the process's data segment, heap and private mappings
+    together, which counts memory when it is asked for rather than when it is first used.
     """
     if limit_bytes is None:
         return

@@ -19,15 +19,17 @@ from transformers import TrainerCallback
 
 from tigon.bench import record
 from tigon.errors import TigonError
-from tigon.profile.device import used_bytes
-from tigon.profile.peak import PeakMeter, training_state
+from tigon.profiler.recording.device import used_bytes
+from tigon.profiler.recording.peak import PeakMeter, training_state
+from tigon.recipe.keys import Recipe
 from tigon.sweep import limit, rows
 from tigon.techniques.choices import Choices
-from tigon.train import engine, extension_lock, heads, launch, preflight, self_check
-from tigon.train import model as models
-from tigon.train import trainer as trainers
-from tigon.train.recipe import Recipe
-from tigon.train.watched import Watch, WatchedTrainer
+from tigon.trainer import engine, heads
+from tigon.trainer import model as models
+from tigon.trainer import trainer as trainers
+from tigon.trainer.distributed import extension_lock, launch
+from tigon.trainer.guards import preflight, self_test
+from tigon.trainer.timed_run import Watch, WatchedTrainer
 
 PACKAGES = ("accelerate", "peft", "deepspeed", "bitsandbytes", "torchao")
 
@@ -116,7 +118,7 @@ def measure(
     load_s = time.perf_counter()
     built, _ = engine.build(
         recipe.model, config, choices, facts, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
-        base=folder / "base", ops=self_check.without(wrong_ops), heads=recipe.heads.stage is not None,
+        base=folder / "base", ops=self_test.without(wrong_ops), heads=recipe.heads.stage is not None,
     )  # fmt: skip
     engine.refuse_nonfinite(built, recipe.model)
     built = heads.put_on(built, recipe, config, shapes)

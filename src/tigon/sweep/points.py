@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tigon.errors import RecipeError
+from tigon.recipe import recipe_file
+from tigon.recipe.keys import Recipe
 from tigon.sweep.definition import Sweep, Variant, check_key
-from tigon.train import recipe_file
-from tigon.train.recipe import Recipe
 
 # Every point trains, and does nothing else.
 _TRAINING_ALONE: Mapping[str, Any] = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tigon.recipe.keys import AUTO_PRECISION, Recipe
 from tigon.sweep.limit import gpu_row
-from tigon.train import model as models
-from tigon.train import prediction
-from tigon.train.recipe import AUTO_PRECISION, Recipe
+from tigon.trainer import model as models
+from tigon.trainer.guards import prediction
 
 
 def predict(recipe: Recipe, device: str, memory_bytes: int) -> dict[str, Any]:

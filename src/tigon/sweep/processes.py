@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.sweep.folder import LOGS, SweepFolder
-from tigon.train import launch
+from tigon.trainer.distributed import launch
 
 WORKER = ("-m", "tigon.sweep.worker")
 AHEAD = 4

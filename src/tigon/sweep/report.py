@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tigon.profile.units import in_bytes
 from tigon.sweep import charts, failures, folder, self_test
 from tigon.sweep.charts import GIB, axis_words
 from tigon.sweep.results import clock, in_processes
-from tigon.train.report import escape_markdown, fenced
+from tigon.trainer.report.report import escape_markdown, fenced
+from tigon.units import in_bytes
 
 Row = Mapping[str, Any]
 NONE = "–"

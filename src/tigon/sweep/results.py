@@ -9,8 +9,8 @@ from typing import Any
 
 from tigon.sweep import failures, folder, self_test
 from tigon.sweep.definition import Sweep
+from tigon.sweep.import_results import Taken
 from tigon.sweep.points import Point, changed_keys
-from tigon.sweep.taken import Taken
 
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
 

@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
+from tigon.data import documents, tokenizer
+from tigon.data.packing import Collator, Row, RowDataset, pack
+from tigon.data.sources import BUILT_IN
+from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import RecipeError
-from tigon.train import documents, preflight, tokenizer
-from tigon.train import model as models
-from tigon.train.packing import Collator, Row, RowDataset, pack
-from tigon.train.recipe import Recipe
-from tigon.train.sources import BUILT_IN
-from tigon.train.tokenizer import IGNORE_INDEX
+from tigon.recipe.keys import Recipe
+from tigon.trainer import model as models
+from tigon.trainer.guards import preflight
 
 ALPACA_FILE = "alpaca.jsonl"
 _INPUT_CHARACTERS, _ALPACA_ROWS = 100, 12_000

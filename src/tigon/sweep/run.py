@@ -20,17 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
-from tigon.memory.gpus import find_gpu
-from tigon.profile.units import in_bytes
-from tigon.sweep import definition, failures, folder, forms, points, results, self_test, taken, worker
+from tigon.planner.gpus import find_gpu
+from tigon.sweep import definition, failures, folder, import_results, points, results, schema, self_test, worker
 from tigon.sweep.definition import Sweep
 from tigon.sweep.folder import SweepFolder
+from tigon.sweep.import_results import Earlier, Taken
 from tigon.sweep.points import Point
 from tigon.sweep.processes import AHEAD, Workers
 from tigon.sweep.self_test import Kind
-from tigon.sweep.taken import Earlier, Taken
 from tigon.techniques.quiet import quiet_packages
-from tigon.train import preflight, stopping
+from tigon.trainer.distributed import signals
+from tigon.trainer.guards import preflight
+from tigon.units import in_bytes
 
 LEAST_LIMIT_BYTES = 1 << 30
 PREDICTIONS = "predictions.json"
@@ -103,7 +104,7 @@ def sweep(
     read = definition.load(path)
     limit_bytes = _limit(memory_limit or read.memory_limit)
     chosen = folder.find(out or DEFAULT_OUT / read.name, read.name)
-    offered = None if earlier is None else taken.read(earlier)
+    offered = None if earlier is None else import_results.read(earlier)
     before = _machine(chosen, offered)
     with tempfile.TemporaryDirectory(prefix="tigon-sweep-") as scratch:
         every = points.expand(
@@ -118,7 +119,7 @@ def sweep(
         run = Run(
             sweep=read, points=every, folder=chosen, environment=before or {}, limit_bytes=limit_bytes,
             command=_command(path, assignments, memory_limit), predictions=_read_predictions(chosen, every),
-            records=chosen.records(every), workers=Workers(chosen), taken=taken.load(chosen.path), new=new,
+            records=chosen.records(every), workers=Workers(chosen), taken=import_results.load(chosen.path), new=new,
         )  # fmt: skip
         with _reported(run):
             _check_settings(run)
@@ -135,7 +136,7 @@ def sweep(
 def _reported(run: Run) -> Iterator[None]:
     """Results and report at the end, also after an interruption; a folder refused is left as it was."""
     refused = False
-    with stopping.sigterm_interrupts():
+    with signals.sigterm_interrupts():
         try:
             yield
         except RunFolderError:
@@ -196,7 +197,7 @@ def _chosen(every: Sequence[Point], only: str | None, path: Path) -> list[Point]
 
 def _machine(chosen: SweepFolder, offered: Earlier | None) -> Mapping[str, Any] | None:
     """The environment of anything that was measured before; None where nothing was."""
-    kept = next((one.environment for one in taken.load(chosen.path).values()), None)
+    kept = next((one.environment for one in import_results.load(chosen.path).values()), None)
     return chosen.machine() or kept or (None if offered is None else offered.environment)
 
 
@@ -221,7 +222,7 @@ def _take_over(run: Run, offered: Earlier, anew: Sequence[Point]) -> None:
     found, left = offered.offer(run.points, run.sweep, run.limit_bytes, run.records, run.taken)
     run.earlier, run.taken = offered, {**run.taken, **found}
     run.anew = frozenset(point.id for point in anew if point.id in run.taken and point.id not in run.records)
-    for line in taken.words(offered, found, left, run.sweep):
+    for line in import_results.words(offered, found, left, run.sweep):
         _say(run, line)
     if run.anew:
         _say(run, f"anew     {len(run.anew)} points that --only finds, though they were taken over")
@@ -245,7 +246,7 @@ def _check_machine(run: Run) -> None:
 def _keep_taken(run: Run) -> None:
     """Once nothing speaks against this machine any more."""
     if run.earlier is not None:
-        taken.keep(run.folder.path, run.taken)
+        import_results.keep(run.folder.path, run.taken)
 
 
 def _draw(run: Run) -> None:
@@ -467,7 +468,7 @@ def _read_predictions(own: SweepFolder, every: Sequence[Point]) -> dict[str, dic
         found: dict[str, dict[str, Any]] = json.loads((own.path / PREDICTIONS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    if forms.misfit(found, forms.PREDICTIONS):
+    if schema.misfit(found, schema.PREDICTIONS):
         return {}
     keys = {point.id: point.key for point in every}
     return {name: told for name, told in found.items() if told.get("key") == keys.get(name)}

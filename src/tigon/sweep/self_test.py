@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tigon.errors import KernelError, RecipeError
-from tigon.train.recipe import Recipe
+from tigon.recipe.keys import Recipe
 
 
 class Kind(NamedTuple):
@@ -32,7 +32,7 @@ def kind_of(recipe: Recipe) -> Kind:
 
 def try_ops(kind: Kind) -> dict[str, Any]:
     """What `tigon train` finds for runs of this kind: {"dtype", "wrong_ops": op -> why, "refused": why, or empty}."""
-    from tigon.train import preflight, self_check
+    from tigon.trainer.guards import preflight, self_test
 
     default = Recipe()
     recipe = replace(
@@ -43,8 +43,8 @@ def try_ops(kind: Kind) -> dict[str, Any]:
     try:
         device = preflight.check_device(recipe)
         choices = recipe.choices(precision=preflight.resolve_precision(kind.precision, device))
-        found["dtype"] = self_check.DTYPES[choices.precision]
-        found["wrong_ops"] = self_check.wrong_ops(recipe, choices, device)
+        found["dtype"] = self_test.DTYPES[choices.precision]
+        found["wrong_ops"] = self_test.wrong_ops(recipe, choices, device)
     except KernelError as error:
         found["refused"] = str(error)
     except RecipeError:

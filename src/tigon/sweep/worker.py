@@ -50,8 +50,9 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
         import torch
         import transformers
 
+        from tigon.recipe import recipe_file
         from tigon.sweep.measure import measure
-        from tigon.train import recipe_file, swapping
+        from tigon.trainer.checkpoint import nvme_swap
 
         if "OMP_NUM_THREADS" not in os.environ:  # a share of the cores each, not all of them
             torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -61,7 +62,7 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
         if tried["refused"]:
             raise KernelError(tried["refused"])
         recipe = recipe_file.load(Path(order["recipe"]), gpu_present=lambda: False, checked=not order["unchecked"])
-        with swapping.own_files(recipe.sharding.nvme_folder):
+        with nvme_swap.own_files(recipe.sharding.nvme_folder):
             found = measure(
                 recipe, how_rows=order["rows"], unchecked=order["unchecked"], limit_bytes=order["limit_bytes"],
                 folder=Path(order["folder"]), wrong_ops=tried["wrong_ops"],
@@ -110,7 +111,7 @@ def _end_with_the_sweep() -> None:
 
 
 def _leave() -> None:
-    from tigon.train import launch
+    from tigon.trainer.distributed import launch
 
     if launch.joined():
         launch.leave()

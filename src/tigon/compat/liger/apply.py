@@ -20,7 +20,7 @@ from tigon.compat.liger.hooks import ConstructionHook, patch_instances_of
 from tigon.errors import PatchError
 from tigon.models import PatchReport
 from tigon.models.patch import unwrap
-from tigon.models.seam import PatchedModule
+from tigon.models.seams.base import PatchedModule
 
 Apply = Callable[..., PatchReport | ConstructionHook]
 

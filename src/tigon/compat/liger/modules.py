@@ -18,8 +18,8 @@ from tigon.compat.liger import losses
 from tigon.compat.liger.errors import FlagConflict
 from tigon.compat.liger.losses import CrossEntropyOutput, Options
 from tigon.errors import OptionError
-from tigon.models.mlps import GatedMlpSeam
-from tigon.models.seam import PatchedModule, Seam
+from tigon.models.seams.base import PatchedModule, Seam
+from tigon.models.seams.mlp import GatedMlpSeam
 from tigon.ops.glu import Approximate
 
 

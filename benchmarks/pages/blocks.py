@@ -1,0 +1,430 @@
+"""The blocks of docs/study.md: a record as tables and sentences, whose numbers are the record's or a source's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from benchmarks.pages import published
+from tigon.models.loading.presets import PRESETS
+from tigon.sweep import failures
+from tigon.sweep.charts import GIB, axis_words
+from tigon.sweep.report import ROWS_WORDS, left_out, markdown_table
+from tigon.sweep.results import in_processes
+
+Row = Mapping[str, Any]
+Results = Mapping[str, Any]
+NONE = "–"
+ANOTHER_LOSS = 0.5
+"""Nats after the ladder's steps. Precisions and other random weights of one seed differ by less than 0.1."""
+BATCH, SEQUENCE, MODEL = "train.batch_size", "data.sequence_length", "model.name"
+
+
+# --- what every block has --------------------------------------------------------------------------------------------
+
+
+def not_measured(name: str) -> str:
+    """Instead of a block without a record."""
+    return (
+        f"Not measured yet. `tigon sweep recipes/study/{name}.yaml` measures it; its results.json then goes to "
+        f"`benchmarks/results/GPU/study/{name}.json`."
+    )
+
+
+def dates(results: Results) -> list[str]:
+    """The days on which the points were measured."""
+    return list(results["environment"]["dates"]) if results["environment"] else []
+
+
+def provenance(results: Results) -> str:
+    """Card, versions, commits, dates, and what of the settings is this record's own; docs/sweep.md has the rest."""
+    environment = results["environment"]
+    if environment is None:
+        return "No point measured yet."
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
+    device = environment["device"]
+    if environment["memory_bytes"]:
+        device += f" ({environment['memory_bytes'] / GIB:.1f} GiB, driver {environment['driver']})"
+    said = [
+        f"`{results['command']}` on {device}; {versions}; tigon at commit {', '.join(environment['tigon_commits'])}; "
+        f"{', '.join(environment['dates'])}.",
+        f"{results['steps']} steps each, {results['warmup']} of them untimed{in_processes(results)}.",
+        ROWS_WORDS[results["rows"]],
+    ]
+    if results["memory_limit_bytes"]:
+        said.append(f"Limited to {results['memory_limit_bytes'] / GIB:.1f} GiB, CUDA context and NCCL counted.")
+    if unchecked := sorted({row["variant"] for row in results["points"] if row["unchecked"]}):
+        said.append(f"Measured although `tigon train` would refuse the combination: {', '.join(unchecked)}.")
+    if wrong := left_out(results):
+        said.append(wrong)
+    missing = [row["id"] for row in results["points"] if row["status"] == failures.NOT_MEASURED]
+    if missing:
+        said.append(f"Not measured yet: {', '.join(missing)}.")
+    return " ".join(said)
+
+
+def _rows(results: Results, **fixed: Any) -> list[Row]:
+    return [row for row in results["points"] if all(row.get(name) == value for name, value in fixed.items())]
+
+
+def _ok(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row["status"] == failures.OK]
+
+
+def _at(results: Results, variant: str, **axes: Any) -> Row | None:
+    """The point of a variant where its axes have these values."""
+    wanted = {name.replace("__", "."): value for name, value in axes.items()}
+    for row in results["points"]:
+        if row["variant"] == variant and all(row["axes"].get(name) == value for name, value in wanted.items()):
+            return dict(row)
+    return None
+
+
+def _values(results: Results, axis: str) -> list[Any]:
+    values = list(dict.fromkeys(row["axes"][axis] for row in results["points"] if axis in row["axes"]))
+    return sorted(values) if all(isinstance(value, (int, float)) for value in values) else values
+
+
+def _gib(row: Row | None) -> str:
+    if row is None:
+        return NONE
+    if row["status"] != failures.OK:
+        return failures.mark(str(row["status"]))
+    return f"{row['peak_allocated_bytes'] / GIB:.2f}"
+
+
+def _speed(row: Row | None) -> str:
+    return f"{row['tokens_per_s']:,.0f}" if row is not None and row["status"] == failures.OK else NONE
+
+
+def _told(row: Row | None) -> str:
+    found = row.get("predicted_allocated_bytes") if row is not None else None
+    return f"{found / GIB:.2f}" if found else NONE
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
+    """A table whose first `words` columns are text."""
+    return markdown_table(titles, [number >= words for number in range(len(titles))], rows)
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:+.0f} %".replace("+0 %", "0 %").replace("-0 %", "0 %")
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+# --- batch and sequence ----------------------------------------------------------------------------------------------
+
+
+def batch(results: Results) -> str:
+    """Peak and throughput by rows, beside the study's."""
+    said = [_by_axis(results, BATCH, study=True), _list(_findings(results, BATCH))]
+    setting = published.STUDY.setting
+    said.append(f"The study's columns: {setting}. Where they differ from ours: see the end of the page.")
+    return "\n\n".join(part for part in said if part)
+
+
+def sequence(results: Results) -> str:
+    """Peak and throughput by tokens in a row."""
+    said = list(_findings(results, SEQUENCE))
+    said.append(
+        f"The study's longest: {published.STUDY_LONGEST_SEQUENCE:,} tokens in each of 4 rows, with Liger, in about "
+        f"{published.STUDY_LONGEST_GB:g} GB."
+    )
+    return "\n\n".join([_by_axis(results, SEQUENCE, study=False), _list(said)])
+
+
+def _by_axis(results: Results, axis: str, *, study: bool) -> str:
+    """GiB, predicted GiB and tokens/s of each variant along an axis."""
+    titles, rows = [axis_words(axis)], []
+    for variant in results["variants"]:
+        titles += [f"{variant}, GiB", "predicted", "tokens/s"]
+    titles += ["study unpatched, GiB", "study Liger, GiB"] if study else []
+    for value in _values(results, axis):
+        cells = [f"{value:,}"]
+        for variant in results["variants"]:
+            row = _at(results, variant, **{axis.replace(".", "__"): value})
+            cells += [_gib(row), _told(row), _speed(row)]
+        if study:
+            theirs = published.STUDY_PEAK_GIB.get(value)
+            cells += [NONE, NONE] if theirs is None else ["OOM" if gib is None else f"{gib:.1f}" for gib in theirs]
+        rows.append(cells)
+    return _table(titles, rows)
+
+
+def _findings(results: Results, axis: str) -> list[str]:
+    """The largest value of each variant, and what each strategy saves where all ran."""
+    said, largest = [], []
+    for variant in results["variants"]:
+        ran = [row["axes"][axis] for row in _ok(_rows(results, variant=variant))]
+        if ran:
+            largest.append(f"{variant} {max(ran):,}")
+    if largest:
+        said.append(f"Most {axis_words(axis)} that ran: {', '.join(largest)}.")
+    if any(row["status"] == failures.SKIPPED for row in results["points"]):
+        said.append("(OOM): not tried, after a smaller one had run out of memory.")
+    base = results["baseline"]
+    common = [value for value in _values(results, axis) if _all_ran(results, axis, value)]
+    if common:
+        value = common[-1]
+        reference = _at(results, base, **{axis.replace(".", "__"): value})
+        assert reference is not None
+        for variant in results["variants"]:
+            row = _at(results, variant, **{axis.replace(".", "__"): value})
+            if row is not None and variant != base:
+                memory = row["peak_allocated_bytes"] / reference["peak_allocated_bytes"] - 1
+                speed = row["tokens_per_s"] / reference["tokens_per_s"] - 1
+                said.append(
+                    f"At {value:,}, {variant} against {base}: memory {_share(memory)}, tokens/s {_share(speed)}."
+                )
+    return said
+
+
+def _all_ran(results: Results, axis: str, value: Any) -> bool:
+    rows = [row for row in results["points"] if row["axes"].get(axis) == value]
+    return len(_ok(rows)) == len(results["variants"])
+
+
+def extreme(results: Results) -> str:
+    """The largest value that ran, and the smallest that did not."""
+    (axis,) = results["axes"]
+    rows = []
+    for variant in results["variants"]:
+        own = _rows(results, variant=variant)
+        ran = max(_ok(own), key=lambda row: row["axes"][axis], default=None)
+        out = min((row for row in own if row["status"] == failures.OUT_OF_MEMORY), key=lambda row: row["axes"][axis],
+                  default=None)  # fmt: skip
+        most = NONE if ran is None else f"{ran['axes'][axis]:,}"
+        rows.append(
+            [variant, most, _gib(ran), _told(ran), _speed(ran), NONE if out is None else f"{out['axes'][axis]:,}"]
+        )
+    theirs = {
+        BATCH: f"The study's most, with Liger: {published.STUDY_LARGEST_BATCH} rows of 1024 tokens.",
+        SEQUENCE: f"The study's longest, with Liger: 4 rows of {published.STUDY_LONGEST_SEQUENCE:,} tokens.",
+    }[axis]
+    titles = ["", f"most {axis_words(axis)}", "GiB", "predicted", "tokens/s", "out of memory at"]
+    return f"{_table(titles, rows)}\n\n{theirs}"
+
+
+# --- techniques ------------------------------------------------------------------------------------------------------
+
+
+def ladder(results: Results) -> str:
+    """Each rung: what it holds, what it changed from the rung it is nearest to, the loss beside the first rung's."""
+    rows, above = [], None
+    first = next(iter(_ok(results["points"])), None)
+    nearest = {after["id"]: before for before, after in _rung_pairs(results)}
+    for row in results["points"]:
+        change = speed = NONE
+        before = nearest.get(row["id"])
+        if before is not None:
+            change = f"{(row['peak_allocated_bytes'] - before['peak_allocated_bytes']) / GIB:+.2f}"
+            change += "" if before is above else f" from {before['variant'].lstrip('+ ')}"
+            speed = _share(row["tokens_per_s"] / before["tokens_per_s"] - 1)
+        rows.append([row["variant"], _gib(row), _told(row), change, _speed(row), speed, *_loss(row, first)])
+        above = row if row["status"] == failures.OK else above
+    titles = [
+        "rung", "GiB", "predicted", "GiB against the one before", "tokens/s", "likewise",
+        f"loss after {results['steps']} steps", "against the first",
+    ]  # fmt: skip
+    return _table(titles, rows)
+
+
+def _rung_pairs(results: Results) -> list[tuple[Row, Row]]:
+    """(a rung that ran, one after it) with the fewest keys between them, of several the last: the one above, but where
+    a rung takes something back."""
+    ran = _ok(results["points"])
+    return [(min(reversed(ran[:at]), key=partial(_changed, row)), row) for at, row in enumerate(ran) if at]
+
+
+def _changed(one: Row, other: Row) -> int:
+    """How many keys of the recipe differ."""
+    return sum(one["keys"].get(key) != other["keys"].get(key) for key in {*one["keys"], *other["keys"]})
+
+
+def techniques(results: Results) -> str:
+    """Each technique against the baseline, the ones that hold least first."""
+    reference = next(iter(_ok(_rows(results, variant=results["baseline"]))), None)
+    ran = sorted(_ok(results["points"]), key=lambda row: int(row["peak_allocated_bytes"]))
+    rows = []
+    for row in [*ran, *(row for row in results["points"] if row["status"] != failures.OK)]:
+        memory = speed = NONE
+        if row["status"] == failures.OK and reference is not None and row is not reference:
+            memory = _share(row["peak_allocated_bytes"] / reference["peak_allocated_bytes"] - 1)
+            speed = _share(row["tokens_per_s"] / reference["tokens_per_s"] - 1)
+        rows.append([row["variant"], _gib(row), _told(row), memory, _speed(row), speed, *_loss(row, reference)])
+    base = results["baseline"]
+    titles = [
+        "technique", "GiB", "predicted", f"against {base}", "tokens/s", f"against {base}",
+        f"loss after {results['steps']} steps", f"against {base}",
+    ]  # fmt: skip
+    failed = [f"{row['id']}: {row['status']}. {row['detail']}" for row in results["points"]
+              if row["status"] in (failures.FAILED, failures.REFUSED, failures.TIMED_OUT)]  # fmt: skip
+    return _table(titles, rows) + (f"\n\n{_list(failed)}" if failed else "")
+
+
+def _loss(row: Row, reference: Row | None) -> list[str]:
+    if row["status"] != failures.OK or row.get("last_loss") is None:
+        return [NONE, NONE]
+    if reference is None or reference is row or reference.get("last_loss") is None:
+        return [f"{row['last_loss']:.4f}", NONE]
+    return [f"{row['last_loss']:.4f}", f"{row['last_loss'] - reference['last_loss']:+.4f}"]
+
+
+# --- the paper's models ----------------------------------------------------------------------------------------------
+
+
+def models(results: Results) -> str:
+    """Memory and throughput of each model and batch, gains beside the paper's and the AMD port's."""
+    theirs = {"Liger in the paper": published.PAPER_GAINS, "Liger in the AMD port": published.AMD_GAINS}
+    sources = "; ".join(f"{source.name}: {source.setting}" for source in (published.PAPER, published.AMD))
+    return f"{_compared(results, theirs)}\n\nNot ours: {sources}."
+
+
+def steps(results: Results) -> str:
+    """Memory and throughput of each setting, beside the baseline's."""
+    return _compared(results, {})
+
+
+def _compared(results: Results, theirs: Mapping[str, Mapping[str, published.Gain]]) -> str:
+    """A line for each combination of the axes: every variant's figures, its gain over the baseline's, and theirs by
+    model."""
+    others = [variant for variant in results["variants"] if variant != results["baseline"]]
+    rows = []
+    for axes in dict.fromkeys(tuple(row["axes"].items()) for row in results["points"]):
+        own = {v: _at(results, v, **{k.replace(".", "__"): value for k, value in axes}) for v in results["variants"]}
+        cells = [f"{value:,}" if isinstance(value, int) else str(value) for _, value in axes]
+        for row in own.values():
+            cells += [_gib(row), _speed(row)]
+        cells += [_gain(own[variant], own[results["baseline"]]) for variant in others]
+        rows.append([*cells, *(_published(gains.get(dict(axes)[MODEL])) for gains in theirs.values())])
+    titles = [axis_words(axis) for axis in results["axes"]]
+    numbers = [isinstance(_values(results, axis)[0], int) for axis in results["axes"]]
+    for variant in results["variants"]:
+        titles += [f"{variant}, GiB", "tokens/s"]
+    titles += [f"{variant}: memory, tokens/s" for variant in others]
+    titles += theirs
+    return markdown_table(titles, numbers + [True] * (len(titles) - len(numbers)), rows)
+
+
+def _gain(row: Row | None, base: Row | None) -> str:
+    if row is None or base is None or row["status"] != failures.OK or base["status"] != failures.OK:
+        return NONE
+    memory = row["peak_allocated_bytes"] / base["peak_allocated_bytes"] - 1
+    return f"{_share(memory)}, {_share(row['tokens_per_s'] / base['tokens_per_s'] - 1)}"
+
+
+def _published(gain: published.Gain | None) -> str:
+    if gain is None:
+        return NONE
+    rows = f" ({gain.batch} rows)" if gain.batch else ""
+    return f"{_share(gain.memory)}, {_share(gain.tokens_per_s)}{rows}"
+
+
+# --- of all records, or of none --------------------------------------------------------------------------------------
+
+
+def estimate(_: Mapping[str, Results]) -> str:
+    """Arithmetic: checkpoints and logits by the study's formulas."""
+    shape = PRESETS["llama-3.2-1b"]
+    hidden, layers, vocab = shape["hidden_size"], shape["num_hidden_layers"], shape["vocab_size"]
+    rows = []
+    for size, length in ((4, 1024), (8, 1024), (16, 1024), (112, 1024), (4, 24576)):
+        tokens = size * length
+        checkpoints, logits = tokens * hidden * 2 * layers, tokens * vocab * 4 * 3
+        rows.append([f"{size} x {length:,}", f"{checkpoints / GIB:.2f}", f"{logits / GIB:.2f}",
+                     f"{logits / checkpoints:.0f}"])  # fmt: skip
+    return _table(["rows x tokens", "checkpoints, GiB", "logits, GiB", "logits / checkpoints"], rows)
+
+
+Finding = Callable[[Mapping[str, Results]], "str | None"]
+
+
+def advice(records: Mapping[str, Results]) -> str:
+    """What to do, in the order of what it brings, each with its measured number; what was not measured is not said."""
+    findings: tuple[Finding, ...] = (
+        _fused_head,
+        _cheapest_rung,
+        partial(_most, name="largest-batch", axis=BATCH, what="{:,} rows of 1024 tokens fit"),
+        partial(_most, name="longest-sequence", axis=SEQUENCE, what="one row of {:,} tokens fits"),
+        _fastest_technique,
+    )
+    said = [line for line in (finding(records) for finding in findings) if line]
+    return _list(said) if said else "Not measured yet."
+
+
+def _fused_head(records: Mapping[str, Results]) -> str | None:
+    found = records.get("batch")
+    if found is None or "tigon" not in found["variants"]:
+        return None
+    common = [value for value in _values(found, BATCH) if _all_ran(found, BATCH, value)]
+    if not common:
+        return None
+    value = common[-1]
+    base, without, fused = (
+        _at(found, variant, train__batch_size=value) for variant in ("unpatched", "all but linear CE", "tigon")
+    )
+    if base is None or without is None or fused is None:
+        return None
+    saved = base["peak_allocated_bytes"] - fused["peak_allocated_bytes"]
+    head = without["peak_allocated_bytes"] - fused["peak_allocated_bytes"]
+    return (
+        f"Never hold the logits' copies: at {value} rows of 1024 tokens tigon's kernels take {saved / GIB:.1f} of "
+        f"{base['peak_allocated_bytes'] / GIB:.1f} GiB away, {(saved - head) / GIB:.1f} of them with a loss that "
+        f"writes its gradient over the logits, {head / GIB:.1f} by making logits a chunk at a time."
+    )
+
+
+def _cheapest_rung(records: Mapping[str, Results]) -> str | None:
+    """What a rung gives and takes, those that learn otherwise last: memory at the price of the result is no bargain."""
+    found = records.get("ladder")
+    ran = _ok(found["points"]) if found else []
+    free, paid, other = [], [], []
+    for before, after in _rung_pairs(found) if found else []:
+        gib = (before["peak_allocated_bytes"] - after["peak_allocated_bytes"]) / GIB
+        if gib <= 0.05:  # less is nothing, to the digits of the table
+            continue
+        what, slower_s = after["variant"].lstrip("+ "), after["step_s"] - before["step_s"]
+        learned = (after.get("last_loss") or 0) - (ran[0].get("last_loss") or 0)
+        if abs(learned) > ANOTHER_LOSS:
+            other.append(f"{what} ({gib:.1f} GiB, and a loss {learned:+.1f} from the first rung's)")
+        elif slower_s > 0:
+            paid.append(f"{what} ({gib:.1f} GiB for {1e3 * slower_s:.0f} ms a step)")
+        else:
+            free.append(f"{what} ({gib:.1f} GiB)")
+    said = {
+        "Take first what saves and costs no time": free, "Then, at a price": paid,
+        "What learns something else in as many steps": other,
+    }  # fmt: skip
+    return " ".join(f"{start}: {', '.join(rungs)}." for start, rungs in said.items() if rungs) or None
+
+
+def _most(records: Mapping[str, Results], name: str, axis: str, what: str) -> str | None:
+    """what: of the largest value on the axis, which is put into it."""
+    found = records.get(name)
+    ran = _ok(found["points"]) if found else []
+    if not ran:
+        return None
+    row = max(ran, key=lambda row: row["axes"][axis])
+    return (
+        f"In 24 GiB {what.format(row['axes'][axis])}, with {row['variant']}: "
+        f"{row['peak_allocated_bytes'] / GIB:.1f} GiB, {row['tokens_per_s']:,.0f} tokens/s."
+    )
+
+
+def _fastest_technique(records: Mapping[str, Results]) -> str | None:
+    found = records.get("techniques")
+    ran = _ok(found["points"]) if found else []
+    if not ran:
+        return None
+    fast, lean = (
+        max(ran, key=lambda row: float(row["tokens_per_s"])),
+        min(ran, key=lambda row: int(row["peak_allocated_bytes"])),
+    )
+    return (
+        f"Of the single techniques at 4 x 1024, {fast['variant']} is the fastest ({fast['tokens_per_s']:,.0f} "
+        f"tokens/s) and {lean['variant']} holds the least ({lean['peak_allocated_bytes'] / GIB:.1f} GiB)."
+    )

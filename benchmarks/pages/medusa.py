@@ -1,0 +1,227 @@
+"""The measured part of docs/medusa.md, from the records: `python -m benchmarks.pages.medusa`.
+
+A record is the results.json of `tigon sweep recipes/medusa/context.sweep.yaml` (or two-gpus.sweep.yaml), kept as
+benchmarks/results/GPU/medusa/NAME.json. Between its markers the page gets the record's machine, a chart and a table;
+without a record it says that nothing was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages.study import predicted_anew
+from benchmarks.pages.sweep_accuracy import predictions_path
+from tigon.profiler.render.figure import new_figure, svg
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT, RECORDS, IMAGES = ROOT / "docs" / "medusa.md", ROOT / "benchmarks" / "results", Path("img/medusa")
+NAMES = ("medusa", "medusa-two-gpus")
+AXIS = "data.sequence_length"
+GIB = 1 << 30
+COLOURS = {"eager": "#6b7280", "fused": "#c2410c"}
+NOT_MEASURED = "Not measured yet."
+
+Record = Mapping[str, Any]
+
+
+def markers(name: str) -> tuple[str, str]:
+    return f"<!-- {name} -->", f"<!-- /{name} -->"
+
+
+def load(root: Path) -> dict[str, dict[str, Record]]:
+    """GPU -> record name -> record."""
+    found: dict[str, dict[str, Record]] = {}
+    for file in sorted(root.glob("*/medusa/*.json")):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if record.get("name") != file.stem or file.stem not in NAMES:
+            raise SystemExit(
+                f"{file} is no results.json of the sweep {file.stem}; copy one of {', '.join(NAMES)} there"
+            )
+        found.setdefault(file.parent.parent.name, {})[file.stem] = record
+    return {gpu: predicted_anew(own, predictions_path(root / gpu)) for gpu, own in found.items()}
+
+
+def points(record: Record) -> dict[tuple[str, int], Record]:
+    """(variant, tokens in a row) -> point"""
+    return {(point["variant"], int(point["axes"][AXIS])): point for point in record["points"]}
+
+
+def groups(record: Record) -> dict[str, list[str]]:
+    """`stage 1, 3 heads` -> its variants, eager before fused."""
+    found: dict[str, list[str]] = {}
+    for variant in record["variants"]:
+        group, _, _ = variant.rpartition(", ")
+        found.setdefault(group, []).append(variant)
+    return found
+
+
+def cell(point: Record | None) -> tuple[str, str]:
+    """(peak, tokens/s) of a point, or what became of it."""
+    if point is None:
+        return "", ""
+    if point["status"] != "ok":
+        return point["status"], ""
+    return f"{point['peak_allocated_bytes'] / GIB:.1f}", f"{point['tokens_per_s']:,.0f}"
+
+
+def table(record: Record) -> str:
+    """One row for each group and length; peak in GiB with the planner's prediction beside the fused one's."""
+    found, lengths = points(record), sorted({int(point["axes"][AXIS]) for point in record["points"]})
+    lines = [
+        "| | tokens in a row | eager, GiB | fused, GiB | predicted | eager, tokens/s | fused, tokens/s |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for group in groups(record):
+        for length in lengths:
+            eager, fused = (found.get((f"{group}, {kind}", length)) for kind in ("eager", "fused"))
+            (eager_peak, eager_speed), (fused_peak, fused_speed) = cell(eager), cell(fused)
+            said = (fused or {}).get("predicted_allocated_bytes")
+            predicted = "" if said is None else f"{said / GIB:.1f}"
+            lines.append(
+                f"| {group} | {length:,} | {eager_peak} | {fused_peak} | {predicted} | {eager_speed} | {fused_speed} |"
+            )
+    return "\n".join(lines)
+
+
+def longest(record: Record) -> str:
+    """The longest row that each variant ran, and whether a longer one was tried."""
+    found = points(record)
+    lines = []
+    for group, variants in groups(record).items():
+        said = []
+        for variant in variants:
+            ran = [length for (name, length), point in found.items() if name == variant and point["status"] == "ok"]
+            most = f"{max(ran):,} tokens" if ran else "none"
+            beyond = any(name == variant and point["status"] == "out of memory" for (name, _), point in found.items())
+            tail = "" if beyond else ", and no longer one was tried"
+            said.append(f"{variant.rpartition(', ')[2]} {most}{tail}")
+        lines.append(f"- {group}: {'; '.join(said)}")
+    return "\n".join(["The longest row that ran:", "", *lines])
+
+
+DRAWN = (
+    ("peak_allocated_bytes", GIB, "peak memory (GiB)"),
+    ("tokens_per_s", 1, "tokens/s"),
+)
+
+
+def chart(record: Record, name: str) -> str:
+    """Peak memory and throughput over the length of a row, a column for each stage."""
+    found, stages = points(record), sorted({variant.split(",")[0] for variant in record["variants"]})
+    figure, panels = new_figure(len(DRAWN) * len(stages), columns=len(stages))
+    figure.set_size_inches(10, 6.4)
+    lengths = sorted({length for _, length in found})
+    ticks = [f"{length // 1024}k" if length >= 1024 else str(length) for length in lengths]
+    combined = [(what, stage) for what in DRAWN for stage in stages]
+    for ((key, unit, words), stage), axes in zip(combined, panels, strict=True):
+        for variant in (v for v in record["variants"] if v.startswith(stage)):
+            _, heads, kind = variant.split(", ")
+            line = sorted(
+                (length, point[key] / unit)
+                for (other, length), point in found.items()
+                if other == variant and point["status"] == "ok"
+            )
+            if line:
+                style = {"marker": "o", "ls": "--"} if heads.startswith("5") else {"marker": "s", "ls": "-"}
+                axes.plot(*zip(*line, strict=True), color=COLOURS[kind], ms=4, label=f"{heads}, {kind}", **style)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, labels=ticks)
+        axes.set(xlabel="tokens in a row", ylabel=words, title=stage, ylim=(0, None))
+    known = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(known.values(), known.keys(), frameon=False, loc="outside upper center", ncols=len(known))
+    return svg(figure, name)
+
+
+def machine(record: Record) -> str:
+    found = record["environment"]
+    known = {name: found["versions"].get(name) for name in ("torch", "triton", "transformers")}
+    versions = ", ".join(f"{name} {version}" for name, version in known.items() if version)
+    where = f"{found['device']} (driver {found['driver']}), {versions}"
+    return f"{where}; tigon at commit {', '.join(found['tigon_commits'])}; {', '.join(found['dates'])}."
+
+
+def block(name: str, records: Mapping[str, Mapping[str, Record]], drawn: dict[Path, str]) -> str:
+    """What stands between the markers of `name`; its charts go into `drawn`."""
+    parts = []
+    for gpu, own in records.items():
+        if name not in own:
+            continue
+        image = IMAGES / gpu / f"{name}.svg"
+        drawn[image] = chart(own[name], name) + "\n"
+        shown = f"![peak memory and tokens/s over the length of a row]({image.as_posix()})"
+        parts += [machine(own[name]), shown, longest(own[name]), table(own[name])]
+    return "\n\n".join(parts) or NOT_MEASURED
+
+
+def page(text: str, records: Mapping[str, Mapping[str, Record]]) -> tuple[str, dict[Path, str]]:
+    """(the document with its blocks made anew, charts by their path beside it)"""
+    drawn: dict[Path, str] = {}
+    for name in NAMES:
+        text = between(text, name, block(name, records, drawn))
+    return text, drawn
+
+
+def between(text: str, name: str, inside: str) -> str:
+    """The document with `inside` between the markers of `name`."""
+    begin, end = markers(name)
+    found = re.compile(rf"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
+    if not found.search(text):
+        raise SystemExit(f"{DOCUMENT} has no lines {begin} ... {end}")
+    return found.sub(lambda match: f"{begin}\n{inside}\n{end}", text, count=1)
+
+
+def counted() -> str:
+    """Peaks of a step of a small model, by what PyTorch's CPU allocator gives and takes."""
+    lines = ["| heads | PyTorch's own ops, MiB | fused, MiB |", "|---:|---:|---:|"]
+    for count in (1, 3, 5):
+        peaks = [step_bytes(count, fused) / 2**20 for fused in (False, True)]
+        lines.append(f"| {count} | {peaks[0]:,.0f} | {peaks[1]:,.0f} |")
+    return "\n".join(lines)
+
+
+def step_bytes(count: int, fused: bool) -> int:
+    """What a training step with `count` heads adds to the weights at its worst moment."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tigon.medusa import HeadsSpec, Objective, attach
+    from tigon.models import patch
+    from tigon.profiler.recording.peak import PeakMeter
+
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8192, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=4096,
+        )
+    )  # fmt: skip
+    if fused:
+        patch(model)
+    attach(model, HeadsSpec(count=count, shared=True), Objective(stage=2))
+    ids = torch.randint(0, 8192, (1, 4096))
+    meter = PeakMeter(torch.device("cpu"))
+    meter.start(list(model.parameters()))
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    return meter.stop().step_bytes
+
+
+def main(arguments: Sequence[str]) -> None:
+    if arguments:
+        raise SystemExit("benchmarks.pages.medusa takes no arguments")
+    text, drawn = page(DOCUMENT.read_text(encoding="utf-8"), load(RECORDS))
+    text = between(text, "counted", counted())
+    for path, chart_svg in drawn.items():
+        target = DOCUMENT.parent / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(chart_svg, encoding="utf-8")
+    DOCUMENT.write_text(text, encoding="utf-8")
+    print(f"wrote {DOCUMENT} and {len(drawn)} charts")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

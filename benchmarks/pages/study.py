@@ -1,0 +1,154 @@
+"""docs/study.md from the committed records: `python -m benchmarks.pages.study --into docs/study.md`.
+
+A record is the results.json of a sweep of recipes/study/, kept as benchmarks/results/GPU/study/NAME.json. Between its
+markers the page has the record's machine, charts, tables and what follows from them, and beside them what others
+published; a block without a record says that it was not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import blocks
+from benchmarks.pages.sweep_accuracy import REMAKE, predictions_path
+from tigon._files import read_text
+from tigon.errors import TigonError, UsageError
+from tigon.sweep import charts
+from tigon.sweep.folder import SCHEMA, write_text
+
+RECORDS = Path("benchmarks/results")
+IMAGES = "img/study"
+
+Results = Mapping[str, Any]
+# What stands between the markers of a name, below the machine and the charts.
+BLOCKS: Mapping[str, Callable[[Results], str]] = {
+    "batch": blocks.batch,
+    "sequence": blocks.sequence,
+    "largest-batch": blocks.extreme,
+    "longest-sequence": blocks.extreme,
+    "ladder": blocks.ladder,
+    "techniques": blocks.techniques,
+    "techniques-8b": blocks.techniques,
+    "techniques-two-gpus": blocks.techniques,
+    "training-step": blocks.steps,
+    "paper": blocks.models,
+    "paper-two-gpus": blocks.models,
+}
+# Blocks that are made of all records together, or of none.
+WHOLE: Mapping[str, Callable[[Mapping[str, Results]], str]] = {"estimate": blocks.estimate, "advice": blocks.advice}
+
+
+def markers(name: str) -> tuple[str, str]:
+    """The lines around a block of the page."""
+    return f"<!-- study: {name} -->", f"<!-- /study: {name} -->"
+
+
+def load(root: Path) -> dict[str, dict[str, Results]]:
+    """GPU folder -> record name -> record. Raises UsageError for a file that is no record."""
+    found: dict[str, dict[str, Results]] = {}
+    for file in sorted(root.glob("*/study/*.json")):
+        try:
+            record = json.loads(read_text(file))
+            if record["schema"] != SCHEMA or record["name"] != file.stem:
+                raise UsageError(f"{file} is no results.json of the sweep {file.stem}; copy that one there.")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{file} is no record of `tigon sweep`: {error}.") from None
+        found.setdefault(file.parent.parent.name, {})[file.stem] = record
+    return {gpu: predicted_anew(own, predictions_path(root / gpu)) for gpu, own in found.items()}
+
+
+def predicted_anew(records: Mapping[str, Results], file: Path) -> dict[str, Results]:
+    """The records with what the planner says of their points by now (benchmarks/pages/sweep_accuracy.py), in place of
+    what it said when they were measured. Raises UsageError for a file that is not the planner's."""
+    if not file.exists():
+        return dict(records)
+    try:
+        cases = json.loads(file.read_text(encoding="utf-8"))["cases"]
+        now = {case: said["allocated"] for case, said in cases.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{file} holds no predictions ({type(error).__name__}: {error}); {REMAKE}.") from None
+    return {
+        name: {**record, "points": [_told_anew(point, now.get(f"{name}: {point['id']}")) for point in record["points"]]}
+        for name, record in records.items()
+    }
+
+
+def _told_anew(point: Mapping[str, Any], allocated_bytes: int | None) -> Mapping[str, Any]:
+    return point if allocated_bytes is None else {**point, "predicted_allocated_bytes": allocated_bytes}
+
+
+def page(text: str, records: Mapping[str, Mapping[str, Results]]) -> str:
+    """The document with every block made anew. Raises UsageError for a document without one of the markers."""
+    for name in (*BLOCKS, *WHOLE):
+        begin, end = markers(name)
+        between = re.compile(rf"({re.escape(begin)}\n).*?(\n?{re.escape(end)})", re.DOTALL)
+        if not between.search(text):
+            raise UsageError(f"the document has no lines {begin} ... {end}; add them where {name} should stand.")
+        inside = block(name, records)
+        text = between.sub(lambda match, inside=inside, end=end: f"{match[1]}{inside}\n{end}", text, count=1)  # type: ignore[misc]
+    return text
+
+
+def block(name: str, records: Mapping[str, Mapping[str, Results]]) -> str:
+    """What stands between the markers of `name`."""
+    if name in WHOLE:
+        merged = {record: own[record] for own in records.values() for record in own}
+        return WHOLE[name](merged)
+    parts = []
+    for gpu, own in records.items():
+        if name in own:
+            images = [f"![{chart}]({IMAGES}/{gpu}/{name}/{chart}.svg)" for chart in charts.names(own[name])]
+            parts.append("\n\n".join([blocks.provenance(own[name]), *images, BLOCKS[name](own[name])]))
+    return "\n\n".join(parts) or blocks.not_measured(name)
+
+
+def drawings(records: Mapping[str, Mapping[str, Results]]) -> dict[str, str]:
+    """Path beside the document -> SVG, of every chart on the page."""
+    return {
+        f"{IMAGES}/{gpu}/{name}/{chart}.svg": svg + "\n"
+        for gpu, own in records.items()
+        for name in own
+        if name in BLOCKS
+        for chart, svg in charts.draw(own[name]).items()
+    }
+
+
+def into_document(records: Mapping[str, Mapping[str, Results]], document: Path) -> None:
+    """Write the blocks into the document and the charts beside it."""
+    try:
+        new = page(document.read_text(encoding="utf-8"), records)
+    except OSError as error:
+        raise UsageError(f"{document} cannot be read: {error.strerror}.") from None
+    drawn = drawings(records)
+    for path, svg in drawn.items():
+        write_text(document.parent / path, svg)
+    write_text(document, new)
+    print(f"wrote {document} and {len(drawn)} charts")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pages.study", description=(__doc__ or "").split(":")[0])
+    parser.add_argument("--records", type=Path, default=RECORDS, help=f"default: {RECORDS}")
+    parser.add_argument("--into", type=Path, metavar="DOCUMENT", help="write the blocks into this document")
+    asked = parser.parse_args(arguments)
+    try:
+        records = load(asked.records)
+        for gpu, own in records.items():
+            for name, record in own.items():
+                done = sum(point["status"] in ("ok", "out of memory") for point in record["points"])
+                print(f"{gpu}/{name}: {done} of {len(record['points'])} points, {', '.join(blocks.dates(record))}")
+        if asked.into is not None:
+            into_document(records, asked.into)
+    except (TigonError, OSError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Encoded documents as rows of `sequence_length` tokens, and the collator that makes batches of them.
+
+Text is a stream: documents follow one another and are cut where a row ends, so every row but the last is full and no
+token is lost. A prompt and its answer stay together: best-fit packing puts each into the fullest row it fits.
+
+Attention does not cross documents (unless `cross_document_attention`): every document, and every piece of one that
+continues in the next row, restarts `position_ids` at 0, from which transformers builds the block mask. The first token
+of such a piece has nothing before it to predict it from, so its label is IGNORE_INDEX.
+
+Legend: N rows, B batch, T tokens in a row.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from tigon.data.tokenizer import IGNORE_INDEX, Encoded
+from tigon.errors import DataError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: (T,) int32 tensors of tokens, labels, and positions that restart at every piece."""
+
+    tokens_T: Tensor
+    labels_T: Tensor
+    positions_T: Tensor
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The rows of a data set and what happened on the way."""
+
+    rows: list[Row]
+    n_tokens: int
+    n_truncated: int
+    n_dropped: int
+
+
+class RowDataset(Dataset[Row]):
+    """Rows for a DataLoader."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+
+def pack(documents: Sequence[Encoded], length: int, *, packing: bool, cross_document: bool, too_long: str) -> Packed:
+    """Rows of at most `length` tokens: text first, then prompt-and-answer rows.
+
+    too_long: error, truncate or drop, for a prompt and answer of more than `length` tokens; DataError names the first.
+    """
+    text = [d for d in documents if d.is_text]
+    prompted, n_truncated, n_dropped = _shorten([d for d in documents if not d.is_text], length, too_long)
+    if packing:
+        rows = [_row(pieces, cross_document) for pieces in _stream(text, length)]
+        rows += [_row(pieces, cross_document) for pieces in _best_fit(prompted, length)]
+    else:
+        pieces = [_slice(d, i, i + length) for d in text for i in range(0, len(d.tokens), length)]
+        rows = [_row([piece], cross_document) for piece in [*pieces, *prompted]]
+    rows = [row for row in rows if bool((row.labels_T != IGNORE_INDEX).any())]
+    return Packed(rows, sum(len(row.tokens_T) for row in rows), n_truncated, n_dropped)
+
+
+def _shorten(documents: Sequence[Encoded], length: int, too_long: str) -> tuple[list[Encoded], int, int]:
+    fitting: list[Encoded] = []
+    n_truncated = n_dropped = 0
+    for document in documents:
+        if len(document.tokens) <= length:
+            fitting.append(document)
+            continue
+        if too_long == "error":
+            n_over = sum(len(d.tokens) > length for d in documents)
+            raise DataError(
+                f"{document.origin}: {len(document.tokens)} tokens, over data.sequence_length {length} ({n_over} rows "
+                "are); raise it, or set data.too_long to truncate or drop"
+            )
+        cut = _slice(document, 0, length)
+        if too_long == "drop" or all(label == IGNORE_INDEX for label in cut.labels):  # only prompt would be left
+            n_dropped += 1
+        else:
+            n_truncated += 1
+            fitting.append(cut)
+    return fitting, n_truncated, n_dropped
+
+
+def _slice(document: Encoded, start: int, stop: int) -> Encoded:
+    return Encoded(document.tokens[start:stop], document.labels[start:stop], document.origin, document.is_text)
+
+
+def _stream(documents: Sequence[Encoded], length: int) -> Iterable[list[Encoded]]:
+    """Pieces of consecutive documents, `length` tokens at a time; the last row may be shorter."""
+    row: list[Encoded] = []
+    free = length
+    for document in documents:
+        start = 0
+        while start < len(document.tokens):
+            piece = _slice(document, start, start + free)
+            row.append(piece)
+            start += len(piece.tokens)
+            free -= len(piece.tokens)
+            if free == 0:
+                yield row
+                row, free = [], length
+    if row:
+        yield row
+
+
+def _best_fit(documents: Sequence[Encoded], length: int) -> list[list[Encoded]]:
+    """Longest first, each into the row with the least room that still takes it; O(N log N) by bisection."""
+    rows: list[list[Encoded]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    for document in sorted(documents, key=lambda d: -len(d.tokens)):
+        size = len(document.tokens)
+        at = bisect.bisect_left(room, (size, -1))
+        if at == len(room):
+            free, index = length, len(rows)
+            rows.append([])
+        else:
+            free, index = room.pop(at)
+        rows[index].append(document)
+        bisect.insort(room, (free - size, index))
+    return rows
+
+
+def _row(pieces: Sequence[Encoded], cross_document: bool) -> Row:
+    tokens: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    for piece in pieces:
+        restart = not cross_document or not tokens
+        first = 0 if restart else len(tokens)
+        positions += range(first, first + len(piece.tokens))
+        tokens += piece.tokens
+        labels += [IGNORE_INDEX, *piece.labels[1:]] if restart else piece.labels
+    return Row(*(torch.tensor(values, dtype=torch.int32) for values in (tokens, labels, positions)))
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Rows -> the model's keyword arguments, int64 on the CPU.
+
+    packed:  input_ids, labels, position_ids of shape (B, T). No attention mask: positions carry the documents. A short
+             row is filled up with pieces of padding that restart their positions, so nothing attends to them.
+    padded:  input_ids, labels, attention_mask of shape (B, T), T the longest row, padding on the right.
+    flatten: packed, as one row (1, B*T): the variable-length flash kernels read documents from one row only.
+    """
+
+    pad_id: int
+    packing: bool
+    flatten: bool = False
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        longest = max(len(row.tokens_T) for row in rows)
+        padding = [longest - len(row.tokens_T) for row in rows]
+        tokens = _stack([row.tokens_T for row in rows], padding, self.pad_id)
+        labels = _stack([row.labels_T for row in rows], padding, IGNORE_INDEX)
+        if not self.packing:
+            mask = _stack([torch.ones_like(row.tokens_T) for row in rows], padding, 0)
+            return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
+        positions = torch.stack(
+            [torch.cat([row.positions_T, torch.arange(n)]) for row, n in zip(rows, padding, strict=True)]
+        ).long()
+        batch = {"input_ids": tokens, "labels": labels, "position_ids": positions}
+        return {name: value.reshape(1, -1) for name, value in batch.items()} if self.flatten else batch
+
+
+def _stack(rows: Sequence[Tensor], padding: Sequence[int], fill: int) -> Tensor:
+    return torch.stack(
+        [torch.nn.functional.pad(row, (0, n), value=fill) for row, n in zip(rows, padding, strict=True)]
+    ).long()
+
+
+def unigram_entropy(rows: Iterable[Row]) -> float:
+    """Nats per learned token of the best predictor that ignores all context: H = -sum_v p_v ln p_v on these rows."""
+    labels = torch.cat([row.labels_T[row.labels_T != IGNORE_INDEX] for row in rows]).long()
+    counts = torch.bincount(labels)
+    p = counts[counts > 0].double() / labels.numel()
+    return float(-(p * p.log()).sum())
+
+
+def fingerprint(rows: Iterable[Row]) -> str:
+    """SHA-256 of tokens and labels: a resumed run must see the same ones."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(row.tokens_T.numpy().tobytes())
+        digest.update(row.labels_T.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,208 @@
+"""What `data.source` and `data.eval_source` name, as the regular files that are read.
+
+A folder is walked in the order of its names, and only as far as its files are asked for. Links that lead out of it are
+refused by name: they would have the run read what nobody named, or leave out what somebody meant.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from tigon._files import is_of_kernel, open_regular, refuse_special
+from tigon.errors import DataError
+from tigon.units import in_bytes
+
+BUILT_IN = "python-docs"
+SUFFIXES = (".jsonl", ".md", ".py", ".rst", ".txt")
+MAX_ENTRIES = 1_000_000
+"""Of one folder with its subfolders. `/` of a small server has about as many, a large corpus of one file per document
+fewer; listing them takes a few seconds."""
+
+Refuse = Callable[[DataError], None]
+
+
+def check(sources: Sequence[str], key: str = "data.source") -> None:
+    """Refuse what is missing or can never be read, before anything is read. Raises DataError.
+
+    key: the recipe's, for messages.
+    """
+    for source in sources:
+        if source != BUILT_IN:
+            _check(source, key)
+
+
+def _check(source: str, key: str) -> None:
+    if not source.strip():
+        raise DataError(
+            f"{key}: {source!r} names no file; name files or folders, `.` for the current one, or {BUILT_IN}"
+        )
+    path = Path(source)
+    try:
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            _check_folder(path, key)
+        else:
+            open_regular(path).close()
+    except FileNotFoundError:
+        raise DataError(f"{source}: no such file or folder; {key} takes paths, or {BUILT_IN}") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _check_folder(path: Path, key: str) -> None:
+    whole = {Path("/"): "the root of the file system", _home(): "your home folder"}.get(path.resolve())
+    if whole is None and is_of_kernel(path):
+        whole = "a folder of the kernel"
+    if whole:
+        raise DataError(
+            f"{path}: {key} is {whole}, which holds much that is no training data; name the folders with the data"
+        )
+
+
+def _home() -> Path | None:
+    try:
+        return Path.home().resolve()
+    except RuntimeError:  # a user without one
+        return None
+
+
+def files(source: str, refuse: Refuse) -> Iterator[Path]:
+    """The files to read of `source`, in order. refuse: told of what cannot be read in a folder; it raises, or the walk
+    goes on without it."""
+    path = Path(source)
+    if not path.is_dir():
+        yield path
+        return
+    empty = True
+    for file in _Walk(path, refuse).files():
+        empty = False
+        yield file
+    if empty:
+        raise DataError(f"{source}: no {', '.join(SUFFIXES)} file in this folder; put the data there")
+
+
+def check_memory(sources: Sequence[str], refuse: Refuse) -> None:
+    """Refuse files that are together larger than the machine's memory, before any is read: text is held whole, and its
+    tokens beside it. Raises DataError."""
+    total_bytes = _memory_bytes()
+    size_bytes = 0
+    for source in sources:
+        if source == BUILT_IN:
+            continue
+        for file in files(source, refuse):
+            try:
+                size_bytes += os.stat(file).st_size
+            except OSError as error:
+                raise unreadable(file, error) from None
+            if total_bytes is not None and size_bytes > total_bytes:
+                raise DataError(
+                    f"{file}: the files up to this one have {in_bytes(size_bytes)}, and this machine has "
+                    f"{in_bytes(total_bytes)} of memory; set data.max_text_mib, or name fewer files"
+                )
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # no such thing on this system
+        return None
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """An OSError in the words of a data file."""
+    fix = "" if ";" in (error.strerror or "") else "; mend that, or name another file"
+    return DataError(f"{path}: cannot be read: {error.strerror}{fix}")
+
+
+class _Walk:
+    """The files of one folder."""
+
+    def __init__(self, root: Path, refuse: Refuse) -> None:
+        self.root, self.real_root = root, root.resolve()
+        self.blobs = _hub_blobs(self.real_root)
+        self.refuse = refuse
+        self.n_entries = 0
+        self.linked: set[Path] = set()
+        """Targets of links that were read under the link's name."""
+
+    def files(self) -> Iterator[Path]:
+        """Depth first by a stack: folders may be nested deeper than Python calls."""
+        stack = [iter(self._sorted(self.root))]
+        while stack:
+            entry = next(stack[-1], None)
+            if entry is None:
+                stack.pop()
+                continue
+            path = Path(entry.path)
+            if entry.is_symlink():
+                yield from self._of_link(path)
+            elif entry.is_dir(follow_symlinks=False):
+                stack.append(iter(self._sorted(path)))
+            elif path.suffix in SUFFIXES and self._is_regular(path):
+                yield path
+
+    def _sorted(self, folder: Path) -> list[os.DirEntry[str]]:
+        """The entries of `folder` by name; none where it cannot be read, which is refused."""
+        entries = []
+        try:
+            with os.scandir(folder) as found:
+                for entry in found:
+                    self.n_entries += 1
+                    if self.n_entries > MAX_ENTRIES:
+                        raise DataError(
+                            f"{self.root}: more than {MAX_ENTRIES:,} files and folders, at {folder}; name the folders "
+                            "that hold the data, or put the text into fewer files (.jsonl)"
+                        )
+                    entries.append(entry)
+        except OSError as error:
+            self.refuse(unreadable(folder, error))
+            return []
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def _is_regular(self, path: Path) -> bool:
+        try:
+            refuse_special(path)
+        except OSError as error:
+            self.refuse(unreadable(path, error))
+            return False
+        return True
+
+    def _of_link(self, path: Path) -> Iterator[Path]:
+        """The file behind a link to one in this folder, unless the walk comes to that file itself."""
+        fix = "name its target in the recipe, or remove the link"
+        try:
+            target = path.resolve(strict=True)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a loop, before Python 3.13
+            if path.suffix in SUFFIXES or _is_loop(error):
+                self.refuse(DataError(f"{path}: a link to {os.readlink(path)}, which leads nowhere; remove the link"))
+            return
+        if self.blobs is not None and target.parent == self.blobs:
+            if path.suffix in SUFFIXES and self._is_regular(path):
+                yield path
+            return
+        if not target.is_relative_to(self.real_root):
+            if target.is_dir() or path.suffix in SUFFIXES:
+                self.refuse(DataError(f"{path}: a link out of the folder {self.root}, to {target}; {fix}"))
+            return
+        # a folder inside, and a file of a suffix that is read, come by themselves
+        if target.is_dir() or target.suffix in SUFFIXES or path.suffix not in SUFFIXES:
+            return
+        if target not in self.linked and self._is_regular(path):
+            self.linked.add(target)
+            yield path
+
+
+def _hub_blobs(folder: Path) -> Path | None:
+    """The folder of the files of a download in the Hugging Face hub's cache, if `folder` is one: all of a snapshot's
+    files are links to `blobs`, beside `snapshots`."""
+    for snapshot in (folder, *folder.parents):
+        if snapshot.parent.name == "snapshots":
+            return snapshot.parent.parent / "blobs"
+    return None
+
+
+def _is_loop(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) or getattr(error, "errno", None) == errno.ELOOP

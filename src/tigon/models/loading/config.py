@@ -1,0 +1,124 @@
+"""A model by name: its transformers config, and the model itself on the meta device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tigon.errors import UsageError
+from tigon.models.loading.presets import PRESETS
+from tigon.models.loading.weight_files import read_json
+
+# The deepest models with published weights have 126 layers (Llama-3.1-405B), the widest mixtures some hundred experts.
+MAX_LAYERS, MAX_EXPERTS = 1024, 16384
+_LAYERS = re.compile(r"(num_|n_)?((hidden|decoder|encoder|nextn_predict)_)?layers?|num_nextn_predict_layers")
+_EXPERTS = re.compile(r"(num|n)_(local_|routed_|shared_)?experts")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def is_hub_id(name: str) -> bool:
+    """`owner/model` that is not a folder here."""
+    return not Path(name).exists() and _HUB_ID.fullmatch(name) is not None
+
+
+def load_config(name: str) -> Any:
+    """The transformers config behind a preset, folder, config.json or hub id. Raises UsageError.
+
+    Nothing is downloaded unless `name` is a hub id, and no code that comes with a checkpoint is run.
+    """
+    if name in PRESETS:
+        from transformers import AutoConfig
+
+        shape = dict(PRESETS[name])
+        return AutoConfig.for_model(shape.pop("model_type"), **shape)
+    path = Path(name)
+    if name and path.exists():
+        return _config_from_file(path / "config.json" if path.is_dir() else path)
+    if is_hub_id(name):
+        return _config_from_hub(name)
+    raise UsageError(
+        f"{name!r} is neither a file, nor a folder, nor a hub id (owner/model), nor a preset; presets are "
+        f"{', '.join(PRESETS)}."
+    )
+
+
+def _config_from_file(file: Path) -> Any:
+    from transformers import AutoConfig
+
+    if not file.exists():
+        raise UsageError(f"{file.parent}: there is no config.json in it; give the folder of a Hugging Face checkpoint.")
+    _refuse_remote_code(str(file), declared_in(file))
+    try:
+        return AutoConfig.from_pretrained(file)
+    except Exception as error:  # transformers and huggingface_hub raise a dozen types for a config they cannot take
+        raise UsageError(f"{file}: transformers cannot read it: {_one_line(error)}") from None
+
+
+def declared_in(file: Path) -> dict[str, Any]:
+    """What a config.json says. Raises UsageError for a file that is none, and for counts that no model has."""
+    declared = read_json(file)
+    if not isinstance(declared.get("model_type"), str):
+        raise UsageError(f"{file} has no model_type, so it is not the config.json of a Hugging Face model.")
+    check_counts(declared, str(file))
+    depth = declared.get("num_hidden_layers", 1)
+    if isinstance(depth, int) and depth < 1:
+        raise UsageError(f"{file}: num_hidden_layers is {depth}; a model has at least one layer.")
+    return declared
+
+
+def check_counts(values: Mapping[str, Any], where: str) -> None:
+    """Raise UsageError for more layers or experts than a model is built with, here or in a nested config: building
+    10,000 takes minutes, and a billion would not end. where: begins the message."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            check_counts(value, f"{where}: {name}")
+        limit = MAX_LAYERS if _LAYERS.fullmatch(name) else MAX_EXPERTS if _EXPERTS.fullmatch(name) else None
+        if limit is not None and isinstance(value, (int, float)) and value > limit:
+            raise UsageError(f"{where}: {name} is {value:,}, and tigon builds at most {limit:,}; lower it")
+
+
+def _config_from_hub(name: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # as above, and those of the connection
+        raise UsageError(f"{name}: its config cannot be had from the hub: {_one_line(error)}") from None
+
+
+def _refuse_remote_code(name: str, declared: dict[str, Any]) -> None:
+    from transformers import CONFIG_MAPPING
+
+    if "auto_map" in declared and declared["model_type"] not in CONFIG_MAPPING:
+        raise UsageError(
+            f"{name}: the model's code comes with the checkpoint, and is not run only to look at its config. Load "
+            "the model yourself and print(tigon.patch(model))."
+        )
+
+
+def build_on_meta(name: str, config: Any) -> torch.nn.Module:
+    """The model of a config without memory for its weights; `name` is for the message. Raises UsageError."""
+    import transformers
+
+    (architecture,) = (getattr(config, "architectures", None) or [""])[:1]
+    cls = getattr(transformers, architecture, None) if architecture else None
+    try:
+        with torch.device("meta"):
+            if cls is not None:
+                return cls(config)  # type: ignore[no-any-return]
+            sees = "vision_config" in getattr(config, "sub_configs", {})
+            auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+            return auto.from_config(config)  # type: ignore[no-any-return]
+    except Exception as error:  # a config can be wrong in as many ways as there are models
+        what = architecture or "a language model"
+        raise UsageError(f"{name}: transformers cannot build {what} from its config: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    """The first sentence of a message that may be a page."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()).partition('. ')[0][:240]}"

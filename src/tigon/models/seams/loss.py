@@ -1,0 +1,483 @@
+"""The seams at the end of the model: `lm_head`, and the model that calls it and `loss_function`.
+
+Hugging Face's forward calls `self.lm_head(hidden)`, then `self.loss_function(logits, labels, ...)`. Neither is copied.
+While a training step with labels runs, the patched model keeps a `LossCall` in a thread-local slot. The head finds it
+there and computes the loss inside its own forward, where its weight is whole: FSDP and ZeRO-3 have gathered it, forward
+pre-hooks have run. What it returns (`DeferredLogits`) carries the loss to `loss_function`, which hands it out.
+
+The loss is used only if exactly that object arrives, with exactly the labels of the call, and neither was written to.
+What was multiplied, divided or capped on the way must be what the head has put into its loss: the row says which
+attributes of the config hold that, and what a model was seen to do otherwise is taken over for the next step. Whatever
+else happens in between (a LoRA wrapper that adds its product, a hook that reads or edits the logits) makes the logits
+an ordinary tensor, and the loss is the ordinary one, of that tensor. So nothing around the head can be left out of the
+loss silently. The structural checks only spare computing a loss that nobody would take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from tigon import ops
+from tigon.errors import OptionError, PatchError, ShapeError
+from tigon.models.seams.base import PatchedModule, Seam, imitate, is_dtensor
+from tigon.models.seams.deferred_logits import DeferredLogits, LogitsSource, version_of
+from tigon.models.seams.logits import LogitAttributes, LogitMap
+from tigon.models.seams.token_metrics import TokenMetrics
+from tigon.models.seams.traced_logits import TracedLogits, UncomputedLogits
+
+# Wrappers that pass the input to one of their descendants and return its output untouched, by class name: PEFT's
+# `modules_to_save`, and FSDP1.
+TRANSPARENT_WRAPPERS = frozenset({"ModulesToSaveWrapper", "FullyShardedDataParallel"})
+
+
+def peel(head: nn.Module) -> Iterator[nn.Module]:
+    """The modules that may compute when `head` is called: itself, or what a transparent wrapper holds."""
+    yield from head.modules() if type(head).__name__ in TRANSPARENT_WRAPPERS else (head,)
+
+
+def next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    """What each position predicts, (N,): `shift_labels` as they are, or labels (..., T) moved left by one."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return shift_labels.reshape(-1)
+
+
+def _on(device: torch.device, num_items: Tensor | float | None) -> Tensor | float | None:
+    return num_items.to(device).reshape(()) if isinstance(num_items, Tensor) else num_items
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or not (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
+
+
+class LossCall:
+    """What one forward of a patched model asks of its head, and what came of it."""
+
+    def __init__(
+        self,
+        head: nn.Module,
+        labels: Tensor,
+        options: dict[str, Any],
+        logit_map: LogitMap,
+        metrics: TokenMetrics | None = None,
+    ) -> None:
+        self.metrics = metrics
+        self.predicted: Tensor | None = None
+        """The index of each token's largest logit, if `metrics` asks for it and the head has answered."""
+        self.logit_map = logit_map
+        """What the model is expected to do to the logits."""
+        self.observed: LogitMap | None = None
+        """What it did instead."""
+        self.labels, self.shift_labels = labels, options.get("shift_labels")
+        self.heads = tuple(m for m in peel(head) if isinstance(m, PatchedModule))
+        self.ignore_index: int = options.get("ignore_index", -100)
+        self.num_items: Tensor | float | None = options.get("num_items_in_batch")
+        self._read_labels()
+        self.answers: list[tuple[Any, tuple[int, ...], Tensor]] = []
+        """For each time the head was called: the source of its logits, the versions of what its loss was computed
+        from, and the labels that it read."""
+        self.vocab_size = 0
+        self.losses: dict[Any, Tensor] = {}
+        """What was handed out as a loss with a gradient, by the gate that it passed."""
+        self.taken: DeferredLogits | TracedLogits | None = None
+        """The object that arrived at `loss_function` in place of logits."""
+
+    def _read_labels(self) -> None:
+        self.target = next_tokens(self.labels, self.shift_labels, self.ignore_index)
+        # Starts counting the labels that are not ignored; the count is back from the GPU when the trunk is done.
+        # Under torch.compile nothing may wait for a count, and all rows are kept.
+        compiling = torch.compiler.is_compiling()
+        self.prepared = self.target if compiling else ops.prepare_targets(self.target, ignore_index=self.ignore_index)
+        self._read_at = self._versions()
+
+    def _versions(self) -> tuple[int, ...]:
+        if torch.compiler.is_compiling():  # Dynamo cannot compare versions while it traces
+            return ()
+        return tuple(version_of(value) for value in (self.labels, self.shift_labels, self.num_items))
+
+    def _unwritten(self, versions: tuple[int, ...], target: Tensor) -> bool:
+        """Whether labels, shift_labels and num_items still are what they were when their versions were these.
+
+        On the CPU the labels are compared as well, which costs nothing there and shows a write through `.data` or
+        numpy. On a GPU the comparison would have to wait for the device.
+        """
+        if self._versions() != versions:
+            return False
+        if torch.compiler.is_compiling() or type(target) is not Tensor or target.device.type != "cpu":
+            return True
+        return torch.equal(next_tokens(self.labels, self.shift_labels, self.ignore_index), target)
+
+    def _nan_if_written(self, loss: Tensor, target: Tensor) -> Tensor:
+        """In a compiled graph, which nothing can turn away from the fused loss any more, the loss of labels that were
+        written to after the head is NaN."""
+        now = next_tokens(self.labels, self.shift_labels, self.ignore_index).to(loss.device)
+        return torch.where((now == target.to(loss.device)).all(), loss, torch.nan)
+
+    def fits(self, hidden: Tensor) -> bool:
+        """Whether there is a label for each hidden state. Not so where a model cuts its logits after the head."""
+        return hidden.shape[:-1].numel() == self.target.numel()
+
+    def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """hidden (..., H), weight (V, H), bias (V,) or None -> loss (), as transformers' ForCausalLMLoss defines it."""
+        self.vocab_size = weight.shape[0]
+        if torch.compiler.is_compiling() or not self._unwritten(self._read_at, self.target):
+            self._read_labels()
+        prepared = self.prepared
+        if self.target.device != hidden.device:
+            prepared = ops.prepare_targets(self.target.to(hidden.device), ignore_index=self.ignore_index)
+        result = ops.linear_cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight,
+            prepared,
+            bias=bias,
+            ignore_index=self.ignore_index,
+            num_items=_on(hidden.device, self.num_items),
+            logit_scale=self.logit_map.scale,
+            softcap=self.logit_map.softcap,
+            outputs=() if self.metrics is None else ("predicted",),
+        )
+        if isinstance(result, Tensor):
+            return result
+        self.predicted = result.predicted
+        return result.loss
+
+    def answered(self, source: Any) -> None:
+        """Note that the head has computed its loss, for logits of this source."""
+        self.answers.append((source, self._read_at, self.target))
+
+    def take(self, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor | None:
+        """The head's loss, if it is what `loss_function` was asked for: these logits, labels and options; else None."""
+        asked = (
+            labels,
+            options.get("shift_labels"),
+            options.get("num_items_in_batch"),
+            options.get("ignore_index", -100),
+            options["vocab_size"],
+        )
+        known = (self.labels, self.shift_labels, self.num_items, self.ignore_index, self.vocab_size)
+        if not all(_same(a, b) for a, b in zip(asked, known, strict=True)):
+            return None
+        if not isinstance(logits, (DeferredLogits, TracedLogits)):
+            return None
+        answers = [(versions, target) for source, versions, target in self.answers if source is logits.source]
+        if not answers or not self._unwritten(*answers[0]) or logits.touched():
+            return None
+        observed = logits.logit_map()
+        if observed is None or not observed.agrees(self.logit_map):
+            self.observed = observed
+            return None
+        self.taken = logits
+        loss = logits.loss(self.losses)
+        return self._nan_if_written(loss, answers[0][1]) if torch.compiler.is_compiling() else loss
+
+    def add_metrics(self, outputs: Any) -> Any:
+        """The model's outputs with the metrics of the loss it has taken; of its logits, if it has taken none."""
+        if self.metrics is None:
+            return outputs
+        if self.taken is None or self.predicted is None:
+            return _metrics_of_logits(self.metrics, outputs, self.target, self.ignore_index)
+        target = self.target.to(self.predicted.device)
+        return self.metrics.add(outputs, self.predicted, target, self.ignore_index)
+
+    def seal(self, output: Any) -> Any:
+        """One element of the model's output, with the head's object replaced by what the user may hold."""
+        if isinstance(output, DeferredLogits):
+            return output.seal()
+        return UncomputedLogits() if isinstance(output, TracedLogits) else output
+
+
+def _shift_labels_alone(kwargs: dict[str, Any]) -> Tensor:
+    """`shift_labels`, in a call with `skip_logits=True` and no labels: models compute a loss only if there are labels.
+
+    Raises:
+        OptionError: there are no shift_labels either.
+    """
+    shift_labels: Tensor | None = kwargs.get("shift_labels")
+    if shift_labels is None:
+        raise OptionError(
+            "skip_logits=True, but labels and shift_labels are None: there is neither a loss nor logits to return. "
+            "Pass labels, or leave skip_logits out."
+        )
+    return shift_labels
+
+
+def _metrics_of_logits(metrics: TokenMetrics, outputs: Any, target: Tensor, ignore_index: int) -> Any:
+    """The outputs with the metrics of the logits that they hold; both None where the logits fit no labels."""
+    logits = outputs[1] if isinstance(outputs, tuple) else outputs.logits
+    predicted = logits.detach().argmax(-1).reshape(-1)
+    if predicted.shape != target.shape:  # logits_to_keep
+        metrics = TokenMetrics(accuracy=False, predicted=False)
+        target = target.new_full(predicted.shape, ignore_index)
+    return metrics.add(outputs, predicted, target.to(predicted.device), ignore_index)
+
+
+class _Active(threading.local):
+    """The call being answered in this thread. Not a ContextVar, which Dynamo cannot trace."""
+
+    def __init__(self) -> None:  # runs once a thread; a class attribute would make Dynamo guard on its absence here
+        self.call: LossCall | None = None
+        self.without_logits = False
+
+
+_active = _Active()
+
+
+@contextlib.contextmanager
+def without_logits() -> Iterator[None]:
+    """Patched models that this thread calls with labels compute their loss inside the head, in evaluation mode too.
+
+    It reaches a model through any wrapper and leaves unpatched models as they are, because nothing is passed to
+    `forward`: an unpatched model would hand the keyword `skip_logits` on to its layers.
+    """
+    before, _active.without_logits = _active.without_logits, True
+    try:
+        yield
+    finally:
+        _active.without_logits = before
+
+
+@dataclass(frozen=True)
+class HeadSeam(Seam):
+    """An `nn.Linear` that computes the loss while its model's training step asks for it, and logits otherwise."""
+
+    op: ClassVar[str] = "linear_cross_entropy"
+    flag: ClassVar[str] = "linear_cross_entropy"
+
+    def candidate(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear)
+
+    def objection(self, module: nn.Module) -> str | None:
+        if type(module).forward is not nn.Linear.forward:
+            return f"it is a {type(module).__module__}.{type(module).__name__}, whose forward is its own"
+        return "it is parametrized" if parametrize.is_parametrized(module) else None
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        plain_forward = base.forward
+
+        def forward(self: Any, input: Tensor) -> Any:
+            call = _active.call
+            if call is None or not any(self is head for head in call.heads):
+                return plain_forward(self, input)
+            if not _whole(self):
+                _warn_full_logits(self, "lm_head.weight is a shard (tensor parallel)")
+                return plain_forward(self, input)
+            if not call.fits(input):
+                return plain_forward(self, input)
+            loss = call.answer(input, self.weight, self.bias)
+            if torch.compiler.is_compiling() or type(loss) is not Tensor:  # a fake tensor has no logits to defer
+                traced = TracedLogits(loss, plain_forward, self, input)
+                call.answered(traced.source)
+                return traced
+            source = LogitsSource(self, plain_forward, input)
+            call.answered(source)
+            return DeferredLogits.carry(loss, source)
+
+        return {"forward": forward}
+
+
+def _whole(head: nn.Linear) -> bool:
+    """Whether the weight in the head's forward is all of it; a tensor-parallel shard is not."""
+    if head.weight.numel() == 0:
+        raise PatchError(
+            "lm_head.weight has 0 elements inside lm_head's own forward: it is partitioned (ZeRO-3) and nothing "
+            "gathered it. Run the model through its DeepSpeed engine, or patch with linear_cross_entropy=False."
+        )
+    return not is_dtensor(head.weight) and head.weight.shape == (head.out_features, head.in_features)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalLMSeam(Seam):
+    """A `ForCausalLM` that tells its head what the loss needs, and takes the loss from it."""
+
+    op: ClassVar[str] = "cross_entropy"
+    flag: ClassVar[str] = "cross_entropy"
+
+    head: str = "lm_head"
+    fused: bool = True
+    """In training, compute the loss inside the head."""
+    cross_entropy: bool = True
+    """Where logits do exist, compute their loss with tigon's cross_entropy rather than PyTorch's."""
+    logits: LogitAttributes = field(default_factory=LogitAttributes)
+
+    def find_head(self, model: nn.Module) -> nn.Module | None:
+        """The module at the path `head`, or None."""
+        try:
+            return model.get_submodule(self.head)
+        except AttributeError:
+            return None
+
+    def candidate(self, module: nn.Module) -> bool:
+        return self.find_head(module) is not None and hasattr(type(module), "loss_function")
+
+    def op_for(self, module: nn.Module) -> str:
+        return "cross_entropy" if self.cross_entropy else "linear_cross_entropy"
+
+    def objection(self, module: nn.Module) -> str | None:
+        loss_function = getattr(module, "loss_function", None)
+        if not is_causal_lm_loss(loss_function):
+            return f"its loss_function is {_name(loss_function)}, not transformers' ForCausalLMLoss"
+        wanted = {self.head.split(".")[0], "loss_function"}
+        for cls in type(module).__mro__:
+            if "forward" in vars(cls):
+                names = set(getattr(inspect.unwrap(vars(cls)["forward"]), "__code__", _no_code).co_names)
+                if wanted <= names:
+                    return None
+                if "super" not in names:
+                    break
+        return f"{type(module).__name__}.forward does not call self.{self.head} and self.loss_function"
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        seam = self
+        base_forward: Callable[..., Any] = base.forward
+        labels_at = _position(base_forward, "labels")
+        loss_property: Any = inspect.getattr_static(base, "loss_function")
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            skip_logits, metrics = kwargs.pop("skip_logits", None), TokenMetrics.pop(kwargs)
+            labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
+            if labels is None and skip_logits:
+                labels = kwargs["labels"] = _shift_labels_alone(kwargs)
+            fuse = self.training or _active.without_logits if skip_logits is None else skip_logits
+            head = seam.fusable_head(self) if fuse and labels is not None else None
+            if labels is None or head is None:
+                outputs = base_forward(self, *args, **kwargs)
+                if metrics is None or labels is None:
+                    return outputs
+                ignore_index = kwargs.get("ignore_index", -100)
+                target = next_tokens(labels, kwargs.get("shift_labels"), ignore_index)
+                return _metrics_of_logits(metrics, outputs, target, ignore_index)
+            call = LossCall(head, labels, kwargs, seam.logit_map(self), metrics)
+            outer, _active.call = _active.call, call
+            try:
+                outputs = base_forward(self, *args, **kwargs)
+            finally:
+                _active.call = outer
+            if isinstance(outputs, tuple):
+                outputs = tuple(call.seal(output) for output in outputs)
+            elif getattr(outputs, "logits", None) is not None:
+                outputs.logits = call.seal(outputs.logits)
+            return call.add_metrics(outputs)
+
+        def loss_function(self: Any) -> Any:
+            original = self._original_loss()
+            return self._tigon_loss if is_causal_lm_loss(original) else original
+
+        def _tigon_loss(self: Any, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+            call = _active.call
+            fused = None if call is None else call.take(logits, labels, {**kwargs, "vocab_size": vocab_size})
+            if fused is not None:
+                return fused
+            if isinstance(logits, (DeferredLogits, TracedLogits)):
+                if call is not None and call.observed is not None:
+                    _remember(self, call.observed)
+                # A copy, because cross_entropy keeps the logits for its backward, and whoever holds these may still
+                # write to them, perhaps through `.data`, which no version shows.
+                logits = logits.materialize().clone()
+            plain = type(logits) in (Tensor, nn.Parameter)  # a DTensor's loss is its own affair
+            compute: Callable[..., Tensor] = causal_lm_loss if seam.cross_entropy and plain else self._original_loss()
+            return compute(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+
+        imitate(base_forward, forward)
+        return {
+            "forward": forward,
+            "loss_function": property(loss_function, loss_property.fset),
+            "_original_loss": loss_property.fget,
+            "_tigon_loss": _tigon_loss,
+        }
+
+    def logit_map(self, model: Any) -> LogitMap:
+        """What the model is going to do to its logits: what it was seen to do, or what its config says."""
+        observed = None if torch.compiler.is_compiling() else _observed.get(model)
+        return observed or self.logits.read(model.config.get_text_config())
+
+    def fusable_head(self, model: Any) -> nn.Module | None:
+        """The head that can compute the loss of this training step; None, said aloud once, where none can."""
+        if not self.fused or not is_causal_lm_loss(model._original_loss()):
+            return None
+        head = self.find_head(model)
+        if head is not None and any(isinstance(m, PatchedModule) for m in peel(head)):
+            if getattr(model, "_tp_size", None) in (None, 1):
+                return head
+            reason = "the model is tensor parallel"
+        else:
+            reason = (
+                f"{self.head} became a {type(head).__module__}.{type(head).__name__} after the patch; "
+                "tigon.patch(model) again if it is meant to stay"
+            )
+        _warn_full_logits(model, reason)
+        return None
+
+
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_observed: weakref.WeakKeyDictionary[nn.Module, LogitMap] = weakref.WeakKeyDictionary()
+
+
+def _remember(model: nn.Module, observed: LogitMap) -> None:
+    """Take over, for the next step, what the model did to its logits; this step has computed them."""
+    if not torch.compiler.is_compiling():
+        _observed[model] = observed
+
+
+def _warn_full_logits(module: nn.Module, reason: str) -> None:
+    """Say once a module that the patch does not save what it promised; a compiled graph says nothing."""
+    if not torch.compiler.is_compiling() and module not in _warned:
+        _warned.add(module)
+        warnings.warn(f"tigon computes the full logits in this step: {reason}.", stacklevel=4)
+
+
+_no_code = (lambda: None).__code__
+
+
+def is_causal_lm_loss(function: Any) -> bool:
+    """Whether `function` is transformers' own next-token loss, rather than one the user has set."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    # By its code, because a reloaded loss_utils has another function object.
+    return bool(getattr(function, "__code__", None) == ForCausalLMLoss.__code__)
+
+
+def _name(function: Any) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _position(function: Callable[..., Any], parameter: str) -> int:
+    """The index of `parameter` among the positional arguments after self; beyond all of them where it is not one."""
+    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return names.index(parameter) - 1 if parameter in names else len(names)
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' ForCausalLMLoss through tigon's cross_entropy: logits (..., T, V), labels (..., T) -> loss ().
+
+    Further keywords are ignored, as transformers ignores them: they are meant for the trunk.
+    """
+    target = next_tokens(labels, shift_labels, ignore_index).to(logits.device)
+    if logits.numel() != target.numel() * vocab_size:
+        raise ShapeError(
+            f"there are logits {tuple(logits.shape)} for {target.numel()} labels. With logits_to_keep, pass labels (or "
+            "shift_labels) of the kept positions only."
+        )
+    num_items = _on(logits.device, num_items_in_batch)
+    return ops.cross_entropy(  # type: ignore[return-value]  # a tuple only with outputs=
+        logits.reshape(-1, vocab_size), target, ignore_index=ignore_index, num_items=num_items
+    )

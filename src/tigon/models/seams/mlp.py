@@ -1,0 +1,170 @@
+"""The seams for gated MLPs: act(gate) · up in one pass, whatever the projections are called.
+
+The projections are called as modules, so LoRA, quantised weights and hooks on them act as they do without tigon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from tigon import ops
+from tigon.models.seams.base import Seam, is_dtensor
+from tigon.models.verification import probe
+from tigon.ops.glu import alone
+
+Gated = Callable[..., Tensor]
+_GELU_ERF, _GELU_TANH = partial(ops.geglu, approximate="none"), partial(ops.geglu, approximate="tanh")
+
+# Activation module, by class name -> the gated op. The names are those of torch.nn and of transformers' ACT2FN.
+GATED_OPS: Mapping[str, Gated] = MappingProxyType(
+    {
+        "SiLU": ops.swiglu,
+        "SiLUActivation": ops.swiglu,
+        "GELUActivation": _GELU_ERF,
+        "GELUTanh": _GELU_TANH,
+        "PytorchGELUTanh": _GELU_TANH,
+        "NewGELUActivation": _GELU_TANH,
+        "FastGELUActivation": _GELU_TANH,
+    }
+)
+
+
+def gated_op(activation: Any) -> Gated | None:
+    """The op for an activation module, or None."""
+    if isinstance(activation, nn.GELU):
+        return _GELU_ERF if activation.approximate == "none" else _GELU_TANH
+    return GATED_OPS.get(type(activation).__name__)
+
+
+def _name_of(gated: Gated | None) -> str:
+    return "swiglu" if gated is ops.swiglu else "geglu"
+
+
+def _no_op_for(activation: Any) -> str:
+    if activation is None:
+        return "its gate is a formula of its own, not an activation module"
+    return f"its activation {type(activation).__name__} has no gated op; known are {', '.join(GATED_OPS)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedMlpSeam(Seam):
+    """down(act(gate(x)) · up(x)), the activation read from the module.
+
+    With `packed`, one projection makes both halves, [gate | up], and is read in place.
+    """
+
+    op: ClassVar[str] = "swiglu"
+    flag: ClassVar[str] = "mlp"
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    packed: str | None = None
+    down: str = "down_proj"
+    act: str | None = "act_fn"
+    """The activation's attribute; None where the family's code says silu itself."""
+    gate_scale: str | None = None
+    """An attribute that multiplies gate before the activation."""
+    down_scale: str | None = None
+    """An attribute that multiplies the result."""
+
+    @property
+    def _projections(self) -> tuple[str, ...]:
+        return (self.gate, self.up) if self.packed is None else (self.packed,)
+
+    def candidate(self, module: nn.Module) -> bool:
+        names = {*self._projections, self.down}
+        attributes = [name for name in (self.act, self.gate_scale, self.down_scale) if name is not None]
+        children = {name for name, _ in module.named_children()}
+        return names <= children and all(hasattr(module, name) for name in attributes)
+
+    def objection(self, module: nn.Module) -> str | None:
+        if self._gated(module) is None:
+            return _no_op_for(getattr(module, self.act or "", None))
+        inner = 6
+        wide = inner if self.packed is None else 2 * inner
+        linears = {**dict.fromkeys(self._projections, (probe.WIDTH, wide)), self.down: (inner, probe.WIDTH)}
+        make = partial(probe.stand_in, module, linears=linears)
+        return probe.disagreement(make, probe.rows, self.namespace(type(module))["forward"], type(module).forward)
+
+    def op_for(self, module: nn.Module) -> str:
+        return _name_of(self._gated(module))
+
+    def _gated(self, module: Any) -> Gated | None:
+        return ops.swiglu if self.act is None else gated_op(getattr(module, self.act, None))
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        seam = self
+        gate, up, packed, down = self.gate, self.up, self.packed, self.down
+        gate_scale, down_scale = self.gate_scale, self.down_scale
+        plain_forward: Callable[[Any, Tensor], Tensor] = base.forward
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            gated = seam._gated(self)
+            if gated is None:  # the activation was exchanged after the patch
+                return plain_forward(self, x)
+            g = getattr(self, gate if packed is None else packed)(x)
+            if is_dtensor(g):
+                return plain_forward(self, x)
+            if gate_scale is not None:
+                g = g * getattr(self, gate_scale)
+            if packed is not None:
+                inplace = alone(g)
+                y = gated(g, inplace=inplace)
+            else:
+                u = getattr(self, up)(x)
+                inplace = alone(g) and alone(u)
+                y = gated(g, u, inplace=inplace)
+                del u
+            del g  # without gradients nothing else holds them
+            z: Tensor = getattr(self, down)(y)
+            return z if down_scale is None else z * getattr(self, down_scale)
+
+        return {"forward": forward}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSeam(Seam):
+    """The experts of a mixture, whose gate and up projections are one (experts, 2F, H) parameter.
+
+    transformers runs them through one of several implementations (`grouped_mm`, `batched_mm`, ...), all of which call
+    the method `_apply_gate` with a packed (tokens, 2F): that method is the seam. The `eager` loop over experts calls it
+    only in some families; where it does not, it computes what it computed.
+    """
+
+    op: ClassVar[str] = "swiglu"
+    flag: ClassVar[str] = "mlp"
+
+    act: str = "act_fn"
+
+    def candidate(self, module: nn.Module) -> bool:
+        return callable(getattr(type(module), "_apply_gate", None))
+
+    def objection(self, module: nn.Module) -> str | None:
+        if not getattr(module, "has_gate", True):
+            return "its experts have no gate"
+        if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
+            return "its experts run as transformers' eager loop, which has no seam; set_experts_implementation first"
+        activation = getattr(module, self.act, None)
+        if gated_op(activation) is None:
+            return _no_op_for(activation)
+        fused, original = self.namespace(type(module))["_apply_gate"], getattr(type(module), "_apply_gate")  # noqa: B009
+        return probe.disagreement(partial(probe.stand_in, module), probe.rows, fused, original)
+
+    def op_for(self, module: nn.Module) -> str:
+        return _name_of(gated_op(getattr(module, self.act, None)) or ops.swiglu)
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        act = self.act
+        plain: Callable[[Any, Tensor], Tensor] = getattr(base, "_apply_gate")  # noqa: B009
+
+        def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:
+            gated = gated_op(getattr(self, act, None))
+            return plain(self, gate_up) if gated is None or is_dtensor(gate_up) else gated(gate_up)
+
+        return {"_apply_gate": _apply_gate}

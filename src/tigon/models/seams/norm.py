@@ -1,0 +1,141 @@
+"""The seams for RMSNorm and LayerNorm.
+
+Weight, bias and eps are read from the module at every call, so hooks, adapters and later edits act as they do without
+tigon. What differs between the families (where the value is rounded, what is added to the weight, what eps is called)
+are fields; the numbers decide whether the fields are right for a module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tigon import ops
+from tigon.models.seams.base import Seam, is_dtensor
+from tigon.models.verification import probe
+from tigon.ops import _dispatch
+from tigon.ops.rms_norm import Casting
+
+_NOT_OVER_THE_LAST_DIMENSION = re.compile("Batch|Group|Instance|Conv|2d|2D")
+
+
+def _norm_names(module: nn.Module) -> list[str]:
+    """The class names of a childless module that speak of a norm."""
+    if next(module.children(), None) is not None:
+        return []
+    names = [cls.__name__ for cls in type(module).__mro__ if "norm" in cls.__name__.lower()]
+    return [name for name in names if not _NOT_OVER_THE_LAST_DIMENSION.search(name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NormSeam(Seam):
+    eps: str | tuple[str, ...] | float
+    """The attribute that holds eps, or several of which the first that is there does, or eps itself."""
+
+    def objection(self, module: nn.Module) -> str | None:
+        if len(inspect.signature(type(module).forward).parameters) != 2:
+            return "its forward takes more than the hidden states"
+        if not isinstance(self._eps_of(module), (int, float)):
+            return f"it has no number called {' or '.join(self._eps_names)}"
+        wide = [name for name, p in module.named_parameters(recurse=False) if p.ndim != 1 and p.numel()]
+        if wide:
+            return f"its {wide[0]} has {getattr(module, wide[0]).ndim} dimensions; the op takes one"
+        if not module._buffers.keys().isdisjoint(("weight", "bias")):
+            return "its weight is a buffer, which its forward may not use"
+        present = [name for name in ("weight", "bias") if module._parameters.get(name) is not None]
+        shapes = dict.fromkeys(present, (probe.WIDTH,))
+        make = partial(probe.stand_in, module, shapes, attributes={"normalized_shape": (probe.WIDTH,)})
+        fused, original = self.namespace(type(module))["forward"], type(module).forward
+        return probe.disagreement(make, probe.rows, fused, original) or self._rounds_elsewhere(make, fused, original)
+
+    def _rounds_elsewhere(
+        self, make: Callable[[], nn.Module], fused: Callable[..., Any], original: Callable[..., Any]
+    ) -> str | None:
+        return None
+
+    @property
+    def _eps_names(self) -> tuple[str, ...]:
+        if isinstance(self.eps, float):
+            return ()
+        return (self.eps,) if isinstance(self.eps, str) else self.eps
+
+    def _eps_of(self, module: nn.Module) -> Any:
+        """The module's eps now; None where it has none."""
+        if isinstance(self.eps, float):
+            return self.eps
+        values = [getattr(module, name) for name in self._eps_names if hasattr(module, name)]
+        return values[0] if values else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSeam(_NormSeam):
+    """RMSNorm, with or without a weight."""
+
+    op: ClassVar[str] = "rms_norm"
+    flag: ClassVar[str] = "rms_norm"
+
+    eps: str | tuple[str, ...] | float = "variance_epsilon"
+    casting: Casting = "llama"
+    offset: float = 0.0
+
+    def candidate(self, module: nn.Module) -> bool:
+        return bool(_norm_names(module))
+
+    def _rounds_elsewhere(
+        self, make: Callable[[], nn.Module], fused: Callable[..., Any], original: Callable[..., Any]
+    ) -> str | None:
+        if _dispatch.INTERPRET:  # Triton's interpreter cuts bf16 off where hardware rounds
+            return None
+        return probe.rounding_disagreement(make, probe.many_rows, fused, original)
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        seam, casting, offset = self, self.casting, self.offset
+        plain_forward: Callable[[Any, Tensor], Tensor] = base.forward
+
+        def forward(self: Any, hidden_states: Tensor) -> Tensor:
+            weight = getattr(self, "weight", None)
+            if is_dtensor(hidden_states) or is_dtensor(weight):
+                return plain_forward(self, hidden_states)
+            return ops.rms_norm(hidden_states, weight, seam._eps_of(self), offset=offset, casting=casting)
+
+        return {"forward": forward}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNormSeam(_NormSeam):
+    """LayerNorm over the last dimension, with or without weight and bias."""
+
+    op: ClassVar[str] = "layer_norm"
+    flag: ClassVar[str] = "layer_norm"
+
+    eps: str | tuple[str, ...] | float = "eps"
+    offset: float = 0.0
+
+    def candidate(self, module: nn.Module) -> bool:
+        names = _norm_names(module)
+        return bool(names) and not any("RMS" in name for name in names)
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        seam, offset = self, self.offset
+        plain_forward: Callable[[Any, Tensor], Tensor] = base.forward
+        widens = base.forward is nn.LayerNorm.forward
+
+        def forward(self: Any, hidden_states: Tensor) -> Tensor:
+            weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
+            if is_dtensor(hidden_states) or is_dtensor(weight):
+                return plain_forward(self, hidden_states)
+            x = hidden_states
+            if widens and x.is_cuda and torch.is_autocast_enabled("cuda"):
+                x = x.float()  # as autocast has PyTorch's own layer_norm do, whose result is then fp32
+            if weight is not None and offset:
+                weight = weight + offset
+            return ops.layer_norm(x, weight, bias, seam._eps_of(self))
+
+        return {"forward": forward}

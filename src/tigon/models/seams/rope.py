@@ -1,0 +1,201 @@
+"""The seam for rotary embedding: an attention whose forward calls a global function of its modeling module.
+
+The function is not a method of anything, so the attention's forward is rebuilt over globals in which it is tigon's
+(`rebind`). Which pairs a function rotates is told from numbers: it is run on random tables beside each style.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType, MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tigon import ops
+from tigon.models.seams.base import Seam, is_dtensor
+from tigon.models.seams.rebind import names_of, owner_of, rebind
+from tigon.models.verification import probe
+
+# B batch, H heads, T tokens, D head width, R rotary width.
+
+_ROTARY_NAME = re.compile(r"^apply_\w*(rotary|rope)\w*$")
+
+
+def _half_split(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
+    return ops.rope(q, k, cos, sin, unsqueeze_dim=heads_dim)
+
+
+def _interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
+    return ops.rope(q, k, cos, sin, interleaved=True, unsqueeze_dim=heads_dim)
+
+
+def _half_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
+    """Half-split, each angle once in the table."""
+    cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    return ops.rope(q, k, cos, sin, unsqueeze_dim=heads_dim)
+
+
+def _pairs(table: Tensor) -> Tensor:
+    return table[..., : table.shape[-1] // 2].repeat_interleave(2, dim=-1)
+
+
+def _interleaved_from_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
+    """Interleaved pairs, tables in the half-split order."""
+    return ops.rope(q, k, _pairs(cos), _pairs(sin), interleaved=True, unsqueeze_dim=heads_dim)
+
+
+def _pairs_to_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
+    """Interleaved pairs go in, halves come out: the even columns first, as DeepSeek stores them."""
+    half = cos.shape[-1] // 2
+    cos, sin = (torch.cat((t[..., :half], t[..., :half]), -1) for t in (cos, sin))
+    q, k = (torch.cat((x[..., 0::2], x[..., 1::2]), -1) for x in (q, k))
+    return ops.rope(q, k, cos, sin, unsqueeze_dim=heads_dim)
+
+
+_Rotation = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+STYLES: Mapping[str, _Rotation] = MappingProxyType(
+    {
+        "half-split": _half_split,
+        "interleaved": _interleaved,
+        "half-tables": _half_tables,
+        "interleaved-from-halves": _interleaved_from_halves,
+        "pairs-to-halves": _pairs_to_halves,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSeam(Seam):
+    """An attention module whose forward calls a global `apply_...rotary...(q, k, cos, sin, ...)`."""
+
+    op: ClassVar[str] = "rope"
+    flag: ClassVar[str] = "rope"
+
+    styles: tuple[str, ...] = tuple(STYLES)
+    """Those the family uses; `STYLES` has them all."""
+
+    def candidate(self, module: nn.Module) -> bool:
+        return next(_rotary_functions(type(module)), None) is not None
+
+    def code(self, module: nn.Module) -> Callable[..., Any]:
+        return next(function for _, function in _rotary_functions(type(module)))
+
+    def objection(self, module: nn.Module) -> str | None:
+        matches = {name: _match(function, self.styles) for name, function in _rotary_functions(type(module))}
+        return "; ".join(f"{name}: {match}" for name, match in matches.items() if isinstance(match, str)) or None
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        forward: Any = base.forward
+        for name, function in list(_rotary_functions(base)):
+            owner, match = owner_of(forward, name), _match(function, self.styles)
+            assert owner is not None and not isinstance(match, str)  # objection() would have said so
+            forward = rebind(forward, owner, {name: match})
+        return {"forward": forward}
+
+
+def _rotary_functions(cls: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
+    """Name and value of every global rotary function that the class's forward calls."""
+    for name in names_of(cls.forward):
+        if _ROTARY_NAME.match(name):
+            owner = owner_of(cls.forward, name)
+            function = None if owner is None else owner.__globals__[name]
+            if isinstance(function, FunctionType):
+                yield name, function
+
+
+@functools.cache
+def _match(function: FunctionType, styles: tuple[str, ...]) -> Callable[..., Any] | str:
+    """What replaces a rotary function that is one of `styles`, or why it is none of them."""
+    reasons = []
+    for style in styles:
+        replacement = _replacement(function, STYLES[style])
+        reason = _disagreement(function, replacement)
+        if reason is None:
+            return replacement
+        reasons.append(reason if len(styles) == 1 else f"as {style}, {reason}")
+    return reasons[0] if len(styles) == 1 else f"it is none of {', '.join(styles)} ({reasons[0]})"
+
+
+def _replacement(original: FunctionType, rotation: _Rotation) -> Callable[..., Any]:
+    """A function of `original`'s parameters that rotates by `rotation`."""
+    parameters = list(inspect.signature(original).parameters.values())
+    names = [p.name for p in parameters]
+    tensors = 3 if _rotates_one(original) else 4
+    heads_at = names.index("unsqueeze_dim") - tensors if "unsqueeze_dim" in names else None
+    heads_default = parameters[heads_at + tensors].default if heads_at is not None else 1
+
+    def apply_to_one(x: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **keywords: Any) -> Tensor:
+        if is_dtensor(x):
+            return original(x, cos, sin, *rest, **keywords)  # type: ignore[no-any-return]
+        heads_dim = keywords.get("unsqueeze_dim", heads_default)
+        if heads_at is not None and len(rest) > heads_at:
+            heads_dim = rest[heads_at]
+        # Keys without heads, so that the op has two tensors and one to do.
+        return rotation(x, x.narrow(heads_dim, 0, 0), cos, sin, heads_dim)[0]
+
+    def apply_rotary_pos_emb(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **keywords: Any
+    ) -> tuple[Tensor, Tensor]:
+        if is_dtensor(q):
+            return original(q, k, cos, sin, *rest, **keywords)  # type: ignore[no-any-return]
+        heads_dim = keywords.get("unsqueeze_dim", heads_default)
+        if heads_at is not None and len(rest) > heads_at:
+            heads_dim = rest[heads_at]
+        return rotation(q, k, cos, sin, heads_dim)
+
+    return apply_to_one if tensors == 3 else apply_rotary_pos_emb
+
+
+def _rotates_one(function: FunctionType) -> bool:
+    """Whether the function rotates one tensor, x, and is called for queries and for keys."""
+    return list(inspect.signature(function).parameters)[1:3] == ["cos", "sin"]
+
+
+def _disagreement(original: FunctionType, replacement: Callable[..., Any]) -> str | None:
+    """Why `replacement` is not `original`, over every width of table and place of the heads that original takes."""
+    parameters = inspect.signature(original).parameters
+    one = _rotates_one(original)
+    if not one and list(parameters)[:4] != ["q", "k", "cos", "sin"]:
+        return f"its parameters are ({', '.join(parameters)}) instead of (q, k, cos, sin, ...)"
+    asked = 0
+    for heads_dim in (1, 2) if "unsqueeze_dim" in parameters else (1,):
+        keywords = {"unsqueeze_dim": heads_dim} if "unsqueeze_dim" in parameters else {}
+        for width in (probe.WIDTH, probe.WIDTH // 2):
+            inputs = functools.partial(_rotary_inputs, width, heads_dim, one)
+            if not _accepts(original, inputs, keywords):
+                continue
+            asked += 1
+            reason = probe.disagreement(
+                nn.Module,
+                inputs,
+                lambda _, *qkcs, keywords=keywords: replacement(*qkcs, **keywords),
+                lambda _, *qkcs, keywords=keywords: original(*qkcs, **keywords),
+            )
+            if reason is not None:
+                return reason
+    return None if asked else "it does not take q and k (B, heads, T, D) with tables of D or D / 2 columns"
+
+
+def _rotary_inputs(width: int, heads_dim: int, one: bool) -> tuple[Tensor, ...]:
+    """q (2, 4, 5, WIDTH), k (2, 2, 5, WIDTH) unless `one`, or heads and tokens exchanged; cos, sin (2, 5, width)."""
+    rotated = [probe.random(2, heads, 5, probe.WIDTH, seed=heads) for heads in ((4,) if one else (4, 2))]
+    if heads_dim == 2:
+        rotated = [x.transpose(1, 2) for x in rotated]
+    cos, sin = probe.random(2, 5, width, seed=2), probe.random(2, 5, width, seed=7)
+    return *(x.detach().requires_grad_() for x in rotated), cos, sin
+
+
+def _accepts(function: FunctionType, inputs: Callable[[], tuple[Tensor, ...]], keywords: dict[str, Any]) -> bool:
+    try:
+        tensors = inputs()
+        rotated = function(*tensors, **keywords)
+    except Exception:  # somebody else's function; it says no in its own way
+        return False
+    first = rotated[0] if isinstance(rotated, tuple) else rotated
+    return isinstance(first, Tensor) and first.shape == tensors[0].shape

@@ -1,0 +1,6 @@
+"""Proofs that a patched model computes what the unpatched model computes.
+
+tiny.py      small random models of any family     probe.py    one module against its op, before it is patched
+verify.py    one family, patched against unpatched  survey.py   every family of transformers that has no row
+listing.py   the results as a table
+"""

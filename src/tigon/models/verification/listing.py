@@ -1,0 +1,192 @@
+"""What every family gets, as a table: for `tigon models`, and for docs/models.md.
+
+Nothing here is written down by hand: each row is patched on its small random model, and the table says what came of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tigon.errors import OptionError
+from tigon.models.patch import apply_row
+from tigon.models.report import PatchReport
+from tigon.models.spec import PatchSpec
+from tigon.models.table import MODELS
+from tigon.models.verification.survey import Surveyed, survey
+from tigon.models.verification.tiny import tiny_model
+from tigon.models.verification.verify import Verification, verify
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table, and what it did to a model of two layers."""
+
+    row: PatchSpec
+    report: PatchReport
+    verification: Verification | None = None
+
+    @property
+    def logits(self) -> str:
+        """What the model does to its logits, by the config's names."""
+        attributes = self.row.logits
+        uses = (("× ", attributes.multiply), ("÷ ", attributes.divide), ("capped by ", attributes.softcap))
+        return ", ".join(f"{use}{name}" for use, name in uses if name)
+
+    @property
+    def left_alone(self) -> list[tuple[str, str]]:
+        """(what, why), from the row and from the report."""
+        reported = [(entry.cls, entry.reason) for entry in self.report.left_alone]
+        return [*self.row.keep.items(), *reported]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-serialisable."""
+        return {
+            "model_type": self.row.model_type,
+            "model": self.report.model.split(" ")[0],
+            "gets": self.report.counts,
+            "logits": self.logits,
+            "left_alone": [{"what": what, "why": why} for what, why in self.left_alone],
+            "verification": None if self.verification is None else self.verification.to_dict(),
+        }
+
+
+def families(
+    names: Iterable[str] = (), *, verified: bool = False, device: str = "cpu", dtype: str = "fp32"
+) -> Iterator[Family]:
+    """The families of the table, or those named, one after the other as they are ready.
+
+    Raises OptionError for a family that has no row, or a dtype other than fp32 and bf16.
+    """
+    chosen = list(names) or list(MODELS)
+    unknown = [name for name in chosen if name not in MODELS]
+    if unknown:
+        raise OptionError(f"{unknown[0]} has no row; those that have one are {', '.join(MODELS)}.")
+    if dtype not in DTYPES:
+        raise OptionError(f"dtype={dtype} is not known; choose one of {', '.join(DTYPES)}.")
+    if not _has(device):
+        raise OptionError(f"device={device} is not there; choose cpu, or cuda where there is a GPU.")
+    return _families(chosen, verified, device, DTYPES[dtype])
+
+
+def _has(device: str) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        return False
+    return True
+
+
+def _families(names: list[str], verified: bool, device: str, dtype: torch.dtype) -> Iterator[Family]:
+    for name in names:
+        row = MODELS[name]
+        report = apply_row(tiny_model(name, row.tiny), row)
+        yield Family(row, report, verify(row, device=device, dtype=dtype) if verified else None)
+
+
+# --- as text ----------------------------------------------------------------------------------------------------------
+
+_COLUMNS = {
+    "norm": ("rms_norm", "layer_norm"),
+    "MLP": ("swiglu", "geglu"),
+    "rope": ("rope",),
+    "loss": ("linear_cross_entropy",),
+}
+
+
+def _cells(family: Family) -> list[str]:
+    counts = family.report.counts
+    cells = [" + ".join(op for op in ops if op in counts) or "-" for ops in _COLUMNS.values()]
+    cells[-1] = f"{cells[-1]}, logits {family.logits}" if family.logits else cells[-1]
+    return [family.row.model_type, *cells]
+
+
+def _proof(verification: Verification) -> str:
+    if not verification.passed:
+        return f"FAILED: {', '.join(check.name for check in verification.failures)}"
+    applicable = [check for check in verification.checks if not check.note]
+    return f"{len(applicable)} checks passed"
+
+
+HEADING = f"{'family':18s}{'norm':24s}{'MLP':9s}{'rope':6s}loss in training"
+
+
+def text_lines(family: Family) -> Iterator[str]:
+    """The lines of one family for a terminal."""
+    name, norm, mlp, rope, loss = _cells(family)
+    proof = "" if family.verification is None else f"   {_proof(family.verification)}"
+    yield f"{name:18s}{norm:24s}{mlp:9s}{rope:6s}{loss}{proof}"
+    for what, why in family.left_alone:
+        yield f"{'':18s}{what} left alone: {why}"
+
+
+def json_text(listed: Iterable[Family]) -> str:
+    """The table as JSON."""
+    import transformers
+
+    found = list(listed)
+    proofs = [family.verification for family in found if family.verification is not None]
+    record = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "verified": sum(proof.passed for proof in proofs),
+        "families": [family.to_dict() for family in found],
+    }
+    return json.dumps(record, indent=1)
+
+
+# --- as docs/models.md ------------------------------------------------------------------------------------------------
+
+
+def rows_markdown() -> str:
+    """The table of the rows; every cell from a patched model."""
+    lines = ["| family | norm | MLP | rope | loss in training | left alone |", "|---|---|---|---|---|---|"]
+    for family in families():
+        left = "; ".join(f"{what}: {why}" for what, why in family.left_alone)
+        lines.append(f"| {' | '.join([*_cells(family), left])} |")
+    return "\n".join(lines)
+
+
+def survey_markdown() -> str:
+    """What matching by structure makes of every other causal language model of the installed transformers."""
+    return surveyed_markdown(survey())
+
+
+def surveyed_markdown(outcomes: Iterable[Surveyed]) -> str:
+    """The same, of outcomes at hand."""
+    import transformers
+
+    found = list(outcomes)
+    counts = Counter(o.outcome for o in found)
+    summary = ", ".join(f"{counts[name]} {name}" for name in sorted(counts, reverse=True))
+    lines = [f"transformers {transformers.__version__}: {len(found)} families without a row, {summary}.", ""]
+    lines += ["| family | outcome | gets | what was left alone, or why there is no outcome |", "|---|---|---|---|"]
+    for o in found:
+        gets = "" if o.verification is None else ", ".join(sorted(o.verification.counts))
+        left = o.verification.left_alone if o.verification else ()
+        reason = o.reason or "; ".join(f"{cls}: {why}" for cls, why in dict(left).items())
+        lines.append(f"| {o.model_type} | {o.outcome} | {gets} | {_cell(reason)} |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    flat = re.sub(r"\s+", " ", text).replace("|", "/")
+    return flat if len(flat) <= 300 else f"{flat[:297]}..."
+
+
+def put_between_markers(document: str, name: str, content: str) -> str:
+    """`document` with what stands between `<!-- name -->` and `<!-- /name -->` replaced. Raises OptionError without
+    the markers."""
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if start not in document or end not in document:
+        raise OptionError(f"the document has no markers {start} and {end} to put the table between.")
+    head, _, rest = document.partition(start)
+    return f"{head}{start}\n{content}\n{end}{rest.partition(end)[2]}"

@@ -1,0 +1,95 @@
+"""Every causal language model of transformers that has no row: what matching by structure makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tigon.errors import PatchError
+from tigon.models.structure import structural_row
+from tigon.models.table import MODELS
+from tigon.models.verification.tiny import tiny_batch, tiny_model
+from tigon.models.verification.verify import Verification, short, verify
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """One family without a row."""
+
+    model_type: str
+    outcome: str
+    """"verified", "differs", "left alone" (nothing matched), or "not built" (no small model of it came to be)."""
+    reason: str = ""
+    verification: Verification | None = None
+
+
+def families_without_a_row() -> list[str]:
+    """Model types of the causal language models transformers knows, less those of `MODELS`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(MODELS))
+
+
+def survey() -> Iterator[Surveyed]:
+    """Build, patch and verify a small model of each, on the CPU in fp32."""
+    for model_type in families_without_a_row():
+        yield surveyed(model_type)
+
+
+MAX_ELEMENTS = 6_000_000
+# Families want these beyond, or against, the shared sizes; tried one after the other.
+_TWO_KINDS = {"layer_types": ["linear_attention", "full_attention"]}
+_ATTEMPTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    _TWO_KINDS,
+    {"text_config": _TWO_KINDS},
+    {"layer_types": ["full_attention", "linear_attention"]},
+    {"layer_types": ["mamba", "attention"]},
+    {"layer_types": ["full_attention", "full_attention"]},
+    {"layer_types": ["sliding_attention", "full_attention"]},
+    {"layers_block_type": ["mamba", "attention"]},
+    {"num_hidden_layers": 3},
+    {"attn_layer_indices": [1]},
+    {"attn_layer_period": 2, "attn_layer_offset": 1},
+    {"attention_types": [[["global", "local"], 1]]},
+    {"rotary_dim": 4},
+    {"num_experts_per_tok": 1},
+    {"d_head": 8},
+    {"num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+    {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 1, "decoder_layers": 1},
+    {"head_dim": 32},
+    {"is_decoder": True},
+    {"default_language": "en_XX"},
+    {"attn_pdrop": 0, "emb_pdrop": 0, "resid_pdrop": 0},
+    {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2}},
+)
+
+
+def surveyed(model_type: str) -> Surveyed:
+    """One family of the survey."""
+    failure = ""
+    for overrides in _ATTEMPTS:
+        try:
+            with torch.device("meta"):
+                elements = sum(p.numel() for p in tiny_model(model_type, overrides).parameters())
+            if elements > MAX_ELEMENTS:
+                return Surveyed(model_type, "not built", f"the shared sizes leave it {elements:,} parameters")
+            model = tiny_model(model_type, overrides)
+            model(**tiny_batch(torch.device("cpu"))).loss.backward()
+            break
+        except Exception as error:  # whatever a family asks for that the shared sizes do not give
+            failure = failure or short(error)
+    else:
+        return Surveyed(model_type, "not built", failure)
+    try:
+        verification = verify(replace(structural_row(model), model_type=model_type, tiny=overrides))
+    except PatchError as error:
+        return Surveyed(model_type, "left alone", str(error))
+    if verification.passed:
+        return Surveyed(model_type, "verified", verification=verification)
+    failed = "; ".join(f"{check.name}: {check.note or check.error}" for check in verification.failures)
+    return Surveyed(model_type, "differs", failed, verification)

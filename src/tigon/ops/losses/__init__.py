@@ -1,0 +1,9 @@
+"""The losses.
+
+common.py                 options, targets, denominators, and the row-wise primitives with their PyTorch reference
+cross_entropy.py          cross entropy of logits that exist
+linear_cross_entropy.py   cross entropy of `hidden @ weight.T + bias`, without all logits at once
+chunk_loop.py             its loop over chunks of tokens
+multi_head.py             the same for several heads that predict several tokens ahead
+multi_head_loop.py        its loop
+"""

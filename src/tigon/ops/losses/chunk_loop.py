@@ -1,0 +1,373 @@
+"""The chunk loop of linear cross entropy: one product for the logits of a chunk, their gradient in place, two products
+for what it means to hidden and weight. See `linear_cross_entropy.py` for when there is one chunk and when many.
+
+On chips with a row for it in kernels/_chips.py, bf16 logits leave their product as exponentials and no pass over them
+follows (kernels/linear_cross_entropy.py). Their rows still lack a factor, which then goes onto dX, and onto X before
+dW's product, and the label's own term, which both get in fp32. Label smoothing, a trained bias, entropy and predictions
+take the pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels._chips import LogitsTile
+from tigon.ops import _dispatch
+from tigon.ops._dispatch import Primitive
+from tigon.ops.losses import common
+from tigon.ops.losses.common import LossOptions
+
+# N tokens, C tokens of a chunk, H hidden, V vocabulary.
+
+
+def _buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
+    """(rows, V) logits. Where kernels read them, rows start at a multiple of 16 bytes: unaligned ones halve the width
+    of every load. On the CPU they follow one another: its bf16 product (oneDNN for AMX, torch 2.13) multiplies what
+    lies between rows by 0, which is NaN where that memory holds one."""
+    if _dispatch.planned_device(like) == "cpu" and not _dispatch.uses_kernel(like):
+        return like.new_empty(rows, vocab)
+    align = 16 // like.element_size()
+    padded = -(-vocab // align) * align
+    return like.new_empty(rows, padded)[:, :vocab]
+
+
+_WORTH_SPLITTING = 1024
+"""Elements of a dimension; below, a product is over before a second one is launched."""
+
+
+def _whole_lines(size: int, like: Tensor) -> int:
+    """The most of `size` elements that are whole lines of 16 bytes; all of them in fp32, where nothing is gained."""
+    line = 16 // like.element_size()
+    return size // line * line if like.element_size() == 2 and size >= _WORTH_SPLITTING else size
+
+
+def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+    """out (+)= a @ b, summed in out's dtype, which may be fp32 over 16-bit factors.
+
+    A vocabulary such as GPT-2's 50257 is no multiple of 8, and cuBLAS then takes kernels that load element by element,
+    even where the rows are padded: 1.6 to 8 times slower on an H200. What is over goes into a product of its own. One
+    token's weight gradient meets such a kernel too, as a column times a row: 829 us for 128256 x 4096, which 250 would
+    write. Zeros beside the factors make whole lines.
+    """
+    if a.shape[1] == 1:
+        line = 16 // a.element_size()
+        a, b = F.pad(a, (0, line - 1)), F.pad(b, (0, 0, 0, line - 1))
+    (M, K), N = a.shape, b.shape[1]
+    m = _whole_lines(M, a) if a.stride(0) == 1 else M
+    n = _whole_lines(N, a) if b.stride(1) == 1 or out.dtype == a.dtype else N
+    k = _whole_lines(K, a) if a.stride(1) == 1 or b.stride(0) == 1 else K
+    if k < K:
+        # The few columns over go first: a 16-bit sum of them is rounded at their own size, not at that of the whole.
+        product_into(a[:, k:], b[k:], out, accumulate)
+        product_into(a[:, :k], b[:k], out, accumulate=True)
+    elif m < M:
+        product_into(a[:m], b, out[:m], accumulate)
+        product_into(a[m:], b, out[m:], accumulate)
+    elif n < N:
+        product_into(a, b[:, :n], out[:, :n], accumulate)
+        product_into(a, b[:, n:], out[:, n:], accumulate)
+    else:
+        _product_into(a, b, out, accumulate)
+
+
+def _product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+    if a.dtype != out.dtype and a.is_cuda:
+        # cuBLAS multiplies 16-bit matrices into an fp32 C; casting the factors would cost an fp32 product.
+        if accumulate:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+        return
+    a, b = a.to(out.dtype), b.to(out.dtype)
+    if accumulate:
+        torch.addmm(out, a, b, out=out)
+    else:
+        torch.mm(a, b, out=out)
+
+
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Autocast would turn the fp32 accumulation into a 16-bit one; the dtypes were settled by the caller."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
+
+
+# --- logits as exponentials ------------------------------------------------------------------------------------------
+
+_FEWEST_EXP_ROWS = 16
+"""Fewer tokens only read the weight, which the vendor's product does faster: 0.25 ms to 0.33 for 1 x 4096 x 128256 on
+an H200 (torch 2.11+cu130, triton 3.6, commit 3dc13d9, 2026-11-21)."""
+
+
+def _exp_tile(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_outputs: bool) -> LogitsTile | None:
+    """How the product writes exponentials, or None where a pass over the logits follows; asks nothing of the data."""
+    bf16 = hidden_NH.dtype == weight_VH.dtype == torch.bfloat16
+    aligned = hidden_NH.shape[1] % 8 == 0  # rows of 16 bytes, which tensor descriptors need
+    if not (bf16 and aligned) or options.label_smoothing or other_outputs:
+        return None
+    chip = _dispatch.planned_chip(hidden_NH)
+    return None if chip is None else chip.logits_tile
+
+
+def _starts_aligned(x: Tensor) -> bool:
+    """Unit stride along rows that start at multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    return x.stride(1) == 1 and x.stride(0) % step == 0 and x.data_ptr() % 16 == 0
+
+
+def _exp_logits(
+    x_CH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    token_weight: Tensor | None, options: LossOptions, tile: LogitsTile, grad_scale: Tensor, e_CV: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, stats, factors) of a chunk; E, which lacks the factors, into `e_CV`."""
+    from tigon.kernels.linear_cross_entropy import exp_logits
+
+    if common.wants_label_check(x_CH):
+        common.check_labels(weight_VH.shape[0], target, options.ignore_index)
+    ignore_index, _, softcap, logit_scale, z_loss = options
+    return exp_logits(  # type: ignore[no-any-return]
+        x_CH if _starts_aligned(x_CH) else x_CH.clone(memory_format=torch.contiguous_format), weight_VH, bias, target,
+        class_weight, token_weight, ignore_index, softcap, logit_scale, z_loss, tile, grad_scale, e_CV,
+    )  # fmt: skip
+
+
+def _label_term(factors: Tensor, target: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """(c, label) of rows, c 0 where the label is none."""
+    valid = (target >= 0) & (target < vocab)
+    return torch.where(valid, factors[1], 0.0), torch.where(valid, target, 0).long()
+
+
+def _scaled_product(e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor) -> Tensor:
+    """f ⊙ (E W) + c ⊙ W[y], by one kernel where the chip is full of its tiles, else by the vendor's product in fp32."""
+    kernel = _dispatch.uses_kernel(e_NV) and weight_VH.stride(1) == 1
+    if kernel and _starts_aligned(e_NV) and _starts_aligned(weight_VH):
+        from tigon.kernels.linear_cross_entropy import scaled_product, suits_scaled_product
+
+        tile = _dispatch.planned_chip(e_NV).logits_tile  # type: ignore[union-attr]
+        if suits_scaled_product(e_NV.shape[0], weight_VH.shape[1], tile, e_NV.device.index):
+            return scaled_product(e_NV, weight_VH, factors, target, tile)  # type: ignore[no-any-return]
+    product = e_NV.new_empty((e_NV.shape[0], weight_VH.shape[1]), dtype=factors.dtype)
+    product_into(e_NV, weight_VH, product, accumulate=False)
+    if kernel:
+        from tigon.kernels.linear_cross_entropy import scaled_rows
+
+        return scaled_rows(product, weight_VH, factors, target)  # type: ignore[no-any-return]
+    c, labels = _label_term(factors, target, weight_VH.shape[0])
+    return (product * factors[0].unsqueeze(1) + weight_VH[labels] * c.unsqueeze(1)).to(e_NV.dtype)
+
+
+def _exp_hidden_grad_body(
+    e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor, index: Tensor | None, rows: int
+) -> Tensor:
+    """f ⊙ (E W) + c ⊙ W[y], rounded once, at the places `index` among `rows` rows."""
+    with no_autocast(e_NV):
+        dx = _scaled_product(e_NV, weight_VH, factors, target)
+    return dx if index is None else dx.new_zeros((rows, dx.shape[1])).index_copy_(0, index, dx)
+
+
+def _exp_hidden_grad_fake(
+    e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor, index: Tensor | None, rows: int
+) -> Tensor:
+    return e_NV.new_empty((rows, weight_VH.shape[1]))
+
+
+exp_hidden_grad = Primitive(
+    "linear_cross_entropy_exp_hidden_grad",
+    "(Tensor e, Tensor weight, Tensor factors, Tensor target, Tensor? index, SymInt rows) -> Tensor",
+    reference=_exp_hidden_grad_body,
+    kernel=None,
+    fake=_exp_hidden_grad_fake,
+)
+
+
+def _exp_weight_grad_into(
+    e_CV: Tensor, x_CH: Tensor, factors: Tensor, target: Tensor, dw_VH: Tensor, accumulate: bool
+) -> None:
+    """dW (+)= Eᵀ (f ⊙ X), and c_i · x_i in row y_i."""
+    scaled = common.scale_rows.run(x_CH, factors[0], None, x_CH.shape[0], x_CH.dtype)
+    product_into(e_CV.t(), scaled, dw_VH, accumulate)
+    if _dispatch.uses_kernel(e_CV):
+        from tigon.kernels.linear_cross_entropy import add_label_rows
+
+        add_label_rows(x_CH if x_CH.stride(1) == 1 else x_CH.contiguous(), target, factors, dw_VH)
+        return
+    c, labels = _label_term(factors, target, dw_VH.shape[0])
+    # In fp32 and rounded once, as the kernel does.
+    touched = dw_VH.to(factors.dtype).index_add_(0, labels, x_CH.to(factors.dtype) * c.unsqueeze(1))
+    dw_VH.copy_(touched)
+
+
+def _exp_weight_grad_body(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Tensor) -> Tensor:
+    dw_VH = x_NH.new_empty((e_NV.shape[1], x_NH.shape[1]))
+    with no_autocast(e_NV):
+        _exp_weight_grad_into(e_NV, x_NH, factors, target, dw_VH, accumulate=False)
+    return dw_VH
+
+
+def _exp_weight_grad_fake(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Tensor) -> Tensor:
+    torch.empty_like(x_NH)
+    return x_NH.new_empty((e_NV.shape[1], x_NH.shape[1]))
+
+
+exp_weight_grad = Primitive(
+    "linear_cross_entropy_exp_weight_grad",
+    "(Tensor e, Tensor hidden, Tensor factors, Tensor target) -> Tensor",
+    reference=_exp_weight_grad_body,
+    kernel=None,
+    fake=_exp_weight_grad_fake,
+)
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def _chunks_outputs(
+    hidden_NH: Tensor, weight_VH: Tensor, keep: bool, fp32_accumulate: bool, exp: bool, want_hidden: bool,
+    want_weight: bool, want_bias: bool, entropy: bool, predicted: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Outputs of the chunk loop, unwritten; what is not wanted is empty."""
+    (N, H), V = hidden_NH.shape, weight_VH.shape[0]
+    acc = torch.promote_types(hidden_NH.dtype, torch.float32)
+    # fp16 sums stay in fp32 until the loss scale is on them.
+    dx_dtype = acc if hidden_NH.dtype == torch.float16 else hidden_NH.dtype
+    return (
+        hidden_NH.new_empty(N, dtype=acc),
+        hidden_NH.new_empty((3, N), dtype=acc),
+        hidden_NH.new_empty(N if entropy else 0, dtype=acc),
+        hidden_NH.new_empty(N if predicted else 0, dtype=torch.int64),
+        hidden_NH.new_empty((N, H) if want_hidden and not keep else (0, H), dtype=dx_dtype),
+        hidden_NH.new_empty(
+            (V, H) if want_weight and not keep else (0, H), dtype=acc if fp32_accumulate else weight_VH.dtype
+        ),
+        hidden_NH.new_empty(V if want_bias else 0, dtype=acc),
+        _buffer(N, V, hidden_NH) if keep else hidden_NH.new_empty((0, V)),
+        hidden_NH.new_empty((2, N if keep and exp else 0), dtype=acc),
+    )
+
+
+def _chunks_body(
+    hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    token_weight: Tensor | None, grad_scale: Tensor,
+    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
+    chunk: int, keep: bool, fp32_accumulate: bool, want_hidden: bool, want_weight: bool, want_bias: bool, entropy: bool,
+    predicted: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(loss, stats, entropy, predicted, dX, dW, db, G, factors (2, N)); gradients are for an upstream gradient of
+    1 / grad_scale. Factors are those of G's rows and of the label's terms it lacks; empty where G is whole."""
+    options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    tile = _exp_tile(hidden_NH, weight_VH, options, want_bias or entropy or predicted)
+    outputs = _chunks_outputs(
+        hidden_NH, weight_VH, keep, fp32_accumulate, tile is not None, want_hidden, want_weight, want_bias, entropy,
+        predicted,
+    )  # fmt: skip
+    loss, stats, entropies, argmax, dx_NH, dw_VH, db_V, kept_NV, factors_N = outputs
+    N, V = hidden_NH.shape[0], weight_VH.shape[0]
+    if tile is not None and (N < _FEWEST_EXP_ROWS or not _starts_aligned(weight_VH)):
+        tile = None
+        factors_N[0], factors_N[1] = 1.0, 0.0
+    want_grad = want_hidden or want_weight or want_bias
+    stored = tile is None or want_grad
+    buffer_CV = kept_NV if keep else _buffer(min(chunk, N) if stored else 0, V, hidden_NH)
+    with no_autocast(hidden_NH):
+        for number, rows in enumerate(_chunks(N, chunk)):
+            x_CH, logits_CV = hidden_NH[rows], buffer_CV[: rows.stop - rows.start]
+            weights = None if token_weight is None else token_weight[rows]
+            if tile is not None:
+                loss[rows], stats[:, rows], factors = _exp_logits(
+                    x_CH, weight_VH, bias, target[rows], class_weight, weights, options, tile, grad_scale,
+                    logits_CV if want_grad else None,
+                )  # fmt: skip
+                if keep:
+                    factors_N[:, rows] = factors
+                if want_hidden and not keep:
+                    dx_NH[rows] = exp_hidden_grad.run(logits_CV, weight_VH, factors, target[rows], None, len(x_CH))
+                if want_weight and not keep:
+                    _exp_weight_grad_into(logits_CV, x_CH, factors, target[rows], dw_VH, accumulate=number > 0)
+                continue
+            _logits(x_CH, weight_VH, bias, logits_CV)
+            loss[rows], stats[:, rows], chunk_entropy, chunk_argmax = common.cross_entropy_fwd.run(
+                logits_CV, target[rows], class_weight, weights, *options, entropy, predicted,
+                grad_scale=grad_scale, grad_NV=logits_CV if want_grad else None,
+            )  # fmt: skip
+            if entropy:
+                entropies[rows] = chunk_entropy
+            if predicted:
+                argmax[rows] = chunk_argmax
+            if want_bias:
+                db_V.copy_(_column_sum(logits_CV) if number == 0 else db_V + _column_sum(logits_CV))
+            if want_hidden and not keep:
+                product_into(logits_CV, weight_VH, dx_NH[rows], accumulate=False)
+            if want_weight and not keep:
+                product_into(logits_CV.t(), x_CH, dw_VH, accumulate=number > 0)
+    if N == 0:
+        for empty_sum in (dw_VH, db_V):
+            empty_sum.zero_()
+    return outputs
+
+
+def _logits(x_CH: Tensor, weight_VH: Tensor, bias: Tensor | None, out_CV: Tensor) -> None:
+    if bias is None:
+        product_into(x_CH, weight_VH.t(), out_CV, accumulate=False)
+    elif x_CH.is_cuda:
+        v = _whole_lines(len(bias), x_CH)  # see product_into
+        torch.addmm(bias[:v], x_CH, weight_VH[:v].t(), out=out_CV[:, :v])
+        if v < len(bias):
+            torch.addmm(bias[v:], x_CH, weight_VH[v:].t(), out=out_CV[:, v:])
+    else:
+        # The CPU's addmm rounds the bias into a 16-bit sum first; F.linear adds it before rounding.
+        out_CV.copy_(F.linear(x_CH, weight_VH, bias))
+
+
+def _column_sum(g_CV: Tensor) -> Tensor:
+    return g_CV.sum(0, dtype=torch.promote_types(g_CV.dtype, torch.float32))
+
+
+def _chunks_fake(
+    hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    token_weight: Tensor | None, grad_scale: Tensor,
+    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
+    chunk: int, keep: bool, fp32_accumulate: bool, want_hidden: bool, want_weight: bool, want_bias: bool, entropy: bool,
+    predicted: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    tile = _exp_tile(hidden_NH, weight_VH, options, want_bias or entropy or predicted)
+    outputs = _chunks_outputs(
+        hidden_NH, weight_VH, keep, fp32_accumulate, tile is not None, want_hidden, want_weight, want_bias, entropy,
+        predicted,
+    )  # fmt: skip
+    # The planner traces this: besides the outputs, a chunk's logits and what its kernels need live in the loop.
+    rows, (V, H) = chunk, weight_VH.shape
+    alive = []
+    want_grad = want_hidden or want_weight or want_bias
+    if not keep and (want_grad or tile is None):
+        alive.append(_buffer(rows, V, hidden_NH))
+    if tile is not None:
+        alive.append(hidden_NH.new_empty((rows, -(-V // tile.vocab)), dtype=torch.float32))
+        if want_grad and not keep:
+            alive.append(hidden_NH.new_empty((rows, H)))
+    del alive
+    return outputs
+
+
+chunk_loop = Primitive(
+    "linear_cross_entropy_chunks",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? token_weight,"
+    " Tensor grad_scale, int ignore_index, float label_smoothing, float? softcap, float logit_scale, float z_loss,"
+    " SymInt chunk, bool keep, bool fp32_accumulate, bool want_hidden, bool want_weight, bool want_bias, bool entropy,"
+    " bool predicted)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=_chunks_body,
+    kernel=None,
+    fake=_chunks_fake,
+)

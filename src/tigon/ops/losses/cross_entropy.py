@@ -1,0 +1,345 @@
+"""Cross entropy on logits that exist already.
+
+The forward reads the logits once and keeps (m, log Σ exp(z - m), z_y) per row; the backward reads them again and writes
+the gradient, with the upstream gradient folded in, so any upstream gradient, a second backward and fp16 loss scaling
+are exact, and the caller's logits stay as they are.
+
+`inplace=True` trades that for one read and one write in all: the forward overwrites the logits with their gradient,
+and the backward only multiplies, which costs nothing when the upstream gradient is 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.errors import DoubleBackwardError, OptionError, ShapeError
+from tigon.ops import _dispatch
+from tigon.ops._dispatch import Differentiable, check_dtype, first_order
+from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.losses import common
+from tigon.ops.losses.common import LossOptions, LossOutput
+
+Reduction = Literal["mean", "sum", "none"]
+
+# fp16 gradients are stored this much larger and scaled back in fp32. Stored as they are, with 1/N folded in before the
+# loss scale, the entries of a 32k vocabulary fall below fp16's smallest number and their error reaches 288 %.
+FP16_SCALE = 2.0**10
+
+
+# lse that z-loss is scaled for: far above what a trained model has, and G has room for 64 times as much.
+_USUAL_LSE = 128.0
+
+
+def gradient_scales(
+    dtype: torch.dtype,
+    inv_denominator: Tensor,
+    token_weight: Tensor | None,
+    class_weight: Tensor | None,
+    options: LossOptions,
+) -> tuple[Tensor, Tensor | None]:
+    """(factor of the stored gradient, what is left to multiply by, None for 1); their product is 1/D.
+
+    bf16 and fp32 have the exponent range to take 1/D at once. fp16 stores dr · 2^10 / M, where M is the size that
+    dr can have: max|a| · |scale| · (max(1, max w) + 2λ·lse). 65504 is 64 times what such a G needs.
+    """
+    if dtype != torch.float16:
+        return inv_denominator, None
+    one = torch.ones_like(inv_denominator)
+    size = one if class_weight is None else class_weight.amax().to(one.dtype).clamp(min=1.0)
+    size = (size + 2.0 * options.z_loss * (options.softcap or _USUAL_LSE)) * (abs(options.logit_scale) or 1.0)
+    if token_weight is not None and token_weight.numel():
+        largest = token_weight.to(one.dtype).abs().amax()
+        size = size * torch.where(largest > 0, largest, one)
+    return FP16_SCALE / size, inv_denominator * size / FP16_SCALE
+
+
+class CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
+        inv_denominator: Tensor, ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float,
+        z_loss: float, per_row: bool, entropy: bool, predicted: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+        loss_N, stats, entropies, argmax = common.cross_entropy_fwd(
+            logits_NV, target, class_weight, token_weight, *options, entropy, predicted
+        )
+        ctx.save_for_backward(logits_NV, target, class_weight, token_weight, inv_denominator, stats)
+        ctx.options = options
+        ctx.mark_non_differentiable(stats, entropies, argmax)
+        return loss_N if per_row else common.sum_times(loss_N, inv_denominator), stats, entropies, argmax
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        logits_NV, target, class_weight, token_weight, inv_denominator, stats = ctx.saved_tensors
+        grad = common.cross_entropy_bwd(
+            logits_NV, target, class_weight, token_weight, *ctx.options, stats, dloss.expand(target.shape),
+            inv_denominator,
+        )  # fmt: skip
+        return grad, *[None] * 12
+
+
+class CrossEntropyInplace(torch.autograd.Function):
+    """The gradient takes the place of the logits in the forward. Eager only; one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
+        inv_denominator: Tensor, options: LossOptions, per_row: bool, entropy: bool, predicted: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        stored, ctx.left = gradient_scales(logits_NV.dtype, inv_denominator, token_weight, class_weight, options)
+        buffer = logits_NV.detach()
+        loss_N, stats, entropies, argmax = common.cross_entropy_fwd.run(
+            buffer, target, class_weight, token_weight, *options, entropy, predicted,
+            grad_scale=stored, grad_NV=buffer,
+        )  # fmt: skip
+        # The kernel writes past autograd; whoever else saved these logits for backward must learn of it.
+        torch.autograd.graph.increment_version(logits_NV)
+        ctx.gradient = buffer
+        ctx.mark_non_differentiable(stats, entropies, argmax)
+        return loss_N if per_row else common.sum_times(loss_N, inv_denominator), stats, entropies, argmax
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if ctx.gradient is None:
+            raise DoubleBackwardError(
+                "cross_entropy(inplace=True): the gradient was scaled in place by the first backward. "
+                "Call cross_entropy without inplace where a graph is walked twice."
+            )
+        gradient, ctx.gradient = ctx.gradient, None
+        scale = dloss if ctx.left is None else dloss * ctx.left
+        if _dispatch.uses_kernel(gradient):
+            from tigon.kernels.cross_entropy import scale_rows_
+
+            return scale_rows_(gradient, scale), *[None] * 8
+        return gradient.mul_(scale.unsqueeze(-1)), *[None] * 8
+
+
+_cross_entropy = Differentiable(
+    "cross_entropy",
+    "(Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor inv_denominator,"
+    " int ignore_index, float label_smoothing, float? softcap, float logit_scale, float z_loss, bool per_row,"
+    " bool entropy, bool predicted) -> (Tensor, Tensor, Tensor, Tensor)",
+    CrossEntropy.apply,
+)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    num_items: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
+    inplace: bool = False,
+    outputs: tuple[str, ...] = (),
+) -> Tensor | LossOutput:
+    """Softmax cross entropy of `logits` against class indices, in fp32.
+
+    Args:
+        logits: (..., V), fp16, bf16, fp32 or fp64, any strides.
+        target: (...), int64 or int32.
+        weight: (V,) class weights w, as in torch.
+        ignore_index: rows with this label count nothing and get gradient 0.
+        reduction: "mean" divides the sum by `num_items` if given, else by Σ w_y over the rows that are not ignored
+            (their number, without class weights); "sum"; "none" returns one loss a row.
+        label_smoothing: ε, as in torch.
+        softcap: c; the logits become c·tanh(logits / c) (Gemma 2, arXiv 2408.00118).
+        logit_scale: multiplies the logits, before the cap.
+        z_loss: λ of λ·lse² (PaLM, arXiv 2204.02311), added to each row's loss.
+        num_items: the mean's denominator, a number or a 0-dim tensor (Trainer's `num_items_in_batch`).
+        token_weight: (...), multiplies each row's loss; does not enter the mean's denominator.
+        inplace: overwrite `logits` with their gradient to save a read and a tensor. Then one backward only. Under
+            torch.compile it is permission, not demand: the compiled graph keeps the logits.
+        outputs: more to return: "logprob", "entropy", "accuracy", "predicted"; see `LossOutput`.
+
+    Returns:
+        0-dim fp32 (fp64 for fp64 logits), or (...) for "none"; a `LossOutput` if `outputs` names anything. With no
+        row left (no tokens, all ignored) the loss is 0 and so is the gradient, for the mean too, where PyTorch
+        returns NaN: one all-masked micro-batch would end a run.
+
+    Raises:
+        ShapeError, DtypeError, OptionError: see their texts. LabelError: a label outside [0, V) on the CPU, or
+        anywhere under TIGON_CHECK=1; a GPU otherwise makes that row NaN.
+    """
+    check_dtype(logits)
+    options = common.check_options(
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, num_items, outputs
+    )
+    if logits.ndim == 0:
+        raise ShapeError("logits have no dimensions; pass (..., V).")
+    V = logits.shape[-1]
+    common.check_vocabulary(V)
+    common.check_target(target, logits.shape[:-1], "logits")
+    common.check_devices(logits=logits, target=target, weight=weight, token_weight=token_weight)
+    common.check_vector("weight", weight, (V,))
+    common.check_vector("token_weight", token_weight, target.shape)
+    logits_NV = logits.reshape(-1, V)
+    if logits_NV.stride(1) != 1 and V > 1:
+        logits_NV = logits_NV.contiguous()
+    target_N = target.reshape(-1).contiguous()
+    token_weight_N = None if token_weight is None else token_weight.reshape(-1).contiguous()
+    class_weight = None if weight is None else weight.contiguous()
+    acc = torch.promote_types(logits.dtype, torch.float32)
+    inv_denominator = common.inverse_denominator(logits_NV, target_N, class_weight, num_items, options, reduction, acc)
+    per_row = reduction == "none"
+    if inplace and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling():
+        if logits_NV.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
+            raise OptionError(
+                f"inplace=True needs logits that can be viewed as (rows, V); strides are {logits.stride()} for shape "
+                f"{tuple(logits.shape)}. Pass them contiguous, or drop inplace."
+            )
+        if logits_NV.shape[0] > 1 and logits_NV.stride(0) < V:
+            raise OptionError(
+                f"inplace=True needs rows that do not overlap; strides are {logits.stride()} for shape "
+                f"{tuple(logits.shape)}. Pass them contiguous, or drop inplace."
+            )
+        results = CrossEntropyInplace.apply(
+            logits_NV, target_N, class_weight, token_weight_N, inv_denominator, options, per_row,
+            *common.wanted(outputs),
+        )  # fmt: skip
+    else:
+        results = _cross_entropy(
+            logits_NV, target_N, class_weight, token_weight_N, inv_denominator, *options, per_row,
+            *common.wanted(outputs),
+        )  # fmt: skip
+    return common.pack(results, target, per_row, outputs, ignore_index)
+
+
+def cross_entropy_oracle(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    num_items: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
+) -> Tensor:
+    """The unfused formula in plain torch: logits upcast to fp32, as transformers does, then F.cross_entropy."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1]) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    target_N = target.reshape(-1).to(torch.int64)
+    weight = None if weight is None else weight.to(z.dtype)
+    valid = target_N != ignore_index
+    loss = F.cross_entropy(
+        z, target_N, weight=weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+    )
+    if z_loss:
+        loss = loss + z_loss * torch.where(valid, torch.logsumexp(z, -1).square(), 0.0)
+    if token_weight is not None:
+        loss = loss * token_weight.reshape(-1).to(z.dtype)
+    if reduction == "none":
+        return loss.reshape(target.shape)
+    if reduction == "sum":
+        return loss.sum()
+    if num_items is None:
+        counts = valid.to(z.dtype) if weight is None else weight[target_N.clamp(min=0)] * valid
+        num_items = counts.sum()
+    return loss.sum() / num_items
+
+
+def make_target(rows: tuple[int, ...], vocab: int, ignored: float, ignore_index: int, device: torch.device) -> Tensor:
+    """Random labels, a share `ignored` of them ignore_index, never all of them."""
+    target = torch.randint(0, vocab, rows, device=device)
+    drop = torch.rand(rows, device=device) < ignored
+    drop.view(-1)[:1] = False
+    return target.masked_fill_(drop, ignore_index)
+
+
+def loss_inputs(case: Case, rows: tuple[int, ...], vocab: int, device: torch.device) -> dict[str, Any]:
+    """Target and options of a case; `class_weight` and `token_weight` in its options ask for random vectors."""
+    options = dict(case.options)
+    ignored = options.pop("ignored", 0.3)
+    has_class, has_token = options.pop("class_weight", False), options.pop("token_weight", False)
+    inputs: dict[str, Any] = {"target": make_target(rows, vocab, ignored, options.get("ignore_index", -100), device)}
+    if has_class:
+        weight = torch.rand(vocab, device=device)
+        weight[::5] = 0.0
+        inputs["class_weight"] = weight
+    if has_token:
+        inputs["token_weight"] = torch.randn(rows, device=device)
+    return inputs | options
+
+
+def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    *rows, vocab = case.shape
+    options = dict(case.options)
+    scale = options.pop("magnitude", 2.0)
+    plain = Case(id=case.id, shape=case.shape, options=options)
+    inputs = loss_inputs(plain, tuple(rows), vocab, device)
+    if "class_weight" in inputs:
+        inputs["weight"] = inputs.pop("class_weight")
+    return {"logits": randn(*case.shape, dtype=dtype, device=device, scale=scale), **inputs}
+
+
+def _cost(logits: Tensor, target: Tensor, *, inplace: bool = False, **_: Any) -> Cost:
+    # forward reads; backward reads and writes. In place: one read, one write.
+    rows = target.numel()
+    return Cost(
+        moved_bytes=(2 if inplace else 3) * logits.nbytes, saved_bytes=logits.nbytes + 12 * rows + target.nbytes
+    )
+
+
+# Options shared by the cases of both losses.
+LOSS_OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothing": {"label_smoothing": 0.1},
+    "class-weight": {"class_weight": True},
+    "class-weight-smoothing": {"class_weight": True, "label_smoothing": 0.2},
+    "token-weight": {"token_weight": True},
+    "softcap": {"softcap": 3.0},
+    "softcap-scale": {"softcap": 30.0, "logit_scale": 4.0},
+    "scale": {"logit_scale": 0.0625},
+    "z-loss": {"z_loss": 1e-2},
+    "num-items": {"num_items": 17.0},
+    "ignore-0": {"ignore_index": 0},
+    "everything": {
+        "reduction": "none", "class_weight": True, "token_weight": True, "label_smoothing": 0.1, "softcap": 5.0,
+        "logit_scale": 2.0, "z_loss": 1e-3,
+    },
+}  # fmt: skip
+
+CROSS_ENTROPY = Op(
+    name="cross_entropy",
+    call=cross_entropy,
+    oracle=cross_entropy_oracle,
+    make=_make,
+    grads=("logits",),
+    cases=(
+        *(Case(id=name, shape=(2, 9, 50), options=options) for name, options in LOSS_OPTIONS.items()),
+        Case(id="vocab-1", shape=(5, 1)),
+        Case(id="vocab-7", shape=(5, 7)),
+        Case(id="vocab-above-a-tile", shape=(6, 4097), options={"label_smoothing": 0.1}),
+        Case(id="peaked", shape=(6, 1000), options={"magnitude": 30.0}),
+        Case(id="gpt2-vocab", shape=(9, 50257)),
+        *(
+            Case(id=f"few-rows-{name}", shape=(3, 4099), options=options)
+            for name, options in LOSS_OPTIONS.items()
+            if "label_smoothing" not in options
+        ),
+        Case(id="llama-vocab", shape=(64, 128256), small=False),
+        Case(id="gemma-vocab", shape=(16, 262144), options={"softcap": 30.0}, small=False),
+    ),
+    cost=_cost,
+    errors={"fp32": 3.0e-07, "bf16": 2.8e-03, "fp16": 1.4e-03},
+)

@@ -1,0 +1,592 @@
+"""Linear + cross entropy: the loss of `hidden @ weight.T + bias` without ever holding all the logits.
+
+Tokens are taken in chunks. Per chunk: one product makes the logits in a buffer that is reused, one pass turns them in
+place into their gradient (kernels/cross_entropy.py), and two products reduce that to the gradients of hidden and
+weight. The products are the vendor's: they are where the time goes, and they run at the hardware's rate.
+
+How the chunks are cut is a matter of bytes, not of V / H (`make_plan`):
+
+    keep       one chunk; its gradient G stays until backward, which makes dX = G W and dW = Gᵀ (g ⊙ X). Chosen when
+               the logits fit into `chunk_bytes`, or cost less than the fp32 accumulator that chunks would need:
+               b·N·V <= 4·V·H + chunk_bytes.
+    stream     several chunks; dX and an fp32 dW are made in the forward, for g = 1, and scaled in the backward. A
+               scalar loss is linear in g, so that is exact too.
+    recompute  one loss a token: its g is only known in the backward, which makes the logits again with g in the rows'
+               factors. Putting g onto a G kept in 16 bits would save that product and round twice: three times the
+               unfused op's error in bf16. Where the weights are known before, `token_weight` costs nothing.
+    loss       no gradient wanted: logits and statistics only.
+
+Ignored tokens are dropped before the products, so they cost nothing. How many remain is needed on the host; that one
+small copy waits for the device unless `prepare_targets` has started it before the model's forward. Under torch.compile
+and CUDA graphs nothing may wait, and every row is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.errors import OptionError, ShapeError
+from tigon.ops import _dispatch
+from tigon.ops._dispatch import Differentiable, check_dtype, first_order, unwatched
+from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.losses import common
+from tigon.ops.losses.chunk_loop import chunk_loop, exp_hidden_grad, exp_weight_grad, no_autocast, product_into
+from tigon.ops.losses.common import LossOptions, LossOutput
+from tigon.ops.losses.cross_entropy import (
+    LOSS_OPTIONS,
+    Reduction,
+    cross_entropy_oracle,
+    gradient_scales,
+    loss_inputs,
+)
+
+# N tokens, n tokens that are not ignored, C tokens of a chunk, H hidden, V vocabulary.
+
+MIB = 1 << 20
+# Logits alive at once, (least, most). On a GPU chunks of 2048 tokens and more keep the products at full rate (128256
+# columns in bf16: 2093 tokens in 512 MiB); on a CPU a chunk should stay near its last-level cache. Each chunk
+# also reads and writes the fp32 sum of dW, so a chunk is as large as that, up to `most`: on an H200 16384 x 3584 x
+# 152064 took 87 ms instead of 96 with 1 GiB, in no more memory, because the cast of the sum needs as much.
+DEFAULT_CHUNK_BYTES = {"cuda": (512 * MIB, 1024 * MIB), "cpu": (16 * MIB, 16 * MIB)}
+# Chunks are cut to a multiple of this many tokens, the tile of the products.
+_TILE = 128
+# Chunks whose weight gradients are added up in 16 bits at most; more are in fp32. A sum of 26 (32768 x 2048 x 128256 in
+# 320 MiB of logits) errs by 4.8e-3, where twice the unfused op's error is 3.4e-3; of 7 it stays below.
+_MOST_16_BIT_ADDENDS = 7
+
+# Of an fp32 product that is then scaled and rounded, alive at once: tiles enough for the product's full rate, and the
+# whole of a 128256 x 2048 would be 1 GiB on top of the kept logits.
+_PRODUCT_BYTES = 64 * MIB
+
+# A GPU that waits for the host to learn of a count stands still for 0.7 ms (H200, 4096 x 2048 x 50264: the step less
+# its kernels, commit a3809ce); three products of this many operations take about as long.
+_WORTH_A_WAIT_FLOPS = 5 * 10**11
+
+Mode = Literal["keep", "stream", "recompute", "loss"]
+
+
+class Plan(NamedTuple):
+    """How many tokens at a time, and what is kept for backward."""
+
+    mode: Mode
+    chunk: int
+    fp32_accumulate: bool = True
+
+
+def make_plan(
+    tokens: int, hidden: int, vocab: int, itemsize: int, *, chunk_bytes: tuple[int, int], per_row: bool,
+    want_hidden: bool, want_weight: bool, fp32_accumulate: bool = True,
+) -> Plan:  # fmt: skip
+    """Choose the mode and the chunk; arithmetic only, so the planner calls it too. chunk_bytes: (least, most)."""
+    least, most = chunk_bytes
+    accumulator_bytes = 4 * vocab * hidden if want_weight and fp32_accumulate else 0
+    fitting = min(max(least, accumulator_bytes), most) // (vocab * itemsize)
+    if not (want_hidden or want_weight):
+        return Plan("loss", _even_chunk(tokens, fitting))
+    if tokens * vocab * itemsize <= least + accumulator_bytes and not per_row:
+        return Plan("keep", max(tokens, 1), fp32_accumulate)
+    chunk = _even_chunk(tokens, fitting)
+    if not fp32_accumulate and tokens > _MOST_16_BIT_ADDENDS * chunk:
+        return make_plan(
+            tokens,
+            hidden,
+            vocab,
+            itemsize,
+            chunk_bytes=chunk_bytes,
+            per_row=per_row,
+            want_hidden=want_hidden,
+            want_weight=want_weight,
+        )
+    return Plan("recompute" if per_row else "stream", chunk, fp32_accumulate)
+
+
+def default_chunk_bytes(hidden: Tensor) -> tuple[int, int]:
+    """(least, most) bytes of logits alive at once on hidden's device."""
+    return DEFAULT_CHUNK_BYTES.get(_dispatch.planned_device(hidden), DEFAULT_CHUNK_BYTES["cuda"])
+
+
+def _even_chunk(tokens: int, most: int) -> int:
+    """The largest even cut of `tokens` into chunks of at most `most`, in whole tiles where a tile fits."""
+    most = max(most, 1)
+    if tokens <= most:
+        return max(tokens, 1)
+    chunks = -(-tokens // most)
+    even = -(-tokens // chunks)
+    tiles = -(-even // _TILE) * _TILE
+    return tiles if tiles <= most else even
+
+
+@dataclass(frozen=True)
+class PreparedTargets:
+    """Labels whose not ignored rows are already being counted; made by `prepare_targets`."""
+
+    target: Tensor
+    """The labels, any shape."""
+    ignore_index: int = -100
+    shifts: tuple[int, ...] = (0,)
+    positions: Tensor | None = None
+    index_N: Tensor | None = None
+    """Flat positions, those that are not ignored first; None where nothing may be counted and all rows stay."""
+    count: Tensor | None = None
+    """0-dim int64 on the host, valid once `event` has passed."""
+    event: torch.cuda.Event | None = None
+
+    def rows(self) -> Tensor | None:
+        """Flat positions of the rows that count, or None if so few do not that all are taken."""
+        if self.index_N is None or self.count is None:
+            return None
+        if self.event is not None:
+            self.event.synchronize()
+        count = int(self.count)
+        return worth_gathering(self.index_N[:count], self.target.numel())
+
+
+_LEFT_OUT = 1 / 64
+
+
+def worth_gathering(index_N: Tensor, rows: int) -> Tensor | None:
+    """`index_N`, or None where so few of all rows are missing from it that products with them take less than copying
+    the others together, and their gradients apart again: N H of memory each. The last label of every text is ignored,
+    which is one row in a thousand."""
+    return index_N if rows - index_N.shape[0] > _LEFT_OUT * rows else None
+
+
+def _may_wait(target: Tensor) -> bool:
+    """Whether the host may read a number off `target`: not while compiling, tracing fakes or capturing a CUDA graph."""
+    if torch.compiler.is_compiling() or type(target) is not Tensor or target.is_meta or not target.numel():
+        return False
+    return not (target.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def prepare_targets(
+    target: Tensor, *, ignore_index: int = -100, shifts: Sequence[int] = (0,), positions: Tensor | None = None
+) -> PreparedTargets:
+    """Start counting the labels that are not ignored, so that `linear_cross_entropy` need not wait for the count.
+
+    Call it before the model's forward and pass the result in the target's place: the copy to the host is then long
+    finished when the loss asks for it.
+
+    Args:
+        target: (...), int64 or int32. ignore_index: as in the loss.
+        shifts, positions: those of `multi_head_linear_cross_entropy`, for a target (B, T); counted are the rows that
+            any head is scored on.
+
+    Returns:
+        `PreparedTargets`, good for one target.
+
+    Raises:
+        ShapeError: with shifts, the target is not (B, T) or positions are not of its shape. OptionError: a shift is
+            negative, or there is none.
+    """
+    _check_prepared(target, shifts, positions)
+    prepared = PreparedTargets(target, ignore_index, tuple(shifts), positions)
+    if not _may_wait(target):
+        return prepared
+    if prepared.shifts == (0,):
+        counts_N = (target != ignore_index).reshape(-1)
+    else:
+        counts_N = common.scored(target, positions, shifts, ignore_index)[1]
+    index_N = torch.argsort((~counts_N).to(torch.uint8), stable=True)
+    count = counts_N.sum()
+    if not target.is_cuda:
+        return replace(prepared, index_N=index_N, count=count)
+    on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
+    on_host.copy_(count, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(target.device))
+    return replace(prepared, index_N=index_N, count=on_host, event=event)
+
+
+def _check_prepared(target: Tensor, shifts: Sequence[int], positions: Tensor | None) -> None:
+    if not shifts or min(shifts) < 0:
+        raise OptionError(f"shifts={list(shifts)}; at least one, and none negative.")
+    if tuple(shifts) != (0,) and target.ndim != 2:
+        raise ShapeError(f"target is {tuple(target.shape)}; to be shifted it must be (B, T).")
+    if positions is not None and positions.shape != target.shape:
+        raise ShapeError(f"positions is {tuple(positions.shape)}, target is {tuple(target.shape)}; they must agree.")
+    common.check_devices(target=target, positions=positions)
+
+
+def _rows_that_count(
+    target: Tensor, prepared: PreparedTargets | None, ignore_index: int, weight_VH: Tensor
+) -> Tensor | None:
+    """Flat positions of labels that are not ignored; None for "take all": hardly any is ignored, or the host may not
+    wait for the count, or would wait longer than the products of all rows take."""
+    if not _may_wait(target):
+        return None
+    if prepared is not None:
+        return prepared.rows()
+    if target.is_cuda and 6 * target.numel() * weight_VH.numel() < _WORTH_A_WAIT_FLOPS:
+        return None
+    index_N = (target.reshape(-1) != ignore_index).nonzero().squeeze(1)
+    return worth_gathering(index_N, target.numel())
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor,
+        class_weight: Tensor | None, token_weight: Tensor | None, inv_denominator: Tensor, index: Tensor | None,
+        ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
+        per_row: bool, entropy: bool, predicted: bool, chunk_bytes: Sequence[int], fp32_accumulate: bool,
+        grad_enabled: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+        want = tuple(grad_enabled and need for need in ctx.needs_input_grad[:3])
+        rows = hidden_NH.shape[0]
+        if index is not None:
+            hidden_NH, target = hidden_NH.index_select(0, index), target.index_select(0, index)
+            token_weight = None if token_weight is None else token_weight.index_select(0, index)
+        plan = _plan_for(hidden_NH, weight_VH, per_row, want, chunk_bytes, fp32_accumulate)
+        stored, left = gradient_scales(hidden_NH.dtype, inv_denominator, token_weight, class_weight, options)
+        in_forward = plan.mode in ("keep", "stream")
+        loss_N, stats, entropies, argmax, dx, dw, db, kept, factors = chunk_loop(
+            hidden_NH, weight_VH, bias, target, class_weight, token_weight, stored, *options, plan.chunk,
+            plan.mode == "keep", plan.fp32_accumulate, *(w and in_forward for w in want), entropy, predicted,
+        )  # fmt: skip
+        ctx.plan, ctx.options, ctx.want, ctx.rows = plan, options, want, rows
+        ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
+        if plan.mode == "keep":
+            ctx.save_for_backward(kept, factors, hidden_NH, weight_VH, target, db, left, index)
+        elif plan.mode == "stream":
+            # Not a saved tensor, which could not be given away: a dW in its final dtype is scaled where it lies.
+            ctx.dw = dw
+            ctx.save_for_backward(dx, db, left, index)
+        elif plan.mode == "recompute":
+            ctx.save_for_backward(
+                hidden_NH, weight_VH, bias, target, class_weight, token_weight, inv_denominator, index
+            )
+        # Without a reduction the rows go back to their places; a sum does not care.
+        loss = _spread(loss_N, index, rows, 0) if per_row else common.sum_times(loss_N, inv_denominator)
+        extra = (
+            stats if index is None else stats.new_zeros((3, rows)).index_copy_(1, index, stats),
+            _spread(entropies, index, rows, 0) if entropy else entropies,
+            _spread(argmax, index, rows, ignore_index) if predicted else argmax,
+        )
+        ctx.mark_non_differentiable(*extra)
+        return loss, *extra
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        grads = _BACKWARD[ctx.plan.mode](ctx, dloss)
+        return *(g if want else None for g, want in zip(grads, ctx.want, strict=True)), *[None] * 16
+
+
+def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    g_NV, factors, x_NH, weight_VH, target, db, left, index = ctx.saved_tensors
+    want_hidden, want_weight, want_bias = ctx.want
+    x_dtype, w_dtype, b_dtype = ctx.dtypes
+    scale = dloss if left is None else dloss * left
+    dx = dw = None
+    # dW first: the scaled X that it needs is gone before dX is there.
+    if factors.numel():
+        factors = factors * scale
+        dw = exp_weight_grad(g_NV, x_NH, factors, target) if want_weight else None
+        dx = exp_hidden_grad(g_NV, weight_VH, factors, target, index, ctx.rows) if want_hidden else None
+        return dx, dw, None
+    with no_autocast(g_NV):
+        if want_weight:
+            dw = _weight_grad(g_NV, x_NH, scale, w_dtype)
+        if want_hidden:
+            # fp16 stays in fp32 until the loss scale is on.
+            product = x_NH.new_empty(x_NH.shape, dtype=scale.dtype if x_dtype == torch.float16 else x_dtype)
+            product_into(g_NV, weight_VH, product, accumulate=False)
+            dx = common.scale_rows(product, scale, index, ctx.rows, x_dtype)
+    return dx, dw, (db * scale).to(b_dtype) if want_bias else None
+
+
+def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """scale · Gᵀ X in `dtype`. The scale goes onto X, which is V / N times smaller than dW, except in fp16, whose range
+    a loss scale on X would leave: there the product is made in fp32 and scaled, some rows at a time."""
+    V, H = g_NV.shape[1], x_NH.shape[1]
+    out = x_NH.new_empty((V, H), dtype=dtype)
+    if x_NH.dtype != torch.float16:
+        product_into(g_NV.t(), common.scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype), out, accumulate=False)
+        return out
+    most = max(_TILE, _PRODUCT_BYTES // (H * scale.element_size()) // _TILE * _TILE)
+    product = x_NH.new_empty((min(most, V), H), dtype=scale.dtype)
+    for start in range(0, V, most):
+        rows = out[start : start + most]
+        product_into(g_NV.t()[start : start + most], x_NH, product[: len(rows)], accumulate=False)
+        torch.mul(product[: len(rows)], scale, out=rows)
+    return out
+
+
+def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    dx, db, left, index = ctx.saved_tensors  # raises in a second backward of a graph that was not retained
+    want_hidden, want_weight, want_bias = ctx.want
+    x_dtype, w_dtype, b_dtype = ctx.dtypes
+    scale = dloss if left is None else dloss * left
+    dw, once = ctx.dw, not _keeps_graph()
+    if once:
+        ctx.dw = None  # the rest of the model's backward needs its memory
+    if once and dw.dtype == w_dtype and unwatched((dw,)):
+        dw = _scaled_in_place(dw, scale)
+    elif want_weight:
+        dw = common.scale_rows(dw, scale, None, dw.shape[0], w_dtype)
+    return (
+        common.scale_rows(dx, scale, index, ctx.rows, x_dtype) if want_hidden else None,
+        dw if want_weight else None,
+        (db * scale).to(b_dtype) if want_bias else None,
+    )
+
+
+def _keeps_graph() -> bool:
+    """Whether the running backward may be followed by another one through the same graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def _scaled_in_place(x_NH: Tensor, scale: Tensor) -> Tensor:
+    if _dispatch.uses_kernel(x_NH):
+        from tigon.kernels.cross_entropy import scale_rows_
+
+        return scale_rows_(x_NH, scale)  # type: ignore[no-any-return]
+    return x_NH.mul_(scale)
+
+
+def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    x_NH, weight_VH, bias, target, class_weight, token_weight, inv_denominator, index = ctx.saved_tensors
+    want_hidden, want_weight, want_bias = ctx.want
+    x_dtype, w_dtype, b_dtype = ctx.dtypes
+    per_token = (dloss if index is None else dloss.index_select(0, index)).contiguous()
+    if token_weight is not None:
+        per_token = per_token * token_weight
+    stored, left = gradient_scales(x_dtype, inv_denominator, per_token, class_weight, ctx.options)
+    left = torch.ones_like(stored) if left is None else left
+    _, _, _, _, dx, dw, db, _, _ = chunk_loop(
+        x_NH, weight_VH, bias, target, class_weight, per_token, stored, *ctx.options, ctx.plan.chunk,
+        False, ctx.plan.fp32_accumulate, want_hidden, want_weight, want_bias, False, False,
+    )  # fmt: skip
+    return (
+        common.scale_rows(dx, left, index, ctx.rows, x_dtype) if want_hidden else None,
+        common.scale_rows(dw, left, None, dw.shape[0], w_dtype) if want_weight else None,
+        (db * left).to(b_dtype) if want_bias else None,
+    )
+
+
+_BACKWARD = {"keep": _backward_keep, "stream": _backward_stream, "recompute": _backward_recompute}
+
+
+def _plan_for(
+    hidden_NH: Tensor, weight_VH: Tensor, per_row: bool, want: tuple[bool, ...], chunk_bytes: Sequence[int],
+    fp32_accumulate: bool,
+) -> Plan:  # fmt: skip
+    (N, H), V, itemsize = hidden_NH.shape, weight_VH.shape[0], hidden_NH.element_size()
+    least, most = chunk_bytes
+    if not isinstance(N, int):
+        # A symbolic token count must not decide anything, or every count would compile anew.
+        mode: Mode = "loss" if not any(want) else "recompute" if per_row else "stream"
+        return Plan(mode, max(1, least // (V * itemsize)), fp32_accumulate)
+    return make_plan(
+        N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want[0],
+        want_weight=want[1] or want[2], fp32_accumulate=fp32_accumulate,
+    )  # fmt: skip
+
+
+def _spread(values: Tensor, index: Tensor | None, rows: int, fill: float) -> Tensor:
+    """`values` at their flat positions among `rows`, `fill` elsewhere."""
+    return values if index is None else values.new_full((rows,), fill).index_copy_(0, index, values)
+
+
+def _apply(*args: Any) -> Any:
+    # Inside forward the grad mode is always off, and needs_input_grad does not know about no_grad.
+    return LinearCrossEntropy.apply(*args, torch.is_grad_enabled())
+
+
+_linear_cross_entropy = Differentiable(
+    "linear_cross_entropy",
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? token_weight,"
+    " Tensor inv_denominator, Tensor? index, int ignore_index, float label_smoothing, float? softcap,"
+    " float logit_scale, float z_loss, bool per_row, bool entropy, bool predicted, int[] chunk_bytes,"
+    " bool fp32_accumulate) -> (Tensor, Tensor, Tensor, Tensor)",
+    _apply,
+)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | PreparedTargets,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    num_items: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
+    chunk_bytes: int | None = None,
+    fp32_accumulate: bool = True,
+    outputs: tuple[str, ...] = (),
+) -> Tensor | LossOutput:
+    """`cross_entropy(hidden @ weight.T + bias, target)` without holding the logits.
+
+    Args:
+        hidden: (..., H), fp16, bf16, fp32 or fp64.
+        weight: (V, H), the lm_head's. Where its dtype differs, both are promoted; under autocast both are cast to its
+            dtype, as F.linear would.
+        target: (...), int64 or int32, or what `prepare_targets` made of it.
+        bias: (V,) or None.
+        class_weight: (V,), the `weight` of `cross_entropy`.
+        chunk_bytes: most bytes of logits alive at once; left out, 512 MiB on GPUs, up to 1 GiB where the fp32 weight
+            gradient is as large, and 16 MiB on the CPU. All logits are held in one chunk where that takes less memory
+            than chunks and their fp32 weight gradient would.
+        fp32_accumulate: False sums the chunks' bf16 weight gradients in bf16: half the memory of the largest tensor
+            here, for a rounding more a chunk; more than 7 chunks are summed in fp32 all the same, because their error
+            would grow. Not for fp16, whose range the sums would leave.
+        ignore_index, reduction, label_smoothing, softcap, logit_scale, z_loss, num_items, token_weight, outputs:
+            as in `cross_entropy`.
+
+    Returns:
+        As `cross_entropy`: 0-dim fp32, or (...) for "none", or a `LossOutput`. Without gradients (eval) only the loss
+        is computed; a frozen weight or hidden skips its product.
+
+    Raises:
+        ShapeError, DtypeError, OptionError: see their texts. LabelError: as in `cross_entropy`.
+    """
+    prepared = target if isinstance(target, PreparedTargets) else None
+    labels: Tensor = prepared.target if prepared is not None else target  # type: ignore[assignment]
+    if prepared is not None and prepared.shifts != (0,):
+        raise OptionError(f"target was prepared for heads with shifts {prepared.shifts}; leave out the shifts.")
+    if prepared is not None and prepared.ignore_index != ignore_index:
+        raise OptionError(
+            f"target was prepared with ignore_index {prepared.ignore_index}, the loss has {ignore_index}."
+        )
+    options = common.check_options(
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, num_items, outputs
+    )
+    _check_linear(hidden, weight, bias, labels, class_weight, token_weight, chunk_bytes)
+    hidden, weight, bias = _settle_dtypes(hidden, weight, bias)
+    if not fp32_accumulate and hidden.dtype == torch.float16:
+        raise OptionError(
+            "fp32_accumulate=False is not for float16, whose range sums of gradients leave; use bfloat16."
+        )
+    target_N = labels.reshape(-1).contiguous()
+    if _may_wait(target_N) and common.wants_label_check(hidden):
+        # Here, where positions still are those of the caller: below, ignored rows are dropped and chunks are cut.
+        common.check_labels(weight.shape[0], target_N, ignore_index)
+    class_weight = None if class_weight is None else class_weight.contiguous()
+    acc = torch.promote_types(hidden.dtype, torch.float32)
+    inv_denominator = common.inverse_denominator(hidden, target_N, class_weight, num_items, options, reduction, acc)
+    per_row = reduction == "none"
+    results = _linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target_N, class_weight,
+        None if token_weight is None else token_weight.reshape(-1).contiguous(),
+        inv_denominator, _rows_that_count(labels, prepared, ignore_index, weight), *options, per_row,
+        *common.wanted(outputs), default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
+        fp32_accumulate,
+    )  # fmt: skip
+    return common.pack(results, labels, per_row, outputs, ignore_index)
+
+
+def _check_linear(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+    token_weight: Tensor | None, chunk_bytes: int | None,
+) -> None:  # fmt: skip
+    check_dtype(hidden, weight, bias)
+    if hidden.ndim == 0 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[1]:
+        raise ShapeError(
+            f"hidden is {tuple(hidden.shape)}, weight is {tuple(weight.shape)}; they must be (..., H) and (V, H). "
+            "A weight with no elements is sharded: gather it first (inside the lm_head's own forward it is whole)."
+        )
+    V = weight.shape[0]
+    common.check_vocabulary(V)
+    if bias is not None and bias.shape != (V,):
+        raise ShapeError(f"bias is {tuple(bias.shape)}; it must be {(V,)}.")
+    common.check_target(target, hidden.shape[:-1], "hidden")
+    common.check_devices(
+        hidden=hidden, weight=weight, bias=bias, target=target, class_weight=class_weight, token_weight=token_weight
+    )
+    common.check_vector("class_weight", class_weight, (V,))
+    common.check_vector("token_weight", token_weight, target.shape)
+    common.check_chunk_bytes(chunk_bytes)
+
+
+def _settle_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """In the dtype of the products; the casts are differentiable."""
+    dtype = _product_dtype(hidden, weight)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype).contiguous()
+
+
+def _product_dtype(hidden: Tensor, *others: Tensor) -> torch.dtype:
+    """Autocast's where it is on, else the promoted one of all."""
+    device = hidden.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return functools.reduce(torch.promote_types, (t.dtype for t in others), hidden.dtype)
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+def linear_cross_entropy_oracle(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, class_weight: Tensor | None = None,
+    chunk_bytes: int | None = None, fp32_accumulate: bool = True, **options: Any,
+) -> Tensor:  # fmt: skip
+    """The unfused formula: one product, logits in its dtype, then the loss in at least fp32."""
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    logits = F.linear(hidden.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))
+    return cross_entropy_oracle(logits, target, weight=class_weight, **options)
+
+
+def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    *rows, H, V = case.shape
+    options = dict(case.options)
+    has_bias, weight_dtype = options.pop("bias", False), options.pop("weight_dtype", dtype)
+    plain = Case(id=case.id, shape=case.shape, options=options)
+    return {
+        "hidden": randn(*rows, H, dtype=dtype, device=device),
+        "weight": randn(V, H, dtype=weight_dtype, device=device, scale=2.0 / H**0.5),
+        "bias": randn(V, dtype=weight_dtype, device=device) if has_bias else None,
+        **loss_inputs(plain, tuple(rows), V, device),
+    }
+
+
+def _cost(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Cost:
+    # Three products of 2·N·H·V; operands once, logits written and read once.
+    N, H, V = target.numel(), hidden.shape[-1], weight.shape[0]
+    logits_bytes = N * V * hidden.element_size()
+    return Cost(
+        moved_bytes=2 * (hidden.nbytes + weight.nbytes) + 2 * logits_bytes,
+        saved_bytes=hidden.nbytes + 4 * V * H,
+        flops=6 * N * H * V,
+    )
+
+
+LINEAR_CROSS_ENTROPY = Op(
+    name="linear_cross_entropy",
+    call=linear_cross_entropy,
+    oracle=linear_cross_entropy_oracle,
+    make=_make,
+    grads=("hidden", "weight", "bias"),
+    cases=(
+        # One chunk, or chunks of 11 tokens (fp32) or 22, the last one ragged. Enough tokens that no single rounding of
+        # a logit decides the error of a gradient.
+        *(
+            Case(id=f"{name}-{mode}", shape=(2, 21, 24, 100), options={**options, "bias": bias, "chunk_bytes": chunk})
+            for name, options in LOSS_OPTIONS.items()
+            for mode, bias, chunk in (("keep", False, 1 << 20), ("chunks-bias", True, 11 * 100 * 4))
+        ),
+        Case(id="fp32-weight", shape=(2, 21, 24, 100), options={"weight_dtype": torch.float32}),
+        Case(id="odd-vocab", shape=(9, 16, 4099), options={"chunk_bytes": 40_000}),
+        Case(id="nothing-ignored", shape=(12, 16, 64), options={"ignored": 0.0, "chunk_bytes": 500}),
+        Case(id="16-chunks", shape=(2048, 64, 4000), options={"chunk_bytes": 1 << 20}, small=False),
+        Case(id="llama-1b-head", shape=(4, 512, 2048, 128256), options={"chunk_bytes": 128 * MIB}, small=False),
+    ),
+    cost=_cost,
+    errors={"fp32": 3.2e-06, "bf16": 6.1e-03, "fp16": 5.2e-03},
+)

@@ -1,0 +1,66 @@
+"""What DeepSpeed's offload takes of the host, and of files, for one process: its allocations in deepspeed 0.19.8.
+
+Most of them are pinned, and PyTorch's caching host allocator gives those in powers of two and takes none back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tigon.planner.simulate.statics import Statics, Weight
+from tigon.techniques.choices import Choices
+from tigon.techniques.optimizers import Parameter
+from tigon.techniques.sharding import ADAM_TENSORS, nvme_buffers, nvme_group_size
+from tigon.techniques.technique import Facts
+
+GROUP_ELEMENTS = 10**9  # deepspeed/runtime/zero/config.py, sub_group_size: what stage 3 updates at a time
+
+
+def pinned(nbytes: int) -> int:
+    """What the caching host allocator takes: a power of two (c10/core/CachingHostAllocator.h)."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def of_zero(choices: Choices, model: Statics, slices: Sequence[Parameter], moments: int) -> tuple[int, int]:
+    """(bytes of the host, bytes in files). slices: what the optimizer is handed, flat; moments: its states' bytes."""
+    itemsize, flat = model.weights[0].itemsize, sum(piece.nbytes for piece in slices)
+    computed_with = [piece.numel * itemsize for piece in slices]
+    if choices.zero < 3:  # stage_1_and_2.py: weights and gradients as the optimizer has them, weights as the GPU has
+        largest = max((weight.numel for weight in model.trained), default=0)
+        copies = sum(2 * pinned(piece.nbytes) for piece in slices) + sum(map(pinned, computed_with))
+        return moments + copies + pinned(largest * itemsize), 0
+    gradients = pinned(sum(computed_with))  # stage3.py: grad_partitions_flat_buffer
+    parts = [_part(weight, choices) * weight.itemsize for weight in model.weights]
+    widest = slices[0].itemsize if slices else 0
+    if choices.offload == "nvme":
+        facts = Facts(shapes={weight.name: weight.shape for weight in model.weights}, processes=choices.gpus)
+        buffers = nvme_buffers(choices, facts)
+        group = max(_groups(choices, model, nvme_group_size(facts)), default=0)
+        weights = buffers["buffer_size"] * buffers["buffer_count"] * itemsize
+        host = weights + group * (ADAM_TENSORS * widest + itemsize) + gradients
+        return host, moments + 2 * flat + sum(parts)
+    # partition_parameters.py: a pinned tensor for each weight, which go into one for all, and their blocks stay
+    weights = sum(map(pinned, computed_with)) + sum(map(pinned, parts))
+    waiting = sum(pinned(numel * widest) for numel in _groups(choices, model, GROUP_ELEMENTS))
+    return weights + moments + flat + waiting + gradients, 0
+
+
+def _part(weight: Weight, choices: Choices) -> int:
+    """Elements of a weight that are this process's."""
+    return -(-weight.numel // choices.gpus)
+
+
+def _groups(choices: Choices, model: Statics, wanted: int) -> list[int]:
+    """Elements of this process's part of each sub-group: weights in turn until they are `wanted`
+    (stage3.py: _create_fp16_sub_groups), those that decay and then the others."""
+    found = []
+    for decays in (True, False):
+        group = 0
+        for weight in model.trained:
+            if (len(weight.shape) >= 2) == decays:
+                group += _part(weight, choices)
+                if group >= wanted:
+                    found.append(group)
+                    group = 0
+        found.append(group)
+    return [group for group in found if group]

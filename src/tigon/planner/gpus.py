@@ -1,0 +1,137 @@
+"""GPUs as data: what a process can use of each, and how fast it is.
+
+Rates are what a large bf16 product and a device copy reach, not the data sheet's. The H200's were measured (8192³
+product of random data, torch 2.11, driver 580); the others are the data sheet's times the share that the H200 reached
+of its own, 0.69 of the tensor cores and 0.89 of the bandwidth.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tigon.errors import UsageError
+
+GIB = 1 << 30
+MIB = 1 << 20
+_TERA, _GIGA = 10**12, 10**9
+
+_MATMUL_SHARE = 687 / 989
+_COPY_SHARE = 4274 / 4800
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU."""
+
+    name: str
+    memory_bytes: int
+    """What CUDA reports as the device's total, of which the context takes its part."""
+    context_bytes: int
+    """The CUDA context with the kernels of a training run loaded: outside the caching allocator
+    (simulate/non_allocator_memory.py)."""
+    lone_group_bytes: int
+    """What NCCL keeps for a group of one process."""
+    group_bytes: int
+    """And for a group of several."""
+    deepspeed_bytes: int
+    """What DeepSpeed's own streams and kernels take beside that."""
+    matmul_flops: float
+    """16-bit products with fp32 sums, FLOP/s."""
+    fp32_flops: float
+    """fp32 products as torch makes them by default (no TF32), FLOP/s."""
+    copy_bytes_s: float
+    """Device memory, reads and writes counted."""
+    link_bytes_s: float
+    """To and from pinned host memory, one direction."""
+    peer_bytes_s: float
+    """To the other GPUs, one direction."""
+    arch: tuple[int, int]
+    """CUDA's compute capability; (0, 0) on AMD."""
+    sm_count: int
+    cublas_workspace_bytes: int
+    """What PyTorch allocates once for each cuBLAS handle and stream."""
+    source: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _gpu(
+    name: str, memory_gib: float, tensor_tflops: float, fp32_tflops: float, bandwidth_gbs: float, *,
+    arch: tuple[int, int], sm_count: int, link_gbs: float, peer_gbs: float,
+) -> Gpu:  # fmt: skip
+    """A row from a data sheet: dense 16-bit tensor rate, fp32 rate, bandwidth; decimal units as printed there."""
+    return Gpu(
+        name=name,
+        memory_bytes=int(memory_gib * GIB),
+        # The H200's, measured; the others' were not.
+        context_bytes=768 * MIB,
+        lone_group_bytes=560 * MIB,
+        group_bytes=848 * MIB,
+        deepspeed_bytes=432 * MIB,
+        matmul_flops=tensor_tflops * _TERA * _MATMUL_SHARE,
+        fp32_flops=fp32_tflops * _TERA * _MATMUL_SHARE,
+        copy_bytes_s=bandwidth_gbs * _GIGA * _COPY_SHARE,
+        link_bytes_s=link_gbs * _GIGA,
+        peer_bytes_s=peer_gbs * _GIGA,
+        arch=arch,
+        sm_count=sm_count,
+        # torch 2.x, CUDABlas: `:4096:8:16:8` KiB before Hopper, 32 MiB from Hopper on
+        cublas_workspace_bytes=32 * MIB if arch >= (9, 0) else 8_519_680,
+        source="data sheet, scaled by the H200's measured share",
+    )
+
+
+_ROWS = (
+    replace(
+        _gpu("h200", 139.8, 989, 67, 4800, arch=(9, 0), sm_count=132, link_gbs=50, peer_gbs=370),
+        source="product and copy rates measured; memory as CUDA reports it",
+    ),
+    _gpu("h100", 79.1, 989, 67, 3350, arch=(9, 0), sm_count=132, link_gbs=50, peer_gbs=370),
+    _gpu("h100-pcie", 79.1, 756, 51, 2000, arch=(9, 0), sm_count=114, link_gbs=50, peer_gbs=50),
+    _gpu("b200", 178.4, 2250, 75, 8000, arch=(10, 0), sm_count=148, link_gbs=50, peer_gbs=750),
+    _gpu("a100-80gb", 79.1, 312, 19.5, 2039, arch=(8, 0), sm_count=108, link_gbs=24, peer_gbs=250),
+    _gpu("a100-40gb", 39.4, 312, 19.5, 1555, arch=(8, 0), sm_count=108, link_gbs=24, peer_gbs=250),
+    _gpu("l40s", 44.4, 362, 91.6, 864, arch=(8, 9), sm_count=142, link_gbs=24, peer_gbs=24),
+    _gpu("rtx-6000-ada", 47.4, 364, 91.1, 960, arch=(8, 9), sm_count=142, link_gbs=24, peer_gbs=24),
+    _gpu("a6000", 47.4, 155, 38.7, 768, arch=(8, 6), sm_count=84, link_gbs=24, peer_gbs=24),
+    _gpu("rtx-5090", 31.4, 209.5, 104.8, 1792, arch=(12, 0), sm_count=170, link_gbs=50, peer_gbs=50),
+    _gpu("rtx-4090", 23.5, 165.2, 82.6, 1008, arch=(8, 9), sm_count=128, link_gbs=24, peer_gbs=24),
+    _gpu("rtx-3090", 23.6, 71, 35.6, 936, arch=(8, 6), sm_count=82, link_gbs=24, peer_gbs=24),
+    _gpu("l4", 22.2, 121, 30.3, 300, arch=(8, 9), sm_count=58, link_gbs=24, peer_gbs=24),
+    _gpu("a10", 22.2, 125, 31.2, 600, arch=(8, 6), sm_count=72, link_gbs=24, peer_gbs=24),
+    _gpu("mi300x", 191.7, 1307, 163.4, 5300, arch=(0, 0), sm_count=304, link_gbs=50, peer_gbs=370),
+)
+
+GPUS: Mapping[str, Gpu] = {row.name: row for row in _ROWS}
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b", re.IGNORECASE)
+_LETTERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def size_bytes(text: str) -> int | None:
+    """Of `24GiB`, `912.00 MiB` or `80GB`; None for what is no size."""
+    size = _SIZE.fullmatch(text.strip())
+    return int(float(size[1]) * (1024 if size[3] else 1000) ** _LETTERS[size[2].lower()]) if size else None
+
+
+def find_gpu(text: str) -> Gpu:
+    """The GPU of that name (`h200`, `RTX 4090`), or of that memory (`24GiB`, `80GB`) with the rates of a real one.
+
+    A size takes its rates from the GPU of the table whose memory is nearest. Raises UsageError.
+    """
+    memory_bytes = size_bytes(text)
+    if memory_bytes is not None:
+        if memory_bytes < GIB:
+            raise UsageError(f"gpu {text!r} is less than 1 GiB; give a size such as 24GiB, or a name.")
+        like = min(_ROWS, key=lambda row: abs(row.memory_bytes - memory_bytes))
+        return replace(like, name=text.strip(), memory_bytes=memory_bytes, source=f"rates of the {like.name}")
+    name = re.sub(r"[\s_]+", "-", text.strip().lower()).removeprefix("nvidia-")
+    if name in GPUS:
+        return GPUS[name]
+    near = difflib.get_close_matches(name, GPUS, n=1)
+    hint = f"the nearest is {near[0]}" if near else f"known are {', '.join(GPUS)}"
+    raise UsageError(f"gpu {text!r} is not known; {hint}. A size such as 24GiB is good too.")

@@ -1,0 +1,67 @@
+"""A plan's recipe as `tigon train` takes it: YAML to save, and the command that sets the same keys on any recipe."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from tigon.planner.request import Request
+from tigon.techniques.choices import RECIPE_KEYS, Choices
+from tigon.techniques.condition import yaml_word
+
+RECIPE_FILE = "recipe.yaml"
+_ALWAYS = ("precision", "optimizer", "checkpointing", "kernels", "accumulate")
+"""Said even where they are the recipe's defaults, so that they win over those of the recipe the command names."""
+
+
+def keys(request: Request) -> dict[str, Any]:
+    """Dotted recipe keys of a run, in the recipe's order; the data are the user's."""
+    choices, default = request.choices, Choices()
+    said = {
+        "model.name": model_name(request.model),
+        "data.sequence_length": request.seq,
+        "train.batch_size": request.batch,
+    }
+    for field, key in RECIPE_KEYS.items():
+        value = getattr(choices, field)
+        if field in _ALWAYS or value != getattr(default, field):
+            said[key] = list(value) if isinstance(value, tuple) else value
+    if request.heads is not None:
+        said |= request.heads.recipe_keys()
+    if not request.masked:
+        said["data.cross_document_attention"] = True
+    if not request.clipped:
+        said["train.max_grad_norm"] = 0
+    if choices.offload == "nvme":
+        said["sharding.nvme_folder"] = "nvme"
+    order = ("model", "data", "train", "lora", "heads", "sharding")
+    return dict(sorted(said.items(), key=lambda item: order.index(item[0].partition(".")[0])))
+
+
+def model_name(name: str) -> str:
+    """What `model.name` takes: a config.json stands for its folder."""
+    path = Path(name)
+    return str(path.parent) if path.is_file() else name
+
+
+def command(request: Request) -> str:
+    """`tigon train` with the keys set; the recipe it names brings data and steps."""
+    words = (f"{key}={word(value)}" for key, value in keys(request).items())
+    return shlex.join(["tigon", "train", RECIPE_FILE, *(part for word in words for part in ("--set", word))])
+
+
+def yaml_text(request: Request, *, steps: int = 100) -> str:
+    """A whole recipe: the same keys, on the text that every Python carries, for `steps` steps."""
+    import yaml
+
+    tree: dict[str, dict[str, Any]] = {}
+    for key, value in (keys(request) | {"train.steps": steps}).items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def word(value: Any) -> str:
+    """A value as `--set` takes it."""
+    return yaml_word(tuple(value)) if isinstance(value, list) else yaml_word(value)

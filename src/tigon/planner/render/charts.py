@@ -1,0 +1,124 @@
+"""The charts of `tigon plan --plot`: components against batch and sequence, and the study's checkpoints and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tigon.errors import UsageError
+from tigon.planner import closed_form
+from tigon.planner.estimate import Estimate, at_rest, estimate, logits_bytes
+from tigon.planner.gpus import GIB
+from tigon.planner.render.terminal import COLOURS
+from tigon.planner.request import Request, text_config
+from tigon.planner.search.recommend import Plan, label
+from tigon.planner.simulate.ledger import COMPONENTS
+from tigon.profiler.render.figure import INK, MUTED, new_figure, svg
+
+LIMIT = "#b91c1c"
+POINTS = 7
+
+
+def write(plan: Plan, folder: Path) -> list[Path]:
+    """Draw both charts as SVG and PNG into `folder`; the files written. Raises UsageError for a folder that cannot be
+    written to."""
+    figures = {"memory": _components(plan), "checkpoints-and-logits": _study(plan)}
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, figure in figures.items():
+            written += [folder / f"{name}.svg", folder / f"{name}.png"]
+            written[-2].write_text(svg(figure, name) + "\n", encoding="utf-8")
+            figure.savefig(written[-1], dpi=160)
+    except OSError as error:
+        raise UsageError(f"--plot {folder}: {error.strerror or error}; name a folder that can be written to.") from None
+    return written
+
+
+def _axes_of(plan: Plan) -> list[tuple[str, list[int], Callable[[int], Request]]]:
+    """(label, values, the request at a value) for batch and for sequence: past the limit, where there is one."""
+    request, reach = plan.option.request, plan.extents
+    positions = getattr(text_config(request.config), "max_position_embeddings", None) or 1 << 20
+    return [
+        (
+            f"rows of {request.seq:,} tokens",
+            _values(max(request.batch, round(1.3 * reach.largest_batch)), unit=1),
+            lambda n: replace(request, batch=n),
+        ),
+        (
+            f"tokens in each of {request.batch:,} row{'s' if request.batch > 1 else ''}",
+            _values(min(positions, max(request.seq, round(1.3 * reach.longest_sequence))), unit=64),
+            lambda n: replace(request, seq=n),
+        ),
+    ]
+
+
+def _values(most: int, *, unit: int) -> list[int]:
+    """POINTS values evenly from small to `most`."""
+    even = {max(unit, round(most * i / POINTS / unit) * unit) for i in range(POINTS + 1)}
+    return sorted(min(value, most) for value in even)
+
+
+def _whole_numbers(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+
+
+def _draw_limit(axes: Any, plan: Plan, top: float) -> None:
+    """A line, named in the legend: beside the line its name covers what crosses it."""
+    limit = plan.gpu.memory_bytes / GIB
+    name = plan.gpu.name if "GiB" in plan.gpu.name else f"{plan.gpu.name}, {limit:.0f} GiB"
+    axes.axhline(limit, color=LIMIT, lw=1.2, ls="--", label=name)
+    axes.set_ylim(0, max(top, limit) * 1.12)
+
+
+def _components(plan: Plan) -> Any:
+    figure, panels = new_figure(2, columns=2, height=3.8)
+    for axes, (title, values, at) in zip(panels, _axes_of(plan), strict=True):
+        found = [estimate(at(n), gpu=plan.gpu, evaluation=False) for n in values]
+        _stack(axes, values, found)
+        axes.plot(values, [e.device_bytes / GIB for e in found], color=INK, lw=1, ls=":", label="on the device")
+        _draw_limit(axes, plan, max(e.device_bytes for e in found) / GIB)
+        axes.set(xlabel=title, ylabel="GiB at the peak", xlim=(values[0], values[-1]))
+        _whole_numbers(axes)
+    shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    names = [name for name in dict.fromkeys((*COMPONENTS, *shown)) if name in shown][::-1]
+    figure.legend([shown[name] for name in names], names, frameon=False, loc="outside right center")
+    figure.suptitle(label(plan.option.request.choices), fontsize=9, color=MUTED)
+    return figure
+
+
+def _stack(axes: Any, values: Sequence[int], found: Sequence[Estimate]) -> None:
+    shown = [name for name in COMPONENTS if any(e.components[name] for e in found)]
+    axes.stackplot(
+        values, [[e.components[name] / GIB for e in found] for name in shown], labels=shown,
+        colors=[COLOURS[name] for name in shown], lw=0,
+    )  # fmt: skip
+
+
+def _study(plan: Plan) -> Any:
+    """Checkpoints against logits by the study's formulas, and what is left of the logits with the fused loss."""
+    figure, panels = new_figure(2, columns=2, height=3.4)
+    for axes, (title, values, at) in zip(panels, _axes_of(plan), strict=True):
+        formula: list[dict[str, int]] = []
+        fused: list[float] = []
+        for n in values:
+            choices = replace(plan.option.request.choices, checkpointing="full", accumulate=1)
+            eager = replace(at(n), choices=replace(choices, kernels="none"))
+            formula.append(closed_form.components(eager, at_rest(eager)))
+            traced = replace(eager, choices=replace(choices, kernels="tigon"))
+            fused.append(logits_bytes(traced, gpu=plan.gpu) / GIB)
+        for name, words in (("logits", "logits by the formula"),
+                            ("checkpoints", "checkpoints by the formula")):  # fmt: skip
+            axes.plot(values, [row[name] / GIB for row in formula], "o-", ms=3, color=COLOURS[name], label=words)
+        axes.plot(values, fused, "o--", ms=3, color=COLOURS["activations"], label="logits of the fused loss")
+        _draw_limit(axes, plan, max(row["logits"] for row in formula) / GIB)
+        axes.set(xlabel=title, ylabel="GiB")
+        _whole_numbers(axes)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=len(labels))
+    return figure

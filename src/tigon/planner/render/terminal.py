@@ -1,0 +1,257 @@
+"""A plan as a mapping for JSON, and on a terminal: tables, a bar, the recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tigon.planner.estimate import PHASES, Estimate
+from tigon.planner.gpus import GIB, Gpu
+from tigon.planner.render import as_recipe
+from tigon.planner.search import space
+from tigon.planner.search.largest_batch import Extents
+from tigon.planner.search.recommend import Option, Plan, Recommendation, Rejected, against, label
+from tigon.planner.simulate.ledger import COMPONENTS
+from tigon.planner.simulate.non_allocator_memory import outside_bytes
+from tigon.techniques import TECHNIQUES
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+# The same colours in the terminal and in charts: at rest in blues and greys, what grows with the rows warm.
+COLOURS: Mapping[str, str] = {
+    "weights": "#1e3a8a", "gradients": "#3b82f6", "optimizer": "#93c5fd", "checkpoints": "#0f766e",
+    "activations": "#f59e0b", "logits": "#c2410c", "workspace": "#9ca3af",
+}  # fmt: skip
+_BAR_WIDTH = 64
+_SHOWN_REJECTED = 3
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def as_mapping(plan: Plan) -> dict[str, Any]:
+    """Everything, in bytes and seconds."""
+    option, request, gpu = plan.option, plan.option.request, plan.gpu
+    return {
+        "model": request.model, "batch": request.batch, "seq": request.seq, "method": plan.method,
+        "evaluated": request.evaluated, "choices": asdict(request.choices),
+        "heads": None if request.heads is None else dict(request.heads.recipe_keys()),
+        "gpu": {
+            "name": gpu.name, "memory_bytes": gpu.memory_bytes, "source": gpu.source,
+        },
+        **asdict(option.estimate),
+        "outside_bytes": outside_bytes(gpu, request.choices),
+        "fits": option.fits(gpu),
+        "headroom": space.HEADROOM,
+        "largest_batch": _extent(plan, "largest_batch"),
+        "longest_sequence": _extent(plan, "longest_sequence"),
+        "recommended": [_recommendation(one) for one in plan.recommended],
+        "ladder": [
+            {
+                "rung": step.rung, "fits": step.fits, "reason": step.reason,
+                "peak_allocated_bytes": step.option.estimate.peak_allocated_bytes if step.option else None,
+                "device_bytes": step.option.estimate.device_bytes if step.option else None,
+                "step_s": step.option.estimate.step_s if step.option else None,
+            }
+            for step in plan.ladder
+        ],
+        "refused": list(plan.refused),
+    }  # fmt: skip
+
+
+def _extent(plan: Plan, name: str) -> dict[str, int | None]:
+    best: Extents | None = plan.best_extents
+    return {"requested": getattr(plan.extents, name), "recommended": None if best is None else getattr(best, name)}
+
+
+def _recommendation(one: Recommendation) -> dict[str, Any]:
+    request, found = one.option.request, one.option.estimate
+    return {
+        "label": label(request.choices), "batch": request.batch, "choices": asdict(request.choices),
+        "peak_allocated_bytes": found.peak_allocated_bytes, "peak_reserved_bytes": found.peak_reserved_bytes,
+        "device_bytes": found.device_bytes, "host_bytes": found.host_bytes, "nvme_bytes": found.nvme_bytes,
+        "step_s": found.step_s, "tokens_per_s": found.tokens_per_s, "components": dict(found.components),
+        "precision_cost": dict(space.changes(request.choices)), "needs": needs(one.option),
+        "cheaper": [_rejected(other) for other in one.cheaper], "command": as_recipe.command(request),
+        "yaml": as_recipe.yaml_text(request),
+    }  # fmt: skip
+
+
+def _rejected(other: Rejected) -> dict[str, Any]:
+    return {
+        "label": label(other.choices), "batch": other.batch, "device_bytes": other.device_bytes,
+        "reason": other.reason,
+    }  # fmt: skip
+
+
+def needs(option: Option) -> list[str]:
+    """Packages that a recipe needs beyond PyTorch and transformers."""
+    used = (technique for technique in TECHNIQUES.values() if technique.used_by(option.request.choices))
+    return sorted({package for technique in used for package in technique.needs})
+
+
+# --- the terminal ----------------------------------------------------------------------------------------------------
+
+
+def show(plan: Plan, console: Console) -> None:
+    """The whole report."""
+    request, gpu = plan.option.request, plan.gpu
+    rows = f"{_rows(request.batch)} of {request.seq:,} tokens"
+    gpus = f"{request.choices.gpus} x {gpu.name}" if request.choices.gpus > 1 else gpu.name
+    console.print(f"[bold]{request.model}[/bold], {rows}, on {gpus} ({gib(gpu.memory_bytes)})")
+    _asked(plan.option, gpu, console)
+    if plan.ladder:
+        console.print(_ladder_table(plan))
+    if plan.recommended:
+        _recommendations(plan, console)
+    else:
+        console.print(
+            "[bold]Nothing that was tried fits.[/bold] Lower --batch or --seq, free what was fixed, add GPUs, or train "
+            "adapters with --lora 16."
+        )
+    _reach(plan, console)
+
+
+def gib(n_bytes: float) -> str:
+    return f"{n_bytes / GIB:.2f} GiB"
+
+
+def _asked(option: Option, gpu: Gpu, console: Console) -> None:
+    found = option.estimate
+    heads = "" if option.request.heads is None else f", {option.request.heads}"
+    console.print(f"as asked: {label(option.request.choices)}{heads}", markup=False)
+    console.print(_table(found))
+    console.print(bar(found, gpu))
+    console.print(verdict(option, gpu), markup=False, soft_wrap=True)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def verdict(option: Option, gpu: Gpu) -> str:
+    """One line: peak, whether it fits, time."""
+    found, left = option.estimate, gpu.memory_bytes - option.estimate.device_bytes
+    fits = f"fits, {gib(left)} to spare" if left >= 0 else f"does not fit: {gib(-left)} too much"
+    if 0 <= left < space.HEADROOM * gpu.memory_bytes:
+        fits += ", less than a prediction may miss"
+    elsewhere = "".join(
+        f", {gib(size)} {where}" for size, where in ((found.host_bytes, "on the host"), (found.nvme_bytes, "on NVMe"))
+        if size
+    )  # fmt: skip
+    return (
+        f"{fits}. Peak {gib(found.peak_allocated_bytes)} allocated ({found.peak_phase}), "
+        f"{gib(found.peak_reserved_bytes)} reserved, {gib(found.device_bytes)} on the device{elsewhere}; "
+        f"{seconds(found.step_s)} a step, {found.tokens_per_s:,.0f} tokens/s"
+    )
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
+
+
+def _table(found: Estimate) -> Table:
+    """Components at the peak beside the phases' peaks."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title, side in (("at the peak", "left"), ("GiB", "right"), ("  phase", "left"), ("peak GiB", "right")):
+        table.add_column(title, justify=side)  # type: ignore[arg-type]
+    for i in range(max(len(COMPONENTS), len(PHASES))):
+        component, phase = COMPONENTS[i], PHASES[i]
+        mark = " <" if phase == found.peak_phase else ""
+        table.add_row(
+            f"[{COLOURS[component]}]█[/] {component}", f"{found.components[component] / GIB:.2f}", f"  {phase}{mark}",
+            f"{found.phases[phase] / GIB:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def bar(found: Estimate, gpu: Gpu) -> Text:
+    """The components as one stacked bar, with the GPU's limit as a line through it."""
+    from rich.text import Text
+
+    parts = [(COLOURS[name], found.components[name]) for name in COMPONENTS]
+    parts.append(("#d1d5db", found.device_bytes - found.peak_allocated_bytes))  # cached, and not the allocator's
+    scale = _BAR_WIDTH / max(gpu.memory_bytes, found.device_bytes)
+    limit = min(_BAR_WIDTH - 1, round(gpu.memory_bytes * scale))
+    cells: list[str] = []
+    total = 0.0
+    for colour, size in parts:
+        total += size * scale
+        cells += [colour] * (round(total) - len(cells))
+    text = Text()
+    for i in range(_BAR_WIDTH):
+        filled = i < len(cells)
+        if i == limit:
+            text.append("┃", style="bold red")
+        else:
+            text.append("█" if filled else "·", style=cells[i] if filled else "dim")
+    text.append(f"  ┃ {gib(gpu.memory_bytes)}", style="bold red")
+    return text
+
+
+def _recommendations(plan: Plan, console: Console) -> None:
+    from rich.table import Table
+
+    room = gib(plan.asked.gpu.memory_bytes)
+    console.print(f"\n[bold]What fits[/bold], fastest first, in {room}: {space.HEADROOM:.0%} stay free")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("#", "recipe", "batch", "GPU GiB", "host GiB", "step", "tokens/s"):
+        table.add_column(title, justify="left" if title == "recipe" else "right")
+    for number, one in enumerate(plan.recommended, 1):
+        found, request = one.option.estimate, one.option.request
+        table.add_row(
+            str(number), label(request.choices), f"{request.batch} x {request.choices.accumulate}",
+            f"{found.device_bytes / GIB:.2f}", f"{found.host_bytes / GIB:.2f}", seconds(found.step_s),
+            f"{found.tokens_per_s:,.0f}",
+        )  # fmt: skip
+    console.print(table)
+    for number, one in enumerate(plan.recommended, 1):
+        said = [f"{name}: {cost}" for name, cost in space.changes(one.option.request.choices).items()]
+        packages = needs(one.option)
+        if packages:
+            said.append(f"needs {', '.join(packages)}")
+        rejected = sorted(one.cheaper, key=lambda other: other.device_bytes)[:_SHOWN_REJECTED]
+        chosen = one.option.request.choices
+        said += [f"not {against(chosen, other.choices, other.batch)}: {other.reason}" for other in rejected]
+        console.print(f"\n{number}. {label(one.option.request.choices)}", markup=False, style="bold")
+        for line in said:
+            console.print(f"   {line}", markup=False, soft_wrap=True)
+        console.print(f"   {as_recipe.command(one.option.request)}", markup=False, soft_wrap=True)
+    console.print(f"\nwith the first as {as_recipe.RECIPE_FILE}, data and steps to taste:", markup=False)
+    console.print(as_recipe.yaml_text(plan.recommended[0].option.request), markup=False)
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
+
+
+def _ladder_table(plan: Plan) -> Table:
+    from rich.table import Table
+
+    table = Table(title="\nthe study's ladder", title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for title, side in (("rung", "left"), ("GPU GiB", "right"), ("step", "right"), ("", "left")):
+        table.add_column(title, justify=side)  # type: ignore[arg-type]
+    for step in plan.ladder:
+        found = step.option.estimate if step.option else None
+        size = f"{found.device_bytes / GIB:.2f}" if found else ""
+        table.add_row(step.rung, size, seconds(found.step_s) if found else "", step.reason)
+    return table
+
+
+def _reach(plan: Plan, console: Console) -> None:
+    request = plan.option.request
+    lines = [("as asked", plan.extents)]
+    if plan.best_extents is not None:
+        lines.append(("recipe 1", plan.best_extents))
+    for name, found in lines:
+        batch = _rows(found.largest_batch) if found.largest_batch else "none"
+        seq = f"{found.longest_sequence:,} tokens" if found.longest_sequence else "none"
+        rows = plan.recommended[0].option.request.batch if name == "recipe 1" else request.batch
+        console.print(
+            f"{name}: largest batch of {request.seq:,} tokens: {batch}; longest sequence with {_rows(rows)}: {seq}",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip

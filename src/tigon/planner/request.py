@@ -1,0 +1,129 @@
+"""What is asked of the estimator: a model, the rows a GPU takes at a time, and the run's techniques."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tigon.errors import UsageError
+from tigon.models.loading.config import build_on_meta
+from tigon.techniques import matrix
+from tigon.techniques.choices import (
+    ATTENTIONS,
+    CHECKPOINTING_PATTERN,
+    CHECKPOINTINGS,
+    KERNELS,
+    OFFLOADS,
+    PRECISIONS,
+    Choices,
+)
+from tigon.techniques.optimizers import OPTIMIZERS
+
+
+class Heads(Protocol):
+    """Heads of `tigon.medusa`; hashable, equal where the heads are, and in words as a string."""
+
+    def __call__(self, model: Any) -> Any:
+        """Put them on a model."""
+
+    def scoring(self, model: Any) -> AbstractContextManager[Any]:
+        """While it is open, `model` called in evaluation with labels computes their losses instead of its own."""
+
+    def refusals(self, choices: Choices) -> tuple[str, ...]:
+        """Why they cannot be trained with these choices."""
+
+    def recipe_keys(self) -> Mapping[str, Any]:
+        """Dotted recipe keys that give them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One configuration whose memory and time are wanted, per GPU."""
+
+    model: str
+    """The model's name, for messages."""
+    config: Any
+    """Its transformers config, as `tigon.models.loading.config.load_config` returns it."""
+    batch: int
+    """Rows of one micro-batch on one GPU."""
+    seq: int
+    """Tokens in a row."""
+    choices: Choices
+    masked: bool = False
+    """Rows hold several documents, and attention needs a block mask."""
+    heads: Heads | None = None
+    clipped: bool = True
+    """Gradients are clipped by their norm, as the Trainer does unless max_grad_norm is 0."""
+    evaluated: bool = False
+    """The run evaluates on held-out rows, in batches of the same size; then that counts for the peak too."""
+
+
+def text_config(config: Any) -> Any:
+    """The part of a config that describes the language model; multimodal configs hold one inside."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def build(name: str, config: Any) -> Any:
+    """The model of a config without memory for its weights; `name` is for the message. Raises UsageError, also where
+    some of them would be empty."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
+        model: Any = build_on_meta(name, config)
+    for parameter, weight in model.named_parameters():
+        if not weight.numel():
+            raise UsageError(f"{name}: its config gives {parameter} the shape {tuple(weight.shape)}; no size may be 0.")
+    return model
+
+
+def refusals(request: Request, choices: Choices) -> tuple[str, ...]:
+    """Why `request` cannot be carried out with these choices instead of its own, a sentence each."""
+    return (*matrix.refusals(choices), *(request.heads.refusals(choices) if request.heads is not None else ()))
+
+
+def check(request: Request) -> None:
+    """Raise UsageError for a request without meaning. What does not go together is `techniques.matrix`'s to say."""
+    choices = request.choices
+    for name, value, least in (
+        ("batch", request.batch, 1), ("seq", request.seq, 1), ("gpus", choices.gpus, 1),
+        ("accumulate", choices.accumulate, 1),
+        ("lora_rank", 1 if choices.lora_rank is None else choices.lora_rank, 1),
+    ):  # fmt: skip
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UsageError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+    words: dict[str, Iterable[str]] = {
+        "optimizer": OPTIMIZERS, "precision": PRECISIONS, "kernels": KERNELS, "attention": ATTENTIONS,
+        "offload": OFFLOADS,
+    }  # fmt: skip
+    for name, known in words.items():
+        value = getattr(choices, name)
+        if value not in known:
+            raise UsageError(f"{name} is {value!r}; choose one of {', '.join(known)}.")
+    if not re.fullmatch(CHECKPOINTING_PATTERN, choices.checkpointing):
+        raise UsageError(
+            f"checkpointing is {choices.checkpointing!r}; choose one of {', '.join(CHECKPOINTINGS)}, with a whole N of "
+            "at least 1."
+        )
+    if choices.zero not in (0, 1, 2, 3):
+        raise UsageError(f"zero is {choices.zero!r}; DeepSpeed's stages are 0, 1, 2 and 3.")
+    if choices.quantized and choices.lora_rank is None:
+        raise UsageError("quantized weights are frozen, so nothing would be trained; give lora_rank too.")
+    text = text_config(request.config)
+    if text.num_hidden_layers < 1:
+        depth = text.num_hidden_layers
+        raise UsageError(f"{request.model} has num_hidden_layers {depth}; a model has at least one layer.")
+    heads, key_heads = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(key_heads, int) and (key_heads < 1 or heads % key_heads):
+        raise UsageError(
+            f"{request.model} has num_key_value_heads {key_heads}, which does not divide its num_attention_heads "
+            f"{heads}; mend its config.json."
+        )
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and request.seq > limit:
+        raise UsageError(
+            f"seq is {request.seq}, but {request.model} has max_position_embeddings {limit}; ask for at most that, or "
+            "give a config.json with longer positions."
+        )

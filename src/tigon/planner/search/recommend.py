@@ -1,0 +1,394 @@
+"""Which recipes fit a GPU: the search, fastest first, and the study's ladder, rung by rung.
+
+The search goes through the classes of recipes by what they change of the run's numbers. Within a class and a placement
+of its states it tries checkpointing from the fastest kind on, each with the batch whole and then in micro-batches, and
+keeps the first that fits. It leaves a class as soon as it is slower than what was found with fewer changes, so that
+what is recommended is fast for what it changes. A trace is made only where a lower bound, from the trace of the whole
+batch, does not say already that the micro-batch cannot fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tigon.errors import RecipeError, UsageError
+from tigon.planner.estimate import Estimate, Method, estimate
+from tigon.planner.gpus import GIB, Gpu
+from tigon.planner.request import Request, refusals
+from tigon.planner.search import space
+from tigon.planner.search.largest_batch import Extents, extents
+from tigon.planner.search.pool import Beside
+from tigon.planner.search.space import Asked, Rung
+from tigon.planner.simulate.non_allocator_memory import outside_bytes
+from tigon.techniques import matrix
+from tigon.techniques.choices import Choices
+
+WORTH = 1.05
+"""A further change of the numbers has to make a step this much faster. Less is what an optimizer's smaller states save
+in bytes, and its own arithmetic, which is not modelled, may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A configuration that was looked at."""
+
+    request: Request
+    estimate: Estimate
+
+    def fits(self, gpu: Gpu) -> bool:
+        """Whether the allocator gets by with the GPU's memory, giving back what it has cached where it must."""
+        return self.estimate.device_bytes <= gpu.memory_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A configuration that does not fit."""
+
+    choices: Choices
+    batch: int
+    device_bytes: int
+    """What it needs; at least this where `reason` says so."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """A recipe that fits, and the cheaper rungs below it that do not."""
+
+    option: Option
+    cheaper: tuple[Rejected, ...]
+    """The same precision, optimizer and placement with less recomputation or larger micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A rung of the ladder, tried."""
+
+    rung: str
+    option: Option | None
+    """None: not tried."""
+    fits: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answer."""
+
+    asked: Asked
+    """Its GPU is the real one less the headroom."""
+    gpu: Gpu
+    method: str
+    option: Option
+    """What was asked for, as it is."""
+    recommended: tuple[Recommendation, ...]
+    refused: tuple[str, ...]
+    """Why combinations were not looked at."""
+    ladder: tuple[Step, ...]
+    extents: Extents
+    """How far what was asked for reaches."""
+    best_extents: Extents | None
+    """How far the first recommendation reaches."""
+
+
+def plan(asked: Asked, *, method: Method = "trace", by: str = "search") -> Plan:
+    """Predict what was asked for, and find what fits. Raises UsageError for what cannot be."""
+    for reason in refusals(asked.request, asked.request.choices):
+        raise UsageError(f"{reason}.")
+    option = Option(request=asked.request, estimate=estimate(asked.request, gpu=asked.gpu, method=method))
+    gpu, asked = asked.gpu, replace(asked, gpu=space.with_headroom(asked.gpu))
+    reach = Beside(extents, asked.request, asked.gpu)
+    ladder: tuple[Step, ...] = ()
+    if by == "study":
+        ladder, recommended, refused = _climb(asked)
+    else:
+        recommended, refused = search(asked)
+    best_extents = extents(recommended[0].option.request, asked.gpu) if recommended else None
+    return Plan(
+        asked=asked, gpu=gpu, method=method, option=option, recommended=tuple(recommended), refused=refused,
+        ladder=ladder, extents=reach.result(),
+        best_extents=best_extents,
+    )  # fmt: skip
+
+
+def look(request: Request, gpu: Gpu) -> Option:
+    return Option(request=request, estimate=estimate(request, gpu=gpu, evaluation=False))
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Search:
+    asked: Asked
+    fitting: list[Recommendation]
+    refused: dict[str, None]
+
+    def walk(self, choices: Choices) -> None:
+        """Look for the fastest that fits with these choices but for checkpointing and the split of the batch."""
+        asked, rejected = self.asked, list[Rejected]()
+        unchecked: Option | None = None  # the whole batch without checkpointing, which bounds what others keep
+        best: Option | None = None
+        for kept in space.recomputations(asked, choices):
+            checkpointing = kept["checkpointing"]
+            for number, (batch, accumulate) in enumerate(space.splits(asked)):
+                if best is not None and not _may_be_faster(best, unchecked, checkpointing, batch):
+                    break
+                tried = replace(choices, **kept, accumulate=accumulate)
+                reasons = refusals(asked.request, tried)
+                if reasons:
+                    self.refused |= dict.fromkeys(reasons)
+                    continue
+                found = self.consider(tried, batch, unchecked)
+                if isinstance(found, Rejected):
+                    rejected.append(found)
+                    continue
+                if checkpointing == "none" and unchecked is None:
+                    unchecked = found
+                if self.beaten(found):  # and so are smaller micro-batches, and more recomputation of this one
+                    if number == 0:
+                        return self.keep(best, rejected)
+                    break
+                if found.fits(asked.gpu):
+                    best = found if best is None or _speed(found) > _speed(best) else best
+                    break
+                rejected.append(
+                    Rejected(
+                        choices=tried, batch=batch, device_bytes=found.estimate.device_bytes,
+                        reason=why_not(found, asked.gpu),
+                    )
+                )  # fmt: skip
+        return self.keep(best, rejected)
+
+    def keep(self, best: Option | None, rejected: list[Rejected]) -> None:
+        if best is not None:
+            self.fitting.append(Recommendation(option=best, cheaper=tuple(rejected)))
+
+    def consider(self, choices: Choices, batch: int, unchecked: Option | None) -> Option | Rejected:
+        """The configuration estimated, unless something cheaper to know says that it cannot fit."""
+        try:
+            return self._consider(choices, batch, unchecked)
+        except RecipeError as error:  # this model has no part that the technique works on
+            return Rejected(choices=choices, batch=batch, device_bytes=0, reason=str(error))
+
+    def _consider(self, choices: Choices, batch: int, unchecked: Option | None) -> Option | Rejected:
+        gpu = self.asked.gpu
+
+        def too_much(needs: int) -> Rejected | None:
+            needs += outside_bytes(gpu, choices)
+            if needs <= gpu.memory_bytes:
+                return None
+            reason = f"needs more than {needs / GIB:.2f} of {gpu.memory_bytes / GIB:.2f} GiB"
+            return Rejected(choices=choices, batch=batch, device_bytes=needs, reason=reason)
+
+        rejected = too_much(_at_least(unchecked, choices, batch)) if unchecked is not None else None
+        if rejected is None and choices.accumulate > 1:
+            # Micro-batches after the first have a trace of their own, made only if the first alone fits.
+            alone = look(space.as_request(self.asked.request, replace(choices, accumulate=1), batch), gpu)
+            parts = alone.estimate.components
+            # An evaluation has no gradients, so none wait at its peak.
+            waits = _whole_gradients(choices) and alone.estimate.peak_phase != "eval"
+            waiting = parts["weights"] - parts["gradients"] if waits else 0
+            rejected = too_much(alone.estimate.peak_allocated_bytes + max(0, waiting))
+        return rejected or look(space.as_request(self.asked.request, choices, batch), gpu)
+
+    def beaten(self, option: Option) -> bool:
+        """Whether something at hand makes it not worth having."""
+        return any(_beats(found.option, option) for found in self.fitting)
+
+
+def _may_be_faster(best: Option, unchecked: Option | None, checkpointing: str, batch: int) -> bool:
+    """Whether more recomputation can beat `best`: only by launching larger micro-batches, where the host is slow."""
+    if unchecked is None or batch <= best.request.batch:
+        return False
+    return _speed(unchecked) / space.LEAST_COST[checkpointing] > _speed(best)
+
+
+def _at_least(unchecked: Option, choices: Choices, batch: int) -> int:
+    """Bytes that a configuration allocates at least, from the same one with the whole batch and no checkpointing."""
+    parts = unchecked.estimate.components
+    kept = space.KEPT_SHARE.get(choices.checkpointing, 0.0) * batch / unchecked.request.batch
+    lower = parts["weights"] + parts["optimizer"] + kept * parts["activations"]
+    if choices.accumulate > 1 and _whole_gradients(choices):
+        lower += parts["weights"]  # gradients of the micro-batches before
+    return int(lower)
+
+
+def _whole_gradients(choices: Choices) -> bool:
+    """Whether gradients as large as the weights wait for the step."""
+    return choices.lora_rank is None and not (choices.zero or choices.fsdp)
+
+
+def search(asked: Asked) -> tuple[list[Recommendation], tuple[str, ...]]:
+    """(recommendations, fastest first; why combinations were not looked at)"""
+    found = _Search(asked, [], {})
+    for choices in space.walks(asked):
+        if found.fitting and "optimizer" in asked.free and choices.optimizer in space.LAST_RESORTS:
+            continue
+        reasons = refusals(asked.request, choices) or (_missing_here(choices) if asked.runnable_here else ())
+        if reasons:
+            found.refused |= dict.fromkeys(reasons)
+        else:
+            found.walk(choices)
+    best = [
+        one
+        for one in found.fitting
+        if not any(_beats(other.option, one.option) for other in found.fitting if other is not one)
+    ]
+    return sorted(best, key=lambda one: -_speed(one.option)), tuple(found.refused)
+
+
+def _missing_here(choices: Choices) -> tuple[str, ...]:
+    try:
+        matrix.check(choices, device="cuda")
+    except RecipeError as error:
+        return (str(error),)
+    return ()
+
+
+def _speed(option: Option) -> float:
+    return option.estimate.tokens_per_s
+
+
+def _beats(a: Option, b: Option) -> bool:
+    """Whether `a` makes `b` not worth having: it changes no more of the numbers and is faster, or hardly slower."""
+    ranks = space.change_rank(a.request.choices), space.change_rank(b.request.choices)
+    return ranks[0] <= ranks[1] and _speed(a) * (WORTH if ranks[0] < ranks[1] else 1.0) > _speed(b)
+
+
+def why_not(option: Option, gpu: Gpu) -> str:
+    """Why a configuration does not fit: needed against had, and the largest part of it."""
+    found = option.estimate
+    largest = max(found.components, key=lambda name: found.components[name])
+    has = gpu.memory_bytes / GIB
+    return (
+        f"needs {found.device_bytes / GIB:.2f} of {has:.2f} GiB, of it {largest} {found.components[largest] / GIB:.2f} "
+        f"in the {found.peak_phase} phase"
+    )
+
+
+# --- the study's ladder ----------------------------------------------------------------------------------------------
+
+
+def _climb(asked: Asked) -> tuple[tuple[Step, ...], list[Recommendation], tuple[str, ...]]:
+    """(rungs, the recipe where the first rung fits, with batch and accumulation; refusals)"""
+    start = {name: value for name, value in space.LADDER_START.items() if name in asked.free}
+    current = replace(asked.request.choices, **start)
+    steps: list[Step] = []
+    refused: dict[str, None] = {}
+    found = look(space.as_request(asked.request, current, asked.request.batch), asked.gpu)
+    fitting = found if found.fits(asked.gpu) else None
+    steps.append(_step("nothing", found, asked.gpu, ""))
+    below: list[Step] = [] if fitting else [*steps]
+    for rung in space.LADDER:
+        step, current = _take(rung, current, asked, refused)
+        steps.append(step)
+        if fitting is None and step.fits:
+            fitting = step.option
+        elif fitting is None:
+            below.append(step)
+    if fitting is None:
+        return tuple(steps), [], tuple(refused)
+    final, more = _enlarge(fitting, asked)
+    steps += more
+    cheaper = [
+        Rejected(
+            choices=step.option.request.choices, batch=step.option.request.batch,
+            device_bytes=step.option.estimate.device_bytes, reason=step.reason,
+        )
+        for step in below
+        if step.option is not None and not step.fits
+    ]  # fmt: skip
+    return tuple(steps), [Recommendation(option=final, cheaper=tuple(cheaper))], tuple(refused)
+
+
+def _take(rung: Rung, current: Choices, asked: Asked, refused: dict[str, None]) -> tuple[Step, Choices]:
+    """(the rung, the choices that the next one starts from)"""
+
+    def skipped(reason: str) -> tuple[Step, Choices]:
+        return Step(rung=rung.name, option=None, fits=False, reason=reason), current
+
+    if current.gpus < rung.needs_gpus:
+        return skipped(f"is for {rung.needs_gpus} GPUs and more")
+    fixed = [name for name, value in rung.change.items() if name not in asked.free and getattr(current, name) != value]
+    if fixed:
+        return skipped(f"{', '.join(fixed)} was given otherwise")
+    wanted = replace(current, **rung.change)
+    reasons = refusals(asked.request, wanted)
+    if not reasons:
+        return _step(rung.name, _micro(wanted, asked), asked.gpu, ""), wanted
+    refused |= dict.fromkeys(reasons)
+    given_up = {name: value for name, value in rung.without.items() if name in asked.free}
+    alone = replace(wanted, **given_up)
+    if refusals(asked.request, alone):
+        return skipped(reasons[0])
+    # A way off the ladder: the rungs above start from where it left.
+    changed = ", ".join(f"{name}: {value}" for name, value in given_up.items() if getattr(wanted, name) != value)
+    return _step(rung.name, _micro(alone, asked), asked.gpu, f"{reasons[0]}; so with {changed}: "), current
+
+
+def _micro(choices: Choices, asked: Asked) -> Option:
+    return look(space.as_request(asked.request, choices, asked.request.batch), asked.gpu)
+
+
+def _step(name: str, option: Option, gpu: Gpu, before: str) -> Step:
+    fits = option.fits(gpu)
+    return Step(rung=name, option=option, fits=fits, reason=before + ("fits" if fits else why_not(option, gpu)))
+
+
+def _enlarge(option: Option, asked: Asked) -> tuple[Option, list[Step]]:
+    """Batch and accumulation to the effective batch, with the largest micro-batch that fits."""
+    choices, gpu, rows = option.request.choices, asked.gpu, asked.rows
+    if asked.effective_batch is None or "accumulate" not in asked.free:
+        return option, []  # the rows of a micro-batch were given, or follow from what was
+    most = extents(option.request, gpu).largest_batch or option.request.batch
+    batch = max(size for size in range(1, min(most, rows) + 1) if rows % size == 0)
+    steps = [_step("batch size", look(replace(option.request, batch=batch), gpu), gpu, f"{batch} rows: ")]
+    if rows // batch > 1:
+        larger = replace(choices, accumulate=rows // batch)
+        reasons = refusals(asked.request, larger)
+        if reasons:
+            steps.append(Step(rung="accumulation", option=None, fits=False, reason=reasons[0]))
+        else:
+            found = look(replace(option.request, batch=batch, choices=larger), gpu)
+            steps.append(_step("accumulation", found, gpu, f"{rows // batch} micro-batches of {batch} rows: "))
+    last = [step.option for step in steps if step.option is not None and step.fits]
+    return (last[-1] if last else option), steps
+
+
+def rung(choices: Choices, batch: int) -> str:
+    """What the search varies within a class, in a few words."""
+    kind = "no checkpointing" if choices.checkpointing == "none" else f"checkpointing {choices.checkpointing}"
+    return f"{kind}, {batch} x {choices.accumulate} rows"
+
+
+def against(choices: Choices, other: Choices, batch: int) -> str:
+    """`other` as far as it is not `choices`: of the same class by what the search varies, else in full."""
+    varied: dict[str, Any] = {"checkpointing": "", "accumulate": 1, "mlp_tile_tokens": 0, "attention_groups": 1}
+    if replace(choices, **varied) == replace(other, **varied):
+        return rung(other, batch)
+    return f"{label(other)}, {batch} x {other.accumulate} rows"
+
+
+def label(choices: Choices) -> str:
+    """A configuration in a few words."""
+    said = [choices.precision, choices.optimizer]
+    said.append("no checkpointing" if choices.checkpointing == "none" else f"checkpointing {choices.checkpointing}")
+    if choices.mlp_tile_tokens:
+        said.append(f"MLP tiles of {choices.mlp_tile_tokens}")
+    if choices.attention_groups > 1:
+        said.append(f"attention in {choices.attention_groups} groups")
+    if choices.kernels != "tigon":
+        said.append(f"kernels {choices.kernels}")
+    if choices.lora_rank is not None:
+        said.append(f"{'QLoRA' if choices.quantized else 'LoRA'} {choices.lora_rank}")
+    if choices.zero:
+        said.append(f"ZeRO-{choices.zero}")
+    if choices.fsdp:
+        said.append("FSDP2")
+    if choices.offload != "none":
+        said.append(f"offload {choices.offload}")
+    if choices.accumulate > 1:
+        said.append(f"{choices.accumulate} micro-batches")
+    return ", ".join(said)

@@ -1,0 +1,200 @@
+"""Attention as CUDA runs it, on fake tensors: what each kernel saves, and what its backward needs besides.
+
+On the CPU, scaled_dot_product_attention takes other kernels, so it is not traced but replaced. What is allocated here
+was read in PyTorch's source; the constants below name the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tigon.planner.trace.dispatch_recorder import Recorder
+from tigon.techniques.head_groups import one_by_one
+
+# B batch, h query heads, k key heads, T tokens, D head width.
+
+# aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: rows of the fp32 accumulator of dQ, and its
+# columns, are rounded up to these.
+FLASH_ROWS, FLASH_COLUMNS = 128, 32
+# .../cuda/attention.cu, _efficient_attention_forward: the log-sum-exp's rows.
+EFFICIENT_ROWS = 32
+# sdp_utils.cpp, use_flash_attention.
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+# Backward's five products against the forward's two; of a causal square half.
+_BACKWARD_PRODUCTS, _FORWARD_PRODUCTS = 5, 2
+
+# An operator of its own for the forward, so that a policy of selective checkpointing can keep what it returns.
+_LIBRARY = torch.library.Library("tigon_memory", "DEF")
+_LIBRARY.define("attention(Tensor q, int width, int lse_rows) -> (Tensor, Tensor)")
+OPERATOR = "tigon_memory::attention"
+
+
+def _outputs(q: Tensor, width: int, lse_rows: int) -> tuple[Tensor, Tensor]:
+    """out (B, T, h, width) in q's dtype, and the log-sum-exp (B, h, lse_rows) in fp32."""
+    B, h, T, _ = q.shape
+    return q.new_empty((B, T, h, width)), q.new_empty((B, h, lse_rows), dtype=torch.float32)
+
+
+torch.library.register_fake(OPERATOR, _outputs, lib=_LIBRARY)
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+# Of the rate of a model's other products, what causal attention without a mask reaches on Hopper and later: width of
+# a head, at most -> share of cuDNN's kernels, which PyTorch prefers there, whole and in groups of heads. Fitted to
+# two steps of 131,072 tokens (15.97 and 15.73 s; H200, Llama-3.2-1B, torch 2.11.0+cu130, tigon 75aa43a, 2026-11-22).
+# The steps in benchmarks/results/nvidia-h200/study/longest-sequence.json, up to 393,216 tokens, came after it and are
+# within 3 %. With heads 128 wide Llama-3-8B's steps of up to 65,536 tokens need no share. Older GPUs have
+# FlashAttention 2, and were not measured.
+_SHARES = {64: 0.66}
+_MEASURED_ARCH = (9, 0)
+
+
+def product_share(head_width: int, arch: tuple[int, int]) -> float:
+    """Of the rate of a model's other products: attention without a mask."""
+    if arch < _MEASURED_ARCH:
+        return 1.0
+    return next((share for width, share in _SHARES.items() if head_width <= width), 1.0)
+
+
+def _products(recorder: Recorder, q: Tensor, count: int, causal: bool, share: float = 1.0) -> None:
+    """share: of the rate of a model's other products."""
+    B, h, T, D = q.shape
+    recorder.count(flops=2.0 * count * B * h * T * T * D * (0.5 if causal else 1.0) / share, dtype=q.dtype)
+
+
+class _Flash(torch.autograd.Function):
+    """Saves q, k, v, out and the log-sum-exp (B, h, T) in fp32; heads of a group share k and v without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder, groups: int, share: float) -> Tensor:
+        out_BThD, lse = torch.ops.tigon_memory.attention(q, v.shape[-1], q.shape[2])
+        ctx.save_for_backward(q, k, v, out_BThD, lse)
+        ctx.recorder, ctx.groups, ctx.share = recorder, groups, share
+        _products(recorder, q, _FORWARD_PRODUCTS, causal=True, share=share)
+        return out_BThD  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # held to the end: the kernel reads the outputs too
+        q, k, v = saved[:3]
+        B, h, T, D = q.shape
+        rows = _round_up(T, FLASH_ROWS)
+        dq, dk, dv = (x.new_empty((B, T, x.shape[1], D)).transpose(1, 2) for x in (q, k, v))
+        grouped = ctx.groups > 1  # then these are a group's, and its results apart from the whole
+        h //= ctx.groups
+        scratch = [x.new_empty((B, T, x.shape[1] // ctx.groups, D)) for x in (q, k, v)] if grouped else []
+        scratch += [
+            q.new_empty((B, h, rows), dtype=torch.float32),  # rowsum(dO * O)
+            q.new_empty((B, rows, h, _round_up(D, FLASH_COLUMNS)), dtype=torch.float32),
+        ]
+        if k.shape[1] != q.shape[1]:  # one dK and dV for each query head first, summed over the group afterwards
+            scratch += [k.new_empty((B, T, h, D)), v.new_empty((B, T, h, D))]
+        _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=True, share=ctx.share)
+        del scratch
+        return dq, dk, dv, None, None, None
+
+
+class _Efficient(torch.autograd.Function):
+    """The kernel that takes a mask, and fp32: k and v one for each query head, the mask saved in q's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, recorder: Recorder) -> Tensor:
+        out_BThD, lse = torch.ops.tigon_memory.attention(q, v.shape[-1], _round_up(q.shape[2], EFFICIENT_ROWS))
+        ctx.save_for_backward(q, k, v, mask, out_BThD, lse)
+        ctx.recorder, ctx.causal = recorder, mask is None
+        _products(recorder, q, _FORWARD_PRODUCTS, causal=ctx.causal)
+        return out_BThD  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # held to the end: the kernel reads the outputs too
+        q, k, v = saved[:3]
+        B, h, T, D = q.shape
+        dq, dk, dv = (x.new_empty((B, T, x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
+        scratch = [
+            q.new_empty((B, h, _round_up(T, EFFICIENT_ROWS)), dtype=torch.float32),
+            q.new_empty((B, h, T, D), dtype=torch.float32),
+        ]
+        _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=ctx.causal)
+        del scratch
+        return dq, dk, dv, None, None
+
+
+def attention(recorder: Recorder, arch: tuple[int, int], groups: int = 1) -> Callable[..., Any]:
+    """What transformers' `sdpa_attention_forward` and flash functions do to memory on CUDA; groups: of key heads whose
+    backward passes take turns."""
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+    ) -> tuple[Tensor, None]:
+        if attention_mask is not None:  # transformers repeats them for every kernel that gets a mask
+            shared_by = query.shape[1] // key.shape[1]
+            key, value = (_repeated(x, shared_by) for x in (key, value))
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = (x.to(dtype) for x in (query, key, value))
+        # sdp_utils.cpp: the flash kernel takes heads of one width; latent attention's values are narrower than its keys
+        flash = query.dtype in _FLASH_DTYPES and query.shape[-1] == value.shape[-1]
+        if attention_mask is None and not flash:
+            return _without_flash(query, key, value, recorder), None
+        if attention_mask is None:
+            share = product_share(query.shape[-1], arch)
+            return _Flash.apply(query, key, value, recorder, groups, share), None
+        return _Efficient.apply(query, key, value, attention_mask.to(query.dtype), recorder), None
+
+    if groups == 1:
+        return attend
+    by_parts = one_by_one(attend, groups)
+
+    def grouped(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+    ) -> tuple[Tensor, None]:
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+        flash = attention_mask is None and dtype in _FLASH_DTYPES
+        return (attend if flash else by_parts)(module, query, key, value, attention_mask)
+
+    return grouped
+
+
+def _without_flash(q: Tensor, k: Tensor, v: Tensor, recorder: Recorder) -> Tensor:
+    """Causal attention in a dtype, or with values of a width, that the flash kernel does not take.
+
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: the memory-efficient kernel takes fp32 too, but no groups of
+    heads (check_batch_size_and_num_heads_dense), with which only the products themselves are left. Those are traced as
+    they are, .../transformers/attention.cpp, _scaled_dot_product_attention_math.
+    """
+    if k.shape[1] == q.shape[1]:
+        return _Efficient.apply(q, k, v, None, recorder)  # type: ignore[no-any-return]
+    with sdpa_kernel(SDPBackend.MATH):
+        out_BhTD = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out_BhTD.transpose(1, 2).contiguous()
+
+
+def _repeated(x_BkTD: Tensor, groups: int) -> Tensor:
+    B, k, T, D = x_BkTD.shape
+    return x_BkTD[:, :, None].expand(B, k, groups, T, D).reshape(B, k * groups, T, D)
+
+
+def mask_maker(*, masked: bool, dense: bool) -> Callable[..., Tensor | None]:
+    """The mask function: a (B, 1, T, T) bool where rows hold several documents or a window is narrower than the row.
+
+    dense: the attention takes masks at all; the variable-length flash kernels do not.
+    """
+
+    def make(
+        *, batch_size: int, q_length: int, kv_length: int, local_size: int | None = None, **_: Any
+    ) -> Tensor | None:
+        windowed = local_size is not None and local_size < kv_length
+        if not dense or not (masked or windowed):
+            return None
+        return torch.empty((batch_size, 1, q_length, kv_length), dtype=torch.bool)
+
+    return make

@@ -1,0 +1,126 @@
+"""What CUDA does that fake CPU tensors do not show: the plans of tigon's ops on a GPU, and the kernels' scratch.
+
+Shapes ride as suffixes: S rows of tokens sorted by expert, E experts, I the width in, O the width out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tigon.ops import _dispatch
+from tigon.planner.trace.dispatch_recorder import Recorder, Scratch
+
+# By its name: `tigon.ops.linear_cross_entropy` is the function of the same name.
+_LOSS: Any = importlib.import_module("tigon.ops.losses.linear_cross_entropy")
+_HEADS_LOSS: Any = importlib.import_module("tigon.ops.losses.multi_head")
+
+
+class _ExpertsProduct(torch.autograd.Function):
+    """Rows, sorted by expert, times their expert's weight. CUDA multiplies fp32 expert by expert, into one result.
+
+    How many rows an expert has is data, which a trace has not; the sizes of the results do not depend on it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_SI: Tensor, weight_EIO: Tensor, recorder: Recorder) -> Tensor:
+        ctx.save_for_backward(rows_SI, weight_EIO)
+        ctx.recorder = recorder
+        (S, I), (E, _, O) = rows_SI.shape, weight_EIO.shape
+        recorder.count(flops=2.0 * S * I * O, dtype=rows_SI.dtype, launches=E)
+        return rows_SI.new_empty(S, O)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows_SI, weight_EIO = ctx.saved_tensors
+        E, I, O = weight_EIO.shape
+        ctx.recorder.count(flops=4.0 * len(rows_SI) * I * O, dtype=rows_SI.dtype, launches=2 * E)
+        return torch.empty_like(rows_SI), torch.empty_like(weight_EIO), None
+
+
+@contextlib.contextmanager
+def planned_for_cuda(recorder: Recorder, *, arch: tuple[int, int], ignored: int) -> Iterator[None]:
+    """tigon's ops plan as on a GPU of `arch` where `ignored` of a micro-batch's labels count for nothing.
+
+    Three functions of the losses ask their tensors rather than the plan: for values, for a GPU, for being real. They
+    are replaced. So is dropout, whose mask has the input's dtype on a CPU and takes one byte per element on CUDA,
+    and the product of experts, whose fake refuses fp32, which CUDA multiplies expert by expert.
+    """
+    plain_dropout, plain_grouped_mm = functional.dropout, getattr(functional, "grouped_mm", None)
+
+    def rows_that_count(target: Tensor, *_: Any) -> Tensor | None:
+        return torch.empty(target.numel() - ignored, dtype=torch.int64) if ignored else None
+
+    def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+        # cuBLAS multiplies 16-bit factors into an fp32 sum without a cast of either.
+        recorder.count(flops=2.0 * math.prod(a.shape) * b.shape[1], dtype=a.dtype)
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if inplace or not training or not 0 < p < 1:
+            return plain_dropout(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    def grouped_mm(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor, **options: Any) -> Tensor:
+        if mat_a.dtype == torch.bfloat16:
+            return plain_grouped_mm(mat_a, mat_b, offs=offs, **options)  # type: ignore[misc,no-any-return]
+        return _ExpertsProduct.apply(mat_a, mat_b, recorder)  # type: ignore[no-any-return]
+
+    replaced: dict[tuple[Any, str], Callable[..., Any]] = {
+        (_LOSS, "_rows_that_count"): rows_that_count,
+        (_LOSS, "product_into"): product_into,
+        (_LOSS, "unwatched"): lambda tensors: True,
+        (_HEADS_LOSS, "unwatched"): lambda tensors: True,
+        (functional, "dropout"): dropout,
+    }
+    if plain_grouped_mm is not None:
+        replaced[functional, "grouped_mm"] = grouped_mm
+    before = {(module, name): getattr(module, name) for module, name in replaced}
+    try:
+        for (module, name), function in replaced.items():
+            setattr(module, name, function)
+        with _dispatch.planned_for(arch):
+            yield
+    finally:
+        for (module, name), function in before.items():
+            setattr(module, name, function)
+
+
+# --- scratch memory inside operators ---------------------------------------------------------------------------------
+
+
+def scratch_bytes(sm_count: int) -> Mapping[str, Scratch]:
+    """Operator -> what it allocates besides its outputs, and frees."""
+
+    def norm_bwd(args: tuple[Any, ...]) -> int:
+        x, want_dw, want_db = args[2], args[10], args[11]
+        # kernels/norm.py: one fp32 row for each persistent program, one program for each multiprocessor from 2048
+        # columns on.
+        width = x.shape[-1]
+        programs = min(x.numel() // max(width, 1), sm_count * (3 if width <= 1024 else 1))
+        return int(4 * (want_dw + want_db) * programs * width)
+
+    return {
+        "tigon::norm_bwd": norm_bwd,
+        "aten::embedding_dense_backward": _embedding_backward,
+    }
+
+
+def _embedding_backward(args: tuple[Any, ...]) -> int:
+    """aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu: indices sorted, then fp32 sums of ten rows and fewer.
+
+    Each distinct token has at least one such sum. How many there are depends on the text: counted are those of tokens
+    drawn evenly, which are more than any text has.
+    """
+    grad, indices, vocab = args[0], args[1], args[2]
+    N, H = indices.numel(), grad.shape[-1]
+    if N <= 3072:  # a kernel without sorting
+        return 0
+    distinct = vocab * (1.0 - math.exp(-N / vocab))
+    return int(4 * 8 * N + 4 * H * (distinct + N / 10))

@@ -1,0 +1,248 @@
+"""A dispatch mode that follows every storage of a fake run from birth to death, and adds up what the operators cost."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tigon.ops._dispatch import PRIMITIVES
+from tigon.planner.trace.tape import Segment, Tape, Where
+
+# The caching allocator's granularity: c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize.
+ROUND_BYTES = 512
+
+aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def rounded(nbytes: int) -> int:
+    """What an allocation of `nbytes` counts for in torch.cuda.memory_allocated()."""
+    return -(-nbytes // ROUND_BYTES) * ROUND_BYTES
+
+
+# The host's time for one of tigon's operators with its autograd, in PyTorch's: forward and backward of a small norm
+# take it 0.08 ms.
+HOST_CALLS = 5
+
+Scratch = Callable[[tuple[Any, ...]], int]
+"""An operator's arguments -> bytes that it allocates and frees besides its outputs."""
+Inplace = Mapping[int, int]
+"""Output -> the argument whose memory it takes over."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records onto `tape`. `scratch` and `inplace` say, by operator name, what fakes do not show.
+
+    host_calls: the host's time for one of our fused operators, in ordinary operators.
+    """
+
+    def __init__(
+        self, scratch: Mapping[str, Scratch], inplace: Mapping[str, Inplace], host_calls: int = HOST_CALLS
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._host_calls, self._closed = host_calls, False
+        self.watching_calls = 0
+        """Host time beside each operator, in operators, while a mode of Python's watches them."""
+        self.tape = Tape()
+        self.component = "activations"
+        self._scratch, self._inplace = scratch, inplace
+        self._storages: dict[int, Any] = {}
+        self._blocks: dict[int, int] = {}
+        self._holders: dict[int, int] = {}
+        self.mark(Where("forward"), "activations")
+
+    def mark(self, where: Where, component: str) -> None:
+        """What follows belongs to `where`, and is a part of `component`."""
+        self.where, self.component = where, component
+        self.tape.segments.append(Segment(where))
+
+    def close(self) -> None:
+        """What is counted, and what dies, from here on is not recorded."""
+        self._storages.clear()
+        self._closed = True
+
+    def exclude(self, tensors: Iterator[Tensor]) -> None:
+        """These exist before the recording starts and are counted elsewhere."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._storages[storage._cdata] = storage
+
+    def block_of(self, tensor: Tensor) -> int | None:
+        """The block behind a tensor, None for one from before."""
+        return self._blocks.get(tensor.untyped_storage()._cdata)
+
+    def relabel(self, tensor: Tensor, component: str) -> None:
+        block = self.block_of(tensor)
+        if block is not None:
+            self.tape.components[block] = component
+
+    def count(self, *, flops: float = 0.0, moved_bytes: float = 0.0, launches: int = 1, dtype: Any = None) -> None:
+        """Work that no operator of the trace stands for."""
+        if self._closed:
+            return
+        cost = self.tape.segments[-1].cost
+        if dtype is None or dtype in _HALF:
+            cost.flops += flops
+        else:
+            cost.fp32_flops += flops
+        cost.moved_bytes += moved_bytes
+        cost.launches += launches
+        cost.host_calls += launches
+
+    def count_host(self, calls: int) -> None:
+        """Host time that no operator of the trace stands for, in operators."""
+        if not self._closed:
+            self.tape.segments[-1].cost.host_calls += calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        primitive = None if name in self._inplace else PRIMITIVES.get(name)
+        if primitive is None:
+            out = func(*args, **(kwargs or {}))
+        else:
+            calls = self.tape.segments[-1].cost.host_calls
+            with self:  # its fake allocates what the kernel does, temporaries included
+                out = primitive.fake(*args)
+            self.tape.segments[-1].cost.host_calls = calls
+        results = out if isinstance(out, (tuple, list)) else _written(func, args) if out is None else (out,)
+        own_calls = self._host_calls if name in PRIMITIVES else 1
+        self.tape.segments[-1].cost.host_calls += own_calls + self.watching_calls
+        inplace = _FIRST if _sums_gradients(func, args) else self._inplace.get(name)
+        fresh = False
+        for position, result in enumerate(results):
+            if isinstance(result, Tensor):
+                source = None if inplace is None or position not in inplace else args[inplace[position]]
+                fresh |= self._follow(result, source)
+        scratch = self._scratch.get(name)
+        if scratch is not None:
+            self.transient(scratch(args))
+        if fresh or func._schema.is_mutable or primitive is not None:
+            self._charge(func, name, args, results)
+        return out
+
+    def transient(self, nbytes: int) -> None:
+        """Memory that comes and goes within one operator."""
+        if nbytes > 0:
+            block = self._new(nbytes, "workspace")
+            self.tape.segments[-1].events += [block, ~block]
+
+    def _new(self, nbytes: int, component: str) -> int:
+        self.tape.sizes.append(rounded(nbytes))
+        self.tape.components.append(component)
+        return len(self.tape.sizes) - 1
+
+    def _follow(self, tensor: Tensor, source: Tensor | None) -> bool:
+        """Whether the tensor's storage is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return False
+        nbytes = storage.nbytes()
+        block = self.block_of(source) if source is not None else None
+        if block is None:
+            if nbytes == 0:
+                return True
+            block = self._new(nbytes, self.component)
+            self.tape.segments[-1].events.append(block)
+        self._holders[block] = self._holders.get(block, 0) + 1
+        self._blocks[key] = block
+        self._storages[key] = weakref.ref(storage, lambda _, key=key: self._died(key))  # type: ignore[misc]
+        return True
+
+    def _died(self, key: int) -> None:
+        if self._storages.pop(key, None) is None:
+            return
+        block = self._blocks.pop(key)
+        self._holders[block] -= 1
+        if not self._holders[block]:
+            self.tape.segments[-1].events.append(~block)
+
+    def _charge(self, func: Any, name: str, args: Any, results: Any) -> None:
+        cost = self.tape.segments[-1].cost
+        if func is aten.empty.memory_format or func is aten.empty_strided.default or func is aten.new_empty.default:
+            return
+        cost.launches += 1
+        product = _PRODUCTS.get(name)
+        if product is not None:
+            names = (argument.name for argument in func._schema.arguments)
+            flops = product(dict(zip(names, args, strict=False)))
+            flat = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+            if any(isinstance(t, Tensor) and t.dtype in _HALF for t in flat):
+                cost.flops += flops
+            else:
+                cost.fp32_flops += flops
+            return
+        tensors = [t for t in (*args, *results) if isinstance(t, Tensor)]
+        for arg in args:
+            if isinstance(arg, (tuple, list)):
+                tensors += [t for t in arg if isinstance(t, Tensor)]
+        cost.moved_bytes += sum(t.numel() * t.itemsize for t in tensors)
+
+
+def _written(func: Any, args: Any) -> tuple[Any, ...]:
+    """The arguments that an operator writes to: all the result of one that returns nothing."""
+    said = zip(args, func._schema.arguments, strict=False)
+    return tuple(arg for arg, word in said if word.alias_info is not None and word.alias_info.is_write)
+
+
+_FIRST: Inplace = {0: 0}
+
+
+def _sums_gradients(func: Any, args: Any) -> bool:
+    """Whether the autograd engine itself adds two gradients of one tensor. It adds ordinary tensors in place, but not
+    fakes (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). No backward formula of the operators here adds
+    two tensors of one shape, and a recomputation runs with gradients enabled."""
+    return (
+        func is aten.add.Tensor
+        and not torch.is_grad_enabled()
+        and torch._C._current_graph_task_id() != -1
+        and isinstance(args[1], Tensor)
+        and args[0].shape == args[1].shape
+    )
+
+
+def _mm(args: Mapping[str, Any]) -> float:
+    a, b = (args[name] for name in (("mat1", "mat2") if "mat1" in args else ("self", "mat2")))
+    return float(2 * math.prod(a.shape) * b.shape[-1])
+
+
+def _chunked_loss(args: Mapping[str, Any]) -> float:
+    """Logits, and in the forward the gradients that are wanted without being kept."""
+    made = 0 if args["keep"] else args["want_hidden"] + args["want_weight"]
+    return float(2 * math.prod(args["hidden"].shape) * args["weight"].shape[0] * (1 + made))
+
+
+def _hidden_grad(args: Mapping[str, Any]) -> float:
+    return float(2 * math.prod(args["g"].shape) * args["weight"].shape[1])
+
+
+def _multi_head(args: Mapping[str, Any]) -> float:
+    """Each head's residual blocks and logits, and the gradients of both that are wanted."""
+    tokens, flops = args["target"].numel(), 0.0
+    blocks, start = args["blocks"], 0
+    for hidden, weight, count in zip(args["hidden_of"], args["weight_of"], args["block_counts"], strict=True):
+        own = args["want_blocks"][start : start + 2 * count]
+        vocab, width = args["weights"][weight].shape
+        upstream = args["want_hiddens"][hidden] or any(own)
+        flops += 2 * tokens * width * vocab * (1 + upstream + args["want_weights"][weight])
+        flops += 2 * tokens * width * width * count * (1 + any(own) + args["want_hiddens"][hidden])
+        start += 2 * count
+    assert start == len(blocks), "the blocks' tensors are not two a block"
+    return float(flops)
+
+
+# Operators that multiply matrices; all others are taken to be bound by the bytes they touch.
+_PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+    "aten::mm": _mm,
+    "aten::bmm": _mm,
+    "aten::addmm": _mm,
+    "tigon::linear_cross_entropy_chunks": _chunked_loss,
+    "tigon::linear_cross_entropy_hidden_grad": _hidden_grad,
+    "tigon::multi_head_linear_cross_entropy_chunks": _multi_head,
+}

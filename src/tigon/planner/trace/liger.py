@@ -1,0 +1,75 @@
+"""Liger Kernel 0.8.5's allocations, for comparison: its Triton path as `use_liger_kernel=True` runs it.
+
+Read in the package's ops/{rms_norm,rope,swiglu,geglu,fused_linear_cross_entropy}.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.planner.trace.dispatch_recorder import Inplace, Recorder
+
+# N tokens, C tokens of a chunk, H hidden, V vocabulary.
+
+# It writes rotations into q and k, dX of a norm into dY, and the gradients of a gated unit into its saved inputs.
+INPLACE: Mapping[str, Inplace] = {
+    "tigon::rope_rotate": {0: 0, 1: 1},
+    "tigon::norm_bwd": {0: 0},
+    "tigon::glu_bwd": {0: 1, 1: 2},
+}
+
+
+# Host calls that a launch of one of its kernels counts as: 0.09 ms with roofline.HOST_S, fitted to what a step of 4 x
+# 1024 tokens takes longer than its kernels do. A small norm's forward and backward alone were measured as 0.24 to 0.6.
+HOST_CALLS = 30
+
+
+def chunk_rows(tokens: int, hidden: int, vocab: int) -> int:
+    """Tokens of a chunk of its fused loss, with `chunk_mem_const` 1."""
+    share = -(-vocab // hidden)
+    return min(1 << (-(-tokens // share) - 1).bit_length(), tokens)
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Both gradients are made in the forward, dW in the weight's dtype, and scaled where they lie in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, recorder: Recorder) -> Tensor:
+        (N, H), V = hidden_NH.shape, weight_VH.shape[0]
+        rows = chunk_rows(N, H, V)
+        grads = torch.empty_like(hidden_NH), torch.empty_like(weight_VH)
+        losses, logits_CV = hidden_NH.new_empty(N, dtype=torch.float32), hidden_NH.new_empty((rows, V))
+        recorder.count(flops=6.0 * math.prod(hidden_NH.shape) * V, dtype=hidden_NH.dtype, launches=5 * -(-N // rows))
+        # Its loss kernel reads the logits twice and writes them once; dW is read and written by every chunk, and the
+        # weight read by two products of too few rows to hide it.
+        recorder.count(moved_bytes=3.0 * N * V * logits_CV.itemsize + 4.0 * -(-N // rows) * grads[1].nbytes, launches=0)
+        del logits_CV
+        ctx.save_for_backward(*grads)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.saved_tensors, None
+
+
+def fuse_loss(model: Any, recorder: Recorder) -> None:
+    """Let the model's loss be Liger's: the head hands its input on, and the loss reads the head's weight."""
+    head = model.get_output_embeddings()
+    project, unfused = head.forward, model.loss_function
+
+    def loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+        if not model.training:
+            return unfused(logits=logits, labels=labels, vocab_size=vocab_size)  # type: ignore[no-any-return]
+        hidden_NH, weight = logits.reshape(-1, logits.shape[-1]), head.weight
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            hidden_NH, weight = hidden_NH.to(dtype), weight.to(dtype)
+        return _FusedLoss.apply(hidden_NH, weight, recorder)  # type: ignore[no-any-return]
+
+    head.forward = lambda hidden: hidden if model.training else project(hidden)
+    model.loss_function = loss

@@ -1,0 +1,409 @@
+"""One micro-batch through the real model code on fake tensors: every allocation from the inputs to the last gradient.
+
+The model is transformers' own, patched as the run would patch it, with few layers; `tape.unrolled` makes it as deep as
+the real one. Around it stands what the Trainer puts there: autocast, Accelerate's conversion of outputs to fp32, the
+loss divided by `num_items_in_batch`, checkpointing with its own context managers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import logging
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from tigon.errors import UsageError
+from tigon.models.seams.loss import causal_lm_loss, without_logits
+from tigon.models.tracing import attention_replaced
+from tigon.planner.gpus import Gpu
+from tigon.planner.request import Request, build, text_config
+from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
+from tigon.planner.trace.dispatch_recorder import HOST_CALLS, Recorder
+from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
+from tigon.techniques import checkpointing, head_groups, tiling
+from tigon.techniques.checkpointing import KEPT_OPS
+from tigon.techniques.choices import every_n_layers
+
+# What each word of `kernels` asks of the patcher; None: nothing. Of Liger's ops those inside the layers are traced as
+# ours, writing in place where its do; its loss is in `liger`.
+PATCH_FLAGS: Mapping[str, Mapping[str, bool] | None] = {
+    "none": None,
+    "no-flce": {"linear_cross_entropy": False},
+    "tigon": {},
+    "liger": {"linear_cross_entropy": False, "cross_entropy": False},
+}
+SELECTIVE_CALLS = 3
+"""Host time that selective checkpointing's own dispatch modes add to each operator of a layer, in operators, in the
+forward and in the recomputation: 16 tiny layers on a CPU took 3.4 times an ordinary operator's more."""
+NF4_CALLS = 55
+"""The host's time for one product with a 4-bit weight (bitsandbytes 0.50.2: MatMul4Bit and its nested scales, Python),
+in operators: 0.17 ms, fitted to Llama-3.2-1B's and Qwen3-0.6B's step on an H200."""
+AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
+
+
+@dataclass
+class Trace:
+    """The tapes of a micro-batch and of an evaluation's batch, at full depth."""
+
+    tape: Tape
+    eval_tape: Tape
+
+
+def weight_itemsize(precision: str) -> int:
+    """Bytes of a weight while the run holds it."""
+    return weight_dtype(precision).itemsize
+
+
+def weight_dtype(precision: str) -> torch.dtype:
+    """The dtype in which the run holds its weights."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def trace(
+    request: Request, gpu: Gpu, *, accumulating: bool = False, whole: bool = False, evaluating: bool = True
+) -> Trace:
+    """Trace one micro-batch of `request`; `accumulating`: gradients of an earlier one are there already.
+
+    whole: trace every layer, rather than few of them as often as there are layers. evaluating: trace an evaluation too.
+    Raises UsageError for a model whose forward cannot be traced without data.
+    """
+    layers = int(text_config(request.config).num_hidden_layers)
+    period = math.lcm(_period(text_config(request.config)), every_n_layers(request.choices.checkpointing) or 1)
+    depth = unrollable(layers, period)
+    if whole or depth >= layers:
+        return _trace(request, gpu, layers, accumulating, evaluating)
+    shallow = _trace(request, gpu, depth, accumulating, evaluating)
+    try:
+        shallow.tape = unrolled(shallow.tape, period=period, traced=depth, layers=layers)
+        # An evaluation keeps nothing of its layers but autocast's 16-bit copies of their weights.
+        shallow.eval_tape = unrolled(shallow.eval_tape, period=period, traced=depth, layers=layers)
+    except NotPeriodic:
+        return _trace(request, gpu, layers, accumulating, evaluating)
+    return shallow
+
+
+def per_layer_lists(config: Any) -> dict[str, list[Any]]:
+    """The entries of a config that hold one value for each layer, such as `layer_types`."""
+    layers = config.num_hidden_layers
+    return {
+        name: list(value)
+        for name, value in vars(config).items()
+        if isinstance(value, (list, tuple)) and len(value) == layers and layers > 1
+    }
+
+
+def _period(config: Any) -> int:
+    """The number of layers after which the kinds of layers repeat."""
+    lists = list(per_layer_lists(config).values())
+    layers = int(config.num_hidden_layers)
+    for period in range(1, layers + 1):
+        if all(values[i] == values[i - period] for values in lists for i in range(period, layers)):
+            return period
+    return layers
+
+
+def shallow_config(config: Any, layers: int) -> Any:
+    """A copy of the config with the first `layers` layers."""
+    shallow = copy.deepcopy(config)
+    text = text_config(shallow)
+    for name, values in per_layer_lists(text).items():
+        setattr(text, name, values[:layers])
+    text.num_hidden_layers = layers
+    text.use_cache = False
+    return shallow
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluating: bool) -> Trace:
+    choices = request.choices
+    config = shallow_config(request.config, layers)
+    if choices.attention == "eager":
+        text_config(config)._attn_implementation = "eager"
+    model: Any = build(request.model, config)
+    inplace, host_calls = (liger.INPLACE, liger.HOST_CALLS) if choices.kernels == "liger" else ({}, HOST_CALLS)
+    recorder = Recorder(cuda_scratch.scratch_bytes(gpu.sm_count), inplace, host_calls)
+    if choices.quantized:
+        adapters.quantize(model, functools.partial(recorder.count_host, NF4_CALLS))
+    _patch(model, choices.kernels, recorder)
+    if choices.lora_rank is not None:
+        adapters.attach(model, choices)
+    head_groups.check_groups(config, choices.attention_groups)
+    if choices.mlp_tile_tokens:
+        tiling.tile(model, choices.mlp_tile_tokens)
+    if request.heads is not None:
+        request.heads(model)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    run = _Run(request, model, recorder, accumulating)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(fake)
+            run.fill()
+            if choices.attention != "eager":
+                mask = attention.mask_maker(masked=request.masked, dense=choices.attention == "sdpa")
+                attend = attention.attention(recorder, gpu.arch, choices.attention_groups)
+                stack.enter_context(attention_replaced(model, attend, mask))
+            stack.enter_context(cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=request.batch))
+            if choices.precision in AUTOCAST:
+                stack.enter_context(cuda_autocast.cuda_autocast())
+            stack.enter_context(_foreign_code(request.model))
+            run.train()
+            eval_tape = run.evaluate() if evaluating else Tape()
+    finally:
+        if collecting:
+            gc.enable()
+    return Trace(recorder.tape, eval_tape)
+
+
+@contextlib.contextmanager
+def _foreign_code(name: str) -> Iterator[None]:
+    """The model's code is somebody else's: it may read values that a fake tensor does not have, or call an operator
+    that PyTorch cannot fake. PyTorch logs a traceback of its own then, besides what it raises."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    except Exception as error:
+        said = (RuntimeError, DataDependentOutputException, DynamicOutputShapeException)
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if not isinstance(error, said) and "transformers" not in Path(frame.f_code.co_filename).parts:
+            raise  # ours
+        raise UsageError(
+            f"{name}: its step cannot be traced without data ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:160]}); mend its config if that is wrong, or use the method `study`."
+        ) from error
+    finally:
+        log.setLevel(before)
+
+
+def _patch(model: Any, kernels: str, recorder: Recorder) -> None:
+    flags = PATCH_FLAGS[kernels]
+    if flags is None:
+        return
+    from tigon.models import patch
+
+    patch(model, **flags)
+    if kernels == "no-flce":
+        model.loss_function = causal_lm_loss
+    if kernels == "liger":
+        liger.fuse_loss(model, recorder)
+
+
+@dataclass
+class _Run:
+    request: Request
+    model: Any
+    recorder: Recorder
+    accumulating: bool
+
+    def fill(self) -> None:
+        """Put fake CPU tensors of the run's dtype where the model has meta ones; tied weights stay one."""
+        dtype = weight_dtype(self.request.choices.precision)
+        twins: dict[int, nn.Parameter] = {}
+        for module in self.model.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    if id(weight) not in twins:
+                        twins[id(weight)] = _twin(weight, dtype)
+                    module._parameters[name] = twins[id(weight)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        if self.accumulating:
+            for weight in self.model.parameters():
+                weight.grad = torch.empty_like(weight) if weight.requires_grad else None
+        self.recorder.exclude(weight for weight in self.model.parameters())
+        self.recorder.exclude(buffer for buffer in self.model.buffers())
+        self.recorder.exclude(w.grad for w in self.model.parameters() if w.grad is not None)
+
+    def train(self) -> None:
+        """Forward, loss and backward of one micro-batch."""
+        model, recorder = self.model, self.recorder
+        model.train()
+        self._checkpoint()
+        handles = self._watch()
+        try:
+            with recorder:
+                inputs = self._inputs()
+                outputs = self._forward(inputs)
+                loss = outputs.loss
+                del outputs
+                recorder.mark(Where("loss"), "logits")
+                loss.backward()
+                for weight in model.parameters():
+                    if weight.grad is not None:
+                        recorder.relabel(weight.grad, "gradients")
+                recorder.mark(Where("end"), "workspace")
+                del loss, inputs
+            recorder.close()
+        finally:
+            for handle in handles:
+                handle.remove()
+        for weight in model.parameters():
+            weight.grad = None
+
+    def evaluate(self) -> Tape:
+        """A batch of the trainer's evaluation: forward passes with labels, without gradients."""
+        recorder = Recorder({}, {})
+        recorder.exclude(weight for weight in self.model.parameters())
+        recorder.exclude(buffer for buffer in self.model.buffers())
+        self.model.eval()
+        heads = self.request.heads
+        passes = [without_logits(), *([heads.scoring(self.model)] if heads is not None else [])]
+        handles = _watch_forward(self.model, recorder)
+        try:
+            with torch.no_grad(), recorder:
+                for one in passes:
+                    recorder.mark(Where("forward"), "activations")
+                    with one:
+                        self._forward(self._inputs())
+        finally:
+            for handle in handles:
+                handle.remove()
+        recorder.close()
+        return recorder.tape
+
+    def _inputs(self) -> dict[str, Tensor]:
+        shape = (self.request.batch, self.request.seq)
+        return {name: torch.empty(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
+
+    def _forward(self, inputs: dict[str, Tensor]) -> Any:
+        """The model's call as Accelerate wraps it."""
+        dtype = AUTOCAST.get(self.request.choices.precision)
+        count = torch.empty((), dtype=torch.int64)
+        with torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext():
+            outputs = self.model(**inputs, num_items_in_batch=count, use_cache=False)
+        logits = outputs.logits
+        if dtype and isinstance(logits, Tensor) and logits.dtype == dtype:
+            outputs.logits = logits.float()
+        return outputs
+
+    def _checkpoint(self) -> None:
+        kind = self.request.choices.checkpointing
+        if kind == "none":
+            return
+        contexts = functools.partial(self._contexts, selective=kind == "selective")
+        checkpointing.enable(self.model, every_n_layers(kind) or 1, context_fn=contexts)
+
+    def _contexts(self, selective: bool) -> tuple[Any, Any]:
+        """checkpoint()'s own pair, of forward and recomputation; here they also tell which of the two is on."""
+        if not selective:
+            return contextlib.nullcontext(), self._recomputation()
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        forward, again = create_selective_checkpoint_contexts(_keeps)
+        return _both(self._watched(), forward), _both(self._recomputation(), _both(self._watched(), again))
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        self.recorder.watching_calls = SELECTIVE_CALLS
+        try:
+            yield
+        finally:
+            self.recorder.watching_calls = 0
+
+    @contextlib.contextmanager
+    def _recomputation(self) -> Iterator[None]:
+        component, self.recorder.component = self.recorder.component, "activations"
+        try:
+            yield
+        finally:
+            self.recorder.component = component
+
+    def _watch(self) -> list[Any]:
+        """Hooks that mark where each layer, and the head, begins in both directions."""
+        recorder, handles = self.recorder, []
+        checkpointed = self.request.choices.checkpointing != "none"
+        stack = decoder_layers(self.model)
+        for number, layer in enumerate(stack):
+            inputs = functools.partial(self._enter_layer, number, checkpointed and _is_checkpointed(layer))
+            handles.append(layer.register_forward_pre_hook(inputs, with_kwargs=True))
+            handles.append(layer.register_forward_hook(functools.partial(self._leave_layer, number)))
+        head = self.model.get_output_embeddings()
+        handles.append(head.register_forward_pre_hook(lambda *_: recorder.mark(Where("loss"), "logits")))
+        return handles
+
+    def _enter_layer(self, number: int, checkpointed: bool, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._in_backward():
+            return
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if checkpointed:
+            self.recorder.relabel(hidden, "checkpoints")
+        if number == 0 and hidden.requires_grad:
+            hidden.register_hook(self._marker(Where("backward")))
+        self.recorder.mark(Where("forward", number), "activations")
+
+    def _leave_layer(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
+        if self._in_backward():
+            return
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(self._marker(Where("backward", number)))
+
+    def _marker(self, where: Where) -> Callable[[Tensor], None]:
+        return lambda _: self.recorder.mark(where, "workspace")
+
+    @staticmethod
+    def _in_backward() -> bool:
+        return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _watch_forward(model: Any, recorder: Recorder) -> list[Any]:
+    """Hooks that mark where each layer, and the head, begins in a forward pass."""
+
+    def marker(where: Where, component: str) -> Callable[..., None]:
+        return lambda *_: recorder.mark(where, component)
+
+    handles = [
+        layer.register_forward_pre_hook(marker(Where("forward", number), "activations"))
+        for number, layer in enumerate(decoder_layers(model))
+    ]
+    head = model.get_output_embeddings()
+    return [*handles, head.register_forward_pre_hook(marker(Where("loss"), "logits"))]
+
+
+def _twin(weight: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    kept = dtype if weight.is_floating_point() else weight.dtype
+    return nn.Parameter(torch.empty(weight.shape, dtype=kept), requires_grad=weight.requires_grad)
+
+
+def _is_checkpointed(layer: nn.Module) -> bool:
+    return bool(getattr(layer, "gradient_checkpointing", False))
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers: the longest list of modules in the model's trunk; heads beside it may have longer ones."""
+    trunk = getattr(model, "base_model", model)
+    stacks = [list(module) for module in trunk.modules() if isinstance(module, nn.ModuleList)]
+    return max(stacks, key=len)
+
+
+_KEPT = frozenset({*KEPT_OPS, attention.OPERATOR})
+
+
+def _keeps(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The run's own policy; attention goes by another name here."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return CheckpointPolicy.MUST_SAVE if op._schema.name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextlib.contextmanager
+def _both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield

@@ -1,0 +1,96 @@
+"""profile.html: one file that shows everything, interactive, and asks nothing of the network.
+
+Its content security policy forbids all loading and every script but the one of page.js, by its hash. What the user
+named (model, recipe, files) goes through Jinja2's autoescape into the page, and into the data as JSON whose `<`, `>`
+and `&` are escaped, so that no string can end the element it is in; the script puts texts in as text only.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tigon.profiler.render import tables
+from tigon.profiler.render.result import Profile
+from tigon.profiler.timeline.timeline import CATEGORIES, title
+
+_HERE = Path(__file__).parent
+
+
+def render(profiles: Sequence[Profile]) -> str:
+    """The page of one profile, or of two side by side."""
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    script = (_HERE / "page.js").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, trim_blocks=True).from_string(
+        (_HERE / "page.html.j2").read_text(encoding="utf-8")
+    )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    labels = [each.timeline.label for each in profiles]
+    return template.render(
+        title=labels[0] if len(labels) == 1 else "Two runs side by side",
+        runs=[_run(number, profile, len(profiles)) for number, profile in enumerate(profiles)],
+        joint=[tables.components(profiles), tables.phases(profiles)],
+        categories=[(name, title(name), *CATEGORIES[name]) for name in CATEGORIES],
+        script=Markup(script),  # ours, as is the hash of it; the data below is escaped for a script element
+        script_hash=digest,
+        data=Markup(
+            _json(
+                {
+                    "categories": [[name, title(name)] for name in CATEGORIES],
+                    "runs": [_data(each) for each in profiles],
+                }
+            )
+        ),
+    )
+
+
+def _run(number: int, profile: Profile, n: int) -> dict[str, Any]:
+    found = [tables.pieces(profile), tables.operators(profile)]
+    timeline = profile.timeline
+    notes = list(timeline.notes)
+    if profile.predicted is not None:
+        notes.append(f"Dashed: the peak of each phase, predicted {profile.predicted.source}.")
+    elif "prediction" in profile.facts:
+        notes.append(f"Prediction: {profile.facts['prediction']}.")
+    if timeline.allocator_peak_bytes is not None:
+        own, ours = timeline.allocator_peak_bytes, profile.peak.nbytes
+        notes.append(
+            f"The allocator's own peak is {own:,} bytes, the timeline's {ours:,}: blocks that it did not split are "
+            "up to 1 MiB larger than what was asked for."
+        )
+    return {
+        "name": f"{'AB'[number]}: {timeline.label}" if n > 1 else timeline.label,
+        "peak": tables.peak_line(profile), "tables": [table for table in found if table is not None],
+        "facts": list(profile.facts.items()), "notes": notes,
+    }  # fmt: skip
+
+
+def _data(profile: Profile) -> dict[str, Any]:
+    """What the script draws from."""
+    timeline, names = profile.timeline, list(CATEGORIES)
+    return {
+        "label": timeline.label,
+        "events": timeline.events,
+        "times": timeline.times_ms,
+        "places": timeline.places(),
+        "sizes": timeline.sizes,
+        "categories": [names.index(name) for name in timeline.categories],
+        "calls": timeline.calls,
+        "callTable": [[str(call), *call.frames] for call in timeline.call_table],
+        "phases": [[p.name, p.step, p.layer, int(p.recomputed), p.start, p.end] for p in timeline.phases],
+        "bands": [[band.name, band.step, band.start, band.end] for band in timeline.bands()],
+        "predicted": None if profile.predicted is None else dict(profile.predicted.phases),
+        "peak": profile.peak.event,
+    }
+
+
+def _json(value: Any) -> str:
+    """JSON that may stand in a script element."""
+    text = json.dumps(value, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

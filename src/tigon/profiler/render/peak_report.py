@@ -1,0 +1,88 @@
+"""What the memory is made of at its highest, and which calls made the largest pieces of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tigon.profiler.timeline.timeline import CATEGORIES, PHASES, Phase, Timeline
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Blocks of one category that one call made and that are alive together."""
+
+    category: str
+    call: int
+    phase: str
+    """In which they were born."""
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class PeakReport:
+    """The most bytes alive at once."""
+
+    event: int
+    nbytes: int
+    time_ms: float
+    phase: Phase | None
+    components: Mapping[str, int]
+    """Bytes of each category; they sum to nbytes."""
+    pieces: tuple[Piece, ...]
+    """Largest first; they too sum to nbytes."""
+    reached_by: Piece
+    """The latest allocation of a hundredth of the peak or more, alone."""
+
+
+def peak_of(timeline: Timeline, *, start: int = 0, end: int | None = None) -> PeakReport | None:
+    """The peak among the events from `start` to before `end`; None where there are none."""
+    totals = timeline.totals()
+    window = range(start, len(totals) if end is None else end)
+    if not window:
+        return None
+    event = max(window, key=lambda i: totals[i])
+    alive: set[int] = set()
+    for e in timeline.events[: event + 1]:
+        if e >= 0:
+            alive.add(e)
+        else:
+            alive.discard(~e)
+    births = _births(timeline)
+    components = dict.fromkeys(CATEGORIES, 0)
+    groups: dict[tuple[str, int, str], list[int]] = {}
+    for block in alive:
+        components[timeline.categories[block]] += timeline.sizes[block]
+        key = (timeline.categories[block], timeline.calls[block], births[block])
+        groups.setdefault(key, []).append(timeline.sizes[block])
+    pieces = [Piece(*key, sum(sizes), len(sizes)) for key, sizes in groups.items()]
+    pieces.sort(key=lambda piece: (-piece.nbytes, piece.category, piece.call))
+    last = max((b for b in alive if 100 * timeline.sizes[b] >= totals[event]), default=max(alive, default=0))
+    size = timeline.sizes[last]
+    return PeakReport(
+        event, totals[event], timeline.times_ms[event], timeline.phase_at(event), components, tuple(pieces),
+        Piece(timeline.categories[last], timeline.calls[last], births[last], size, 1),
+    )  # fmt: skip
+
+
+def phase_peaks(timeline: Timeline) -> dict[str, int]:
+    """The most bytes alive at once in each of PHASES, over all steps."""
+    totals = timeline.totals()
+    found = dict.fromkeys(PHASES, 0)
+    for phase in timeline.phases:
+        # what is alive when it begins counts too, as in the planner's
+        window = totals[max(0, phase.start - 1) : phase.end] if phase.start < phase.end else []
+        found[phase.name] = max([found[phase.name], *window])
+    return found
+
+
+def _births(timeline: Timeline) -> list[str]:
+    """The phase that each block was born in."""
+    found = [""] * len(timeline.sizes)
+    for phase in timeline.phases:
+        name = f"{phase.name}, recomputed" if phase.recomputed else phase.name
+        for event in timeline.events[phase.start : phase.end]:
+            if event >= 0:
+                found[event] = name
+    return found

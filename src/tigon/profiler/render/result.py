@@ -1,0 +1,75 @@
+"""One profiled run, as profile.json keeps it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tigon._files import read_text
+from tigon.errors import UsageError
+from tigon.profiler.render.op_table import OpRow
+from tigon.profiler.render.peak_report import PeakReport, peak_of
+from tigon.profiler.timeline.timeline import Timeline
+
+FILE = "profile.json"
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What was expected of the run, from whoever can say."""
+
+    source: str
+    """Whose word it is, and for which device."""
+    phases: Mapping[str, int]
+    """The peak of each of timeline.PHASES, bytes."""
+    components: Mapping[str, int]
+    """Bytes of each of timeline.CATEGORIES at the peak of all."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.components.values())
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Memory, operators, prediction and what was run. Without operators where the run did not get that far."""
+
+    timeline: Timeline
+    ops: tuple[OpRow, ...]
+    predicted: Predicted | None
+    facts: Mapping[str, str]
+    """For the reader: model, rows, device, versions."""
+
+    @functools.cached_property
+    def peak(self) -> PeakReport:
+        found = peak_of(self.timeline)
+        if found is None:
+            raise UsageError(f"{self.timeline.label}: nothing was allocated while it was recorded")
+        return found
+
+    def as_mapping(self) -> dict[str, Any]:
+        return {
+            "timeline": self.timeline.as_mapping(),
+            "ops": [row.as_mapping() for row in self.ops],
+            "predicted": None if self.predicted is None else asdict(self.predicted),
+            "facts": dict(self.facts),
+            "peak": asdict(self.peak),
+        }
+
+
+def read(path: Path) -> Profile:
+    """What `as_mapping` wrote. Raises UsageError for a file that cannot be read or is none."""
+    try:
+        mapping = json.loads(read_text(path))
+        return Profile(
+            Timeline.from_mapping(mapping["timeline"]),
+            tuple(OpRow.from_mapping(row) for row in mapping["ops"]),
+            None if mapping["predicted"] is None else Predicted(**mapping["predicted"]),
+            mapping["facts"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"{path}: not a profile ({' '.join(str(error).split())[:120]})") from None

@@ -1,0 +1,328 @@
+"""A recipe from its file: YAML and `--set`, checked before anything else happens.
+
+YAML is read with `yaml.safe_load` after a look at its node tree, which gives every key its line and refuses repeated
+keys (YAML itself keeps the last one without a word), deep nesting and alias bombs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tigon._files import read_text
+from tigon.errors import RecipeError
+from tigon.recipe.keys import (
+    SECTIONS,
+    Recipe,
+    TrainConfig,
+    check_combinations,
+    check_effects,
+    limits_text,
+    type_name,
+)  # fmt: skip
+
+ON_GPU = "on_gpu"
+MAX_RECIPE_BYTES = 64 * 1024
+FP32_RANGE = (1.2e-38, 3.4e38)
+MAX_NAME = 1024  # characters of a path or another name; Linux allows a path 4,096 bytes
+MAX_NODES = 4096  # counted with aliases expanded, which is what an alias bomb blows up
+MAX_DEPTH = 8
+# Keys of old, and what to write now.
+RENAMED_KEYS: Mapping[str, str] = {
+    "train.gradient_checkpointing": "train.checkpointing: full (for true) or none (for false)",
+}
+
+# What PyYAML lets through: dates that are none, tags with values of another kind, numbers and nesting without end.
+OF_VALUES = (ValueError, KeyError, AttributeError, RecursionError)
+
+
+def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], checked: bool = True) -> Recipe:
+    """The recipe in `path` with `--set section.key=value` applied last.
+
+    gpu_present: asked only when `train.device` is auto and the recipe has an `on_gpu` block (importing torch is slow).
+    checked: False leaves out whether the keys go together. Raises RecipeError naming file, line and key.
+    """
+    raw, lines = _read_yaml(path)
+    _check_keys(raw, path, lines)
+    on_gpu = raw.pop(ON_GPU, None)
+    assignments = [_parse_override(text) for text in overrides]
+    # what is said for GPUs only is said too: the recipe is the same on a machine without one
+    said = {f"{name}.{key}" for block in (raw, on_gpu or {}) for name, keys in block.items() for key in keys}
+    said |= {".".join(dotted.split(".")[:2]) for dotted, _ in assignments}
+    device = _peek_device(raw, assignments)
+    if on_gpu and (device == "cuda" or (device == "auto" and gpu_present())):
+        _merge(raw, on_gpu)
+    for dotted, value in assignments:
+        _assign(raw, dotted, value)
+    sources = {dotted: "--set" for dotted, _ in assignments}
+
+    def where(dotted: str) -> str:
+        return _where(path, lines, dotted, sources)
+
+    recipe = _build(Recipe, raw, "", where)
+    assert isinstance(recipe, Recipe)
+    if checked:
+        check_combinations(recipe, path)
+        check_effects(recipe, said, where)
+    return recipe
+
+
+def loads_saved(path: Path) -> Recipe:
+    """The resolved recipe that a run wrote into its own folder."""
+    return load(path, gpu_present=lambda: False)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The file's mapping and the line of every dotted key."""
+    import yaml
+
+    try:
+        text = read_text(path, MAX_RECIPE_BYTES)
+    except FileNotFoundError:
+        raise RecipeError(
+            f"{path}: no such recipe file; give the path of a YAML recipe, e.g. recipes/quickstart.yaml"
+        ) from None
+    except OSError as error:
+        raise RecipeError(f"{path}: the recipe cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8") from None
+    lines: dict[str, int] = {}
+    try:
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        if tree is not None:
+            _walk(tree, path, "", 0, lines, [0])
+        raw = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise RecipeError(f"{path}{line}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, *OF_VALUES) as error:
+        raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())[:200]}") from None
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, dict):
+        sections = ", ".join(SECTIONS)
+        raise RecipeError(f"{path}: a recipe is a mapping of the sections {sections}, not {_article(_kind(raw))}")
+    return raw, lines
+
+
+def _walk(node: Any, path: Path, dotted: str, depth: int, lines: dict[str, int], count: list[int]) -> None:
+    """Record the line of every key; refuse repeated keys, deep nesting and expanded aliases."""
+    import yaml
+
+    count[0] += 1
+    line = node.start_mark.line + 1
+    if depth > MAX_DEPTH or count[0] > MAX_NODES:
+        raise RecipeError(f"{path}:{line}: nested deeper than {MAX_DEPTH} or more than {MAX_NODES} values; simplify it")
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key_node, value_node in node.value:
+            name = str(key_node.value)
+            child = f"{dotted}.{name}" if dotted else name
+            if name in seen:
+                raise RecipeError(f"{path}:{key_node.start_mark.line + 1}: {child} is given twice; keep one of them")
+            seen.add(name)
+            lines[child] = key_node.start_mark.line + 1
+            _walk(value_node, path, child, depth + 1, lines, count)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _walk(item, path, dotted, depth + 1, lines, count)
+
+
+def _check_keys(raw: dict[str, Any], path: Path, lines: dict[str, int]) -> None:
+    """Refuse unknown sections and keys, those under on_gpu too, even on a machine that will not use them."""
+    for section, value in raw.items():
+        known = [*SECTIONS, ON_GPU]
+        if section not in known:
+            raise _unknown(str(section), known, _where(path, lines, str(section), {}))
+        if value is None:
+            raw[section] = value = {}
+        if not isinstance(value, dict):
+            where = _where(path, lines, section, {})
+            raise RecipeError(f"{where}: {section} is a section of keys, not {_article(_kind(value))}")
+    if ON_GPU in raw:
+        for section, keys in raw[ON_GPU].items():
+            dotted = f"{ON_GPU}.{section}"
+            where = _where(path, lines, dotted, {})
+            if section not in SECTIONS:
+                raise _unknown(dotted, [f"{ON_GPU}.{name}" for name in SECTIONS], where)
+            if not isinstance(keys, dict):
+                raise RecipeError(f"{where}: {dotted} is a section of keys, not {_article(_kind(keys))}")
+        _build(Recipe, raw[ON_GPU], f"{ON_GPU}.", lambda dotted: _where(path, lines, dotted, {}))
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    import yaml
+
+    dotted, separator, value_text = text.partition("=")
+    dotted = dotted.strip()
+    if not separator or not dotted:
+        raise RecipeError(f"--set {text}: expected section.key=value, e.g. --set train.batch_size=8")
+    section, _, rest = dotted.partition(".")
+    if section not in SECTIONS or not rest:
+        raise _unknown(dotted, _all_keys(), "--set")
+    try:
+        value = yaml.safe_load(value_text)
+    except (yaml.YAMLError, *OF_VALUES):
+        raise RecipeError(f"--set {text[:200]}: the value is not valid YAML; quote it") from None
+    return dotted, value
+
+
+def _assign(raw: dict[str, Any], dotted: str, value: Any) -> None:
+    section, name, *rest = dotted.split(".")
+    target = raw.setdefault(section, {})
+    if rest:  # model.config.num_hidden_layers=2
+        inner = target.get(name) or {}
+        if not isinstance(inner, dict) or len(rest) > 1:
+            raise _unknown(dotted, _all_keys(), "--set")
+        target[name] = {**inner, rest[0]: value}
+    else:
+        target[name] = value
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
+    """Section by section; a key of `over` replaces the whole value, so `config: {}` there empties the mapping."""
+    for section, values in over.items():
+        base[section] = {**base.get(section, {}), **values}
+        # steps and epochs exclude each other: the block that speaks last decides
+        if section == "train" and ("steps" in values) != ("epochs" in values):
+            base[section].pop("epochs" if "steps" in values else "steps", None)
+
+
+def _peek_device(raw: dict[str, Any], assignments: Sequence[tuple[str, Any]]) -> Any:
+    device = raw.get("train", {}).get("device", TrainConfig.device)
+    for dotted, value in assignments:
+        device = value if dotted == "train.device" else device
+    return device
+
+
+# --- typed construction ----------------------------------------------------------------------------------------------
+
+
+def _build(cls: type[Any], raw: Mapping[str, Any], prefix: str, where: Callable[[str], str]) -> Any:
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    for name, value in raw.items():
+        dotted = f"{prefix}{name}"
+        if name not in fields:
+            root = f"{ON_GPU}." if prefix.startswith(ON_GPU) else ""
+            raise _unknown(dotted, [root + known for known in _all_keys()], where(dotted))
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            values[name] = _build(typing.cast("type[Any]", hint), value, f"{dotted}.", where)
+        else:
+            values[name] = _convert(value, hint, fields[name].metadata, dotted, where)
+    return cls(**values)
+
+
+def _convert(value: Any, hint: Any, limits: Mapping[str, Any], dotted: str, where: Callable[[str], str]) -> Any:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and types.NoneType in options:
+        return None
+    (target,) = [option for option in options if option is not types.NoneType]
+    if typing.get_origin(target) is tuple:
+        items = value if isinstance(value, list) else [value]
+        if not items and limits["choices"]:
+            raise RecipeError(f"{where(dotted)}: {dotted} is empty; name one or more of {', '.join(limits['choices'])}")
+        return tuple(_convert(item, typing.get_args(target)[0], limits, dotted, where) for item in items)
+    if typing.get_origin(target) is Mapping:
+        if not isinstance(value, dict):
+            found = _article(_kind(value))
+            raise RecipeError(f"{where(dotted)}: {dotted} is a mapping such as {{name: value}}, not {found}")
+        return dict(value)
+    if target is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        # YAML 1.1 reads 1e-3, without a dot, as text; an integer may be too large for a float
+        with contextlib.suppress(ValueError, OverflowError):
+            value = float(value)
+    if type(value) is not target:
+        found, wanted = _article(_kind(value)), _article(type_name(target))
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}, {found}; it must be {wanted}")
+    if isinstance(value, str):
+        _check_text(value, limits["prose"], dotted, where)
+    _check_limits(value, limits, dotted, where)
+    return value
+
+
+def _check_text(value: str, prose: bool, dotted: str, where: Callable[[str], str]) -> None:
+    """Refuse text that no file can be named by, and that no file of the run could hold."""
+    if not value.strip():
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}, empty; leave the key out, or give it a value")
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; a NUL or half a character is no text")
+    if not prose and any(character < " " for character in value):
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; a name has no line breaks or tabs")
+    if not prose and len(value) > MAX_NAME:
+        raise RecipeError(f"{where(dotted)}: {dotted} has {len(value)} characters; a name has {MAX_NAME} at most")
+
+
+def _check_limits(value: Any, limits: Mapping[str, Any], dotted: str, where: Callable[[str], str]) -> None:
+    choices, pattern, minimum, maximum, above = (
+        limits[name] for name in ("choices", "pattern", "minimum", "maximum", "above")
+    )
+    if value in limits["renamed"]:
+        raise RecipeError(f"{where(dotted)}: {dotted}: {value} is called {limits['renamed'][value]} now; write that")
+    if not re.fullmatch(pattern, value) if pattern else choices and value not in choices:
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; it must be one of {', '.join(choices)}")
+    too_small = (minimum is not None and not value >= minimum) or (above is not None and not value > above)
+    if too_small or (maximum is not None and not value <= maximum):
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; it {limits_text(limits)}")
+    # training is in fp32 at most: what is smaller would be 0 there, and what is larger infinite
+    if isinstance(value, float) and value != 0 and not FP32_RANGE[0] <= abs(value) <= FP32_RANGE[1]:
+        raise RecipeError(
+            f"{where(dotted)}: {dotted} is {_shown(value)}; fp32 holds numbers from {FP32_RANGE[0]} to {FP32_RANGE[1]}"
+        )
+
+
+# --- words ---------------------------------------------------------------------------------------------------------
+
+
+def _all_keys() -> list[str]:
+    return [f"{section}.{f.name}" for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)]
+
+
+def _unknown(dotted: str, known: Sequence[str], where: str) -> RecipeError:
+    now = RENAMED_KEYS.get(dotted.removeprefix(f"{ON_GPU}."))
+    if now:
+        return RecipeError(f"{where}: {dotted} is no more; write {now}")
+    leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
+    near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
+    near = near or [leaves[m] for m in difflib.get_close_matches(dotted.rsplit(".", 1)[-1], list(leaves), n=1)]
+    hint = f"the nearest key is {near[0]}" if near else f"known: {', '.join(known[:8])}, ..., see docs/train.md"
+    return RecipeError(f"{where}: {dotted} is not a recipe key; {hint}")
+
+
+def _where(path: Path, lines: Mapping[str, int], dotted: str, sources: Mapping[str, str]) -> str:
+    if dotted in sources:
+        return sources[dotted]
+    if dotted not in lines and f"{ON_GPU}.{dotted}" in lines:
+        dotted = f"{ON_GPU}.{dotted}"
+    return f"{path}:{lines[dotted]}" if dotted in lines else str(path)
+
+
+def _shown(value: Any) -> str:
+    """A value in a message; one of thousands of digits is shortened."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a number of thousands of digits"
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _kind(value: Any) -> str:
+    names = {str: "text", int: "integer", float: "number", bool: "true/false value", list: "list", dict: "mapping"}
+    return names.get(type(value), "empty value" if value is None else type(value).__name__)
+
+
+def _article(noun: str) -> str:
+    return noun if noun == "text" else f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"

@@ -1,0 +1,203 @@
+"""From choices to the engines that carry them out: the model as techniques want it, its optimizer, its last save."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+
+from tigon.errors import RecipeError, RunFolderError
+from tigon.models.loading import weight_files
+from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.choices import Choices
+from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.precision import WEIGHT_DTYPES
+from tigon.techniques.sharding import (
+    are_drawn_in_place,
+    are_read_in_parts,
+    fit_whole,
+    partitioned_loading,
+    weights_are_sharded,
+)
+from tigon.techniques.technique import Facts
+from tigon.trainer import model as models
+from tigon.trainer.distributed import launch
+from tigon.trainer.guards.nan_guard import first_nonfinite
+from tigon.trainer.trainer import MakeOptimizer
+
+
+def facts_of(recipe: Recipe, config: Any, shapes: dict[str, tuple[int, ...]], device: torch.device) -> Facts:
+    """What the techniques ask about this run."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return Facts(
+        device=device.type, shapes=shapes, hidden_size=int(getattr(text, "hidden_size", 0)),
+        processes=launch.processes(), tf32=recipe.train.tf32, lora_alpha=recipe.lora.alpha,
+        nvme_folder=recipe.sharding.nvme_folder,
+    )  # fmt: skip
+
+
+def make_optimizer(train: TrainConfig, choices: Choices) -> MakeOptimizer | None:
+    """None where the Trainer makes it from its name."""
+    if OPTIMIZERS[choices.optimizer].needs_compiler and choices.fsdp:
+        # Moments of 8 and of 4 bits have one key in PyTorch's cache of traced graphs when their weights are sharded, so
+        # that the run of one would take the other's graph and fail (torch 2.13). The cache of compiled kernels stays.
+        functorch_config.enable_autograd_cache = False
+    if OPTIMIZERS[choices.optimizer].trainer_name is not None:
+        return None
+    from tigon.techniques import galore
+
+    return partial(
+        galore.build, lr=train.learning_rate, betas=(train.adam_beta1, train.adam_beta2),
+        weight_decay=train.weight_decay, rank=choices.galore_rank, gap=train.galore_gap,
+        layerwise=OPTIMIZERS[choices.optimizer].in_backward,
+    )  # fmt: skip
+
+
+def build(
+    model: ModelConfig, config: Any, choices: Choices, facts: Facts, *, device: torch.device, seed: int, kernels: str,
+    base: Path, heads: bool, ops: Mapping[str, bool] | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """(model, what patching it did): loaded, patched (without the ops that are False), changed as the techniques say.
+
+    A checkpoint whose weights an engine divides is not on `device` afterwards, but on the host, from where FSDP2 takes
+    layer by layer, or in ZeRO-3's partitions. heads: whether the caller will put some on it.
+
+    base: where a preset's random weights are written first when they are quantised, which happens while loading, or
+    when adapters will be merged into them from there.
+    """
+    dtype = getattr(torch, WEIGHT_DTYPES[choices.precision])
+    used = [technique for technique in TECHNIQUES.values() if technique.used_by(choices)]
+    loading: dict[str, Any] = {}
+    for technique in used:
+        loading |= technique.loading(choices, facts)
+    if models.is_preset(model.name) and not are_drawn_in_place(choices):
+        with launch.first_process_first():
+            model = saved_preset(model, config, seed=seed, folder=base, through=device)
+    load = partial(models.build, model, config, dtype=dtype, seed=seed)
+    if loading or not weights_are_sharded(choices):
+        built = load(device=device, loading=loading)
+    elif models.is_preset(model.name):
+        stays = _stays_on(device, choices, facts, dtype)
+        built = load(device=device) if stays else load(device=None, through=device)
+    elif are_read_in_parts(choices, heads=heads):
+        with partitioned_loading(choices, facts):
+            built = load(device=None)
+        models.make_buffers_anew(built, model, config, dtype=dtype)
+    else:
+        built = load(device=None)
+    report = models.patch(built, kernels, **(ops or {}))
+    for technique in used:
+        built = technique.model(built, choices, facts)
+    return built, report
+
+
+def refuse_nonfinite(built: Any, model: ModelConfig) -> None:
+    """Refuse weights that are NaN or infinite before the first step. Every process calls it, as each may hold a part.
+
+    Raises:
+        RecipeError: in the first process; the others exit.
+    """
+    index = first_nonfinite(built)
+    heard = launch.everyone(-1 if index is None else index) or [-1 if index is None else index]
+    if max(heard) < 0:
+        return
+    if launch.rank() > 0:
+        raise SystemExit(2)
+    name = [name for name, _ in built.named_parameters()][max(heard)]
+    if models.is_preset(model.name):
+        raise RecipeError(
+            f"model.config: the random weights of {name} are not finite (NaN or infinite); lower initializer_range"
+        )
+    raise RecipeError(
+        f"model.name: {model.name}: {name} holds values that are not finite (NaN or infinite) as it was loaded, and no "
+        "step can be finite with them; use an earlier checkpoint"
+    )
+
+
+def _stays_on(device: torch.device, choices: Choices, facts: Facts, dtype: torch.dtype) -> bool:
+    """Whether random weights that an engine will divide wait on the GPU they are drawn on: not if they go to the host
+    anyway, when a run's peak would be their drawing, or if it has no room."""
+    if device.type != "cuda":
+        return True
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    room_bytes = min(free_bytes, int(total_bytes * torch.cuda.get_per_process_memory_fraction(device)))
+    sizes = (math.prod(shape) * dtype.itemsize for shape in facts.shapes.values())
+    return choices.offload == "none" and fit_whole(sizes, room_bytes)
+
+
+def saved_preset(model: ModelConfig, config: Any, *, seed: int, folder: Path, through: torch.device) -> ModelConfig:
+    """A preset's random weights as a bf16 checkpoint in `folder`, unless they are there; the config that names it.
+    through: where they are drawn."""
+    if not (folder / "config.json").exists():
+        built = models.build(model, config, dtype=torch.bfloat16, device=None, seed=seed, through=through)
+        built.save_pretrained(folder)
+    return ModelConfig(name=str(folder), kernels=model.kernels, attention=model.attention)
+
+
+def save(built: Any, trainer: Any, choices: Choices, folder: Path, *, model: ModelConfig, base: Path) -> None:
+    """The final weights as a checkpoint that transformers loads, adapters merged. Every process calls it."""
+    if choices.lora_rank is None:
+        if weights_are_sharded(choices):  # gathered by all processes, written by the first
+            trainer.save_model(str(folder))
+            (folder / "training_args.bin").unlink(missing_ok=True)
+        elif trainer.is_world_process_zero():
+            built.save_pretrained(folder)
+        return
+    if not _merged_from_files(choices):
+        if trainer.is_world_process_zero():
+            merged(built).save_pretrained(folder)
+        return
+    adapters = folder.with_name("adapters")
+    trainer.save_model(str(adapters))
+    (adapters / "training_args.bin").unlink(missing_ok=True)
+    if trainer.is_world_process_zero():
+        _merge_saved(adapters, folder, model=model, base=base)
+
+
+def _merged_from_files(choices: Choices) -> bool:
+    """Whether the weights in memory are none that adapters could be added to."""
+    return choices.lora_rank is not None and (choices.quantized or weights_are_sharded(choices))
+
+
+def merged(wrapped: Any) -> Any:
+    """The base model of a PEFT model with the adapters added to its weights.
+
+    A head tied to the embeddings is untied first if either has an adapter of its own: adding to the shared weight would
+    change both.
+    """
+    from torch import nn
+
+    base = wrapped.get_base_model()
+    head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
+    adapted = [hasattr(module, "base_layer") for module in (head, embeddings)]
+    inner = [module.base_layer if hasattr(module, "base_layer") else module for module in (head, embeddings)]
+    if any(adapted) and inner[0].weight is inner[1].weight:
+        inner[0].weight = nn.Parameter(inner[0].weight.detach().clone())
+        base.config.tie_word_embeddings = False
+    return wrapped.merge_and_unload()
+
+
+def _merge_saved(adapters: Path, folder: Path, *, model: ModelConfig, base: Path) -> None:
+    """Adapters from their file into the base checkpoint in bf16, on the CPU: quantised weights cannot be added to."""
+    import peft
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()  # with stage 3 alive, from_pretrained would partition the weights as it loads them
+    if models.is_preset(model.name):
+        model = replace(model, name=str(base), config=None)
+    plain = models.read(model, dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT would merge zeros in their place
+        try:
+            adapted = peft.PeftModel.from_pretrained(plain, str(adapters))
+        except UserWarning as error:
+            raise RunFolderError(f"{adapters} is not complete: {weight_files.one_line(error)}") from None
+    merged(adapted).save_pretrained(folder)

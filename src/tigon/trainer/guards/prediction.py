@@ -1,0 +1,317 @@
+"""What the planner says about a run on this machine's GPU: before it, beside what was measured, and when it fails.
+
+On a CPU nothing is said: the estimate is of a GPU, and what could be measured there is the whole process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tigon.errors import RecipeError, TigonError
+from tigon.planner.gpus import GIB, GPUS, Gpu, find_gpu, size_bytes
+from tigon.planner.render import as_recipe
+from tigon.planner.render.terminal import gib, seconds
+from tigon.planner.request import Request
+from tigon.planner.search import space
+from tigon.planner.search.recommend import Option, label, look, search
+from tigon.planner.search.space import Asked
+from tigon.planner.simulate.non_allocator_memory import group_bytes, outside_bytes
+from tigon.profiler.recording.device import host_free_bytes
+from tigon.recipe.keys import Recipe
+from tigon.techniques.choices import Choices
+from tigon.trainer.distributed import launch
+
+if TYPE_CHECKING:
+    import torch
+
+GPUS_A_HOST = 8
+"""More than these are taken to be spread over several machines."""
+SNAPSHOT = "memory_snapshot-{rank}.pickle"
+ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
+"""The name that every version reads."""
+# What PyTorch's OutOfMemoryError says of the request, and of what it has reserved and not given out.
+_ASKED = re.compile(r"Tried to allocate ([\d.]+ [KMGT]iB)")
+_IDLE = re.compile(r"([\d.]+ [KMGT]iB) is reserved by PyTorch but unallocated")
+# What --auto and the next rung may change, where the recipe says nothing else.
+_FREE = (
+    "precision", "optimizer", "checkpointing", "mlp_tile_tokens", "attention_groups", "zero", "fsdp", "offload",
+    "accumulate",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The estimate of a run on a GPU."""
+
+    option: Option
+    gpu: Gpu
+    free: frozenset[str]
+
+    def lines(self, command: str) -> list[str]:
+        """For the console: the peak and the time, and what to do where it will not fit."""
+        found = self.option.estimate
+        said = [
+            f"plan     peak {gib(found.peak_allocated_bytes)} allocated, {gib(found.peak_reserved_bytes)} reserved a "
+            f"GPU ({found.peak_phase}), {seconds(found.step_s)} a step"
+        ]
+        if not self.option.fits(self.gpu):
+            said.append(
+                f"warning  needs {gib(found.device_bytes)}, the CUDA context counted, and {self.gpu} has "
+                f"{gib(self.gpu.memory_bytes)}: it will run out of memory. {next_rung(self, command)}"
+            )
+        host_bytes = found.host_bytes * min(self.option.request.choices.gpus, GPUS_A_HOST)
+        if host_bytes > host_free_bytes():
+            said.append(
+                f"warning  offloading needs {gib(host_bytes)} of the host's memory, and {gib(host_free_bytes())} are "
+                "free: it will be killed or swap. Take more GPUs, sharding.offload: none, or nvme"
+            )
+        return said
+
+    def as_mapping(self) -> dict[str, Any]:
+        found = self.option.estimate
+        names = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "step_s", "peak_phase")
+        return {name: getattr(found, name) for name in names} | {"components": dict(found.components)}
+
+
+# --- before a run ----------------------------------------------------------------------------------------------------
+
+
+def gpu_here(device: torch.device, choices: Choices) -> Gpu:
+    """The row of this GPU with the memory that this process can have of it."""
+    import torch
+    from torch import distributed
+
+    properties = torch.cuda.get_device_properties(device)
+    row = _row_of(properties.name, properties.total_memory)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    own_bytes = torch.cuda.memory_reserved(device) + row.context_bytes
+    if launch.processes() > 1 and distributed.is_initialized():  # what it shares with the others is there already
+        own_bytes += group_bytes(row, choices)
+    return replace(row, memory_bytes=min(free_bytes + own_bytes, properties.total_memory))
+
+
+def _row_of(name: str, total_bytes: int) -> Gpu:
+    """By name as the driver says it (`NVIDIA A100-SXM4-80GB`), else the rates of one with as much memory."""
+    said = set(re.split(r"[\s_-]+", name.lower()))
+    rows = [row for row in GPUS.values() if set(row.name.split("-")) <= said]
+    return max(rows, key=lambda row: len(row.name)) if rows else find_gpu(f"{total_bytes / GIB:.2f}GiB")
+
+
+def predict(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu, *, evaluated: bool) -> Prediction:
+    """The estimate of a recipe. Raises UsageError for a model that cannot be traced."""
+    request = request_of(recipe, config, choices, evaluated=evaluated)
+    return Prediction(option=look(request, gpu), gpu=gpu, free=free_in(recipe))
+
+
+def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool) -> Request:
+    """The question that a recipe is."""
+    data, train = recipe.data, recipe.train
+    flash = recipe.model.attention.startswith("flash")
+    return Request(
+        model=recipe.model.name, config=config, batch=train.batch_size, seq=data.sequence_length, choices=choices,
+        masked=not flash and not (data.packing and data.cross_document_attention), clipped=train.max_grad_norm > 0,
+        evaluated=evaluated, heads=heads_of(recipe, config),
+    )  # fmt: skip
+
+
+def heads_of(recipe: Recipe, config: Any) -> Any:
+    """What puts the recipe's heads on the model that is traced; None without."""
+    if recipe.heads.stage is None:
+        return None
+    from tigon.medusa import Attachment
+    from tigon.trainer import heads, model
+
+    spec = heads.check(recipe, config, model.parameter_shapes(config))
+    assert spec is not None
+    return Attachment(spec, heads.objective_of(recipe.heads))
+
+
+def free_in(recipe: Recipe) -> frozenset[str]:
+    """The techniques that a recipe leaves at their defaults."""
+    default, said = Choices(), recipe.choices()
+    free = {name for name in _FREE if getattr(said, name) == getattr(default, name)}
+    if recipe.train.precision != "auto":
+        free.discard("precision")
+    return frozenset(free)
+
+
+# --- what to do instead ----------------------------------------------------------------------------------------------
+
+
+def alternative(request: Request, gpu: Gpu, free: frozenset[str]) -> Option | None:
+    """The fastest recipe that fits among those that change least of the numbers; None: there is none."""
+    found, _ = search(Asked(request=request, free=free, gpu=space.with_headroom(gpu), runnable_here=True))
+    if not found:
+        return None
+    least = min(space.change_rank(one.option.request.choices) for one in found)
+    return next(one.option for one in found if space.change_rank(one.option.request.choices) == least)
+
+
+def changed_keys(before: Request, after: Request) -> dict[str, Any]:
+    """The recipe keys that lead from one to the other; those gone back to their default with it."""
+    old, new = as_recipe.keys(before), as_recipe.keys(after)
+    default = as_recipe.keys(replace(before, choices=Choices()))
+    keys = {key: value for key, value in new.items() if old.get(key, default.get(key)) != value}
+    return {key: value for key, value in keys.items() if key != "model.name"}
+
+
+def next_rung(prediction: Prediction, command: str, *, failed: bool = False) -> str:
+    """A sentence: what fits, and the command that runs it. failed: the recipe has run out of memory, whatever was
+    predicted, so that what is named has to fit where this one cannot."""
+    gpu, own = prediction.gpu, prediction.option.estimate
+    if failed:
+        outside = outside_bytes(gpu, prediction.option.request.choices)
+        gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, own.peak_allocated_bytes + outside - 1))
+    found = alternative(prediction.option.request, gpu, prediction.free)
+    if found is None:
+        return (
+            "Nothing that the recipe leaves free makes it fit: lower data.sequence_length or train.batch_size, take "
+            "more GPUs, or train adapters with lora.rank."
+        )
+    changed = changed_keys(prediction.option.request, found.request)
+    words = shlex.join(part for key, value in changed.items() for part in ("--set", f"{key}={as_recipe.word(value)}"))
+    costs = "".join(f" ({name}: {cost})" for name, cost in space.changes(found.request.choices).items())
+    return f"Next rung: {label(found.request.choices)}, {gib(found.estimate.device_bytes)}{costs}: {command} {words}"
+
+
+def choose(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu) -> tuple[list[str], str]:
+    """(`--set` assignments that make the recipe the fastest that fits, what they are in words), for --auto.
+
+    Raises RecipeError when nothing fits.
+    """
+    evaluated = recipe.data.eval_fraction > 0 or bool(recipe.data.eval_source)
+    request = request_of(recipe, config, choices, evaluated=evaluated)
+    found = alternative(request, gpu, free_in(recipe))
+    if found is None:
+        needs = look(request, gpu).estimate.device_bytes
+        raise RecipeError(
+            f"--auto: nothing that the recipe leaves free fits {gpu} ({gib(gpu.memory_bytes)}; as it is, the run needs "
+            f"{gib(needs)}); lower data.sequence_length or train.batch_size, or set lora.rank"
+        )
+    changed = changed_keys(request, found.request)
+    assignments = [f"{key}={as_recipe.word(value)}" for key, value in changed.items()]
+    said = ", ".join(assignments) if assignments else "nothing to change"
+    return assignments, f"{said}; {gib(found.estimate.device_bytes)}, {seconds(found.estimate.step_s)} a step"
+
+
+def with_auto(recipe: Recipe, overrides: Sequence[str], device: torch.device, *, resume: bool) -> list[str]:
+    """`overrides` and what --auto adds to them, which is printed. Raises RecipeError."""
+    from rich.console import Console
+
+    from tigon.trainer import model
+    from tigon.trainer.guards import preflight
+
+    if launch.joined():  # the process that started this one has chosen
+        return list(overrides)
+    if resume:
+        raise RecipeError("--auto with --resume: a run goes on with the techniques it began with; leave --auto out")
+    if device.type != "cuda":
+        raise RecipeError("--auto chooses for a GPU, and this run is on the CPU; leave it out, or ask `tigon plan`")
+    config = model.load_config(recipe.model)
+    preflight.check_lengths(recipe, config)
+    choices = preflight.check_techniques(recipe, device)
+    assignments, said = choose(recipe, config, choices, gpu_here(device, choices))
+    Console(highlight=False).print(f"auto     {said}", markup=False, soft_wrap=True)
+    return [*overrides, *assignments]
+
+
+# --- beside and after a run ------------------------------------------------------------------------------------------
+
+
+def announce(recipe: Recipe, config: Any, choices: Choices, device: torch.device, *, evaluated: bool,
+             command: str) -> tuple[Prediction | None, list[str]]:  # fmt: skip
+    """(the prediction, lines for the console). A model that cannot be predicted is trained all the same."""
+    if device.type != "cuda":
+        return None, []
+    try:
+        found = predict(recipe, config, choices, gpu_here(device, choices), evaluated=evaluated)
+        return found, found.lines(command)
+    except TigonError as error:
+        return None, [f"plan     no prediction: {error}"]
+
+
+def measured(device: torch.device) -> Mapping[str, int]:
+    """The allocator's own peaks so far."""
+    import torch
+
+    return {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+    }
+
+
+def compared(prediction: Prediction | None, device: torch.device) -> dict[str, Any] | None:
+    """For the summary: predicted and measured; None where nothing was predicted."""
+    if prediction is None:
+        return None
+    return {"predicted": prediction.as_mapping(), "measured": dict(measured(device))}
+
+
+def comparison_line(memory: Mapping[str, Any]) -> str:
+    """One line for the console and the report."""
+    predicted, found = memory["predicted"], memory["measured"]
+    words = []
+    for name in ("allocated", "reserved"):
+        ours, theirs = predicted[f"peak_{name}_bytes"], found[f"peak_{name}_bytes"]
+        off = f" ({ours / theirs - 1:+.1%})" if theirs else ""
+        words.append(f"{name} {gib(ours)} predicted, {gib(theirs)} measured{off}")
+    return "; ".join(words)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is the device's memory, whoever asked for it: PyTorch, cuBLAS, Triton or the driver."""
+    import torch
+
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError)
+        and any(words in text for words in ("out of memory", "STATUS_ALLOC_FAILED", "DefaultCPUAllocator"))
+    )
+
+
+def out_of_memory(
+    error: BaseException, prediction: Prediction | None, recipe: Recipe, *, folder: Path, device: torch.device,
+    command: str,
+) -> RecipeError:  # fmt: skip
+    """The error to raise instead: needed, had, next rung with its command; a memory snapshot is written on CUDA."""
+    said = [
+        f"out of GPU memory with train.batch_size {recipe.train.batch_size} and data.sequence_length "
+        f"{recipe.data.sequence_length}"
+    ]
+    if device.type == "cuda":
+        import torch
+
+        snapshot = folder / SNAPSHOT.format(rank=launch.rank())
+        torch.cuda.memory._dump_snapshot(str(snapshot))
+        said.append(f"snapshot in {snapshot}, for pytorch.org/memory_viz")
+    if asked := _ASKED.search(str(error)):
+        said.append(f"the last allocation asked for {asked[1]}")
+    said += _in_pieces(str(error), command)
+    if prediction is None:
+        return RecipeError("; ".join([*said, "lower one of them, or set train.checkpointing: full"]))
+    needed = prediction.option.estimate.device_bytes
+    said.append(f"needed {gib(needed)}, had {gib(prediction.gpu.memory_bytes)}")
+    try:
+        said.append(next_rung(prediction, command, failed=True))
+    except TigonError as why:
+        said.append(f"no next rung: {why}")
+    return RecipeError("; ".join(said))
+
+
+def _in_pieces(text: str, command: str) -> list[str]:
+    """What to say where PyTorch held as much as was asked for, but nowhere in one piece."""
+    asked, idle = _ASKED.search(text), _IDLE.search(text)
+    if asked is None or idle is None or "expandable_segments:True" in os.environ.get(ALLOCATOR_SETTINGS, ""):
+        return []
+    if (size_bytes(idle[1]) or 0) < (size_bytes(asked[1]) or 0):
+        return []
+    return [
+        f"{idle[1]} were free in pieces, which PyTorch can join: "
+        f"{ALLOCATOR_SETTINGS}=expandable_segments:True {command}"
+    ]

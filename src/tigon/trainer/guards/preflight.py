@@ -1,0 +1,267 @@
+"""What can be refused before the run folder exists: missing packages, device, precision, sizes, disk space."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tigon.errors import RecipeError, RunFolderError
+from tigon.recipe.keys import Recipe
+from tigon.techniques import matrix
+from tigon.techniques.choices import Choices
+from tigon.techniques.optimizers import OPTIMIZERS, Parameter
+from tigon.trainer.checkpoint import nvme_swap
+from tigon.trainer.distributed import launch
+from tigon.trainer.guards import system_limits
+from tigon.units import in_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+EXTRAS = (
+    "transformers", "accelerate", "tokenizers", "safetensors", "yaml", "rich", "tensorboard", "matplotlib", "jinja2",
+)  # fmt: skip
+OLDEST_TRANSFORMERS = (5, 8)
+CPU_ZERO_PROCESSES = 1  # Accelerate 1.15 has a backend for no more where there is no accelerator
+
+
+def check_packages() -> None:
+    """One line instead of an import error deep inside."""
+    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RecipeError(f"tigon train needs {', '.join(missing)}, not installed here: pip install 'tigon[train]'")
+    version = importlib.metadata.version("transformers")
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRANSFORMERS:
+        raise RecipeError(f"transformers {version} is installed, 5.8 or newer is needed: pip install 'tigon[train]'")
+
+
+def check_process(workers: int = 0) -> None:
+    """What the shell gave this process: its limit of open files, and variables of launchers and of Accelerate.
+
+    The limit is raised, and Accelerate's variables are removed with a warning on stdout.
+
+    Args:
+        workers: Processes that prepare batches.
+
+    Raises:
+        RecipeError: The limit is too low for the workers.
+        ProcessError: A launcher's variable is set that no launcher left; the message names it.
+    """
+    system_limits.raise_open_files(workers)
+    launch.check_environment()
+    for text in launch.ignore_accelerate_variables():
+        if launch.rank() == 0:
+            print(f"warning  {text}", flush=True)
+
+
+def gpu_present() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def check_device(recipe: Recipe) -> torch.device:
+    """The device of the run; refuses what that device cannot do."""
+    import torch
+
+    wanted = recipe.train.device
+    if wanted == "cuda" and not gpu_present():
+        raise RecipeError("train.device is cuda, but PyTorch sees no GPU here; use --set train.device=cpu")
+    on_gpu = wanted != "cpu" and gpu_present()
+    if on_gpu and not launch.joined() and recipe.sharding.gpus > torch.cuda.device_count():
+        raise RecipeError(
+            f"sharding.gpus is {recipe.sharding.gpus}, but PyTorch sees {torch.cuda.device_count()} here; lower it"
+        )
+    here = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())) if on_gpu else 0
+    device = torch.device("cuda", here) if on_gpu else torch.device("cpu")
+    precision, attention = recipe.train.precision, recipe.model.attention
+    if precision in ("amp-bf16", "bf16") and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+        raise RecipeError(f"train.precision is {precision}, which {torch.cuda.get_device_name()} lacks; use amp-fp16")
+    if attention.startswith("flash_attention"):
+        _check_flash(attention, device, resolve_precision(precision, device))
+    return device
+
+
+def check_techniques(recipe: Recipe, device: torch.device) -> Choices:
+    """The techniques of this run on this machine; refuses those that it cannot carry out."""
+    precision = resolve_precision(recipe.train.precision, device)
+    choices = replace(recipe.choices(precision=precision), gpus=max(recipe.sharding.gpus, launch.processes()))
+    matrix.check(choices, device=device.type)
+    if device.type == "cpu" and choices.zero and (choices.gpus > CPU_ZERO_PROCESSES or choices.precision != "fp32"):
+        raise RecipeError("sharding.zero on the CPU is for one process in fp32 (Accelerate has no more); use GPUs")
+    compared = recipe.comparison.kernels if recipe.comparison.steps else ()
+    for key, words in (("model.kernels", (choices.kernels,)), ("comparison.kernels", compared)):
+        if "liger" in words:
+            if importlib.util.find_spec("liger_kernel") is None:
+                raise RecipeError(f"{key} is liger, which needs liger-kernel, not installed here")
+            if device.type == "cpu":
+                raise RecipeError(f"{key} is liger, whose kernels need a GPU; without one use tigon")
+    return choices
+
+
+def _check_flash(attention: str, device: torch.device, precision: str) -> None:
+    import transformers.utils
+
+    probe = f"is_flash_attn_{attention[-1]}_available"
+    if device.type == "cpu" or not getattr(transformers.utils, probe)():
+        raise RecipeError(f"model.attention is {attention}, which needs a GPU and its package; use sdpa")
+    if precision == "fp32":
+        raise RecipeError(f"model.attention is {attention}, which has no fp32; set train.precision to amp-bf16")
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """`auto` in words."""
+    import torch
+
+    if precision != "auto":
+        return precision
+    return "amp-bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
+
+
+def check_lengths(recipe: Recipe, config: Any) -> None:
+    """A row must fit the positions the model knows."""
+    limit = getattr(config, "max_position_embeddings", None)
+    length = recipe.data.sequence_length
+    if limit is not None and length > limit:
+        raise RecipeError(
+            f"data.sequence_length is {length}, but {recipe.model.name} takes at most {limit} tokens; lower it"
+        )
+
+
+def check_sample(recipe: Recipe, config: Any, n_prompt: int) -> None:
+    """The text sample must fit the positions too, with the `n_prompt` tokens that it goes on from."""
+    limit = getattr(config, "max_position_embeddings", None)
+    n_tokens = recipe.output.sample_tokens
+    if limit is None or not n_tokens or n_prompt + n_tokens <= limit:
+        return
+    fix = "shorten output.sample_prompt"
+    if n_prompt < limit:
+        fix = f"set output.sample_tokens to {limit - n_prompt} or less"
+    raise RecipeError(
+        f"output.sample_tokens is {n_tokens}, after a prompt of {n_prompt} tokens, but {recipe.model.name} takes at "
+        f"most {limit} tokens; {fix}"
+    )
+
+
+def check_vocabulary(recipe: Recipe, config: Any, tokenizer_size: int) -> None:
+    """Every token needs a row in the embedding."""
+    if tokenizer_size > config.vocab_size:
+        if recipe.data.tokenizer == "auto":
+            fix = f"set data.vocab_size to {config.vocab_size} or less"
+        else:
+            fix = f"use the model's own tokenizer, or set model.config.vocab_size to {tokenizer_size} or more"
+        raise RecipeError(
+            f"the tokenizer has {tokenizer_size} tokens, but {recipe.model.name} has a vocabulary of "
+            f"{config.vocab_size}; {fix}"
+        )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of what a run holds, from shapes alone."""
+
+    weights: int
+    gradients: int
+    states: int
+
+
+def sizes(choices: Choices, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
+    """Weights, gradients and optimizer states. Adapters and sharding are left out: both only make the rest smaller."""
+    row = OPTIMIZERS[choices.optimizer]
+    itemsize = 2 if choices.precision == "bf16" else 4
+    numel = sum(math.prod(shape) for shape in shapes.values())
+    if choices.lora_rank is not None:
+        return Sizes(numel // 2 if choices.quantized else numel * itemsize, 0, 0)
+    vocabulary = max(max(shape, default=0) for shape in shapes.values())
+    parameters = [Parameter(s, itemsize, projected=len(s) == 2 and vocabulary not in s) for s in shapes.values()]
+    states = row.state_bytes(parameters, rank=choices.galore_rank)
+    return Sizes(numel * itemsize, 0 if row.in_backward else numel * itemsize, states)
+
+
+def check_memory(recipe: Recipe, choices: Choices, device: torch.device, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a model whose weights, gradients and optimizer alone are larger than the device."""
+    from tigon.profiler.recording.device import total_bytes
+
+    if choices.zero or choices.fsdp:
+        return  # where they live depends on stage and offload: `tigon plan` knows
+    found, has_bytes = sizes(choices, shapes), total_bytes(device)
+    needed_bytes = found.weights + found.gradients + found.states
+    n_parameters = sum(math.prod(shape) for shape in shapes.values())
+    if needed_bytes > has_bytes:
+        raise RecipeError(
+            f"{recipe.model.name} has {n_parameters / 1e9:.1f} G parameters: weights, gradients and "
+            f"{choices.optimizer} take {needed_bytes / 2**30:.0f} GiB, and {device} has {has_bytes / 2**30:.0f} GiB; "
+            "choose a smaller model"
+        )
+
+
+def check_disk(recipe: Recipe, choices: Choices, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Room for the checkpoints kept, the one being written, and the final model; and for states in files, a write of
+    which that does not fit DeepSpeed does not notice."""
+    found = sizes(choices, shapes)
+    needed_bytes = 32 * 2**20  # reports, charts, logs
+    if recipe.train.save_steps is not None and choices.lora_rank is None:
+        needed_bytes += (recipe.train.keep_checkpoints + 1) * (found.weights + found.states)
+    if recipe.output.save_model:
+        needed_bytes += found.weights
+    fix = "set another output.folder, or lower train.keep_checkpoints"
+    _check_room(recipe.output.folder, needed_bytes, 0, "checkpoints and model", fix)
+    path = recipe.sharding.nvme_folder
+    if path is not None:
+        beside_bytes = needed_bytes if _disk(path).stat().st_dev == _disk(recipe.output.folder).stat().st_dev else 0
+        needed_bytes = found.weights if choices.precision == "fp32" else found.weights // 2
+        if choices.lora_rank is None:  # adapters are too small to count
+            needed_bytes += found.weights + found.gradients + found.states
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.sharding.gpus)) / choices.gpus
+        what = "weights and states in files" + (", and for checkpoints and model" if beside_bytes else "")
+        fix = "set another sharding.nvme_folder, or sharding.offload: cpu"
+        _check_room(path, int(needed_bytes * here) + beside_bytes, nvme_swap.left_bytes(path), what, fix)
+
+
+def _disk(path: str) -> Path:
+    """What there is already of a path."""
+    found = Path(path).resolve()
+    while not found.exists():
+        found = found.parent
+    return found
+
+
+def _check_room(path: str, needed_bytes: int, given_back_bytes: int, what: str, fix: str) -> None:
+    """given_back_bytes: of the disk's, what the run will remove first."""
+    free_bytes = shutil.disk_usage(_disk(path)).free + given_back_bytes
+    if free_bytes < needed_bytes:
+        raise RunFolderError(
+            f"{path}: {in_bytes(free_bytes)} free, but the run needs {in_bytes(needed_bytes)} for {what}; "
+            f"free some, {fix}"
+        )
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and hardware, from an allow-list: no environment variables, no user or host names."""
+    import platform
+
+    import torch
+
+    import tigon
+
+    packages = ("torch", "triton", "transformers", "accelerate", "tokenizers", "safetensors")
+    found = {"tigon": tigon.__version__, "python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    hardware: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "device": str(device)}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        hardware["gpu"] = properties.name
+        hardware["gpu_memory_bytes"] = properties.total_memory
+    hardware["cpu_threads"] = torch.get_num_threads()
+    return {"versions": found, "hardware": hardware}

@@ -1,0 +1,49 @@
+"""The ops that a run is going to use, tried on small inputs on its GPU before anything relies on them.
+
+A compiler, driver or card of another version can make a kernel wrong without an error. An op that fails is left out of
+the patch, so that the model keeps its own code there, and the run says so and records it. On the CPU the ops are
+PyTorch's own operations, and there is nothing to try.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tigon.errors import KernelError
+from tigon.ops import OPS, _dispatch
+from tigon.ops.self_check import check_op
+from tigon.recipe.keys import Recipe
+from tigon.techniques.choices import Choices
+
+# The flag of `tigon.patch` that leaves an op out; ops without one are no part of a patch.
+FLAGS: Mapping[str, str] = {
+    "rms_norm": "rms_norm", "layer_norm": "layer_norm", "rope": "rope", "swiglu": "mlp", "geglu": "mlp",
+    "cross_entropy": "cross_entropy", "linear_cross_entropy": "linear_cross_entropy",
+}  # fmt: skip
+DTYPES = {"fp32": "fp32", "amp-bf16": "bf16", "bf16": "bf16", "amp-fp16": "fp16"}
+
+
+def wrong_ops(recipe: Recipe, choices: Choices, device: torch.device) -> dict[str, str]:
+    """Op -> what is wrong with it here, of those that this run would use. Raises KernelError where the recipe says
+    `model.self_test: strict`."""
+    patched = choices.kernels in ("tigon", "no-flce")
+    if recipe.model.self_test == "off" or not patched or not _dispatch.uses_kernel(torch.empty(1, device=device)):
+        return {}
+    found = {}
+    for name in OPS:
+        if name in FLAGS and not (check := check_op(name, DTYPES[choices.precision])).passed:
+            found[name] = check.error or f"{check.worst} is off by {check.share:.3g} times what rounding allows"
+    if found and recipe.model.self_test == "strict":
+        said = "; ".join(f"{name}: {why}" for name, why in found.items())
+        raise KernelError(
+            f"kernels that give wrong results here: {said}. See `tigon doctor`; with model.self_test: fallback the "
+            "model keeps its own code in their place"
+        )
+    return found
+
+
+def without(wrong: Mapping[str, str]) -> dict[str, bool]:
+    """The flags of `tigon.patch` that leave these ops out."""
+    return {FLAGS[name]: False for name in wrong}

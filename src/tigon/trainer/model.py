@@ -1,0 +1,390 @@
+"""The model of a run: a preset with random weights, a local folder, or a hub id; patched as the recipe says."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from tigon.errors import RecipeError, UsageError
+from tigon.models.loading import weight_files
+from tigon.models.loading.config import check_counts, declared_in, is_hub_id
+from tigon.models.loading.presets import PRESETS
+from tigon.models.loading.weight_files import one_line
+from tigon.recipe.keys import ModelConfig
+
+# Keys that every transformers config has, and that say nothing about a shape.
+NO_SHAPE = frozenset({
+    "_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "id2label", "is_encoder_decoder", "label2id",
+    "model_type", "output_attentions", "output_hidden_states", "problem_type", "return_dict", "transformers_version",
+    "use_cache",
+})  # fmt: skip
+
+# What PyTorch says where a value is asked of a tensor that has none.
+_WANTS_NUMBERS = re.compile("meta tensor", re.IGNORECASE)
+# How transformers' RuntimeErrors about a checkpoint begin.
+_NOT_LOADED = re.compile(r"in loading state_dict|automatic conversion of the weights|ignore_mismatched_sizes")
+
+
+def is_preset(name: str) -> bool:
+    return name in PRESETS
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that is neither a preset, nor a model folder, nor shaped like a hub id."""
+    if is_preset(name) or is_hub_id(name):
+        return
+    folder = Path(name)
+    if not folder.exists():
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"the nearest preset is {near[0]}" if near else f"presets: {', '.join(PRESETS)}"
+        if folder.name == "model":
+            hint = f"the run {folder.parent.name!r} leaves that folder when it ends; make that run first"
+        raise RecipeError(f"model.name: {name!r} is neither a preset nor a folder nor a hub id; {hint}")
+    if not (folder / "config.json").is_file():
+        raise RecipeError(f"model.name: {name} has no config.json; give the folder of a Hugging Face checkpoint")
+    if not any(folder.glob("*.safetensors*")):  # an index counts too: `check_weights` says what it lacks
+        raise RecipeError(f"model.name: {name} has no .safetensors weights; save the model as safetensors there")
+    if (folder / "adapter_config.json").exists():
+        raise RecipeError(
+            f"model.name: {name} holds adapters (adapter_config.json), beside which transformers reads another model's "
+            "weights; merge the adapters into their base (PEFT's merge_and_unload), and give the folder that holds both"
+        )
+
+
+def load_config(model: ModelConfig) -> Any:
+    """The transformers config, with `model.config` applied to a preset. Raises RecipeError."""
+    from transformers import AutoConfig
+
+    check_name(model.name)
+    if model.revision is not None and not is_hub_id(model.name):
+        what = "a preset" if is_preset(model.name) else "a local folder"
+        raise RecipeError(
+            f"model.revision is {model.revision!r}, but {model.name} is {what}, which has no revisions; leave "
+            "model.revision out, or name a model of the hub (owner/model)"
+        )
+    if is_preset(model.name):
+        return _preset_config(model)
+    if model.config:
+        raise RecipeError(f"model.config changes the shape of presets; {model.name} has weights of its own shape")
+    try:
+        if not is_hub_id(model.name):
+            declared_in(Path(model.name) / "config.json")
+        return AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except UsageError as error:
+        raise RecipeError(f"model.name: {error}") from None
+    except Exception as error:  # transformers and huggingface_hub raise a dozen types for a config they cannot take
+        raise RecipeError(f"model.name: {model.name} cannot be loaded: {one_line(error)}") from None
+
+
+def check_weights(model: ModelConfig, config: Any) -> tuple[str, ...]:
+    """Refuse a checkpoint that would not fill the model, before any weight is read; presets have no files.
+
+    Returns:
+        The tensors of its files that the model does not have, and that stay unused.
+
+    Raises:
+        RecipeError: a file is missing or damaged, or a tensor of the model is in none or has another shape.
+    """
+    if is_preset(model.name):
+        return ()
+    try:
+        files = _weight_files(model, config)
+        headers = weight_files.read_headers(files)
+        if not files or getattr(config, "quantization_config", None):
+            return ()  # the names and shapes of quantised tensors are their quantiser's: `build` asks for the report
+        report = weight_files.compare(
+            config, headers, attention=model.attention, trust_remote_code=model.trust_remote_code
+        )
+    except UsageError as error:
+        hint = "; set model.attention to eager" if "attention implementation" in str(error) else ""
+        raise RecipeError(f"model.name: {error}{hint}") from None
+    _refuse(model, report)
+    return report.unexpected
+
+
+def unused_line(names: Sequence[str]) -> str:
+    """One line for the console about tensors that `check_weights` returned."""
+    listed = weight_files.listed(names, "tensor")
+    return f"warning  the checkpoint holds {listed}, which the model does not have; they stay unused"
+
+
+def _refuse(model: ModelConfig, report: weight_files.LoadReport) -> None:
+    if report.problem:
+        raise RecipeError(f"model.name: {model.name}: {report.problem}")
+
+
+def _weight_files(model: ModelConfig, config: Any) -> tuple[Path, ...]:
+    """A checkpoint's files, downloaded if it is the hub's; none where only transformers can find them there."""
+    named = getattr(config, "transformers_weights", None)
+    if not is_hub_id(model.name):
+        return weight_files.files_in(Path(model.name), named)
+    from transformers.utils import cached_file
+
+    def fetched(name: str) -> Path | None:
+        found = cached_file(
+            model.name, name, revision=model.revision, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+        return None if found is None else Path(found)
+
+    try:
+        if single := fetched(named or weight_files.SINGLE):
+            return (single,)
+        index = None if named else fetched(weight_files.INDEX)
+        found = [fetched(name) for name in weight_files.shards(index)] if index else []
+    except (OSError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise RecipeError(f"model.name: {model.name} cannot be downloaded: {one_line(error)}") from None
+    return tuple(path for path in found if path is not None) if None not in found else ()
+
+
+def _preset_config(model: ModelConfig) -> Any:
+    from transformers import AutoConfig
+
+    shape = dict(PRESETS[model.name])
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    known = config.to_dict()
+    for name in model.config or {}:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; the nearest is {near[0]}" if near else ""
+            raise RecipeError(f"model.config.{name} is not a key of {type(config).__name__}{hint}")
+        if name in NO_SHAPE:
+            raise RecipeError(
+                f"model.config.{name} is no part of a shape, which is all that model.config changes; leave it out"
+            )
+    _check_values(model.config or {}, "model.config")
+    try:
+        config = type(config)(**{**shape, **(model.config or {})})
+    except Exception as error:  # huggingface_hub raises its own strict-dataclass errors, which are no ValueError
+        raise RecipeError(f"model.config: {type(config).__name__} refuses it: {' '.join(str(error).split())}") from None
+    if model.config:
+        _check_shape(model, shape, config)
+    return config
+
+
+def _check_values(values: Mapping[str, Any], where: str) -> None:
+    """Refuse numbers that no model has, in a mapping of mappings; transformers takes them as floats."""
+    try:
+        check_counts(values, where)
+    except UsageError as error:
+        raise RecipeError(str(error)) from None
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            _check_values(value, f"{where}.{name}")
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):
+                raise RecipeError(f"{where}.{name} is {number}; set a finite number")
+            # -1 stands for "no such token" in some configs
+            if isinstance(number, (int, float)) and number < 0 and not name.endswith("token_id"):
+                raise RecipeError(f"{where}.{name} is {number}, and no model has a negative one; set 0 or more")
+            if name == "rope_theta" and number == 0:
+                raise RecipeError(f"{where}.rope_theta is 0, by which the angles are divided; set a positive number")
+
+
+def _check_shape(model: ModelConfig, shape: Mapping[str, Any], config: Any) -> None:
+    """Refuse a shape that no step can be made with, and name the keys without which one could."""
+    problem, changed = _problem_of(config), model.config or {}
+    if problem is None:
+        return
+
+    def works_without(name: str) -> bool:
+        try:
+            rest = type(config)(**{**shape, **{other: value for other, value in changed.items() if other != name}})
+        except Exception:  # as where it is made with all of them
+            return False
+        return _problem_of(rest) is None
+
+    guilty = [name for name in changed if works_without(name)]
+    said = ", ".join(f"{name}: {changed[name]}" for name in guilty or changed)
+    raise RecipeError(f"model.config: {model.name} cannot be trained with {said}: {problem}; change it")
+
+
+def _problem_of(config: Any) -> str | None:
+    """Why no step can be made with a preset of this shape, found on one without memory for its numbers."""
+    try:
+        built = _on_meta(config)
+        if empty := [name for name, parameter in built.named_parameters() if not parameter.numel()]:
+            return f"{empty[0]} would be empty"
+        if config.num_hidden_layers < 1:
+            return "a model has at least one layer"
+        tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        # a mask of its own, as transformers would read the values of one that it makes or of the positions
+        mask = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta")
+        with torch.no_grad():
+            assert built.train()(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False).loss.ndim == 0
+    except Exception as error:  # a shape can be wrong in as many ways as there are models
+        # dynamic RoPE, for one, goes by the numbers of the positions, which are not there: no shape is to blame for it
+        return None if _WANTS_NUMBERS.search(str(error)) else one_line(error)
+    return None
+
+
+def _on_meta(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
+        return AutoModelForCausalLM.from_config(config)
+
+
+def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Every parameter by name, tied ones once, without allocating the model."""
+    try:
+        built = _on_meta(config)
+    except Exception as error:  # as above
+        raise RecipeError(f"model: cannot be built from its config: {one_line(error)}") from None
+    return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+
+
+def build(
+    model: ModelConfig, config: Any, *, dtype: torch.dtype, device: torch.device | None, seed: int,
+    loading: Mapping[str, Any] | None = None, through: torch.device | None = None,
+) -> Any:  # fmt: skip
+    """The model, unpatched, on `device`; None: a checkpoint stays where it was read to. The same seed gives a preset
+    the same weights; through: they are drawn on that GPU, and no more than one module is there at a time.
+
+    A checkpoint is loaded in `dtype`: transformers would keep the file's own, which makes "bf16 autocast over fp32
+    weights" pure bf16 without a word. loading: further options of from_pretrained, such as a quantisation.
+    """
+    from transformers import set_seed
+
+    set_seed(seed)
+    if loading:
+        loading = {**loading, "device_map": {"": device}}  # a quantised model cannot be moved afterwards
+    if is_preset(model.name):
+        rests = device or torch.device("cpu")
+        built = _drawn(model, config, dtype, rests, through or rests)
+    else:
+        built = read(model, dtype=dtype, attn_implementation=model.attention, **(loading or {}))
+    if not loading and device is not None:
+        built = built.to(device)
+    built.config.use_cache = False  # with a cache, transformers ignores the document borders in position_ids
+    return built
+
+
+def read(model: ModelConfig, *, dtype: torch.dtype, **loading: Any) -> Any:
+    """A checkpoint's model, every tensor of which was in its files. loading: further options of from_pretrained.
+
+    Raises:
+        RecipeError: it cannot be loaded, or a tensor of the model is in no file.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        built, info = AutoModelForCausalLM.from_pretrained(
+            model.name, dtype=dtype, revision=model.revision, trust_remote_code=model.trust_remote_code,
+            use_safetensors=True, output_loading_info=True, **loading,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and not _NOT_LOADED.search(str(error)):
+            raise  # of the device or of another process
+        raise RecipeError(f"model.name: {model.name} cannot be loaded: {one_line(error)}") from None
+    if getattr(built, "_hf_peft_config_loaded", False):
+        raise RecipeError(
+            f"model.name: {model.name} holds adapters, and not a whole model; merge them into their base first"
+        )
+    _refuse(model, weight_files.report_of(info))
+    return built
+
+
+def _undrawn(model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model whose weights nobody has written: on the host they take no memory yet."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=model.attention, trust_remote_code=model.trust_remote_code
+        )
+
+
+def _drawn(model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.device, through: torch.device) -> Any:
+    """A preset on `device`. Its weights are drawn module by module by transformers' rules, without what PyTorch's
+    constructors draw before. So they are the same wherever they stay then; the host's own generator would take a minute
+    for a billion."""
+    built = _undrawn(model, config, dtype, device)
+    built.tie_weights()
+    passing = through != device
+    drawn: set[int] = set()
+    with torch.no_grad():
+        for module in built.modules():
+            mine = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in drawn]
+            drawn.update(map(id, mine))  # a tied weight is its embedding's, where a padding row is 0
+            own = [(parameter, parameter.data) for parameter in mine]
+            for parameter, resting in own if passing else ():
+                parameter.data = torch.zeros_like(resting, device=through)
+            if own:
+                built._init_weights(module)
+            for parameter, resting in own if passing else ():
+                parameter.data = resting.copy_(parameter.data)
+    if passing and through.type == "cuda":
+        torch.cuda.empty_cache()  # the largest module's
+    return built
+
+
+def make_buffers_anew(built: Any, model: ModelConfig, config: Any, *, dtype: torch.dtype) -> None:
+    """Give buffers that no file holds the values and dtypes that they have without deepspeed.zero.Init, which makes
+    16-bit numbers of every tensor of a constructor: a rotary table in bf16 is a radian off after 1000 tokens."""
+    right = dict(_undrawn(model, config, dtype, torch.device("cpu")).named_modules())
+    for path, module in built.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in module._non_persistent_buffers_set:
+                module.register_buffer(name, getattr(right[path], name).to(buffer.device), persistent=False)
+
+
+def patch(model: Any, kernels: str, **ops: bool) -> Any:
+    """Patch as `kernels` says, without the ops that are False in `ops`; what was done, None where nothing was."""
+    return KERNELS[kernels](model, **ops)
+
+
+def _tigon(model: Any, **ops: bool) -> Any:
+    from tigon.models import patch as patch_model
+
+    return patch_model(model, **ops)
+
+
+def _liger(model: Any, **ops: bool) -> str:
+    """Liger's own patcher, with the fused linear cross entropy and without what it replaces."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model)
+    return f"Liger Kernel {importlib.metadata.version('liger-kernel')}, its defaults for {model.config.model_type}"
+
+
+# What each word of `model.kernels` does to a model.
+KERNELS: Mapping[str, Callable[[Any], Any]] = {
+    "tigon": _tigon,
+    "no-flce": partial(_tigon, linear_cross_entropy=False),
+    "none": lambda model, **ops: None,
+    "liger": _liger,
+}
+
+
+def sample(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, seed: int) -> str:
+    """`n_tokens` drawn at temperature 0.8 after `prompt`; the global random state is left as it was."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        torch.manual_seed(seed)
+        ids = model.generate(
+            input_ids=torch.tensor([prompt], device=device), attention_mask=torch.ones(1, len(prompt), device=device),
+            max_new_tokens=n_tokens, do_sample=True, temperature=0.8, top_k=50, use_cache=True,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )  # fmt: skip
+    model.train(was_training)
+    return str(tokenizer.decode(ids[0, len(prompt) :].tolist()))

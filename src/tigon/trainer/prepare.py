@@ -1,0 +1,238 @@
+"""What a run begins with: the recipe checked against model and machine, the text read, tokenised and packed.
+
+The run folder comes after it: whatever can speak against the run is raised here, where nothing has been made but a
+tokenizer in the user's cache.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tigon.data import documents
+from tigon.errors import DataError, RecipeError, TigonError
+from tigon.recipe.keys import Recipe
+from tigon.techniques.quiet import quiet_packages
+from tigon.trainer.distributed import extension_lock, launch
+from tigon.trainer.guards import preflight
+from tigon.trainer.guards.recipe_warnings import Extent, warnings_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from tigon.data.packing import Collator, Packed, Row
+    from tigon.medusa import HeadsSpec
+    from tigon.techniques.choices import Choices
+    from tigon.techniques.technique import Facts
+    from tigon.trainer.guards.prediction import Prediction
+
+
+def quiet_libraries(recipe: Recipe) -> None:
+    """No network unless a hub id is asked for, and none of the libraries' own chatter; both before their import."""
+    from tigon.models.loading import hub
+
+    hub.settle((recipe.model.name, recipe.data.tokenizer))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # about DeepSpeed's calls
+    quiet_packages()
+
+    try:
+        import transformers
+    except ImportError as error:  # it checks the versions of what it stands on
+        reason = " ".join(str(error).split())[:200]
+        raise RecipeError(f"transformers cannot be imported: {reason}; pip install -U 'tigon[train]'") from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that nothing speaks against any more."""
+
+    recipe: Recipe
+    device: torch.device
+    choices: Choices
+    facts: Facts
+    config: Any
+    n_parameters: int
+    tokenizer: Any
+    train: Packed
+    eval_rows: list[Row]
+    collator: Collator
+    prompt: list[int]
+    data: dict[str, Any]
+    bad_rows: tuple[str, ...] = ()
+    """What is wrong with the first rows left out."""
+    warnings: tuple[str, ...] = ()
+    """What the recipe says but hardly means."""
+    wrong_ops: Mapping[str, str] = field(default_factory=dict)
+    """Kernels that failed their self-test, and why; the model keeps its own code in their place."""
+    unused_tensors: tuple[str, ...] = ()
+    """Tensors in the checkpoint's files that the model does not have."""
+    command: str = ""
+    prediction: Prediction | None = None
+    heads: HeadsSpec | None = None
+
+
+def prepare(recipe: Recipe, device: torch.device) -> Prepared:
+    """Meet the other processes and prepare, the first process first. What it refuses, it refuses in all: only the first
+    says so."""
+    if launch.joined():
+        launch.end_with_launcher()
+    if recipe.sharding.zero:
+        extension_lock.take_over()
+    launch.join(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
+    try:
+        with launch.first_process_first():
+            return _prepare(recipe, device)
+    except TigonError:
+        if launch.rank() > 0:
+            raise SystemExit(2) from None
+        raise
+
+
+def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
+    from tigon.data import tokenizer
+    from tigon.data.packing import Collator, fingerprint, unigram_entropy
+    from tigon.techniques import head_groups
+    from tigon.trainer import engine, heads, model
+    from tigon.trainer.guards import self_test
+
+    config = model.load_config(recipe.model)
+    preflight.check_lengths(recipe, config)
+    shapes = model.parameter_shapes(config)
+    n_parameters = sum(math.prod(shape) for shape in shapes.values())
+    choices = preflight.check_techniques(recipe, device)
+    head_groups.check_groups(config, choices.attention_groups)
+    spec = heads.check(recipe, config, shapes)
+    preflight.check_disk(recipe, choices, shapes)
+    preflight.check_memory(recipe, choices, device, shapes)
+    unused_tensors = model.check_weights(recipe.model, config)
+    data = recipe.data
+    bad = documents.BadRows(data.bad_rows)
+    read = documents.read(data.source, data.format, data.max_text_mib, bad)
+    if data.eval_source:
+        learned, held_out = read, documents.read(data.eval_source, data.format, None, bad, "data.eval_source")
+    else:
+        learned, held_out = documents.hold_out(read, data.eval_fraction)
+    tok = _tokenizer(recipe, learned)
+    preflight.check_vocabulary(recipe, config, len(tok))
+    encode = partial(tokenizer.encode, tokenizer=tok, vocab_size=config.vocab_size, bad=bad)
+    train = _pack(recipe, encode(learned))
+    held = _pack(recipe, encode(held_out)) if held_out else None
+    eval_rows = held.rows if held else []
+    _check_enough(recipe, len(train.rows), choices.gpus)
+    if held is not None and not held.rows:
+        raise _nothing_held_out(recipe, len(held_out), held.n_dropped)
+    prompt = _prompt(recipe, tok, eval_rows or train.rows)
+    preflight.check_sample(recipe, config, len(prompt))
+    pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
+    flatten = data.packing and recipe.model.attention.startswith("flash")
+    facts = {
+        "documents": len(learned),
+        "held_out_documents": len(held_out),
+        "rows": len(train.rows),
+        "tokens": train.n_tokens,
+        "held_out_tokens": held.n_tokens if held else 0,
+        "truncated_rows": train.n_truncated + (held.n_truncated if held else 0),
+        "dropped_rows": train.n_dropped + (held.n_dropped if held else 0),
+        "bad_rows": len(bad.said),
+        "tokenizer_size": len(tok),
+        "parameters": n_parameters,
+        "unigram_entropy": unigram_entropy(eval_rows or train.rows),
+        "fingerprint": fingerprint([*train.rows, *eval_rows]),
+    }
+    return Prepared(
+        recipe, device, choices, engine.facts_of(recipe, config, shapes, device), config, n_parameters, tok, train,
+        eval_rows, Collator(pad_id, data.packing, flatten), prompt, facts, heads=spec,
+        bad_rows=tuple(bad.said[:3]),
+        warnings=warnings_of(
+            recipe, Extent(len(train.rows), len(eval_rows), choices.gpus), trains_tokenizer=_trains_tokenizer(recipe)
+        ),
+        wrong_ops=self_test.wrong_ops(recipe, choices, device),
+        unused_tensors=unused_tensors,
+    )  # fmt: skip
+
+
+def _trains_tokenizer(recipe: Recipe) -> bool:
+    from tigon.trainer import model
+
+    return recipe.data.tokenizer == "auto" and model.is_preset(recipe.model.name)
+
+
+def _tokenizer(recipe: Recipe, learned: Sequence[documents.Document]) -> Any:
+    from tigon.data import tokenizer
+
+    name = recipe.data.tokenizer
+    if _trains_tokenizer(recipe):
+        texts = [document.text for document in learned]
+        return tokenizer.train_bpe(texts, recipe.data.vocab_size, tokenizer.default_cache_folder())
+    own = name == "auto"
+    return tokenizer.load_tokenizer(
+        recipe.model.name if own else name,
+        revision=recipe.model.revision if own else None,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+
+
+def _pack(recipe: Recipe, encoded: Any) -> Packed:
+    from tigon.data.packing import pack
+
+    data = recipe.data
+    return pack(
+        encoded, data.sequence_length, packing=data.packing, cross_document=data.cross_document_attention,
+        too_long=data.too_long,
+    )  # fmt: skip
+
+
+def _check_enough(recipe: Recipe, n_rows: int, n_processes: int) -> None:
+    """Refuse fewer rows than a step takes: the Trainer would take smaller steps without a word."""
+    batches = {"train.batch_size": recipe.train.batch_size}
+    if recipe.comparison.steps and recipe.comparison.batch_size:
+        batches["comparison.batch_size"] = recipe.comparison.batch_size
+    for name, size in batches.items():
+        if n_rows < size:
+            raise RecipeError(
+                f"data.source gives {n_rows} rows of {recipe.data.sequence_length} tokens, fewer than {name} {size}; "
+                "lower it or data.sequence_length, or add text"
+            )
+    train = recipe.train
+    of_step = train.batch_size * train.gradient_accumulation * n_processes
+    if n_rows < of_step:
+        factors = f"train.batch_size {train.batch_size} x train.gradient_accumulation {train.gradient_accumulation}"
+        factors += f" x {n_processes} processes" if n_processes > 1 else ""
+        raise RecipeError(
+            f"data.source gives {n_rows} rows of {recipe.data.sequence_length} tokens, fewer than the {of_step} of one "
+            f"step ({factors}); lower one of them or data.sequence_length, or add text"
+        )
+
+
+def _nothing_held_out(recipe: Recipe, n_documents: int, n_dropped: int) -> DataError:
+    """Of documents for evaluation that leave no row: the run would silently have no held-out loss."""
+    data = recipe.data
+    if data.eval_source:
+        what, fix = (
+            f"data.eval_source: {', '.join(data.eval_source)}",
+            "name other files, or leave data.eval_source out",
+        )
+    else:
+        what, fix = f"data.eval_fraction: {data.eval_fraction:g} of the documents", "hold out more of them, or 0"
+    return DataError(
+        f"{what}: {n_documents} documents, and no row to evaluate on: {n_dropped} over data.sequence_length "
+        f"{data.sequence_length} (data.too_long: {data.too_long}), {n_documents - n_dropped} unusable or with nothing "
+        f"to predict; {fix}"
+    )
+
+
+def _prompt(recipe: Recipe, tok: Any, rows: Sequence[Row]) -> list[int]:
+    """The tokens that the text sample continues."""
+    text = recipe.output.sample_prompt
+    if text:
+        return [int(i) for i in tok(text)["input_ids"]]
+    return [int(i) for i in rows[0].tokens_T[:24]]

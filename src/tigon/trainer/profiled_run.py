@@ -1,0 +1,160 @@
+"""A recipe's first steps with every allocation recorded, then one with every operator timed."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from tigon.data.packing import RowDataset
+from tigon.planner.trace.trace import decoder_layers
+from tigon.profiler.recording.cpu import CpuRecorder
+from tigon.profiler.recording.cuda import CudaRecorder
+from tigon.profiler.recording.journal import Journal, Recorder, Recording
+from tigon.profiler.recording.quiet import library_log_lines_dropped
+from tigon.profiler.recording.watch import Watch
+from tigon.profiler.render.op_table import OpRow, op_table
+from tigon.profiler.timeline.assemble import assemble
+from tigon.profiler.timeline.timeline import Timeline
+from tigon.trainer import engine, heads
+from tigon.trainer import trainer as trainers
+from tigon.trainer.checkpoint import nvme_swap
+from tigon.trainer.guards import self_test
+from tigon.trainer.prepare import Prepared
+
+SNAPSHOT, TRACE = "snapshot.pickle", "trace.json"
+
+
+def record(prepared: Prepared, steps: int, folder: Path, label: str) -> tuple[Timeline, tuple[OpRow, ...], str]:
+    """(what was alive when, the operators, why the run stopped early or nothing). `folder` gets the profiler's trace
+    and, on CUDA, the allocator's snapshot."""
+    device = prepared.device
+    recorder: Recorder = CudaRecorder(device, folder / SNAPSHOT) if device.type == "cuda" else CpuRecorder()
+    recorder.start()
+    journal = Journal(recorder)
+    loop, stopped = _Steps(recorder, journal, steps, folder / TRACE), ""
+    try:
+        with nvme_swap.own_files(prepared.recipe.sharding.nvme_folder):
+            _train(prepared, loop, folder)
+    except torch.OutOfMemoryError:
+        size, length = prepared.recipe.train.batch_size, prepared.recipe.data.sequence_length
+        where = f"in step {journal.step}" if journal.step else "while loading"
+        stopped = f"out of memory {where} with train.batch_size {size} and data.sequence_length {length}"
+    finally:
+        recording = loop.end_recording()
+    rows = op_table(loop.timed, on_cuda=device.type == "cuda")
+    return assemble(recording, journal, label), tuple(rows), stopped
+
+
+def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
+    recipe, device = prepared.recipe, prepared.device
+    built, _ = engine.build(
+        recipe.model, prepared.config, prepared.choices, prepared.facts, device=device, seed=recipe.train.seed,
+        kernels=recipe.model.kernels, base=folder / "base", ops=self_test.without(prepared.wrong_ops),
+        heads=prepared.heads is not None,
+    )  # fmt: skip
+    engine.refuse_nonfinite(built, recipe.model)
+    make: Any = trainers.TigonTrainer
+    if prepared.heads is not None:
+        built, make = heads.attach(built, recipe.heads, prepared.heads), partial(heads.HeadsTrainer, recipe.heads)
+    # the allocator's frames end where autograd's C++ begins, and the CPU's profiler names the nodes itself
+    name_nodes = device.type == "cuda"
+    args = trainers.arguments(
+        recipe.train, prepared.choices, prepared.facts, folder=folder / "checkpoints", device=device, evaluate=False
+    )
+    optimizer = engine.make_optimizer(recipe.train, prepared.choices)
+    rows = RowDataset(prepared.train.rows)
+    with Watch(steps.journal, built, decoder_layers(built), checkpointed=_is_checkpointed, name_nodes=name_nodes) as it:
+        steps.watch = it
+        trainer = make(built, args, prepared.collator, rows, None, optimizer)
+        trainer.add_callback(steps)
+        try:
+            trainer.train()
+        finally:
+            steps.end_timing()
+            for left in ("checkpoints", "base"):
+                shutil.rmtree(folder / left, ignore_errors=True)
+
+
+def _is_checkpointed(layer: Any) -> bool:
+    return bool(getattr(layer, "gradient_checkpointing", False))
+
+
+class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """Tells the watch where the training loop is, and goes from recording to timing after `recorded` steps."""
+
+    def __init__(self, recorder: Recorder, journal: Journal, recorded: int, trace: Path) -> None:
+        self.journal = journal
+        self._watch: Watch | None = None
+        self.timed: list[Any] = []
+        """The profiler's events of the timed step."""
+        self._recorder, self._recorded, self._trace = recorder, recorded, trace
+        self._recording: Recording | None = None
+        self._profiler: Any = None
+
+    @property
+    def watch(self) -> Watch:
+        assert self._watch is not None, "the training loop begins under a watch"
+        return self._watch
+
+    @watch.setter
+    def watch(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def end_recording(self) -> Recording:
+        if self._recording is None:
+            self._recording = self._recorder.stop()
+            if self._watch is not None:
+                self._watch.close()
+        return self._recording
+
+    # --- the training loop's events ----------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.watch.begin_step(kwargs["model"])
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._recording is None:
+            self.watch.end_micro_batch()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._recording is None:
+            self.watch.begin_optimizer()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._recording is None:
+            self.watch.end_optimizer(kwargs["optimizer"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._profiler is not None:
+            with library_log_lines_dropped():
+                self._profiler.step()
+        elif state.global_step < self._recorded:
+            self.watch.begin_step(kwargs["model"])
+        elif state.global_step == self._recorded:
+            self.end_recording()
+            self._begin_timing()
+
+    # --- timing ------------------------------------------------------------------------------------------------------
+
+    def _begin_timing(self) -> None:
+        with library_log_lines_dropped():
+            self._profiler = torch.profiler.profile(
+                schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1), record_shapes=True,
+                on_trace_ready=self._keep,
+            )  # fmt: skip
+            self._profiler.__enter__()
+
+    def _keep(self, profiler: Any) -> None:
+        self.timed = list(profiler.events())
+        profiler.export_chrome_trace(str(self._trace))
+
+    def end_timing(self) -> None:
+        if self._profiler is not None:
+            with library_log_lines_dropped():
+                self._profiler.__exit__(None, None, None)
+            self._profiler = None

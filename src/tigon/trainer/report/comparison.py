@@ -1,0 +1,164 @@
+"""The same few training steps with different kernels: same seed, weights and rows; loss, peak memory and tokens/s.
+
+Each repeat is a whole Trainer run, so what is measured is what a user runs. The last step is measured for memory and
+left out of the speed, because recording every allocation on the CPU costs time; so is the first, which warms up.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from tigon.data.packing import Collator, RowDataset
+from tigon.profiler.recording.peak import Peak, PeakMeter, training_state
+from tigon.recipe.keys import TrainConfig
+from tigon.techniques.choices import Choices
+from tigon.techniques.technique import Facts
+from tigon.trainer import trainer as trainers
+from tigon.trainer.distributed.signals import Stop
+from tigon.trainer.engine import make_optimizer
+
+LABELS = {
+    "none": "unpatched", "no-flce": "all but linear cross entropy", "tigon": "all of tigon", "liger": "Liger Kernel",
+}  # fmt: skip
+STOPPED = "stopped by a signal"
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One row of the table. `error` says why the rest is missing."""
+
+    kernels: str
+    losses: tuple[float, ...] = ()
+    at_rest_bytes: int | None = None
+    peak_bytes: int | None = None
+    tokens_per_s: float | None = None
+    error: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.error == STOPPED
+
+    def as_mapping(self) -> dict[str, Any]:
+        return {"label": LABELS[self.kernels], **asdict(self)}
+
+
+@dataclass
+class _Observer(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """Step times, losses, and the peak of the last step."""
+
+    device: torch.device
+    last_step: int
+    stop: Stop
+    step_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak: Peak | None = None
+    meter: PeakMeter | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.last_step - 1:
+            self.meter = PeakMeter(self.device)
+            self.meter.start(training_state(kwargs["model"], kwargs["optimizer"]))
+        self._synchronize()
+        self._begin_s = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._synchronize()
+        self.step_s.append(time.perf_counter() - self._begin_s)
+        if state.global_step == self.last_step:
+            self.end()
+        if self.stop.number:
+            control.should_training_stop = True
+
+    def end(self) -> None:
+        """End the measurement, also when the measured step failed."""
+        if self.meter is not None:
+            self.peak, self.meter = self.meter.stop(), None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self.losses.append(logs["loss"])
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def compare(
+    kernels: Sequence[str],
+    build: Callable[[str], Any],
+    *,
+    train: TrainConfig,
+    steps: int,
+    choices: Choices,
+    facts: Facts,
+    folder: Path,
+    device: torch.device,
+    collator: Collator,
+    rows: RowDataset,
+    announce: Callable[[str], None],
+    stop: Stop,
+) -> list[Repeat]:
+    """One Repeat for each of `kernels`; `build` makes the model, patched so. Out of memory is a result, no failure, and
+    so is a signal."""
+    short = replace(
+        train, steps=steps, epochs=None, warmup_steps=min(train.warmup_steps, steps // 2), log_steps=1,
+        eval_steps=None, save_steps=None,
+    )  # fmt: skip
+    repeats = []
+    _release(device)
+    for choice in kernels:
+        if stop.number:
+            repeats.append(Repeat(choice, error=STOPPED))
+            continue
+        announce(f"comparison: {steps} steps, {LABELS[choice]}")
+        try:
+            args = trainers.arguments(short, choices, facts, folder=folder, device=device, evaluate=False)
+            optimizer = make_optimizer(short, choices)
+            repeats.append(
+                _repeat(choice, build, args, optimizer, device=device, collator=collator, rows=rows, stop=stop)
+            )
+        except torch.OutOfMemoryError:
+            repeats.append(Repeat(choice, error="out of memory"))
+        _release(device)
+    return repeats
+
+
+def _repeat(
+    choice: str, build: Callable[[str], Any], args: Any, optimizer: trainers.MakeOptimizer | None, *,
+    device: torch.device, collator: Collator, rows: RowDataset, stop: Stop,
+) -> Repeat:  # fmt: skip
+    observer = _Observer(device, args.max_steps, stop)
+    trainer = trainers.TigonTrainer(build(choice), args, collator, rows, None, optimizer)
+    trainer.add_callback(observer)
+    try:
+        trainer.train()
+    finally:
+        observer.end()
+    if len(observer.step_s) < args.max_steps:
+        return Repeat(choice, error=STOPPED)
+    assert observer.peak is not None
+    n_tokens = args.per_device_train_batch_size * args.gradient_accumulation_steps * len(rows[0].tokens_T)
+    timed_s = observer.step_s[1:-1] or observer.step_s[:1]
+    return Repeat(
+        choice,
+        losses=tuple(observer.losses),
+        at_rest_bytes=observer.peak.at_rest_bytes,
+        peak_bytes=observer.peak.peak_bytes,
+        tokens_per_s=n_tokens / statistics.median(timed_s),
+    )
+
+
+def _release(device: torch.device) -> None:
+    """Free one model before the next is built: the Trainer holds reference cycles."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

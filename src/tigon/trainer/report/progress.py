@@ -1,0 +1,121 @@
+"""What a run shows while it runs: a live table on a terminal, plain lines elsewhere; and the records it keeps."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+from transformers import TrainerCallback
+
+from tigon.trainer.run_folder import RunFolder
+
+SHOWN_ROWS = 12
+
+
+def format_bytes(n_bytes: float) -> str:
+    """GiB from one GiB on, else MiB."""
+    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
+
+
+def format_seconds(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+class MetricsWriter(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
+    """Each record as a line of metrics.jsonl, {"event": "train" or "eval", "step": ..., ...}, and as scalars.
+
+    transformers' own TensorBoardCallback closes its writer when training ends and opens another in a folder of its own
+    for the last evaluation.
+    """
+
+    def __init__(self, folder: RunFolder, writer: Any) -> None:
+        self._folder = folder
+        self._writer = writer
+        self._resumes = folder.checkpoint is not None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Only now is the checkpoint known to load, so only now may the records after it go."""
+        if self._resumes:
+            self._folder.forget_after(state.global_step)
+            self._resumes = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        event = "train" if "loss" in (logs or {}) else "eval" if "eval_loss" in (logs or {}) else None
+        if event and logs:
+            self._folder.append({"event": event, "step": state.global_step, **logs})
+            for name, value in logs.items():
+                self._writer.add_scalar(f"{event}/{name.removeprefix('eval_')}", value, state.global_step)
+
+
+class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
+    """A live table on a terminal; otherwise one line a record, which also suits a log file."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rows: deque[tuple[str, ...]] = deque(maxlen=SHOWN_ROWS)
+        self._eval_loss: float | None = None
+        self._live: Live | None = None
+        self._bar: Progress | None = None
+        self._started_s = 0.0
+        self._first_step = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._started_s, self._first_step = time.perf_counter(), state.global_step
+        if self._console.is_terminal:
+            self._bar = Progress(TextColumn("step"), BarColumn(bar_width=None), MofNCompleteColumn(), expand=True)
+            self._bar.add_task("", total=state.max_steps, completed=state.global_step)
+            self._live = Live(self._render(), console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        logs = logs or {}
+        if "eval_loss" in logs:
+            self._eval_loss = logs["eval_loss"]
+            if self._live is None:
+                self._line(f"step {state.global_step}/{state.max_steps}  held-out loss {self._eval_loss:.4f}")
+        if "loss" not in logs:
+            return
+        done = state.global_step - self._first_step
+        remaining = state.max_steps - state.global_step
+        eta = format_seconds((time.perf_counter() - self._started_s) / max(done, 1) * remaining)
+        now, peak = format_bytes(logs["memory_bytes"]), format_bytes(logs["memory_peak_bytes"])
+        held_out = "" if self._eval_loss is None else f"{self._eval_loss:.4f}"
+        loss, speed = f"{logs['loss']:.4f}", f"{logs['tokens_per_s']:,.0f}"
+        self._rows.append((f"{state.global_step:,}", loss, held_out, speed, f"{now} / {peak}", eta))
+        if self._live is not None:
+            self._live.update(self._render())
+        else:
+            line = f"step {state.global_step}/{state.max_steps}  loss {loss}  {speed} tokens/s  "
+            self._line(f"{line}memory {now} (peak {peak})  ETA {eta}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back, also when the run fails."""
+        if self._live is not None:
+            self._live.update(self._render())
+            self._live.stop()
+            self._live = None
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _render(self) -> Group:
+        table = Table(expand=True, box=None, header_style="bold")
+        for title in ("step", "loss", "held-out", "tokens/s", "memory now / peak", "ETA"):
+            table.add_column(title, justify="right")
+        for row in self._rows:
+            table.add_row(*row)
+        return Group(table, self._bar if self._bar is not None else Text(""))

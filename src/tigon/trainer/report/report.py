@@ -1,0 +1,167 @@
+"""report.md and report.html of a run, from what its folder holds.
+
+Both are filled from one view. Every value is escaped where it is printed: HTML by Jinja2's autoescape, Markdown by
+`escape_markdown` as the template's finalizer; texts that may hold anything stand in fences longer than any inside.
+report.html is one file: charts are inlined as SVG, and its content security policy forbids scripts and all loading.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tigon.recipe import recipe_file
+from tigon.trainer import run_folder
+from tigon.trainer.guards.prediction import comparison_line
+from tigon.trainer.heads import decoding_line
+from tigon.trainer.report import charts
+from tigon.trainer.report.progress import format_bytes, format_seconds
+from tigon.trainer.run_folder import RunFolder
+
+COMPARISON_COLUMNS = ("last loss", "largest difference", "peak memory", "of it the step itself", "saved", "tokens/s")
+
+
+def write(run: RunFolder, summary: Mapping[str, Any]) -> None:
+    """Write charts/*.svg, report.md and report.html."""
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+    drawn = charts.draw(run.records(), summary)
+    for name, svg in drawn.items():
+        run.write_text(f"charts/{name}.svg", svg)
+    view = _view(run, summary)
+    here = Path(__file__).parent
+    html = Environment(autoescape=True).from_string((here / "report.html.j2").read_text(encoding="utf-8"))
+    # the charts are our own markup; nothing else is exempt from escaping
+    run.write_text("report.html", html.render(**view, charts={name: Markup(svg) for name, svg in drawn.items()}))
+    plain = Environment(finalize=escape_markdown, keep_trailing_newline=True)
+    plain.filters["fenced"] = fenced
+    markdown = plain.from_string((here / "report.md.j2").read_text(encoding="utf-8")).render(**view, charts=drawn)
+    run.write_text("report.md", re.sub(r"\n{3,}", "\n\n", re.sub(r"\|\n\n\|", "|\n|", markdown)))
+
+
+def _view(run: RunFolder, summary: Mapping[str, Any]) -> dict[str, Any]:
+    recipe_text = (run.path / run_folder.RECIPE).read_text(encoding="utf-8")
+    recipe = recipe_file.loads_saved(run.path / run_folder.RECIPE)
+    data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
+    train = [record for record in run.records() if record["event"] == "train"]
+    millions, sources = data["parameters"] / 1e6, ", ".join(recipe.data.source)
+    on_gpu = environment["hardware"]["device"].startswith("cuda")
+    return {
+        "title": run.path.name,
+        "lead": f"{recipe.model.name}, {millions:,.1f} M parameters, on {sources}",
+        "tiles": _tiles(train, summary),
+        "heads": _head_rows(run.records()),
+        "decoded": decoding_line(summary["decoded"]) if summary.get("decoded") else None,
+        "comparison": _comparison_rows(summary["comparison"]),
+        "comparison_columns": COMPARISON_COLUMNS,
+        "comparison_note": _comparison_note(recipe.comparison.steps, on_gpu),
+        "memory_note": "Memory is what PyTorch has allocated on the GPU." if on_gpu else
+        "Memory is the resident set of the whole process, Python and libraries included.",
+        "sample": summary["sample"] if recipe.output.sample_tokens else None,
+        "data": [(name.replace("_", " "), _number(value)) for name, value in data.items() if name != "fingerprint"],
+        "environment": [(k.replace("_", " "), value) for part in environment.values() for k, value in part.items()],
+        "patch": summary["patch"],
+        "recipe": recipe_text,
+    }  # fmt: skip
+
+
+def _tiles(train: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[dict[str, str]]:
+    tiles = []
+    if summary["eval_loss"] is not None:
+        tiles.append(("final held-out loss (nats a token)", f"{summary['eval_loss']:.4f}"))
+    tiles.append(("unigram entropy of the held-out text", f"{summary['unigram_entropy']:.4f}"))
+    if train:
+        name, of = ("head 1's training loss", "head1_loss") if "head1_loss" in train[0] else ("training loss", "loss")
+        measured = [record[of] for record in train if of in record]
+        steady = [r["tokens_per_s"] for r in train[1:]] or [train[0]["tokens_per_s"]]
+        tiles += [
+            (f"{name}, first to last", f"{measured[0]:.3f} → {measured[-1]:.3f}"),
+            ("tokens/s, median", f"{statistics.median(steady):,.0f}"),
+            ("peak memory", format_bytes(max(r["memory_peak_bytes"] for r in train))),
+        ]
+    if summary.get("memory"):
+        tiles.append(("peak memory a GPU, predicted beside measured", comparison_line(summary["memory"])))
+    tiles.append(("training time", format_seconds(summary["train_s"])))
+    if summary.get("skipped_steps"):
+        tiles.append(("steps skipped, loss or gradient not finite", str(summary["skipped_steps"])))
+    if summary.get("evaluation_error"):
+        tiles.append(("no evaluation", summary["evaluation_error"]))
+    return [{"name": name, "value": value} for name, value in tiles]
+
+
+def _head_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each head's loss and accuracies, held out where something was, else of the last step that measured them."""
+    measured = [r for r in records if _scored_heads(r)]
+    if not measured:
+        return []
+    last = next((r for r in reversed(measured) if r["event"] == "eval"), measured[-1])
+    names = _scored_heads(last)
+    return [
+        {
+            "label": "the model" if name == "model" else f"head {name[4:]}, {int(name[4:]) + 1} tokens ahead",
+            "cells": [f"{last[f'{name}_loss']:.4f}", *(f"{last[f'{name}_top{k}']:.1%}" for k in range(1, 6))],
+        }
+        for name in names
+    ]
+
+
+def _scored_heads(record: Mapping[str, Any]) -> list[str]:
+    """The heads, and the model, of which a record has the loss and all accuracies."""
+    names = [name.removesuffix("_loss") for name in record if re.fullmatch(r"(head\d+|model)_loss", name)]
+    return [name for name in names if all(f"{name}_top{k}" in record for k in range(1, 6))]
+
+
+def _comparison_rows(repeats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    measured = [repeat for repeat in repeats if not repeat["error"]]
+    rows = []
+    for repeat in repeats:
+        if repeat["error"]:
+            cells = [repeat["error"], *[""] * (len(COMPARISON_COLUMNS) - 1)]
+        else:
+            first = measured[0]
+            apart = max(abs(a - b) for a, b in zip(repeat["losses"], first["losses"], strict=True))
+            saved = 1 - repeat["peak_bytes"] / first["peak_bytes"]
+            cells = [
+                f"{repeat['losses'][-1]:.6f}",
+                "" if repeat is first else f"{apart:.1e}",
+                format_bytes(repeat["peak_bytes"]),
+                format_bytes(repeat["peak_bytes"] - repeat["at_rest_bytes"]),
+                "" if repeat is first else f"{saved:.0%}",
+                f"{repeat['tokens_per_s']:,.0f}",
+            ]
+        rows.append({"label": repeat["label"], "cells": cells})
+    return rows
+
+
+def _comparison_note(steps: int, on_gpu: bool) -> str:
+    how = "as PyTorch's allocator keeps it" if on_gpu else "summed from every allocation and release of PyTorch's"
+    return (
+        f"{steps} steps each from the same seed, weights and rows. The largest difference is that of any step's loss "
+        f"from the first row's. Peak memory is the last step's, {how}; tokens/s is the median of the steps "
+        "between the first and the last."
+    )
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
+
+
+def escape_markdown(value: Any) -> Any:
+    """For Jinja2's `finalize`: whatever Markdown or HTML would read as markup, escaped; line breaks become spaces."""
+    if isinstance(value, Fenced) or not isinstance(value, str):
+        return value
+    text = value.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|#!~])", r"\\\1", " ".join(text.splitlines()))
+
+
+class Fenced(str):
+    """Text already inside a fence."""
+
+
+def fenced(value: str) -> Fenced:
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", value)), default=0))
+    return Fenced(f"{fence}text\n{value}\n{fence}")

@@ -1,0 +1,451 @@
+"""`tigon train`, in order: read, refuse, prepare, sample, train, evaluate, sample, save, compare, report.
+
+Everything up to `prepare` only reads; the run folder is made after the last check that can refuse.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tigon.data import sources
+from tigon.errors import RunFolderError, TigonError
+from tigon.recipe import recipe_file
+from tigon.recipe.keys import Recipe
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.sharding import weights_are_sharded
+from tigon.trainer import run_folder
+from tigon.trainer.checkpoint import checkpoint, nvme_swap
+from tigon.trainer.distributed import launch, signals
+from tigon.trainer.guards import fault_messages, preflight, system_limits
+from tigon.trainer.prepare import Prepared, prepare, quiet_libraries
+from tigon.trainer.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from tigon.trainer.report.comparison import Repeat
+
+
+def train(path: Path, overrides: Sequence[str] = (), *, resume: bool = False, auto: bool = False) -> Path:
+    """Carry out the recipe at `path`; returns the run folder. auto: first change it to what fits the GPU. Raises
+    RecipeError and its kinds before anything is written, or, when the run itself fails, after leaving the folder ready
+    for --resume."""
+    preflight.check_packages()
+    command = shlex.join(["tigon", "train", str(path), *(word for text in overrides for word in ("--set", text))])
+    recipe = recipe_file.load(path, overrides, gpu_present=preflight.gpu_present)
+    preflight.check_process(recipe.train.workers)
+    sources.check(recipe.data.source)
+    sources.check(recipe.data.eval_source, "data.eval_source")
+    run = run_folder.find(recipe.output, recipe) if resume else None
+    if run is None:
+        run_folder.check(recipe.output, command)
+    quiet_libraries(recipe)
+    checkpoint.no_pickles()
+    device = preflight.check_device(recipe)
+    if auto:
+        from tigon.trainer.guards import prediction
+
+        overrides = prediction.with_auto(recipe, overrides, device, resume=resume)
+        recipe = recipe_file.load(path, overrides, gpu_present=preflight.gpu_present)
+    if recipe.sharding.gpus > 1 and not launch.joined():
+        preflight.check_techniques(recipe, device)
+        code = launch.launch(path, overrides, recipe.sharding.gpus, resume=resume)
+        if code:
+            raise SystemExit(code)
+        return _newest_folder(recipe, run)
+
+    with ExitStack() as held:
+        if run is not None and launch.rank() == 0:
+            held.enter_context(run_folder.locked(run.path))
+            run = run_folder.with_checkpoint(run, recipe)
+        return _train_alone_or_joined(recipe, device, run, path, overrides, held)
+
+
+def _train_alone_or_joined(
+    recipe: Recipe, device: torch.device, run: RunFolder | None, path: Path, overrides: Sequence[str], held: ExitStack
+) -> Path:
+    """One process's part of a run, up to its end. held: what the locks of folders are kept in."""
+    from rich.console import Console
+
+    console = Console(highlight=False, quiet=launch.rank() > 0)
+    prepared = prepare(recipe, device)
+    held.enter_context(nvme_swap.own_files(recipe.sharding.nvme_folder))
+    command = shlex.join(["tigon", "train", str(path), *(word for text in overrides for word in ("--set", text))])
+    if run is None:
+        run = _create(prepared, command)
+        if launch.rank() == 0:
+            held.enter_context(run_folder.locked(run.path))
+    else:
+        run = launch.told(run)  # the first process has looked for the checkpoint
+        fault_messages.check_same_run(run, prepared, console)
+    _announce(console, run, prepared)
+    prepared = _predict(console, prepared, path, overrides)
+    with signals.sigterm_interrupts():
+        try:
+            _carry_out(run, prepared, console)
+        except signals.Stopped as stop:
+            if launch.rank() == 0:
+                print(f"tigon: {stop}", file=sys.stderr)
+            launch.leave(together=stop.together)
+            raise SystemExit(stop.exit_code) from None
+        except KeyboardInterrupt:
+            resumable = any((run.path / run_folder.CHECKPOINTS).glob("checkpoint-*"))
+            hint = f"; continue with `{command} --resume`" if resumable else ""
+            console.print(f"interrupted; {run.path} keeps what was written{hint}", markup=False, soft_wrap=True)
+            raise
+        except Exception as error:
+            known = None if isinstance(error, TigonError) else fault_messages.in_words(error, run, command)
+            if known is None:
+                raise
+            raise known from error
+    if launch.joined():
+        launch.leave()
+    return run.path
+
+
+def _newest_folder(recipe: Recipe, resumed: RunFolder | None) -> Path:
+    """Where the processes that this one started have written."""
+    path = resumed.path if resumed is not None else run_folder.newest(recipe.output)
+    assert path is not None, "the processes ended well without a run folder"
+    return path
+
+
+def _create(prepared: Prepared, command: str) -> RunFolder:
+    """The run folder, made by the first process and told to the others."""
+    made = ""
+    if launch.rank() == 0:
+        run = run_folder.create(prepared.recipe.output, command)
+        try:
+            _write_inputs(run, prepared)
+        except BaseException as error:
+            shutil.rmtree(run.path, ignore_errors=True)  # it is of no use, and the next try would be refused for it
+            if isinstance(error, OSError):
+                said = system_limits.words(error) or error.strerror
+                raise RunFolderError(f"{run.path}: cannot be written: {said}; then start the run again") from None
+            raise
+        made = str(run.path)
+    return RunFolder(Path(launch.told(made)))
+
+
+def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
+    import yaml
+
+    text = yaml.safe_dump(prepared.recipe.as_mapping(), sort_keys=False, allow_unicode=True)
+    run.write_text(run_folder.RECIPE, "# The resolved recipe of this run.\n" + text)
+    run.write_json(run_folder.ENVIRONMENT, preflight.environment(prepared.device))
+    run.write_json(run_folder.DATA, prepared.data)
+    run.append({"event": "data", "step": 0, **prepared.data})
+    if prepared.warnings:
+        run.append({"event": "warnings", "step": 0, "warnings": list(prepared.warnings)})
+    if prepared.wrong_ops:
+        run.append({"event": "self_test", "step": 0, "wrong_ops": dict(prepared.wrong_ops)})
+    if prepared.unused_tensors:
+        run.append({"event": "checkpoint", "step": 0, "unused_tensors": list(prepared.unused_tensors)})
+    prepared.tokenizer.save_pretrained(run.path / "tokenizer")
+
+
+def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
+    recipe, data = prepared.recipe, prepared.data
+    rows = recipe.train.batch_size * recipe.train.gradient_accumulation * prepared.choices.gpus
+    tokens = rows * recipe.data.sequence_length
+    techniques = ", ".join(name for name, row in TECHNIQUES.items() if row.used_by(prepared.choices))
+    name, millions = recipe.model.name, prepared.n_parameters / 1e6
+    lines = [
+        f"run      {run.path}" + (f", from {run.checkpoint.name}" if run.checkpoint else ""),
+        f"model    {name}, {millions:,.1f} M parameters, kernels: {recipe.model.kernels}",
+        f"data     {', '.join(recipe.data.source)}: {data['tokens']:,} tokens in {data['rows']:,} rows, "
+        f"{data['held_out_tokens']:,} held out; unigram entropy {data['unigram_entropy']:.3f} nats",
+        f"device   {prepared.device}, {prepared.choices.precision}, {tokens:,} tokens a step",
+        f"memory   {techniques}",
+    ]
+    if prepared.heads is not None:
+        from tigon.trainer import heads
+
+        lines.append(f"heads    {heads.describe(recipe.heads, prepared.heads)}")
+    if data["truncated_rows"] or data["dropped_rows"]:
+        counts = f"{data['truncated_rows']} rows truncated, {data['dropped_rows']} dropped"
+        lines.append(f"warning  {counts} (data.too_long: {recipe.data.too_long})")
+    if prepared.unused_tensors:
+        from tigon.trainer import model
+
+        lines.append(model.unused_line(prepared.unused_tensors))
+    for name, why in prepared.wrong_ops.items():
+        lines.append(
+            f"warning  {name} gives wrong results here ({why}): the model's own code is used; see `tigon doctor`"
+        )
+    if data["bad_rows"]:
+        lines.append(f"warning  {data['bad_rows']} rows left out (data.bad_rows: skip): {'; '.join(prepared.bad_rows)}")
+    lines += [f"warning  {warning}" for warning in prepared.warnings]
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequence[str]) -> Prepared:
+    """`prepared` with what the planner says about it, which is printed."""
+    from tigon.trainer.guards import prediction
+
+    words = (word for text in overrides for word in ("--set", text))
+    command = shlex.join(["tigon", "train", str(path), *words])
+    found = None
+    if launch.rank() == 0:
+        found, lines = prediction.announce(
+            prepared.recipe, prepared.config, prepared.choices, prepared.device,
+            evaluated=bool(prepared.eval_rows), command=command,
+        )  # fmt: skip
+        for line in lines:
+            console.print(line, markup=False, soft_wrap=True)
+    return replace(prepared, command=command, prediction=found)
+
+
+def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
+    """(model, patch report or None)"""
+    from tigon.trainer import engine, heads
+    from tigon.trainer.guards import self_test
+
+    recipe = prepared.recipe
+    built, patched = engine.build(
+        heads.model_of(recipe, run.path), prepared.config, prepared.choices, prepared.facts, device=prepared.device,
+        seed=recipe.train.seed, kernels=kernels, base=run.path / "base",
+        ops=self_test.without(prepared.wrong_ops), heads=prepared.heads is not None,
+    )  # fmt: skip
+    return (built if prepared.heads is None else heads.attach(built, recipe.heads, prepared.heads)), patched
+
+
+def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
+    """Train, compare, report. A signal is answered where nothing is half-written: until the final weights are being
+    saved with a checkpoint, which --resume goes on from; afterwards the comparison alone is left out. Raises Stopped.
+    """
+    from tigon.trainer.report import report
+
+    with signals.Stop(speaks=launch.rank() == 0) as stop:
+        summary = _train_and_save(run, prepared, console, stop)
+        if launch.rank() > 0:  # its part is done, whatever comes now
+            return
+        # The trained model is gone by now: the comparison has the device to itself.
+        repeats = _compare(run, prepared, console, stop)
+        summary["comparison"] = [repeat.as_mapping() for repeat in repeats]
+        result = {name: value for name, value in summary.items() if name != "sample"}
+        run.append({"event": "result", "step": _last_step(run), **result})
+        report.write(run, summary)
+        run.write_json(run_folder.SUMMARY, summary)
+        _conclude(console, run, summary)
+        if stop.number:
+            cut = any(repeat.stopped for repeat in repeats)
+            kept = f"the run is complete{', but for its comparison' if cut else ''}"
+            raise signals.Stopped(stop.number, _last_step(run), kept, together=False)
+
+
+def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: signals.Stop) -> dict[str, Any]:
+    """What the run found, but for the comparison. Raises Stopped before the final weights are saved."""
+    from tigon.trainer import engine, heads, model
+    from tigon.trainer.report.progress import ProgressDisplay
+
+    recipe, tok = prepared.recipe, prepared.tokenizer
+    if heads.needs_base(recipe, run.path):
+        heads.train_base(prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
+    with fault_messages.memory_watched(run, prepared):
+        built, patched = _build(run, prepared, recipe.model.kernels)
+    engine.refuse_nonfinite(built, recipe.model)
+    # drawing a sample from sharded weights would take all processes
+    alone = launch.rank() == 0 and not weights_are_sharded(prepared.choices)
+    n_sample, seed = recipe.output.sample_tokens if alone else 0, recipe.train.seed
+    if launch.rank() == 0 and recipe.output.sample_tokens and not alone:
+        text = "text sample" if prepared.heads is None else "text sample, nothing decoded with the heads"
+        console.print(f"sample   no {text}: the weights are sharded", markup=False)
+    sample = {"prompt": tok.decode(prepared.prompt), "before": "", "after": ""}
+    if n_sample:
+        sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
+    with fault_messages.memory_watched(run, prepared):
+        trainer, found = _train(run, prepared, built, console, stop)
+    if n_sample:
+        sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
+    decoded = None
+    if n_sample and prepared.heads is not None:
+        decoded = heads.decoded(built, recipe, prepared.eval_rows or prepared.train.rows, tok.eos_token_id)
+    _end_if_asked(prepared, trainer)
+    if not weights_are_sharded(prepared.choices):
+        _save_model(run, prepared, built, trainer)  # which takes the heads off
+    return {
+        **found,
+        "unigram_entropy": prepared.data["unigram_entropy"],
+        "skipped_steps": trainer.gate.skipped,
+        "evaluation_error": trainer.evaluation_error,
+        "patch": "unpatched" if patched is None else str(patched),
+        "decoded": decoded,
+        "sample": sample,
+    }
+
+
+def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) -> None:
+    """The final weights, if they are wanted. Every process calls it; adapters may be part of the weights afterwards."""
+    from tigon.trainer import engine, heads
+
+    recipe, target = prepared.recipe, run.path / "model"
+    if not recipe.output.save_model:
+        return
+    written = True
+    if prepared.heads is not None:
+        written = heads.save(built, trainer, recipe, prepared.choices, run.path)
+    else:
+        engine.save(built, trainer, prepared.choices, target, model=recipe.model, base=run.path / "base")
+    if launch.rank() == 0 and written:
+        prepared.tokenizer.save_pretrained(target)
+
+
+def _train(
+    run: RunFolder, prepared: Prepared, built: Any, console: Console, stop: signals.Stop
+) -> tuple[Any, dict[str, Any]]:
+    """Train and evaluate: (trainer, what was found; the final held-out loss is None when nothing was held out). Sharded
+    weights are saved before the evaluation, as one that runs out of memory ends all processes."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    from tigon.data.packing import RowDataset
+    from tigon.trainer import engine, heads
+    from tigon.trainer import trainer as trainers
+    from tigon.trainer.guards import prediction
+    from tigon.trainer.report.progress import MetricsWriter, ProgressDisplay
+
+    recipe = prepared.recipe
+    args = trainers.arguments(
+        recipe.train, prepared.choices, prepared.facts, folder=run.path / "checkpoints", device=prepared.device,
+        evaluate=bool(prepared.eval_rows),
+    )  # fmt: skip
+    eval_rows = RowDataset(prepared.eval_rows) if prepared.eval_rows else None
+    make = trainers.TigonTrainer if prepared.heads is None else partial(heads.HeadsTrainer, recipe.heads)
+    trainer = make(
+        built, args, prepared.collator, RowDataset(prepared.train.rows), eval_rows,
+        engine.make_optimizer(recipe.train, prepared.choices),
+        trainers.Safeguards(
+            stop=stop, max_skipped_steps=recipe.train.max_skipped_steps, facts=fault_messages.facts(prepared),
+        ),
+    )  # fmt: skip
+    started_s = time.perf_counter()
+    purge_step = checkpoint.step_of(run.checkpoint) + 1 if run.checkpoint else None
+    display = ProgressDisplay(console)
+    with ExitStack() as stack:
+        if launch.rank() == 0:
+            writer = stack.enter_context(SummaryWriter(str(run.path / "tensorboard"), purge_step=purge_step))
+            for callback in (MetricsWriter(run, writer), display):
+                trainer.add_callback(callback)
+        try:
+            trainer.train(resume_from_checkpoint=str(run.checkpoint) if run.checkpoint else None)
+        except Exception as error:
+            if run.checkpoint is None or trainer.n_micro_steps or isinstance(error, TigonError):
+                raise
+            if prediction.is_out_of_memory(error) or fault_messages.is_no_checkpoints_fault(error, run):
+                raise
+            raise fault_messages.unreadable(run, error) from error
+        finally:
+            display.close()
+        found = {
+            "train_s": time.perf_counter() - started_s,
+            "memory": prediction.compared(prepared.prediction, prepared.device),
+        }
+        stop.promise = "ending once everything is saved"
+        _end_if_asked(prepared, trainer)
+        trainer.gate.settle(trainer.state.global_step)
+        trainers.refuse_nonfinite_weights(built, trainer.state.global_step)
+        if weights_are_sharded(prepared.choices):
+            _save_model(run, prepared, built, trainer)
+        eval_loss = _final_eval_loss(trainer) if eval_rows is not None else None
+        _end_if_asked(prepared, trainer)
+        return trainer, {"eval_loss": eval_loss, **found}
+
+
+def _end_if_asked(prepared: Prepared, trainer: Any) -> None:
+    """Raise Stopped if a signal came, with a checkpoint of the last step. Every process calls it at once."""
+    if not trainer.asked_to_stop():
+        return
+    trainer.save_last()
+    step = trainer.state.global_step
+    kept = f"{checkpoint.name_of(step)} is complete; `{prepared.command} --resume` goes on from it"
+    raise signals.Stopped(trainer.safeguards.stop.number, step, kept, together=True)
+
+
+def _final_eval_loss(trainer: Any) -> float | None:
+    """The held-out loss after the last step, from the records when that step was an evaluation's anyway; None where
+    evaluation does not fit into memory, which is no reason to lose what was trained, and where a signal ends it."""
+    from tigon.trainer.trainer import EvaluationFailed
+
+    for record in reversed(trainer.state.log_history):
+        if "eval_loss" in record and record["step"] == trainer.state.global_step:
+            return float(record["eval_loss"])
+    try:
+        loss: float | None = trainer.evaluate().get("eval_loss")
+        return loss
+    except EvaluationFailed as error:
+        trainer.evaluation_error = str(error)
+        return None
+
+
+def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals.Stop) -> list[Repeat]:
+    from tigon.data.packing import RowDataset
+    from tigon.trainer.report.comparison import compare
+
+    recipe = prepared.recipe
+    if recipe.comparison.steps == 0:
+        return []
+    return compare(
+        recipe.comparison.kernels,
+        lambda kernels: _build(run, prepared, kernels)[0],
+        train=replace(recipe.train, batch_size=recipe.comparison.batch_size or recipe.train.batch_size),
+        choices=prepared.choices,
+        facts=prepared.facts,
+        steps=recipe.comparison.steps,
+        folder=run.path / "checkpoints",
+        device=prepared.device,
+        collator=prepared.collator,
+        rows=RowDataset(prepared.train.rows),
+        announce=lambda text: console.print(text, markup=False),
+        stop=stop,
+    )
+
+
+def _last_step(run: RunFolder) -> int:
+    return max((int(record["step"]) for record in run.records()), default=0)
+
+
+def _conclude(console: Console, run: RunFolder, summary: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from tigon.trainer.guards.prediction import comparison_line
+    from tigon.trainer.report.progress import format_bytes
+
+    if summary["eval_loss"] is not None:
+        gap = summary["unigram_entropy"] - summary["eval_loss"]
+        side = "below" if gap > 0 else "above"
+        line = f"held-out loss {summary['eval_loss']:.4f} nats, {abs(gap):.2f} {side} the unigram entropy"
+        console.print(line, markup=False)
+    if summary["decoded"]:
+        from tigon.trainer import heads
+
+        console.print(f"heads    {heads.decoding_line(summary['decoded'])}", markup=False, soft_wrap=True)
+    if summary["evaluation_error"]:
+        console.print(f"warning  {summary['evaluation_error']}", markup=False, soft_wrap=True)
+    if summary["skipped_steps"]:
+        console.print(f"warning  {summary['skipped_steps']} steps skipped: loss or gradient was not finite")
+    if summary["comparison"]:
+        table = Table(title="the same steps, seed and rows", box=None, header_style="bold")
+        for title in ("kernels", "last loss", "peak memory", "step alone", "tokens/s"):
+            table.add_column(title, justify="left" if title == "kernels" else "right")
+        for row in summary["comparison"]:
+            if row["error"]:
+                table.add_row(row["label"], row["error"], "", "", "")
+            else:
+                peak, rest = row["peak_bytes"], row["at_rest_bytes"]
+                table.add_row(row["label"], f"{row['losses'][-1]:.6f}", format_bytes(peak), format_bytes(peak - rest),
+                              f"{row['tokens_per_s']:,.0f}")  # fmt: skip
+        console.print(table)
+    if summary["memory"]:
+        console.print(f"memory   {comparison_line(summary['memory'])}", markup=False, soft_wrap=True)
+    console.print(f"report   {run.path / 'report.html'}", markup=False, soft_wrap=True)

@@ -1,0 +1,67 @@
+"""A training whose steps are timed and whose peaks are read phase by phase: for sweeps and measurements."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from tigon.trainer import trainer as trainers
+
+
+class Watch:
+    """Step times and peaks. Every mark reads what the allocator's peaks became since the last one, and resets them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.phases: dict[str, int] = {}
+        self.allocated_bytes = self.reserved_bytes = 0
+        self.step_s: list[float] = []
+        self.updated: list[bool] = []
+        self._begin_s = 0.0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def mark(self, phase: str) -> None:
+        """What came before this belongs to `phase`."""
+        if self.device.type != "cuda":
+            return
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self.phases[phase] = max(self.phases.get(phase, 0), peak)
+        self.allocated_bytes = max(self.allocated_bytes, peak)
+        self.reserved_bytes = max(self.reserved_bytes, torch.cuda.max_memory_reserved(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def begin(self) -> None:
+        self._synchronize()
+        self._begin_s = time.perf_counter()
+
+    def end(self, trainer: Any) -> None:
+        """The step is over, its update among it."""
+        self._synchronize()
+        self.step_s.append(time.perf_counter() - self._begin_s)
+        # Accelerate does not hear of a step that a fused optimizer leaves out by itself for a loss scale too large.
+        skipped = trainer.accelerator.optimizer_step_was_skipped or bool(trainer.gate.left_out)
+        self.updated.append(not skipped)
+        self.mark("optimizer")
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class WatchedTrainer(trainers.TigonTrainer):
+    """The trainer of `tigon train`, which marks where the phases end. DeepSpeed's backward holds its optimizer step."""
+
+    watch: Watch
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.watch.mark("forward")
+        return loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        self.watch.mark("backward")
+        return loss

@@ -1,0 +1,454 @@
+"""Hugging Face's Trainer with six changes, and its arguments from a recipe.
+
+1. Evaluation is the exact mean over tokens, and a patched model computes it without logits. The Trainer's own averages
+   batch means, which differs when batches hold different numbers of learned tokens, and asks for the logits.
+2. Every logged record carries tokens/s and memory.
+3. A step whose loss or gradient is not finite is left out (finite.py): the Trainer's default logs such a loss as 0.0
+   and goes on. Weights that are not finite are never saved.
+4. Checkpoints are complete or not there, and hold no pickled arguments (checkpoint.py).
+5. A signal saves at the end of the step (stopping.py).
+6. Evaluation that runs out of memory halves its batches, which changes nothing in a mean over tokens.
+
+Whatever one process fails in, all hear of before the next collective: else they would wait for it there.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from tigon.data.packing import Collator, Row, RowDataset
+from tigon.data.tokenizer import IGNORE_INDEX
+from tigon.errors import RecipeError, RunFolderError
+from tigon.models.seams.loss import without_logits
+from tigon.profiler.recording.device import used_bytes
+from tigon.recipe.keys import TrainConfig
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.choices import Choices
+from tigon.techniques.technique import Facts
+from tigon.trainer.checkpoint import checkpoint, nvme_swap
+from tigon.trainer.distributed import launch
+from tigon.trainer.distributed.deepspeed_adam import take_whole_powers
+from tigon.trainer.distributed.deepspeed_classes import keep_partition_dtype, know_deepspeed_classes
+from tigon.trainer.distributed.signals import Stop, deaf
+from tigon.trainer.guards import prediction
+from tigon.trainer.guards.nan_guard import FiniteGate, first_nonfinite, innermost
+
+MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
+WORKER_TIMEOUT_S = 600  # for a batch from a process that prepares them; making one takes milliseconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Safeguards:
+    """What a trainer does about faults, beyond what it always does."""
+
+    stop: Stop | None = None
+    """What takes note of signals while it trains; None: they have their usual effect."""
+    max_skipped_steps: int = TrainConfig.max_skipped_steps
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What a checkpoint says of its run, for the one that resumes it."""
+
+
+class EvaluationFailed(Exception):
+    """Evaluation ran out of memory, whatever its batches; training has lost nothing by it."""
+
+
+class EvaluationBroken(Exception):
+    """Evaluation ran out of memory in the middle of a forward pass that takes all processes: none can go on."""
+
+
+class _NothingLeft(Exception):
+    """The checkpoint is that of the last step."""
+
+
+def arguments(
+    train: TrainConfig, choices: Choices, facts: Facts, *, folder: Path, device: torch.device, evaluate: bool
+) -> Any:
+    """TrainingArguments of a run: what every run has, and what its techniques add."""
+    values: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": train.steps if train.steps is not None else -1,
+        "num_train_epochs": train.epochs if train.epochs is not None else 1.0,
+        "per_device_train_batch_size": train.batch_size,
+        "per_device_eval_batch_size": train.batch_size,
+        "learning_rate": train.learning_rate,
+        "lr_scheduler_type": "constant_with_warmup" if train.schedule == "constant" else train.schedule,
+        "warmup_steps": train.warmup_steps,
+        "weight_decay": train.weight_decay,
+        "adam_beta1": train.adam_beta1,
+        "adam_beta2": train.adam_beta2,
+        "max_grad_norm": train.max_grad_norm,
+        "seed": train.seed,
+        "data_seed": train.seed,
+        "use_cpu": device.type == "cpu" and choices.zero == 0,  # DeepSpeed finds the CPU by itself, and wants to
+        "dataloader_num_workers": train.workers,
+        "dataloader_pin_memory": device.type == "cuda",
+        "logging_steps": train.log_steps,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,
+        "eval_strategy": "steps" if evaluate and train.eval_steps else "no",
+        "eval_steps": train.eval_steps,
+        "save_strategy": "steps" if train.save_steps else "no",
+        "save_steps": train.save_steps or 500,
+        "save_total_limit": train.keep_checkpoints,
+        "report_to": [],
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+        "prediction_loss_only": True,
+        "ddp_find_unused_parameters": False,
+    }
+    for technique in TECHNIQUES.values():
+        if technique.used_by(choices):
+            values |= technique.arguments(choices, facts)
+    result = TrainingArguments(**values)
+    # With several GPUs in one process the Trainer would wrap the model in DataParallel, which replicates it each step.
+    if result.n_gpu > 1:
+        result._n_gpu = 1
+    return result
+
+
+class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped here
+    """See the module docstring."""
+
+    def __init__(
+        self, model: Any, args: Any, collator: Collator, train_rows: RowDataset, eval_rows: RowDataset | None = None,
+        make_optimizer: MakeOptimizer | None = None, safeguards: Safeguards | None = None,
+    ) -> None:  # fmt: skip
+        """make_optimizer: (model, names of decayed parameters) -> optimizer, where the Trainer has no name for it."""
+        super().__init__(
+            model=model, args=args, data_collator=collator, train_dataset=train_rows, eval_dataset=eval_rows
+        )
+        self._make_optimizer = make_optimizer
+        self.safeguards = safeguards or Safeguards()
+        self.gate = FiniteGate(self.args.device, self.safeguards.max_skipped_steps)
+        self.evaluation_error: str | None = None
+        self._saved_step = 0
+        self._writing: Path | None = None
+        self._sum_in_fp32()
+        for silent in (PrinterCallback, ProgressCallback):
+            self.remove_callback(silent)
+        self.add_callback(_Boundaries(self))
+        self.n_micro_steps = 0
+        self.restart_clock()
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+        if self.is_deepspeed_enabled:
+            know_deepspeed_classes()
+            keep_partition_dtype()
+        if resume_from_checkpoint is not None:
+            file = Path(resume_from_checkpoint) / self._counted_file
+            if file.exists():  # checkpoints of old have none
+                self.resume_counting(json.loads(file.read_text(encoding="utf-8")))
+        if self.safeguards.stop is not None:
+            self.safeguards.stop.listen()
+        try:
+            return super().train(resume_from_checkpoint, **kwargs)
+        except _NothingLeft:  # the Trainer would take one step more
+            self.is_in_train = False
+            self._saved_step = self.state.global_step
+
+    @property
+    def _counted_file(self) -> str:
+        return f"counted-{self.args.process_index}.json"
+
+    def counted(self) -> dict[str, Any]:
+        """What has been counted and summed since the run began or the last record, in this process: for a checkpoint
+        between two records, so that the next is the one of a run that was never interrupted."""
+        return {"gate": self.gate.state()}
+
+    def resume_counting(self, counted: Mapping[str, Any]) -> None:
+        self.gate.resume(counted["gate"])
+
+    def asked_to_stop(self) -> bool:
+        """Whether a signal came, in any process; all of them ask at once."""
+        return self.safeguards.stop is not None and bool(self.safeguards.stop.agreed())
+
+    def save_last(self) -> None:
+        """Save the step that training ended with, unless there is a checkpoint of it."""
+        if self._saved_step != self.state.global_step:
+            self._save_checkpoint(self.model, None)
+
+    def restart_clock(self) -> None:
+        """Evaluating and saving are no training time."""
+        self.tokens_since_mark = 0
+        self.mark_s = time.perf_counter()
+
+    def _sum_in_fp32(self) -> None:
+        """Accelerate's FSDP2 would add up gradients of all GPUs in bf16 and round the loss to it; DDP does neither."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        policy = getattr(plugin, "mixed_precision_policy", None)
+        if plugin is not None and policy is not None:
+            plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.is_deepspeed_enabled and checkpoint is not None:
+            nvme_swap.restore(self.model_wrapped, Path(checkpoint))
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        if self.optimizer is None and self._make_optimizer is not None:
+            self.optimizer: Any = self._make_optimizer(self.model, self.get_decay_parameter_names(self.model))
+        return super().create_optimizer(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self.n_micro_steps += 1
+        self.tokens_since_mark += inputs["input_ids"].numel()
+        return self.gate.add(super().training_step(model, inputs, *args, **kwargs))
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return self.gate.poisoned(super().compute_loss(*args, **kwargs))
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Called once a step, between the backward pass and the optimizer; with DeepSpeed after its step, which leaves
+        out by itself what is not finite."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        scale = None
+        if self.is_deepspeed_enabled:
+            scale = self._deepspeed_scale()
+        elif getattr(self.accelerator, "scaler", None) is not None:
+            scale = float(self.accelerator.scaler.get_scale())
+        self.gate.close(norm, self.optimizer, scale=scale, step=self.state.global_step + 1)
+        return norm
+
+    def _deepspeed_scale(self) -> float:
+        return float(getattr(self.optimizer.optimizer, "loss_scale", 1.0))
+
+    def keep_schedule(self) -> None:
+        """After a step: what DeepSpeed left out would hold the learning rate's schedule back, as it does for no other
+        engine; while it looks for a loss scale that fits, it should, as GradScaler does."""
+        skipped = self.is_deepspeed_enabled and self.accelerator.optimizer_step_was_skipped
+        if skipped and self._deepspeed_scale() <= 1.0:
+            self.lr_scheduler.step()
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        if self.args.dataloader_num_workers:
+            start = partial(_start_worker, loader.worker_init_fn)
+            for each in (loader, getattr(loader, "base_dataloader", loader)):  # Accelerate's, and the one it asks
+                each.timeout, each.worker_init_fn = WORKER_TIMEOUT_S, start
+        return loader
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self._put_losses(logs)
+            seconds = time.perf_counter() - self.mark_s
+            logs["tokens_per_s"] = self.tokens_since_mark * self.args.world_size / seconds
+            logs["memory_bytes"], logs["memory_peak_bytes"] = used_bytes(self.args.device)
+            self.restart_clock()
+        super().log(logs, *args, **kwargs)
+
+    def _put_losses(self, logs: dict[str, float]) -> None:
+        """The mean loss of the steps that were taken, instead of all; none where none was."""
+        self.gate.settle(self.state.global_step)
+        loss_sum, n_steps = self.gate.mean_loss()
+        loss_sum = self.accelerator.reduce(loss_sum, "mean")
+        if int(n_steps):
+            logs["loss"] = float(loss_sum) / int(n_steps)
+        else:
+            del logs["loss"]
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            del logs["grad_norm"]
+        if self.gate.skipped:
+            logs["skipped_steps"] = self.gate.skipped
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """The mean loss over all learned tokens of the evaluation rows, in nats; {} where a signal came in between.
+
+        Raises EvaluationFailed, or EvaluationBroken, in all processes alike.
+        """
+        rows, first, was_training = eval_dataset or self.eval_dataset, 0, self.model.training
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        try:
+            while first < len(rows):
+                if self.asked_to_stop():  # the step is done: save it, while there is time
+                    if self.is_in_train:
+                        self.control.should_save = self.control.should_training_stop = True
+                        self.control.should_evaluate = False  # else the end of the epoch evaluates, and saves, again
+                    return {}
+                size = self.args.per_device_eval_batch_size
+                found = self._sums_at(first, rows)
+                if found is not None:
+                    sums += found
+                    first += size * self.args.world_size
+        finally:
+            self.model.train(was_training)
+        total, n_learned = self.accelerator.reduce(sums).tolist()
+        metrics = {f"{metric_key_prefix}_loss": total / n_learned}
+        self.log(dict(metrics))
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _sums_at(self, first: int, rows: RowDataset) -> torch.Tensor | None:
+        """(sum of the losses, learned tokens) of this process's part of the batch that begins with row `first`. None
+        where it did not fit into the memory of one of the processes; then the next is half as large in all of them.
+
+        All have as many batches, as sharded weights are gathered by all at once: a process that has no rows left takes
+        the first, and it does not count. The Trainer's own loader has such rows count twice.
+        """
+        size = self.args.per_device_eval_batch_size
+        start, error = first + self.args.process_index * size, None
+        own = [rows[i] for i in range(start, min(start + size, len(rows)))]
+        together = self.args.world_size > 1 and _is_sharded(self.model)  # asked now: a pass that fails leaves it whole
+        try:
+            sums = self._forward_sums(own or [rows[0]], bool(own))
+        except RuntimeError as caught:
+            if not prediction.is_out_of_memory(caught):
+                raise
+            error = caught
+        patience_s = launch.ALONE_S if together and error is not None else launch.PATIENCE_S
+        said = launch.everyone(int(error is not None), patience_s=patience_s)
+        if said is not None and not any(said):
+            self._batch_counts()
+            return sums
+        short = [rank for rank, failed in enumerate(said or ()) if failed] or [self.args.process_index]
+        where = f" in process {short[0]} of {self.args.world_size}" if self.args.world_size > 1 else ""
+        text = f"evaluation ran out of memory{where} with {size} rows at once; lower "
+        if together or said is None:
+            raise EvaluationBroken(f"{text}train.batch_size") from error
+        if size == 1:
+            raise EvaluationFailed(f"{text}data.sequence_length") from error
+        error = None  # it holds the tensors of the pass that failed
+        gc.collect()
+        if self.args.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.args.per_device_eval_batch_size = size // 2
+        return None
+
+    def _forward_sums(self, rows: Sequence[Row], counts: bool) -> torch.Tensor:
+        """Zeros where the rows do not count. On the device, and not waited for: where another process has run out of
+        memory in a pass that takes all, this one's would never end."""
+        inputs = self._prepare_inputs(self.data_collator(rows))
+        # one item: the model then returns the sum over its tokens (the Trainer's own loss contract)
+        one = torch.ones((), dtype=torch.long, device=inputs["labels"].device)
+        # only the loss is wanted: whole logits would take more memory than a training step
+        with torch.no_grad(), without_logits(), self.compute_loss_context_manager(), self.accelerator.autocast():
+            loss = self.model(**inputs, num_items_in_batch=one).loss
+        n_learned = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
+        return torch.stack([loss.double(), n_learned.double()]) * counts
+
+    def _batch_counts(self) -> None:
+        """The batch that was evaluated last has fit everywhere, and is not tried again."""
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Between steps: training goes on without an evaluation that does not fit."""
+        try:
+            return super()._evaluate(*args, **kwargs)
+        except EvaluationFailed as error:
+            self.evaluation_error = str(error)
+            self.control.should_evaluate = False
+            return {}
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._writing) if self._writing is not None else str(super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """All processes write into the scratch folder; when all are done, the first makes a checkpoint of it."""
+        step, first, folder = self.state.global_step, self.is_world_process_zero(), Path(self.args.output_dir)
+        refuse_nonfinite_weights(model, step)
+        if not folder.parent.is_dir():  # the Trainer would make it again, for half a run
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder.parent))
+        if first:
+            checkpoint.clear(folder)
+        self.accelerator.wait_for_everyone()
+        self._writing = checkpoint.scratch(folder, step)
+        try:
+            self._write(partial(super()._save_checkpoint, model, trial))
+            self._write(partial(self._save_counted, checkpoint.scratch(folder, step) / checkpoint.name_of(step)))
+            self._write(partial(self._publish, folder, step))
+        finally:
+            self._writing = None
+        self._saved_step = step
+
+    def _save_counted(self, folder: Path) -> None:
+        (folder / self._counted_file).write_text(json.dumps(self.counted()), encoding="utf-8")
+
+    def _publish(self, folder: Path, step: int) -> None:
+        if self.is_world_process_zero():
+            checkpoint.publish(folder, step, self.safeguards.facts, keep=self.args.save_total_limit)
+
+    def _write(self, part: Callable[[], None]) -> None:
+        """Do a part of a save. Where it failed in one process it ends in all, and only then is what they wrote removed;
+        not where one does not answer, which may be writing still: then the next save removes it."""
+        folder, error, full = Path(self.args.output_dir), None, False
+        try:
+            part()
+        except Exception as caught:
+            error, full = caught, checkpoint.disk_is_full(caught, folder)
+        failed = int(full) + int(error is not None)
+        said = launch.everyone(failed, patience_s=launch.PATIENCE_S if error is None else launch.ALONE_S)
+        if said is not None and not any(said):
+            return
+        if said is not None and self.is_world_process_zero():
+            assert self._writing is not None
+            shutil.rmtree(self._writing, ignore_errors=True)
+        if max(said or [failed]) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+        if error is not None:
+            raise error
+        others = [rank for rank, word in enumerate(said or ()) if word]
+        who = f"process {others[0]} failed" if others else f"a process has not answered for {launch.PATIENCE_S} s"
+        raise RunFolderError(f"{folder}: {who} while a checkpoint was written, which was given up")
+
+
+def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
+    deaf(worker)
+    if seed is not None:
+        seed(worker)
+
+
+def refuse_nonfinite_weights(model: Any, step: int) -> None:
+    """Raise rather than save weights that can only give NaN."""
+    index = first_nonfinite(model)
+    if index is not None:
+        name = [name for name, _ in model.named_parameters()][index]
+        raise RecipeError(f"{name} has values that are not finite at step {step}: not saved; lower train.learning_rate")
+
+
+def _is_sharded(model: Any) -> bool:
+    """Whether a forward pass gathers weights, by FSDP2 or ZeRO-3: then it takes all processes."""
+    return any(hasattr(p, "ds_tensor") or hasattr(p, "to_local") for p in model.parameters())
+
+
+class _Boundaries(TrainerCallback):  # type: ignore[misc]
+    """What happens between steps: the clock is kept on training alone, and a wish to stop is heard."""
+
+    def __init__(self, trainer: TigonTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # a resumed state has the intervals of the run that saved it, which a recipe may change
+        state.compute_steps(args, state.max_steps)
+        if state.global_step >= state.max_steps:
+            raise _NothingLeft
+        take_whole_powers(innermost(self._trainer.optimizer))
+        self._trainer.restart_clock()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.keep_schedule()
+        if self._trainer.asked_to_stop():
+            control.should_evaluate = False
+            control.should_save = control.should_training_stop = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.restart_clock()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer.asked_to_stop():
+            control.should_training_stop = True
+        self._trainer.restart_clock()

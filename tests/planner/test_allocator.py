@@ -1,0 +1,86 @@
+"""The caching allocator's rules, on sequences short enough to follow by hand."""
+
+from __future__ import annotations
+
+from tigon.planner.simulate.allocator import CachingAllocator
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def test_small_requests_do_not_share_a_2_mib_segment() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(512 * KIB) for _ in range(4)]
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (2 * MIB, 2 * MIB)
+    allocator.allocate(1)
+    assert allocator.reserved_bytes == 4 * MIB
+    assert allocator.allocated_bytes == 2 * MIB + 512
+    assert len({block.address for block in blocks}) == 4
+
+
+def test_middle_requests_do_not_come_from_a_20_mib_segment() -> None:
+    allocator = CachingAllocator()
+    for _ in range(4):
+        allocator.allocate(5 * MIB)
+    assert allocator.reserved_bytes == 20 * MIB
+    allocator.allocate(5 * MIB)
+    assert allocator.reserved_bytes == 40 * MIB
+
+
+def test_large_requests_are_not_rounded_to_2_mib() -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(11 * MIB)
+    assert allocator.reserved_bytes == 12 * MIB
+    # what is left over is at most 1 MiB, so it stays with the block
+    assert allocator.allocated_bytes == 12 * MIB
+
+
+def test_best_fit_is_not_taken() -> None:
+    allocator = CachingAllocator()
+    large, small = allocator.allocate(64 * MIB), allocator.allocate(32 * MIB)
+    allocator.free(large, small=False)
+    allocator.free(small, small=False)
+    assert allocator.allocate(30 * MIB).address == small.address
+    assert allocator.allocate(64 * MIB).address == large.address
+    assert allocator.reserved_bytes == 96 * MIB
+
+
+def test_a_split_block_does_not_fragment_the_next_large_request() -> None:
+    allocator = CachingAllocator()
+    block = allocator.allocate(64 * MIB)
+    allocator.free(block, small=False)
+    piece = allocator.allocate(12 * MIB)
+    allocator.allocate(64 * MIB)  # 52 MiB are left of the first segment
+    assert allocator.reserved_bytes == 128 * MIB
+    allocator.free(piece, small=False)
+    allocator.allocate(64 * MIB)  # and merge with the piece again
+    assert allocator.reserved_bytes == 128 * MIB
+
+
+def test_free_neighbours_do_not_merge_in_any_order() -> None:
+    for order in ((0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)):
+        allocator = CachingAllocator()
+        pieces = [allocator.allocate(6 * MIB) for _ in range(3)]
+        for index in order:
+            allocator.free(pieces[index], small=False)
+        allocator.allocate(19 * MIB)
+        assert allocator.reserved_bytes == 20 * MIB, order
+        assert allocator.allocated_bytes == 20 * MIB
+
+
+def test_a_full_device_does_not_give_back_what_is_free() -> None:
+    allocator = CachingAllocator(limit_bytes=100 * MIB)
+    block = allocator.allocate(60 * MIB)
+    allocator.free(block, small=False)
+    allocator.allocate(80 * MIB)
+    assert allocator.reserved_bytes == 80 * MIB
+    assert allocator.peak_reserved_bytes == 80 * MIB
+
+
+def test_a_stream_takes_anothers_blocks_or_neither_gives_its_own_back() -> None:
+    allocator = CachingAllocator(limit_bytes=100 * MIB)
+    others = allocator.allocate(40 * MIB, stream=1)
+    allocator.free(others, small=False)
+    allocator.allocate(40 * MIB)
+    assert allocator.reserved_bytes == 80 * MIB
+    allocator.allocate(50 * MIB)  # there is room once the other stream's block is given back
+    assert allocator.reserved_bytes == 90 * MIB

@@ -1,0 +1,402 @@
+"""The estimate as its callers see it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from planner_helpers import BARE, H200, config_of, request_of
+
+from tigon.errors import UsageError
+from tigon.medusa import Attachment, HeadsSpec, Objective
+from tigon.models import MODELS
+from tigon.models.loading.config import load_config
+from tigon.models.verification.tiny import tiny_config
+from tigon.planner.estimate import COMPONENTS, PHASES, estimate, logits_bytes
+from tigon.planner.gpus import GPUS, Gpu, find_gpu
+from tigon.planner.request import Request
+from tigon.planner.simulate.non_allocator_memory import outside_bytes
+from tigon.planner.trace.attention import product_share
+from tigon.techniques.choices import Choices
+
+GIB = 1 << 30
+
+
+def heads_of(stage: int, count: int = 3, shared: bool = True) -> Attachment:
+    return Attachment(HeadsSpec(count=count, shared=shared), Objective(stage=stage))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "fp32": {"precision": "fp32"},
+    "amp-fp16-full": {"precision": "amp-fp16", "checkpointing": "full"},
+    "bf16-offload": {"precision": "bf16", "checkpointing": "offload"},
+    "selective": {"checkpointing": "selective"},
+    "masked": {"masked": True},
+    "eager": {"attention": "eager"},
+    "flash-masked": {"attention": "flash_attention_2", "masked": True},
+    "foreach": {"optimizer": "adamw-foreach"},
+    "8-bit": {"optimizer": "adamw-8bit"},
+    "layerwise": {"optimizer": "galore-layerwise", "precision": "bf16"},
+    "accumulate": {"accumulate": 4},
+    "lora": {"lora_rank": 4},
+    "qlora": {"lora_rank": 4, "quantized": True, "precision": "bf16", "checkpointing": "full"},
+    "ddp": {"gpus": 4},
+    "zero-1": {"zero": 1, "gpus": 4},
+    "zero-2-cpu": {"zero": 2, "gpus": 2, "offload": "cpu"},
+    "zero-3-nvme": {"zero": 3, "offload": "nvme"},
+    "fsdp": {"fsdp": True, "gpus": 4},
+    "heads": {"heads": heads_of(2)},
+    "heads-stage-1": {"heads": heads_of(1), "precision": "bf16"},
+    "evaluated": {"evaluated": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("method", ["trace", "study"])
+def test_components_do_not_sum_to_the_peak(case: dict[str, Any], method: Any) -> None:
+    found = estimate(request_of(**case), gpu=H200, method=method)
+    assert tuple(found.phases) == PHASES
+    assert tuple(found.components) == COMPONENTS
+    assert sum(found.components.values()) == found.peak_allocated_bytes == found.phases[found.peak_phase]
+    assert all(nbytes >= 0 for nbytes in found.components.values())
+    assert found.peak_reserved_bytes >= found.peak_allocated_bytes
+    assert found.device_bytes == found.peak_reserved_bytes + outside_bytes(H200, request_of(**case).choices)
+    assert found.step_s > 0
+
+
+def _peak(**case: Any) -> int:
+    return estimate(request_of(**case), gpu=BARE).peak_allocated_bytes
+
+
+def test_a_fused_loss_saves_nothing() -> None:
+    peaks = [_peak(kernels=kernels, precision="bf16", batch=8) for kernels in ("none", "no-flce", "tigon")]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "less"),
+    [
+        ({"checkpointing": "none"}, {"checkpointing": "selective"}),
+        ({"checkpointing": "selective"}, {"checkpointing": "full"}),
+        ({"checkpointing": "every-2"}, {"checkpointing": "full"}),
+        ({"precision": "amp-bf16"}, {"precision": "bf16"}),
+        ({"attention": "eager"}, {"attention": "sdpa"}),
+        ({"masked": True}, {"masked": False}),
+        # with more tokens the loss is the peak, and neither has a gradient then
+        ({"zero": 1, "gpus": 4, "batch": 1, "seq": 8}, {"zero": 2, "gpus": 4, "batch": 1, "seq": 8}),
+        ({"zero": 2, "gpus": 4}, {"zero": 2, "gpus": 4, "offload": "cpu"}),
+        ({"heads": heads_of(2)}, {}),
+        ({"heads": heads_of(2)}, {"heads": heads_of(1)}),
+        ({"heads": heads_of(2, shared=False)}, {"heads": heads_of(2)}),
+        ({"heads": heads_of(2), "kernels": "none"}, {"heads": heads_of(2)}),
+    ],
+    ids=lambda case: "-".join(f"{name}={value}" for name, value in case.items()),
+)
+def test_a_technique_costs_memory_that_it_should_save(more: dict[str, Any], less: dict[str, Any]) -> None:
+    # Few states, so that what varies is what decides; in bf16, unless that is what varies.
+    common = {"batch": 8, "seq": 256, "shape": {"vocab_size": 64, "num_hidden_layers": 8}}
+    assert _peak(**common | more) > _peak(**common | less)
+
+
+def test_adapters_need_the_states_of_a_whole_model() -> None:
+    tokens = {"batch": 1, "seq": 8, "precision": "bf16"}
+    full, lora, qlora = (
+        _peak(**tokens, **case) for case in ({}, {"lora_rank": 2}, {"lora_rank": 2, "quantized": True})
+    )
+    assert full > 2 * lora
+    assert lora > qlora
+
+
+def test_foreach_adamw_does_not_hold_another_copy_of_the_weights() -> None:
+    fused, foreach = (
+        estimate(request_of(optimizer=name), gpu=H200).phases["optimizer"] for name in ("adamw", "adamw-foreach")
+    )
+    numel = 1024 * 64 + 5 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64) + 64
+    # less the fused one's step counters, which are on the device
+    assert foreach - fused == pytest.approx(4 * numel, rel=0.05)
+
+
+def test_what_a_run_holds_at_rest_is_wrong() -> None:
+    """Llama-3.2-1B in bf16 with fused AdamW: 2 bytes a weight, 4 of states; two fp32 counters of rotary frequencies."""
+    numel = 1_235_814_400
+    request = Request(
+        model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=1, seq=128,
+        choices=Choices(precision="bf16", checkpointing="full"),
+    )  # fmt: skip
+    found = estimate(request, gpu=H200)
+    # The block of a large tensor may be up to 1 MiB larger than the tensor.
+    assert 2 * numel <= found.components["weights"] == pytest.approx(2 * numel, rel=1e-3)
+    assert 4 * numel <= found.components["optimizer"] == pytest.approx(4 * numel, rel=1e-3)
+    # Until it is tied, the head has a weight of its own.
+    head = 2 * 128_256 * 2048
+    assert head <= found.phases["load"] - found.components["weights"] <= head + (1 << 20)
+
+
+# A plain training step on an H200: torch 2.11, transformers 5.17, bf16, fused AdamW, SDPA, no clipping.
+# (model, batch, seq, checkpointing, kernels, GiB, thousand tokens/s)
+MEASURED = [
+    ("llama-3.2-1b", 4, 1024, "full", "none", 13.2, 34.2),
+    ("llama-3.2-1b", 4, 1024, "full", "liger", 9.8, 32.3),
+    ("llama-3.2-1b", 16, 1024, "full", "none", 31.7, 43.1),
+    ("llama-3.2-1b", 16, 1024, "full", "liger", 10.7, 58.5),
+    ("llama-3.2-1b", 64, 1024, "full", "none", 105.9, 44.3),
+    ("llama-3.2-1b", 64, 1024, "full", "liger", 17.1, 61.3),
+    ("llama-3.2-1b", 4, 8192, "full", "none", 56.4, 36.4),
+    ("llama-3.2-1b", 4, 8192, "full", "liger", 12.3, 46.8),
+    ("llama-3.2-1b", 16, 1024, "none", "none", 57.2, 52.7),
+    ("llama-3.2-1b", 16, 1024, "none", "liger", 26.3, 68.5),
+    ("llama-3.1-8b", 8, 512, "full", "none", 60.0, 8.0),
+    ("llama-3.1-8b", 8, 512, "full", "liger", 60.0, 9.2),
+    ("llama-3.1-8b", 64, 512, "full", "none", 100.9, 8.8),
+    ("llama-3.1-8b", 64, 512, "full", "liger", 64.0, 10.8),
+]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: "-".join(map(str, row[:5])))
+def test_a_measured_step_is_missed(row: tuple[Any, ...]) -> None:
+    model, batch, seq, checkpointing, kernels, gib, kilo_tokens_per_s = row
+    choices = Choices(precision="bf16", checkpointing=checkpointing, kernels=kernels)
+    request = Request(model=model, config=load_config(model), batch=batch, seq=seq, choices=choices, clipped=False)
+    found = estimate(request, gpu=H200)
+    # The table has one decimal, which is 0.5% of the smallest row.
+    assert found.peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
+    found_per_s = found.tokens_per_s / 1000
+    # Two host-bound rows of the 1B model, measured on another day, took longer than the host's constant gives: those
+    # are predicted too fast, and only that is held to. Why is not known.
+    if (model, batch * seq) == ("llama-3.2-1b", 4096):
+        assert found_per_s > kilo_tokens_per_s
+    else:
+        assert found_per_s == pytest.approx(kilo_tokens_per_s, rel=0.15)
+
+
+# Whole runs on an H200, of benchmarks/results/nvidia-h200/planner/runs.json: (choices, model, batch, seq, allocated and
+# reserved GiB, ms of a step), each under the mistake that it would show.
+RUNS: dict[str, tuple[dict[str, Any], str, int, int, float, float, float]] = {
+    "a kernel for groups of heads in fp32": ({"precision": "fp32"}, "llama-3.2-1b", 2, 1024, 24.89, 25.99, 361),
+    "4-bit products in 16 bits": ({"lora_rank": 16, "quantized": True}, "qwen3-0.6b", 4, 2048, 17.71, 18.44, 172),
+    "temporaries of a step as one block": ({"optimizer": "sgd"}, "llama-3.2-1b", 4, 2048, 20.93, 20.98, 140),
+    "an Adafactor that moves as little as AdamW": (
+        {"optimizer": "adafactor", "precision": "bf16", "checkpointing": "full"},
+        "llama-3.1-8b", 2, 4096, 38.04, 41.42, 1074,
+    ),
+    "the blocks that a third step finds": ({"kernels": "no-flce"}, "llama-3.2-1b", 4, 2048, 33.91, 37.95, 142),
+    "a slow host": ({}, "llama-3.2-1b", 1, 512, 19.46, 21.29, 43),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_run_is_predicted_with(run: tuple[Any, ...]) -> None:
+    choices, model, batch, seq, allocated_gib, reserved_gib, step_ms = run
+    request = Request(
+        model=model, config=load_config(model), batch=batch, seq=seq,
+        choices=Choices(**{"precision": "amp-bf16", **choices}),
+    )  # fmt: skip
+    found = estimate(request, gpu=H200)
+    assert found.peak_allocated_bytes / GIB == pytest.approx(allocated_gib, rel=0.005)
+    assert found.peak_reserved_bytes / GIB == pytest.approx(reserved_gib, rel=0.06)
+    assert found.step_s * 1000 == pytest.approx(step_ms, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("batch", "kernels", "gib"),
+    [
+        (1, "tigon", 3.40), (4, "none", 8.14), (4, "liger", 3.40), (8, "no-flce", 6.43), (16, "no-flce", 10.91),
+        (32, "tigon", 7.48), (32, "liger", 7.30), (112, "tigon", 19.23),
+    ],
+)  # fmt: skip
+def test_a_measured_step_of_zero_3_with_all_states_on_the_cpu_is_missed(batch: int, kernels: str, gib: float) -> None:
+    """benchmarks/results/nvidia-h200/study/batch.json. Of 3.40 GiB, few rows' peak, all but 0.07 are the embeddings:
+    their weights, their gradient, its copy in 16 bits and 250 million elements of it in fp64."""
+    choices = Choices(precision="amp-fp16", checkpointing="full", kernels=kernels, zero=3, offload="cpu")
+    request = Request(model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=batch, seq=1024, choices=choices)
+    assert estimate(request, gpu=H200).peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
+
+
+@pytest.mark.parametrize(("sharding", "gib"), [({"zero": 2}, 3.86), ({"fsdp": True}, 3.68)], ids=str)
+def test_a_measured_step_on_two_gpus_is_missed(sharding: dict[str, Any], gib: float) -> None:
+    """One that no constant was taken from: documents masked, on two H200s."""
+    choices = Choices(precision="amp-bf16", gpus=2, **sharding)
+    request = Request(
+        model="smollm2-135m", config=load_config("smollm2-135m"), batch=4, seq=1024, choices=choices, masked=True
+    )
+    assert estimate(request, gpu=H200).peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
+
+
+def _long_step_s(gpu: Gpu, **choices: Any) -> float:
+    """Of heads 16 wide."""
+    slow = dataclasses.replace(gpu, matmul_flops=gpu.matmul_flops / 1000)
+    request = request_of(seq=8192, batch=1, precision="bf16", shape={"max_position_embeddings": 8192}, **choices)
+    return estimate(request, gpu=slow, evaluation=False).step_s
+
+
+def test_narrow_heads_are_as_fast_as_other_products_or_groups_of_them_slower_than_all_at_once() -> None:
+    """Measured on Hopper."""
+    older = dataclasses.replace(H200, arch=(8, 0))
+    assert _long_step_s(H200) > 1.2 * _long_step_s(older)
+    for gpu in (H200, older):
+        assert _long_step_s(gpu, attention_groups=2) == pytest.approx(_long_step_s(gpu), rel=0.01)
+    assert [product_share(width, H200.arch) for width in (64, 128)] == [0.66, 1.0]
+
+
+def test_host_time_of_a_technique_is_free() -> None:
+    """Of a model so small that the host is all there is."""
+    step_s = {
+        word: estimate(request_of(precision="bf16", **choices), gpu=H200).step_s
+        for word, choices in {
+            "full": {"checkpointing": "full"}, "selective": {"checkpointing": "selective"},
+            "lora": {"lora_rank": 2}, "qlora": {"lora_rank": 2, "quantized": True},
+            "adamw": {}, "paged": {"optimizer": "paged-adamw"}, "zero": {"zero": 1}, "fsdp": {"fsdp": True},
+        }.items()
+    }  # fmt: skip
+    assert step_s["selective"] > 1.5 * step_s["full"] and step_s["qlora"] > 1.5 * step_s["lora"]
+    assert all(step_s[word] > 1.2 * step_s["adamw"] for word in ("paged", "zero", "fsdp"))
+
+
+def test_the_study_method_is_not_the_studys() -> None:
+    request = request_of(batch=3, seq=100, precision="amp-bf16", checkpointing="full", kernels="none")
+    found = estimate(request, gpu=H200, method="study").components
+    traced = estimate(request, gpu=H200)
+    numel = sum(n for n in [1024 * 64, 5 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64), 64])
+    assert found["weights"] + found["gradients"] + found["optimizer"] == 16 * numel
+    assert found["checkpoints"] == 3 * 100 * 64 * 2 * 5
+    assert found["logits"] == 3 * 100 * 1024 * 4 * 3
+    assert found != traced.components
+
+
+def test_a_step_without_evaluation_counts_it() -> None:
+    request = request_of(precision="bf16", checkpointing="full", batch=16, kernels="tigon", lora_rank=2)
+    without, with_one = (
+        estimate(dataclasses.replace(request, evaluated=evaluated), gpu=H200) for evaluated in (False, True)
+    )
+    assert without.phases == with_one.phases
+    assert without.peak_phase != "eval"
+    assert with_one.peak_allocated_bytes == max(with_one.phases.values())
+
+
+@pytest.mark.parametrize("precision", ["amp-bf16", "bf16"])
+def test_an_evaluation_of_the_fused_head_holds_no_logits(precision: str) -> None:
+    """Many more logits than anything else here: 8 rows of 1024 tokens and 128,256 words are 2 GiB in 16 bits."""
+    config = config_of("llama", vocab_size=128_256, max_position_embeddings=1024)
+    request = dataclasses.replace(request_of(precision=precision, evaluated=True), config=config, batch=8, seq=1024)
+    whole = 2 * 8 * 1024 * 128_256
+    peaks = {}
+    for kernels in ("tigon", "none", "no-flce"):
+        choices = dataclasses.replace(request.choices, kernels=kernels)
+        peaks[kernels] = estimate(dataclasses.replace(request, choices=choices), gpu=BARE).phases["eval"]
+    assert peaks["tigon"] < whole
+    # bf16 logits, their fp32 copy and its log-softmax; tigon's cross entropy reads the logits as they are
+    assert peaks["none"] > 5 * whole > peaks["no-flce"]
+    assert peaks["no-flce"] > (3 if precision == "amp-bf16" else 1) * whole  # Accelerate makes outputs fp32
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_evaluation_with_heads_counts_the_heads_losses(stage: int) -> None:
+    """The trainer evaluates the model's loss and then the heads', which need a chunk of logits beside their weights."""
+    request = request_of(heads=heads_of(stage, 4), precision="bf16", batch=64, seq=256)
+    without = dataclasses.replace(request, heads=None)
+    alone, with_heads = (estimate(dataclasses.replace(one, evaluated=True), gpu=BARE) for one in (without, request))
+    at_rest = with_heads.phases["save"] - alone.phases["save"]
+    assert with_heads.phases["eval"] - alone.phases["eval"] > at_rest + 2 * 64 * 256 * 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"batch": 0}, "batch is 0"),
+        ({"batch": -3}, "batch is -3"),
+        ({"seq": 513}, "max_position_embeddings 512"),
+        ({"seq": 0}, "seq is 0"),
+        ({"kernels": "fast"}, "kernels is 'fast'"),
+        ({"precision": "fp8"}, "precision is 'fp8'"),
+        ({"checkpointing": "every-0"}, "every-N"),
+        ({"zero": 4}, "zero is 4"),
+        ({"gpus": 0}, "gpus is 0"),
+        ({"optimizer": "adam"}, "optimizer is 'adam'"),
+        ({"accumulate": 0}, "accumulate is 0"),
+        ({"lora_rank": 0}, "lora_rank is 0"),
+        ({"quantized": True}, "lora_rank"),
+    ],
+    ids=str,
+)
+def test_wrong_input_is_no_clear_error(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says) as raised:
+        estimate(request_of(**changes), gpu=H200)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_model_that_cannot_be_traced_is_no_clear_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """Parts of the rotary embedding that do not add up to a head's width."""
+    config = tiny_config("qwen2_5_vl", {"text_config": {"head_dim": 16, **MODELS["qwen2_5_vl"].tiny["text_config"]}})
+    config.get_text_config().rope_parameters["mrope_section"] = [1, 1, 3]
+    request = Request(model="vl", config=config, batch=1, seq=32, choices=Choices(precision="fp32", kernels="none"))
+    with pytest.raises(UsageError, match="method `study`"):
+        estimate(request, gpu=H200)
+    assert "Traceback" not in capfd.readouterr().err
+    found = estimate(request, gpu=H200, method="study")
+    assert found.peak_allocated_bytes > 0
+    assert any("cannot be traced" in note for note in found.notes)
+
+
+def test_plan_hides_that_every_process_reads_the_whole_model() -> None:
+    """FSDP2 divides what is on the host; a preset is drawn on the GPU instead."""
+    config = load_config("llama-3-8b")
+    choices = Choices(precision="amp-bf16", fsdp=True, gpus=8)
+    for model, reads in (("org/model", True), ("llama-3-8b", False)):
+        request = Request(model=model, config=config, batch=1, seq=64, choices=choices)
+        notes = " ".join(estimate(request, gpu=H200, evaluation=False).notes)
+        assert ("Each of 8 processes reads the whole model to the host" in notes) == reads
+        assert ("239 GiB" in notes) == reads  # 8 x 4 x 8.03e9 bytes
+
+
+@pytest.mark.parametrize("name", ["h2000", "", "24", "-5GiB", "1KiB"])
+def test_an_unknown_gpu_is_accepted(name: str) -> None:
+    with pytest.raises(UsageError):
+        find_gpu(name)
+
+
+def test_a_gpu_is_not_found_by_name_or_size() -> None:
+    assert find_gpu("H200") is find_gpu("NVIDIA H200") is GPUS["h200"]
+    assert find_gpu("RTX 4090") is GPUS["rtx-4090"]
+    assert find_gpu("24GiB").memory_bytes == 24 * GIB
+    assert find_gpu("24 GB").memory_bytes == 24 * 10**9
+    assert find_gpu("24GiB").matmul_flops == GPUS["rtx-3090"].matmul_flops
+
+
+def test_a_full_device_reserves_more_than_it_has() -> None:
+    small = find_gpu("1GiB")
+    request = request_of(batch=64, seq=512, kernels="none", precision="bf16", shape={"vocab_size": 2048})
+    assert estimate(request, gpu=small).peak_reserved_bytes < estimate(request, gpu=H200).peak_reserved_bytes
+
+
+def test_a_model_of_no_layers_or_a_large_rank_is_no_clear_answer() -> None:
+    with pytest.raises(UsageError, match="num_hidden_layers 0"):
+        estimate(request_of(shape={"num_hidden_layers": 0}), gpu=H200)
+    held = estimate(request_of(lora_rank=1 << 20), gpu=H200).components
+    assert held["weights"] > 4 * (1 << 20) * 64 * 7 * 5, "adapters of no memory of this machine"
+
+
+def test_what_the_loss_holds_is_what_is_there_at_the_peak_of_something_else() -> None:
+    """With few rows the peak is elsewhere, where there are no logits."""
+    request = request_of(batch=1, seq=64, checkpointing="full", precision="bf16", shape={"num_hidden_layers": 12})
+    assert estimate(request, gpu=H200).components["logits"] < logits_bytes(request, gpu=H200)
+    many = dataclasses.replace(request, batch=64, choices=dataclasses.replace(request.choices, kernels="none"))
+    found = estimate(many, gpu=H200)
+    assert found.peak_phase in ("loss", "backward")
+    assert logits_bytes(many, gpu=H200) == pytest.approx(found.components["logits"], rel=0.1)
+
+
+def test_an_estimate_changes_the_model_code_or_the_ops() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    import tigon.ops._dispatch as dispatch
+
+    before = set(ALL_ATTENTION_FUNCTIONS.valid_keys())
+    config = config_of("llama")
+    words = config.to_json_string()
+    estimate(request_of(seq=48), gpu=H200)
+    assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) == before
+    assert config.to_json_string() == words
+    assert dispatch._planned_arch is None

@@ -1,0 +1,37 @@
+"""What a process holds beside PyTorch's allocator, against every run that was measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+from tests.planner.planner_helpers import H200
+from tigon.planner.gpus import MIB
+from tigon.planner.simulate.non_allocator_memory import outside_bytes
+from tigon.techniques.choices import Choices
+
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200"
+
+
+def measured() -> dict[Choices, list[int]]:
+    """The kind of a run -> what each of that kind held."""
+    found = defaultdict(list)
+    for path in [*RECORDS.glob("study/*.json"), *RECORDS.glob("medusa/*.json")]:
+        for row in json.loads(path.read_text(encoding="utf-8"))["points"]:
+            if row.get("outside_bytes"):
+                keys = row["keys"]
+                kind = Choices(
+                    gpus=keys.get("sharding.gpus", 1), zero=min(1, keys.get("sharding.zero", 0)),
+                    fsdp=keys.get("sharding.fsdp", False),
+                )  # fmt: skip
+                found[kind].append(row["outside_bytes"])
+    return found
+
+
+def test_a_kind_of_run_holds_other_than_was_measured():
+    runs = measured()
+    assert len(runs) == 6 and sum(map(len, runs.values())) > 200
+    for choices, found in runs.items():
+        assert abs(outside_bytes(H200, choices) - statistics.median(found)) < 64 * MIB, choices

@@ -1,0 +1,219 @@
+"""`tigon plan`: what it prints, what it refuses, and its charts."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+from tigon.cli import plan
+from tigon.errors import TigonError
+
+DEMO = {"model": "tigon-demo", "gpu": "1.25GiB", "batch": 32, "seq": 1024, "optimizer": "adamw", "zero": 0,
+        "offload": "none"}  # fmt: skip
+
+
+def printed(capsys, **changes):
+    plan.run(**{**DEMO, **changes})
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def answer():
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        plan.run(**DEMO, as_json=True)
+    return json.loads(out.getvalue())
+
+
+def test_evaluation_counts_because_a_recipe_evaluates(capsys):
+    """Liger's loss is fused in training and computes all logits in evaluation."""
+    from tigon.recipe.keys import DataConfig
+
+    assert DataConfig().eval_fraction > 0, "the recipe's default evaluates, so the plan's default does"
+    fixed = {"batch": 4, "checkpointing": "full", "accumulate": 1, "precision": "bf16"}
+    found = json.loads(printed(capsys, **fixed, kernels="liger", as_json=True, explain=True))
+    assert found["evaluated"] and found["peak_phase"] == "eval"
+    assert found["peak_allocated_bytes"] == found["phases"]["eval"]
+    assert any(line.startswith("evaluation") for line in found["explanation"])
+
+
+def test_json_lacks_what_was_promised(answer):
+    assert sum(answer["components"].values()) == answer["peak_allocated_bytes"] == max(answer["phases"].values())
+    assert answer["device_bytes"] == answer["peak_reserved_bytes"] + answer["outside_bytes"]
+    assert answer["fits"] == (answer["device_bytes"] <= answer["gpu"]["memory_bytes"]) and answer["fits"] is False
+    first = answer["recommended"][0]
+    wanted = {"command", "yaml", "peak_allocated_bytes", "step_s", "tokens_per_s", "precision_cost", "cheaper"}
+    assert wanted <= set(first) and first["device_bytes"] <= 0.98 * answer["gpu"]["memory_bytes"]
+    assert first["cheaper"] and all(other["reason"] for other in first["cheaper"])
+    for name in ("largest_batch", "longest_sequence"):
+        assert answer[name]["recommended"] >= answer[name]["requested"] > 0
+
+
+def test_a_recipe_that_changes_the_numbers_does_not_say_so(answer):
+    for one in answer["recommended"]:
+        choices = one["choices"]
+        changed = choices["precision"] == "bf16" or choices["optimizer"] != "adamw" or choices["zero"] > 0
+        assert bool(one["precision_cost"]) == changed
+
+
+def test_the_report_or_the_explanation_has_other_numbers_than_the_json(answer, capsys):
+    text = " ".join(printed(capsys, explain=True).split())
+    gib = answer["peak_allocated_bytes"] / 2**30
+    assert f"Peak {gib:.2f} GiB allocated ({answer['peak_phase']})" in text and "does not fit" in text
+    for name, size in answer["components"].items():
+        assert f"{name} {size / 2**30:.2f} GiB: " in text
+    assert " ".join(answer["recommended"][0]["command"].split()) in text
+    assert "The study's formulas give" in text
+
+
+def test_the_studys_method_or_ladder_is_lost(capsys):
+    study = json.loads(printed(capsys, method="study", policy="study", batch=4, as_json=True))
+    parameters = study["components"]["weights"] // 4
+    assert study["components"]["optimizer"] == 8 * parameters and study["components"]["logits"] == 0
+    assert [row["rung"] for row in study["ladder"]][:2] == ["nothing", "fused kernels"]
+
+
+def test_the_explanation_is_dropped_from_the_json(capsys):
+    said = json.loads(printed(capsys, explain=True, as_json=True, checkpointing="none"))["explanation"]
+    assert any(line.startswith("weights ") for line in said) and any("study's formulas" in line for line in said)
+
+
+def test_rows_of_a_micro_batch_do_not_follow_from_the_steps_rows_and_their_number(capsys):
+    found = json.loads(printed(capsys, batch=None, accumulate=4, effective_batch=24, as_json=True))
+    assert (found["batch"], found["choices"]["accumulate"]) == (6, 4)
+    assert all(one["batch"] * one["choices"]["accumulate"] == 24 for one in found["recommended"])
+
+
+def test_heads_are_lost_on_the_way_to_the_recipe(capsys, tmp_path):
+    from tigon.cli.app import _planned_heads
+    from tigon.recipe import recipe_file
+
+    def asked(**changes):
+        return json.loads(printed(capsys, batch=4, seq=256, as_json=True, **changes))
+
+    plain = asked()
+    peaks = [plain["peak_allocated_bytes"]]
+    for stage in (1, 2):
+        found = asked(medusa=2, stage=stage, heads=_planned_heads)
+        peaks.append(found["peak_allocated_bytes"])
+        assert found["heads"]["heads.count"] == 2 and "Medusa" not in found["recommended"][0]["label"]
+        (tmp_path / "recipe.yaml").write_text(found["recommended"][0]["yaml"])
+        recipe = recipe_file.load(tmp_path / "recipe.yaml", gpu_present=lambda: True)
+        assert (recipe.heads.stage, recipe.heads.count) == (stage, 2)
+        assert recipe.heads.output == found["heads"]["heads.output"] != "auto"
+        assert f"--set heads.stage={stage}" in found["recommended"][0]["command"]
+    assert plain["heads"] is None and peaks[1] < peaks[0] < peaks[2]
+
+
+WRONG = {
+    "gpu": ({"gpu": "h2000"}, "nearest is h200"),
+    "model": ({"model": "tigon-dmo"}, "neither a file"),
+    "batch": ({"batch": 0}, "--batch is 0"),
+    "sequence": ({"seq": 4096}, "max_position_embeddings 2048"),
+    "precision": ({"precision": "fp8"}, "--precision is 'fp8'"),
+    "optimizer": ({"optimizer": "adam"}, "--optimizer is 'adam'"),
+    "checkpointing": ({"checkpointing": "every-0"}, "--checkpointing is 'every-0'"),
+    "zero": ({"zero": 4}, "--zero is 4"),
+    "qlora": ({"quantized": True}, "add --lora"),
+    "lora": ({"lora_rank": 0}, "--lora is 0"),
+    "gpus": ({"gpus": -1}, "--gpus is -1"),
+    "rows that do not agree": ({"batch": 8, "accumulate": 2, "effective_batch": 24}, "leave one of them out"),
+    "micro-batches of no whole rows": ({"batch": None, "accumulate": 5, "effective_batch": 24}, "--accumulate 5"),
+    "rows without end": ({"batch": 10**20}, "at most 1048576"),
+    "more GPUs than train takes": ({"gpus": 65}, "--gpus is 65; it must be at most 64"),
+    "a rank that train refuses": ({"lora_rank": 4097}, "--lora is 4097; it must be at most 4096"),
+    "rows that train refuses": ({"seq": 7}, "--seq is 7; it must be at least 8"),
+    "heads without end": ({"medusa": 17}, "--medusa is 17"),
+    "no heads": ({"medusa": 0}, "--medusa is 0"),
+    "stage": ({"medusa": 2, "stage": 3}, "--stage is 3"),
+    "a stage of no heads": ({"stage": 1}, "add --medusa"),
+    "heads and Liger": ({"medusa": 2, "kernels": "liger"}, "no loss of several heads"),
+    "heads and adapters": ({"medusa": 2, "lora_rank": 8}, "use stage 2"),
+    "no name": ({"model": ""}, "neither a file"),
+    "effective batch": ({"gpus": 4, "effective_batch": 6}, "no multiple"),
+    "pair": ({"optimizer": "galore", "zero": 3}, "projects whole matrices"),
+    "offload": ({"offload": "cpu"}, "neither is on"),
+    "method": ({"method": "guess"}, "--method is 'guess'"),
+    "attention": ({"attention": "flash_attention_2"}, "sdpa, eager"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_answered_or_gets_more_than_a_line(changes, words):
+    from tigon.cli.app import _planned_heads
+
+    with pytest.raises(TigonError) as caught:
+        plan.run(**{**DEMO, "heads": _planned_heads, **changes})
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+SHAPES = {
+    "heads that do not divide": ({"num_key_value_heads": 3}, "does not divide its num_attention_heads 2"),
+    "an activation that there is not": ({"hidden_act": "foo"}, "KeyError: 'foo'"),
+    "a padding token beyond the vocabulary": ({"pad_token_id": 512}, "within num_embeddings"),
+    "no layers": ({"num_hidden_layers": 0}, "at least one layer"),
+    "empty products": ({"intermediate_size": 0}, "the shape (0, 32); no size may be 0"),
+    "code that takes tuples": ({"return_dict": False}, "AttributeError"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), SHAPES.values(), ids=SHAPES)
+def test_a_config_that_describes_no_model_is_planned_or_ends_in_a_traceback(changes, words, tmp_path):
+    shape = {
+        "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape | changes))
+    with pytest.raises(TigonError) as caught:
+        plan.run(**{**DEMO, "model": str(tmp_path)})
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_wrong_input_does_not_exit_with_two_in_a_shell():
+    arguments = [sys.executable, "-m", "tigon", "plan", "tigon-demo", "--gpu", "24GiB", "--qlora"]
+    source = str(Path(__file__).parents[2] / "src")
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, env={"PYTHONPATH": source})
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("tigon: --qlora")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_example_in_the_document_is_of_an_earlier_planner():
+    from tigon.models.loading.config import load_config
+    from tigon.planner.estimate import PHASES, estimate
+    from tigon.planner.gpus import find_gpu
+    from tigon.planner.request import Request
+    from tigon.techniques.choices import Choices
+
+    text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    example = text.partition("$ tigon plan llama-3.2-1b --gpu 24GiB --batch 4 --seq 8192\n")[2].partition("```")[0]
+    request = Request(model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=4, seq=8192, choices=Choices())
+    found = estimate(request, gpu=find_gpu("24GiB"))
+    gib = {name: size / 2**30 for name, size in {**found.components, **found.phases}.items()}
+    said = dict(re.findall(r"([a-z]+)(?: <)? +(\d+\.\d\d)(?= |$)", example.partition("does not fit")[0], re.MULTILINE))
+    assert set(said) == set(gib) and set(PHASES) <= set(said)
+    assert {name: float(value) for name, value in said.items()} == pytest.approx(gib, rel=0.003, abs=0.006)
+
+
+def test_charts_are_not_drawn_or_lack_the_limit(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("tigon.planner.render.charts.POINTS", 2)
+    printed(capsys, precision="amp-bf16", checkpointing="none", plot=tmp_path / "charts")
+    for name in ("memory", "checkpoints-and-logits"):
+        text = (tmp_path / "charts" / f"{name}.svg").read_text()
+        assert text.startswith("<svg") and "1.25GiB" in text and "logits" in text
+        assert (tmp_path / "charts" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_charts_overwrite_a_file_with_a_folder(tmp_path):
+    (tmp_path / "charts").write_text("mine")
+    with pytest.raises(TigonError, match="is a file"):
+        plan.run(**DEMO, plot=tmp_path / "charts")

@@ -1,0 +1,225 @@
+"""What the planner recommends: it fits, the trainer takes it, and what was ruled out does not fit."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import shlex
+from dataclasses import fields, replace
+
+import pytest
+
+from tests.planner.planner_helpers import H200, config_of, small_gpu
+from tigon.cli.plan import _NEVER_FREE
+from tigon.errors import UsageError
+from tigon.planner.estimate import estimate
+from tigon.planner.gpus import GIB
+from tigon.planner.render import as_recipe
+from tigon.planner.request import Request
+from tigon.planner.search import recommend, space
+from tigon.planner.search.recommend import look, plan, search
+from tigon.planner.search.space import Asked
+from tigon.recipe import recipe_file
+from tigon.techniques import matrix
+from tigon.techniques.choices import Choices
+
+SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704}
+
+
+def asked_of(
+    memory_mib: float, *, batch: int = 8, seq: int = 512, effective_batch: int | None = None, **given
+) -> Asked:
+    """A question about a small model on a small GPU."""
+    free = frozenset(f.name for f in fields(Choices)) - set(given) - _NEVER_FREE
+    config = config_of("llama", **SHAPE)
+    request = Request(model="tigon-demo", config=config, batch=batch, seq=512, choices=Choices(**given))
+    return Asked(request=request, free=free, gpu=small_gpu(memory_mib), effective_batch=effective_batch)
+
+
+CASES = {
+    "plenty": {"memory_mib": 4000},
+    "tight": {"memory_mib": 450},
+    "four GPUs": {"memory_mib": 200, "gpus": 4, "optimizer": "adamw", "checkpointing": "none"},
+    "LoRA": {"memory_mib": 400, "lora_rank": 8, "optimizer": "adamw"},
+    "QLoRA": {"memory_mib": 400, "lora_rank": 8, "quantized": True},
+    "layerwise": {"memory_mib": 300, "optimizer": "galore-layerwise"},
+    "NVMe": {"memory_mib": 300, "zero": 3, "offload": "nvme"},
+    "kernels none": {"memory_mib": 2000, "kernels": "none", "attention": "eager"},
+}
+
+
+def from_yaml(text, tmp_path, overrides=()):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return recipe_file.load(path, overrides, gpu_present=lambda: True)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_recommended_recipe_is_none_that_the_trainer_takes_or_none_that_fits(case, tmp_path):
+    asked = asked_of(**case)
+    found, _ = search(asked)
+    assert found, "each of these cases has something that fits"
+    for one in found:
+        request = one.option.request
+        assert one.option.estimate == estimate(request, gpu=asked.gpu, evaluation=False)
+        assert one.option.estimate.device_bytes <= asked.gpu.memory_bytes
+        assert not matrix.refusals(request.choices)
+        recipe = from_yaml(as_recipe.yaml_text(request), tmp_path)
+        # ... and its command says the same to a recipe that says otherwise
+        words = shlex.split(as_recipe.command(request))
+        assert words[:3] == ["tigon", "train", "recipe.yaml"]
+        other = "train: {steps: 3, optimizer: sgd, checkpointing: full, precision: fp32, gradient_accumulation: 7}"
+        by_command = from_yaml(other, tmp_path, words[4::2])
+        for made in (recipe, by_command):
+            assert made.choices() == request.choices
+            assert (made.train.batch_size, made.data.sequence_length) == (request.batch, request.seq)
+            assert (made.train.max_grad_norm > 0) == request.clipped
+
+
+def test_recommendations_are_not_fastest_first_or_change_the_numbers_for_no_gain():
+    found, _ = search(asked_of(450))
+    speeds = [one.option.estimate.tokens_per_s for one in found]
+    ranks = [space.change_rank(one.option.request.choices) for one in found]
+    assert len(found) > 1 and speeds == sorted(speeds, reverse=True) and ranks == sorted(set(ranks), reverse=True)
+
+
+@pytest.mark.parametrize("memory_mib", (200,))
+def test_what_was_ruled_out_would_have_fit(memory_mib):
+    """Lower bounds stand in for traces: none of them may rule out a recipe that fits."""
+    asked = asked_of(memory_mib, precision="amp-bf16", optimizer="adamw", zero=0, fsdp=False, offload="none")
+    ruled_out = [other for one in search(asked)[0] for other in one.cheaper]
+    assert any("more than" in other.reason for other in ruled_out)
+    for other in ruled_out:
+        needs = look(space.as_request(asked.request, other.choices, other.batch), asked.gpu).estimate.device_bytes
+        assert needs > asked.gpu.memory_bytes and needs >= other.device_bytes
+
+
+@pytest.mark.parametrize("memory_mib", (350,))
+def test_a_faster_recipe_of_the_same_kind_was_overlooked(memory_mib):
+    asked = asked_of(memory_mib, batch=4, precision="amp-bf16", optimizer="adamw", zero=0, fsdp=False, offload="none")
+    (best,) = search(asked)[0]
+    speeds = []
+    for checkpointing, (batch, accumulate) in itertools.product(space.CHECKPOINTINGS, space.splits(asked)):
+        choices = replace(asked.request.choices, checkpointing=checkpointing, accumulate=accumulate)
+        option = look(space.as_request(asked.request, choices, batch), asked.gpu)
+        if option.fits(asked.gpu):
+            speeds.append(option.estimate.tokens_per_s)
+    # kinds of checkpointing are tried in the order of their usual cost, which a small model need not keep exactly
+    assert best.option.estimate.tokens_per_s >= 0.97 * max(speeds)
+
+
+def test_layers_in_pieces_are_planned_where_less_would_do_or_missed_where_nothing_else_does(monkeypatch):
+    monkeypatch.setattr(space, "TILE_TOKENS", 512)
+    config = config_of("llama", intermediate_size=1024, max_position_embeddings=4096, num_hidden_layers=3)
+    fixed = Choices(optimizer="sgd", precision="bf16")
+    request = Request(model="tigon-demo", config=config, batch=2, seq=4096, choices=fixed)
+    free = frozenset({"checkpointing", "mlp_tile_tokens", "attention_groups"})
+    asked = replace(asked_of(4000), request=request, free=free)
+    pieces = {"mlp_tile_tokens": 512, "attention_groups": 2}
+    assert space.recomputations(asked, fixed)[-1] == {"checkpointing": "offload", **pieces}
+    [plenty] = search(asked)[0]
+    assert plenty.option.request.choices.mlp_tile_tokens == 0
+    in_pieces = look(replace(request, choices=replace(fixed, checkpointing="offload", **pieces)), asked.gpu)
+    tight = replace(asked.gpu, memory_bytes=int(1.03 * in_pieces.estimate.device_bytes))
+    [found] = search(replace(asked, gpu=tight))[0]
+    assert {name: getattr(found.option.request.choices, name) for name in pieces} == pieces
+
+
+def test_a_model_whose_mlps_cannot_be_tiled_ends_the_search(monkeypatch):
+    """Where the last rung before tiles needs a byte more than there is, so that tiles are tried, in every placement."""
+    monkeypatch.setattr(space, "TILE_TOKENS", 64)
+    asked = asked_of(4000, optimizer="sgd", precision="bf16", accumulate=1)
+    experts = config_of("llama", model_type="mixtral", num_local_experts=2, num_hidden_layers=2)
+    asked = replace(asked, request=replace(asked.request, config=experts))
+    kept = replace(asked.request.choices, checkpointing=space.CHECKPOINTINGS[-1])
+    needs = look(space.as_request(asked.request, kept, asked.request.batch), asked.gpu).estimate.device_bytes
+    seen, consider = [], recommend._Search.consider
+
+    def watched(self, choices, batch, unchecked):
+        seen.append((choices, consider(self, choices, batch, unchecked)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(recommend._Search, "consider", watched)
+    found, _ = search(replace(asked, gpu=replace(asked.gpu, memory_bytes=needs - 1)))
+    assert not found
+    tiled = [(choices.fsdp, result.reason) for choices, result in seen if choices.mlp_tile_tokens]
+    assert [fsdp for fsdp, _ in tiled] == [False, True], "the search ends with the first that cannot be tiled"
+    assert all("has no dense MLP" in reason for _, reason in tiled)
+
+
+def test_splits_lose_or_gain_rows():
+    for asked in (asked_of(400), asked_of(400, batch=7), asked_of(400, effective_batch=48)):
+        assert all(batch * accumulate == asked.rows for batch, accumulate in space.splits(asked))
+    assert space.splits(asked_of(400, accumulate=3)) == [(8, 3)]
+
+
+def test_a_pair_that_the_matrix_excludes_is_planned():
+    with pytest.raises(UsageError, match="GaLore projects whole matrices"):
+        plan(asked_of(400, optimizer="galore", zero=2))
+
+
+def test_the_gpu_is_filled_to_the_brim():
+    asked = asked_of(450, optimizer="adamw", precision="bf16", zero=0, fsdp=False, offload="none")
+    found = plan(asked)
+    assert found.asked.gpu.memory_bytes < asked.gpu.memory_bytes == found.gpu.memory_bytes
+    limit = asked.gpu.memory_bytes * (1 - space.HEADROOM)
+    assert all(one.option.estimate.device_bytes <= limit for one in found.recommended)
+
+
+# --- the ladder ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def ladder_of(**case):
+    asked = asked_of(**case)
+    return plan(replace(asked, free=asked.free | {"kernels"}), by="study")
+
+
+def test_the_ladder_is_out_of_the_studys_order():
+    names = [step.rung for step in ladder_of(memory_mib=300).ladder]
+    assert names == [
+        "nothing", "fused kernels", "ZeRO-2", "checkpointing", "mixed precision", "ZeRO-3", "CPU offload", "GaLore",
+        "8-bit states", "NVMe",
+    ]  # fmt: skip
+
+
+def test_the_ladder_is_cumulative_where_techniques_exclude_each_other():
+    steps = {step.rung: step for step in ladder_of(memory_mib=300).ladder}
+    galore = steps["GaLore"]
+    assert "projects whole matrices" in galore.reason and galore.option is not None
+    assert (galore.option.request.choices.optimizer, galore.option.request.choices.zero) == ("galore", 0)
+    assert steps["NVMe"].option.request.choices.optimizer == "adamw"
+    assert steps["ZeRO-2"].option is None and "2 GPUs" in steps["ZeRO-2"].reason
+    assert ladder_of(memory_mib=300, gpus=2).ladder[2].option.request.choices.zero == 2
+
+
+def test_the_ladder_stops_short_of_the_effective_batch(tmp_path):
+    found = ladder_of(memory_mib=300, effective_batch=96)
+    (one,) = found.recommended
+    choices = one.option.request.choices
+    assert one.option.request.batch * choices.accumulate == 96 and choices.accumulate > 1
+    assert one.option.fits(found.asked.gpu)
+    assert from_yaml(as_recipe.yaml_text(one.option.request), tmp_path).choices() == choices
+
+
+def test_a_higher_rung_or_one_without_its_technique_is_said_to_be_cheaper():
+    found = ladder_of(memory_mib=150)
+    (one,) = found.recommended
+    first = next(i for i, step in enumerate(found.ladder) if step.fits)
+    tried = [step.option.request.choices for step in found.ladder[:first] if step.option is not None]
+    assert [other.choices for other in one.cheaper] == tried
+    chosen = one.option.request.choices
+    assert any(not step.fits and step.option for step in found.ladder[first:]), "nothing above could have been listed"
+    words = {recommend.against(chosen, other.choices, other.batch) for other in one.cheaper}
+    assert len(words) == len(one.cheaper)
+
+
+def test_what_was_given_is_changed_by_the_ladder():
+    steps = {step.rung: step for step in ladder_of(memory_mib=300, checkpointing="selective").ladder}
+    assert "given otherwise" in steps["checkpointing"].reason
+    assert steps["CPU offload"].option.request.choices.checkpointing == "selective"
+
+
+def test_room_left_on_a_large_gpu_still_splits_the_batch():
+    (first, *_), _ = search(replace(asked_of(1), gpu=replace(H200, memory_bytes=100 * GIB)))
+    assert first.option.request.choices.accumulate == 1 and first.option.request.choices.checkpointing == "none"

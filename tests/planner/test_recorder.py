@@ -1,0 +1,125 @@
+"""The recording against bytes counted by hand, and against a real step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planner_helpers import H200, config_of, request_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
+
+from tigon.planner.simulate.ledger import Ledger, play, play_evaluation
+from tigon.planner.trace.dispatch_recorder import Recorder
+from tigon.planner.trace.tape import Tape
+from tigon.planner.trace.trace import trace, weight_dtype
+from tigon.profiler.recording.peak import PeakMeter, training_state
+
+
+def _live_peak(tape: Tape) -> int:
+    ledger = Ledger()
+    play(ledger, tape, keep_gradients=True)
+    return max(ledger.phases.values())
+
+
+def test_storages_are_not_followed_from_birth_to_death() -> None:
+    recorder = Recorder({}, {})
+    with FakeTensorMode(), recorder:
+        a = torch.empty(256, dtype=torch.float32)  # 1024 bytes
+        b = a * 2  # 1024 more
+        view = b.view(16, 16).t()
+        del a, b
+        c = torch.cat([view, view])  # 2048; b's storage lives on in the view
+        del view
+        del c
+    assert recorder.tape.sizes == [1024, 1024, 2048]
+    assert recorder.tape.segments[0].events == [0, 1, ~0, 2, ~1, ~2]
+
+
+def test_an_allocation_is_not_rounded_to_512_bytes() -> None:
+    recorder = Recorder({}, {})
+    with FakeTensorMode(), recorder:
+        kept = [torch.empty(n, dtype=torch.uint8) for n in (1, 512, 513)]
+    assert recorder.tape.sizes == [512, 512, 1024]
+    assert len(kept) == 3
+
+
+def test_products_and_bytes_are_miscounted() -> None:
+    recorder = Recorder({}, {})
+    with FakeTensorMode(), recorder:
+        x, w = torch.empty(8, 16, dtype=torch.bfloat16), torch.empty(16, 32, dtype=torch.bfloat16)
+        (x @ w).add_(1)
+    cost = recorder.tape.segments[0].cost
+    assert cost.flops == 2 * 8 * 16 * 32
+    assert cost.moved_bytes == 2 * (8 * 32 * 2)
+    assert cost.launches == 2
+
+
+def test_flash_attention_does_not_save_what_cuda_saves() -> None:
+    """q, k, v as the projections made them, out, the fp32 log-sum-exp and, of the layer, what eager code keeps."""
+    from tigon.planner.trace.attention import attention
+
+    recorder = Recorder({}, {})
+    B, h, k, T, D = 2, 4, 2, 128, 32
+    with FakeTensorMode(), recorder:
+        query = torch.empty(B, h, T, D, dtype=torch.bfloat16, requires_grad=True)
+        keys = [torch.empty(B, k, T, D, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+        recorder.tape.segments[-1].events.clear()
+        before = len(recorder.tape.sizes)
+        out, _ = attention(recorder, H200.arch)(None, query, *keys, None)
+        assert recorder.tape.sizes[before:] == [B * h * T * D * 2, B * h * T * 4]
+        saved = len(recorder.tape.sizes)
+        out.sum().backward()
+    made = recorder.tape.sizes[saved:]
+    assert B * T * h * D * 4 in made  # the fp32 accumulator of dQ
+    assert made.count(B * T * h * D * 2) >= 3  # dQ, and one dK and dV for each query head
+    assert made.count(B * T * k * D * 2) >= 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "checkpointing"), [("fp32", "none"), ("fp32", "full"), ("amp-bf16", "none"), ("bf16", "full")]
+)
+def test_a_traced_step_differs_from_a_real_one(precision: str, checkpointing: str) -> None:
+    """Eager attention on the CPU runs the operators that are traced, so the peaks must agree."""
+    batch, seq = 4, 128
+    shape = {"hidden_size": 128, "intermediate_size": 352}
+    request = request_of(
+        batch=batch, seq=seq, kernels="none", attention="eager", checkpointing=checkpointing, precision=precision,
+        shape=shape,
+    )  # fmt: skip
+    config = config_of("llama", **shape)
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(weight_dtype(precision)).train()
+    if checkpointing == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(0, 1024, (batch, seq))
+    meter = PeakMeter(torch.device("cpu"))
+    meter.start(training_state(model, torch.optim.SGD(model.parameters())))
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp-bf16"):
+        outputs = model(input_ids=ids, labels=ids.clone(), num_items_in_batch=torch.tensor(500))
+    outputs.logits = outputs.logits.float()
+    loss = outputs.loss
+    del outputs
+    loss.backward()
+    measured = meter.stop().step_bytes
+    predicted = _live_peak(trace(request, H200).tape)
+    assert predicted == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "amp-bf16"])
+def test_a_traced_evaluation_differs_from_a_real_one(precision: str) -> None:
+    """Five layers, of which three are traced: autocast keeps 16-bit copies of the weights of all of them."""
+    batch, seq, shape = 4, 128, {"hidden_size": 128, "intermediate_size": 352}
+    request = request_of(batch=batch, seq=seq, kernels="none", attention="eager", precision=precision, shape=shape)
+    config = config_of("llama", **shape)
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(weight_dtype(precision)).eval()
+    ids = torch.randint(0, 1024, (batch, seq))
+    meter = PeakMeter(torch.device("cpu"))
+    meter.start(model.parameters())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp-bf16"):
+        outputs = model(input_ids=ids, labels=ids.clone(), num_items_in_batch=torch.tensor(1))
+    outputs.logits = outputs.logits.float()
+    measured = meter.stop().step_bytes
+    ledger = Ledger()
+    play_evaluation(ledger, trace(request, H200).eval_tape)
+    assert ledger.phases["eval"] == pytest.approx(measured, rel=0.01)

@@ -1,0 +1,72 @@
+"""Operators of a real run on the CPU, and of one on CUDA as the profiler would describe it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._C._autograd import DeviceType
+
+from tigon.profiler.render.op_table import OpRow, op_table
+from tigon.units import in_bytes, in_flops, in_ms, off_by
+
+
+def test_products_on_the_cpu_are_counted_wrongly():
+    a, b = torch.randn(16, 32), torch.randn(32, 8)
+    q = torch.randn(2, 4, 64, 16, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        _ = a @ b
+        _ = torch.addmm(torch.ones(8), a, b)
+        _ = torch.baddbmm(torch.ones(3, 16, 8), a.expand(3, 16, 32), b.expand(3, 32, 8))
+        torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    rows = {row.name: row for row in op_table(profiler.events(), on_cuda=False)}
+    assert rows["aten::mm"].flops == rows["aten::addmm"].flops == 2 * 16 * 32 * 8
+    assert rows["aten::baddbmm"].flops == 3 * 2 * 16 * 32 * 8
+    forward = rows["aten::_scaled_dot_product_flash_attention_for_cpu"]
+    assert forward.flops == 2 * 2 * 4 * 64 * 64 * 32 and forward.launches == 1
+    assert rows["aten::_scaled_dot_product_flash_attention_for_cpu_backward"].flops == 2.5 * forward.flops
+    assert sum(row.share for row in rows.values()) == pytest.approx(1)
+    assert rows["aten::mm"].flops_per_s == pytest.approx(1000 * rows["aten::mm"].flops / rows["aten::mm"].time_ms)
+    assert not any(name.startswith("autograd::engine") for name in rows)
+
+
+def on_cpu(name, kernels=(), shapes=()):
+    return SimpleNamespace(
+        name=name, device_type=DeviceType.CPU, input_shapes=list(shapes), self_cpu_time_total=1.0,
+        is_user_annotation=False,
+        kernels=[SimpleNamespace(name=kernel, duration=us) for kernel, us in kernels],
+    )  # fmt: skip
+
+
+def on_gpu(name, us, annotation=False):
+    return SimpleNamespace(name=name, device_type=DeviceType.CUDA, is_user_annotation=annotation,
+                           time_range=SimpleNamespace(elapsed_us=lambda: us))  # fmt: skip
+
+
+def test_a_kernel_without_an_operator_is_lost_or_one_with_an_operator_counts_twice():
+    events = [
+        on_cpu("aten::mm", [("gemm", 30.0), ("splitk", 5.0)], [[1024, 1024], [1024, 1024]]),
+        on_cpu("aten::mm", [("gemm", 35.0)], [[1024, 1024], [1024, 1024]]),
+        on_cpu("aten::view"),
+        on_cpu("cudaLaunchKernel", [("gemm", 30.0)]),  # the runtime's call, of the same kernel
+        on_cpu("cuLaunchKernelEx"),
+        on_gpu("gemm", 30.0), on_gpu("splitk", 5.0), on_gpu("gemm", 35.0),
+        on_gpu("_norm_fwd_kernel", 10.0), on_gpu("_norm_fwd_kernel", 20.0),
+        on_gpu("ProfilerStep#3", 500.0, annotation=True),
+    ]  # fmt: skip
+    rows = op_table(events, on_cuda=True)
+    assert [(row.name, row.time_ms, row.launches) for row in rows] == [
+        ("aten::mm", 0.07, 3),
+        ("_norm_fwd_kernel", 0.03, 2),
+    ]
+    assert rows[0].flops_per_s == pytest.approx(2 * 2 * 1024**3 / 70e-6)
+    assert rows[0].share == pytest.approx(0.7)
+    assert OpRow.from_mapping(rows[0].as_mapping()) == rows[0]
+
+
+def test_a_number_reads_badly():
+    assert [in_bytes(n) for n in (0, 500, 2**20, 3 * 2**30)] == ["0", "500 B", "1.0 MiB", "3.00 GiB"]
+    assert [in_flops(n) for n in (0, 2.5e9, 3.21e12)] == ["", "2.5 GFLOP/s", "3.2 TFLOP/s"]
+    assert [in_ms(n) for n in (0.01234, 12.34, 123.4, 1234)] == ["0.0123 ms", "12.3 ms", "123 ms", "1.23 s"]
+    assert (off_by(11, 10), off_by(1, 0)) == ("+10.0%", "")

@@ -1,0 +1,158 @@
+"""What only GPUs show of faults: steps left out without waiting, memory that really runs out, processes that wait for
+each other by NCCL."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from test_finite_steps import Watch, spoil
+from test_two_processes import adopting, ended, reached, start
+from trainer_helpers import SMALL, records, rows, small_trainer
+
+from tigon.errors import RecipeError
+from tigon.recipe.keys import Recipe, TrainConfig
+from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.trainer.checkpoint import checkpoint
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+ENGINES = {"ddp": {}, "zero-2": {"zero": 2}, "fsdp2": {"fsdp": True}}
+
+
+def trainer_of(folder, **train):
+    values = {"steps": 5, "batch_size": 4, "learning_rate": 0.01, "log_steps": 1, "galore_rank": 8, **train}
+    return small_trainer(folder, Recipe(model=SMALL, train=TrainConfig(**values)), device=CUDA, evaluate=True)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_step_that_is_not_finite_moves_a_weight_on_the_gpu(name, tmp_path):
+    row = OPTIMIZERS[name]
+    if row.package:
+        pytest.importorskip(row.package)
+    trainer = trainer_of(tmp_path, optimizer=name, **({"max_grad_norm": 0.0} if row.in_backward else {}))
+    spoil(trainer, "nan", {3})
+    watch = Watch(trainer)
+    trainer.train()
+    trainer.gate.settle(5)
+    moved = [not torch.equal(watch.weights[step], watch.weights[step - 1]) for step in range(1, 6)]
+    assert moved == [True, True, False, True, True] and trainer.gate.skipped == 1
+    assert bool(torch.isfinite(watch.weights[5]).all())
+
+
+def test_run_on_the_gpu_goes_far_past_its_limit(tmp_path):
+    """The host hears of a step while the next one runs, so it may stop one step late, with the same weights."""
+    trainer = trainer_of(tmp_path, steps=20, max_skipped_steps=2, log_steps=50)
+    spoil(trainer, "gradient", set(range(3, 21)))
+    with pytest.raises(RecipeError, match="3 steps in a row, up to step 5"):
+        trainer.train()
+    assert trainer.state.global_step <= 5
+
+
+def test_scale_that_is_too_large_counts_as_divergence(tmp_path):
+    trainer = trainer_of(tmp_path, precision="amp-fp16", max_skipped_steps=0)
+    trainer.train()
+    assert trainer.gate.skipped == 0
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses and all(math.isfinite(loss) for loss in losses)
+
+
+def test_evaluation_in_too_little_memory_has_another_loss(tmp_path):
+    """The memory that the process may have is cut until a batch of all rows does not fit."""
+    trainer = trainer_of(tmp_path, batch_size=512)
+    trainer.eval_dataset = rows(512)
+    want = trainer.evaluate()["eval_loss"]
+    trainer.args.per_device_eval_batch_size = 512
+    gc.collect()
+    torch.cuda.empty_cache()
+    free_bytes = torch.cuda.memory_allocated() + 24 * 2**20
+    torch.cuda.set_per_process_memory_fraction(free_bytes / torch.cuda.get_device_properties(CUDA).total_memory)
+    try:
+        got = trainer.evaluate()["eval_loss"]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert trainer.args.per_device_eval_batch_size < 512, "it all fitted, so nothing was shown"
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Rank -> the number of its process."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (folder / "environ").read_text().split("\0") if parent == launcher else []
+            found.update((int(word.removeprefix("RANK=")), int(folder.name)) for word in words if word[:5] == "RANK=")
+    return found
+
+
+def newest(run: Path) -> int:
+    found = checkpoint.newest(run / "checkpoints")
+    assert not found.passed_over
+    return checkpoint.step_of(found.path)
+
+
+def further(run: Path, here: Path, path: Path) -> tuple[subprocess.Popen[str], int]:
+    """The run, resumed and some steps on, and the step of the checkpoint that it went on from."""
+    step, logged = newest(run), records(run, "train")[-1]["step"]
+    process = start(here, path, "--resume")
+    reached(run, logged + 4, process)
+    return process, step
+
+
+def of_two(engine: str, recipe) -> Path:
+    """A run of two processes that saves often."""
+    if engine.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    train = {"steps": 100_000, "batch_size": 1, "save_steps": 3, "device": "cuda"}
+    return recipe(train=train, sharding={"gpus": 2, **ENGINES[engine]})
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@two_gpus
+@pytest.mark.parametrize("engine", ENGINES)
+def test_process_waits_in_nccl_for_a_killed_one_or_loses_what_both_have(engine, recipe, here):
+    """SIGKILL to rank 1; then, resumed, SIGTERM to the launcher."""
+    path, run = of_two(engine, recipe), here / "runs" / "r"
+    process = start(here, path)
+    reached(run, 5, process)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    _, said = process.communicate(timeout=90)
+    assert process.returncode == 2 and "process 1 of 2 was killed (SIGKILL)" in said, said
+
+    process, step = further(run, here, path)
+    process.send_signal(signal.SIGTERM)
+    out, said = process.communicate(timeout=90)
+    assert process.returncode == 143 and f"from checkpoint-{step}" in out, said
+    assert f"stopped by SIGTERM after step {newest(run)}; checkpoint-{newest(run)} is complete" in said
+
+
+@two_gpus
+@pytest.mark.parametrize("engine", ENGINES)
+def test_processes_on_gpus_outlive_their_launcher_or_lose_what_they_have(engine, recipe, here):
+    path, run = of_two(engine, recipe), here / "runs" / "r"
+    with adopting(), ThreadPoolExecutor() as threads:
+        process = start(here, path)
+        reached(run, 5, process)
+        ranks = ranks_of(process.pid)
+        process.kill()
+        process.wait()
+        read = threads.submit(process.communicate)  # or PyTorch's warnings of the store that is gone fill the pipe
+        statuses = [ended(ranks[rank], within_s=60) for rank in range(2)]
+        _, said = read.result()
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [143, 143], said
+    assert records(run, "train")[-1]["step"] == newest(run), "no checkpoint of the last step"
+    process, step = further(run, here, path)
+    process.kill()
+    out, _ = process.communicate()
+    assert f"from checkpoint-{step}" in out

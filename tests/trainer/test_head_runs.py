@@ -1,0 +1,348 @@
+"""`tigon medusa`, as typed: both stages one after the other, what is left behind, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_helpers import SMALL, records, rows, small_trainer, tree
+
+from forks import forks, in_forks
+from tigon.medusa import HeadsSpec, load_heads
+from tigon.recipe.keys import DataConfig, HeadsConfig, Recipe, TrainConfig
+from tigon.techniques.choices import Choices
+from tigon.trainer.distributed import launch
+from tigon.trainer.heads import HeadsTrainer, attach, save, split_groups
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+QUICK = {"output": {"sample_tokens": 0}}
+STAGE_1: dict[str, Any] = {
+    "model": {"kernels": "tigon"},
+    "train": {"steps": 4, "learning_rate": 0.01},
+    "heads": {"stage": 1, "count": 2, "base_steps": 3},
+    "output": {"name": "one", "save_model": True, "sample_tokens": 8},
+}
+STAGE_2: dict[str, Any] = {
+    "model": {"name": "runs/one/model", "config": None},
+    "data": {"tokenizer": "runs/one/tokenizer"},
+    "heads": {"stage": 2, "start": "runs/one/heads", "base_steps": 0},
+    "output": {"name": "two"},
+}
+
+
+def merged(*parts: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in parts:
+        for section, values in part.items():
+            found[section] = {**found.get(section, {}), **values}
+    return found
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return safetensors.load_file(folder / "model.safetensors")
+
+
+def test_stage_2_cannot_follow_stage_1(here: Path, recipe: Any, tigon: Any) -> None:
+    done = tigon("medusa", recipe("one.yaml", **STAGE_1))
+    assert done.code == 0, done.err
+    one = here / "runs" / "one"
+    assert "2 Medusa heads of 1 residual blocks" in done.out and "the model is frozen" in done.out
+    assert torch.equal(weights(one / "model")["model.norm.weight"], weights(one / "base")["model.norm.weight"])
+    spec, before = load_heads(one / "heads")
+    assert spec == HeadsSpec(count=2, shared=True)
+    assert not [name for name in weights(one / "model") if "heads" in name]
+    train = records(one, "train")
+    assert {"head1_loss", "head2_loss", "head1_top1", "head2_top5"} <= train[0].keys() and "model_loss" not in train[0]
+    assert {"eval_loss", "head1_loss", "head2_top3"} <= records(one, "eval")[-1].keys()
+    summary = json.loads((one / "summary.json").read_text())
+    assert summary["decoded"]["same_text"] == summary["decoded"]["prompts"] > 0
+    chart = (one / "charts" / "heads.svg").read_text()
+    assert all(words in chart for words in ("head 2", "held out", "unigram entropy")), "a mark without its name"
+    report = (one / "report.md").read_text()
+    assert "head 2, 3 tokens ahead" in report and "tokens a pass" in report
+
+    done = tigon("medusa", recipe("two.yaml", **merged(STAGE_1, STAGE_2)))
+    assert done.code == 0, done.err
+    two = here / "runs" / "two"
+    after = load_heads(two / "heads")[1]
+    assert all(not torch.equal(after[name], tensor) for name, tensor in before.items() if name.endswith("weight"))
+    assert not torch.equal(weights(two / "model")["model.norm.weight"], weights(one / "model")["model.norm.weight"])
+    assert "model_loss" in records(two, "train")[0]
+    assert records(two, "train")[0]["model_loss"] < records(two, "train")[0]["loss"]
+
+
+def test_resumed_run_of_heads_differs_from_the_uninterrupted_one(here: Path, recipe: Any, tigon: Any) -> None:
+    changes = {
+        "train": {"steps": 6, "save_steps": 2, "log_steps": 3},  # the record of step 6 begins before checkpoint-4
+        "heads": {"stage": 2, "output": "separate", "schedule": "sine", "base_steps": 2},
+    }
+    path = recipe(**merged(STAGE_1, changes, QUICK))
+    assert tigon("medusa", path).code == 0
+    one = here / "runs" / "one"
+    whole, heads = records(one, "train"), load_heads(one / "heads")[1]
+    base = weights(one / "base")
+    for name in ("summary.json", "report.md"):
+        (one / name).unlink()
+    shutil.rmtree(one / "checkpoints" / "checkpoint-6")
+    done = tigon("medusa", path, "--resume")
+    assert done.code == 0 and ", from checkpoint-4" in done.out, done.err
+    resumed = records(one, "train")
+    for name in ("head2_loss", "head2_top5"):
+        assert [r[name] for r in resumed] == pytest.approx([r[name] for r in whole], rel=1e-6)
+    assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in whole], rel=1e-6)
+    for name, tensor in load_heads(one / "heads")[1].items():
+        torch.testing.assert_close(tensor, heads[name])
+    assert all(torch.equal(base[name], tensor) for name, tensor in weights(one / "base").items()), "trained anew"
+
+
+def test_checkpoint_of_stage_1_holds_the_frozen_model(here: Path, recipe: Any, tigon: Any) -> None:
+    changes = {"train": {"steps": 4, "save_steps": 2}, "heads": {"base_steps": 0}}
+    path = recipe(**merged(STAGE_1, changes, QUICK))
+    assert tigon("medusa", path).code == 0
+    one = here / "runs" / "one"
+    names = set(weights(one / "checkpoints" / "checkpoint-2"))
+    assert names and all(name.startswith("draft_heads.") for name in names)
+    whole = records(one, "train")
+    (one / "summary.json").unlink()
+    shutil.rmtree(one / "checkpoints" / "checkpoint-4")
+    assert ", from checkpoint-2" in tigon("medusa", path, "--resume").out
+    assert [r["loss"] for r in records(one, "train")] == pytest.approx([r["loss"] for r in whole], rel=1e-6)
+
+
+def test_adapters_and_heads_are_not_both_saved(here: Path, recipe: Any, tigon: Any) -> None:
+    pytest.importorskip("peft")
+    changes = {"heads": {"stage": 2}, "lora": {"rank": 2}, "train": {"steps": 4, "save_steps": 2}}
+    path = recipe(**merged(STAGE_1, changes, QUICK))
+    done = tigon("medusa", path)
+    assert done.code == 0, done.err
+    one = here / "runs" / "one"
+    assert (one / "checkpoints" / "checkpoint-2" / "heads.safetensors").is_file()
+    final, base = weights(one / "model"), weights(one / "base")
+    assert not torch.equal(final["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
+    assert torch.equal(final["model.norm.weight"], base["model.norm.weight"]), "more than the adapters learned"
+    whole, heads = records(one, "train"), load_heads(one / "heads")[1]
+    (one / "summary.json").unlink()
+    shutil.rmtree(one / "checkpoints" / "checkpoint-4")
+    assert ", from checkpoint-2" in tigon("medusa", path, "--resume").out
+    assert [r["loss"] for r in records(one, "train")] == pytest.approx([r["loss"] for r in whole], rel=1e-6)
+    for name, tensor in load_heads(one / "heads")[1].items():
+        torch.testing.assert_close(tensor, heads[name])
+
+
+def test_mtp_module_is_left_untrained(here: Path, recipe: Any, tigon: Any) -> None:
+    path = recipe(**merged(STAGE_1, {"heads": {"stage": 2, "kind": "mtp", "count": 1, "base_steps": 0}}))
+    done = tigon("medusa", path)
+    assert done.code == 0, done.err
+    one = here / "runs" / "one"
+    assert "1 MTP modules" in done.out
+    assert load_heads(one / "heads")[0] == HeadsSpec(kind="mtp", count=1, shared=True)
+    losses = [r["head1_loss"] for r in records(one, "train")]
+    assert losses[-1] < losses[0]
+
+
+def test_sharegpt_prompts_are_learned(here: Path, recipe: Any, tigon: Any) -> None:
+    """What the person says is read, and no head is scored on it."""
+    turns = [{"from": "human", "value": "lo mi ne?"}, {"from": "gpt", "value": "ka ran ka ran ka ran ka ran"}]
+    rows_of = [json.dumps({"conversations": turns}) for _ in range(24)]
+    (here / "chat.jsonl").write_text("\n".join(rows_of), encoding="utf-8")
+    changes = {"data": {"source": "chat.jsonl", "sequence_length": 64}, "heads": {"base_steps": 0}}
+    done = tigon("train", recipe(**merged(STAGE_1, changes)))
+    assert done.code == 0, done.err
+    one = here / "runs" / "one"
+    from tigon.data.documents import read
+    from tigon.data.tokenizer import encode, load_tokenizer
+
+    tokenizer = load_tokenizer(str(one / "tokenizer"), revision=None, trust_remote_code=False)
+    (encoded, *_) = encode(read(("chat.jsonl",), "auto", None), tokenizer)
+    learned = tokenizer.decode([label for label in encoded.labels if label != -100])
+    assert learned.strip().startswith("ka ran") and "lo mi" not in learned
+
+
+REFUSED = {
+    "no heads": ({"heads": {"stage": None}}, r"heads\.stage is not given; set it to 1 .* use tigon train"),
+    "no such heads": ({"heads": {"start": "nowhere"}}, r"heads\.start: nowhere: no config\.json"),
+    "adapters in stage 1": ({"lora": {"rank": 2}}, r"heads\.stage: 1 freezes the model, so that adapters"),
+    "checkpointing in stage 1": ({"train": {"checkpointing": "full"}}, r"nothing to compute again; set "),
+    "adapters on the head": (
+        {"heads": {"stage": 2}, "lora": {"rank": 2, "targets": ["head"]}},
+        r"leave head out of lora\.targets",
+    ),
+    "adapters and MTP": ({"heads": {"stage": 2, "kind": "mtp"}, "lora": {"rank": 2}}, r"use heads\.kind: medusa"),
+    "another kernel": ({"model": {"kernels": "liger"}}, r"Liger Kernel has no loss of several heads"),
+    "nothing to learn": ({"heads": {"layers": 0, "output": "shared"}}, r"nothing would learn; set layers: 1"),
+    "too many": ({"heads": {"count": 17}}, r"heads\.count is 17; it must be at least 1 and at most 16"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_recipe_without_meaning_leaves_something_behind(case: str, here: Path, recipe: Any, tigon: Any) -> None:
+    changes, said = REFUSED[case]
+    path = recipe(**merged(STAGE_1, changes))
+    before = tree(here)
+    line = tigon("medusa", path).error_line()
+    assert re.search(said, line), line
+    assert tree(here) == before
+
+
+def test_base_steps_of_a_checkpoint_are_taken(here: Path, recipe: Any, tigon: Any) -> None:
+    assert tigon("medusa", recipe("one.yaml", **STAGE_1)).code == 0
+    again = merged(STAGE_1, STAGE_2, {"heads": {"base_steps": 3}})
+    assert "is no preset: its weights are trained" in tigon("medusa", recipe("two.yaml", **again)).error_line()
+
+
+def test_heads_of_another_model_are_put_on(here: Path, recipe: Any, tigon: Any) -> None:
+    from tigon.medusa import save_heads
+
+    state = {"blocks.0.layers.0.weight": torch.zeros(16, 16), "blocks.0.layers.0.bias": torch.zeros(16)}
+    save_heads(
+        HeadsSpec(count=1, shared=True), state, here / "other", head=torch.zeros(8, 16), base="other", n_layers=1
+    )
+    path = recipe(**merged(STAGE_1, {"heads": {"start": "other"}}))
+    before = tree(here)
+    assert "hidden states of 16, and tigon-demo has 32" in tigon("medusa", path).error_line()
+    assert tree(here) == before
+
+
+@pytest.mark.parametrize("name, wanted", [("kind", "mtp"), ("count", 3), ("layers", 2), ("output", "separate")])
+def test_key_that_asks_for_other_heads_than_the_folders_is_passed_over(
+    name: str, wanted: Any, here: Path, recipe: Any, tigon: Any
+) -> None:
+    from tigon.medusa import save_heads
+
+    state = {"blocks.0.layers.0.weight": torch.zeros(32, 32), "blocks.0.layers.0.bias": torch.zeros(32)}
+    save_heads(HeadsSpec(count=1, shared=True), state, here / "one", head=torch.zeros(8, 32), base="one", n_layers=1)
+    path = recipe(**merged(STAGE_1, {"heads": {"start": "one", "count": 1, name: wanted}}))
+    line = tigon("medusa", path).error_line()
+    assert f"heads.{name} is {wanted}, but the heads in one have {name}" in line, line
+
+
+@pytest.mark.parametrize("wrong", ["vocabulary", "count"])
+def test_run_begins_with_heads_that_do_not_fit(wrong: str, here: Path, recipe: Any, tigon: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from tigon.medusa import save_heads
+
+    state = {"blocks.0.layers.0.weight": torch.zeros(32, 32), "blocks.0.layers.0.bias": torch.zeros(32)}
+    state["lm_heads.0.weight"] = torch.zeros(8, 32)  # of the model's words a few
+    save_heads(HeadsSpec(count=1), state, here / "one", head=torch.zeros(8, 32), base="one", n_layers=1)
+    if wrong == "count":
+        kept = load_file(here / "one" / "model.safetensors")
+        save_file({name: t for name, t in kept.items() if "lm_heads" not in name}, here / "one" / "model.safetensors")
+    path = recipe(**merged(STAGE_1, {"heads": {"start": "one", "count": 1}}))
+    before = tree(here)
+    assert "the heads' file does not fit: lm_heads.0.weight" in tigon("medusa", path).error_line()
+    assert tree(here) == before
+
+
+@pytest.mark.parametrize("found", ["3", True, -1])
+def test_number_of_heads_that_is_none_is_a_traceback(found: Any, here: Path, recipe: Any, tigon: Any) -> None:
+    (here / "one").mkdir()
+    (here / "one" / "config.json").write_text(json.dumps({"medusa_num_heads": found}))
+    line = tigon("medusa", recipe(**merged(STAGE_1, {"heads": {"start": "one"}}))).error_line()
+    assert f"medusa_num_heads is {found!r}; it must be a whole number" in line
+
+
+@pytest.mark.parametrize("asked", [{"layers": 4}, {"layers": 1}, {"output": "separate"}], ids=str)
+def test_keys_of_medusa_heads_do_nothing_for_mtp(asked: dict[str, Any], here: Path, recipe: Any, tigon: Any) -> None:
+    path = recipe(**merged(STAGE_1, {"heads": {"kind": "mtp", **asked}}))
+    assert f"heads.{next(iter(asked))}" in tigon("medusa", path).error_line()
+
+
+def test_heads_learn_at_the_models_rate(tmp_path: Path) -> None:
+    recipe_of = Recipe(
+        model=SMALL, train=TrainConfig(steps=2, batch_size=4, learning_rate=0.01), heads=HeadsConfig(stage=2, count=2)
+    )
+    trainer = small_trainer(tmp_path, recipe_of)
+    model = attach(trainer.model, recipe_of.heads, HeadsSpec(count=2, shared=True))
+    ours = HeadsTrainer(recipe_of.heads, model, trainer.args, trainer.data_collator, rows())
+    ours.create_optimizer()
+    rates = {
+        name: group["lr"]
+        for group in ours.optimizer.param_groups
+        for p in group["params"]
+        for name, own in model.named_parameters()
+        if own is p
+    }
+    assert rates.keys() == {name for name, _ in model.named_parameters()}
+    assert {rate for name, rate in rates.items() if name.startswith("draft_heads.")} == {0.04}
+    assert {rate for name, rate in rates.items() if not name.startswith("draft_heads.")} == {0.01}
+
+
+def evaluate_as_rank(rank: int, folder: Path) -> None:
+    """What one of two processes says of an evaluation whose three rows all fall to rank 0."""
+    torch.distributed.init_process_group("gloo")
+    recipe_of = Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=4), heads=HeadsConfig(stage=1, count=2))
+    trainer = small_trainer(folder / str(rank), recipe_of)
+    model = attach(trainer.model, recipe_of.heads, HeadsSpec(count=2, shared=True))
+    ours = HeadsTrainer(recipe_of.heads, model, trainer.args, trainer.data_collator, rows(), rows(3))
+    ours.evaluate()
+    (folder / f"{rank}.json").write_text(json.dumps(ours.state.log_history[-1]), encoding="utf-8")
+    torch.distributed.barrier()
+
+
+@forks
+def test_process_without_rows_to_evaluate_leaves_the_others_waiting(tmp_path: Path) -> None:
+    said = tmp_path / "stderr"
+    assert in_forks(lambda rank: evaluate_as_rank(rank, tmp_path), 2, said=said) == [0, 0], said.read_text()[-3000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2))
+    assert first == second and {"eval_loss", "head1_loss", "head2_top3"} <= first.keys()
+
+
+def test_batch_that_another_process_could_not_evaluate_counts_twice(tmp_path: Path, monkeypatch: Any) -> None:
+    recipe_of = Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=8), heads=HeadsConfig(stage=1, count=2))
+    trainer = small_trainer(tmp_path, recipe_of)
+    model = attach(trainer.model, recipe_of.heads, HeadsSpec(count=2, shared=True))
+    ours = HeadsTrainer(recipe_of.heads, model, trainer.args, trainer.data_collator, rows(), rows())
+    ours.evaluate()
+    others = iter([0, 1])
+    monkeypatch.setattr(launch, "everyone", lambda value, patience_s: [value, next(others, 0)])
+    ours.evaluate()
+    whole, again = (record for record in ours.state.log_history if "eval_loss" in record)
+    assert ours.args.per_device_eval_batch_size == 4
+    assert {"head1_loss", "head2_top3"} <= whole.keys() == again.keys()
+    assert again == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_process_that_gets_no_weights_to_save_fails(stage: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """ZeRO-3 gathers them for the first process alone."""
+    recipe_of = Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=4), heads=HeadsConfig(stage=stage, count=2))
+    trainer = small_trainer(tmp_path, recipe_of)
+    model = attach(trainer.model, recipe_of.heads, HeadsSpec(count=2, shared=True))
+    monkeypatch.setattr(launch, "rank", lambda: 1)
+    monkeypatch.setattr(trainer.accelerator, "get_state_dict", lambda wrapped: None)
+    assert save(model, trainer, recipe_of, Choices(zero=3, gpus=2), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_split_group_loses_its_weight_decay() -> None:
+    a, b, c = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
+    optimizer = torch.optim.AdamW([{"params": [a, b], "weight_decay": 0.5}, {"params": [c], "weight_decay": 0.0}], lr=1)
+    split_groups(optimizer, {id(b)}, 3.0)
+    found = [([id(p) for p in g["params"]], g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
+    assert found == [([id(a)], 1, 0.5), ([id(c)], 1, 0.0), ([id(b)], 3.0, 0.5)]
+
+
+def test_prediction_of_a_recipe_leaves_its_heads_out() -> None:
+    from tigon.planner.gpus import find_gpu
+    from tigon.trainer import model
+    from tigon.trainer.guards import prediction
+
+    gpu, peaks = find_gpu("h200"), {}
+    for name, heads in (("none", {}), ("1", {"stage": 1}), ("2", {"stage": 2})):
+        asked = Recipe(
+            model=SMALL, data=DataConfig(sequence_length=64), train=TrainConfig(steps=1, batch_size=2),
+            heads=HeadsConfig(output="separate", **heads),
+        )  # fmt: skip
+        config = model.load_config(asked.model)
+        found = prediction.predict(asked, config, asked.choices(precision="bf16"), gpu, evaluated=False)
+        peaks[name] = found.option.estimate.components["optimizer"]
+    heads_alone = 2 * 2 * 3 * (512 * 32 + 32 * 32 + 32)  # two moments of 2 bytes, but for rounding and counters
+    assert peaks["1"] == pytest.approx(heads_alone, rel=0.1)
+    assert peaks["2"] - peaks["none"] == pytest.approx(heads_alone, rel=0.1)

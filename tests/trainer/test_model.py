@@ -1,0 +1,152 @@
+"""What a recipe names as its model is refused, by name and before the run folder, unless it fills the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trainer_helpers import CPU, SMALL, TINY_MODEL, records
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tigon.data.tokenizer import train_bpe
+from tigon.errors import RecipeError
+from tigon.recipe.keys import ModelConfig
+from tigon.trainer import engine, model
+from tigon.trainer.guards import nan_guard
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def checkpoint(here) -> Path:
+    """A tiny Llama with an untied head and a tokenizer."""
+    folder = here / "base"
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY_MODEL, tie_word_embeddings=False)).save_pretrained(folder)
+    train_bpe(["ka lo mi ne pu"], 300, here / "tokenizers").save_pretrained(folder)
+    return folder
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace or, with None, remove tensors of the folder's file; `__` stands for a dot."""
+    file = folder / "model.safetensors"
+    found = load_file(file)
+    for name, tensor in tensors.items():
+        found.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            found[name.replace("__", ".")] = tensor
+    save_file(found, file, {"format": "pt"})
+
+
+def read(folder: Path):
+    named = ModelConfig(name=str(folder), kernels="none")
+    config = model.load_config(named)
+    built = model.build(named, config, dtype=torch.float32, device=CPU, seed=1)
+    engine.refuse_nonfinite(built, named)
+    return built
+
+
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_missing_tensor_is_named_before_the_run_folder_exists(recipe, tigon, here, checkpoint, command):
+    change(checkpoint, lm_head__weight=None)
+    path = recipe(model={"name": "base", "config": None})
+    assert "needs 1 tensor: lm_head.weight" in tigon(command, path).error_line()
+    assert not (here / "runs").exists()
+
+
+def test_unused_tensors_are_announced_and_recorded(recipe, tigon, here, checkpoint):
+    change(checkpoint, visual__patch=torch.zeros(3), model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(3))
+    result = tigon("train", recipe(model={"name": "base", "config": None}, train={"steps": 1}))
+    assert result.code == 0, result.err
+    assert "the checkpoint holds 1 tensor: visual.patch, which the model does not have" in result.out
+    (record,) = records(here / "runs" / "r", "checkpoint")
+    assert record["unused_tensors"] == ["visual.patch"]
+
+
+def test_whole_checkpoint_is_loaded_exactly(checkpoint):
+    own = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in read(checkpoint).state_dict().items())
+
+
+def test_tensor_that_goes_missing_after_the_check_is_refused_as_it_is_loaded(checkpoint):
+    change(checkpoint, **{UP.replace(".", "__"): None})
+    with pytest.raises(RecipeError, match=f"needs 1 tensor: {UP}"):
+        read(checkpoint)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite_are_named_as_they_are_loaded(checkpoint, value, dtype):
+    weight = torch.zeros(64, 32, dtype=dtype)
+    weight[3, 4] = value
+    change(checkpoint, **{UP.replace(".", "__"): weight})
+    with pytest.raises(RecipeError, match=f"{UP} holds values that are not finite"):
+        read(checkpoint)
+
+
+def test_first_parameter_that_is_not_finite_is_found_in_every_kind_of_weight():
+    holder = torch.nn.Module()
+    holder.fine, holder.empty = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(0))
+    holder.ids = torch.nn.Parameter(torch.ones(3, dtype=torch.uint8), requires_grad=False)
+    assert nan_guard.first_nonfinite(holder) is None
+    holder.ids.quant_state = type("QuantState", (), {"absmax": torch.ones(2), "offset": torch.tensor(math.nan)})()
+    assert nan_guard.first_nonfinite(holder) == 2
+    holder.fine.ds_tensor = torch.tensor([math.inf])
+    assert nan_guard.first_nonfinite(holder) == 0
+
+
+def test_folder_with_adapters_is_refused(checkpoint):
+    (checkpoint / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(RecipeError, match="holds adapters"):
+        model.load_config(ModelConfig(name=str(checkpoint), kernels="none"))
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
+def test_damaged_tokenizer_is_one_line(recipe, tigon, here, checkpoint, file, text):
+    (checkpoint / file).write_text(text, encoding="utf-8")
+    line = tigon("train", recipe(model={"name": "base", "config": None})).error_line()
+    assert "base: no tokenizer could be loaded" in line
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": "zz"}', '{"model_type": "llama", "vocab_size": "x"}'])
+def test_damaged_config_is_one_line(checkpoint, text):
+    (checkpoint / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"^model.name: ") as raised:
+        model.load_config(ModelConfig(name=str(checkpoint), kernels="none"))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("rms_norm_eps", math.nan, "rms_norm_eps is nan"),
+        ("rms_norm_eps", -1e-5, "rms_norm_eps is -1e-05"),
+        ("rms_norm_eps", True, "rms_norm_eps"),
+        ("attention_dropout", math.inf, "attention_dropout is inf"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": math.nan}, "rope_parameters.rope_theta is nan"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 0}, "rope_theta is 0"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1,000,000,000, and tigon builds at most 1,024"),
+        ("num_hidden_layers", True, "num_hidden_layers"),
+        ("max_position_embeddings", -1, "max_position_embeddings is -1"),
+    ],
+)
+def test_config_values_that_no_model_has_are_refused(name, value, message):
+    with pytest.raises(RecipeError, match=message):
+        model.load_config(replace(SMALL, config={**TINY_MODEL, name: value}))
+
+
+@pytest.mark.parametrize("name", ["tigon-demo", "base"])
+def test_revision_without_a_hub_model_is_refused(checkpoint, name):
+    with pytest.raises(RecipeError, match=r"model\.revision is 'main', but"):
+        model.load_config(ModelConfig(name=name, kernels="none", revision="main"))
+
+
+def test_groups_that_do_not_divide_the_key_heads_leave_no_folder(recipe, tigon, here):
+    line = tigon("train", recipe(train={"attention_groups": 3})).error_line()
+    assert "the model has 1 key heads" in line
+    assert not (here / "runs").exists()

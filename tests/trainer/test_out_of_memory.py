@@ -1,0 +1,169 @@
+"""Out of memory at the start, in a step, in an evaluation: a clear end, nothing lost, the same numbers afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_checkpoints import train_losses
+from test_technique_runs import fsdp_rank
+from trainer_helpers import SMALL, TINY_MODEL, records, small_trainer
+
+from forks import forks, in_forks
+from tigon.errors import RecipeError
+from tigon.recipe.keys import Recipe, TrainConfig
+from tigon.trainer import model
+from tigon.trainer.checkpoint import checkpoint
+from tigon.trainer.distributed import launch
+from tigon.trainer.guards import prediction
+from tigon.trainer.trainer import EvaluationFailed, TigonTrainer
+
+ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of ...")
+
+
+def failing(monkeypatch, owner, name: str, when) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*arguments, **kwargs):
+        if when(*arguments):
+            raise ERROR
+        return original(*arguments, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+def test_out_of_memory_at_the_start_is_a_traceback(recipe, tigon, here, monkeypatch):
+    failing(monkeypatch, model, "build", lambda *_: True)
+    line = tigon("train", recipe()).error_line()
+    assert "out of GPU memory with train.batch_size 4 and data.sequence_length 32" in line and "1.50 GiB" in line
+    assert "--resume" not in line, "there is nothing to resume from"
+
+
+def test_out_of_memory_in_a_step_loses_what_was_saved_or_names_no_way_on(recipe, tigon, here, monkeypatch):
+    """The way on that it names gives the uninterrupted run's losses, to rounding."""
+    path = recipe(train={"steps": 6, "save_steps": 2, "learning_rate": 0.003}, output={"name": "whole"})
+    assert tigon("train", path).code == 0
+    with monkeypatch.context() as patch:
+        failing(patch, TigonTrainer, "compute_loss", lambda self, *_: self.state.global_step == 4)
+        line = tigon("train", path, "--set", "output.name=r").error_line()
+    way = "--set output.name=r --set train.batch_size=2 --set train.gradient_accumulation=2 --resume"
+    assert line.endswith(way) and "the same numbers" in line
+    outcome = tigon("train", path, *way.split())
+    assert outcome.code == 0, outcome.err
+    assert "train.batch_size: 4 before, 2 now; the same numbers to rounding" in outcome.out
+    whole, resumed = (train_losses(here / "runs" / name) for name in ("whole", "r"))
+    assert [step for step, _ in resumed] == [step for step, _ in whole]
+    assert [loss for _, loss in resumed] == pytest.approx([loss for _, loss in whole], rel=1e-5)
+    assert records(here / "runs" / "r", "resume")[0]["step"] == 4
+
+
+def test_evaluation_that_needs_smaller_batches_has_another_loss(tmp_path, monkeypatch):
+    trainer = small_trainer(tmp_path, Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=7)), evaluate=True)
+    want = trainer.evaluate()["eval_loss"]
+    batches = []
+    tried = lambda self, rows, counts: batches.append(len(rows)) or len(rows) > 2  # noqa: E731
+    failing(monkeypatch, TigonTrainer, "_forward_sums", tried)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(want, rel=1e-6)
+    assert batches[0] == 7 and trainer.args.per_device_eval_batch_size <= 2, "the next one tries what failed again"
+    failing(monkeypatch, TigonTrainer, "_forward_sums", lambda self, rows, counts: True)
+    with pytest.raises(EvaluationFailed, match=r"evaluation ran out of memory with 1 rows"):
+        trainer.evaluate()
+
+
+def test_evaluation_that_does_not_fit_costs_the_trained_model(recipe, tigon, here, monkeypatch):
+    failing(monkeypatch, TigonTrainer, "_forward_sums", lambda self, rows, counts: True)
+    path = recipe(train={"eval_steps": 2, "save_steps": 2}, output={"save_model": True})
+    outcome = tigon("train", path)
+    assert outcome.code == 0, outcome.err
+    assert "warning  evaluation ran out of memory with 1 rows at once; lower data.sequence_length" in outcome.out
+    run = here / "runs" / "r"
+    assert (run / "model" / "model.safetensors").is_file() and (run / "report.html").is_file()
+    assert checkpoint.newest(run / "checkpoints").path.name == "checkpoint-4"
+    assert len(train_losses(run)) == 4 and records(run, "result")[0]["eval_loss"] is None
+
+
+WORDS = {
+    "CUDA error: out of memory": True, "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate": True,
+    "Triton Error [CUDA]: out of memory": True, "[enforce fail] DefaultCPUAllocator: can't allocate memory": True,
+    "mat1 and mat2 shapes cannot be multiplied": False,
+}  # fmt: skip
+
+
+def evaluate_as_rank(rank: int, folder: Path) -> None:
+    """What one of two processes says of evaluations: in full, with 2 rows at most in rank 1, with none there."""
+    torch.distributed.init_process_group("gloo")
+    train = TrainConfig(steps=1, batch_size=7)
+    trainer = small_trainer(folder / str(rank), Recipe(model=SMALL, train=train), evaluate=True)
+    said = [trainer.evaluate()["eval_loss"]]
+    original, limit, trainer.tried = trainer._forward_sums, 2, []
+
+    def limited(rows, counts):
+        trainer.tried.append(len(rows))
+        if rank == 1 and len(rows) > limit:
+            raise ERROR
+        return original(rows, counts)
+
+    trainer._forward_sums = limited
+    said += [trainer.evaluate()["eval_loss"], max(trainer.tried[1:])]
+    limit = 0
+    with pytest.raises(EvaluationFailed) as caught:
+        trainer.evaluate()
+    (folder / f"{rank}.json").write_text(json.dumps([*said, str(caught.value)]), encoding="utf-8")
+    torch.distributed.barrier()
+
+
+@forks
+def test_evaluation_too_large_for_one_process_leaves_the_other_waiting_or_has_another_loss(tmp_path):
+    said = tmp_path / "stderr"
+    assert in_forks(lambda rank: evaluate_as_rank(rank, tmp_path), 2, said=said) == [0, 0], said.read_text()[-3000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2))
+    assert first == second
+    whole, smaller, largest, why = first
+    assert smaller == pytest.approx(whole, rel=1e-6) and largest == 3
+    assert why == "evaluation ran out of memory in process 1 of 2 with 1 rows at once; lower data.sequence_length"
+
+
+@forks
+def test_evaluation_of_sharded_weights_too_large_for_one_process_hangs_the_other_or_loses_the_weights(
+    recipe, here, monkeypatch
+):
+    """In the middle of a forward pass, whose gathers the other waits for. The final weights are there by then."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    two_layers = {"config": {**TINY_MODEL, "num_hidden_layers": 2}}
+    path = recipe(model=two_layers, train={"batch_size": 2, "save_steps": 2}, output={"save_model": True})
+    monkeypatch.setattr(launch, "ALONE_S", 2)
+
+    def train(rank: int) -> None:
+        original = LlamaMLP.forward
+
+        def forward(self, hidden):
+            if rank == 1 and not self.training:
+                raise ERROR
+            return original(self, hidden)
+
+        LlamaMLP.forward = forward
+        try:
+            fsdp_rank(path, [], resume=False)
+        except RecipeError as error:
+            print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+            os._exit(2)  # as the launcher would end what waits
+
+    said, started_s = here / "stderr", time.monotonic()
+    statuses = in_forks(train, 2, said=said)
+    assert time.monotonic() - started_s < 60 and 0 not in statuses
+    assert os.waitstatus_to_exitcode(statuses[1]) == 2, said.read_text()[-3000:]
+    line = "rank 1: evaluation ran out of memory in process 1 of 2 with 2 rows at once; lower train.batch_size"
+    assert line in said.read_text() and "--set train.batch_size=1" in said.read_text()
+    assert (here / "runs" / "r" / "model" / "model.safetensors").is_file()
+    assert "the final weights are in runs/r/model" in said.read_text()
+
+
+@pytest.mark.parametrize(("text", "wanted"), WORDS.items())
+def test_words_of_other_libraries_for_a_full_device_are_a_traceback(text, wanted):
+    assert prediction.is_out_of_memory(RuntimeError(text)) == wanted

@@ -1,0 +1,197 @@
+"""The planner in `tigon train`: what it asks, what it says, and what --auto and running out of memory lead to."""
+
+from __future__ import annotations
+
+import shlex
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.planner.planner_helpers import small_gpu
+from tigon.errors import RecipeError
+from tigon.planner.gpus import GIB, MIB, find_gpu
+from tigon.recipe import recipe_file
+from tigon.techniques.choices import Choices
+from tigon.trainer import model
+from tigon.trainer.distributed import launch
+from tigon.trainer.guards import prediction, preflight
+
+TEXT = "model: {name: tigon-demo}\ndata: {sequence_length: 1024}\ntrain: {steps: 2, batch_size: 16, {more}}\n"
+
+
+@pytest.fixture
+def recipe_of(tmp_path):
+    path = tmp_path / "r.yaml"
+
+    def load(more="optimizer: adamw-foreach, precision: amp-bf16", overrides=()):
+        path.write_text(TEXT.replace("{more}", more))
+        return recipe_file.load(path, overrides, gpu_present=lambda: True)
+
+    return load
+
+
+def asked(recipe):
+    return recipe, model.load_config(recipe.model), recipe.choices(precision="amp-bf16")
+
+
+def predicted(recipe, memory_mib):
+    return prediction.predict(*asked(recipe), small_gpu(memory_mib), evaluated=True)
+
+
+def test_the_question_is_not_the_run_that_the_recipe_describes(recipe_of):
+    recipe = recipe_of("max_grad_norm: 0, gradient_accumulation: 2, checkpointing: full")
+    request = prediction.request_of(*asked(recipe), evaluated=False)
+    assert (request.batch, request.seq, request.clipped, request.masked) == (16, 1024, False, True)
+    assert (request.choices.accumulate, request.choices.checkpointing) == (2, "full")
+    joined = recipe_of(overrides=["data.cross_document_attention=true"])
+    assert not prediction.request_of(*asked(joined), evaluated=False).masked
+
+
+def test_a_run_that_fits_is_warned_about_or_one_that_does_not_is_not(recipe_of):
+    assert len(predicted(recipe_of(), 8000).lines("tigon train r.yaml")) == 1
+    _, warning = predicted(recipe_of(), 700).lines("tigon train r.yaml")
+    assert warning.startswith("warning") and "Next rung" in warning and "tigon train r.yaml --set" in warning
+
+
+def test_more_than_the_hosts_memory_is_offloaded_without_a_warning(recipe_of, monkeypatch):
+    recipe = recipe_of("checkpointing: offload")
+    monkeypatch.setattr(prediction, "host_free_bytes", lambda: 1 << 40)
+    assert len(predicted(recipe, 8000).lines("tigon train r.yaml")) == 1
+    monkeypatch.setattr(prediction, "host_free_bytes", lambda: 1 << 20)
+    _, warning = predicted(recipe, 8000).lines("tigon train r.yaml")
+    assert warning.startswith("warning") and "of the host's memory" in warning
+
+
+def test_the_next_rungs_command_leads_to_a_recipe_that_does_not_fit(recipe_of):
+    recipe = recipe_of()
+    _, warning = predicted(recipe, 700).lines("tigon train r.yaml")
+    words = shlex.split(warning.partition(": tigon train r.yaml ")[2])
+    assert words[::2] == ["--set"] * (len(words) // 2)
+    better = predicted(recipe_of(overrides=words[1::2]), 700)
+    assert better.option.fits(small_gpu(700))
+    assert better.option.request.batch * better.option.request.choices.accumulate == recipe.train.batch_size
+
+
+def test_what_the_recipe_says_is_changed_by_auto(recipe_of):
+    recipe = recipe_of("checkpointing: full, optimizer: lion-8bit, precision: fp32")
+    free = prediction.free_in(recipe)
+    assert not free & {"checkpointing", "optimizer", "precision"} and "zero" in free
+    assignments, _ = prediction.choose(*asked(recipe_of("checkpointing: full")), small_gpu(8000))
+    assert assignments == [], "it fits as it is"
+
+
+def test_auto_changes_the_numbers_where_that_is_not_needed(recipe_of):
+    assignments, said = prediction.choose(*asked(recipe_of("")), small_gpu(700))
+    recipe = recipe_of("", overrides=assignments)
+    assert recipe.choices().optimizer == "adamw" and recipe.choices().precision == "amp-bf16"
+    assert predicted(recipe, 700).option.fits(small_gpu(700)) and assignments[0] in said
+
+
+def test_auto_goes_on_where_nothing_fits(recipe_of):
+    with pytest.raises(RecipeError, match=r"--auto: nothing .* fits"):
+        prediction.choose(*asked(recipe_of("gradient_accumulation: 2")), small_gpu(20))
+
+
+def test_auto_is_taken_on_a_cpu_or_with_resume(recipe_of):
+    for resume, words in ((False, "on the CPU"), (True, "--resume")):
+        with pytest.raises(RecipeError, match=words):
+            prediction.with_auto(recipe_of(), [], torch.device("cpu"), resume=resume)
+
+
+def test_out_of_memory_does_not_say_needed_had_next_rung_and_command(recipe_of, tmp_path):
+    found = predicted(recipe_of(), 700)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ...")
+    said = str(
+        prediction.out_of_memory(
+            error, found, recipe_of(), folder=tmp_path, device=torch.device("cpu"), command="tigon train r.yaml"
+        )
+    )
+    needed = found.option.estimate.device_bytes / 2**30
+    for words in (f"needed {needed:.2f} GiB", "had 0.68 GiB", "1.50 GiB", "Next rung", "tigon train r.yaml --set"):
+        assert words in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("idle", "set_already", "said"), [("5.60 GiB", "", True), ("912.00 MiB", "", False), ("5.60 GiB", "true", False)]
+)
+def test_out_of_memory_with_enough_in_pieces_does_not_say_how_to_join_them(
+    recipe_of, tmp_path, monkeypatch, idle, set_already, said
+):
+    monkeypatch.setenv(prediction.ALLOCATOR_SETTINGS, "expandable_segments:True" if set_already else "")
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 5.54 GiB. GPU 0 has a total capacity of 24.00 GiB of which 1.00 GiB is "
+        f"free. Of the allocated memory 15.00 GiB is allocated by PyTorch, and {idle} is reserved by PyTorch but "
+        "unallocated."
+    )
+    text = str(
+        prediction.out_of_memory(
+            error, None, recipe_of(), folder=tmp_path, device=torch.device("cpu"), command="tigon train r.yaml"
+        )
+    )
+    words = (
+        "5.60 GiB were free in pieces, which PyTorch can join: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True tigon"
+    )
+    assert (words in text) == said
+
+
+def test_out_of_memory_recommends_what_needs_as_much(recipe_of, tmp_path):
+    """Where the prediction said that it fits, the next rung has to be smaller than what failed."""
+    found = predicted(recipe_of(), 8000)
+    said = prediction.next_rung(found, "tigon train r.yaml", failed=True)
+    words = shlex.split(said.partition(": tigon train r.yaml ")[2])
+    better = predicted(recipe_of(overrides=words[1::2]), 8000)
+    assert words and better.option.estimate.peak_allocated_bytes < found.option.estimate.peak_allocated_bytes
+
+
+def test_a_cpu_run_gets_a_prediction_of_a_gpu(recipe_of):
+    said = prediction.announce(*asked(recipe_of()), torch.device("cpu"), evaluated=True, command="")
+    assert said == (None, []) and prediction.compared(None, torch.device("cpu")) is None
+
+
+def test_the_comparison_has_the_error_the_wrong_way_round(recipe_of):
+    found = predicted(recipe_of(), 8000).as_mapping()
+    measured = {name: int(found[name] / 1.02) for name in ("peak_allocated_bytes", "peak_reserved_bytes")}
+    assert prediction.comparison_line({"predicted": found, "measured": measured}).count("(+2.0%)") == 2
+
+
+NAMES = {
+    "NVIDIA H200": "h200", "NVIDIA A100-SXM4-80GB": "a100-80gb", "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie", "NVIDIA GeForce RTX 4090": "rtx-4090", "NVIDIA L4": "l4",
+    "AMD Instinct MI300X": "mi300x",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "row"), NAMES.items())
+def test_the_drivers_name_finds_another_row(said, row):
+    assert prediction._row_of(said, 1 << 35).name == row
+
+
+def test_an_unknown_gpu_has_no_rates():
+    assert prediction._row_of("Some GPU", 24 << 30).memory_bytes == 24 << 30
+
+
+@pytest.mark.parametrize(("joined", "short_mib"), [(True, 0), (False, 848)])
+def test_what_a_process_holds_already_is_taken_from_its_gpu(joined, short_mib, monkeypatch):
+    """An H200 without other processes, of which the context, NCCL's buffers and 1 GiB of tensors are gone."""
+    row, total = find_gpu("h200"), find_gpu("h200").memory_bytes
+    gone = row.context_bytes + row.group_bytes + GIB
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=total)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - gone, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: joined)
+    monkeypatch.setattr(launch, "processes", lambda: 2)
+    gpu = prediction.gpu_here(torch.device("cuda", 0), Choices(gpus=2, fsdp=True))
+    assert gpu.memory_bytes == total - short_mib * MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the allocator's memory is compared")
+def test_the_gpu_of_this_machine_has_other_memory_than_the_driver_says(recipe_of):
+    device = torch.device("cuda", 0)
+    gpu = prediction.gpu_here(device, Choices())
+    assert 0 < gpu.memory_bytes <= torch.cuda.get_device_properties(device).total_memory
+    found, lines = prediction.announce(*asked(recipe_of()), device, evaluated=True, command="tigon train r.yaml")
+    assert found is not None and lines and preflight.gpu_present()

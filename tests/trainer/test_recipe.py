@@ -1,0 +1,275 @@
+"""The recipe: what it reads, what it refuses, and that the table in docs/train.md is the one it generates."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+from tigon.errors import RecipeError
+from tigon.recipe.keys import SECTIONS, DataConfig, reference_table
+from tigon.recipe.recipe_file import load
+from tigon.techniques.choices import Choices
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "r.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def read(folder: Path, text: str, *overrides: str, gpu: bool = False):
+    return load(write(folder, text), overrides, gpu_present=lambda: gpu)
+
+
+def test_values_are_typed_and_defaults_fill_the_rest(tmp_path):
+    recipe = read(tmp_path, "train: {steps: 3, learning_rate: 1e-3}\ndata: {source: [a.txt, b.txt], max_text_mib: 2}\n")
+    assert recipe.train.steps == 3
+    assert recipe.train.learning_rate == 0.001 and isinstance(recipe.train.learning_rate, float)
+    assert recipe.data.source == ("a.txt", "b.txt")
+    assert recipe.data.max_text_mib == 2.0 and isinstance(recipe.data.max_text_mib, float)
+    assert recipe.data.vocab_size == DataConfig.vocab_size
+
+
+def test_one_source_may_be_written_without_a_list(tmp_path):
+    assert read(tmp_path, "train: {steps: 1}\ndata: {source: a.txt}").data.source == ("a.txt",)
+
+
+def test_set_wins_over_on_gpu_which_wins_over_the_file(tmp_path):
+    text = "train: {steps: 1, batch_size: 2, seed: 3}\non_gpu: {train: {batch_size: 4, seed: 5}}\n"
+    on_cpu = read(tmp_path, text, "train.seed=9")
+    on_gpu = read(tmp_path, text, "train.seed=9", gpu=True)
+    assert (on_cpu.train.batch_size, on_cpu.train.seed) == (2, 9)
+    assert (on_gpu.train.batch_size, on_gpu.train.seed) == (4, 9)
+    forced_off = read(tmp_path, text, "train.device=cpu", gpu=True)
+    assert forced_off.train.batch_size == 2
+
+
+def test_on_gpu_epochs_replace_the_steps_of_the_file(tmp_path):
+    recipe = read(tmp_path, "train: {steps: 5}\non_gpu: {train: {epochs: 2}}", gpu=True)
+    assert (recipe.train.steps, recipe.train.epochs) == (None, 2.0)
+
+
+def test_a_shape_key_can_be_set_without_losing_the_others(tmp_path):
+    text = "train: {steps: 1}\nmodel: {config: {num_hidden_layers: 2}}"
+    recipe = read(tmp_path, text, "model.config.vocab_size=600")
+    assert recipe.model.config == {"num_hidden_layers": 2, "vocab_size": 600}
+
+
+def test_the_resolved_recipe_reads_back_as_itself(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    recipe = read(tmp_path, "train: {epochs: 1.5}\nmodel: {config: {num_hidden_layers: 2}}\ndata: {source: [a, b]}")
+    assert read(tmp_path, yaml.safe_dump(recipe.as_mapping())) == recipe
+
+
+WRONG = {
+    "unknown key": (
+        "train: {steps: 1}\ndata:\n  sequence_lenght: 8\n",
+        r"r\.yaml:3: data\.sequence_lenght .*nearest key is data\.sequence_length",
+    ),
+    "key in the wrong section": ("train: {steps: 1, packing: true}", r"train\.packing .*nearest key is data\.packing"),
+    "unknown section": ("trian: {steps: 1}", r"r\.yaml:1: trian .*nearest key is train"),
+    "unknown key under on_gpu": (
+        "train: {steps: 1}\non_gpu: {train: {batchsize: 2}}",
+        r"on_gpu\.train\.batchsize .*on_gpu\.train\.batch_size",
+    ),
+    "wrong value under on_gpu": (
+        "train: {steps: 1}\non_gpu: {train: {batch_size: 0}}",
+        r"on_gpu\.train\.batch_size is 0; .*at least 1",
+    ),
+    "section that is no mapping": ("train: 3", r"train is a section of keys, not an integer"),
+    "recipe that is a list": ("- 1", r"a recipe is a mapping of the sections"),
+    "text for a number": ("train: {steps: many}", r"r\.yaml:1: train\.steps is 'many', text"),
+    "boolean for a number": ("train: {steps: true}", r"train\.steps is True"),
+    "fraction for an integer": ("train: {steps: 1.5}", r"train\.steps is 1\.5, a number"),
+    "below the limit": ("train: {steps: 1, batch_size: 0}", r"train\.batch_size is 0; it must be at least 1"),
+    "not finite": ("train: {steps: 1, learning_rate: .inf}", r"train\.learning_rate is inf"),
+    "not a number": ("train: {steps: 1, learning_rate: .nan}", r"train\.learning_rate is nan"),
+    "outside the choices": (
+        "train: {steps: 1, schedule: cosin}",
+        r"'cosin'; it must be one of cosine, linear, constant",
+    ),
+    "word of old": ("train: {steps: 1, precision: pure-bf16}", r"train\.precision: pure-bf16 is called bf16 now"),
+    "kernels of old": ("model: {kernels: no-linear-ce}\ntrain: {steps: 1}", r"no-linear-ce is called no-flce now"),
+    "kernels of old in a list": (
+        "comparison: {kernels: [none, no-linear-ce]}\ntrain: {steps: 1}",
+        r"no-linear-ce is called no-flce now",
+    ),
+    "key of old": (
+        "train: {steps: 1, gradient_checkpointing: true}",
+        r"r\.yaml:1: train\.gradient_checkpointing is no more; write train\.checkpointing: full",
+    ),
+    "every layer in none": ("train: {steps: 1, checkpointing: every-0}", r"must be one of none, full, .*every-N"),
+    "every-N itself": ("train: {steps: 1, checkpointing: every-N}", r"'every-N'; it must be one of"),
+    "an excluded pair": (
+        "train: {steps: 1, optimizer: galore}\nsharding: {fsdp: true}",
+        r"r\.yaml: .*whole matrices; use sharding",
+    ),
+    "no targets": ("train: {steps: 1}\nlora: {rank: 8, targets: []}", r"r\.yaml:2: lora\.targets is empty; name one"),
+    "no kernels to compare": (
+        "train: {steps: 1}\ncomparison: {steps: 2, kernels: []}",
+        r"comparison\.kernels is empty",
+    ),
+    "adapters without a rank": (
+        "train: {steps: 1}\nlora:\n  alpha: 32\n  targets: [linear]",
+        r"r\.yaml:3: lora\.alpha, lora\.targets would do nothing without lora\.rank, .*; add lora\.rank: 16, take "
+        r"them out, or leave them aside with lora\.rank: null",
+    ),
+    "comparison without steps": (
+        "train: {steps: 1}\ncomparison: {batch_size: 4}",
+        r"comparison\.batch_size would do nothing without comparison\.steps",
+    ),
+    "heads without a stage": ("train: {steps: 1}\nheads: {count: 5}", r"heads\.count would .* add heads\.stage: 1"),
+    "ramp of a constant": ("train: {steps: 1}\nheads: {stage: 1, ramp: 0.5}", r"heads\.ramp would .* heads\.schedule"),
+    "rank of no GaLore": (
+        "train: {steps: 1, galore_rank: 64}",
+        r"train\.galore_rank would .* train\.optimizer: galore",
+    ),
+    "resharding of whole weights": (
+        "train: {steps: 1}\nsharding: {gpus: 2, reshard: false}",
+        r"sharding\.reshard would .* add sharding\.fsdp: true",
+    ),
+    "repeated key": ("train: {steps: 1, steps: 2}", r"r\.yaml:1: train\.steps is given twice"),
+    "steps and epochs": ("train: {steps: 1, epochs: 1}", r"both are given"),
+    "neither steps nor epochs": ("train: {seed: 1}", r"neither is given"),
+    "name with a path": ("train: {steps: 1}\noutput: {name: ../x}", r"output\.name is '\.\./x'"),
+    "name of dots": ("train: {steps: 1}\noutput: {name: ..}", r"output\.name is '\.\.'"),
+    "python object": ("train: !!python/object/apply:os.system ['true']", r"not valid YAML"),
+    "date that is none": ("output: {folder: 2024-02-30}", r"not valid YAML"),
+    "tag of another kind": ("train: {steps: !!bool foo}", r"not valid YAML"),
+    "broken YAML": ("train: {steps: 1", r"r\.yaml:\d+: not valid YAML"),
+    "deep nesting": ("train: " + "[" * 40 + "]" * 40, r"nested deeper"),
+    "alias bomb": (
+        "a: &a [x,x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b,*b]\n"
+        "d: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: [*d,*d,*d,*d,*d,*d,*d,*d,*d,*d]",
+        r"more than 4096 values",
+    ),
+    "file too large": ("# " + "x" * 70_000, r"over the 65536 bytes"),
+}
+
+
+KEYS = [(section, f.name, f.metadata, typing.get_type_hints(cls)[f.name]) for section, cls in SECTIONS.items()
+        for f in dataclasses.fields(cls)]  # fmt: skip
+
+
+def of_type(wanted):
+    return [
+        pytest.param(section, name, id=f"{section}.{name}")
+        for section, name, _, hint in KEYS
+        if wanted in (typing.get_args(hint) or (hint,))
+    ]
+
+
+def refusal(folder, section, name, written):
+    """What the loader says to one value alone in a recipe."""
+    with pytest.raises(RecipeError) as caught:
+        read(folder, f"{section}:\n  {name}: {written}\n")
+    line = str(caught.value)
+    assert f"{section}.{name} " in line and "\n" not in line and len(line) < 400, line
+    return line
+
+
+@pytest.mark.parametrize("section, name", of_type(float))
+def test_every_float_key_refuses_what_training_cannot_hold(tmp_path, section, name):
+    for written in (".nan", ".inf", "-.inf", "'nan'", "'inf'", "1e-320", "1.0e+300", "-1.0", "true", "many", "9" * 400):
+        refusal(tmp_path, section, name, written)
+
+
+@pytest.mark.parametrize("section, name", of_type(int))
+def test_every_integer_key_has_both_limits(tmp_path, section, name):
+    for written in ("-1", "9" * 30, "9" * 4000, "1.0", "true", "'1'", ".nan"):
+        refusal(tmp_path, section, name, written)
+
+
+@pytest.mark.parametrize("section, name", of_type(str))
+def test_every_text_key_refuses_what_names_nothing(tmp_path, section, name):
+    for written in ("''", "' '", '"a\\0b"', '"\\ud83d"', "3", "true", "{a: b}"):
+        refusal(tmp_path, section, name, written)
+    if name != "sample_prompt":
+        for written in ('"a\\nb"', "x" * 5000):
+            refusal(tmp_path, section, name, written)
+
+
+@pytest.mark.parametrize("text, message", WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_recipe_is_refused_by_name(tmp_path, text, message):
+    with pytest.raises(RecipeError, match=message) as caught:
+        read(tmp_path, text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_technique_cannot_be_switched_off_by_one_key(tmp_path):
+    """Or a resolved recipe, which says every key, is refused; or what only a GPU compares, on a machine without."""
+    text = "train: {steps: 1}\nlora: {rank: 8, alpha: 32}\ncomparison: {kernels: [tigon]}\n"
+    text += "on_gpu: {comparison: {steps: 3}}"
+    assert read(tmp_path, text).lora.alpha == 32
+    assert read(tmp_path, text, "lora.rank=null").lora.rank is None
+    assert read(tmp_path, text, "comparison.steps=0", gpu=True).comparison.steps == 0
+    with pytest.raises(RecipeError, match=r"--set: heads\.kind would do nothing"):
+        read(tmp_path, text, "heads.kind=mtp")
+
+
+WRONG_SETS = {
+    "train.batch_size": r"--set train\.batch_size: expected section\.key=value",
+    "=8": "expected section.key=value",
+    "batch_size=8": r"--set: batch_size .*nearest key is train\.batch_size",
+    "train.batchsize=8": r"--set: train\.batchsize .*nearest key is train\.batch_size",
+    "train.batch_size=many": r"--set: train\.batch_size is 'many'",
+    "train.batch_size=[": "not valid YAML",
+    "output.folder=2024-02-30": "not valid YAML",
+    "train.steps.deep=1": r"train\.steps",
+}
+
+
+@pytest.mark.parametrize("override, message", WRONG_SETS.items())
+def test_a_wrong_set_is_refused_by_name(tmp_path, override, message):
+    with pytest.raises(RecipeError, match=message):
+        read(tmp_path, "train: {steps: 1}", override)
+
+
+def test_missing_and_binary_recipes_are_refused(tmp_path):
+    with pytest.raises(RecipeError, match="no such recipe file"):
+        load(tmp_path / "none.yaml", gpu_present=lambda: False)
+    (tmp_path / "bad.yaml").write_bytes(b"train: \xff")
+    with pytest.raises(RecipeError, match="not UTF-8"):
+        load(tmp_path / "bad.yaml", gpu_present=lambda: False)
+
+
+def test_the_recipes_that_come_with_tigon_are_valid_on_both_devices():
+    folders = [ROOT / "recipes", ROOT / "recipes" / "techniques", ROOT / "recipes" / "medusa"]
+    found = sorted(path for folder in folders for path in folder.glob("*.yaml") if ".sweep" not in path.name)
+    assert len(found) > 30
+    for path in found:
+        for gpu in (False, True):
+            load(path, gpu_present=lambda gpu=gpu: gpu)
+
+
+def test_the_key_tables_in_the_docs_are_current():
+    """If this fails: python -c "from tigon.recipe.keys import reference_table; print(reference_table())"."""
+    text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    inside = re.search(r"<!-- recipe keys -->\n(.*?)<!-- end of recipe keys -->", text, re.DOTALL)
+    assert inside, "docs/train.md lost its markers"
+    assert inside[1].strip() == reference_table().strip()
+
+
+def test_every_technique_of_a_recipe_reaches_its_choices(tmp_path):
+    text = """
+train: {steps: 1, precision: bf16, optimizer: adamw-8bit, checkpointing: every-3, gradient_accumulation: 2}
+model: {kernels: no-flce, attention: eager}
+lora: {rank: 8, targets: [linear, head]}
+sharding: {gpus: 2, zero: 3}
+"""
+    choices = read(tmp_path, text).choices()
+    assert choices == Choices(
+        precision="bf16", optimizer="adamw-8bit", checkpointing="every-3", accumulate=2, kernels="no-flce",
+        attention="eager", lora_rank=8, lora_targets=("linear", "head"), gpus=2, zero=3,
+    )  # fmt: skip
+
+
+def test_auto_precision_is_what_the_machine_says(tmp_path):
+    recipe = read(tmp_path, "train: {steps: 1}")
+    assert (recipe.choices().precision, recipe.choices(precision="fp32").precision) == ("amp-bf16", "fp32")

@@ -1,0 +1,72 @@
+"""An op that is wrong on this machine's GPU is left out of the patch, said and recorded; or the run is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from trainer_helpers import records
+
+from tigon.ops import OPS, _dispatch
+from tigon.trainer.guards import self_test
+from wrong_ops import WRONG
+
+
+def test_op_without_a_flag_cannot_be_left_out():
+    from tigon.models import patch
+
+    flags = set(self_test.FLAGS.values())
+    assert set(self_test.FLAGS) <= set(OPS)
+    assert flags <= set(patch.__kwdefaults__)
+
+
+def test_wrong_op_is_trained_with(recipe, tigon, here, wrong, monkeypatch):
+    path = recipe(model={"kernels": "tigon"}, train={"steps": 2})
+    found = {}
+    original = self_test.wrong_ops
+
+    def ask(*arguments):
+        found.update(original(*arguments))
+        _dispatch.uses_kernel = uses_kernel  # the run itself is on the CPU
+        return dict(found)
+
+    uses_kernel = lambda tensor: False  # noqa: E731
+    monkeypatch.setattr(self_test, "wrong_ops", ask)
+    outcome = tigon("train", path)
+    assert outcome.code == 0, outcome.err
+    assert set(found) == WRONG and all("times what rounding allows" in why for why in found.values())
+    assert outcome.out.count("gives wrong results here") == 2 and "warning  swiglu" in outcome.out
+    (said,) = records(here / "runs" / "r", "self_test")
+    assert said["wrong_ops"] == found
+    patched = records(here / "runs" / "r", "result")[0]["patch"]
+    assert "cross_entropy" in patched and "rope" in patched
+    assert not any(line.split()[:1] == ["swiglu"] for line in patched.splitlines()), patched
+
+
+def test_strict_run_begins_with_a_wrong_op(recipe, tigon, here, wrong):
+    path = recipe(model={"kernels": "tigon", "self_test": "strict"})
+    line = tigon("train", path).error_line()
+    assert "kernels that give wrong results here: swiglu: " in line and "tigon doctor" in line
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("model", [{"kernels": "tigon", "self_test": "off"}, {"kernels": "none"}])
+def test_ops_that_are_not_used_are_tried(recipe, tigon, wrong, model, monkeypatch):
+    monkeypatch.setattr(self_test, "check_op", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(_dispatch, "uses_kernel", lambda tensor: False)
+    assert tigon("train", recipe(model=model, train={"steps": 1})).code == 0
+
+
+def test_model_with_every_op_left_out_is_not_the_plain_one(recipe, tigon, monkeypatch):
+    everything = dict.fromkeys(self_test.FLAGS, "wrong")
+    monkeypatch.setattr(self_test, "wrong_ops", lambda *_: everything)
+    outcome = tigon("train", recipe(model={"kernels": "tigon"}, train={"steps": 1}))
+    assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.gpu
+def test_right_kernels_are_called_wrong():
+    from tigon.recipe.keys import Recipe
+    from tigon.techniques.choices import Choices
+
+    for precision in ("amp-bf16", "fp32"):
+        assert self_test.wrong_ops(Recipe(), Choices(precision=precision), torch.device("cuda", 0)) == {}

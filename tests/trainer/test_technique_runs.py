@@ -1,0 +1,573 @@
+"""Techniques in real runs of one-layer models: the same training as without them, and checkpoints that resume."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._functorch import config as functorch_config
+from trainer_helpers import SMALL, losses_of, records, rows, small_trainer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from forks import forks, in_forks
+from tigon import cli
+from tigon.models import DeferredLogits
+from tigon.models.loading.presets import PRESETS
+from tigon.recipe.keys import LoraConfig, ModelConfig, Recipe, TrainConfig
+from tigon.recipe.recipe_file import load
+from tigon.techniques.choices import KERNELS, Choices
+from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.technique import Facts
+from tigon.trainer import engine
+from tigon.trainer import model as models
+from tigon.trainer.distributed import launch
+from tigon.trainer.guards import preflight
+from tigon.trainer.run import train
+from tigon.trainer.trainer import TigonTrainer
+
+ROOT = Path(__file__).parents[2]
+
+
+def recipe_of(lora: LoraConfig | None = None, **train: Any) -> Recipe:
+    values = {"steps": 4, "batch_size": 8, "learning_rate": 0.01, "log_steps": 1, "galore_rank": 8, "galore_gap": 3}
+    return Recipe(model=SMALL, train=TrainConfig(**{**values, **train}), lora=lora or LoraConfig())
+
+
+def need(package: str | None) -> None:
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+def settings(name: str) -> dict[str, Any]:
+    """What a recipe with this optimizer has to say, and a rate that suits it."""
+    row = OPTIMIZERS[name]
+    rates = {"sgd": 0.5, "lion-8bit": 0.001}
+    clip = {"max_grad_norm": 0.0} if row.in_backward else {}
+    return {"optimizer": name, "learning_rate": rates.get(name, 0.01), **clip}
+
+
+on_cpu = pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values() if "cpu" in row.devices])
+only_gpu = pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values() if "cpu" not in row.devices])
+
+
+def resumed_and_whole(
+    name: str, folder: Path, device: torch.device, *, at: int = 4, **train: Any
+) -> tuple[list[float], list[float], bool]:
+    """Losses of a run of six steps, three an epoch, resumed after step `at`; of the whole one; whether the weights at
+    the end are the same to the bit."""
+    split = {} if OPTIMIZERS[name].in_backward else {"batch_size": 4, "gradient_accumulation": 2}
+    recipe = recipe_of(**settings(name), **split, steps=6, save_steps=1, keep_checkpoints=9, **train)
+    uncut = small_trainer(folder, recipe, device=device)
+    whole = losses_of(uncut)
+    cut = small_trainer(folder, recipe, device=device)
+    cut.train(resume_from_checkpoint=str(folder / "c" / f"checkpoint-{at}"))
+    resumed = [entry["loss"] for entry in cut.state.log_history if "loss" in entry]
+    pairs = zip(uncut.model.parameters(), cut.model.parameters(), strict=True)
+    return resumed, whole, all(torch.equal(a, b) for a, b in pairs)
+
+
+@on_cpu
+def test_resumed_optimizer_differs_from_the_uninterrupted_one(name, tmp_path):
+    need(OPTIMIZERS[name].package)
+    # torchao compiles a kernel for each shape: seconds, and nothing of it is ours
+    with torch.compiler.set_stance("force_eager") if OPTIMIZERS[name].needs_compiler else nullcontext():
+        resumed, whole, same = resumed_and_whole(name, tmp_path, torch.device("cpu"))
+    assert resumed == whole and same
+    assert whole[-1] < whole[0] - 0.05, "it does not learn"
+
+
+@pytest.mark.parametrize("row", [row for row in OPTIMIZERS.values() if row.needs_compiler], ids=lambda row: row.name)
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_sharded_moments_take_the_traced_graph_of_other_bits(row, fsdp):
+    """Which PyTorch's cache of graphs finds by the same key."""
+    with functorch_config.patch(enable_autograd_cache=True):
+        engine.make_optimizer(TrainConfig(optimizer=row.name), Choices(optimizer=row.name, fsdp=fsdp))
+        assert functorch_config.enable_autograd_cache is not fsdp
+
+
+@pytest.mark.parametrize(("at", "workers"), [(2, 0), (3, 0), (2, 2), (3, 2), (5, 2)])
+def test_resumed_run_sees_other_rows(at, workers, tmp_path):
+    """Within the first epoch, at its end, within the second; with rows prepared here or by processes."""
+    resumed, whole, same = resumed_and_whole("adamw", tmp_path, torch.device("cpu"), at=at, workers=workers)
+    assert resumed == whole and same
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_resumed_on_the_gpu_differs_from_the_uninterrupted_one(name, tmp_path):
+    need(OPTIMIZERS[name].package)
+    resumed, whole, _ = resumed_and_whole(name, tmp_path, torch.device("cuda", 0))
+    assert resumed == pytest.approx(whole, rel=1e-6)
+    assert whole[-1] < whole[0] - 0.05, "it does not learn"
+
+
+@pytest.mark.parametrize("kernels", ["none", "tigon"])
+def test_a_split_of_the_batch_changes_the_gradient(kernels, tmp_path):
+    """Rows hold different numbers of learned tokens, so averaging micro-batches would fail this."""
+    data, moved = rows(), {}
+    for batch_size, accumulate in ((8, 1), (4, 2), (2, 4), (1, 8)):
+        recipe = recipe_of(
+            steps=1, batch_size=batch_size, gradient_accumulation=accumulate, optimizer="sgd", learning_rate=1.0,
+            weight_decay=0.0, max_grad_norm=0.0,
+        )  # fmt: skip
+        trainer = small_trainer(tmp_path, recipe, data=data, kernels=kernels)
+        trainer.train()
+        moved[accumulate] = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    for accumulate in (2, 4, 8):
+        for name, want in moved[1].items():
+            torch.testing.assert_close(moved[accumulate][name], want, rtol=1e-5, atol=1e-6)
+
+
+PRECISIONS = {"amp-bf16": 0.05, "bf16": 0.05}
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), PRECISIONS.items())
+def test_lower_precision_trains_otherwise(precision, tolerance, tmp_path):
+    want = losses_of(small_trainer(tmp_path, recipe_of(precision="fp32")))
+    got = losses_of(small_trainer(tmp_path, recipe_of(precision=precision)))
+    assert got == pytest.approx(want, abs=tolerance)
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+TARGETS = {
+    "linear": ("linear",), "head": ("linear", "head"), "embeddings": ("embeddings",),
+    "all": ("linear", "head", "embeddings"),
+}  # fmt: skip
+
+
+def adapted(targets: tuple[str, ...], *, quantize: bool = False, **train: Any) -> Recipe:
+    return recipe_of(LoraConfig(rank=4, targets=targets, quantize=quantize), precision="fp32", **train)
+
+
+def one_batch(trainer: Any) -> dict[str, torch.Tensor]:
+    return next(iter(trainer.get_train_dataloader()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("quantize", [False, True], ids=["lora", "qlora"])
+@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS.keys())
+def test_adapters_train_with_logits_or_otherwise_than_unpatched(targets, quantize, tmp_path):
+    need("peft")
+    need("bitsandbytes" if quantize else None)
+    losses = {}
+    for kernels in ("none", "tigon"):
+        recipe = adapted(targets, quantize=quantize)
+        trainer = small_trainer(tmp_path, recipe, kernels=kernels)
+        outputs = trainer.model.train()(**one_batch(trainer))
+        # an adapter adds to what the head returns, so the loss falls back to whole logits, with a warning
+        assert isinstance(outputs.logits, DeferredLogits) == (kernels == "tigon" and "head" not in targets)
+        losses[kernels] = losses_of(trainer)
+    assert losses["tigon"] == pytest.approx(losses["none"], rel=2e-5)
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("quantize", [False, True], ids=["lora", "qlora"])
+@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS.keys())
+def test_merged_checkpoint_computes_something_else(targets, quantize, tmp_path):
+    """TINY_MODEL ties its head to its embeddings: an adapter on either must leave the other alone."""
+    from transformers import AutoModelForCausalLM
+
+    need("peft")
+    need("bitsandbytes" if quantize else None)
+    recipe = adapted(targets, quantize=quantize, learning_rate=0.1)
+    trainer = small_trainer(tmp_path, recipe)
+    trainer.train()
+    built, base, batch = trainer.model.eval(), tmp_path / "base", one_batch(trainer)
+    if quantize:  # the base of the merged checkpoint is the one before quantisation
+        import peft
+
+        trainer.save_model(str(tmp_path / "a"))
+        plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        built = peft.PeftModel.from_pretrained(plain, str(tmp_path / "a")).eval()
+    with torch.no_grad():
+        want = built(input_ids=batch["input_ids"]).logits
+    choices = recipe.choices(precision="fp32")
+    engine.save(trainer.model, trainer, choices, tmp_path / "model", model=recipe.model, base=base)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    with torch.no_grad():
+        got = merged(input_ids=batch["input_ids"]).logits
+    tolerance = 0.05 if quantize else 1e-4  # the merged weights of a quantised model are written in bf16
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    if quantize:
+        assert list(tmp_path.glob("adapters/*.safetensors"))
+
+
+def test_evaluation_before_training_breaks_the_gradient_of_qlora(tmp_path):
+    need("bitsandbytes")
+    losses = []
+    for evaluated in (False, True):
+        trainer = small_trainer(tmp_path, adapted(("linear",), quantize=True), evaluate=True)
+        if evaluated:
+            trainer.evaluate()
+        losses.append(losses_of(trainer))
+    assert losses[0] == losses[1]
+
+
+def test_resumed_adapters_differ_from_the_uninterrupted_ones(tmp_path):
+    need("peft")
+    recipe = adapted(("linear", "head"), steps=6, save_steps=2)
+    whole = losses_of(small_trainer(tmp_path, recipe))
+    cut = small_trainer(tmp_path, recipe)
+    cut.train(resume_from_checkpoint=str(tmp_path / "c" / "checkpoint-4"))
+    assert [entry["loss"] for entry in cut.state.log_history if "loss" in entry] == whole
+
+
+# --- through the command ---------------------------------------------------------------------------------------------
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in records(folder, "train")]
+
+
+REFUSED = {
+    "galore with ZeRO": (
+        ("train.optimizer=galore", "sharding.zero=2"),
+        r"flat slices of all parameters.*sharding\.zero",
+    ),
+    "8 bits with offload": (
+        ("train.optimizer=adamw-8bit", "sharding.zero=3", "sharding.offload=cpu"),
+        r"DeepSpeedCPUAdam.*use train\.optimizer: adamw",
+    ),
+    "4 bits without adapters": (("lora.quantize=true",), r"nothing would be trained; use lora\.rank"),
+    "clipping of what is gone": (("train.optimizer=galore-layerwise",), r"set train\.max_grad_norm: 0"),
+    "files without a folder": (("sharding.zero=3", "sharding.offload=nvme"), r"sharding\.nvme_folder"),
+    "ZeRO with processes on the CPU": (("sharding.zero=2", "sharding.gpus=2"), r"one process in fp32|needs deepspeed"),
+    "paging on the CPU": (("train.optimizer=paged-adamw",), r"paged-adamw needs a GPU"),
+}
+
+
+@pytest.mark.parametrize("sets, message", REFUSED.values(), ids=REFUSED.keys())
+def test_excluded_pair_is_loaded_or_leaves_something(recipe, tigon, here, sets, message):
+    path = recipe()
+    before = set(here.rglob("*"))
+    outcome = tigon("train", path, *(word for text in sets for word in ("--set", text)))
+    assert re.search(message, outcome.error_line())
+    assert set(here.rglob("*")) == before
+
+
+@forks
+def test_processes_repeat_a_refusal(recipe, here, monkeypatch):
+    """What only the processes can see, as a text that is too short, is one line from the first."""
+    monkeypatch.setattr(sys, "argv", ["tigon", "train", str(recipe(train={"batch_size": 1000})), "--gpus", "2"])
+    said = here / "stderr"
+    statuses = in_forks(lambda rank: cli.main(), 2, said=said)
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [2, 2]
+    text = said.read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("tigon: ")]
+    assert len(lines) == 1 and "fewer than train.batch_size 1000" in lines[0]
+    assert "Traceback" not in text
+    assert not (here / "runs").exists()
+
+
+ZERO = {"stage 1": 1, "stage 2": 2, "stage 3": 3}
+
+
+def succeeds(action: Callable[[int], Any], here: Path, count: int = 1) -> str:
+    """What `action(rank)` wrote to stderr in `count` copies of this process, none of which failed; stdout.txt has the
+    rest."""
+    said = here / "stderr.txt"
+    said.unlink(missing_ok=True)
+    statuses = in_forks(action, count, said=said, printed=here / "stdout.txt")
+    text = said.read_text(encoding="utf-8")
+    assert statuses == [0] * count, text[-3000:]
+    return text
+
+
+def cut_back(runs: Path, name: str) -> None:
+    """A copy of a run of four steps as a kill after its second would leave it."""
+    shutil.copytree(runs / name, runs / "cut")
+    shutil.rmtree(runs / "cut" / "checkpoints" / "checkpoint-4")
+    (runs / "cut" / "summary.json").unlink()
+
+
+@forks
+def test_two_processes_train_otherwise_than_one_with_twice_the_rows(recipe, tigon, here):
+    one = recipe("one.yaml", model={"kernels": "tigon"}, output={"name": "one"})
+    assert tigon("train", one).code == 0
+    sets = ["train.batch_size=2", "sharding.gpus=2", "output.name=two"]
+    succeeds(lambda rank: train(one, sets), here, 2)
+    assert losses(here / "runs" / "two") == pytest.approx(losses(here / "runs" / "one"), rel=1e-5)
+    assert (here / "runs" / "two" / "report.html").exists()
+    held_out = [records(here / "runs" / name, "result")[0]["eval_loss"] for name in ("one", "two")]
+    assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
+
+
+def zero_rank(recipe: Path, sets: Sequence[str], *, resume: bool = False) -> None:
+    """Accelerate has DeepSpeed's processes talk to each other where it finds an accelerator only: here it is told of
+    one that talks through gloo."""
+    import accelerate.state as state
+
+    if launch.processes() > 1:
+        told = "gloo", state.DistributedType.MULTI_GPU
+        state.PartialState._prepare_backend = lambda *_, **__: told
+        preflight.CPU_ZERO_PROCESSES = launch.processes()
+    train(recipe, sets, resume=resume)
+
+
+@forks
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("stage", ZERO.values(), ids=ZERO.keys())
+def test_zero_trains_otherwise_or_cannot_be_resumed(recipe, tigon, here, stage, count):
+    """Two processes: the losses of one with twice the rows."""
+    need("deepspeed")
+    path = recipe(model={"kernels": "tigon"}, train={"save_steps": 2}, output={"name": "plain"})
+    assert tigon("train", path).code == 0
+    sets, runs = [f"sharding.zero={stage}", f"train.batch_size={4 // count}"], here / "runs"
+    succeeds(lambda rank: zero_rank(path, [*sets, "output.name=zero"]), here, count)
+    assert losses(runs / "zero") == pytest.approx(losses(runs / "plain"), rel=1e-5)
+    cut_back(runs, "zero")
+    succeeds(lambda rank: zero_rank(path, [*sets, "output.name=cut"], resume=True), here, count)
+    assert losses(runs / "cut") == losses(runs / "zero")
+
+
+def spoilt(rank: int, train_as: Callable[[], None], *, step: int) -> None:
+    """Train with a loss that is not a number in the last process's part of one step."""
+    original = TigonTrainer.compute_loss
+
+    def compute_loss(self: TigonTrainer, model: Any, *arguments: Any, **options: Any) -> Any:
+        loss = original(self, model, *arguments, **options)
+        now = model.training and self.state.global_step + 1 == step and rank == launch.processes() - 1
+        return self.gate.poisoned(loss * math.nan) if now else loss
+
+    TigonTrainer.compute_loss = compute_loss  # type: ignore[method-assign]  # in a copy of this process
+    train_as()
+
+
+SKIPPING = {"ZeRO-1": "sharding.zero=1", "ZeRO-2": "sharding.zero=2", "ZeRO-3": "sharding.zero=3"}
+SKIPPING |= {"FSDP2": "sharding.fsdp=true", "DDP": "sharding.gpus=2"}
+
+
+@forks
+@pytest.mark.parametrize("engine", SKIPPING.values(), ids=SKIPPING.keys())
+def test_step_spoilt_in_one_process_moves_a_weight_or_holds_the_schedule_back(recipe, here, engine):
+    """Two processes: the same losses and learning rates after it as of one that is spoilt in this step."""
+    if "zero" in engine:
+        need("deepspeed")
+    path, runs = recipe(model={"kernels": "tigon"}, train={"steps": 5}), here / "runs"
+    rank_of = {"fsdp": fsdp_rank, "zero": zero_rank}.get(engine.split(".")[1].split("=")[0], train)
+    succeeds(lambda rank: spoilt(rank, lambda: train(path, ["output.name=one"]), step=3), here)
+    sets = ["train.batch_size=2", "output.name=two", engine]
+    succeeds(lambda rank: spoilt(rank, lambda: rank_of(path, sets), step=3), here, 2)
+    one, two = (records(runs / name, "train") for name in ("one", "two"))
+    assert [r["step"] for r in one] == [r["step"] for r in two] and len(one) == 4
+    assert [r["learning_rate"] for r in two] == pytest.approx([r["learning_rate"] for r in one], rel=1e-9)
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)
+
+
+@forks
+def test_checkpoint_in_zero_3_is_whole_somewhere_or_trains_otherwise(recipe, tigon, here, monkeypatch):
+    """from_pretrained fills partitions: no weight has an element outside of them when the model is handed over."""
+    need("deepspeed")
+    first = recipe("first.yaml", output={"name": "first", "save_model": True})
+    assert tigon("train", first).code == 0
+    model = {"name": str(here / "runs" / "first" / "model"), "config": None, "kernels": "tigon"}
+    path = recipe(model=model, output={"name": "plain"})
+    assert tigon("train", path).code == 0
+    build = engine.build
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        built = build(*arguments, **options)
+        assert not any(p.numel() for p in built[0].parameters()), "a weight is whole"
+        return built
+
+    monkeypatch.setattr(engine, "build", watched)
+    succeeds(lambda rank: train(path, ["sharding.zero=3", "output.name=zero", "output.sample_tokens=4"]), here)
+    assert "no text sample: the weights are sharded" in (here / "stdout.txt").read_text(encoding="utf-8")
+    assert losses(here / "runs" / "zero") == pytest.approx(losses(here / "runs" / "plain"), rel=1e-5)
+
+
+@forks
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_partitions_round_a_rotary_table_or_lack_what_heads_look_at(family, here, tmp_path):
+    """In amp-bf16, where deepspeed.zero.Init makes every tensor of a constructor one of 16 bits."""
+    need("deepspeed")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 512, "head_dim": 16}
+    config = AutoConfig.for_model(family, **sizes, num_attention_heads=4, num_key_value_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "files")
+    model, choices = ModelConfig(name=str(tmp_path / "files")), Choices(precision="amp-bf16", zero=3)
+    facts = Facts(device="cpu", hidden_size=64, processes=2)
+
+    def compare(rank: int) -> None:
+        launch.join(torch.device("cpu"))
+        config = models.load_config(model)
+        parts, whole = (
+            engine.build(
+                model, config, choices, facts, device=torch.device("cpu"), seed=1, kernels="tigon",
+                base=tmp_path / "base", heads=heads,
+            )[0]
+            for heads in (False, True)
+        )  # fmt: skip
+        assert not any(weight.numel() for weight in parts.parameters())
+        assert all(weight.numel() for weight in whole.parameters())
+        got, want = dict(parts.named_buffers()), dict(whole.named_buffers())
+        assert got.keys() == want.keys() and got
+        for name, buffer in want.items():
+            assert got[name].dtype == buffer.dtype and torch.equal(got[name], buffer), name
+
+    succeeds(compare, here, 2)
+
+
+@pytest.mark.parametrize(
+    ("choices", "free_bytes", "stays"),
+    [
+        ({"zero": 3}, 4 * 50, True),
+        ({"zero": 3}, 4 * 50 - 1, False),
+        ({"zero": 3, "offload": "cpu"}, 10**9, False),
+        ({"fsdp": True, "offload": "cpu"}, 10**9, False),
+    ],
+)
+def test_random_weights_are_drawn_where_they_find_no_room(choices, free_bytes, stays, monkeypatch):
+    """fp32: 4 bytes of 40 elements, and of the 10 of a head that is not tied yet."""
+    facts = Facts(shapes={"a": (10,), "b": (2, 5), "c": (10,), "d": (10,)})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 10**9))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+    assert engine._stays_on(torch.device("cuda"), Choices(**choices), facts, torch.float32) == stays
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_weights_drawn_a_module_at_a_time_are_others_or_of_another_distribution(name):
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    heads |= {"head_dim": 16} if "head_dim" in PRESETS[name] else {}
+    model = ModelConfig(name=name, config={**small, **heads}, attention="eager")
+    config = models.load_config(model)
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    whole = dict(plain.named_parameters())
+    here, elsewhere = torch.device("cpu"), torch.device("cpu", 0)
+    drawn, moved = (
+        dict(models.build(model, config, dtype=torch.float32, device=here, seed=3, through=through).named_parameters())
+        for through in (None, elsewhere)
+    )
+    assert all(torch.equal(moved[key], weight) for key, weight in drawn.items())
+    assert whole.keys() == drawn.keys()
+    for key, want in whole.items():
+        got = drawn[key]
+        if want.ndim == 1:
+            assert torch.equal(got, want), key
+        else:
+            assert float(got.detach().std()) == pytest.approx(float(want.detach().std()), rel=0.1), key
+            assert torch.equal((got == 0).all(1), (want == 0).all(1)), f"{key}: the padding's row"
+            assert abs(float(got.detach().mean())) < 0.1 * float(want.detach().std()) + 1e-3, key
+
+
+def fsdp_rank(recipe: Path, sets: Sequence[str], resume: bool = False) -> None:
+    """Accelerate takes FSDP2 for accelerators only: here processes on the CPU are one, by another's name."""
+    import accelerate.state as state
+
+    from tigon.techniques import TECHNIQUES
+
+    class Words:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, "MULTI_CPU" if name == "MULTI_MUSA" else name)
+
+    real, state.DistributedType = state.DistributedType, Words()
+    TECHNIQUES.update({name: replace(row, devices=("cpu", "cuda")) for name, row in TECHNIQUES.items()})
+    train(recipe, ["sharding.fsdp=true", *sets], resume=resume)
+
+
+def run_fsdp(here: Path, recipe: Path, name: str, *sets: str, resume: bool = False) -> None:
+    words = [f"output.name={name}", *sets]
+    said = succeeds(lambda rank: fsdp_rank(recipe, words, resume), here, 2)
+    assert "MaterializedLogitsWarning" not in said, "the loss was not fused"
+
+
+@forks
+def test_fsdp2_trains_otherwise_or_cannot_be_resumed(recipe, tigon, here):
+    """Two processes: the losses of one with twice the rows; resumed, the same; and its checkpoint is whole."""
+    path = recipe("one.yaml", model={"kernels": "tigon"}, train={"save_steps": 2}, output={"name": "plain"})
+    assert tigon("train", path).code == 0
+    runs, sets = here / "runs", ("train.batch_size=2", "output.save_model=true")
+    run_fsdp(here, path, "fsdp", *sets)
+    assert losses(runs / "fsdp") == pytest.approx(losses(runs / "plain"), rel=1e-5)
+    cut_back(runs, "fsdp")
+    run_fsdp(here, path, "cut", *sets, resume=True)
+    assert losses(runs / "cut") == losses(runs / "fsdp")
+    again = recipe("again.yaml", model={"name": str(runs / "fsdp" / "model"), "config": None}, output={"name": "again"})
+    assert tigon("train", again).code == 0
+    assert losses(runs / "again")[0] < losses(runs / "fsdp")[0] - 0.1, "the gathered weights were not the trained ones"
+
+
+@forks
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16"])
+def test_fsdp2_with_adapters_or_autocast_trains_otherwise(recipe, tigon, here, precision):
+    need("peft")
+    sets = ["lora.rank=4"] if precision == "fp32" else [f"train.precision={precision}", "train.checkpointing=selective"]
+    path = recipe("one.yaml", model={"kernels": "tigon"}, output={"save_model": True, "name": "one"})
+    run_fsdp(here, path, "fsdp", "train.batch_size=2", *sets)
+    base = here / "runs" / "fsdp" / "base"  # adapters are merged into the preset as it was written there
+    tokenizer = here / "runs" / "fsdp" / "tokenizer"
+    sets += [f"model.name={base}", "model.config=null", f"data.tokenizer={tokenizer}"] if base.exists() else []
+    assert tigon("train", path, *(word for text in sets for word in ("--set", text))).code == 0
+    want, got = losses(here / "runs" / "one"), losses(here / "runs" / "fsdp")
+    assert got == pytest.approx(want, rel=1e-4 if precision == "fp32" else 5e-3)
+
+
+def test_kernel_words_of_choices_and_model_differ():
+    from tigon.trainer.model import KERNELS as appliers
+
+    assert set(appliers) == set(KERNELS)
+
+
+TECHNIQUE_RECIPES = sorted((ROOT / "recipes" / "techniques").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", TECHNIQUE_RECIPES, ids=lambda path: path.stem)
+def test_recipe_of_a_technique_does_not_use_it(path):
+    from tigon.techniques import TECHNIQUES
+
+    technique = TECHNIQUES[path.stem]
+    for gpu in (False, True):
+        assert technique.used_by(load(path, gpu_present=lambda gpu=gpu: gpu).choices())
+
+
+def test_a_technique_has_no_recipe():
+    from tigon.techniques import TECHNIQUES
+
+    assert {path.stem for path in TECHNIQUE_RECIPES} == set(TECHNIQUES)
+
+
+SMALLER = ("train.device=cpu", "train.steps=3", "train.warmup_steps=1", "data.max_text_mib=0.1", "data.vocab_size=400",
+           "data.sequence_length=32", "model.config.num_hidden_layers=1", "output.sample_tokens=0")  # fmt: skip
+IN_TWO = {"ddp": train, "zero-1": zero_rank, "zero-2": zero_rank, "zero-3": zero_rank, "fsdp2": fsdp_rank}
+# DeepSpeed compiles its CPU optimizer for two minutes.
+ELSEWHERE = ("zero-offload-cpu", "zero-offload-nvme", *IN_TWO)
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in TECHNIQUE_RECIPES if p.stem not in ELSEWHERE], ids=lambda path: path.stem
+)  # fmt: skip
+def test_recipe_of_a_technique_does_not_run_on_the_cpu(path, tigon, here):
+    from tigon.techniques import TECHNIQUES
+
+    technique = TECHNIQUES[path.stem]
+    if technique.devices == ("cuda",):
+        pytest.skip("for GPUs")
+    for package in technique.needs:
+        need(package)
+    with torch.compiler.set_stance("force_eager"):
+        outcome = tigon("train", path, *(word for text in SMALLER for word in ("--set", text)))
+    assert outcome.code == 0, outcome.err
+    assert len(records(here / "runs" / path.stem, "train")) >= 1
+
+
+@forks
+@pytest.mark.parametrize("name", IN_TWO)
+def test_recipe_of_an_engine_does_not_run_in_two_processes(name, here):
+    if name.startswith("zero"):
+        need("deepspeed")
+    path = ROOT / "recipes" / "techniques" / f"{name}.yaml"
+    succeeds(lambda rank: IN_TWO[name](path, SMALLER), here, 2)
+    assert len(records(here / "runs" / name, "train")) >= 1

@@ -1,0 +1,147 @@
+"""Training itself: accumulation, exact evaluation, resume, and runs that must stop. Real models of one layer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from trainer_helpers import SMALL, losses_of, records, rows, small_trainer, words
+
+from tigon.data.packing import IGNORE_INDEX
+from tigon.recipe.keys import Recipe, TrainConfig
+
+
+def trainer_of(tmp_path, train, **options):
+    return small_trainer(tmp_path, Recipe(model=SMALL, train=train), **options)
+
+
+def config(**changes):
+    return TrainConfig(**{"steps": 3, "batch_size": 8, "learning_rate": 0.01, "log_steps": 1, **changes})
+
+
+@pytest.mark.parametrize("kernels", ["none", "tigon"])
+def test_accumulated_micro_batches_give_the_loss_of_one_large_batch(tmp_path, kernels):
+    """Micro-batches here hold different numbers of learned tokens: averaging their means would fail this."""
+    whole = losses_of(trainer_of(tmp_path, config(batch_size=8), kernels=kernels))
+    parts = losses_of(trainer_of(tmp_path, config(batch_size=2, gradient_accumulation=4), kernels=kernels))
+    assert parts == pytest.approx(whole, rel=2e-5)
+    assert len(set(whole)) == 3
+
+
+def test_checkpointing_changes_no_loss(tmp_path):
+    plain = losses_of(trainer_of(tmp_path, config()))
+    recomputed = losses_of(trainer_of(tmp_path, config(checkpointing="full")))
+    assert recomputed == pytest.approx(plain, rel=1e-6)
+
+
+def test_evaluation_is_the_mean_over_learned_tokens_whatever_the_batch(tmp_path):
+    data = rows()
+    by_batch = []
+    for batch_size in (1, 5):
+        trainer = trainer_of(tmp_path, config(batch_size=batch_size), data=data, evaluate=True)
+        by_batch.append(trainer.evaluate()["eval_loss"])
+    model, total, n_learned = trainer.model.eval(), 0.0, 0
+    with torch.no_grad():
+        for row in data.rows:
+            logits = model(input_ids=row.tokens_T.long()[None]).logits[0, :-1].double()
+            labels = row.labels_T[1:].long()
+            total += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+            n_learned += int((labels != IGNORE_INDEX).sum())
+    assert by_batch == pytest.approx([total / n_learned] * 2, rel=1e-5)
+
+
+def test_checkpoints_hold_no_pickled_arguments(tmp_path):
+    trainer = trainer_of(tmp_path, config(steps=2, save_steps=2))
+    trainer.train()
+    names = {path.name for path in (tmp_path / "c" / "checkpoint-2").iterdir()}
+    assert "model.safetensors" in names and "trainer_state.json" in names and "training_args.bin" not in names
+
+
+RESUME_CASES = {
+    "accumulation, within the first epoch": {"steps": 6, "save_steps": 2, "batch_size": 2, "gradient_accumulation": 2},
+    "in the third epoch": {"steps": 6, "save_steps": 2, "batch_size": 24},
+}
+
+
+@pytest.mark.parametrize("train", RESUME_CASES.values(), ids=RESUME_CASES.keys())
+def test_a_resumed_run_has_the_losses_of_the_uninterrupted_one(recipe, tigon, here, train):
+    """Cut a finished run back to its first checkpoint, as a kill would leave it, and resume with the real command."""
+    path = recipe(train={**train, "keep_checkpoints": 5, "eval_steps": 3}, output={"name": "whole"})
+    assert tigon("train", path).code == 0
+    whole = here / "runs" / "whole"
+    shutil.copytree(whole, here / "runs" / "cut")
+    cut = here / "runs" / "cut"
+    (cut / "summary.json").unlink()
+    for step in (4, 6):
+        shutil.rmtree(cut / "checkpoints" / f"checkpoint-{step}")
+    assert tigon("train", path, "--set", "output.name=cut", "--resume").code == 0
+    for event, key in (("train", "loss"), ("train", "grad_norm"), ("train", "learning_rate"), ("eval", "eval_loss")):
+        want = [(record["step"], record[key]) for record in records(whole, event)]
+        assert [(record["step"], record[key]) for record in records(cut, event)] == want, (event, key)
+    weights = [(folder / "checkpoints" / "checkpoint-6" / "model.safetensors").read_bytes() for folder in (whole, cut)]
+    assert weights[0] == weights[1], "the final weights differ"
+
+
+def test_a_half_written_checkpoint_is_passed_over(recipe, tigon, here):
+    path = recipe(train={"steps": 4, "save_steps": 2})
+    assert tigon("train", path).code == 0
+    run = here / "runs" / "r"
+    (run / "summary.json").unlink()
+    (run / "checkpoints" / "checkpoint-4" / "trainer_state.json").unlink()
+    outcome = tigon("train", path, "--resume")
+    assert outcome.code == 0 and "from checkpoint-2" in outcome.out
+    assert [record["step"] for record in records(run, "train")] == [1, 2, 3, 4]
+
+
+def test_prompt_and_answer_rows_train_through_the_command(recipe, tigon, here):
+    lines = [{"prompt": f"{words(5, seed=i)}", "completion": words(4, seed=i + 100)} for i in range(60)]
+    (here / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    path = recipe(data={"source": "d.jsonl", "sequence_length": 64}, train={"batch_size": 2})
+    assert tigon("train", path).code == 0
+    assert len(records(here / "runs" / "r", "train")) == 4
+
+
+def test_a_checkpoint_folder_trains_again_as_a_model(recipe, tigon, here):
+    assert tigon("train", recipe(output={"save_model": True, "name": "first"})).code == 0
+    saved = here / "runs" / "first" / "model"
+    outcome = tigon("train", recipe(model={"name": str(saved), "config": None}, output={"name": "second"}))
+    assert outcome.code == 0, outcome.err
+    first, second = (records(here / "runs" / name, "train") for name in ("first", "second"))
+    assert second[0]["loss"] < first[0]["loss"] - 0.1, "the saved weights were not loaded"
+
+
+def test_bad_rows_that_are_left_out_change_the_run_or_are_not_counted(recipe, tigon, here):
+    good = [json.dumps({"prompt": words(5, seed=i), "completion": words(4, seed=i + 100)}) for i in range(40)]
+    bad = ['{"prompt": "p", "completion": ', '{"prompt": "p"}', '{"prompt": "p", "completion": " "}', "[]"]
+    (here / "good.jsonl").write_text("\n".join(good), encoding="utf-8")
+    (here / "mixed.jsonl").write_text("\n".join([*good[:20], *bad, *good[20:]]), encoding="utf-8")
+    data = {"sequence_length": 64, "eval_fraction": 0.0}
+    path = recipe(data={**data, "source": "good.jsonl"}, train={"batch_size": 2})
+    mixed = recipe("mixed.yaml", data={**data, "source": "mixed.jsonl"}, train={"batch_size": 2})
+    assert tigon("train", path).code == 0
+    words_ = ("--set", "output.name=mixed")
+    assert "mixed.jsonl:21: not valid JSON" in tigon("train", mixed, *words_).error_line()
+    outcome = tigon("train", mixed, *words_, "--set", "data.bad_rows=skip")
+    assert outcome.code == 0, outcome.err
+    assert "warning  4 rows left out (data.bad_rows: skip): mixed.jsonl:21: not valid JSON" in outcome.out
+    found = [records(here / "runs" / name, "train") for name in ("r", "mixed")]
+    assert [r["loss"] for r in found[0]] == [r["loss"] for r in found[1]]
+    assert records(here / "runs" / "mixed", "data")[0]["bad_rows"] == 4
+
+
+def test_id_beyond_the_vocabulary_reaches_the_model():
+    from tigon.data.documents import BadRows, Document, Segment
+    from tigon.data.tokenizer import encode, train_bpe
+    from tigon.errors import DataError
+
+    tokenizer = train_bpe([words(200)], 400)
+    documents = [Document("d:1", (Segment("ka", True),)), Document("d:2", (Segment("\u00e9", True),))]
+    largest = [max(e.tokens) for e in encode(documents, tokenizer)]
+    limit = min(largest) + 1
+    bad = BadRows("skip")
+    (kept,) = encode(documents, tokenizer, vocab_size=limit, bad=bad)
+    assert max(kept.tokens) < limit and len(bad.said) == 1
+    with pytest.raises(DataError, match=rf"d:\d: the tokenizer gives id \d+, and the model's vocabulary has {limit}"):
+        encode(documents, tokenizer, vocab_size=limit)

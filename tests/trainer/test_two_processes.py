@@ -1,0 +1,452 @@
+"""Faults of two processes on the CPU: signals passed on, a rank that is killed, a gradient that is bad on one."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from test_finite_steps import Watch, spoil
+from test_technique_runs import fsdp_rank
+from trainer_helpers import SMALL, records, small_trainer
+
+from forks import forks, in_forks
+from tigon.errors import ProcessError
+from tigon.recipe.keys import Recipe, TrainConfig
+from tigon.trainer.checkpoint import checkpoint
+from tigon.trainer.distributed import launch, signals
+from tigon.trainer.guards import fault_messages
+from tigon.trainer.run import train
+from tigon.trainer.trainer import TigonTrainer
+
+ROOT = Path(__file__).parents[2]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="what becomes of processes is asked Linux")
+
+
+def train_as_rank(rank: int, folder: Path) -> None:
+    """What one of two processes does: five steps, the third with a gradient that is infinite in rank 1, the fourth
+    with a loss that is, whose gradients are finite."""
+    torch.distributed.init_process_group("gloo")
+    train = TrainConfig(steps=5, batch_size=4, learning_rate=0.01, log_steps=1)
+    trainer = small_trainer(folder / str(rank), Recipe(model=SMALL, train=train))
+    if rank == 1:
+        spoil(trainer, "gradient", {3})
+        spoil(trainer, "inf", {4})
+    watch = Watch(trainer)
+    trainer.train()
+    moved = [not torch.equal(watch.weights[step], watch.weights[step - 1]) for step in range(1, 6)]
+    said = {"skipped": trainer.gate.skipped, "moved": moved, "last": watch.weights[5].double().sum().item()}
+    (folder / f"{rank}.json").write_text(json.dumps(said), encoding="utf-8")
+    torch.distributed.barrier()
+
+
+@forks
+def test_gradient_bad_in_one_process_is_applied_in_the_other(tmp_path):
+    said = tmp_path / "stderr"
+    assert in_forks(lambda rank: train_as_rank(rank, tmp_path), 2, said=said) == [0, 0], said.read_text()[-2000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2))
+    assert first == second
+    assert first["skipped"] == 2 and first["moved"] == [True, True, False, False, True]
+
+
+def start(here: Path, *words: object) -> subprocess.Popen[str]:
+    path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tigon", "train", *map(str, words), "--gpus", "2"]
+    return subprocess.Popen(
+        command, env=environment, cwd=here, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def reached(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Wait until the run has logged `step`."""
+    deadline_s = time.monotonic() + 120
+    while time.monotonic() < deadline_s and process.poll() is None:
+        if (run / "metrics.jsonl").exists() and any(r["step"] >= step for r in records(run, "train")):
+            return
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError(process.communicate())
+
+
+def killed_in_step(step: int, rank: int, path: Path) -> None:
+    """What one of two processes does: train, until rank 1 is killed."""
+    original = TigonTrainer.compute_loss
+
+    def compute_loss(self, *arguments, **kwargs):
+        if rank == 1 and self.state.global_step == step - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *arguments, **kwargs)
+
+    TigonTrainer.compute_loss = compute_loss
+    train(path, ["sharding.gpus=2"])
+
+
+@linux
+@forks
+def test_two_processes_lose_what_they_have_to_a_kill_or_a_signal(recipe, here):
+    """SIGKILL to rank 1; then, resumed by the command, SIGTERM to the launcher."""
+    path = recipe(train={"steps": 100_000, "batch_size": 1, "save_steps": 3, "log_steps": 1})
+    run = here / "runs" / "r"
+    other, killed = in_forks(lambda rank: killed_in_step(6, rank, path), 2, said=here / "said")
+    assert os.WTERMSIG(killed) == signal.SIGKILL and other != 0, (here / "said").read_text()[-3000:]
+    survivor = (here / "said").read_text()
+    assert "ProcessError: process 0 of 2 has lost another" in survivor and "--resume" in survivor
+    found = checkpoint.newest(run / "checkpoints")
+    assert found.path.name == "checkpoint-3" and not found.passed_over
+
+    process = start(here, path, "--resume")
+    reached(run, 7, process)
+    process.send_signal(signal.SIGTERM)
+    out, said = process.communicate(timeout=200)  # the launcher ends what hangs after 180 s
+    assert process.returncode == 143, said
+    assert "from checkpoint-3" in out
+    stopped_at = checkpoint.step_of(checkpoint.newest(run / "checkpoints").path)
+    assert f"stopped by SIGTERM after step {stopped_at}; checkpoint-{stopped_at} is complete" in said
+    assert said.count("saving at the end of this step") == 1 and "Traceback" not in said
+    assert [r["step"] for r in records(run, "train")] == list(range(1, stopped_at + 1))
+
+
+def test_port_to_meet_at_is_taken_before_anyone_listens_there():
+    with launch.held_address() as meeting:
+        address = ("127.0.0.1", int(meeting["MASTER_PORT"]))
+        with socket.socket() as another, pytest.raises(OSError, match="in use"):
+            another.bind(address)
+        store = torch.distributed.TCPStore(*address, is_master=True, wait_for_workers=False)
+    torch.distributed.TCPStore(*address, is_master=False).set("met", "yes")
+    assert store.get("met") == b"yes"
+
+
+# Stands in for tigon in the processes of a launcher: rank 1 ends as it is told, rank 0 waits to be ended.
+RANK = """
+import os, signal, sys, time
+if os.environ["TIGON_LAUNCHER"] != str(os.getppid()):
+    sys.exit(9)
+if os.environ["RANK"] == "1":
+    fate = sys.argv[2]
+    os.kill(os.getpid(), signal.SIGKILL) if fate == "killed" else sys.exit(int(fate))
+time.sleep(60)
+"""
+
+
+@forks
+@pytest.mark.parametrize(
+    ("fate", "said_or_code"),
+    [("killed", "process 1 of 2 was killed (SIGKILL), and the others were ended"), ("2", 2), ("143", 143)],
+)
+def test_fate_of_a_process_is_not_what_its_launcher_ends_with(fate, said_or_code, tmp_path):
+    (tmp_path / "tigon").mkdir()
+    (tmp_path / "tigon" / "__init__.py").touch()  # without it the installed package goes first
+    (tmp_path / "tigon" / "__main__.py").write_text(RANK)
+
+    def act(_: int) -> int:
+        os.environ["PYTHONPATH"] = str(tmp_path)
+        os.chdir(tmp_path)
+        return launch.launch(Path(fate), [], 2, resume=False)
+
+    said = tmp_path / "stderr"
+    (status,) = in_forks(act, said=said)
+    if isinstance(said_or_code, str):
+        assert os.waitstatus_to_exitcode(status) == 1 and f"ProcessError: {said_or_code}" in said.read_text()
+    else:
+        assert os.waitstatus_to_exitcode(status) == said_or_code and not said.read_text()
+
+
+def test_process_that_misses_another_takes_a_fault_of_its_own_for_that(monkeypatch):
+    """Or the error of a lost process for a bug, which has a traceback, or for a checkpoint that cannot be read."""
+    gloo = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:11670: Connection reset by peer. This")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert fault_messages.how_another_was_lost(gloo) == "Connection reset by peer"
+    assert fault_messages.how_another_was_lost(RuntimeError("shape '[2]' is invalid")) is None
+    assert fault_messages.how_another_was_lost(ValueError(str(gloo))) is None
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert fault_messages.how_another_was_lost(gloo) is None
+
+
+def test_process_that_misses_a_killed_one_is_taken_for_the_cause(monkeypatch):
+    """Both have ended when the launcher looks."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=rank, exitcode=code, error_file="none")
+        for rank, code in enumerate((2, -signal.SIGKILL))
+    }
+    monkeypatch.setattr(run, "run", mock.Mock(side_effect=ChildFailedError("tigon", failures)))
+    with pytest.raises(ProcessError, match=r"process 1 of 2 was killed \(SIGKILL\)"):
+        launch.launch(Path("recipe.yaml"), [], 2, resume=False)
+
+
+def wait_in_vain(rank: int, here: Path) -> int | None:
+    """Rank 0 waits in a collective that rank 1 never joins; rank 1 sends it two signals, and says whether it ended."""
+    torch.distributed.init_process_group("gloo")
+    if rank == 0:
+        with signals.Stop() as stop:
+            stop.listen()
+            (here / "pid").write_text(str(os.getpid()))
+            stop.agreed()
+    wait_for(here / "pid")
+    time.sleep(0.5)
+    pid = int((here / "pid").read_text())
+    for wait_s in (1, 10):
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(wait_s / 2)
+        deadline_s = time.monotonic() + wait_s
+        while time.monotonic() < deadline_s:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:  # in_forks has taken its exit code
+                return None if wait_s == 10 else 1
+            time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return 1
+
+
+@linux
+@forks
+def test_process_that_waits_for_another_in_vain_ignores_every_signal(tmp_path):
+    """Its main thread is in a call that does not return, so that no handler of Python's runs."""
+    said = tmp_path / "stderr"
+    statuses = in_forks(lambda rank: wait_in_vain(rank, tmp_path), 2, said=said)
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [143, 0], said.read_text()[-3000:]
+    assert said.read_text().count("tigon: SIGTERM: saving at the end of this step; a second signal ends at once") == 1
+
+
+@forks
+def test_signal_to_one_process_in_the_last_evaluation_leaves_the_other_alone(recipe, tigon, here):
+    """Of sharded weights, which are still saved after training; the run is then finished by --resume."""
+    path = recipe(train={"batch_size": 2}, output={"save_model": True})
+
+    def act(rank: int) -> None:
+        original = TigonTrainer.evaluate
+
+        def evaluate(self, *arguments):
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(self, *arguments)
+
+        TigonTrainer.evaluate = evaluate
+        fsdp_rank(path, [], resume=False)
+
+    said = here / "stderr"
+    statuses = in_forks(act, 2, said=said)
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [143, 143], said.read_text()[-3000:]
+    assert said.read_text().count("tigon: stopped by SIGTERM after step 4; checkpoint-4 is complete") == 1
+    assert checkpoint.newest(here / "runs" / "r" / "checkpoints").path.name == "checkpoint-4"
+    said.unlink()
+    statuses = in_forks(lambda rank: fsdp_rank(path, [], resume=True), 2, said=said)
+    assert statuses == [0, 0], said.read_text()[-3000:]
+    assert (here / "runs" / "r" / "model" / "model.safetensors").is_file()
+    assert records(here / "runs" / "r", "result")[0]["eval_loss"] is not None
+
+
+def test_options_that_an_older_launcher_lacks_are_passed_to_it(monkeypatch):
+    """PyTorch 2.8, the oldest that tigon takes, has neither of them."""
+    from torch.distributed import run
+
+    parser, taken = run.get_args_parser(), []
+    for action in list(parser._actions):
+        if {"--shutdown-timeout", "--signals-to-handle"} & set(action.option_strings):
+            parser._remove_action(action)
+            for option in action.option_strings:
+                del parser._option_string_actions[option]
+    monkeypatch.setattr(run, "get_args_parser", lambda: parser)
+    monkeypatch.setattr(run, "run", taken.append)
+    assert launch.launch(Path("recipe.yaml"), ["train.steps=3"], 2, resume=True) == 0
+    assert launch.LAUNCHER not in os.environ  # or a launcher that is started from here is taken for gone
+    (arguments,) = taken
+    assert (arguments.nproc_per_node, arguments.module, arguments.training_script) == ("2", True, "tigon")
+    assert arguments.training_script_args == ["train", "recipe.yaml", "--set", "train.steps=3", "--resume"]
+
+
+def launched(here: Path, action: Callable[[int], None]) -> list[int]:
+    """The wait statuses of two ranks, `action`s, whose launcher is killed once each has touched `here`/ready-RANK.
+
+    It is as PyTorch's: it has several threads, and keeps the store. Its processes become this one's, which then is one
+    of those that are neither the launcher nor process 1.
+    """
+    launcher = os.fork()
+    if launcher == 0:
+        for _ in range(8):
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+        def act(rank: int) -> None:
+            (here / f"pid-{rank}").write_text(str(os.getpid()))
+            os.environ.update(MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+            action(rank)
+
+        in_forks(act, 2, said=here / "said")
+        os._exit(0)
+    with adopting():
+        for rank in range(2):
+            wait_for(here / f"ready-{rank}")
+        pids = [int((here / f"pid-{rank}").read_text()) for rank in range(2)]
+        os.kill(launcher, signal.SIGKILL)
+        os.waitpid(launcher, 0)
+        return [ended(pid) for pid in pids]
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Have the system give this process those whose parent ends: only a parent hears how they end."""
+    PR_SET_CHILD_SUBREAPER = 36
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+def ended(pid: int, within_s: float = 20) -> int:
+    """The wait status of a process that ends in that time."""
+    deadline_s = time.monotonic() + within_s
+    while time.monotonic() < deadline_s:
+        waited, status = os.waitpid(pid, os.WNOHANG)
+        if waited:
+            return status
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError("it lives on")
+
+
+def joined_rank(
+    monkeypatch: pytest.MonkeyPatch, stop: signals.Stop, *, shutdown_s: float, look_s: float = 0.05
+) -> None:
+    """What a rank does before its first step."""
+    monkeypatch.setattr(launch, "LOOK_S", look_s)
+    monkeypatch.setattr(launch, "SHUTDOWN_S", shutdown_s)
+    launch.end_with_launcher()
+    launch.join(torch.device("cpu"))
+    stop.listen()
+
+
+@linux
+@forks
+def test_processes_whose_launcher_is_killed_train_on_or_end_without_a_checkpoint(tmp_path, monkeypatch):
+    """Two signals would end them at once, and the store by which they agree on a checkpoint is gone. Rank 1, which
+    hears of the signal from rank 0, sees that the launcher is gone when it has all but ended."""
+    look_s = (0.05, 1)
+
+    def act(rank: int) -> None:
+        with signals.Stop(speaks=False) as stop:
+            joined_rank(monkeypatch, stop, shutdown_s=60, look_s=look_s[rank])
+            (tmp_path / f"ready-{rank}").touch()
+            while not stop.agreed():
+                time.sleep(0.02)
+            assert [launch.everyone(rank), launch.everyone(7)] == [[0, 1], [7, 7]]
+        launch.leave(together=True)
+        time.sleep(look_s[1] + 0.5)
+        sys.exit(signals.EXIT_OFFSET + stop.number)
+
+    statuses = launched(tmp_path, act)
+    assert [os.waitstatus_to_exitcode(each) for each in statuses] == [143, 143], (tmp_path / "said").read_text()[-3000:]
+
+
+@linux
+@forks
+def test_process_that_waits_for_another_in_vain_outlives_its_launcher(tmp_path, monkeypatch):
+    """Rank 0 in a collective, where no handler runs; rank 1 in a step that goes on for ever, with nobody who reads what
+    it says."""
+
+    def act(rank: int) -> None:
+        with signals.Stop(speaks=False) as stop:
+            joined_rank(monkeypatch, stop, shutdown_s=1)
+            if rank == 1:
+                fill_stderr()
+            (tmp_path / f"ready-{rank}").touch()
+            if rank == 0:
+                torch.distributed.barrier()
+            time.sleep(60)
+
+    statuses = launched(tmp_path, act)
+    said = (tmp_path / "said").read_text()
+    assert [os.waitstatus_to_exitcode(each) for each in statuses] == [143, -signal.SIGALRM], said[-3000:]
+    assert said.count("tigon: process 0 of 2: its launcher is gone, and it has not come to its end within 1 s") == 1
+
+
+def fill_stderr() -> None:
+    """Have whoever says a word wait for ever."""
+    _, full = os.pipe()
+    os.set_blocking(full, False)
+    with suppress(BlockingIOError):
+        while os.write(full, bytes(4096)):
+            pass
+    os.set_blocking(full, True)
+    os.dup2(full, 2)
+
+
+@linux
+@forks
+def test_process_that_is_slower_than_the_death_of_its_launcher_lives_on(tmp_path):
+    """It has another parent by the time it looks for the first."""
+    with adopting():
+        launcher = os.fork()
+        if launcher == 0:
+            os.environ[launch.LAUNCHER] = str(os.getpid())
+            child = os.fork()
+            if child == 0:
+                while os.getppid() == int(os.environ[launch.LAUNCHER]):
+                    time.sleep(0.01)
+                launch.end_with_launcher()
+                time.sleep(60)
+            (tmp_path / "pid").write_text(str(child))
+            os._exit(0)
+        os.waitpid(launcher, 0)
+        assert os.WTERMSIG(ended(int((tmp_path / "pid").read_text()))) == signal.SIGTERM
+
+
+@linux
+@forks
+@pytest.mark.parametrize("number", signals.SIGNALS)
+def test_signal_before_training_leaves_a_process_that_waits_for_another_in_vain(number, tmp_path, monkeypatch):
+    """Rank 0 in a collective while it builds, where nothing can be raised. Or it ends by force rank 1, which is slow to
+    close what is open."""
+    monkeypatch.setattr(signals, "NOTING_S", 0.2)
+
+    def act(rank: int) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        torch.distributed.init_process_group("gloo")
+        if rank == 0:
+            with signals.sigterm_interrupts():
+                (tmp_path / "pid").write_text(str(os.getpid()))
+                torch.distributed.barrier()
+        wait_for(tmp_path / "pid")
+        time.sleep(0.3)
+        pid, deadline_s = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+        os.kill(pid, number)
+        with suppress(ProcessLookupError):  # in_forks has taken its exit code
+            while time.monotonic() < deadline_s:
+                os.kill(pid, 0)
+                time.sleep(0.02)
+        with suppress(KeyboardInterrupt, SystemExit), signals.sigterm_interrupts():
+            try:
+                os.kill(os.getpid(), number)
+            finally:
+                time.sleep(3 * signals.NOTING_S)
+
+    said = tmp_path / "said"
+    statuses = in_forks(act, 2, said=said)
+    assert [os.waitstatus_to_exitcode(each) for each in statuses] == [128 + number, 0], said.read_text()[-3000:]
+    assert said.read_text().count(f"tigon: {number.name}: ended in a call that does not return") == 1
+
+
+def wait_for(path: Path) -> None:
+    deadline_s = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline_s, f"{path} never came"
+        time.sleep(0.02)

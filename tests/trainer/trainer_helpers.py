@@ -1,0 +1,81 @@
+"""What the tests of `tigon train` share."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tigon.data.packing import IGNORE_INDEX, Collator, RowDataset, pack
+from tigon.data.tokenizer import Encoded
+from tigon.recipe.keys import ModelConfig, Recipe
+
+TINY_MODEL = {
+    "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+CPU = torch.device("cpu")
+SMALL = ModelConfig(name="tigon-demo", kernels="none", config=TINY_MODEL)
+
+
+def rows(n_documents: int = 24, length: int = 16) -> RowDataset:
+    """Prompt-and-answer rows of different lengths, so that micro-batches hold different numbers of learned tokens."""
+    draw = torch.Generator().manual_seed(0)
+    documents = []
+    for i in range(n_documents):
+        n = 4 + i % 12
+        tokens = torch.randint(2, 512, (n,), generator=draw).tolist()
+        documents.append(Encoded(tokens, [IGNORE_INDEX] * 2 + tokens[2:], f"d:{i}", False))
+    return RowDataset(pack(documents, length, packing=False, cross_document=False, too_long="error").rows)
+
+
+def small_trainer(
+    folder: Path, recipe: Recipe, *, data: RowDataset | None = None, kernels: str | None = None, evaluate: bool = False,
+    device: torch.device = CPU,
+) -> Any:  # fmt: skip
+    """The trainer of a recipe, built as `tigon train` builds it, on rows made here."""
+    from tigon.trainer import engine, model, trainer
+    from tigon.trainer.guards import preflight
+
+    choices = recipe.choices(precision=preflight.resolve_precision(recipe.train.precision, device))
+    config = model.load_config(recipe.model)
+    facts = engine.facts_of(recipe, config, model.parameter_shapes(config), device)
+    built, _ = engine.build(
+        recipe.model, config, choices, facts, device=device, seed=1, kernels=kernels or recipe.model.kernels,
+        base=folder / "base", heads=False,
+    )  # fmt: skip
+    data = data or rows()
+    args = trainer.arguments(recipe.train, choices, facts, folder=folder / "c", device=device, evaluate=evaluate)
+    optimizer = engine.make_optimizer(recipe.train, choices)
+    return trainer.TigonTrainer(
+        built, args, Collator(0, packing=False), data, data if evaluate else None, optimizer,
+        trainer.Safeguards(max_skipped_steps=recipe.train.max_skipped_steps),
+    )  # fmt: skip
+
+
+def losses_of(trainer: Any) -> list[float]:
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def words(n_words: int, seed: int = 0) -> str:
+    """Text with some structure, in lines of ten words."""
+    draw = random.Random(seed)
+    names = [f"{a}{b}" for a in ("ka", "lo", "mi", "ne", "pu") for b in ("ran", "tis", "vel", "dor")]
+    chosen = [draw.choice(names) for _ in range(n_words)]
+    return "\n".join(" ".join(chosen[i : i + 10]) for i in range(0, n_words, 10)) + "\n"
+
+
+def records(folder: Path, event: str) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def tree(folder: Path) -> set[str]:
+    """Every path below, to show that nothing was written."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
