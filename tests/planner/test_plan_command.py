@@ -94,7 +94,6 @@ def test_rows_of_a_micro_batch_do_not_follow_from_the_steps_rows_and_their_numbe
 
 
 def test_heads_are_lost_on_the_way_to_the_recipe(capsys, tmp_path):
-    from tigon.cli.app import _planned_heads
     from tigon.recipe import recipe_file
 
     def asked(**changes):
@@ -103,7 +102,7 @@ def test_heads_are_lost_on_the_way_to_the_recipe(capsys, tmp_path):
     plain = asked()
     peaks = [plain["peak_allocated_bytes"]]
     for stage in (1, 2):
-        found = asked(medusa=2, stage=stage, heads=_planned_heads)
+        found = asked(medusa=2, stage=stage)
         peaks.append(found["peak_allocated_bytes"])
         assert found["heads"]["heads.count"] == 2 and "Medusa" not in found["recommended"][0]["label"]
         (tmp_path / "recipe.yaml").write_text(found["recommended"][0]["yaml"])
@@ -149,10 +148,9 @@ WRONG = {
 
 @pytest.mark.parametrize(("changes", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_input_is_answered_or_gets_more_than_a_line(changes, words):
-    from tigon.cli.app import _planned_heads
 
     with pytest.raises(TigonError) as caught:
-        plan.run(**{**DEMO, "heads": _planned_heads, **changes})
+        plan.run(**{**DEMO, **changes})
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 

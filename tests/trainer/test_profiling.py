@@ -104,7 +104,7 @@ def test_a_technique_is_not_seen(recipe, tigon):
 @needs_chromium
 def test_two_side_by_side(recipe, tigon, here, monkeypatch):
     """Each by a command of its own, which runs in this process here: starting one takes 10 s."""
-    from tigon.cli import profile
+    from tigon.trainer import profile
 
     def run_here(command, **_):
         assert command[1:3] == ["-m", "tigon"]
@@ -152,7 +152,7 @@ def test_a_profile_overwrites_another(recipe, tigon, here):
     assert tree(here / "p") == {"mine.txt"}
     from pathlib import Path
 
-    from tigon.cli.profile import _free
+    from tigon.trainer.profile import _free
 
     assert _free(here, "p") == here / "p-2" and _free(Path("runs"), "x") == Path("runs/x")
 

@@ -1,4 +1,5 @@
-"""The command line: one file per command that has more than flags, and `app.py`, which declares the flags.
+"""The command line: one file per command, with its flags and the call that they become.
 
-Commands import what they run when they run, because `tigon --help` must not wait for torch.
+`app.py` puts the commands together and turns errors into one line on stderr. Commands import heavy libraries
+(transformers, rich, matplotlib) when they run, so that `tigon --help` does not wait for them.
 """

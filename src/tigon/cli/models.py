@@ -5,9 +5,32 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from tigon.errors import OptionError
 from tigon.models.verification import listing
+
+
+def command(
+    families: Annotated[list[str] | None, typer.Argument(metavar="[FAMILY...]", help="Only these rows.")] = None,
+    verified: Annotated[bool, typer.Option("--verify", help="Prove each row on a small random model.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, each row with its proof.")] = False,
+    device: Annotated[str | None, typer.Option(help="Where the proof runs: cpu (if left out) or cuda.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the proof: fp32 (if left out) or bf16.")] = None,
+    into: Annotated[
+        Path | None, typer.Option(metavar="FILE.md", help="Put the table between the document's markers.")
+    ] = None,
+    others: Annotated[
+        bool, typer.Option("--others", help="With --into: also the families without a row; takes minutes.")
+    ] = False,
+) -> None:
+    """What every model family gets, what is left alone and why; exit code 1 when a family differs."""
+    same = models(
+        families or (), as_json=as_json, verified=verified, device=device, dtype=dtype, into=into, others=others
+    )
+    raise typer.Exit(0 if same else 1)
 
 
 def models(

@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from tigon.errors import UsageError
+from tigon.medusa.planned import planned
+from tigon.models.loading import hub
+from tigon.models.loading.config import load_config
+from tigon.planner.gpus import find_gpu
+from tigon.planner.request import Request
+from tigon.planner.search.recommend import Plan, plan
+from tigon.planner.search.space import Asked
 from tigon.techniques.choices import (
     CHECKPOINTING_PATTERN,
     CHECKPOINTINGS,
@@ -40,56 +49,93 @@ _NEVER_FREE = frozenset({"kernels", "attention", "lora_rank", "lora_targets", "q
                          "reshard"})  # fmt: skip
 
 
+def command(
+    model: Annotated[str, typer.Argument(help="A preset, a checkpoint folder, a config.json or a hub id.")],
+    gpu: Annotated[str, typer.Option(help="A GPU's name (h200, rtx-4090) or its memory (24GiB).")],
+    batch: Annotated[int | None, typer.Option(help="Rows of a micro-batch on each GPU.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="How many of them.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, amp-bf16, amp-fp16 or bf16.")] = None,
+    optimizer: Annotated[str | None, typer.Option(metavar="NAME", help="docs/techniques/optimizers.md")] = None,
+    checkpointing: Annotated[str | None, typer.Option(help="none, full, every-N, selective or offload.")] = None,
+    kernels: Annotated[str | None, typer.Option(help="none, no-flce, tigon or liger.")] = None,
+    attention: Annotated[str | None, typer.Option(help="sdpa or eager.")] = None,
+    zero: Annotated[int | None, typer.Option(help="DeepSpeed's stage: 0, 1, 2 or 3.")] = None,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="PyTorch FSDP2.")] = False,
+    offload: Annotated[str | None, typer.Option(help="none, cpu or nvme.")] = None,
+    lora: Annotated[int | None, typer.Option(metavar="R", help="Train adapters of rank R.")] = None,
+    qlora: Annotated[bool, typer.Option("--qlora", help="With --lora: the weights in 4 bits.")] = False,
+    accumulate: Annotated[int | None, typer.Option(metavar="N", help="Micro-batches in a step.")] = None,
+    effective_batch: Annotated[
+        int | None, typer.Option("--effective-batch", help="Rows of a step over all GPUs that are wanted.")
+    ] = None,
+    medusa: Annotated[int | None, typer.Option(metavar="K", help="With K Medusa heads.")] = None,
+    stage: Annotated[int | None, typer.Option(help="With --medusa: 1, only they learn (if left out), or 2.")] = None,
+    method: Annotated[str, typer.Option(help="trace, or the study's formulas.")] = "trace",
+    policy: Annotated[str, typer.Option(help="search, or the study's ladder.")] = "search",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say what each number is made of.")] = False,
+) -> None:
+    """Predict a run's memory and time without a GPU, and what to switch on so that it fits."""
+    run(
+        model, gpu=gpu, batch=batch, seq=seq, gpus=gpus, precision=precision, optimizer=optimizer,
+        checkpointing=checkpointing, kernels=kernels, attention=attention, zero=zero, fsdp=fsdp, offload=offload,
+        lora_rank=lora, quantized=qlora, accumulate=accumulate, effective_batch=effective_batch, medusa=medusa,
+        stage=stage, method=method, policy=policy, as_json=as_json, plot=plot, explain=explain,
+    )  # fmt: skip
+
+
 def run(
     model: str, *, gpu: str, batch: int | None = None, seq: int | None = None, method: str = "trace",
     policy: str = "search", effective_batch: int | None = None, medusa: int | None = None, stage: int | None = None,
-    heads: Callable[[str, Any, int, int], Any] | None = None, as_json: bool = False, plot: Path | None = None,
-    explain: bool = False, **given: Any,
+    as_json: bool = False, plot: Path | None = None, explain: bool = False, **given: Any,
 ) -> None:  # fmt: skip
-    """Predict and plan, and print it. `given`: fields of Choices, None where the flag was left out; `heads` makes
-    `medusa` heads for a `stage` from the model's name and config."""
-    from rich.console import Console
+    """Predict, plan and print. `given`: fields of Choices, None where the flag was left out.
 
+    Raises UsageError: a flag has an unknown value or one out of range, or flags exclude each other.
+    """
     _quiet(model)
     given = {name: value for name, value in given.items() if value is not None and value is not False}
     _check_words({**given, "method": method, "policy": policy})
     _check_numbers({"batch": batch, "seq": seq, "effective-batch": effective_batch, **given})
     if plot is not None and plot.exists() and not plot.is_dir():
         raise UsageError(f"--plot {plot} is a file; name a folder.")
-
     if stage is not None and medusa is None:
-        raise UsageError(f"--stage {stage} is of heads, and there are none; add --medusa 3.")
+        raise UsageError(f"--stage {stage} requires --medusa N; add --medusa 3.")
 
     import torch
 
-    from tigon.models.loading.config import load_config
-    from tigon.planner.gpus import find_gpu
-    from tigon.planner.render import explain as explanation
-    from tigon.planner.render import terminal
-    from tigon.planner.request import Request
-    from tigon.planner.search.recommend import plan
-    from tigon.planner.search.space import Asked
-
     torch.set_num_threads(1)  # nothing is computed, and OpenMP's threads spin while they wait
-    found_gpu = find_gpu(gpu)
     choices = replace(Choices(), **given)
     if effective_batch is not None:
         batch = _micro_batch(effective_batch, batch, choices.gpus, given.get("accumulate"))
     free = {f.name for f in fields(Choices)} - set(given) - _NEVER_FREE
     if policy == "study" and "kernels" not in given:
         free.add("kernels")
+    request = _request(model, choices, batch, seq, None if medusa is None else (medusa, stage or 1))
+    asked = Asked(request=request, free=frozenset(free), gpu=find_gpu(gpu), effective_batch=effective_batch)
+    _print(plan(asked, method="study" if method == "study" else "trace", by=policy), as_json, explain, plot)
+
+
+def _request(
+    model: str, choices: Choices, batch: int | None, seq: int | None, heads: tuple[int, int] | None
+) -> Request:
+    """heads: how many Medusa heads, and the stage of their training; None for a model without."""
     config = load_config(model)
-    asked = Asked(
-        request=Request(
-            model=model, config=config, batch=DEFAULT_BATCH if batch is None else batch,
-            seq=DEFAULT_SEQ if seq is None else seq, choices=choices,
-            clipped=choices.optimizer != "galore-layerwise",
-            heads=None if medusa is None or heads is None else heads(model, config, medusa, stage or 1),
-            evaluated=EVALUATED,
-        ),
-        free=frozenset(free), gpu=found_gpu, effective_batch=effective_batch,
+    return Request(
+        model=model, config=config, batch=DEFAULT_BATCH if batch is None else batch,
+        seq=DEFAULT_SEQ if seq is None else seq, choices=choices, clipped=choices.optimizer != "galore-layerwise",
+        heads=None if heads is None else planned(model, config, *heads), evaluated=EVALUATED,
     )  # fmt: skip
-    answer = plan(asked, method="study" if method == "study" else "trace", by=policy)
+
+
+def _print(answer: Plan, as_json: bool, explain: bool, plot: Path | None) -> None:
+    from rich.console import Console
+
+    from tigon.planner.render import explain as explanation
+    from tigon.planner.render import terminal
+
     if as_json:
         said = {"explanation": explanation.lines(answer)} if explain else {}
         print(json.dumps(terminal.as_mapping(answer) | said, indent=2))
@@ -151,8 +197,6 @@ def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate:
 
 def _quiet(model: str) -> None:
     """No network unless the model is a hub id, and none of the libraries' chatter; before transformers is imported."""
-    from tigon.models.loading import hub
-
     hub.settle((model,))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters of its warnings is refused
     quiet_packages()

@@ -1,0 +1,53 @@
+"""`tigon bench kernels` and `tigon bench report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def kernels_command(
+    suite: Annotated[
+        str | None,
+        typer.Option(help="targets, paper, odd or small; targets on a GPU and small on a CPU if left out."),
+    ] = None,
+    ops: Annotated[list[str] | None, typer.Option("--op", help="Only this op; may be repeated.")] = None,
+    impls: Annotated[
+        list[str] | None, typer.Option("--impl", help="Only this implementation; may be repeated.")
+    ] = None,
+    without: Annotated[list[str] | None, typer.Option(help="Not this implementation; may be repeated.")] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option("--shape", metavar="AxB", help="Instead of the suite's, for one --op; may be repeated."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16 (on a GPU), fp16 or fp32 (on a CPU).")] = None,
+    repetitions: Annotated[int, typer.Option(help="Rounds; every implementation runs once in each.")] = 20,
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", metavar="SECONDS", help="Start no row after this long.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the record, row by row.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Measure what the record at --json lacks.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts and write the table.")] = None,
+) -> None:
+    """Time, memory and error of every op, against the other libraries installed here."""
+    from tigon.bench.kernels import bench_kernels
+
+    bench_kernels(
+        suite=suite, ops=ops or (), impls=impls or (), without=without or (), shapes=shapes or (), dtype=dtype,
+        repetitions=repetitions, time_limit_s=time_limit, json_path=json, resume=resume, plot_dir=plot,
+    )  # fmt: skip
+
+
+def report_command(
+    record: Annotated[Path, typer.Argument(metavar="FILE.json", help="A record of `tigon bench kernels --json`.")],
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts and write the table.")] = None,
+    into: Annotated[
+        Path | None, typer.Option(metavar="FILE.md", help="Put the table between the record's markers there.")
+    ] = None,
+) -> None:
+    """Table and charts of a record, on any machine."""
+    from tigon.bench.report import report_file
+
+    report_file(record, plot, into)

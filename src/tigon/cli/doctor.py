@@ -1,0 +1,29 @@
+"""`tigon doctor`: this machine, every op, and the kernels that a model gets."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def command(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A preset, a checkpoint folder, a config.json or a hub id."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check this machine, every op, and which kernels a model gets; exit code 1 when something is wrong."""
+    import json
+
+    from tigon.doctor import diagnose
+    from tigon.models.loading import hub
+    from tigon.techniques.quiet import quiet_packages
+
+    # both of the whole process, so not where a library's caller would have them
+    hub.settle(() if model is None else (model,))
+    quiet_packages()
+    diagnosis = diagnose(model)
+    print(json.dumps(diagnosis.to_dict(), indent=2) if as_json else diagnosis)
+    raise typer.Exit(0 if diagnosis.ok else 1)

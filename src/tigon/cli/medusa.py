@@ -1,0 +1,29 @@
+"""`tigon medusa`: a recipe with `heads:` to a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tigon.cli.shared import gpus_as_override
+from tigon.trainer.guards import console
+
+
+def command(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="YAML with `heads:`; docs/medusa.md.")],
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key, e.g. --set heads.count=5."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes, one a GPU; the same as --set sharding.gpus=N.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
+) -> None:
+    """Train heads that predict several tokens ahead (Medusa, MTP), with a report at the end."""
+    from tigon.trainer.heads import train_with_heads
+
+    with console.outlived():
+        train_with_heads(recipe, [*(assignments or ()), *gpus_as_override(gpus)], resume=resume)

@@ -1,0 +1,39 @@
+"""`tigon sweep`: a recipe over a grid of its keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tigon.trainer.guards import console
+
+
+def command(
+    file: Annotated[Path, typer.Argument(metavar="SWEEP.yaml", help="YAML; docs/sweep.md lists its keys.")],
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key of every point.")
+    ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of each process, e.g. 24GiB or rtx-4090.")
+    ] = None,
+    time_limit: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Start no point that would end later, e.g. 500s or 9m.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Results; runs/sweeps/NAME if left out.")] = None,
+    only: Annotated[str | None, typer.Option(metavar="REGEX", help="Only points whose name this finds.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure points again that failed.")] = False,
+    draw: Annotated[bool, typer.Option("--draw", help="Measure nothing; only make the report anew.")] = False,
+    earlier: Annotated[
+        Path | None, typer.Option("--from", metavar="RESULTS.json", help="Take over what was finished there.")
+    ] = None,
+) -> None:
+    """Train a recipe over a grid of its keys; what its folder holds already is not measured again."""
+    from tigon.sweep.run import sweep
+
+    with console.outlived():
+        sweep(
+            file, assignments or (), memory_limit=memory_limit, time_limit=time_limit, out=out, only=only,
+            retry=retry, draw=draw, earlier=earlier,
+        )  # fmt: skip
