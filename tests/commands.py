@@ -30,14 +30,14 @@ def tigon(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     """The `tigon` command in this process: main() with these arguments."""
 
     def call(*arguments: object) -> Outcome:
-        from tigon import cli
+        from tigon.cli import app
 
         monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")  # so that what a run sets ends with the test
         monkeypatch.setattr(sys, "argv", ["tigon", *map(str, arguments)])
         capsys.readouterr()
         code = 0
         try:
-            cli.main()
+            app.main()
         except SystemExit as stop:
             code = int(stop.code or 0)
         captured = capsys.readouterr()

@@ -27,8 +27,8 @@ def test_version():
 
 def test_help_imports_nothing_heavy_and_lists_the_verbs():
     code = (
-        "import sys; from tigon import cli\n"
-        "try: cli.main()\n"
+        "import sys; from tigon.cli import app\n"
+        "try: app.main()\n"
         "finally: print('HEAVY', [n for n in ('transformers', 'matplotlib', 'triton', 'yaml') if n in sys.modules])"
     )
     done = tigon("--help", code=code)
@@ -36,45 +36,45 @@ def test_help_imports_nothing_heavy_and_lists_the_verbs():
 
 
 def test_a_wrong_verb_or_flag_exits_with_two(monkeypatch, capsys):
-    from tigon import cli
+    from tigon.cli import app
 
     for arguments in (("trian",), ("train", "--nope", "r.yaml"), ("train",)):
         monkeypatch.setattr(sys, "argv", ["tigon", *arguments])
         with pytest.raises(SystemExit) as stop:
-            cli.main()
+            app.main()
         said = capsys.readouterr()
         assert stop.value.code == 2 and said.out == "" and said.err.startswith("tigon: ")
         assert said.err.count("\n") == 1 and "--help" in said.err
 
 
 def test_no_verb_at_all_is_answered_with_something_other_than_the_help(monkeypatch, capsys):
-    from tigon import cli
+    from tigon.cli import app
 
     monkeypatch.setattr(sys, "argv", ["tigon"])
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        app.main()
     said = capsys.readouterr()
     assert stop.value.code == 2 and "Commands:" in said.out + said.err
 
 
 def test_a_bug_is_shown_as_a_traceback_and_not_dressed_up_as_a_usage_error(monkeypatch):
-    from tigon import cli
+    from tigon.cli import app
 
     monkeypatch.setattr(sys, "argv", ["tigon", "train", "r.yaml"])
     monkeypatch.setattr("tigon.trainer.run.train", lambda *a, **k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        cli.main()
+        app.main()
 
 
 def test_a_path_that_the_system_refuses_ends_in_one_line(monkeypatch, capsys):
     """An error of the system that no typed path is to blame for keeps its traceback."""
-    from tigon import cli
+    from tigon.cli import app
 
     monkeypatch.setattr(sys, "argv", ["tigon", "train", "a" * 300])
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        app.main()
     said = capsys.readouterr().err
     assert stop.value.code == 2 and said.count("\n") == 1 and "File name too long" in said
     monkeypatch.setattr("tigon.trainer.run.train", lambda *a, **k: Path("/nowhere/at/all").read_text())
     with pytest.raises(FileNotFoundError):
-        cli.main()
+        app.main()

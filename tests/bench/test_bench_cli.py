@@ -13,7 +13,7 @@ pytest.importorskip("typer")
 
 from bench_records import run as invented
 
-from tigon import cli
+from tigon.cli import app
 from tigon.bench import record
 from tigon.bench.record import load
 from tigon.bench.table import provenance
@@ -28,7 +28,7 @@ def bench(monkeypatch, capsys):
         monkeypatch.setattr("sys.argv", ["tigon", "bench", *map(str, arguments)])
         code = 0
         try:
-            cli.main()
+            app.main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 0
         shown = capsys.readouterr()

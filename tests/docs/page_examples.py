@@ -172,7 +172,7 @@ def run_command(command: str, shown: str | None = None) -> str:
 
     Raises AssertionError for another program and for an exit code that is not 0.
     """
-    from tigon import cli
+    from tigon.cli import app
 
     program, *arguments = shlex.split(command)
     assert program == "tigon", f"`{command}` is not a command of tigon's"
@@ -182,7 +182,7 @@ def run_command(command: str, shown: str | None = None) -> str:
         contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
     ):  # fmt: skip
         try:
-            cli.main()
+            app.main()
         except SystemExit as stop:
             assert not stop.code, f"`{command}` ends with exit code {stop.code}: {err.getvalue()}"
     printed = out.getvalue()

@@ -131,14 +131,14 @@ def options() -> dict[str, set[str]]:
     """The options of each command of tigon's, as typed."""
     import typer
 
-    from tigon import cli
+    from tigon.cli import app
 
     def of(command: Any, name: str) -> Iterator[tuple[str, set[str]]]:
         yield name, {option for parameter in command.params for option in parameter.opts} | {"--help"}
         for child, below in getattr(command, "commands", {}).items():
             yield from of(below, f"{name} {child}".strip())
 
-    return dict(of(typer.main.get_command(cli._app()), ""))
+    return dict(of(typer.main.get_command(app._app()), ""))
 
 
 def wrong_in(command: str) -> str:

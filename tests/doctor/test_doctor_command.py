@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
-from tigon import cli
+from tigon.cli import app
 from tigon.doctor import diagnose, diagnosis
 from tigon.doctor.self_test import CHECKS
 from tigon.errors import UsageError
@@ -40,7 +40,7 @@ def type_in(
     """(exit code, stdout, stderr) of `tigon doctor ...` in this process."""
     monkeypatch.setattr(sys, "argv", ["tigon", "doctor", *arguments])
     with pytest.raises(SystemExit) as exit_:
-        cli.main()
+        app.main()
     captured = capsys.readouterr()
     return exit_.value.code, captured.out, captured.err
 

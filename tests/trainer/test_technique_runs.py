@@ -21,7 +21,7 @@ from trainer_helpers import SMALL, losses_of, records, rows, small_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forks import forks, in_forks
-from tigon import cli
+from tigon.cli import app
 from tigon.models import DeferredLogits
 from tigon.models.loading.presets import PRESETS
 from tigon.recipe.keys import LoraConfig, ModelConfig, Recipe, TrainConfig
@@ -263,7 +263,7 @@ def test_processes_repeat_a_refusal(recipe, here, monkeypatch):
     """What only the processes can see, as a text that is too short, is one line from the first."""
     monkeypatch.setattr(sys, "argv", ["tigon", "train", str(recipe(train={"batch_size": 1000})), "--gpus", "2"])
     said = here / "stderr"
-    statuses = in_forks(lambda rank: cli.main(), 2, said=said)
+    statuses = in_forks(lambda rank: app.main(), 2, said=said)
     assert [os.waitstatus_to_exitcode(status) for status in statuses] == [2, 2]
     text = said.read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.startswith("tigon: ")]
