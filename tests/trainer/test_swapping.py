@@ -138,7 +138,7 @@ def test_resumed_run_has_what_is_in_files(sections, fp16_supported, recipe, tigo
 def test_folder_of_the_files_is_shared_with_another_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_PATIENCE", 0)
     code = (
-        f"from tigon.trainer import swapping\nwith nvme_swap.own_files({str(tmp_path)!r}):\n"
+        f"from tigon.trainer import nvme_swap\nwith nvme_swap.own_files({str(tmp_path)!r}):\n"
         "    print('in', flush=True)\n    input()"
     )
     command = [sys.executable, "-c", code]
