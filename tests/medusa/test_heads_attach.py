@@ -26,7 +26,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
-def test_detached_model_is_another_one(spec: HeadsSpec, patched: bool) -> None:
+def test_detached_model_is_the_original_one(spec: HeadsSpec, patched: bool) -> None:
     model: Any = tiny_model("llama")
     if patched:
         patch(model)
@@ -40,7 +40,7 @@ def test_detached_model_is_another_one(spec: HeadsSpec, patched: bool) -> None:
     torch.testing.assert_close(model(**batch()).loss.detach(), wanted, rtol=0, atol=0)
 
 
-def test_evaluation_gives_another_loss_or_no_logits() -> None:
+def test_evaluation_gives_the_loss_and_logits_of_the_model() -> None:
     """In evaluation, and without labels, the model is what it was."""
     inputs = batch()
     plain: Any = tiny_model("llama").eval()
@@ -52,7 +52,7 @@ def test_evaluation_gives_another_loss_or_no_logits() -> None:
         assert model.train()(input_ids=inputs["input_ids"]).logits.shape == wanted.logits.shape
 
 
-def test_heads_are_attached_twice_or_to_what_cannot_have_them() -> None:
+def test_heads_attach_once_and_only_to_a_model_that_can_have_them() -> None:
     model: Any = tiny_model("llama")
     with pytest.raises(UsageError, match="no heads"):
         heads_of(model)
@@ -70,7 +70,7 @@ def test_heads_are_attached_twice_or_to_what_cannot_have_them() -> None:
         attach(mixture, SHARED, Objective(stage=2))
 
 
-def test_state_of_other_heads_is_loaded() -> None:
+def test_state_of_other_heads_is_refused() -> None:
     model: Any = tiny_model("llama")
     state = {name: t.clone() for name, t in attach(model, MEDUSA, Objective()).state_dict().items()}
     detach(model)
@@ -79,7 +79,7 @@ def test_state_of_other_heads_is_loaded() -> None:
     assert not hasattr(model, "draft_heads")
 
 
-def test_measured_heads_are_not_what_they_do() -> None:
+def test_logged_loss_and_accuracy_of_heads_are_those_of_their_logits() -> None:
     """Loss and accuracies of the log, and of a held-out batch, against logits looked at one by one."""
     model = with_heads(MEDUSA, Objective(stage=2))
     inputs, state = batch(), model.draft_heads.state
@@ -108,14 +108,14 @@ def test_measured_heads_are_not_what_they_do() -> None:
                 assert found[f"head{k}_top{rank}"] == pytest.approx(share, abs=1e-6)
 
 
-def test_schedule_is_another_curve() -> None:
+def test_schedules_follow_their_curves() -> None:
     assert [scheduled("constant", t, 10, 1.0) for t in (1, 10)] == [1.0, 1.0]
     assert [scheduled("linear", t, 10, 1.0) for t in (1, 5, 10)] == [0.1, 0.5, 1.0]
     assert scheduled("sine", 5, 10, 1.0) == pytest.approx(0.5**0.5)
     assert [scheduled("linear", t, 10, 0.5) for t in (1, 5, 9)] == [0.2, 1.0, 1.0]
 
 
-def test_output_is_shared_where_heads_are_small() -> None:
+def test_heads_share_the_lm_head_if_their_own_would_outweigh_the_model() -> None:
     """5 heads of 128256 x 2048 would add more than Llama-3.2-1B's own 1.24 G parameters; an 8 B is larger."""
     head_1b, head_8b = 128256 * 2048, 128256 * 4096
     assert shares_head("auto", "medusa", 5, 1_235_814_400, head_1b)
@@ -126,7 +126,7 @@ def test_output_is_shared_where_heads_are_small() -> None:
     assert shares_head("separate", "mtp", 1, 10**12, 1)
 
 
-def test_checkpointed_layers_change_the_gradient() -> None:
+def test_activation_checkpoints_leave_the_gradient_unchanged() -> None:
     grads = []
     for checkpointed in (False, True):
         model = with_heads(MTP, Objective(stage=2))
@@ -138,7 +138,7 @@ def test_checkpointed_layers_change_the_gradient() -> None:
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-5, atol=1e-7)
 
 
-def test_adapters_beside_heads_get_no_gradient() -> None:
+def test_adapters_and_heads_both_get_gradients() -> None:
     peft = pytest.importorskip("peft")
     model: Any = tiny_model("llama")
     patch(model)
@@ -153,7 +153,7 @@ def test_adapters_beside_heads_get_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_mask_that_a_layer_takes_by_position_is_lost(implementation: str) -> None:
+def test_mask_that_a_layer_takes_by_position_reaches_the_mtp_module(implementation: str) -> None:
     """GPT-2's layers do: an MTP module without it sees the future, and other documents of its row."""
     torch.manual_seed(1)
     ids, positions = torch.randint(3, 97, (1, 12)), torch.cat([torch.arange(4), torch.arange(8)])[None]
@@ -189,7 +189,7 @@ WITHOUT_A_ROW = {
 
 
 @pytest.mark.parametrize("family", [*MODELS, *WITHOUT_A_ROW])
-def test_heads_at_their_start_have_other_logits_than_the_model(family: str) -> None:
+def test_heads_at_their_start_have_the_logits_of_the_model(family: str) -> None:
     """A head of zeros is the model's own lm_head, one token further ahead."""
     tiny = MODELS[family].tiny if family in MODELS else WITHOUT_A_ROW[family]
     if family not in transformers.CONFIG_MAPPING:
@@ -208,7 +208,7 @@ def test_heads_at_their_start_have_other_logits_than_the_model(family: str) -> N
         assert record.take()["head1_loss"] == pytest.approx(float(wanted), rel=2e-6)
 
 
-def test_logits_that_no_head_can_follow_are_trained_on() -> None:
+def test_logits_that_no_head_can_follow_are_refused() -> None:
     def masked(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = LlamaForCausalLM.forward(self, *args, **kwargs)
         outputs.logits = outputs.logits.masked_fill(outputs.logits < 0, 0.0)
@@ -230,7 +230,7 @@ def _projecting(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None 
     return transformers.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(hidden.relu()))
 
 
-def test_looking_at_the_way_to_the_logits_leaves_a_trace() -> None:
+def test_observing_the_path_to_the_logits_leaves_the_model_unchanged() -> None:
     """Hooks run, random numbers drawn, or anything set on the model, whose weights may not even be there."""
     model: Any = tiny_model("llama")
     calls: list[str] = []
@@ -245,7 +245,7 @@ def test_looking_at_the_way_to_the_logits_leaves_a_trace() -> None:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("fused", [True, False], ids=["patched", "unpatched"])
-def test_copied_or_pickled_heads_are_lost(spec: HeadsSpec, fused: bool) -> None:
+def test_copied_and_pickled_models_keep_their_heads(spec: HeadsSpec, fused: bool) -> None:
     model = with_heads(spec, Objective(stage=2), fused=fused)
     wanted = model(**batch()).loss.detach()
     buffer = io.BytesIO()
@@ -263,7 +263,7 @@ def test_copied_or_pickled_heads_are_lost(spec: HeadsSpec, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_embeddings_in_place_of_tokens_train_other_heads(spec: HeadsSpec) -> None:
+def test_input_embeddings_give_the_gradients_of_their_tokens(spec: HeadsSpec) -> None:
     model = with_heads(spec, Objective(stage=2))
     inputs = batch()
     wanted = gradients(model, model(**inputs).loss)
@@ -277,14 +277,14 @@ def test_embeddings_in_place_of_tokens_train_other_heads(spec: HeadsSpec) -> Non
 @pytest.mark.parametrize(
     "given", [{"shift_labels": torch.zeros(2, 18, dtype=torch.long)}, {"ignore_index": 0}, {"logits_to_keep": 6}]
 )
-def test_words_of_the_models_loss_are_ignored_by_the_heads(given: dict[str, Any]) -> None:
+def test_loss_arguments_that_heads_cannot_follow_are_refused(given: dict[str, Any]) -> None:
     model = with_heads(SHARED, Objective(stage=2))
     with pytest.raises(UsageError, match=f"{next(iter(given))} was given"):
         model(**batch(), **given)
     assert model(**batch(), ignore_index=-100, logits_to_keep=0).loss.isfinite()
 
 
-def test_undoing_the_patch_takes_the_heads_layer_off() -> None:
+def test_undo_is_refused_with_heads_attached_and_unpatch_restores_the_layers() -> None:
     ids = torch.randint(3, 97, (2, 14))
     model = tiny_model("llama", MODELS["llama"].tiny)
     report = patch(model)

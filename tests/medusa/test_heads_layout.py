@@ -26,7 +26,7 @@ def saved(spec: HeadsSpec, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_heads_come_back_changed(spec: HeadsSpec, tmp_path: Path) -> None:
+def test_saved_heads_are_loaded_bit_for_bit(spec: HeadsSpec, tmp_path: Path) -> None:
     model = saved(spec, tmp_path)
     found, state = load_heads(tmp_path)
     assert (found.kind, found.count, found.shared) == (spec.kind, spec.count, spec.shared)
@@ -36,7 +36,7 @@ def test_heads_come_back_changed(spec: HeadsSpec, tmp_path: Path) -> None:
         assert torch.equal(state[name], tensor), name
 
 
-def test_vllm_finds_other_names(tmp_path: Path) -> None:
+def test_saved_heads_have_the_names_that_vllm_reads(tmp_path: Path) -> None:
     """What vllm/model_executor/models/medusa.py asks for: its module's parameters, or lm_heads.0.weight alone."""
     saved(MEDUSA, tmp_path / "separate")
     names = set(safetensors.load_file(tmp_path / "separate" / "model.safetensors"))
@@ -64,7 +64,7 @@ def test_vllm_finds_other_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", [MEDUSA, SHARED], ids=["separate", "shared"])
-def test_authors_inference_finds_other_names(spec: HeadsSpec, tmp_path: Path) -> None:
+def test_saved_heads_load_into_the_modules_of_the_medusa_authors(spec: HeadsSpec, tmp_path: Path) -> None:
     """nn.Sequential of residual blocks and a linear module, for each head, as medusa/model/medusa_model.py has them."""
 
     class ResBlock(torch.nn.Module):
@@ -92,7 +92,7 @@ def test_authors_inference_finds_other_names(spec: HeadsSpec, tmp_path: Path) ->
         assert file.stat().st_size < 2 * 97 * 32 * 4 + 3 * 32 * 33 * 4 + 8000, "the lm_head is there once a head"
 
 
-def test_heads_of_the_authors_trainer_are_not_read(tmp_path: Path) -> None:
+def test_heads_of_the_authors_trainer_are_read(tmp_path: Path) -> None:
     saved(MEDUSA, tmp_path)
     wanted = load_heads(tmp_path)[1]
     (tmp_path / "model.safetensors").unlink()
@@ -100,7 +100,7 @@ def test_heads_of_the_authors_trainer_are_not_read(tmp_path: Path) -> None:
     assert found.keys() == wanted.keys() and all(torch.equal(found[n], t) for n, t in wanted.items())
 
 
-def test_mtp_modules_have_other_names_than_deepseeks(tmp_path: Path) -> None:
+def test_mtp_modules_have_the_names_of_deepseek(tmp_path: Path) -> None:
     saved(MTP, tmp_path)
     names = set(safetensors.load_file(tmp_path / "model.safetensors"))
     for n in (2, 3):  # counting on from the model's two layers
@@ -109,7 +109,7 @@ def test_mtp_modules_have_other_names_than_deepseeks(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 2
 
 
-def test_folder_without_heads_is_read(tmp_path: Path) -> None:
+def test_folder_without_heads_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no config\.json"):
         load_heads(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -121,7 +121,7 @@ def test_folder_without_heads_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "empty"])
-def test_broken_heads_end_in_a_traceback(name: str, tmp_path: Path) -> None:
+def test_broken_heads_are_refused_with_their_path(name: str, tmp_path: Path) -> None:
     saved(MEDUSA, tmp_path)
     if name == "empty":
         safetensors.save_file({}, tmp_path / "model.safetensors")

@@ -45,7 +45,7 @@ def both(model: Any, inputs: dict[str, Any], objective: Objective, num_items: An
 @every_kind
 @both_stages
 @both_losses
-def test_loss_or_gradient_differs_from_the_definition(kind: str, stage: int, fused: bool) -> None:
+def test_loss_and_gradients_match_the_definition(kind: str, stage: int, fused: bool) -> None:
     model = with_heads(SPECS[kind], STAGES[stage], fused=fused)
     (loss, grads), (truth, wanted) = both(model, batch(), STAGES[stage])
     torch.testing.assert_close(loss, truth, rtol=LIMIT, atol=0)
@@ -55,7 +55,7 @@ def test_loss_or_gradient_differs_from_the_definition(kind: str, stage: int, fus
 @every_kind
 @both_stages
 @both_losses
-def test_packed_row_scores_a_head_across_documents(kind: str, stage: int, fused: bool) -> None:
+def test_packed_sequence_scores_no_head_across_documents(kind: str, stage: int, fused: bool) -> None:
     model = with_heads(SPECS[kind], STAGES[stage], fused=fused)
     inputs = batch(position_ids=two_documents())
     (loss, grads), (truth, wanted) = both(model, inputs, STAGES[stage])
@@ -64,7 +64,7 @@ def test_packed_row_scores_a_head_across_documents(kind: str, stage: int, fused:
 
 
 @pytest.mark.parametrize("kind", ["separate", "shared"])
-def test_documents_packed_in_a_row_lose_otherwise_than_apart(kind: str) -> None:
+def test_packed_documents_have_the_loss_of_separate_ones(kind: str) -> None:
     """Two documents in one row against the same two as rows of their own."""
     model = with_heads(SPECS[kind], STAGES[2])
     whole = tiny_batch(CPU, rows=1)
@@ -81,7 +81,7 @@ def test_documents_packed_in_a_row_lose_otherwise_than_apart(kind: str) -> None:
 
 @every_kind
 @both_stages
-def test_split_of_the_batch_changes_the_gradient(kind: str, stage: int) -> None:
+def test_gradient_is_the_same_however_the_batch_is_split(kind: str, stage: int) -> None:
     """Two micro-batches of one row, which hold different numbers of labels, against both at once."""
     model = with_heads(SPECS[kind], STAGES[stage])
     inputs = batch()
@@ -96,7 +96,7 @@ def test_split_of_the_batch_changes_the_gradient(kind: str, stage: int) -> None:
 
 
 @every_kind
-def test_head_further_ahead_than_the_row_is_scored(kind: str) -> None:
+def test_head_further_ahead_than_the_sequence_is_not_scored(kind: str) -> None:
     """Rows of three tokens: the second head and those after it have nothing to predict, and get no gradient."""
     model = with_heads(SPECS[kind], STAGES[2]).double()
     inputs = {name: t[1:, :3].contiguous() for name, t in batch().items()}
@@ -124,7 +124,7 @@ def test_labels_that_a_layers_hook_edits_count(fused: bool) -> None:
     torch.testing.assert_close(model(**inputs).loss, want, rtol=1e-10, atol=0)
 
 
-def test_batch_without_a_label_gives_a_loss_or_a_gradient() -> None:
+def test_batch_without_labels_gives_zero_loss_and_zero_gradients() -> None:
     model = with_heads(SPECS["separate"], STAGES[2])
     inputs = batch()
     inputs["labels"] = torch.full_like(inputs["labels"], -100)
@@ -134,14 +134,14 @@ def test_batch_without_a_label_gives_a_loss_or_a_gradient() -> None:
 
 
 @every_kind
-def test_stage_1_leaves_a_gradient_in_the_model_or_a_head_without_one(kind: str) -> None:
+def test_stage_1_gives_gradients_to_every_head_and_none_to_the_model(kind: str) -> None:
     model = with_heads(SPECS[kind], STAGES[1])
     grads = gradients(model, model(**batch()).loss)
     assert set(grads) == {f"draft_heads.{name}" for name, _ in model.draft_heads.named_parameters()}
     assert all(bool(t.any()) for t in grads.values())
 
 
-def test_frozen_model_runs_in_training_mode() -> None:
+def test_frozen_model_runs_in_evaluation_mode() -> None:
     """Dropout in what does not learn would only be noise."""
     model = with_heads(SPECS["shared"], STAGES[1])
     assert model.training and model.draft_heads.training and not model.model.training
@@ -149,7 +149,7 @@ def test_frozen_model_runs_in_training_mode() -> None:
     assert joint.model.training
 
 
-def test_head_starts_elsewhere_than_at_the_lm_head() -> None:
+def test_heads_start_with_the_logits_of_the_lm_head() -> None:
     """With residual blocks that are the identity, heads of both outputs begin with the model's logits."""
     from tigon.medusa import attach
 
@@ -162,7 +162,7 @@ def test_head_starts_elsewhere_than_at_the_lm_head() -> None:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_stage_2_without_heads_weight_is_not_the_models_own_loss(family: str) -> None:
+def test_stage_2_loss_without_weight_for_heads_is_the_loss_of_the_model(family: str) -> None:
     """Whatever a family does between its trunk and its loss: caps, scales, ties."""
     model: Any = tiny_model(family, MODELS[family].tiny, every_expert=True)
     inputs = tiny_batch(CPU)
@@ -179,7 +179,7 @@ def test_stage_2_without_heads_weight_is_not_the_models_own_loss(family: str) ->
     got.backward()
 
 
-def test_schedule_or_decay_is_left_out() -> None:
+def test_loss_applies_schedule_coefficient_and_decay() -> None:
     objective = Objective(stage=2, decay=0.5, coefficient=0.4)
     assert objective.factors(3, 0.5) == [1.0, 0.1, 0.05, 0.025]
     assert objective.shifts(3) == [1, 2, 3, 4]
@@ -221,7 +221,7 @@ def step_bytes(count: int, *, shared: bool, fused: bool = True, stage: int = 2) 
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
-def test_memory_grows_with_the_heads_by_more_than_their_weights(shared: bool, stage: int) -> None:
+def test_memory_grows_with_the_heads_by_no_more_than_their_weights(shared: bool, stage: int) -> None:
     """From 2 heads to 6 the peak grows by the gradients of what was added, and by nothing that is as long as the rows:
     2048 tokens of 64 hidden values are 512 KiB, and 16 MiB of logits a chunk."""
     (few, few_weights), (many, many_weights) = (step_bytes(n, shared=shared, stage=stage) for n in (2, 6))
@@ -229,20 +229,20 @@ def test_memory_grows_with_the_heads_by_more_than_their_weights(shared: bool, st
     assert grown <= (many_weights - few_weights) + 2**17, (few, many)
 
 
-def test_plain_loss_has_the_memory_of_the_fused_one() -> None:
+def test_plain_loss_holds_the_logits_of_every_head() -> None:
     """That the count above can see what it looks for: with PyTorch's own ops each head adds its logits."""
     few, many = (step_bytes(n, shared=True, fused=False)[0] for n in (2, 4))
     assert many - few > 2 * 2048 * 4096 * 4
 
 
-def test_frozen_trunk_keeps_activations() -> None:
+def test_frozen_trunk_keeps_no_activations() -> None:
     """Stage 1 against stage 2 of the same model: no gradient of the model, and nothing of its layers is kept."""
     one, two = step_bytes(2, shared=True, stage=1)[0], step_bytes(2, shared=True, stage=2)[0]
     embedding = 2 * 4096 * 64 * 4
     assert one < two - embedding, (one, two)
 
 
-def test_mtp_module_counts_other_layers_than_the_trunks() -> None:
+def test_decoder_layers_are_those_of_the_trunk_without_mtp_modules() -> None:
     """More modules than the model has layers: they must not be taken for the model's layers."""
     from tigon.medusa.heads import decoder_layers
 

@@ -26,7 +26,7 @@ def off(got: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_heads_err_more_than_the_plain_losses(kind: str, stage: int, dtype: torch.dtype) -> None:
+def test_fused_heads_are_as_accurate_as_plain_losses(kind: str, stage: int, dtype: torch.dtype) -> None:
     objective = Objective(stage=stage)
     inputs = {name: t.cuda() for name, t in tiny_batch(torch.device("cpu"), rows=4, tokens=48).items()}
     found = {}
@@ -38,7 +38,7 @@ def test_heads_err_more_than_the_plain_losses(kind: str, stage: int, dtype: torc
 
 
 @pytest.mark.gpu
-def test_heads_on_a_gpu_need_their_logits() -> None:
+def test_heads_on_a_gpu_never_hold_their_logits() -> None:
     """5 heads over 16384 tokens of 32000 words: their logits in fp32 would be 10 GiB."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -36,7 +36,7 @@ def yaml_of(heads: Attachment, choices: Choices) -> str:
 
 @pytest.mark.parametrize("kind", ["medusa", "mtp"])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_planner_and_recipe_refuse_different_heads(stage: int, kind: str, tmp_path: Path) -> None:
+def test_planner_and_recipe_refuse_the_same_heads(stage: int, kind: str, tmp_path: Path) -> None:
     heads = Attachment(HeadsSpec(kind=kind, count=2, shared=kind == "mtp"), Objective(stage=stage))
     path, refused = tmp_path / "recipe.yaml", []
     for case in CASES:
@@ -55,7 +55,7 @@ def test_planner_and_recipe_refuse_different_heads(stage: int, kind: str, tmp_pa
     assert {"kernels": "liger"} in refused and {} not in refused
 
 
-def test_planned_heads_are_not_those_of_a_recipe_that_gives_their_number_alone() -> None:
+def test_planned_heads_are_those_of_a_recipe_that_gives_only_their_count() -> None:
     from tigon.recipe.keys import DataConfig, HeadsConfig, ModelConfig, Recipe, TrainConfig
     from tigon.trainer import heads, model
 
@@ -69,7 +69,7 @@ def test_planned_heads_are_not_those_of_a_recipe_that_gives_their_number_alone()
             assert planned(name, config, count, 1).spec == heads.check(recipe, config, model.parameter_shapes(config))
 
 
-def test_search_recommends_what_the_heads_exclude() -> None:
+def test_search_recommends_nothing_that_the_heads_exclude() -> None:
     """Where the only rung that is tried is one that stage 1 excludes."""
     from tigon.planner.gpus import find_gpu
     from tigon.planner.search import recommend, space

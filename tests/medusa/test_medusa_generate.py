@@ -38,7 +38,7 @@ def greedy(model: Any, ids: torch.Tensor, n: int = NEW) -> list[int]:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_text_differs_from_greedy_decoding(spec: HeadsSpec, implementation: str) -> None:
+def test_decoding_gives_the_text_of_greedy_decoding(spec: HeadsSpec, implementation: str) -> None:
     model = with_heads(spec, Objective())
     model.set_attn_implementation(implementation)
     wanted = greedy(model, prompt())
@@ -52,14 +52,14 @@ def test_text_differs_from_greedy_decoding(spec: HeadsSpec, implementation: str)
 
 
 @pytest.mark.parametrize("family", [name for name in MODELS if name not in (*STATEFUL, *WINDOWED)])
-def test_family_decodes_another_text(family: str) -> None:
+def test_every_family_decodes_the_text_of_greedy_decoding(family: str) -> None:
     model = with_heads(HeadsSpec(count=2, shared=True), Objective(), family=family)
     found = medusa_generate(model, prompt(), max_new_tokens=8)
     assert found.tokens == greedy(model, prompt(), 8)
 
 
 @pytest.mark.parametrize("kind", ["separate", "mtp"])
-def test_trained_heads_take_as_many_passes(kind: str) -> None:
+def test_trained_heads_need_fewer_passes(kind: str) -> None:
     """Heads trained on what the model itself says guess it, so that passes give more than one token."""
     model = with_heads(SPECS[kind], Objective(stage=1, decay=1.0, coefficient=1.0))
     ids = torch.cat([prompt(), torch.tensor([greedy(model, prompt(), 40)])], dim=1)
@@ -76,7 +76,7 @@ def test_trained_heads_take_as_many_passes(kind: str) -> None:
     assert 2 < found.acceptance_length <= ahead + 1
 
 
-def test_decoding_goes_on_after_the_end() -> None:
+def test_decoding_stops_at_the_end_token_and_the_length_limit() -> None:
     model = with_heads(MEDUSA, Objective())
     wanted = greedy(model, prompt())
     end = wanted[5]
@@ -85,7 +85,7 @@ def test_decoding_goes_on_after_the_end() -> None:
     assert medusa_generate(model, prompt(), max_new_tokens=1).tokens == wanted[:1]
 
 
-def test_tree_lets_a_node_see_its_cousins() -> None:
+def test_tree_node_sees_only_itself_and_its_ancestors() -> None:
     tree = _Tree.of((2, 2))
     assert tree.parents == [-1, 0, 0, 1, 1, 2, 2]
     assert tree.depths == [0, 1, 1, 2, 2, 2, 2]
@@ -93,7 +93,7 @@ def test_tree_lets_a_node_see_its_cousins() -> None:
     assert sees == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 6]]
 
 
-def test_decoding_without_meaning_starts() -> None:
+def test_decoding_refuses_prompts_trees_and_models_it_cannot_handle() -> None:
     model = with_heads(MEDUSA, Objective())
     with pytest.raises(UsageError, match=r"one prompt"):
         medusa_generate(model, prompt().expand(2, -1), max_new_tokens=2)
@@ -111,7 +111,7 @@ def test_decoding_without_meaning_starts() -> None:
             medusa_generate(with_heads(MEDUSA, Objective(), family=family), prompt(), max_new_tokens=8)
 
 
-def test_tree_reaches_beyond_the_last_position() -> None:
+def test_tree_stays_within_the_positions_of_the_model() -> None:
     config = transformers.AutoConfig.for_model("gpt2", vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     model = transformers.AutoModelForCausalLM.from_config(config)
     tigon.patch(model)
@@ -122,7 +122,7 @@ def test_tree_reaches_beyond_the_last_position() -> None:
 
 
 @pytest.mark.parametrize("options", [{"tree": (200, 1)}, {"max_new_tokens": -3}])
-def test_decoding_of_nothing_or_of_more_than_the_vocabulary_starts(options: dict[str, Any]) -> None:
+def test_negative_length_and_tree_wider_than_the_vocabulary_are_refused(options: dict[str, Any]) -> None:
     model = with_heads(MEDUSA, Objective(stage=2))
     with pytest.raises(UsageError, match=r"tree|max_new_tokens"):
         medusa_generate(model, prompt(), **{"max_new_tokens": 4, **options})

@@ -7,7 +7,7 @@ from tigon.planner.simulate.allocator import CachingAllocator
 KIB, MIB = 1 << 10, 1 << 20
 
 
-def test_small_requests_do_not_share_a_2_mib_segment() -> None:
+def test_small_requests_share_a_2_mib_segment() -> None:
     allocator = CachingAllocator()
     blocks = [allocator.allocate(512 * KIB) for _ in range(4)]
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (2 * MIB, 2 * MIB)
@@ -17,7 +17,7 @@ def test_small_requests_do_not_share_a_2_mib_segment() -> None:
     assert len({block.address for block in blocks}) == 4
 
 
-def test_middle_requests_do_not_come_from_a_20_mib_segment() -> None:
+def test_medium_requests_come_from_a_20_mib_segment() -> None:
     allocator = CachingAllocator()
     for _ in range(4):
         allocator.allocate(5 * MIB)
@@ -26,7 +26,7 @@ def test_middle_requests_do_not_come_from_a_20_mib_segment() -> None:
     assert allocator.reserved_bytes == 40 * MIB
 
 
-def test_large_requests_are_not_rounded_to_2_mib() -> None:
+def test_large_requests_are_rounded_to_2_mib() -> None:
     allocator = CachingAllocator()
     allocator.allocate(11 * MIB)
     assert allocator.reserved_bytes == 12 * MIB
@@ -34,7 +34,7 @@ def test_large_requests_are_not_rounded_to_2_mib() -> None:
     assert allocator.allocated_bytes == 12 * MIB
 
 
-def test_best_fit_is_not_taken() -> None:
+def test_best_fitting_free_block_is_taken() -> None:
     allocator = CachingAllocator()
     large, small = allocator.allocate(64 * MIB), allocator.allocate(32 * MIB)
     allocator.free(large, small=False)
@@ -44,7 +44,7 @@ def test_best_fit_is_not_taken() -> None:
     assert allocator.reserved_bytes == 96 * MIB
 
 
-def test_a_split_block_does_not_fragment_the_next_large_request() -> None:
+def test_split_block_fragments_memory_until_its_pieces_merge() -> None:
     allocator = CachingAllocator()
     block = allocator.allocate(64 * MIB)
     allocator.free(block, small=False)
@@ -56,7 +56,7 @@ def test_a_split_block_does_not_fragment_the_next_large_request() -> None:
     assert allocator.reserved_bytes == 128 * MIB
 
 
-def test_free_neighbours_do_not_merge_in_any_order() -> None:
+def test_free_neighbours_merge_in_any_order() -> None:
     for order in ((0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)):
         allocator = CachingAllocator()
         pieces = [allocator.allocate(6 * MIB) for _ in range(3)]
@@ -67,7 +67,7 @@ def test_free_neighbours_do_not_merge_in_any_order() -> None:
         assert allocator.allocated_bytes == 20 * MIB
 
 
-def test_a_full_device_does_not_give_back_what_is_free() -> None:
+def test_full_device_gives_back_free_segments() -> None:
     allocator = CachingAllocator(limit_bytes=100 * MIB)
     block = allocator.allocate(60 * MIB)
     allocator.free(block, small=False)
@@ -76,7 +76,7 @@ def test_a_full_device_does_not_give_back_what_is_free() -> None:
     assert allocator.peak_reserved_bytes == 80 * MIB
 
 
-def test_a_stream_takes_anothers_blocks_or_neither_gives_its_own_back() -> None:
+def test_stream_reuses_no_block_of_another_but_releases_it_on_a_full_device() -> None:
     allocator = CachingAllocator(limit_bytes=100 * MIB)
     others = allocator.allocate(40 * MIB, stream=1)
     allocator.free(others, small=False)

@@ -25,7 +25,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("sweep", "name", "tolerance"), RUNS, ids=lambda value: str(value))
-def test_planned_memory_of_the_host_is_another_than_was_resident(sweep, name, tolerance, tmp_path):
+def test_planned_host_memory_matches_the_measured_resident_memory(sweep, name, tolerance, tmp_path):
     results = json.loads((RESULTS / f"{sweep}.json").read_text(encoding="utf-8"))
     row = next(row for row in results["points"] if row["id"] == name)
     recipe = recipe_of(case_of(results, row), tmp_path)
@@ -38,5 +38,5 @@ def test_planned_memory_of_the_host_is_another_than_was_resident(sweep, name, to
         assert 20 * GIB < found.nvme_bytes < 21 * GIB
 
 
-def test_pinned_block_is_no_power_of_two():
+def test_pinned_block_is_rounded_up_to_a_power_of_two():
     assert [deepspeed_host_memory.pinned(nbytes) for nbytes in (0, 1, 512, 513, 3 << 30)] == [0, 1, 512, 1024, 4 << 30]

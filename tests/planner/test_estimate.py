@@ -55,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("method", ["trace", "study"])
-def test_components_do_not_sum_to_the_peak(case: dict[str, Any], method: Any) -> None:
+def test_components_sum_to_the_peak(case: dict[str, Any], method: Any) -> None:
     found = estimate(request_of(**case), gpu=H200, method=method)
     assert tuple(found.phases) == PHASES
     assert tuple(found.components) == COMPONENTS
@@ -70,7 +70,7 @@ def _peak(**case: Any) -> int:
     return estimate(request_of(**case), gpu=BARE).peak_allocated_bytes
 
 
-def test_a_fused_loss_saves_nothing() -> None:
+def test_fused_loss_and_other_kernels_each_lower_the_peak() -> None:
     peaks = [_peak(kernels=kernels, precision="bf16", batch=8) for kernels in ("none", "no-flce", "tigon")]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == 3
@@ -95,13 +95,13 @@ def test_a_fused_loss_saves_nothing() -> None:
     ],
     ids=lambda case: "-".join(f"{name}={value}" for name, value in case.items()),
 )
-def test_a_technique_costs_memory_that_it_should_save(more: dict[str, Any], less: dict[str, Any]) -> None:
+def test_each_technique_lowers_the_peak(more: dict[str, Any], less: dict[str, Any]) -> None:
     # Few states, so that what varies is what decides; in bf16, unless that is what varies.
     common = {"batch": 8, "seq": 256, "shape": {"vocab_size": 64, "num_hidden_layers": 8}}
     assert _peak(**common | more) > _peak(**common | less)
 
 
-def test_adapters_need_the_states_of_a_whole_model() -> None:
+def test_adapters_halve_the_peak_and_quantized_weights_lower_it_further() -> None:
     tokens = {"batch": 1, "seq": 8, "precision": "bf16"}
     full, lora, qlora = (
         _peak(**tokens, **case) for case in ({}, {"lora_rank": 2}, {"lora_rank": 2, "quantized": True})
@@ -110,7 +110,7 @@ def test_adapters_need_the_states_of_a_whole_model() -> None:
     assert lora > qlora
 
 
-def test_foreach_adamw_does_not_hold_another_copy_of_the_weights() -> None:
+def test_foreach_adamw_holds_another_copy_of_the_weights() -> None:
     fused, foreach = (
         estimate(request_of(optimizer=name), gpu=H200).phases["optimizer"] for name in ("adamw", "adamw-foreach")
     )
@@ -119,7 +119,7 @@ def test_foreach_adamw_does_not_hold_another_copy_of_the_weights() -> None:
     assert foreach - fused == pytest.approx(4 * numel, rel=0.05)
 
 
-def test_what_a_run_holds_at_rest_is_wrong() -> None:
+def test_memory_at_rest_is_that_of_weights_and_optimizer_states() -> None:
     """Llama-3.2-1B in bf16 with fused AdamW: 2 bytes a weight, 4 of states; two fp32 counters of rotary frequencies."""
     numel = 1_235_814_400
     request = Request(
@@ -156,7 +156,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: "-".join(map(str, row[:5])))
-def test_a_measured_step_is_missed(row: tuple[Any, ...]) -> None:
+def test_estimate_matches_measured_steps(row: tuple[Any, ...]) -> None:
     model, batch, seq, checkpointing, kernels, gib, kilo_tokens_per_s = row
     choices = Choices(precision="bf16", checkpointing=checkpointing, kernels=kernels)
     request = Request(model=model, config=load_config(model), batch=batch, seq=seq, choices=choices, clipped=False)
@@ -188,7 +188,7 @@ RUNS: dict[str, tuple[dict[str, Any], str, int, int, float, float, float]] = {
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_a_run_is_predicted_with(run: tuple[Any, ...]) -> None:
+def test_estimate_matches_measured_runs(run: tuple[Any, ...]) -> None:
     choices, model, batch, seq, allocated_gib, reserved_gib, step_ms = run
     request = Request(
         model=model, config=load_config(model), batch=batch, seq=seq,
@@ -207,7 +207,7 @@ def test_a_run_is_predicted_with(run: tuple[Any, ...]) -> None:
         (32, "tigon", 7.48), (32, "liger", 7.30), (112, "tigon", 19.23),
     ],
 )  # fmt: skip
-def test_a_measured_step_of_zero_3_with_all_states_on_the_cpu_is_missed(batch: int, kernels: str, gib: float) -> None:
+def test_estimate_matches_measured_zero_3_steps_with_cpu_offload(batch: int, kernels: str, gib: float) -> None:
     """benchmarks/results/nvidia-h200/study/batch.json. Of 3.40 GiB, few rows' peak, all but 0.07 are the embeddings:
     their weights, their gradient, its copy in 16 bits and 250 million elements of it in fp64."""
     choices = Choices(precision="amp-fp16", checkpointing="full", kernels=kernels, zero=3, offload="cpu")
@@ -216,7 +216,7 @@ def test_a_measured_step_of_zero_3_with_all_states_on_the_cpu_is_missed(batch: i
 
 
 @pytest.mark.parametrize(("sharding", "gib"), [({"zero": 2}, 3.86), ({"fsdp": True}, 3.68)], ids=str)
-def test_a_measured_step_on_two_gpus_is_missed(sharding: dict[str, Any], gib: float) -> None:
+def test_estimate_matches_measured_steps_on_two_gpus(sharding: dict[str, Any], gib: float) -> None:
     """One that no constant was taken from: documents masked, on two H200s."""
     choices = Choices(precision="amp-bf16", gpus=2, **sharding)
     request = Request(
@@ -232,7 +232,7 @@ def _long_step_s(gpu: Gpu, **choices: Any) -> float:
     return estimate(request, gpu=slow, evaluation=False).step_s
 
 
-def test_narrow_heads_are_as_fast_as_other_products_or_groups_of_them_slower_than_all_at_once() -> None:
+def test_narrow_attention_heads_are_slower_on_hopper_and_groups_cost_no_time() -> None:
     """Measured on Hopper."""
     older = dataclasses.replace(H200, arch=(8, 0))
     assert _long_step_s(H200) > 1.2 * _long_step_s(older)
@@ -241,7 +241,7 @@ def test_narrow_heads_are_as_fast_as_other_products_or_groups_of_them_slower_tha
     assert [product_share(width, H200.arch) for width in (64, 128)] == [0.66, 1.0]
 
 
-def test_host_time_of_a_technique_is_free() -> None:
+def test_techniques_add_cpu_time_to_a_cpu_bound_step() -> None:
     """Of a model so small that the host is all there is."""
     step_s = {
         word: estimate(request_of(precision="bf16", **choices), gpu=H200).step_s
@@ -255,7 +255,7 @@ def test_host_time_of_a_technique_is_free() -> None:
     assert all(step_s[word] > 1.2 * step_s["adamw"] for word in ("paged", "zero", "fsdp"))
 
 
-def test_the_study_method_is_not_the_studys() -> None:
+def test_study_method_computes_the_formulas_of_the_study() -> None:
     request = request_of(batch=3, seq=100, precision="amp-bf16", checkpointing="full", kernels="none")
     found = estimate(request, gpu=H200, method="study").components
     traced = estimate(request, gpu=H200)
@@ -266,7 +266,7 @@ def test_the_study_method_is_not_the_studys() -> None:
     assert found != traced.components
 
 
-def test_a_step_without_evaluation_counts_it() -> None:
+def test_evaluation_counts_only_if_the_run_evaluates() -> None:
     request = request_of(precision="bf16", checkpointing="full", batch=16, kernels="tigon", lora_rank=2)
     without, with_one = (
         estimate(dataclasses.replace(request, evaluated=evaluated), gpu=H200) for evaluated in (False, True)
@@ -321,13 +321,13 @@ def test_an_evaluation_with_heads_counts_the_heads_losses(stage: int) -> None:
     ],
     ids=str,
 )
-def test_wrong_input_is_no_clear_error(changes: dict[str, Any], says: str) -> None:
+def test_wrong_input_is_refused_in_one_line(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says) as raised:
         estimate(request_of(**changes), gpu=H200)
     assert "\n" not in str(raised.value)
 
 
-def test_a_model_that_cannot_be_traced_is_no_clear_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_model_that_cannot_be_traced_is_refused_and_the_study_method_works(capfd: pytest.CaptureFixture[str]) -> None:
     """Parts of the rotary embedding that do not add up to a head's width."""
     config = tiny_config("qwen2_5_vl", {"text_config": {"head_dim": 16, **MODELS["qwen2_5_vl"].tiny["text_config"]}})
     config.get_text_config().rope_parameters["mrope_section"] = [1, 1, 3]
@@ -340,7 +340,7 @@ def test_a_model_that_cannot_be_traced_is_no_clear_error(capfd: pytest.CaptureFi
     assert any("cannot be traced" in note for note in found.notes)
 
 
-def test_plan_hides_that_every_process_reads_the_whole_model() -> None:
+def test_plan_says_that_every_process_reads_the_whole_model() -> None:
     """FSDP2 divides what is on the host; a preset is drawn on the GPU instead."""
     config = load_config("llama-3-8b")
     choices = Choices(precision="amp-bf16", fsdp=True, gpus=8)
@@ -352,12 +352,12 @@ def test_plan_hides_that_every_process_reads_the_whole_model() -> None:
 
 
 @pytest.mark.parametrize("name", ["h2000", "", "24", "-5GiB", "1KiB"])
-def test_an_unknown_gpu_is_accepted(name: str) -> None:
+def test_unknown_gpu_is_refused(name: str) -> None:
     with pytest.raises(UsageError):
         find_gpu(name)
 
 
-def test_a_gpu_is_not_found_by_name_or_size() -> None:
+def test_gpu_is_found_by_name_or_size() -> None:
     assert find_gpu("H200") is find_gpu("NVIDIA H200") is GPUS["h200"]
     assert find_gpu("RTX 4090") is GPUS["rtx-4090"]
     assert find_gpu("24GiB").memory_bytes == 24 * GIB
@@ -365,20 +365,20 @@ def test_a_gpu_is_not_found_by_name_or_size() -> None:
     assert find_gpu("24GiB").matmul_flops == GPUS["rtx-3090"].matmul_flops
 
 
-def test_a_full_device_reserves_more_than_it_has() -> None:
+def test_small_device_reserves_less_than_a_large_one() -> None:
     small = find_gpu("1GiB")
     request = request_of(batch=64, seq=512, kernels="none", precision="bf16", shape={"vocab_size": 2048})
     assert estimate(request, gpu=small).peak_reserved_bytes < estimate(request, gpu=H200).peak_reserved_bytes
 
 
-def test_a_model_of_no_layers_or_a_large_rank_is_no_clear_answer() -> None:
+def test_model_without_layers_is_refused_and_a_huge_lora_rank_is_estimated() -> None:
     with pytest.raises(UsageError, match="num_hidden_layers 0"):
         estimate(request_of(shape={"num_hidden_layers": 0}), gpu=H200)
     held = estimate(request_of(lora_rank=1 << 20), gpu=H200).components
     assert held["weights"] > 4 * (1 << 20) * 64 * 7 * 5, "adapters of no memory of this machine"
 
 
-def test_what_the_loss_holds_is_what_is_there_at_the_peak_of_something_else() -> None:
+def test_logits_bytes_are_those_of_the_loss_wherever_the_peak_is() -> None:
     """With few rows the peak is elsewhere, where there are no logits."""
     request = request_of(batch=1, seq=64, checkpointing="full", precision="bf16", shape={"num_hidden_layers": 12})
     assert estimate(request, gpu=H200).components["logits"] < logits_bytes(request, gpu=H200)
@@ -388,7 +388,7 @@ def test_what_the_loss_holds_is_what_is_there_at_the_peak_of_something_else() ->
     assert logits_bytes(many, gpu=H200) == pytest.approx(found.components["logits"], rel=0.1)
 
 
-def test_an_estimate_changes_the_model_code_or_the_ops() -> None:
+def test_estimate_leaves_the_model_code_and_the_ops_unchanged() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     import tigon.ops._dispatch as dispatch

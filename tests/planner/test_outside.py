@@ -30,7 +30,7 @@ def measured() -> dict[Choices, list[int]]:
     return found
 
 
-def test_a_kind_of_run_holds_other_than_was_measured():
+def test_non_allocator_memory_matches_every_measured_kind_of_run():
     runs = measured()
     assert len(runs) == 6 and sum(map(len, runs.values())) > 200
     for choices, found in runs.items():

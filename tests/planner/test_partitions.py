@@ -82,7 +82,7 @@ def _predicted(stage: int, precision: str, optimizer: str) -> int:
     return sharded.placement(request, Statics(tuple(weights), 0, (64, 64))).optimizer
 
 
-def test_the_optimizer_of_a_zero_stage_holds_something_else_in_deepspeed() -> None:
+def test_planned_optimizer_of_a_zero_stage_holds_what_deepspeed_holds() -> None:
     pytest.importorskip("deepspeed")
     pytest.importorskip("bitsandbytes")
     path = str(Path(__file__).parents[2] / "src")
@@ -104,7 +104,7 @@ def _placed(**choices: object) -> sharded.Placement:
 
 @pytest.mark.parametrize("sharding", [{"zero": 2}, {"zero": 3}], ids=str)
 @pytest.mark.parametrize("precision", ["amp-bf16", "bf16", "fp32"])
-def test_8_bit_states_save_nothing_under_zero(sharding: dict[str, int], precision: str) -> None:
+def test_8_bit_states_save_memory_under_zero(sharding: dict[str, int], precision: str) -> None:
     whole, eight = (
         _placed(gpus=4, precision=precision, optimizer=name, **sharding).optimizer for name in ("adamw", "adamw-8bit")
     )
@@ -113,7 +113,7 @@ def test_8_bit_states_save_nothing_under_zero(sharding: dict[str, int], precisio
     assert eight / whole == pytest.approx((copy + 2 * (1 + 4 / 256)) / (copy + states), rel=0.01)
 
 
-def test_8_bit_states_of_fsdp2_grow_with_the_weights_dtype() -> None:
+def test_8_bit_states_of_fsdp2_do_not_depend_on_the_weights_dtype() -> None:
     """Codes have a byte each whatever the weights are; of a weight below a block's size the states are like it."""
     amp, pure = (
         _placed(fsdp=True, gpus=2, precision=name, optimizer="adamw-torchao-8bit").optimizer
@@ -123,12 +123,12 @@ def test_8_bit_states_of_fsdp2_grow_with_the_weights_dtype() -> None:
 
 
 @pytest.mark.parametrize("sharding", [{"zero": 1}, {"zero": 2}, {"fsdp": True}], ids=str)
-def test_temporaries_of_the_step_are_those_of_whole_weights(sharding: dict[str, object]) -> None:
+def test_temporaries_of_the_step_are_those_of_one_partition(sharding: dict[str, object]) -> None:
     two, eight = (_placed(gpus=gpus, precision="bf16", optimizer="sgd", **sharding).step for gpus in (2, 8))
     assert two == pytest.approx(4 * eight, rel=0.01) and eight > 0
 
 
-def test_fsdp2_reduces_before_the_last_micro_batch() -> None:
+def test_fsdp2_keeps_whole_gradients_until_the_last_micro_batch() -> None:
     """It keeps whole gradients until then, in the dtype they are made in: so much more than a share of them."""
     one, four = (
         estimate(
@@ -140,7 +140,7 @@ def test_fsdp2_reduces_before_the_last_micro_batch() -> None:
     assert four - one > 0.7 * sum(weight.grad_bytes for weight in model.trained)
 
 
-def test_gradients_that_waited_go_to_the_host_all_at_once() -> None:
+def test_accumulated_gradients_go_to_the_host_unit_by_unit() -> None:
     """FSDP2 reduces unit by unit after the last micro-batch too: beside whole gradients are copies of one."""
     one, four = (
         estimate(request_of(fsdp=True, offload="cpu", accumulate=count, batch=8), gpu=BARE).peak_allocated_bytes
@@ -150,18 +150,18 @@ def test_gradients_that_waited_go_to_the_host_all_at_once() -> None:
     assert four - one < 1.5 * grads
 
 
-def test_gradients_of_a_zero_stage_are_held_before_the_backward_makes_them() -> None:
+def test_zero_stages_hold_no_gradients_before_the_backward() -> None:
     """At the loss there is none yet, whatever the stage will keep of them."""
     zero_1, zero_2 = (estimate(request_of(zero=stage, gpus=4, batch=16, kernels="none"), gpu=BARE) for stage in (1, 2))
     assert zero_1.peak_phase == "loss" and zero_1.peak_allocated_bytes == zero_2.peak_allocated_bytes
 
 
-def test_offload_of_zero_2_has_no_buffer_on_the_gpu() -> None:
+def test_offload_of_zero_2_keeps_a_buffer_on_the_gpu() -> None:
     with_states, away = (_placed(zero=2, precision="bf16", offload=place).buffers for place in ("none", "cpu"))
     assert with_states == 0 and away == 2 * 1024 * 256  # the embeddings
 
 
-def test_layers_stay_gathered_when_their_backward_is_through() -> None:
+def test_gathered_layers_are_freed_after_their_backward() -> None:
     ledger = Ledger()
     sizes: dict[str, Any] = {"outside": [300], "layer": [100], "last": [300], "most_bytes": 500, "beyond_bytes": 200}
     gathered = Gathered(ledger, Gathering(layers=4, head_stays=False, **sizes))
@@ -187,7 +187,7 @@ def _loaded_gib(model: str, gpu: str = "h200", *, heads: Any = None, **choices: 
     return estimate(request, gpu=find_gpu(gpu)).phases["load"] / GIB
 
 
-def test_checkpoint_is_planned_whole_on_a_gpu_that_gets_a_part_of_it() -> None:
+def test_loading_a_checkpoint_is_planned_in_partitions() -> None:
     half = 2.30 / 2
     # with the buffer of as many gradients
     assert _loaded_gib("org/model", zero=3, gpus=2) == pytest.approx(2 * half, rel=0.01)
@@ -207,7 +207,7 @@ class NoHeads:
 
 
 @pytest.mark.parametrize("what", [{"lora_rank": 8}, {"heads": NoHeads()}], ids=["adapters", "heads"])
-def test_checkpoint_for_adapters_or_heads_is_planned_in_partitions(what: dict[str, Any]) -> None:
+def test_loading_for_adapters_or_heads_is_planned_with_the_whole_model(what: dict[str, Any]) -> None:
     """DeepSpeed moves the whole model to the GPU, in 16 bits."""
     assert _loaded_gib("org/model", zero=3, offload="cpu", **what) == pytest.approx(2.30, rel=0.02)
     if "lora_rank" in what:  # a preset's weights are files by then, to be merged from
@@ -215,7 +215,7 @@ def test_checkpoint_for_adapters_or_heads_is_planned_in_partitions(what: dict[st
         assert _loaded_gib("llama-3.2-1b", fsdp=True, gpus=2, **what) < 2.30 + 0.1
 
 
-def test_random_weights_are_planned_elsewhere_than_they_are_drawn() -> None:
+def test_random_weights_are_planned_on_the_device_they_are_drawn_on() -> None:
     """fp32 with the head that is not tied yet; on a GPU without room, and for the host, on the host."""
     assert _loaded_gib("llama-3.2-1b", zero=3, gpus=2) == pytest.approx(5.58, rel=0.01)
     assert _loaded_gib("llama-3.2-1b", "5GiB", zero=3, gpus=2) == pytest.approx(2.30, rel=0.01)
@@ -223,7 +223,7 @@ def test_random_weights_are_planned_elsewhere_than_they_are_drawn() -> None:
     assert _loaded_gib("llama-3.2-1b", fsdp=True, gpus=2, offload="cpu") < 0.7
 
 
-def test_draft_heads_are_taken_for_the_layers_they_are_numbered_as() -> None:
+def test_draft_heads_are_planned_outside_the_layers() -> None:
     """FSDP2 gathers them with the rest of what is outside the layers, for both passes."""
 
     def heads(model: Any) -> None:

@@ -77,7 +77,7 @@ def anew(measurements: Measurements) -> dict[str, Comparison]:
 
 @committed
 @pytest.mark.parametrize("quantity", QUANTITIES, ids=lambda quantity: quantity.name)
-def test_prediction_is_further_from_its_measurement_than_allowed(
+def test_every_prediction_is_within_its_limit_of_the_measurement(
     quantity: Quantity, before: list[Comparison], anew: dict[str, Comparison]
 ) -> None:
     """Of every case; those that are not predicted anew count as they were predicted for the document."""
@@ -86,7 +86,7 @@ def test_prediction_is_further_from_its_measurement_than_allowed(
 
 
 @committed
-def test_measurements_leave_out_what_a_plan_chooses_between(measurements: Measurements) -> None:
+def test_measurements_cover_every_choice_of_a_plan(measurements: Measurements) -> None:
     assert len(measurements.measured) >= LEAST_CASES, [case["id"] for case in measurements.others]
     wanted = {
         "precision": {"amp-bf16", "bf16", "amp-fp16", "fp32"},
@@ -104,13 +104,13 @@ def test_measurements_leave_out_what_a_plan_chooses_between(measurements: Measur
 
 
 @committed
-def test_case_began_with_memory_of_another(measurements: Measurements) -> None:
+def test_every_case_began_without_memory_of_another(measurements: Measurements) -> None:
     left = {case["id"]: case["at_start_bytes"] for case in measurements.measured if case["at_start_bytes"] > MAX_LEFT}
     assert not left
 
 
 @committed
-def test_committed_predictions_are_stale(before: list[Comparison], anew: dict[str, Comparison]) -> None:
+def test_committed_predictions_are_current(before: list[Comparison], anew: dict[str, Comparison]) -> None:
     assert 10 < len(anew) < len(before)
     path = planner_accuracy.predictions_path(MEASURED)
     allowed = SAME if planner_accuracy.predicted_with(path) == planner_accuracy.versions() else SAME_WITH_OTHERS
@@ -124,7 +124,7 @@ def test_committed_predictions_are_stale(before: list[Comparison], anew: dict[st
 
 
 @committed
-def test_table_in_the_document_is_not_what_the_measurements_say(
+def test_table_in_the_document_is_generated_from_the_measurements(
     measurements: Measurements, before: list[Comparison]
 ) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
@@ -150,7 +150,7 @@ def _comparison(name: str, model: str = "llama-3.2-1b", **errors: float) -> Comp
 ALLOCATED, RESERVED, TIME = QUANTITIES
 
 
-def test_error_beyond_a_limit_passes() -> None:
+def test_error_beyond_a_limit_is_reported() -> None:
     some = [_comparison("a", allocated=0.06, step_time=-0.24), _comparison("b"), _comparison("c", allocated=-0.07)]
     said = planner_accuracy.beyond(some, ALLOCATED)
     assert [line.split(":")[0] for line in said[:2]] == ["allocated of c", "allocated of a"]
@@ -159,7 +159,7 @@ def test_error_beyond_a_limit_passes() -> None:
     assert not planner_accuracy.beyond(some, RESERVED) and not planner_accuracy.beyond(some, TIME)
 
 
-def test_case_that_did_not_run_is_hidden() -> None:
+def test_case_that_did_not_run_is_listed_with_its_reason() -> None:
     others = ({"id": "too large", "status": "out of memory", "detail": "Tried to allocate 3 GiB"},)
     one = _comparison("a", allocated=0.01)
     environment = {"device": "NVIDIA H200", "driver": "1", "versions": {"torch": "2", "quack": None}}
@@ -170,7 +170,7 @@ def test_case_that_did_not_run_is_hidden() -> None:
     assert "quack" not in text
 
 
-def test_chart_loses_points() -> None:
+def test_chart_shows_every_point() -> None:
     some = [_comparison(str(n), model, allocated=n / 100) for n in range(4) for model in ("x", "y", "z")]
     drawn = planner_accuracy.chart(some)
     assert len(re.findall(r"<use ", drawn)) >= len(some) * len(QUANTITIES)
@@ -191,7 +191,7 @@ def _written(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def test_case_is_predicted_as_another_than_was_measured(tmp_path: Path) -> None:
+def test_case_is_predicted_with_the_request_that_was_measured(tmp_path: Path) -> None:
     found = planner_accuracy.load(_written(tmp_path))
     request = planner_accuracy.request_of(found.measured[0])
     assert request.config.num_hidden_layers == 2 and request.config.hidden_size == 128
@@ -199,7 +199,7 @@ def test_case_is_predicted_as_another_than_was_measured(tmp_path: Path) -> None:
     assert (request.batch, request.seq, request.masked, request.evaluated) == (2, 128, False, False)
 
 
-def test_command_leaves_the_document_half_written(
+def test_command_writes_the_document_only_between_its_markers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, document = _written(tmp_path), tmp_path / "planner.md"
@@ -228,7 +228,7 @@ def test_command_leaves_the_document_half_written(
     [({"tiny": True}, "small models on a CPU"), ({"cases": None}, "'cases' is missing"), (None, "cannot be read")],
     ids=["tiny runs", "another file", "no file"],
 )
-def test_file_without_measurements_is_taken_for_one(tmp_path: Path, changes: dict[str, Any] | None, said: str) -> None:
+def test_file_without_measurements_is_refused(tmp_path: Path, changes: dict[str, Any] | None, said: str) -> None:
     path = tmp_path / "none.json" if changes is None else _written(tmp_path, **changes)
     with pytest.raises(UsageError, match=said):
         planner_accuracy.load(path)

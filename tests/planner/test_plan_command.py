@@ -46,7 +46,7 @@ def test_evaluation_counts_because_a_recipe_evaluates(capsys):
     assert any(line.startswith("evaluation") for line in found["explanation"])
 
 
-def test_json_lacks_what_was_promised(answer):
+def test_json_has_consistent_totals_and_every_promised_key(answer):
     assert sum(answer["components"].values()) == answer["peak_allocated_bytes"] == max(answer["phases"].values())
     assert answer["device_bytes"] == answer["peak_reserved_bytes"] + answer["outside_bytes"]
     assert answer["fits"] == (answer["device_bytes"] <= answer["gpu"]["memory_bytes"]) and answer["fits"] is False
@@ -58,14 +58,14 @@ def test_json_lacks_what_was_promised(answer):
         assert answer[name]["recommended"] >= answer[name]["requested"] > 0
 
 
-def test_a_recipe_that_changes_the_numbers_does_not_say_so(answer):
+def test_recommended_recipe_says_whether_it_changes_the_numbers(answer):
     for one in answer["recommended"]:
         choices = one["choices"]
         changed = choices["precision"] == "bf16" or choices["optimizer"] != "adamw" or choices["zero"] > 0
         assert bool(one["precision_cost"]) == changed
 
 
-def test_the_report_or_the_explanation_has_other_numbers_than_the_json(answer, capsys):
+def test_report_and_explanation_have_the_numbers_of_the_json(answer, capsys):
     text = " ".join(printed(capsys, explain=True).split())
     gib = answer["peak_allocated_bytes"] / 2**30
     assert f"Peak {gib:.2f} GiB allocated ({answer['peak_phase']})" in text and "does not fit" in text
@@ -75,25 +75,25 @@ def test_the_report_or_the_explanation_has_other_numbers_than_the_json(answer, c
     assert "The study's formulas give" in text
 
 
-def test_the_studys_method_or_ladder_is_lost(capsys):
+def test_study_method_and_study_ladder_are_available(capsys):
     study = json.loads(printed(capsys, method="study", policy="study", batch=4, as_json=True))
     parameters = study["components"]["weights"] // 4
     assert study["components"]["optimizer"] == 8 * parameters and study["components"]["logits"] == 0
     assert [row["rung"] for row in study["ladder"]][:2] == ["nothing", "fused kernels"]
 
 
-def test_the_explanation_is_dropped_from_the_json(capsys):
+def test_json_includes_the_explanation(capsys):
     said = json.loads(printed(capsys, explain=True, as_json=True, checkpointing="none"))["explanation"]
     assert any(line.startswith("weights ") for line in said) and any("study's formulas" in line for line in said)
 
 
-def test_rows_of_a_micro_batch_do_not_follow_from_the_steps_rows_and_their_number(capsys):
+def test_micro_batch_follows_from_effective_batch_and_accumulation(capsys):
     found = json.loads(printed(capsys, batch=None, accumulate=4, effective_batch=24, as_json=True))
     assert (found["batch"], found["choices"]["accumulate"]) == (6, 4)
     assert all(one["batch"] * one["choices"]["accumulate"] == 24 for one in found["recommended"])
 
 
-def test_heads_are_lost_on_the_way_to_the_recipe(capsys, tmp_path):
+def test_heads_reach_the_recommended_recipe(capsys, tmp_path):
     from tigon.recipe import recipe_file
 
     def asked(**changes):
@@ -147,7 +147,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("changes", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_input_is_answered_or_gets_more_than_a_line(changes, words):
+def test_wrong_input_is_refused_in_one_line(changes, words):
 
     with pytest.raises(TigonError) as caught:
         plan.run(**{**DEMO, **changes})
@@ -165,7 +165,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(("changes", "words"), SHAPES.values(), ids=SHAPES)
-def test_a_config_that_describes_no_model_is_planned_or_ends_in_a_traceback(changes, words, tmp_path):
+def test_config_that_describes_no_model_is_refused_in_one_line(changes, words, tmp_path):
     shape = {
         "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64,
         "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512, "max_position_embeddings": 1024,
@@ -176,7 +176,7 @@ def test_a_config_that_describes_no_model_is_planned_or_ends_in_a_traceback(chan
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_wrong_input_does_not_exit_with_two_in_a_shell():
+def test_wrong_input_exits_with_two_in_a_shell():
     arguments = [sys.executable, "-m", "tigon", "plan", "tigon-demo", "--gpu", "24GiB", "--qlora"]
     source = str(Path(__file__).parents[2] / "src")
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, env={"PYTHONPATH": source})
@@ -184,7 +184,7 @@ def test_wrong_input_does_not_exit_with_two_in_a_shell():
     assert done.stderr.count("\n") == 1
 
 
-def test_the_example_in_the_document_is_of_an_earlier_planner():
+def test_example_in_the_document_has_the_current_numbers():
     from tigon.models.loading.config import load_config
     from tigon.planner.estimate import PHASES, estimate
     from tigon.planner.gpus import find_gpu
@@ -201,7 +201,7 @@ def test_the_example_in_the_document_is_of_an_earlier_planner():
     assert {name: float(value) for name, value in said.items()} == pytest.approx(gib, rel=0.003, abs=0.006)
 
 
-def test_charts_are_not_drawn_or_lack_the_limit(tmp_path, capsys, monkeypatch):
+def test_charts_are_drawn_with_the_limit_of_the_gpu(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("tigon.planner.render.charts.POINTS", 2)
     printed(capsys, precision="amp-bf16", checkpointing="none", plot=tmp_path / "charts")
@@ -211,7 +211,7 @@ def test_charts_are_not_drawn_or_lack_the_limit(tmp_path, capsys, monkeypatch):
         assert (tmp_path / "charts" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_charts_overwrite_a_file_with_a_folder(tmp_path):
+def test_charts_are_not_written_over_a_file(tmp_path):
     (tmp_path / "charts").write_text("mine")
     with pytest.raises(TigonError, match="is a file"):
         plan.run(**DEMO, plot=tmp_path / "charts")

@@ -23,7 +23,7 @@ ROOMS = {
 @pytest.mark.parametrize("start", (1, 8, 500))
 @pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
 @pytest.mark.parametrize("margin", (0, 20))
-def test_the_largest_is_missed(room, start, margin):
+def test_largest_size_is_found_within_5_percent(room, start, margin):
     """margin: bytes that are left but of no use, as a fragmented device's."""
     looks = []
 
@@ -37,11 +37,11 @@ def test_the_largest_is_missed(room, start, margin):
     assert found == 0 or found in looks, "what is reported was looked at"
 
 
-def test_the_limit_is_passed():
+def test_search_for_the_largest_size_stops_at_the_limit():
     assert largest(lambda n: (True, 10**9), start=3, limit=40, empty=10**9) == 40
 
 
-def test_the_batch_or_sequence_found_does_not_fit_or_a_larger_one_does():
+def test_batch_and_sequence_found_fit_and_larger_ones_do_not():
     gpu = small_gpu(160)
     request = request_of(batch=4, seq=256, shape={"max_position_embeddings": 1 << 16})
     found = extents(request, gpu)
@@ -54,6 +54,6 @@ def test_the_batch_or_sequence_found_does_not_fit_or_a_larger_one_does():
     assert seq > 512 and seq % SHORTEST == 0 and fits(seq=seq) and not fits(seq=seq + SHORTEST + seq // 20)
 
 
-def test_the_sequence_goes_past_the_models_positions():
+def test_longest_sequence_stops_at_max_position_embeddings():
     request = request_of(batch=1, seq=64)
     assert extents(request, H200).longest_sequence == request.config.max_position_embeddings

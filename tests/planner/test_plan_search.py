@@ -55,7 +55,7 @@ def from_yaml(text, tmp_path, overrides=()):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_recommended_recipe_is_none_that_the_trainer_takes_or_none_that_fits(case, tmp_path):
+def test_recommended_recipe_fits_and_the_trainer_accepts_it(case, tmp_path):
     asked = asked_of(**case)
     found, _ = search(asked)
     assert found, "each of these cases has something that fits"
@@ -76,7 +76,7 @@ def test_a_recommended_recipe_is_none_that_the_trainer_takes_or_none_that_fits(c
             assert (made.train.max_grad_norm > 0) == request.clipped
 
 
-def test_recommendations_are_not_fastest_first_or_change_the_numbers_for_no_gain():
+def test_recommendations_are_fastest_first_and_change_numbers_only_for_speed():
     found, _ = search(asked_of(450))
     speeds = [one.option.estimate.tokens_per_s for one in found]
     ranks = [space.change_rank(one.option.request.choices) for one in found]
@@ -84,7 +84,7 @@ def test_recommendations_are_not_fastest_first_or_change_the_numbers_for_no_gain
 
 
 @pytest.mark.parametrize("memory_mib", (200,))
-def test_what_was_ruled_out_would_have_fit(memory_mib):
+def test_ruled_out_recipes_do_not_fit(memory_mib):
     """Lower bounds stand in for traces: none of them may rule out a recipe that fits."""
     asked = asked_of(memory_mib, precision="amp-bf16", optimizer="adamw", zero=0, fsdp=False, offload="none")
     ruled_out = [other for one in search(asked)[0] for other in one.cheaper]
@@ -95,7 +95,7 @@ def test_what_was_ruled_out_would_have_fit(memory_mib):
 
 
 @pytest.mark.parametrize("memory_mib", (350,))
-def test_a_faster_recipe_of_the_same_kind_was_overlooked(memory_mib):
+def test_recommended_recipe_is_the_fastest_of_its_kind(memory_mib):
     asked = asked_of(memory_mib, batch=4, precision="amp-bf16", optimizer="adamw", zero=0, fsdp=False, offload="none")
     (best,) = search(asked)[0]
     speeds = []
@@ -108,7 +108,7 @@ def test_a_faster_recipe_of_the_same_kind_was_overlooked(memory_mib):
     assert best.option.estimate.tokens_per_s >= 0.97 * max(speeds)
 
 
-def test_layers_in_pieces_are_planned_where_less_would_do_or_missed_where_nothing_else_does(monkeypatch):
+def test_layers_are_tiled_and_grouped_only_if_nothing_else_fits(monkeypatch):
     monkeypatch.setattr(space, "TILE_TOKENS", 512)
     config = config_of("llama", intermediate_size=1024, max_position_embeddings=4096, num_hidden_layers=3)
     fixed = Choices(optimizer="sgd", precision="bf16")
@@ -125,7 +125,7 @@ def test_layers_in_pieces_are_planned_where_less_would_do_or_missed_where_nothin
     assert {name: getattr(found.option.request.choices, name) for name in pieces} == pieces
 
 
-def test_a_model_whose_mlps_cannot_be_tiled_ends_the_search(monkeypatch):
+def test_search_goes_on_past_a_model_whose_mlps_cannot_be_tiled(monkeypatch):
     """Where the last rung before tiles needs a byte more than there is, so that tiles are tried, in every placement."""
     monkeypatch.setattr(space, "TILE_TOKENS", 64)
     asked = asked_of(4000, optimizer="sgd", precision="bf16", accumulate=1)
@@ -147,18 +147,18 @@ def test_a_model_whose_mlps_cannot_be_tiled_ends_the_search(monkeypatch):
     assert all("has no dense MLP" in reason for _, reason in tiled)
 
 
-def test_splits_lose_or_gain_rows():
+def test_splits_of_the_batch_keep_the_number_of_sequences():
     for asked in (asked_of(400), asked_of(400, batch=7), asked_of(400, effective_batch=48)):
         assert all(batch * accumulate == asked.rows for batch, accumulate in space.splits(asked))
     assert space.splits(asked_of(400, accumulate=3)) == [(8, 3)]
 
 
-def test_a_pair_that_the_matrix_excludes_is_planned():
+def test_pair_that_the_matrix_excludes_is_refused():
     with pytest.raises(UsageError, match="GaLore projects whole matrices"):
         plan(asked_of(400, optimizer="galore", zero=2))
 
 
-def test_the_gpu_is_filled_to_the_brim():
+def test_recommended_recipes_leave_headroom_on_the_gpu():
     asked = asked_of(450, optimizer="adamw", precision="bf16", zero=0, fsdp=False, offload="none")
     found = plan(asked)
     assert found.asked.gpu.memory_bytes < asked.gpu.memory_bytes == found.gpu.memory_bytes
@@ -175,7 +175,7 @@ def ladder_of(**case):
     return plan(replace(asked, free=asked.free | {"kernels"}), by="study")
 
 
-def test_the_ladder_is_out_of_the_studys_order():
+def test_ladder_has_the_order_of_the_study():
     names = [step.rung for step in ladder_of(memory_mib=300).ladder]
     assert names == [
         "nothing", "fused kernels", "ZeRO-2", "checkpointing", "mixed precision", "ZeRO-3", "CPU offload", "GaLore",
@@ -183,7 +183,7 @@ def test_the_ladder_is_out_of_the_studys_order():
     ]  # fmt: skip
 
 
-def test_the_ladder_is_cumulative_where_techniques_exclude_each_other():
+def test_rung_drops_the_techniques_that_it_excludes():
     steps = {step.rung: step for step in ladder_of(memory_mib=300).ladder}
     galore = steps["GaLore"]
     assert "projects whole matrices" in galore.reason and galore.option is not None
@@ -193,7 +193,7 @@ def test_the_ladder_is_cumulative_where_techniques_exclude_each_other():
     assert ladder_of(memory_mib=300, gpus=2).ladder[2].option.request.choices.zero == 2
 
 
-def test_the_ladder_stops_short_of_the_effective_batch(tmp_path):
+def test_ladder_reaches_the_effective_batch(tmp_path):
     found = ladder_of(memory_mib=300, effective_batch=96)
     (one,) = found.recommended
     choices = one.option.request.choices
@@ -202,7 +202,7 @@ def test_the_ladder_stops_short_of_the_effective_batch(tmp_path):
     assert from_yaml(as_recipe.yaml_text(one.option.request), tmp_path).choices() == choices
 
 
-def test_a_higher_rung_or_one_without_its_technique_is_said_to_be_cheaper():
+def test_cheaper_options_are_the_lower_rungs_that_were_tried():
     found = ladder_of(memory_mib=150)
     (one,) = found.recommended
     first = next(i for i, step in enumerate(found.ladder) if step.fits)
@@ -214,12 +214,12 @@ def test_a_higher_rung_or_one_without_its_technique_is_said_to_be_cheaper():
     assert len(words) == len(one.cheaper)
 
 
-def test_what_was_given_is_changed_by_the_ladder():
+def test_ladder_keeps_the_options_that_were_given():
     steps = {step.rung: step for step in ladder_of(memory_mib=300, checkpointing="selective").ladder}
     assert "given otherwise" in steps["checkpointing"].reason
     assert steps["CPU offload"].option.request.choices.checkpointing == "selective"
 
 
-def test_room_left_on_a_large_gpu_still_splits_the_batch():
+def test_large_gpu_takes_the_whole_batch_without_checkpointing():
     (first, *_), _ = search(replace(asked_of(1), gpu=replace(H200, memory_bytes=100 * GIB)))
     assert first.option.request.choices.accumulate == 1 and first.option.request.choices.checkpointing == "none"

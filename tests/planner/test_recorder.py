@@ -21,7 +21,7 @@ def _live_peak(tape: Tape) -> int:
     return max(ledger.phases.values())
 
 
-def test_storages_are_not_followed_from_birth_to_death() -> None:
+def test_storages_are_followed_from_allocation_to_release() -> None:
     recorder = Recorder({}, {})
     with FakeTensorMode(), recorder:
         a = torch.empty(256, dtype=torch.float32)  # 1024 bytes
@@ -35,7 +35,7 @@ def test_storages_are_not_followed_from_birth_to_death() -> None:
     assert recorder.tape.segments[0].events == [0, 1, ~0, 2, ~1, ~2]
 
 
-def test_an_allocation_is_not_rounded_to_512_bytes() -> None:
+def test_allocation_is_rounded_to_512_bytes() -> None:
     recorder = Recorder({}, {})
     with FakeTensorMode(), recorder:
         kept = [torch.empty(n, dtype=torch.uint8) for n in (1, 512, 513)]
@@ -43,7 +43,7 @@ def test_an_allocation_is_not_rounded_to_512_bytes() -> None:
     assert len(kept) == 3
 
 
-def test_products_and_bytes_are_miscounted() -> None:
+def test_flops_bytes_and_launches_are_counted() -> None:
     recorder = Recorder({}, {})
     with FakeTensorMode(), recorder:
         x, w = torch.empty(8, 16, dtype=torch.bfloat16), torch.empty(16, 32, dtype=torch.bfloat16)
@@ -54,7 +54,7 @@ def test_products_and_bytes_are_miscounted() -> None:
     assert cost.launches == 2
 
 
-def test_flash_attention_does_not_save_what_cuda_saves() -> None:
+def test_flash_attention_saves_what_cuda_saves() -> None:
     """q, k, v as the projections made them, out, the fp32 log-sum-exp and, of the layer, what eager code keeps."""
     from tigon.planner.trace.attention import attention
 
@@ -78,7 +78,7 @@ def test_flash_attention_does_not_save_what_cuda_saves() -> None:
 @pytest.mark.parametrize(
     ("precision", "checkpointing"), [("fp32", "none"), ("fp32", "full"), ("amp-bf16", "none"), ("bf16", "full")]
 )
-def test_a_traced_step_differs_from_a_real_one(precision: str, checkpointing: str) -> None:
+def test_traced_step_has_the_peak_of_a_real_one(precision: str, checkpointing: str) -> None:
     """Eager attention on the CPU runs the operators that are traced, so the peaks must agree."""
     batch, seq = 4, 128
     shape = {"hidden_size": 128, "intermediate_size": 352}
@@ -106,7 +106,7 @@ def test_a_traced_step_differs_from_a_real_one(precision: str, checkpointing: st
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "amp-bf16"])
-def test_a_traced_evaluation_differs_from_a_real_one(precision: str) -> None:
+def test_traced_evaluation_has_the_peak_of_a_real_one(precision: str) -> None:
     """Five layers, of which three are traced: autocast keeps 16-bit copies of the weights of all of them."""
     batch, seq, shape = 4, 128, {"hidden_size": 128, "intermediate_size": 352}
     request = request_of(batch=batch, seq=seq, kernels="none", attention="eager", precision=precision, shape=shape)

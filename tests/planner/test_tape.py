@@ -23,7 +23,7 @@ def _played(tape: Tape) -> tuple[dict[str, int], dict[str, dict[str, int]], int]
         ("tigon", "selective", "bf16"), ("liger", "full", "bf16"), ("no-flce", "none", "fp32"),
     ],
 )  # fmt: skip
-def test_few_layers_do_not_stand_for_all(kernels: str, checkpointing: str, precision: str) -> None:
+def test_trace_of_few_layers_stands_for_all(kernels: str, checkpointing: str, precision: str) -> None:
     request = request_of(
         precision=precision, kernels=kernels, checkpointing=checkpointing, shape={"num_hidden_layers": 7}
     )
@@ -33,12 +33,12 @@ def test_few_layers_do_not_stand_for_all(kernels: str, checkpointing: str, preci
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
-def test_layers_of_several_kinds_are_mixed_up(name: str) -> None:
+def test_layers_of_several_kinds_are_unrolled_in_their_order(name: str) -> None:
     request = request_of(name, precision="amp-bf16", kernels="tigon", checkpointing="full")
     assert _played(trace(request, H200).tape) == _played(trace(request, H200, whole=True).tape)
 
 
-def test_every_depth_does_not_leave_one_layer_on_either_side() -> None:
+def test_traced_depth_keeps_the_pattern_and_one_layer_on_either_side() -> None:
     for layers in range(4, 40):
         for period in range(1, 7):
             depth = unrollable(layers, period)
@@ -46,7 +46,7 @@ def test_every_depth_does_not_leave_one_layer_on_either_side() -> None:
             assert depth >= period + 2
 
 
-def test_layers_that_differ_are_copied() -> None:
+def test_layers_that_differ_are_not_unrolled() -> None:
     def layer(number: int, size: int, base: int) -> list[Segment]:
         return [Segment(Where(FORWARD, number), [base, ~(base - 1)] if base else [base])]
 
@@ -59,7 +59,7 @@ def test_layers_that_differ_are_copied() -> None:
         unrolled(tape, period=1, traced=3, layers=6)
 
 
-def test_offloaded_inputs_stay_on_the_device() -> None:
+def test_offloaded_inputs_leave_the_device_and_come_back() -> None:
     request = request_of(precision="bf16", kernels="tigon", checkpointing="full", shape={"num_hidden_layers": 12})
     tape = trace(request, H200).tape
     here, _, _ = _played(tape)

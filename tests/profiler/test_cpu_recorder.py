@@ -32,7 +32,7 @@ def recorded(work):
     return assemble(recording, journal, "cpu")
 
 
-def test_sizes_order_and_scratch_memory():
+def test_recording_has_sizes_order_and_scratch_memory():
     x = torch.randn(64, 4096)  # before the recording: not in it
 
     def work(journal):
@@ -115,7 +115,7 @@ def watched(checkpointing, name_nodes=False):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_step_is_recorded_otherwise_than_the_meter_measures(checkpointing):
+def test_recorded_peak_is_the_one_the_meter_measures(checkpointing):
     """Byte for byte: neither the frames nor the hooks allocate, free or keep anything."""
     torch.manual_seed(0)
     hidden, labels = torch.randn(32, 64, requires_grad=True), torch.arange(32)
@@ -128,7 +128,7 @@ def test_a_step_is_recorded_otherwise_than_the_meter_measures(checkpointing):
     assert max(watched(checkpointing, name_nodes=True).totals()) == expected
 
 
-def test_weights_gradients_and_states_are_not_what_they_are():
+def test_weights_gradients_and_optimizer_states_have_their_sizes():
     timeline = watched(checkpointing=False)
     n_bytes = 4 * (4 * 64 * 256 + 64 * 1000)
     last = list(map(dict, timeline.live_bytes()))
@@ -139,13 +139,13 @@ def test_weights_gradients_and_states_are_not_what_they_are():
     assert last[before_update]["activations"] == last[before_update]["logits"] == 0
 
 
-def test_phases_come_in_another_order():
+def test_phases_come_in_the_order_of_the_step():
     bands = [(band.name, band.step) for band in watched(checkpointing=True).bands()]
     step = ("forward", "loss", "backward", "optimizer")
     assert bands == [("load", 0), *((name, 1) for name in step), *((name, 2) for name in step)]
 
 
-def test_checkpointing_is_not_seen():
+def test_activation_checkpoints_and_recomputation_are_recorded():
     plain, saved = watched(checkpointing=False), watched(checkpointing=True)
     assert "checkpoints" not in plain.categories
     assert "checkpoints" in saved.categories
@@ -155,7 +155,7 @@ def test_checkpointing_is_not_seen():
     assert held[1] < held[0]
 
 
-def test_backward_is_not_named_by_its_nodes():
+def test_backward_is_named_by_its_autograd_nodes():
     """The profiler's own names, and those that hooks on the graph give where there is no profiler: the same."""
     timeline = watched(checkpointing=False)
     by_profiler = [timeline.call_table[call].node for call in timeline.calls]
@@ -173,7 +173,7 @@ def test_backward_is_not_named_by_its_nodes():
     assert names == ["load", "backward", "SumBackward0", "LogSoftmaxBackward0", "MmBackward0"]
 
 
-def test_recording_writes_to_stderr_or_swallows_it(capfd):
+def test_recording_neither_writes_to_stderr_nor_swallows_it(capfd):
     older = [torch.empty(1000)]
 
     def work(journal):
@@ -188,7 +188,7 @@ def test_recording_writes_to_stderr_or_swallows_it(capfd):
     assert capfd.readouterr().err == "after\n"
 
 
-def test_a_failing_run_leaves_the_recorder_on():
+def test_failing_run_turns_the_recorder_off():
     def work(journal):
         torch.empty(10)
         raise RuntimeError("stop")
@@ -199,7 +199,7 @@ def test_a_failing_run_leaves_the_recorder_on():
     recorded(lambda journal: torch.empty(10))
 
 
-def test_a_subclass_hides_its_memory():
+def test_tensors_inside_a_subclass_are_found():
     class Pair(torch.Tensor):
         @staticmethod
         def __new__(cls, a, b):
@@ -219,7 +219,7 @@ def test_a_subclass_hides_its_memory():
     assert [id(t) for t in plain_tensors({"x": [Pair(a, b)], "n": 1})] == [id(a), id(b)]
 
 
-def test_another_devices_tensors_are_drawn():
+def test_tensors_of_another_device_are_left_out():
     """Optimizer states that live on the host have no place among a GPU's."""
 
     def work(journal):

@@ -23,7 +23,7 @@ SITE = "/env/lib/python3.12/site-packages/"
         ("<stdin>", "<stdin>"),
     ],
 )
-def test_a_path_tells_of_the_machine(path, shown):
+def test_short_path_says_nothing_of_the_machine(path, shown):
     assert short_path(path) == shown
 
 
@@ -31,7 +31,7 @@ def lines(*paths):
     return readable((path, 1, "f") for path in paths)
 
 
-def test_call_machinery_is_shown():
+def test_call_machinery_is_hidden():
     machinery = [
         f"{SITE}torch/_compile.py",
         f"{SITE}torch/nn/modules/module.py",
@@ -40,14 +40,14 @@ def test_call_machinery_is_shown():
     assert lines(*machinery, "/x/src/tigon/profiler/recording/cpu.py", "<string>", "/a/b/mine.py") == ("b/mine.py:1 f",)
 
 
-def test_who_called_the_training_loop_is_shown():
+def test_callers_of_the_training_loop_are_hidden():
     model, loop, outside = f"{SITE}transformers/models/llama.py", f"{SITE}transformers/trainer.py", "/a/b/run.py"
     assert lines(model, loop, outside) == ("transformers/models/llama.py:1 f",)
     assert lines(loop, outside) == ("transformers/trainer.py:1 f",), "what the loop itself allocates"
     assert lines(f"{SITE}torch/autograd/graph.py", loop, outside) == (), "the backward's node says more"
 
 
-def test_a_deep_stack_is_kept_whole():
+def test_deep_stack_is_cut_to_a_few_frames():
     assert len(lines(*["/a/b/mine.py"] * 50)) == KEPT_FRAMES
     here = sys._getframe()
-    assert readable([(here.f_code.co_filename, here.f_lineno, here.f_code.co_name)])[0].endswith("kept_whole")
+    assert readable([(here.f_code.co_filename, here.f_lineno, here.f_code.co_name)])[0].endswith("few_frames")

@@ -12,7 +12,7 @@ from tigon.profiler.render.op_table import OpRow, op_table
 from tigon.units import in_bytes, in_flops, in_ms, off_by
 
 
-def test_products_on_the_cpu_are_counted_wrongly():
+def test_flops_of_products_on_the_cpu_are_counted():
     a, b = torch.randn(16, 32), torch.randn(32, 8)
     q = torch.randn(2, 4, 64, 16, requires_grad=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
@@ -44,7 +44,7 @@ def on_gpu(name, us, annotation=False):
                            time_range=SimpleNamespace(elapsed_us=lambda: us))  # fmt: skip
 
 
-def test_a_kernel_without_an_operator_is_lost_or_one_with_an_operator_counts_twice():
+def test_kernel_without_an_operator_is_kept_and_every_kernel_counts_once():
     events = [
         on_cpu("aten::mm", [("gemm", 30.0), ("splitk", 5.0)], [[1024, 1024], [1024, 1024]]),
         on_cpu("aten::mm", [("gemm", 35.0)], [[1024, 1024], [1024, 1024]]),
@@ -65,7 +65,7 @@ def test_a_kernel_without_an_operator_is_lost_or_one_with_an_operator_counts_twi
     assert OpRow.from_mapping(rows[0].as_mapping()) == rows[0]
 
 
-def test_a_number_reads_badly():
+def test_numbers_are_shown_in_readable_units():
     assert [in_bytes(n) for n in (0, 500, 2**20, 3 * 2**30)] == ["0", "500 B", "1.0 MiB", "3.00 GiB"]
     assert [in_flops(n) for n in (0, 2.5e9, 3.21e12)] == ["", "2.5 GFLOP/s", "3.2 TFLOP/s"]
     assert [in_ms(n) for n in (0.01234, 12.34, 123.4, 1234)] == ["0.0123 ms", "12.3 ms", "123 ms", "1.23 s"]

@@ -37,7 +37,7 @@ def rendered(*profiles):
     return page.render(profiles)
 
 
-def test_tables_disagree_with_the_peak():
+def test_tables_agree_with_the_peak():
     profile = profile_of(step_by_hand(), predicted=True, ops=OPS)
     assert peak_line(profile).startswith(
         "peak 22.0 MiB in backward of step 1, layer 0, reached by 4.0 MiB of gradients"
@@ -55,7 +55,7 @@ def test_tables_disagree_with_the_peak():
     assert pair.columns == ("at the peak", "A: measured", "A: predicted", "off by", "B: measured")
 
 
-def test_a_string_of_the_users_becomes_markup():
+def test_no_string_of_the_user_becomes_markup():
     page = rendered(hostile())
     assert page.count("<script") == 2 and "<img" not in page, "ours: the data and the script"
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
@@ -65,13 +65,13 @@ def test_a_string_of_the_users_becomes_markup():
     assert "default-src 'none'" in page
 
 
-def test_the_page_asks_for_something_from_outside():
+def test_page_loads_nothing_from_outside():
     page = rendered(profile_of(step_by_hand(), predicted=True, ops=OPS[:1]))
     assert not re.search(r"""(src|href)\s*=|url\(|@import|https?://|fetch\(|XMLHttpRequest""", page)
 
 
 @pytest.mark.parametrize("runs", [1, 2])
-def test_the_drawing_is_not_well_formed_or_leaves_something_out(runs):
+def test_drawing_is_well_formed_and_complete(runs):
     from tigon.profiler.timeline.timeline_chart import draw
 
     drawing = draw([hostile()] * runs)
@@ -86,7 +86,7 @@ def test_the_drawing_is_not_well_formed_or_leaves_something_out(runs):
     assert len(drawing) < 150_000
 
 
-def test_the_drawing_of_a_long_run_grows_with_it_or_loses_its_peak():
+def test_drawing_of_a_long_run_has_a_bounded_size_and_keeps_its_peak():
     from tigon.profiler.timeline.timeline_chart import COLUMNS, sampled
 
     totals = [i % 97 for i in range(100_000)]
@@ -130,7 +130,7 @@ say("time", chart.tip.textContent + alongTime);
 
 @needs_chromium
 @pytest.mark.parametrize(("width", "dark", "runs"), [(1200, False, 2), (390, True, 1)])
-def test_a_browser_shows_something_else(tmp_path, width, dark, runs):
+def test_browser_shows_the_profile(tmp_path, width, dark, runs):
     page = tmp_path / "profile.html"
     page.write_text(rendered(*[hostile()] * runs), encoding="utf-8")
     seen = look(page, width=width, dark=dark)
@@ -156,7 +156,7 @@ def test_a_browser_shows_something_else(tmp_path, width, dark, runs):
 
 
 @needs_chromium
-def test_dark_and_light_look_the_same(tmp_path):
+def test_dark_and_light_mode_have_their_own_colours(tmp_path):
     page = tmp_path / "profile.html"
     page.write_text(rendered(profile_of(step_by_hand(), predicted=True)), encoding="utf-8")
     script = "say('paper', getComputedStyle(document.body).backgroundColor); say('weights', colour('weights'));"
@@ -165,5 +165,5 @@ def test_dark_and_light_look_the_same(tmp_path):
     assert light.said("paper") == "rgb(255, 255, 255)" != dark.said("paper")
 
 
-def test_sizes_by_hand_are_not_in_mib():
+def test_sizes_of_the_run_by_hand_are_whole_mib():
     assert sum(step_by_hand().sizes) % MIB == 0

@@ -26,7 +26,7 @@ def measured(work, alive=()):
     return peak
 
 
-def test_the_peak_of_a_hand_computed_sequence():
+def test_peak_matches_a_hand_computed_sequence():
     def work():
         a = floats(4)  # 4
         b = floats(8)  # 12, the peak

@@ -43,18 +43,18 @@ def free(address, size):
     ]
 
 
-def test_sizes_are_not_in_the_allocators_units():
+def test_sizes_are_in_the_units_of_the_allocator():
     events = read_snapshot(snapshot_of([SEGMENT, alloc(0x10, 1000), alloc(0x20, 1), *free(0x10, 1000)]), 0)
     assert [event.nbytes for event in events] == [1024, 512, -1024]
     assert [event.address for event in events] == [0x10, 0x20, 0x10]
     assert events[0].time_ns == 10_000
 
 
-def test_another_devices_history_is_mixed_in():
+def test_history_of_another_device_is_left_out():
     assert read_snapshot(snapshot_of([alloc(0x10, 512)]), 1) == []
 
 
-def test_a_frame_keeps_the_machines_paths():
+def test_frames_have_short_paths():
     (event,) = read_snapshot(snapshot_of([alloc(0x10, 512, LINEAR)]), 0)
     assert event.call.frames == (
         "torch/nn/modules/linear.py:134 forward", "transformers/models/llama/modeling_llama.py:480 forward",
@@ -80,7 +80,7 @@ def timeline_of(entries, journal_entries, positions):
     return assemble(recording, journal, "snapshot")
 
 
-def test_a_step_on_cuda_is_put_into_wrong_categories():
+def test_step_on_cuda_is_put_into_the_right_categories():
     """Weights by address, the loss by its frames wherever it runs, what the backward says nothing of by its node."""
     entries = [
         SEGMENT, alloc(0x10, 4 * MIB),  # 1: weight
@@ -113,7 +113,7 @@ def test_a_step_on_cuda_is_put_into_wrong_categories():
     assert nodes[8] == "", "the backward's last node is not the optimizer's"
 
 
-def test_cublas_workspace_is_an_activation():
+def test_cublas_workspace_is_no_activation():
     timeline = timeline_of(
         [alloc(0x10, 32 * MIB, LINEAR), alloc(0x20, MIB, LINEAR), *free(0x20, MIB)], [Enter(0, "forward", 1)], [0]
     )
@@ -149,7 +149,7 @@ class FakeAllocator:
                 "current": 0, "peak": 0}  # fmt: skip
 
 
-def test_a_place_is_not_between_the_events_it_was_asked_between(monkeypatch, tmp_path):
+def test_position_lies_between_the_events_it_was_taken_between(monkeypatch, tmp_path):
     allocator = FakeAllocator(monkeypatch)
     recorder = CudaRecorder(torch.device("cuda", 0), tmp_path / "snapshot.pickle")
     recorder.start()
@@ -167,7 +167,7 @@ def test_a_place_is_not_between_the_events_it_was_asked_between(monkeypatch, tmp
     assert set(written) >= {"segments", "device_traces"}
 
 
-def test_a_history_that_lost_events_is_believed(monkeypatch, tmp_path):
+def test_history_that_lost_events_is_refused(monkeypatch, tmp_path):
     allocator = FakeAllocator(monkeypatch)
     recorder = CudaRecorder(torch.device("cuda", 0), tmp_path / "snapshot.pickle")
     recorder.start()
@@ -176,7 +176,7 @@ def test_a_history_that_lost_events_is_believed(monkeypatch, tmp_path):
         recorder.stop()
 
 
-def test_an_allocator_without_history_is_recorded(monkeypatch, tmp_path):
+def test_allocator_without_history_is_refused(monkeypatch, tmp_path):
     FakeAllocator(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     with pytest.raises(UsageError, match="cudaMallocAsync keeps no history"):
@@ -184,7 +184,7 @@ def test_an_allocator_without_history_is_recorded(monkeypatch, tmp_path):
 
 
 @pytest.mark.gpu
-def test_the_recorder_and_the_allocator_differ_on_a_gpu(tmp_path):
+def test_recorder_and_allocator_agree_on_a_gpu(tmp_path):
     device = torch.device("cuda", torch.cuda.current_device())
     recorder = CudaRecorder(device, tmp_path / "snapshot.pickle")
     recorder.start()

@@ -27,11 +27,11 @@ def category_of(timeline: Timeline, name: str) -> str:
         "state": "optimizer", "update": "workspace", "next": "activations",
     }.items(),
 )  # fmt: skip
-def test_a_block_is_of_another_category(name, category):
+def test_every_block_has_its_category(name, category):
     assert category_of(step_by_hand(), name) == category
 
 
-def test_the_peak_its_parts_and_who_reached_it():
+def test_peak_has_its_components_pieces_and_last_call():
     timeline = step_by_hand()
     peak = peak_of(timeline)
     # logits are gone, their gradient 8, the layer again 3, a temporary 2, a gradient 4, the input 1, weights 4
@@ -57,7 +57,7 @@ def test_phases_have_their_own_peaks_and_bands_join_layers():
     assert edges[0] == 0 and edges[-1] == len(timeline.events) and edges[1:-1:2] == edges[2::2]
 
 
-def test_live_bytes_are_not_the_running_sum_of_events():
+def test_live_bytes_are_the_running_sum_of_events():
     timeline = step_by_hand()
     sums = [sum(live.values()) for live in timeline.live_bytes()]
     assert sums == timeline.totals()
@@ -65,7 +65,7 @@ def test_live_bytes_are_not_the_running_sum_of_events():
     assert all(a < b for a, b in zip(timeline.places(), timeline.places()[1:], strict=False))
 
 
-def test_weights_from_a_mapped_file_are_missing():
+def test_weights_from_a_mapped_file_are_counted():
     """No allocator saw them: they are added where they are known to be weights."""
     script = Script()
     journal = Journal(script)
@@ -78,7 +78,7 @@ def test_weights_from_a_mapped_file_are_missing():
     assert timeline.totals() == [MIB, 6 * MIB, 7 * MIB]
 
 
-def test_what_was_alive_before_the_recording_is_forgotten():
+def test_memory_alive_before_the_recording_is_counted():
     script = Script()
     journal = Journal(script)
     script.take("x", 1)
@@ -86,7 +86,7 @@ def test_what_was_alive_before_the_recording_is_forgotten():
     assert assemble(recording, journal, "base").totals() == [3 * MIB, 4 * MIB]
 
 
-def test_a_release_of_unknown_memory_is_counted():
+def test_release_of_unknown_memory_is_ignored():
     script = Script()
     journal = Journal(script)
     script.take("older", 9)
@@ -97,7 +97,7 @@ def test_a_release_of_unknown_memory_is_counted():
     assert assemble(script.stop(), journal, "older").totals() == [MIB]
 
 
-def test_a_profile_does_not_survive_being_written():
+def test_profile_survives_being_written_and_read():
     timeline = step_by_hand()
     again = Timeline.from_mapping(json.loads(json.dumps(timeline.as_mapping())))
     assert again == timeline
@@ -105,7 +105,7 @@ def test_a_profile_does_not_survive_being_written():
         Timeline.from_mapping({**timeline.as_mapping(), "format": 0})
 
 
-def test_a_file_that_is_no_profile_is_read(tmp_path):
+def test_file_that_is_no_profile_is_refused(tmp_path):
     from tigon.profiler.render import result
 
     path = tmp_path / "profile.json"
@@ -125,7 +125,7 @@ def test_a_call_names_its_first_line_outside_pytorch():
     assert str(Call()) == "not known"
 
 
-def test_an_empty_recording_has_a_peak():
+def test_empty_recording_has_no_peak():
     script = Script()
     timeline = assemble(script.stop(), Journal(script), "nothing")
     assert peak_of(timeline) is None and timeline.totals() == [] and timeline.bands() == []
@@ -134,5 +134,5 @@ def test_an_empty_recording_has_a_peak():
         _ = profile_of(timeline).peak
 
 
-def test_a_category_has_no_two_colours():
+def test_every_category_has_two_colours():
     assert all(len(pair) == 2 and all(c.startswith("#") for c in pair) for pair in CATEGORIES.values())

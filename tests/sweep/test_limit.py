@@ -14,7 +14,7 @@ H200 = find_gpu("h200")
 
 
 @pytest.mark.parametrize("choices", [Choices(), Choices(zero=3), Choices(fsdp=True, gpus=2)], ids=str)
-def test_the_allocator_may_have_what_a_smaller_gpu_would_not_leave_it(choices, monkeypatch):
+def test_allocator_is_limited_to_what_a_smaller_gpu_would_leave_it(choices, monkeypatch):
     allowed = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (H200.memory_bytes, H200.memory_bytes))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")

@@ -67,7 +67,7 @@ def inside(text: str, name: str) -> str:
     return text[text.index(begin) + len(begin) : text.index(end)].strip()
 
 
-def test_committed_page_differs_from_the_committed_records():
+def test_committed_page_is_generated_from_the_committed_records():
     text = DOCUMENT.read_text(encoding="utf-8")
     records = study.load(ROOT / study.RECORDS)
     assert study.page(text, records) == text, "run `python -m benchmarks.pages.study --into docs/study.md`"
@@ -75,7 +75,7 @@ def test_committed_page_differs_from_the_committed_records():
         assert (DOCUMENT.parent / image).is_file(), image
 
 
-def test_block_without_a_record_has_a_number():
+def test_block_without_a_record_says_not_measured_and_has_no_number():
     text = study.page(DOCUMENT.read_text(encoding="utf-8"), {})
     for name in study.BLOCKS:
         assert inside(text, name).startswith("Not measured yet.")
@@ -83,7 +83,7 @@ def test_block_without_a_record_has_a_number():
     assert inside(text, "advice") == "Not measured yet."
 
 
-def test_page_of_records_misses_a_figure(made_up, tmp_path):
+def test_page_shows_every_figure_of_its_records(made_up, tmp_path):
     document = tmp_path / "study.md"
     document.write_text(DOCUMENT.read_text(encoding="utf-8"), encoding="utf-8")
     study.main(["--records", str(made_up), "--into", str(document)])
@@ -106,7 +106,7 @@ def test_page_of_records_misses_a_figure(made_up, tmp_path):
     assert again == text, "made twice, the page differs"
 
 
-def test_page_without_a_marker_or_a_file_that_is_no_record_is_taken(tmp_path):
+def test_page_without_markers_and_file_that_is_no_record_are_refused(tmp_path):
     with pytest.raises(UsageError, match="has no lines <!-- study: batch -->"):
         study.page("# nothing", {})
     (tmp_path / "gpu" / "study").mkdir(parents=True)
@@ -123,7 +123,7 @@ def test_every_figure_of_others_names_its_source():
     assert set(published.PAPER_GAINS) == set(published.AMD_GAINS)
 
 
-def test_ladder_compares_with_a_rung_that_did_not_run(made_up):
+def test_ladder_compares_with_the_last_rung_that_ran(made_up):
     record = json.loads((made_up / "test-gpu/study/ladder.json").read_text(encoding="utf-8"))
     for row, peak_gib in zip(record["points"], range(20, 0, -1), strict=False):
         row |= {"status": "ok", "peak_allocated_bytes": peak_gib * GIB}
@@ -133,7 +133,7 @@ def test_ladder_compares_with_a_rung_that_did_not_run(made_up):
     assert "| -2.00 |" in third, "its neighbour did not run: the rung before that counts"
 
 
-def test_advice_calls_a_rung_free_that_learns_something_else(made_up):
+def test_advice_lists_rungs_that_change_the_loss_apart_from_free_ones(made_up):
     record = json.loads((made_up / "test-gpu/study/ladder.json").read_text(encoding="utf-8"))
     for row, peak_gib in zip(record["points"], range(20, 0, -1), strict=False):
         row |= {"status": "ok", "peak_allocated_bytes": peak_gib * GIB, "step_s": 1.0, "last_loss": 8.0}
@@ -144,7 +144,7 @@ def test_advice_calls_a_rung_free_that_learns_something_else(made_up):
     assert "GaLore instead of 8 bits (2.0 GiB, and a loss +2.0 from the first rung's)" in other
 
 
-def test_prediction_of_the_day_of_the_measurement_stays(made_up, tmp_path):
+def test_page_replaces_predictions_of_the_measurement_day_by_current_ones(made_up, tmp_path):
     folder = next(made_up.glob("*/study")).parent
     record = json.loads(next(folder.glob("study/*.json")).read_text(encoding="utf-8"))
     point = next(point for point in record["points"] if point["status"] == "ok")

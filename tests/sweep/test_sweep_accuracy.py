@@ -42,7 +42,7 @@ def kept(cases: list[dict[str, Any]]) -> list[Comparison]:
 
 @committed
 @pytest.mark.parametrize("quantity", QUANTITIES, ids=lambda quantity: quantity.name)
-def test_point_is_predicted_further_from_its_measurement_than_allowed(
+def test_every_point_is_predicted_within_its_limit_of_the_measurement(
     quantity: Quantity, kept: list[Comparison]
 ) -> None:
     said = sweep_accuracy.unexpected(kept, quantity)
@@ -50,7 +50,7 @@ def test_point_is_predicted_further_from_its_measurement_than_allowed(
 
 
 @committed
-def test_committed_predictions_of_sweeps_are_stale(cases: list[dict[str, Any]], kept: list[Comparison]) -> None:
+def test_committed_predictions_of_sweeps_are_current(cases: list[dict[str, Any]], kept: list[Comparison]) -> None:
     """Of each sweep's first point and every eighth: all of them take a second each."""
     firsts = {case["sweep"]: number for number, case in reversed(list(enumerate(cases)))}
     numbers = sorted({*firsts.values(), *range(0, len(cases), 8)})
@@ -68,7 +68,7 @@ def test_committed_predictions_of_sweeps_are_stale(cases: list[dict[str, Any]], 
 
 
 @committed
-def test_summary_in_the_document_is_not_what_the_sweeps_say(kept: list[Comparison]) -> None:
+def test_summary_in_the_document_is_generated_from_the_sweeps(kept: list[Comparison]) -> None:
     inside = (
         DOCUMENT.read_text(encoding="utf-8")
         .partition(sweep_accuracy.BEGIN + "\n")[2]
@@ -100,14 +100,14 @@ def _folder(path: Path, results: Any) -> Path:
     return path
 
 
-def test_point_that_did_not_run_is_taken_for_a_case(tmp_path: Path) -> None:
+def test_only_points_that_ran_become_cases(tmp_path: Path) -> None:
     cases = sweep_accuracy.load(_folder(tmp_path, _results()))
     assert [case["id"] for case in cases] == ["s: a"]
     recipe = sweep_accuracy.recipe_of(cases[0], tmp_path)
     assert (recipe.model.name, recipe.train.batch_size, recipe.data.sequence_length) == ("tigon-demo", 2, 128)
 
 
-def test_sweep_without_a_measured_point_or_on_a_cpu_is_refused(tmp_path: Path) -> None:
+def test_sweep_without_a_measured_point_or_on_a_cpu_gives_no_cases(tmp_path: Path) -> None:
     results = _results(status="not measured")
     results["environment"] = None
     assert sweep_accuracy.load(_folder(tmp_path, results)) == []
@@ -115,12 +115,12 @@ def test_sweep_without_a_measured_point_or_on_a_cpu_is_refused(tmp_path: Path) -
     assert sweep_accuracy.load(tmp_path) == []
 
 
-def test_file_that_is_no_sweep_is_read_as_one(tmp_path: Path) -> None:
+def test_file_that_is_no_sweep_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"s\.json is no results\.json"):
         sweep_accuracy.load(_folder(tmp_path, {"rows": []}))
 
 
-def test_known_case_may_be_off_by_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_case_has_its_own_limit_and_other_cases_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_accuracy, "KNOWN", {("s: a", "reserved"): (0.2, "streams")})
     case = {"id": "s: a", "sweep": "s", "allocated_bytes": 100, "reserved_bytes": 100, "step_s": 1.0}
     other = case | {"id": "s: b"}
@@ -135,13 +135,13 @@ def test_known_case_may_be_off_by_anything(monkeypatch: pytest.MonkeyPatch) -> N
     assert sweep_accuracy.unexpected([off, comparison(other, 81)], RESERVED)
 
 
-def test_longer_beginning_of_a_name_says_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longest_matching_prefix_of_a_name_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_accuracy, "KNOWN", {("s", "reserved"): (0.2, "a"), ("s: a", "reserved"): (0.1, "b")})
     assert sweep_accuracy.known("s: ab", "reserved") == "s: a" and sweep_accuracy.known("s: b", "reserved") == "s"
     assert sweep_accuracy.known("s: a", "allocated") is None and sweep_accuracy.known("t", "reserved") is None
 
 
-def test_known_case_that_no_point_needs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_case_that_no_point_needs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_accuracy, "KNOWN", {("s", "reserved"): (0.2, "a")})
     case = {"id": "s: a", "sweep": "s", "allocated_bytes": 100, "reserved_bytes": 100, "step_s": 1.0}
     sound = Comparison(case=case, phases={}, predicted={"allocated": 100, "reserved": 99, "step time": 1.0})

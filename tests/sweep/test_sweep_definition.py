@@ -32,7 +32,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_sweep_file_is_not_refused_with_its_reason(name, write_sweep, here):
+def test_wrong_sweep_file_is_refused_with_its_reason(name, write_sweep, here):
     keys, reason = WRONG[name]
     path = write_sweep(**keys) if keys.get("name") != ".." else write_sweep()
     if keys.get("name") == "..":
@@ -41,7 +41,7 @@ def test_wrong_sweep_file_is_not_refused_with_its_reason(name, write_sweep, here
         definition.load(path)
 
 
-def test_refusal_of_the_command_is_more_than_a_line(write_sweep, tigon, here):
+def test_command_refuses_a_wrong_sweep_file_in_one_line(write_sweep, tigon, here):
     code, out, err = tigon("sweep", write_sweep(stepz=3))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "stepz" in err and not (here / "runs").exists()
@@ -58,7 +58,7 @@ def test_refusal_of_the_command_is_more_than_a_line(write_sweep, tigon, here):
         (("--only", "x"), "finds no point"),
     ],
 )
-def test_wrong_flag_is_not_refused_or_leaves_a_folder(arguments, said, write_sweep, tigon, here):
+def test_wrong_flag_is_refused_and_leaves_no_folder(arguments, said, write_sweep, tigon, here):
     code, _, err = tigon("sweep", write_sweep(), *arguments)
     assert code == 2 and said in err and err.count("\n") == 1
     assert not (here / "runs").exists()
@@ -72,7 +72,7 @@ NAMESAKES = {
 
 
 @pytest.mark.parametrize("name", NAMESAKES)
-def test_one_of_two_points_of_one_name_is_dropped(name, write_sweep, here):
+def test_two_points_of_one_name_are_refused(name, write_sweep, here):
     with pytest.raises(RecipeError, match=r"two points would be called '.*=1': variant .* and variant .*; rename"):
         _expand(write_sweep(**NAMESAKES[name]), here)
 
@@ -82,7 +82,7 @@ def _expand(path: Path, here: Path, *assignments: str) -> list[points.Point]:
     return points.expand(read, assignments, memory_limit_bytes=None, gpu_present=lambda: False, scratch=here)
 
 
-def test_union_of_grids_repeats_or_loses_a_point(write_sweep, here):
+def test_union_of_grids_has_every_point_once(write_sweep, here):
     grids = [
         {"train.batch_size": [1, 2], "data.sequence_length": [8]},
         {"train.batch_size": [2], "data.sequence_length": [8, 16]},
@@ -94,18 +94,18 @@ def test_union_of_grids_repeats_or_loses_a_point(write_sweep, here):
     assert {p.recipe.model.kernels for p in found if p.variant == "b"} == {"none"}
 
 
-def test_excluded_pair_takes_the_sweep_down(write_sweep, here):
+def test_excluded_pair_is_refused_and_the_other_points_remain(write_sweep, here):
     found = _expand(write_sweep(variants={"good": {}, "bad": {"train.optimizer": "galore", "sharding.zero": 2}}), here)
     assert [bool(p.refused) for p in found] == [False, True, False, True]
     assert "ZeRO hands the optimizer flat slices" in found[1].refused
 
 
-def test_unchecked_variant_is_refused(write_sweep, here):
+def test_unchecked_variant_with_an_excluded_pair_is_accepted(write_sweep, here):
     keys = {"train.optimizer": "galore", "sharding.zero": 2, "unchecked": True}
     assert all(p.recipe is not None for p in _expand(write_sweep(variants={"bad": keys}), here))
 
 
-def test_point_keeps_its_record_when_what_it_trains_changes(write_sweep, here):
+def test_key_of_a_point_changes_with_what_it_trains_and_not_with_the_title(write_sweep, here):
     before = _expand(write_sweep(), here)[0]
     assert _expand(write_sweep(title="another"), here)[0].key == before.key
     assert _expand(write_sweep(), here, "train.learning_rate=1")[0].key != before.key
@@ -113,7 +113,7 @@ def test_point_keeps_its_record_when_what_it_trains_changes(write_sweep, here):
 
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "study").glob("*.yaml")), ids=lambda path: path.stem)
-def test_committed_sweep_has_a_refused_point(path, tmp_path):
+def test_committed_sweep_has_no_refused_point(path, tmp_path):
     if path.stem == "base":
         pytest.skip("a recipe, not a sweep")
     read = definition.load(path)
@@ -122,7 +122,7 @@ def test_committed_sweep_has_a_refused_point(path, tmp_path):
     assert not [f"{p.id}: {p.refused}" for p in found if p.refused]
 
 
-def test_technique_has_no_place_in_the_study():
+def test_every_technique_is_measured_in_the_study():
     sweeps = [definition.load(RECIPES / "study" / f"{name}.yaml") for name in ("techniques", "techniques-two-gpus")]
     measured = {variant.name for sweep in sweeps for variant in sweep.variants}
     # AdamW in mixed precision is both its own recipe and amp-bf16's

@@ -42,7 +42,7 @@ def run_point(write_sweep, here):
     return run
 
 
-def test_peak_of_a_point_is_not_what_its_kernels_hold(run_point):
+def test_fused_kernels_lower_the_peak_of_a_point_and_keep_its_losses(run_point):
     """The logits of 8 x 64 tokens over 4096 words are 8 MiB in fp32; the unfused loss holds several of them."""
     plain, fused = (run_point(**{"model.kernels": kernels}) for kernels in ("none", "tigon"))
     logits_bytes = 8 * 64 * 4096 * 4
@@ -54,7 +54,7 @@ def test_peak_of_a_point_is_not_what_its_kernels_hold(run_point):
         assert found["parameters"] == 4096 * 32 + 32 + 2 * 32 + 32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 64
 
 
-def test_op_that_the_self_test_found_wrong_is_measured(run_point):
+def test_op_that_the_self_test_found_wrong_is_left_out_of_the_point(run_point):
     keys = {"model.kernels": "tigon"}
     fused, without = run_point(**keys), run_point(wrong_ops=["linear_cross_entropy", "rms_norm"], **keys)
     logits_bytes = 8 * 64 * 4096 * 4
@@ -62,7 +62,7 @@ def test_op_that_the_self_test_found_wrong_is_measured(run_point):
     assert without["losses"] == pytest.approx(fused["losses"], rel=1e-5)
 
 
-def test_point_trains_otherwise_than_tigon_train(run_point, here):
+def test_point_has_the_losses_of_tigon_train(run_point, here):
     from tigon.trainer.run import train
 
     keys = {"train.schedule": "constant"}
@@ -75,24 +75,24 @@ def test_point_trains_otherwise_than_tigon_train(run_point, here):
     assert point["losses"] == [record["loss"] for record in records if record["event"] == "train"]
 
 
-def test_accumulated_micro_batches_are_not_counted(run_point):
+def test_positions_of_all_accumulated_micro_batches_are_counted(run_point):
     assert run_point(**{"train.gradient_accumulation": 2})["positions"] == [1024] * 3
 
 
 @pytest.mark.parametrize("how", ["recipe", "alpaca"])
-def test_rows_of_text_do_not_fill_every_step_alike(how, run_point):
+def test_sequences_of_text_fill_every_step_alike_and_are_learned(how, run_point):
     found = run_point(how, **{"data.cross_document_attention": True, "data.sequence_length": 128})
     assert all(800 < positions <= 1024 for positions in found["positions"])
     assert found["losses"][-1] < found["losses"][0], "nothing was learned of real rows"
 
 
-def test_token_without_a_row_in_the_embedding_is_measured(run_point):
+def test_vocabulary_smaller_than_the_tokenizer_is_refused(run_point):
     """On a GPU it is a failed assertion on the device, which says nothing of a vocabulary."""
     with pytest.raises(RecipeError, match=r"the tokenizer has 1000 tokens, but .* has a vocabulary of 512; set"):
         run_point("recipe", **{"model.config.vocab_size": 512})
 
 
-def test_row_of_a_file_that_cannot_be_used_ends_a_point_told_to_leave_it_out(run_point, here):
+def test_bad_row_of_a_file_ends_a_point_unless_it_is_to_be_skipped(run_point, here):
     lines = [json.dumps({"text": "words and more of them, and the same again " * 20})] * 40
     (here / "rows.jsonl").write_text("\n".join([*lines, json.dumps({"nothing": 1})]), encoding="utf-8")
     keys = {"data.source": [str(here / "rows.jsonl")], "data.vocab_size": 300}
@@ -101,7 +101,7 @@ def test_row_of_a_file_that_cannot_be_used_ends_a_point_told_to_leave_it_out(run
     assert len(run_point("recipe", **keys, **{"data.bad_rows": "skip"})["losses"]) == 3
 
 
-def test_refusal_of_this_machine_and_divergence_look_alike(here):
+def test_refusal_of_this_machine_and_divergence_have_different_statuses(here):
     """What a worker makes of them; in this process."""
     import yaml
 
@@ -127,7 +127,7 @@ def test_refusal_of_this_machine_and_divergence_look_alike(here):
     assert status == failures.FAILED and "not finite" in detail
 
 
-def test_quick_point_cannot_be_measured_by_the_command(write_sweep, tigon, here):
+def test_command_measures_a_point_once_and_writes_its_report(write_sweep, tigon, here):
     """The whole way once: a process of its own, its record, the report; and nothing is measured a second time."""
     recipe = {
         "model": {"name": "tigon-demo", "config": SMALL}, "data": {"sequence_length": 16},
@@ -146,7 +146,7 @@ def test_quick_point_cannot_be_measured_by_the_command(write_sweep, tigon, here)
     assert code == 0 and "0 measurements to do" in out
 
 
-def test_memory_limit_of_a_cpu_does_not_end_a_point_as_out_of_memory():
+def test_memory_limit_of_a_cpu_ends_a_point_as_out_of_memory():
     """In a process of its own, because a limit cannot be taken back."""
     import subprocess
     import sys

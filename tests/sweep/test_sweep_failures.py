@@ -24,12 +24,12 @@ OUT = {
 
 
 @pytest.mark.parametrize("name", OUT)
-def test_out_of_memory_counts_as_a_failure(name):
+def test_every_wording_of_out_of_memory_is_recognised(name):
     status, detail = failures.of_exception(OUT[name])
     assert status == failures.OUT_OF_MEMORY and detail and len(detail) <= 300
 
 
-def test_out_of_memory_behind_another_exception_counts_as_a_failure():
+def test_out_of_memory_behind_another_exception_is_recognised():
     try:
         try:
             raise OUT["PyTorch on a GPU"]
@@ -42,11 +42,11 @@ def test_out_of_memory_behind_another_exception_counts_as_a_failure():
 
 
 @pytest.mark.parametrize("error", [ValueError("no such option"), RecipeError("the loss is nan"), KeyError("memory")])
-def test_failure_counts_as_out_of_memory(error):
+def test_other_exceptions_are_failures_and_not_out_of_memory(error):
     assert failures.of_exception(error)[0] == failures.FAILED
 
 
-def test_end_of_a_process_loses_its_reason(tmp_path):
+def test_failed_process_is_reported_with_the_reason_from_its_log(tmp_path):
     log = tmp_path / "log"
     log.write_text("Traceback\n  File x\ntorch.OutOfMemoryError: CUDA out of memory. Tried\nRuntimeError: later\n")
     assert failures.of_exit(1, log, None) == (
@@ -65,7 +65,7 @@ def count(monkeypatch, n_kills):
     monkeypatch.setattr(failures, "kernel_kills", lambda: n_kills)
 
 
-def test_kill_by_linux_for_memory_counts_as_a_failure(tmp_path, monkeypatch):
+def test_kill_by_linux_for_memory_is_out_of_memory_and_other_kills_are_failures(tmp_path, monkeypatch):
     """... or a kill by somebody else as one for memory."""
     log = tmp_path / "log"
     log.write_text("")
@@ -91,7 +91,7 @@ COUNTERS = {
 
 
 @pytest.mark.parametrize(("group", "files", "kills"), COUNTERS.values(), ids=COUNTERS)
-def test_counter_of_kills_is_another_groups_or_not_found(group, files, kills, tmp_path, monkeypatch):
+def test_counter_of_kills_is_the_one_of_the_nearest_cgroup(group, files, kills, tmp_path, monkeypatch):
     for name, n_kills in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"low 0\noom 1\noom_kill {n_kills}\noom_group_kill 0\n")

@@ -56,7 +56,7 @@ SWEEP = {
 }  # fmt: skip
 
 
-def test_point_that_was_taken_over_is_measured_again_or_differs(write_sweep, fake_workers, earlier, capsys):
+def test_imported_point_is_kept_as_it_was_and_not_measured_again(write_sweep, fake_workers, earlier, capsys):
     before = {row["id"]: row for row in json.loads(earlier.read_text(encoding="utf-8"))["points"]}
     out = sweep(write_sweep(**SWEEP), earlier=earlier)
     assert fake_workers() == ["32 1"], "the larger one of what ran out of memory is skipped by the row taken over"
@@ -72,7 +72,7 @@ def test_point_that_was_taken_over_is_measured_again_or_differs(write_sweep, fak
     assert f"taken    6 of 6 finished points of {earlier}" in capsys.readouterr().out
 
 
-def test_what_was_taken_over_is_lost_without_from_or_when_drawn(write_sweep, fake_workers, earlier):
+def test_imported_points_remain_without_from_and_when_drawn(write_sweep, fake_workers, earlier):
     path = write_sweep(**SWEEP)
     out = sweep(path, earlier=earlier, only="none of these|lean batch_size=32")
     earlier.unlink()
@@ -85,7 +85,7 @@ def test_what_was_taken_over_is_lost_without_from_or_when_drawn(write_sweep, fak
     )
 
 
-def test_row_of_other_settings_is_taken(write_sweep, fake_workers, earlier, capsys):
+def test_points_with_other_settings_are_not_imported(write_sweep, fake_workers, earlier, capsys):
     sweep(write_sweep(**SWEEP | {"grid": {"train.batch_size": [4, 64]}}), ["train.learning_rate=1"], earlier=earlier)
     said = capsys.readouterr().out
     assert fake_workers() == ["4 1", "4 2", "64 1", "64 2"]
@@ -103,7 +103,7 @@ def test_row_of_other_settings_is_taken(write_sweep, fake_workers, earlier, caps
         ({"memory_limit": None}, "memory_limit 24.00 GiB there, none here"),
     ],
 )
-def test_row_measured_otherwise_is_taken(changes, why, tmp_path):
+def test_points_measured_with_other_options_are_not_imported(changes, why, tmp_path):
     found, left = offer_of(BATCH, tmp_path, **changes)
     states = [row["status"] for row in json.loads(BATCH.read_text(encoding="utf-8"))["points"]]
     finished = states.count(failures.OK) + states.count(failures.OUT_OF_MEMORY)
@@ -111,7 +111,7 @@ def test_row_measured_otherwise_is_taken(changes, why, tmp_path):
     assert len(left[why]) == finished
 
 
-def test_row_with_fewer_repeats_is_lost_or_counts_as_enough(write_sweep, fake_workers, earlier, capsys):
+def test_point_with_fewer_repeats_counts_until_it_is_measured_again(write_sweep, fake_workers, earlier, capsys):
     """It counts until its point is measured here, as often as the sweep wants; out of memory needs no second time."""
     before = {row["id"]: row for row in json.loads(earlier.read_text(encoding="utf-8"))["points"]}
     path = write_sweep(**SWEEP, repeats=2)
@@ -131,7 +131,7 @@ def test_row_with_fewer_repeats_is_lost_or_counts_as_enough(write_sweep, fake_wo
     assert rows(out)["lean batch_size=4"]["repeats"] == 2, "fewer repeats push out more"
 
 
-def test_chosen_point_keeps_what_was_taken_though_measured_anew(write_sweep, fake_workers, earlier, capsys):
+def test_new_measurement_of_a_chosen_point_replaces_the_imported_one(write_sweep, fake_workers, earlier, capsys):
     path = write_sweep(**SWEEP)
     before = json.loads(earlier.read_text(encoding="utf-8"))["points"][0]
     out = sweep(path, earlier=earlier, only="lean batch_size=4$")
@@ -149,7 +149,7 @@ def test_chosen_point_keeps_what_was_taken_though_measured_anew(write_sweep, fak
     assert rows(out) == found
 
 
-def test_results_of_another_machine_are_mixed_in_or_leave_a_folder(write_sweep, fake_workers, earlier, tigon, here):
+def test_results_of_another_machine_are_refused_and_leave_no_folder(write_sweep, fake_workers, earlier, tigon, here):
     path = write_sweep(**SWEEP)
     text = earlier.read_text(encoding="utf-8")
     earlier.write_text(text.replace("CPU (test)", "Other GPU"), encoding="utf-8")
@@ -166,7 +166,7 @@ def test_results_of_another_machine_are_mixed_in_or_leave_a_folder(write_sweep, 
     assert "measured with versions torch 1, and here it is torch 0" in tigon("sweep", path, "--from", earlier).err
 
 
-def test_taken_point_goes_with_other_settings_or_a_damaged_file(write_sweep, fake_workers, earlier):
+def test_imported_points_survive_other_settings_and_a_damaged_file_is_refused(write_sweep, fake_workers, earlier):
     path = write_sweep(**SWEEP)
     out = sweep(path, earlier=earlier)
     with pytest.raises(RunFolderError, match="7 of its measurements have other settings and would be lost"):
@@ -178,7 +178,7 @@ def test_taken_point_goes_with_other_settings_or_a_damaged_file(write_sweep, fak
         sweep(path)
 
 
-def test_time_limit_does_not_know_how_long_a_taken_point_took(write_sweep, fake_workers, earlier, capsys):
+def test_time_limit_uses_the_duration_of_imported_points(write_sweep, fake_workers, earlier, capsys):
     found = json.loads(earlier.read_text(encoding="utf-8"))
     for row in found["points"]:
         row |= {"wall_s": 5000.0} if "wall_s" in row else {}
@@ -200,7 +200,7 @@ NO_RESULTS = {
 
 
 @pytest.mark.parametrize("name", NO_RESULTS)
-def test_file_that_is_no_results_json_is_taken_or_a_traceback(name, tmp_path):
+def test_file_that_is_no_results_json_is_refused_with_its_reason(name, tmp_path):
     change, why = NO_RESULTS[name]
     text = change
     if not isinstance(change, str):
@@ -213,13 +213,13 @@ def test_file_that_is_no_results_json_is_taken_or_a_traceback(name, tmp_path):
     assert str(refused.value).startswith(f"--from {tmp_path / 'x.json'}: ") and why in str(refused.value)
 
 
-def test_missing_file_is_a_traceback_or_leaves_a_folder(write_sweep, tigon, here):
+def test_missing_file_is_refused_in_one_line_and_leaves_no_folder(write_sweep, tigon, here):
     code, _, err = tigon("sweep", write_sweep(), "--from", "nowhere.json")
     said = "tigon: --from nowhere.json: cannot be read: No such file or directory; give a results.json.\n"
     assert (code, err) == (2, said) and not (here / "runs").exists()
 
 
 @pytest.mark.parametrize("file", RECORDS, ids=lambda file: file.stem)
-def test_committed_record_cannot_be_gone_on_from(file, tmp_path):
+def test_committed_record_can_be_continued_with_from(file, tmp_path):
     found, left = offer_of(file, tmp_path)
     assert found, left

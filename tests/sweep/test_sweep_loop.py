@@ -24,7 +24,7 @@ def rows(path: Path) -> dict[str, dict]:
     return {row["id"]: row for row in found["points"]}
 
 
-def test_times_hold_the_warm_up_or_skipped_updates(write_sweep, fake_workers):
+def test_times_leave_out_the_warm_up_and_skipped_updates(write_sweep, fake_workers):
     row = rows(sweep(write_sweep(grid={"train.batch_size": [4]})))["all batch_size=4"]
     assert (row["status"], row["step_s"], row["n_timed"]) == ("ok", 0.75, 2)
     assert row["tokens_per_s"] == 32 / 0.75
@@ -32,7 +32,7 @@ def test_times_hold_the_warm_up_or_skipped_updates(write_sweep, fake_workers):
     assert row["last_loss"] == 1.0
 
 
-def test_out_of_memory_ends_the_sweep_or_is_not_recorded(write_sweep, fake_workers):
+def test_out_of_memory_is_recorded_and_the_sweep_goes_on(write_sweep, fake_workers):
     path = write_sweep(
         grid={"train.batch_size": [4, 32, 16]}, variants={"lean": {}, "fat": {"train.seed": 2}},
         stop_after_oom="train.batch_size",
@@ -46,7 +46,7 @@ def test_out_of_memory_ends_the_sweep_or_is_not_recorded(write_sweep, fake_worke
     assert "Tried to allocate 2.00 GiB" in rows(out)["fat batch_size=16"]["detail"]
 
 
-def test_larger_size_is_measured_after_out_of_memory_though_told_not_to(write_sweep, fake_workers):
+def test_larger_size_is_skipped_after_out_of_memory_when_asked(write_sweep, fake_workers):
     path = write_sweep(
         grid={"train.batch_size": [4, 16, 32]}, variants={"fat": {"train.seed": 2}}, stop_after_oom="train.batch_size"
     )
@@ -64,14 +64,14 @@ def test_larger_size_is_measured_after_out_of_memory_though_told_not_to(write_sw
         (5, failures.FAILED, "exit code 1: ValueError: the moon is full"),
     ],
 )
-def test_failure_ends_the_sweep_or_loses_its_reason(seed, status, detail, write_sweep, fake_workers):
+def test_failure_is_recorded_with_its_reason_and_the_sweep_goes_on(seed, status, detail, write_sweep, fake_workers):
     path = write_sweep(variants={"bad": {"train.seed": seed}, "good": {}}, timeout=2, grid={})
     found = rows(sweep(path))
     assert found["bad"]["status"] == status and found["bad"]["detail"].startswith(detail)
     assert found["good"]["status"] == failures.OK
 
 
-def test_kill_of_one_process_of_several_is_lost_behind_what_the_others_say(write_sweep, fake_workers, monkeypatch):
+def test_kill_of_one_process_of_several_is_reported_as_the_reason(write_sweep, fake_workers, monkeypatch):
     """Linux is made to count a kill a look. What both said is in the point's log."""
     kills = itertools.count()
     monkeypatch.setattr(failures, "kernel_kills", lambda: next(kills))
@@ -86,7 +86,7 @@ def test_kill_of_one_process_of_several_is_lost_behind_what_the_others_say(write
     assert not list((out / folder.LOGS).glob(".worker*"))
 
 
-def test_finished_points_are_measured_again(write_sweep, fake_workers, capsys):
+def test_finished_points_are_not_measured_again(write_sweep, fake_workers, capsys):
     path = write_sweep(repeats=2)
     out = sweep(path)
     assert fake_workers() == ["4 1", "8 1", "4 1", "8 1"], "a first time for all, then a second"
@@ -100,7 +100,7 @@ def test_finished_points_are_measured_again(write_sweep, fake_workers, capsys):
     assert fake_workers()[4:] == ["8 1"]
 
 
-def test_measurements_with_other_settings_are_lost(write_sweep, fake_workers):
+def test_sweep_with_other_settings_is_refused_and_measurements_are_kept(write_sweep, fake_workers):
     path = write_sweep(grid={"train.batch_size": [4, 8]})
     out = sweep(path)
     before = {file.name: file.read_bytes() for file in (out / "points").iterdir()}
@@ -111,7 +111,7 @@ def test_measurements_with_other_settings_are_lost(write_sweep, fake_workers):
     assert all(row["status"] == failures.OK for row in rows(out).values())
 
 
-def test_failed_point_is_measured_again_unasked_or_not_when_asked(write_sweep, fake_workers):
+def test_failed_point_is_measured_again_only_with_retry(write_sweep, fake_workers):
     path = write_sweep(variants={"bad": {"train.seed": 5}, "good": {}}, grid={})
     sweep(path)
     sweep(path)
@@ -120,7 +120,7 @@ def test_failed_point_is_measured_again_unasked_or_not_when_asked(write_sweep, f
     assert fake_workers()[2:] == ["8 5"]
 
 
-def test_time_limit_starts_a_point_that_would_end_after_it(write_sweep, fake_workers, capsys):
+def test_point_that_would_end_after_the_time_limit_is_not_started(write_sweep, fake_workers, capsys):
     path = write_sweep(grid={"train.batch_size": [1, 2, 3, 4]})
     sweep(path, time_limit="0.05s")  # the probe alone takes longer
     assert fake_workers() == []
@@ -129,7 +129,7 @@ def test_time_limit_starts_a_point_that_would_end_after_it(write_sweep, fake_wor
     assert fake_workers() == ["1 1", "2 1"]
 
 
-def test_points_of_two_machines_stand_in_one_table(write_sweep, fake_workers, tigon):
+def test_points_of_another_machine_are_refused_but_can_be_drawn(write_sweep, fake_workers, tigon):
     path = write_sweep()
     out = sweep(path, only="size=4")
     record = next((out / folder.POINTS).glob("*.json"))
@@ -140,7 +140,7 @@ def test_points_of_two_machines_stand_in_one_table(write_sweep, fake_workers, ti
     assert code == 0, err
 
 
-def test_folder_of_something_else_is_taken_for_a_sweep(write_sweep, tigon, here):
+def test_folder_of_something_else_is_refused_and_left_as_it_is(write_sweep, tigon, here):
     (here / "mine").mkdir()
     (here / "mine" / "notes.txt").write_text("mine", encoding="utf-8")
     code, _, err = tigon("sweep", write_sweep(), "--out", here / "mine")
@@ -148,13 +148,13 @@ def test_folder_of_something_else_is_taken_for_a_sweep(write_sweep, tigon, here)
     assert [file.name for file in (here / "mine").iterdir()] == ["notes.txt"]
 
 
-def test_formula_in_a_name_reaches_a_spreadsheet(write_sweep, fake_workers):
+def test_formula_in_a_name_is_quoted_in_the_csv(write_sweep, fake_workers):
     out = sweep(write_sweep(variants={"=1+1": {}}, grid={}))
     table = list(csv.DictReader((out / "results.csv").open(encoding="utf-8")))
     assert table[0]["variant"] == "'=1+1" and table[0]["peak_allocated_bytes"] == str(8 * 2**20)
 
 
-def test_record_of_a_gpu_is_lost_where_there_is_none(write_sweep, fake_workers, monkeypatch, tmp_path):
+def test_record_of_a_gpu_can_be_drawn_on_a_machine_without_one(write_sweep, fake_workers, monkeypatch, tmp_path):
     """A recipe with `on_gpu` is another recipe on a CPU; the folder says which of them was measured."""
     recipe = {"train": {"precision": "fp32"}, "on_gpu": {"train": {"learning_rate": 0.5}}}
     (tmp_path / "r.yaml").write_text(json.dumps(recipe), encoding="utf-8")
@@ -168,7 +168,7 @@ def test_record_of_a_gpu_is_lost_where_there_is_none(write_sweep, fake_workers, 
     assert row["status"] == "ok" and row["keys"]["train.learning_rate"] == 0.5
 
 
-def test_point_on_a_gpu_has_no_prediction_or_no_process_that_was_ready(write_sweep, fake_workers, monkeypatch):
+def test_point_on_a_gpu_has_a_prediction_and_a_worker_started_ahead(write_sweep, fake_workers, monkeypatch):
     """The GPU is a name here: the planner needs no more, and the workers do not train."""
     monkeypatch.setenv("TIGON_TEST_GPU", "NVIDIA H200")
     started = []
@@ -191,7 +191,7 @@ def test_point_on_a_gpu_has_no_prediction_or_no_process_that_was_ready(write_swe
     assert [row["predicted_allocated_bytes"] for row in again["points"]] == told, "drawn elsewhere, it differs"
 
 
-def test_killed_sweep_leaves_a_process_or_loses_a_point(write_sweep, fake_workers, here):
+def test_killed_sweep_leaves_no_process_and_keeps_finished_points(write_sweep, fake_workers, here):
     """SIGKILL while the second point runs: the first one's record is whole, and the worker ends by itself."""
     path = write_sweep(variants={"v": {"train.seed": 6}})
     code = (
@@ -213,7 +213,7 @@ def test_killed_sweep_leaves_a_process_or_loses_a_point(write_sweep, fake_worker
     assert rows(out)["v batch_size=4"]["status"] == "ok"
 
 
-def test_sigterm_loses_the_report_or_its_exit_code(write_sweep, fake_workers, tigon, here):
+def test_sigterm_writes_the_report_and_exits_with_143(write_sweep, fake_workers, tigon, here):
     """SIGTERM to this process while the second point runs."""
     import threading
 
@@ -246,7 +246,7 @@ def _ends(pid: int) -> bool:
     return False
 
 
-def test_two_sweeps_write_into_one_folder(write_sweep, fake_workers, here, monkeypatch, tigon):
+def test_second_sweep_into_a_locked_folder_is_refused(write_sweep, fake_workers, here, monkeypatch, tigon):
     from tigon.sweep import folder as folders
     from tigon.trainer import run_folder as train_folder
 
@@ -273,7 +273,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_record_is_a_traceback_or_counts_without_a_word(name, write_sweep, fake_workers, capsys):
+def test_damaged_record_is_reported_and_its_point_measured_again(name, write_sweep, fake_workers, capsys):
     path = write_sweep()
     out = sweep(path)
     file = next((out / folder.POINTS).glob("*size=4*.json"))
@@ -291,7 +291,7 @@ def test_damaged_record_is_a_traceback_or_counts_without_a_word(name, write_swee
     assert rows(out)["all batch_size=4"]["status"] == "ok"
 
 
-def test_failed_repeat_has_the_others_measured_again(write_sweep, fake_workers):
+def test_retry_measures_only_the_failed_repeat_again(write_sweep, fake_workers):
     """A point with one repeat that ended well and one that did not, as a host that was busy for a while leaves it."""
     path = write_sweep(grid={}, repeats=2)
     out = sweep(path)
@@ -309,13 +309,13 @@ def test_failed_repeat_has_the_others_measured_again(write_sweep, fake_workers):
     assert len(fake_workers()) == 5 and rows(out)["all"]["status"] == "ok"
 
 
-def test_point_that_failed_is_measured_a_second_time(write_sweep, fake_workers, capsys):
+def test_repeats_of_a_failed_point_are_skipped(write_sweep, fake_workers, capsys):
     sweep(write_sweep(variants={"bad": {"train.seed": 5}}, grid={}, repeats=2))
     assert fake_workers() == ["8 5"]
     assert "[2/2] bad: skipped, as another repeat has not ended well" in capsys.readouterr().out
 
 
-def test_results_wait_for_charts(write_sweep, fake_workers, tmp_path, monkeypatch):
+def test_results_are_written_before_the_charts(write_sweep, fake_workers, tmp_path, monkeypatch):
     """Whoever ends a sweep may not give it the seconds that matplotlib takes."""
     monkeypatch.setitem(sys.modules, "tigon.sweep.report", None)
     monkeypatch.delattr("tigon.sweep.report", raising=False)

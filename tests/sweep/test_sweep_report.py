@@ -27,7 +27,7 @@ def evil(write_sweep, fake_workers):
     return sweep(path)
 
 
-def test_name_is_read_as_markup(evil):
+def test_names_are_never_read_as_markup(evil):
     page = (evil / "report.html").read_text(encoding="utf-8")
     assert "<script" not in page and "&lt;script&gt;" in page
     for svg in (evil / "charts").iterdir():
@@ -39,13 +39,13 @@ def test_name_is_read_as_markup(evil):
     assert "<script" not in markdown and not re.search(r"(?<!\\)\]\(javascript", markdown)
 
 
-def test_report_loads_something_or_runs_a_script(evil):
+def test_report_loads_nothing_and_runs_no_script(evil):
     page = (evil / "report.html").read_text(encoding="utf-8")
     assert "default-src 'none'" in page
     assert not re.search(r'(src|href)="(?!#)[^"]*"', page)
 
 
-def test_table_lacks_what_was_measured_or_why_it_was_not(evil):
+def test_table_shows_what_was_measured_and_why_a_point_was_not(evil):
     page = (evil / "report.html").read_text(encoding="utf-8")
     assert "4.0 MiB" in page
     assert failures.OUT_OF_MEMORY in page
@@ -53,14 +53,14 @@ def test_table_lacks_what_was_measured_or_why_it_was_not(evil):
     assert "CPU (test)" in page and "2026-01-01" in page and "abc" in page
 
 
-def test_out_of_memory_is_not_marked_in_the_bars(evil):
+def test_out_of_memory_and_failure_are_marked_in_the_bars(evil):
     found = json.loads((evil / "results.json").read_text(encoding="utf-8"))
     drawn = charts.draw(found)
     bars = next(svg for name, svg in drawn.items() if name.startswith("bars"))
     assert bars.count(">OOM<") == 2 and bars.count(">failed<") >= 2  # one in each panel
 
 
-def test_facets_of_a_union_of_grids(write_sweep, fake_workers):
+def test_charts_of_a_union_of_grids_have_one_slice_per_axis(write_sweep, fake_workers):
     grids = [
         {"train.batch_size": [1, 2], "data.sequence_length": [8]},
         {"train.batch_size": [2], "data.sequence_length": [8, 16]},
@@ -84,7 +84,7 @@ def widths_of(svg: str) -> tuple[float, dict[str, float]]:
 
 
 @pytest.mark.parametrize("name", [LONG, "一" * 100, "short"], ids=["long", "wide", "short"])
-def test_long_name_overflows_the_legend_or_is_lost(name, write_sweep, fake_workers):
+def test_long_name_fits_the_legend_and_stays_whole_in_the_page(name, write_sweep, fake_workers):
     variants = {f"{number} {name}{number}": {} for number in range(3)}
     out = sweep(write_sweep(variants=variants, grid={"train.batch_size": [1, 2]}))
     svg = next((out / "charts").glob("bars*.svg")).read_text(encoding="utf-8")
@@ -96,7 +96,7 @@ def test_long_name_overflows_the_legend_or_is_lost(name, write_sweep, fake_worke
     assert all(html.escape(variant, quote=False) in page.replace("&#39;", "'") for variant in variants)
 
 
-def test_letters_that_matplotlib_lacks_are_a_warning(write_sweep, fake_workers, recwarn):
+def test_letters_that_matplotlib_lacks_are_kept_as_text_without_a_warning(write_sweep, fake_workers, recwarn):
     out = sweep(write_sweep(variants={"一番": {}, "二番": {}}))
     assert "一番" in next((out / "charts").glob("bars*.svg")).read_text(encoding="utf-8"), "drawn, it would be a box"
     assert not [str(one.message) for one in recwarn if "missing from font" in str(one.message)]
@@ -110,7 +110,7 @@ def test_letters_that_matplotlib_lacks_are_a_warning(write_sweep, fake_workers, 
     ],
     ids=str,
 )  # fmt: skip
-def test_numbers_along_an_axis_touch_or_its_ends_have_none(values):
+def test_numbers_along_an_axis_do_not_touch_and_mark_both_ends(values):
     figure, (axes, _) = charts.new_figure(2, columns=2, height=3.5)
     part = charts.Slice("data.sequence_length", {}, values, {})
     axes.plot(values, values)

@@ -15,7 +15,7 @@ from wrong_ops import WRONG
 WHY = "output 0 of case small is off by 3 times what rounding allows"
 
 
-def test_wrong_op_passes_before_the_points(wrong, tmp_path):
+def test_probe_finds_every_wrong_op_before_the_points(wrong, tmp_path):
     """As the process that looks at the machine is told to, of a tigon variant beside an unpatched one."""
     kinds = [("none", "fallback", "fp32", "cpu"), ("tigon", "fallback", "fp32", "cpu")]
     found = worker._probe({"probe": str(tmp_path / "probe.json"), "kinds": kinds})
@@ -27,12 +27,12 @@ def test_wrong_op_passes_before_the_points(wrong, tmp_path):
     assert found["environment"]["device"]
 
 
-def test_strict_point_is_not_refused_for_a_wrong_op(wrong):
+def test_strict_point_is_refused_for_a_wrong_op(wrong):
     found = try_ops(Kind("no-flce", "strict", "fp32", "cpu"))
     assert found["refused"].startswith("kernels that give wrong results here: swiglu: ") and not found["wrong_ops"]
 
 
-def test_point_that_this_machine_refuses_ends_the_self_test(wrong, monkeypatch):
+def test_point_that_this_machine_refuses_is_not_self_tested(wrong, monkeypatch):
     monkeypatch.setattr("tigon.trainer.guards.preflight.gpu_present", lambda: False)
     assert try_ops(Kind("tigon", "fallback", "bf16", "cuda")) == {"dtype": "", "wrong_ops": {}, "refused": ""}
     assert not wrong
@@ -48,7 +48,7 @@ def found_wrong(monkeypatch, **answer):
     monkeypatch.setenv("TIGON_TEST_WRONG", json.dumps(answer))
 
 
-def test_wrong_op_is_left_in_a_point_or_out_of_the_records(both, fake_workers, monkeypatch, capsys, here):
+def test_wrong_op_is_left_out_of_its_points_and_recorded(both, fake_workers, monkeypatch, capsys, here):
     found_wrong(monkeypatch, wrong_ops={"rope": WHY, "swiglu": "CompilationError: no"})
     out = sweep(both)
     told = [line.split()[3:] for line in (here / "started.txt").read_text(encoding="utf-8").splitlines()]
@@ -66,14 +66,14 @@ def test_wrong_op_is_left_in_a_point_or_out_of_the_records(both, fake_workers, m
     assert "own code was used there in the points of fused." in (out / "report.html").read_text(encoding="utf-8")
 
 
-def test_right_kernels_are_called_wrong_in_the_report(both, fake_workers, capsys):
+def test_report_of_right_kernels_mentions_no_wrong_results(both, fake_workers, capsys):
     out = sweep(both)
     assert "wrong results" not in (out / "report.html").read_text(encoding="utf-8") + capsys.readouterr().out
     found = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert found["environment"]["wrong_ops"] == {} and found["points"][0]["status"] == failures.OK
 
 
-def test_kernel_that_never_ends_is_waited_for(both, fake_workers, monkeypatch, tigon):
+def test_probe_of_a_kernel_that_never_ends_is_stopped(both, fake_workers, monkeypatch, tigon):
     monkeypatch.setattr("tigon.sweep.run.PROBE_TIMEOUT_S", 0.0)
     outcome = tigon("sweep", both)
     assert "trying its kernels took longer than 0 s" in outcome.error_line() and "probe.log" in outcome.err

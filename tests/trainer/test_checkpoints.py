@@ -62,7 +62,7 @@ def killed_after(n_changes: int, folder: str) -> None:
 
 
 @forks
-def test_kill_during_a_save_leaves_no_complete_checkpoint_or_a_half_one_in_sight(tmp_path):
+def test_kill_during_a_save_leaves_a_complete_checkpoint_and_no_half_one(tmp_path):
     trainer, folder, seen = saved(tmp_path), tmp_path / "c", set()
     shutil.copytree(folder, tmp_path / "before")
 
@@ -91,7 +91,7 @@ def test_kill_during_a_save_leaves_no_complete_checkpoint_or_a_half_one_in_sight
     assert seen == {"checkpoint-2", "checkpoint-3"}
 
 
-def test_damaged_file_of_the_newest_checkpoint_is_resumed_from(tmp_path):
+def test_damaged_newest_checkpoint_is_passed_over_for_the_one_before(tmp_path):
     trainer, folder = saved(tmp_path, keep=2), tmp_path / "c"
     save_as(trainer, 3)
     shutil.copytree(folder, tmp_path / "before")
@@ -129,7 +129,7 @@ def test_damaged_file_of_the_newest_checkpoint_is_resumed_from(tmp_path):
         checkpoint.newest(folder)
 
 
-def test_checkpoints_kept_are_damaged_ones_or_a_save_removes_what_it_replaces_first(tmp_path, monkeypatch):
+def test_rotation_keeps_complete_checkpoints_and_removes_the_old_one_last(tmp_path, monkeypatch):
     def save(step: int, keep: int) -> None:
         (checkpoint.scratch(tmp_path, step) / f"checkpoint-{step}").mkdir(parents=True)
         (checkpoint.scratch(tmp_path, step) / f"checkpoint-{step}" / "w").write_text(str(step))
@@ -158,7 +158,7 @@ def test_checkpoints_kept_are_damaged_ones_or_a_save_removes_what_it_replaces_fi
     assert seen and all(seen), "the checkpoint is gone while its successor is not yet there"
 
 
-def test_newest_checkpoint_is_the_one_that_a_clock_set_back_makes_it(tmp_path):
+def test_newest_checkpoint_is_the_one_of_the_highest_step_whatever_the_clock(tmp_path):
     trainer, folder = saved(tmp_path, keep=2), tmp_path / "c"
     save_as(trainer, 3)
     os.utime(folder / "checkpoint-3", (0, 0))
@@ -167,7 +167,7 @@ def test_newest_checkpoint_is_the_one_that_a_clock_set_back_makes_it(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-3", "checkpoint-4"]
 
 
-def test_file_named_with_a_dot_is_not_covered(tmp_path):
+def test_manifest_covers_the_metadata_file_that_is_named_with_a_dot(tmp_path):
     """FSDP2's distributed checkpoints cannot be read without .metadata."""
     shards = checkpoint.scratch(tmp_path, 3) / "checkpoint-3" / "pytorch_model_fsdp_0"
     shards.mkdir(parents=True)
@@ -183,7 +183,7 @@ def test_file_named_with_a_dot_is_not_covered(tmp_path):
     assert "lacks pytorch_model_fsdp_0/.metadata" in str(checkpoint.problem_of(tmp_path / "checkpoint-3", 3))
 
 
-def test_digest_of_a_file_in_pieces_misses_one(tmp_path, monkeypatch):
+def test_digest_of_a_file_in_pieces_covers_every_piece(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "PIECE_BYTES", 1000)
     monkeypatch.setattr(checkpoint, "READ_BYTES", 300)
     path, found = tmp_path / "f", set()
@@ -201,7 +201,7 @@ FULL = Path("/dev/full")
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="the file that is always full is Linux's")
-def test_full_disk_leaves_half_a_checkpoint_or_costs_the_last_one(tmp_path, monkeypatch):
+def test_full_disk_leaves_the_last_checkpoint_and_no_half_one(tmp_path, monkeypatch):
     """Every file of a checkpoint in turn is written to /dev/full, by whichever library writes it."""
     trainer, folder = saved(tmp_path), tmp_path / "c"
     names = {path.name for path in (folder / "checkpoint-2").iterdir()}
@@ -266,7 +266,7 @@ def save_in_two(rank: int, folder: Path, blocked: bool) -> None:
 
 
 @forks
-def test_full_disk_in_one_process_takes_the_folder_from_under_the_other(tmp_path):
+def test_full_disk_in_one_process_fails_both_saves_and_keeps_the_last_checkpoint(tmp_path):
     said = tmp_path / "stderr"
     statuses = in_forks(lambda rank: save_in_two(rank, tmp_path, blocked=False), 2, said=said)
     assert statuses == [0, 0], said.read_text()[-3000:]
@@ -274,7 +274,7 @@ def test_full_disk_in_one_process_takes_the_folder_from_under_the_other(tmp_path
 
 
 @forks
-def test_full_disk_in_one_process_is_never_said_where_the_other_waits_for_it(tmp_path, monkeypatch):
+def test_full_disk_in_one_process_is_reported_while_the_other_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "ALONE_S", 1)
     said = tmp_path / "stderr"
 
@@ -319,7 +319,7 @@ def train_losses(folder: Path) -> list[tuple[int, float]]:
 
 
 @forks
-def test_killed_run_resumed_differs_from_the_uninterrupted_one(whole, tigon, here):
+def test_killed_and_resumed_run_equals_the_uninterrupted_one(whole, tigon, here):
     """kill -9 in the middle of saving checkpoint-4, by the command, and again in the middle of saving checkpoint-6."""
     path, uninterrupted = whole
     killed = here / "runs" / "killed"
@@ -334,7 +334,7 @@ def test_killed_run_resumed_differs_from_the_uninterrupted_one(whole, tigon, her
     assert not list(killed.rglob(".writing*"))
 
 
-def test_damage_is_passed_over_in_silence_or_not_at_all(whole, tigon):
+def test_resume_passes_over_a_damaged_checkpoint_and_reports_it(whole, tigon):
     path, uninterrupted = whole
     cut = cut_back(uninterrupted, "cut")
     data = bytearray((cut / "checkpoints" / "checkpoint-6" / "optimizer.pt").read_bytes())
@@ -348,7 +348,7 @@ def test_damage_is_passed_over_in_silence_or_not_at_all(whole, tigon):
     assert "optimizer.pt" in json.dumps(records(cut, "resume"))
 
 
-def test_resume_after_the_last_step_takes_one_more(whole, tigon):
+def test_resume_after_the_last_step_takes_no_further_step(whole, tigon):
     """As a kill during the last evaluation leaves it."""
     path, uninterrupted = whole
     cut = cut_back(uninterrupted, "cut")
@@ -359,7 +359,7 @@ def test_resume_after_the_last_step_takes_one_more(whole, tigon):
     assert found[0] == found[1]
 
 
-def test_records_of_a_resumed_run_begin_at_its_checkpoint(recipe, tigon, here, monkeypatch):
+def test_records_of_a_resumed_run_reach_back_before_its_checkpoint(recipe, tigon, here, monkeypatch):
     """A checkpoint between two records, after a step that was left out: the mean loss and the count both reach back."""
     from tigon.trainer.trainer import TigonTrainer
 
@@ -392,7 +392,7 @@ def test_records_of_a_resumed_run_begin_at_its_checkpoint(recipe, tigon, here, m
         assert [step for step, _ in train_losses(cut)] == [1, 5]
 
 
-def test_steps_left_out_before_a_checkpoint_are_forgotten_by_the_limit(tmp_path):
+def test_skipped_steps_before_a_checkpoint_count_towards_the_limit(tmp_path):
     def trainer_of(bad: set[int]):
         train = TrainConfig(steps=5, batch_size=8, save_steps=2, max_skipped_steps=1, log_steps=1)
         trainer = small_trainer(tmp_path, Recipe(model=SMALL, train=train))

@@ -70,7 +70,7 @@ def test_a_bad_row_is_named_with_file_and_line(tmp_path, line, message):
     assert str(caught.value).startswith(f"{path}:3: ") and "\n" not in str(caught.value)
 
 
-def test_rows_left_out_are_not_named_or_take_good_ones_with_them(tmp_path):
+def test_skipped_rows_are_named_and_good_rows_are_kept(tmp_path):
     path, bad = tmp_path / "d.jsonl", BadRows("skip")
     path.write_bytes(GOOD.join([b"", *(line for line, _ in BAD_ROWS.values()), b""]))
     latin = tmp_path / "latin.txt"
@@ -158,7 +158,7 @@ def test_a_single_document_that_cannot_be_split_is_refused():
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "text.txt"])
-def test_a_file_that_cannot_be_opened_or_read_to_its_end_is_a_traceback(tmp_path, monkeypatch, name):
+def test_file_that_cannot_be_opened_or_read_is_refused_with_the_reason(tmp_path, monkeypatch, name):
     """As one without permission, or on a disk that fails."""
     path = tmp_path / name
     path.write_text('{"text": "a"}\n', encoding="utf-8")

@@ -34,7 +34,7 @@ def trainer_of(folder, **train):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_step_that_is_not_finite_moves_a_weight_on_the_gpu(name, tmp_path):
+def test_step_that_is_not_finite_moves_no_weight_on_the_gpu(name, tmp_path):
     row = OPTIMIZERS[name]
     if row.package:
         pytest.importorskip(row.package)
@@ -48,7 +48,7 @@ def test_step_that_is_not_finite_moves_a_weight_on_the_gpu(name, tmp_path):
     assert bool(torch.isfinite(watch.weights[5]).all())
 
 
-def test_run_on_the_gpu_goes_far_past_its_limit(tmp_path):
+def test_run_on_the_gpu_stops_at_most_one_step_past_its_limit(tmp_path):
     """The host hears of a step while the next one runs, so it may stop one step late, with the same weights."""
     trainer = trainer_of(tmp_path, steps=20, max_skipped_steps=2, log_steps=50)
     spoil(trainer, "gradient", set(range(3, 21)))
@@ -57,7 +57,7 @@ def test_run_on_the_gpu_goes_far_past_its_limit(tmp_path):
     assert trainer.state.global_step <= 5
 
 
-def test_scale_that_is_too_large_counts_as_divergence(tmp_path):
+def test_loss_scale_that_is_too_large_does_not_count_as_divergence(tmp_path):
     trainer = trainer_of(tmp_path, precision="amp-fp16", max_skipped_steps=0)
     trainer.train()
     assert trainer.gate.skipped == 0
@@ -65,7 +65,7 @@ def test_scale_that_is_too_large_counts_as_divergence(tmp_path):
     assert losses and all(math.isfinite(loss) for loss in losses)
 
 
-def test_evaluation_in_too_little_memory_has_another_loss(tmp_path):
+def test_evaluation_in_too_little_memory_has_the_same_loss(tmp_path):
     """The memory that the process may have is cut until a batch of all rows does not fit."""
     trainer = trainer_of(tmp_path, batch_size=512)
     trainer.eval_dataset = rows(512)
@@ -121,7 +121,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @two_gpus
 @pytest.mark.parametrize("engine", ENGINES)
-def test_process_waits_in_nccl_for_a_killed_one_or_loses_what_both_have(engine, recipe, here):
+def test_kill_of_one_process_on_gpus_ends_both_and_the_run_resumes(engine, recipe, here):
     """SIGKILL to rank 1; then, resumed, SIGTERM to the launcher."""
     path, run = of_two(engine, recipe), here / "runs" / "r"
     process = start(here, path)
@@ -139,7 +139,7 @@ def test_process_waits_in_nccl_for_a_killed_one_or_loses_what_both_have(engine, 
 
 @two_gpus
 @pytest.mark.parametrize("engine", ENGINES)
-def test_processes_on_gpus_outlive_their_launcher_or_lose_what_they_have(engine, recipe, here):
+def test_processes_on_gpus_save_and_end_if_their_launcher_is_killed(engine, recipe, here):
     path, run = of_two(engine, recipe), here / "runs" / "r"
     with adopting(), ThreadPoolExecutor() as threads:
         process = start(here, path)

@@ -85,7 +85,7 @@ on_cpu = pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.values(
 
 @on_cpu
 @pytest.mark.parametrize("what", ["nan", "gradient"])
-def test_step_that_is_not_finite_moves_a_weight(name, what, tmp_path):
+def test_step_that_is_not_finite_moves_no_weight(name, what, tmp_path):
     row = OPTIMIZERS[name]
     if row.package and importlib.util.find_spec(row.package) is None:
         pytest.skip(f"{row.package} is not installed")
@@ -106,7 +106,7 @@ def test_step_that_is_not_finite_moves_a_weight(name, what, tmp_path):
     assert bool(torch.isfinite(watch.weights[4]).all())
 
 
-def test_infinite_loss_with_finite_gradients_moves_a_weight(tmp_path):
+def test_infinite_loss_with_finite_gradients_moves_no_weight(tmp_path):
     trainer = trainer_of(tmp_path)
     spoil(trainer, "inf", {2})
     watch = Watch(trainer)
@@ -114,7 +114,7 @@ def test_infinite_loss_with_finite_gradients_moves_a_weight(tmp_path):
     assert torch.equal(watch.weights[2], watch.weights[1]) and trainer.gate.skipped == 1
 
 
-def test_step_left_out_counts_as_an_update(tmp_path):
+def test_skipped_step_does_not_count_as_an_update(tmp_path):
     trainer = trainer_of(tmp_path)
     spoil(trainer, "gradient", {2, 4})
     watch = timed_run.Watch(torch.device("cpu"))
@@ -132,7 +132,7 @@ def test_step_left_out_counts_as_an_update(tmp_path):
 
 
 @pytest.mark.parametrize("log_steps", [1, 3])
-def test_logged_loss_holds_the_skipped_step(log_steps, tmp_path):
+def test_logged_loss_leaves_out_skipped_steps(log_steps, tmp_path):
     """Also with a bad micro-batch between good ones; and the steps after a skipped one are not spoilt by it."""
     trainer = trainer_of(tmp_path, batch_size=2, gradient_accumulation=2, log_steps=log_steps, steps=6)
     spoil(trainer, "nan", {2}, micro=1)
@@ -156,7 +156,7 @@ def test_logged_loss_holds_the_skipped_step(log_steps, tmp_path):
     assert json.loads(json.dumps(trainer.state.log_history, allow_nan=False))
 
 
-def test_run_goes_on_past_its_limit_or_stops_before(tmp_path):
+def test_run_stops_when_it_exceeds_the_limit_of_skipped_steps(tmp_path):
     trainer = trainer_of(tmp_path, steps=9, max_skipped_steps=2, save_steps=1, keep_checkpoints=1)
     spoil(trainer, "gradient", {2, 3, 5, 6, 7, 8})
     with pytest.raises(
@@ -171,14 +171,14 @@ def test_run_goes_on_past_its_limit_or_stops_before(tmp_path):
     assert all(bool(torch.isfinite(t).all()) for t in load_file(found.path / "model.safetensors").values())
 
 
-def test_limit_of_zero_skips_a_step(tmp_path):
+def test_limit_of_zero_stops_the_run_at_the_first_bad_step(tmp_path):
     trainer = trainer_of(tmp_path, max_skipped_steps=0)
     spoil(trainer, "nan", {2})
     with pytest.raises(RecipeError, match=r"not finite in step 2 with train\.max_skipped_steps 0.*learning_rate"):
         trainer.train()
 
 
-def test_weights_that_are_not_finite_push_out_the_last_checkpoint_that_is(tmp_path):
+def test_weights_that_are_not_finite_are_not_saved_over_the_last_checkpoint(tmp_path):
     trainer = trainer_of(tmp_path, save_steps=1, keep_checkpoints=1)
 
     class Spoil(TrainerCallback):
@@ -193,7 +193,7 @@ def test_weights_that_are_not_finite_push_out_the_last_checkpoint_that_is(tmp_pa
     assert checkpoint.newest(tmp_path / "c").path.name == "checkpoint-2"
 
 
-def test_skipped_steps_are_said_by_nobody(recipe, tigon, here, monkeypatch):
+def test_skipped_steps_are_printed_recorded_and_reported(recipe, tigon, here, monkeypatch):
     from tigon.trainer.trainer import TigonTrainer
 
     original = TigonTrainer.compute_loss
@@ -213,14 +213,14 @@ def test_skipped_steps_are_said_by_nobody(recipe, tigon, here, monkeypatch):
     )
 
 
-def test_learning_rate_is_not_blamed_where_no_step_was_ever_taken(tmp_path):
+def test_learning_rate_is_not_blamed_before_the_first_step_taken(tmp_path):
     trainer = trainer_of(tmp_path, max_skipped_steps=1)
     spoil(trainer, "nan", {1, 2, 3})
     with pytest.raises(RecipeError, match=r"in 2 steps in a row, up to step 2, .* no step has changed a weight yet"):
         trainer.train()
 
 
-def test_steps_taken_are_counted_on_by_a_resumed_run(tmp_path):
+def test_resumed_run_continues_the_count_of_steps_taken(tmp_path):
     trainer = trainer_of(tmp_path, max_skipped_steps=1)
     trainer.train()
     state = trainer.gate.state()

@@ -48,7 +48,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.load_file(folder / "model.safetensors")
 
 
-def test_stage_2_cannot_follow_stage_1(here: Path, recipe: Any, tigon: Any) -> None:
+def test_stage_2_follows_stage_1(here: Path, recipe: Any, tigon: Any) -> None:
     done = tigon("medusa", recipe("one.yaml", **STAGE_1))
     assert done.code == 0, done.err
     one = here / "runs" / "one"
@@ -77,7 +77,7 @@ def test_stage_2_cannot_follow_stage_1(here: Path, recipe: Any, tigon: Any) -> N
     assert records(two, "train")[0]["model_loss"] < records(two, "train")[0]["loss"]
 
 
-def test_resumed_run_of_heads_differs_from_the_uninterrupted_one(here: Path, recipe: Any, tigon: Any) -> None:
+def test_resumed_run_of_heads_equals_the_uninterrupted_one(here: Path, recipe: Any, tigon: Any) -> None:
     changes = {
         "train": {"steps": 6, "save_steps": 2, "log_steps": 3},  # the record of step 6 begins before checkpoint-4
         "heads": {"stage": 2, "output": "separate", "schedule": "sine", "base_steps": 2},
@@ -101,7 +101,7 @@ def test_resumed_run_of_heads_differs_from_the_uninterrupted_one(here: Path, rec
     assert all(torch.equal(base[name], tensor) for name, tensor in weights(one / "base").items()), "trained anew"
 
 
-def test_checkpoint_of_stage_1_holds_the_frozen_model(here: Path, recipe: Any, tigon: Any) -> None:
+def test_checkpoint_of_stage_1_holds_the_heads_alone(here: Path, recipe: Any, tigon: Any) -> None:
     changes = {"train": {"steps": 4, "save_steps": 2}, "heads": {"base_steps": 0}}
     path = recipe(**merged(STAGE_1, changes, QUICK))
     assert tigon("medusa", path).code == 0
@@ -115,7 +115,7 @@ def test_checkpoint_of_stage_1_holds_the_frozen_model(here: Path, recipe: Any, t
     assert [r["loss"] for r in records(one, "train")] == pytest.approx([r["loss"] for r in whole], rel=1e-6)
 
 
-def test_adapters_and_heads_are_not_both_saved(here: Path, recipe: Any, tigon: Any) -> None:
+def test_adapters_and_heads_are_both_saved_and_resumed(here: Path, recipe: Any, tigon: Any) -> None:
     pytest.importorskip("peft")
     changes = {"heads": {"stage": 2}, "lora": {"rank": 2}, "train": {"steps": 4, "save_steps": 2}}
     path = recipe(**merged(STAGE_1, changes, QUICK))
@@ -135,7 +135,7 @@ def test_adapters_and_heads_are_not_both_saved(here: Path, recipe: Any, tigon: A
         torch.testing.assert_close(tensor, heads[name])
 
 
-def test_mtp_module_is_left_untrained(here: Path, recipe: Any, tigon: Any) -> None:
+def test_mtp_module_is_trained(here: Path, recipe: Any, tigon: Any) -> None:
     path = recipe(**merged(STAGE_1, {"heads": {"stage": 2, "kind": "mtp", "count": 1, "base_steps": 0}}))
     done = tigon("medusa", path)
     assert done.code == 0, done.err
@@ -146,7 +146,7 @@ def test_mtp_module_is_left_untrained(here: Path, recipe: Any, tigon: Any) -> No
     assert losses[-1] < losses[0]
 
 
-def test_sharegpt_prompts_are_learned(here: Path, recipe: Any, tigon: Any) -> None:
+def test_only_sharegpt_answers_are_learned(here: Path, recipe: Any, tigon: Any) -> None:
     """What the person says is read, and no head is scored on it."""
     turns = [{"from": "human", "value": "lo mi ne?"}, {"from": "gpt", "value": "ka ran ka ran ka ran ka ran"}]
     rows_of = [json.dumps({"conversations": turns}) for _ in range(24)]
@@ -181,7 +181,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_recipe_without_meaning_leaves_something_behind(case: str, here: Path, recipe: Any, tigon: Any) -> None:
+def test_wrong_heads_recipe_is_refused_and_leaves_nothing_behind(
+    case: str, here: Path, recipe: Any, tigon: Any
+) -> None:
     changes, said = REFUSED[case]
     path = recipe(**merged(STAGE_1, changes))
     before = tree(here)
@@ -190,13 +192,13 @@ def test_recipe_without_meaning_leaves_something_behind(case: str, here: Path, r
     assert tree(here) == before
 
 
-def test_base_steps_of_a_checkpoint_are_taken(here: Path, recipe: Any, tigon: Any) -> None:
+def test_base_steps_for_a_checkpoint_are_refused(here: Path, recipe: Any, tigon: Any) -> None:
     assert tigon("medusa", recipe("one.yaml", **STAGE_1)).code == 0
     again = merged(STAGE_1, STAGE_2, {"heads": {"base_steps": 3}})
     assert "is no preset: its weights are trained" in tigon("medusa", recipe("two.yaml", **again)).error_line()
 
 
-def test_heads_of_another_model_are_put_on(here: Path, recipe: Any, tigon: Any) -> None:
+def test_heads_of_another_model_are_refused(here: Path, recipe: Any, tigon: Any) -> None:
     from tigon.medusa import save_heads
 
     state = {"blocks.0.layers.0.weight": torch.zeros(16, 16), "blocks.0.layers.0.bias": torch.zeros(16)}
@@ -210,7 +212,7 @@ def test_heads_of_another_model_are_put_on(here: Path, recipe: Any, tigon: Any) 
 
 
 @pytest.mark.parametrize("name, wanted", [("kind", "mtp"), ("count", 3), ("layers", 2), ("output", "separate")])
-def test_key_that_asks_for_other_heads_than_the_folders_is_passed_over(
+def test_key_that_contradicts_the_heads_in_the_folder_is_refused(
     name: str, wanted: Any, here: Path, recipe: Any, tigon: Any
 ) -> None:
     from tigon.medusa import save_heads
@@ -223,7 +225,9 @@ def test_key_that_asks_for_other_heads_than_the_folders_is_passed_over(
 
 
 @pytest.mark.parametrize("wrong", ["vocabulary", "count"])
-def test_run_begins_with_heads_that_do_not_fit(wrong: str, here: Path, recipe: Any, tigon: Any) -> None:
+def test_heads_file_that_does_not_fit_is_refused_before_the_run(
+    wrong: str, here: Path, recipe: Any, tigon: Any
+) -> None:
     from safetensors.torch import load_file, save_file
 
     from tigon.medusa import save_heads
@@ -241,7 +245,7 @@ def test_run_begins_with_heads_that_do_not_fit(wrong: str, here: Path, recipe: A
 
 
 @pytest.mark.parametrize("found", ["3", True, -1])
-def test_number_of_heads_that_is_none_is_a_traceback(found: Any, here: Path, recipe: Any, tigon: Any) -> None:
+def test_invalid_number_of_heads_is_refused_in_one_line(found: Any, here: Path, recipe: Any, tigon: Any) -> None:
     (here / "one").mkdir()
     (here / "one" / "config.json").write_text(json.dumps({"medusa_num_heads": found}))
     line = tigon("medusa", recipe(**merged(STAGE_1, {"heads": {"start": "one"}}))).error_line()
@@ -249,12 +253,12 @@ def test_number_of_heads_that_is_none_is_a_traceback(found: Any, here: Path, rec
 
 
 @pytest.mark.parametrize("asked", [{"layers": 4}, {"layers": 1}, {"output": "separate"}], ids=str)
-def test_keys_of_medusa_heads_do_nothing_for_mtp(asked: dict[str, Any], here: Path, recipe: Any, tigon: Any) -> None:
+def test_keys_of_medusa_heads_are_refused_for_mtp(asked: dict[str, Any], here: Path, recipe: Any, tigon: Any) -> None:
     path = recipe(**merged(STAGE_1, {"heads": {"kind": "mtp", **asked}}))
     assert f"heads.{next(iter(asked))}" in tigon("medusa", path).error_line()
 
 
-def test_heads_learn_at_the_models_rate(tmp_path: Path) -> None:
+def test_heads_have_their_own_learning_rate(tmp_path: Path) -> None:
     recipe_of = Recipe(
         model=SMALL, train=TrainConfig(steps=2, batch_size=4, learning_rate=0.01), heads=HeadsConfig(stage=2, count=2)
     )
@@ -287,14 +291,14 @@ def evaluate_as_rank(rank: int, folder: Path) -> None:
 
 
 @forks
-def test_process_without_rows_to_evaluate_leaves_the_others_waiting(tmp_path: Path) -> None:
+def test_process_without_sequences_to_evaluate_takes_part_in_evaluation(tmp_path: Path) -> None:
     said = tmp_path / "stderr"
     assert in_forks(lambda rank: evaluate_as_rank(rank, tmp_path), 2, said=said) == [0, 0], said.read_text()[-3000:]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2))
     assert first == second and {"eval_loss", "head1_loss", "head2_top3"} <= first.keys()
 
 
-def test_batch_that_another_process_could_not_evaluate_counts_twice(tmp_path: Path, monkeypatch: Any) -> None:
+def test_batch_that_another_process_could_not_evaluate_counts_once(tmp_path: Path, monkeypatch: Any) -> None:
     recipe_of = Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=8), heads=HeadsConfig(stage=1, count=2))
     trainer = small_trainer(tmp_path, recipe_of)
     model = attach(trainer.model, recipe_of.heads, HeadsSpec(count=2, shared=True))
@@ -310,7 +314,9 @@ def test_batch_that_another_process_could_not_evaluate_counts_twice(tmp_path: Pa
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_process_that_gets_no_weights_to_save_fails(stage: int, tmp_path: Path, monkeypatch: Any) -> None:
+def test_process_that_gets_no_weights_saves_nothing_without_an_error(
+    stage: int, tmp_path: Path, monkeypatch: Any
+) -> None:
     """ZeRO-3 gathers them for the first process alone."""
     recipe_of = Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=4), heads=HeadsConfig(stage=stage, count=2))
     trainer = small_trainer(tmp_path, recipe_of)
@@ -321,7 +327,7 @@ def test_process_that_gets_no_weights_to_save_fails(stage: int, tmp_path: Path, 
     assert not (tmp_path / "run").exists()
 
 
-def test_split_group_loses_its_weight_decay() -> None:
+def test_split_parameter_group_keeps_its_weight_decay() -> None:
     a, b, c = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
     optimizer = torch.optim.AdamW([{"params": [a, b], "weight_decay": 0.5}, {"params": [c], "weight_decay": 0.0}], lr=1)
     split_groups(optimizer, {id(b)}, 3.0)
@@ -329,7 +335,7 @@ def test_split_group_loses_its_weight_decay() -> None:
     assert found == [([id(a)], 1, 0.5), ([id(c)], 1, 0.0), ([id(b)], 3.0, 0.5)]
 
 
-def test_prediction_of_a_recipe_leaves_its_heads_out() -> None:
+def test_prediction_of_a_recipe_includes_its_heads() -> None:
     from tigon.planner.gpus import find_gpu
     from tigon.trainer import model
     from tigon.trainer.guards import prediction

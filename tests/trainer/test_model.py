@@ -106,7 +106,7 @@ def test_folder_with_adapters_is_refused(checkpoint):
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
-def test_damaged_tokenizer_is_one_line(recipe, tigon, here, checkpoint, file, text):
+def test_damaged_tokenizer_is_refused_in_one_line(recipe, tigon, here, checkpoint, file, text):
     (checkpoint / file).write_text(text, encoding="utf-8")
     line = tigon("train", recipe(model={"name": "base", "config": None})).error_line()
     assert "base: no tokenizer could be loaded" in line
@@ -114,7 +114,7 @@ def test_damaged_tokenizer_is_one_line(recipe, tigon, here, checkpoint, file, te
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": "zz"}', '{"model_type": "llama", "vocab_size": "x"}'])
-def test_damaged_config_is_one_line(checkpoint, text):
+def test_damaged_config_is_refused_in_one_line(checkpoint, text):
     (checkpoint / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(RecipeError, match=r"^model.name: ") as raised:
         model.load_config(ModelConfig(name=str(checkpoint), kernels="none"))

@@ -37,14 +37,14 @@ def failing(monkeypatch, owner, name: str, when) -> None:
     monkeypatch.setattr(owner, name, wrapped)
 
 
-def test_out_of_memory_at_the_start_is_a_traceback(recipe, tigon, here, monkeypatch):
+def test_out_of_memory_at_the_start_is_one_line_with_batch_and_length(recipe, tigon, here, monkeypatch):
     failing(monkeypatch, model, "build", lambda *_: True)
     line = tigon("train", recipe()).error_line()
     assert "out of GPU memory with train.batch_size 4 and data.sequence_length 32" in line and "1.50 GiB" in line
     assert "--resume" not in line, "there is nothing to resume from"
 
 
-def test_out_of_memory_in_a_step_loses_what_was_saved_or_names_no_way_on(recipe, tigon, here, monkeypatch):
+def test_out_of_memory_in_a_step_names_a_command_that_continues_the_run(recipe, tigon, here, monkeypatch):
     """The way on that it names gives the uninterrupted run's losses, to rounding."""
     path = recipe(train={"steps": 6, "save_steps": 2, "learning_rate": 0.003}, output={"name": "whole"})
     assert tigon("train", path).code == 0
@@ -62,7 +62,7 @@ def test_out_of_memory_in_a_step_loses_what_was_saved_or_names_no_way_on(recipe,
     assert records(here / "runs" / "r", "resume")[0]["step"] == 4
 
 
-def test_evaluation_that_needs_smaller_batches_has_another_loss(tmp_path, monkeypatch):
+def test_evaluation_in_smaller_batches_has_the_same_loss(tmp_path, monkeypatch):
     trainer = small_trainer(tmp_path, Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=7)), evaluate=True)
     want = trainer.evaluate()["eval_loss"]
     batches = []
@@ -75,7 +75,7 @@ def test_evaluation_that_needs_smaller_batches_has_another_loss(tmp_path, monkey
         trainer.evaluate()
 
 
-def test_evaluation_that_does_not_fit_costs_the_trained_model(recipe, tigon, here, monkeypatch):
+def test_evaluation_that_does_not_fit_keeps_the_trained_model(recipe, tigon, here, monkeypatch):
     failing(monkeypatch, TigonTrainer, "_forward_sums", lambda self, rows, counts: True)
     path = recipe(train={"eval_steps": 2, "save_steps": 2}, output={"save_model": True})
     outcome = tigon("train", path)
@@ -118,7 +118,7 @@ def evaluate_as_rank(rank: int, folder: Path) -> None:
 
 
 @forks
-def test_evaluation_too_large_for_one_process_leaves_the_other_waiting_or_has_another_loss(tmp_path):
+def test_evaluation_too_large_for_one_process_shrinks_in_both_to_the_same_loss(tmp_path):
     said = tmp_path / "stderr"
     assert in_forks(lambda rank: evaluate_as_rank(rank, tmp_path), 2, said=said) == [0, 0], said.read_text()[-3000:]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2))
@@ -129,9 +129,7 @@ def test_evaluation_too_large_for_one_process_leaves_the_other_waiting_or_has_an
 
 
 @forks
-def test_evaluation_of_sharded_weights_too_large_for_one_process_hangs_the_other_or_loses_the_weights(
-    recipe, here, monkeypatch
-):
+def test_sharded_evaluation_too_large_for_one_process_ends_both_after_the_save(recipe, here, monkeypatch):
     """In the middle of a forward pass, whose gathers the other waits for. The final weights are there by then."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -165,5 +163,5 @@ def test_evaluation_of_sharded_weights_too_large_for_one_process_hangs_the_other
 
 
 @pytest.mark.parametrize(("text", "wanted"), WORDS.items())
-def test_words_of_other_libraries_for_a_full_device_are_a_traceback(text, wanted):
+def test_out_of_memory_errors_of_other_libraries_are_recognised(text, wanted):
     assert prediction.is_out_of_memory(RuntimeError(text)) == wanted

@@ -140,7 +140,7 @@ def test_the_packed_loss_is_the_mean_over_the_learned_tokens_of_the_documents_al
     assert float(loss) == pytest.approx(total / n_learned, rel=1e-5)
 
 
-def test_unigram_entropy_of_a_hand_computed_row():
+def test_unigram_entropy_matches_a_hand_computed_sequence():
     labels = torch.tensor([IGNORE_INDEX, 5, 5, 5, 6], dtype=torch.int32)
     row = Row(labels.clamp(min=0), labels, torch.arange(5))
     assert unigram_entropy([row]) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))

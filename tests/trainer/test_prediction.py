@@ -39,7 +39,7 @@ def predicted(recipe, memory_mib):
     return prediction.predict(*asked(recipe), small_gpu(memory_mib), evaluated=True)
 
 
-def test_the_question_is_not_the_run_that_the_recipe_describes(recipe_of):
+def test_request_to_the_planner_describes_the_run_of_the_recipe(recipe_of):
     recipe = recipe_of("max_grad_norm: 0, gradient_accumulation: 2, checkpointing: full")
     request = prediction.request_of(*asked(recipe), evaluated=False)
     assert (request.batch, request.seq, request.clipped, request.masked) == (16, 1024, False, True)
@@ -48,13 +48,13 @@ def test_the_question_is_not_the_run_that_the_recipe_describes(recipe_of):
     assert not prediction.request_of(*asked(joined), evaluated=False).masked
 
 
-def test_a_run_that_fits_is_warned_about_or_one_that_does_not_is_not(recipe_of):
+def test_only_a_run_that_does_not_fit_is_warned_about(recipe_of):
     assert len(predicted(recipe_of(), 8000).lines("tigon train r.yaml")) == 1
     _, warning = predicted(recipe_of(), 700).lines("tigon train r.yaml")
     assert warning.startswith("warning") and "Next rung" in warning and "tigon train r.yaml --set" in warning
 
 
-def test_more_than_the_hosts_memory_is_offloaded_without_a_warning(recipe_of, monkeypatch):
+def test_offload_of_more_than_the_host_memory_is_warned_about(recipe_of, monkeypatch):
     recipe = recipe_of("checkpointing: offload")
     monkeypatch.setattr(prediction, "host_free_bytes", lambda: 1 << 40)
     assert len(predicted(recipe, 8000).lines("tigon train r.yaml")) == 1
@@ -63,7 +63,7 @@ def test_more_than_the_hosts_memory_is_offloaded_without_a_warning(recipe_of, mo
     assert warning.startswith("warning") and "of the host's memory" in warning
 
 
-def test_the_next_rungs_command_leads_to_a_recipe_that_does_not_fit(recipe_of):
+def test_next_rung_command_leads_to_a_recipe_that_fits(recipe_of):
     recipe = recipe_of()
     _, warning = predicted(recipe, 700).lines("tigon train r.yaml")
     words = shlex.split(warning.partition(": tigon train r.yaml ")[2])
@@ -73,7 +73,7 @@ def test_the_next_rungs_command_leads_to_a_recipe_that_does_not_fit(recipe_of):
     assert better.option.request.batch * better.option.request.choices.accumulate == recipe.train.batch_size
 
 
-def test_what_the_recipe_says_is_changed_by_auto(recipe_of):
+def test_auto_changes_no_key_that_the_recipe_sets(recipe_of):
     recipe = recipe_of("checkpointing: full, optimizer: lion-8bit, precision: fp32")
     free = prediction.free_in(recipe)
     assert not free & {"checkpointing", "optimizer", "precision"} and "zero" in free
@@ -81,25 +81,25 @@ def test_what_the_recipe_says_is_changed_by_auto(recipe_of):
     assert assignments == [], "it fits as it is"
 
 
-def test_auto_changes_the_numbers_where_that_is_not_needed(recipe_of):
+def test_auto_keeps_the_numbers_if_it_can(recipe_of):
     assignments, said = prediction.choose(*asked(recipe_of("")), small_gpu(700))
     recipe = recipe_of("", overrides=assignments)
     assert recipe.choices().optimizer == "adamw" and recipe.choices().precision == "amp-bf16"
     assert predicted(recipe, 700).option.fits(small_gpu(700)) and assignments[0] in said
 
 
-def test_auto_goes_on_where_nothing_fits(recipe_of):
+def test_auto_is_refused_if_nothing_fits(recipe_of):
     with pytest.raises(RecipeError, match=r"--auto: nothing .* fits"):
         prediction.choose(*asked(recipe_of("gradient_accumulation: 2")), small_gpu(20))
 
 
-def test_auto_is_taken_on_a_cpu_or_with_resume(recipe_of):
+def test_auto_is_refused_on_a_cpu_and_with_resume(recipe_of):
     for resume, words in ((False, "on the CPU"), (True, "--resume")):
         with pytest.raises(RecipeError, match=words):
             prediction.with_auto(recipe_of(), [], torch.device("cpu"), resume=resume)
 
 
-def test_out_of_memory_does_not_say_needed_had_next_rung_and_command(recipe_of, tmp_path):
+def test_out_of_memory_says_needed_and_available_memory_next_rung_and_command(recipe_of, tmp_path):
     found = predicted(recipe_of(), 700)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ...")
     said = str(
@@ -116,7 +116,7 @@ def test_out_of_memory_does_not_say_needed_had_next_rung_and_command(recipe_of, 
 @pytest.mark.parametrize(
     ("idle", "set_already", "said"), [("5.60 GiB", "", True), ("912.00 MiB", "", False), ("5.60 GiB", "true", False)]
 )
-def test_out_of_memory_with_enough_in_pieces_does_not_say_how_to_join_them(
+def test_out_of_memory_from_fragmentation_says_how_to_join_the_pieces(
     recipe_of, tmp_path, monkeypatch, idle, set_already, said
 ):
     monkeypatch.setenv(prediction.ALLOCATOR_SETTINGS, "expandable_segments:True" if set_already else "")
@@ -136,7 +136,7 @@ def test_out_of_memory_with_enough_in_pieces_does_not_say_how_to_join_them(
     assert (words in text) == said
 
 
-def test_out_of_memory_recommends_what_needs_as_much(recipe_of, tmp_path):
+def test_out_of_memory_recommends_a_recipe_that_needs_less(recipe_of, tmp_path):
     """Where the prediction said that it fits, the next rung has to be smaller than what failed."""
     found = predicted(recipe_of(), 8000)
     said = prediction.next_rung(found, "tigon train r.yaml", failed=True)
@@ -145,12 +145,12 @@ def test_out_of_memory_recommends_what_needs_as_much(recipe_of, tmp_path):
     assert words and better.option.estimate.peak_allocated_bytes < found.option.estimate.peak_allocated_bytes
 
 
-def test_a_cpu_run_gets_a_prediction_of_a_gpu(recipe_of):
+def test_cpu_run_gets_no_prediction(recipe_of):
     said = prediction.announce(*asked(recipe_of()), torch.device("cpu"), evaluated=True, command="")
     assert said == (None, []) and prediction.compared(None, torch.device("cpu")) is None
 
 
-def test_the_comparison_has_the_error_the_wrong_way_round(recipe_of):
+def test_comparison_shows_the_error_relative_to_the_measurement(recipe_of):
     found = predicted(recipe_of(), 8000).as_mapping()
     measured = {name: int(found[name] / 1.02) for name in ("peak_allocated_bytes", "peak_reserved_bytes")}
     assert prediction.comparison_line({"predicted": found, "measured": measured}).count("(+2.0%)") == 2
@@ -164,16 +164,16 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("said", "row"), NAMES.items())
-def test_the_drivers_name_finds_another_row(said, row):
+def test_gpu_is_found_by_the_name_of_the_driver(said, row):
     assert prediction._row_of(said, 1 << 35).name == row
 
 
-def test_an_unknown_gpu_has_no_rates():
+def test_unknown_gpu_keeps_its_memory_size():
     assert prediction._row_of("Some GPU", 24 << 30).memory_bytes == 24 << 30
 
 
 @pytest.mark.parametrize(("joined", "short_mib"), [(True, 0), (False, 848)])
-def test_what_a_process_holds_already_is_taken_from_its_gpu(joined, short_mib, monkeypatch):
+def test_memory_held_by_this_process_is_not_subtracted_from_its_gpu(joined, short_mib, monkeypatch):
     """An H200 without other processes, of which the context, NCCL's buffers and 1 GiB of tensors are gone."""
     row, total = find_gpu("h200"), find_gpu("h200").memory_bytes
     gone = row.context_bytes + row.group_bytes + GIB
@@ -189,7 +189,7 @@ def test_what_a_process_holds_already_is_taken_from_its_gpu(joined, short_mib, m
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the allocator's memory is compared")
-def test_the_gpu_of_this_machine_has_other_memory_than_the_driver_says(recipe_of):
+def test_gpu_of_this_machine_has_at_most_the_memory_of_the_driver(recipe_of):
     device = torch.device("cuda", 0)
     gpu = prediction.gpu_here(device, Choices())
     assert 0 < gpu.memory_bytes <= torch.cuda.get_device_properties(device).total_memory

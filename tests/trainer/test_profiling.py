@@ -26,7 +26,7 @@ def profiled(tigon, path, *flags):
     return outcome, result.read(path.parent / "p" / "profile.json")
 
 
-def test_what_is_written_is_not_the_run(recipe, tigon, here):
+def test_profile_files_describe_the_run(recipe, tigon, here):
     path = recipe(train={"steps": None, "epochs": 1, "save_steps": 1, "eval_steps": 1})
     outcome, profile = profiled(tigon, path, "--set", "model.kernels=tigon")
     assert tree(here / "p") == FILES and tree(here) == {"text.txt", "recipe.yaml", "p", *(f"p/{f}" for f in FILES),
@@ -51,7 +51,7 @@ def test_what_is_written_is_not_the_run(recipe, tigon, here):
     assert mm["flops"] > 0 and mm["launches"] >= 3 * 7
 
 
-def test_the_peak_is_not_the_one_that_a_run_has(recipe, tigon, here):
+def test_profile_has_the_peak_of_a_run(recipe, tigon, here):
     """Beside the trainer's own measurement of the second step, in which nothing is hooked or recorded but memory."""
     from tigon.data.packing import RowDataset
     from tigon.profiler.recording.peak import PeakMeter, training_state
@@ -93,7 +93,7 @@ def test_the_peak_is_not_the_one_that_a_run_has(recipe, tigon, here):
     assert batches <= profile.peak.nbytes - peaks[0] <= batches + 512
 
 
-def test_a_technique_is_not_seen(recipe, tigon):
+def test_profile_shows_checkpointing_and_accumulation(recipe, tigon):
     _, full = profiled(tigon, recipe(train={"checkpointing": "full", "gradient_accumulation": 2}), "--steps", "1")
     assert full.timeline.phases[-1].step == 1
     assert [band.name for band in full.timeline.bands()].count("forward") == 2, "one a micro-batch"
@@ -102,7 +102,7 @@ def test_a_technique_is_not_seen(recipe, tigon):
 
 
 @needs_chromium
-def test_two_side_by_side(recipe, tigon, here, monkeypatch):
+def test_two_profiles_are_shown_side_by_side(recipe, tigon, here, monkeypatch):
     """Each by a command of its own, which runs in this process here: starting one takes 10 s."""
     from tigon.trainer import profile
 
@@ -138,14 +138,14 @@ def test_two_side_by_side(recipe, tigon, here, monkeypatch):
         (["--set", "data.source=none.txt"], "none.txt"),
     ],
 )
-def test_a_wrong_input_is_not_one_line_or_leaves_something(recipe, tigon, here, flags, words):
+def test_wrong_input_is_refused_in_one_line_and_leaves_nothing(recipe, tigon, here, flags, words):
     path = recipe()
     before = tree(here)
     assert words in tigon("profile", path, *flags).error_line()
     assert {name for name in tree(here) if not name.startswith("cache")} == before
 
 
-def test_a_profile_overwrites_another(recipe, tigon, here):
+def test_profile_overwrites_no_existing_folder(recipe, tigon, here):
     (here / "p").mkdir()
     (here / "p" / "mine.txt").write_text("kept", encoding="utf-8")
     assert "there is something already" in tigon("profile", recipe(), "--out", "p").error_line()
@@ -157,7 +157,7 @@ def test_a_profile_overwrites_another(recipe, tigon, here):
     assert _free(here, "p") == here / "p-2" and _free(Path("runs"), "x") == Path("runs/x")
 
 
-def test_running_out_of_memory_loses_the_recording(recipe, tigon, here, monkeypatch):
+def test_out_of_memory_keeps_the_recording(recipe, tigon, here, monkeypatch):
     """What was recorded until then is the most useful profile there is."""
     from tigon.profiler.recording import watch
 
@@ -175,7 +175,7 @@ def test_running_out_of_memory_loses_the_recording(recipe, tigon, here, monkeypa
     assert profile.ops == () and "out of memory" in profile.facts["stopped"]
 
 
-def test_another_error_leaves_a_folder(recipe, tigon, here, monkeypatch):
+def test_other_errors_leave_no_folder(recipe, tigon, here, monkeypatch):
     from tigon.profiler.recording import watch
 
     def fails(self):
@@ -188,13 +188,13 @@ def test_another_error_leaves_a_folder(recipe, tigon, here, monkeypatch):
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_the_planners_components_have_other_names_or_colours():
+def test_profile_and_planner_share_component_names_and_colours():
     assert tuple(CATEGORIES) == COMPONENTS
     assert {name: light for name, (light, _) in CATEGORIES.items()} == dict(COLOURS)
 
 
 @pytest.mark.gpu
-def test_a_gpus_profile_lacks_something(recipe, tigon, here):
+def test_profile_of_a_gpu_is_complete(recipe, tigon, here):
     """Snapshot, prediction, kernels, and a peak that is the allocator's."""
     path = recipe(train={"device": "cuda", "precision": "amp-bf16"}, model={"kernels": "tigon"})
     _, profile = profiled(tigon, path)

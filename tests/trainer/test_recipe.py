@@ -202,7 +202,7 @@ def test_a_wrong_recipe_is_refused_by_name(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_technique_cannot_be_switched_off_by_one_key(tmp_path):
+def test_technique_is_switched_off_by_one_key(tmp_path):
     """Or a resolved recipe, which says every key, is refused; or what only a GPU compares, on a machine without."""
     text = "train: {steps: 1}\nlora: {rank: 8, alpha: 32}\ncomparison: {kernels: [tigon]}\n"
     text += "on_gpu: {comparison: {steps: 3}}"

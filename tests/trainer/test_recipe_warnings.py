@@ -30,7 +30,7 @@ def test_each_unintended_value_has_one_warning(train, data, extent, words):
     assert words in warning
 
 
-def test_a_recipe_of_intended_values_has_none():
+def test_recipe_of_intended_values_has_no_warning():
     train = TrainConfig(steps=4, warmup_steps=3, eval_steps=4, save_steps=4, keep_checkpoints=1)
     assert warnings_of(Recipe(train=train), ROWS, trains_tokenizer=True) == ()
     assert warnings_of(Recipe(train=TrainConfig(steps=1)), ROWS, trains_tokenizer=False) == ()

@@ -179,7 +179,7 @@ def test_bad_input_is_one_line_and_writes_nothing(recipe, tigon, here, sections,
     assert {name for name in tree(here) - before if not name.startswith("cache")} == set()
 
 
-def test_positions_that_ask_for_numbers_are_taken_for_a_wrong_shape():
+def test_dynamic_rope_is_accepted_as_a_valid_shape():
     """A shape is tried without memory for its numbers, which these look at before the layers are reached."""
     pytest.importorskip("transformers")
     from tigon.trainer.model import load_config
@@ -254,7 +254,7 @@ def test_a_disk_that_is_full_is_said_before_the_run(recipe, tigon, here, monkeyp
 
 
 @forks
-def test_disk_too_small_for_states_in_files_is_noticed_in_a_step(recipe, here, monkeypatch):
+def test_disk_too_small_for_nvme_states_is_refused_before_the_run(recipe, here, monkeypatch):
     """By an assertion of DeepSpeed's, or never. What a killed run left there goes first, so it counts as free."""
     pytest.importorskip("deepspeed")
     path = recipe(sharding={"zero": 3, "offload": "nvme", "nvme_folder": "swap"})

@@ -53,7 +53,7 @@ REFUSED = {
 }
 
 
-def test_resume_with_other_numbers_is_not_refused_or_names_no_difference(cut, tigon):
+def test_resume_that_changes_the_numbers_is_refused_and_names_the_difference(cut, tigon):
     path, run, _ = cut
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     for sets, message in REFUSED.values():
@@ -63,7 +63,7 @@ def test_resume_with_other_numbers_is_not_refused_or_names_no_difference(cut, ti
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
-def test_resume_with_what_changes_no_number_is_refused_or_does_not_take_effect(cut, tigon):
+def test_resume_accepts_settings_that_change_no_number(cut, tigon):
     path, run, whole = cut
     sets = (
         "train.save_steps=1",
@@ -80,7 +80,7 @@ def test_resume_with_what_changes_no_number_is_refused_or_does_not_take_effect(c
     assert [r["step"] for r in records(run, "train")] == [1, 2, 4]
 
 
-def test_resume_in_another_environment_is_silent_or_differs_in_numbers(cut, tigon):
+def test_resume_in_another_environment_is_refused_or_warned_about(cut, tigon):
     path, run, whole = cut
     found = run / "checkpoints" / "checkpoint-2"
     reseal(found, processes=2)
@@ -96,7 +96,7 @@ def test_resume_in_another_environment_is_silent_or_differs_in_numbers(cut, tigo
     assert train_losses(run) == train_losses(whole)
 
 
-def test_two_runs_write_into_one_folder(cut, tigon, monkeypatch):
+def test_resume_of_a_locked_run_folder_is_refused(cut, tigon, monkeypatch):
     path, run, _ = cut
     monkeypatch.setattr(run_folder, "LOCK_PATIENCE", 0)
     before = tree(run)
@@ -106,7 +106,7 @@ def test_two_runs_write_into_one_folder(cut, tigon, monkeypatch):
     assert tigon("train", path, "--resume").code == 0
 
 
-def test_new_run_is_not_locked_against_a_resume(recipe, tigon, here, monkeypatch):
+def test_new_run_is_locked_against_a_resume(recipe, tigon, here, monkeypatch):
     from tigon.trainer import run
 
     seen = []
@@ -123,7 +123,7 @@ def test_new_run_is_not_locked_against_a_resume(recipe, tigon, here, monkeypatch
     assert tigon("train", recipe(train={"steps": 1})).code == 0 and seen
 
 
-def test_link_in_a_run_folder_is_followed(cut, tigon, here):
+def test_link_in_a_run_folder_is_refused(cut, tigon, here):
     path, run, _ = cut
     outside = here / "outside"
     outside.mkdir()
@@ -143,7 +143,7 @@ def test_link_in_a_run_folder_is_followed(cut, tigon, here):
     assert tigon("train", path, "--resume").code == 0
 
 
-def test_rotation_removes_what_a_link_names(tmp_path):
+def test_rotation_never_removes_the_target_of_a_link(tmp_path):
     """Links that appear while a run is on: neither a rotation nor a save goes through them."""
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -163,7 +163,7 @@ def test_rotation_removes_what_a_link_names(tmp_path):
     assert checkpoint.newest(where).path.name == "checkpoint-2" and not (where / "checkpoint-1").exists()
 
 
-def test_read_only_folder_is_found_out_after_the_work(recipe, tigon, here, monkeypatch):
+def test_read_only_folder_is_refused_before_the_work(recipe, tigon, here, monkeypatch):
     (here / "runs").mkdir()
     # root, which tests may run as, may write anywhere
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "runs")
@@ -171,14 +171,14 @@ def test_read_only_folder_is_found_out_after_the_work(recipe, tigon, here, monke
     assert tree(here / "runs") == set()
 
 
-def test_folder_whose_parent_is_missing_is_found_out_after_the_work(recipe, tigon, here):
+def test_missing_parent_folders_are_made_and_a_file_among_them_is_refused(recipe, tigon, here):
     assert tigon("train", recipe(output={"folder": "no/such/runs"}, train={"steps": 1})).code == 0
     assert (here / "no" / "such" / "runs" / "r" / "summary.json").exists()
     (here / "file").touch()
     assert "file: not a folder" in tigon("train", recipe(output={"folder": "file/runs"})).error_line()
 
 
-def test_foreign_folder_is_written_to(recipe, tigon, here):
+def test_foreign_folder_is_refused_and_left_as_it_is(recipe, tigon, here):
     mine = here / "runs" / "r"
     mine.mkdir(parents=True)
     (mine / "thesis.txt").write_text("mine", encoding="utf-8")
@@ -196,7 +196,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "scheduler.pt"])
-def test_pickle_with_a_manifest_that_agrees_is_run(name, cut, tigon, here):
+def test_pickle_with_a_matching_manifest_is_not_executed(name, cut, tigon, here):
     path, run, _ = cut
     found = run / "checkpoints" / "checkpoint-2"
     torch.save(Bomb(here / "exploded"), found / name)
@@ -206,7 +206,7 @@ def test_pickle_with_a_manifest_that_agrees_is_run(name, cut, tigon, here):
     assert "checkpoint-2: cannot be loaded" in line and not (here / "exploded").exists()
 
 
-def test_any_library_may_unpickle_once_a_run_has_begun(tmp_path, monkeypatch):
+def test_no_library_may_unpickle_once_a_run_has_begun(tmp_path, monkeypatch):
     """DeepSpeed asks for weights_only=False."""
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
     torch.save(Bomb(tmp_path / "exploded"), tmp_path / "f.pt")
@@ -230,13 +230,13 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text, message", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_recipe_does_something(text, message, tigon, here):
+def test_hostile_recipe_is_refused_and_does_nothing(text, message, tigon, here):
     (here / "evil.yaml").write_text(text, encoding="utf-8")
     assert re.search(message, tigon("train", "evil.yaml").error_line())
     assert tree(here) == {"evil.yaml"}
 
 
-def test_half_a_line_swallows_the_next_record_or_ends_the_run(tmp_path):
+def test_half_written_line_costs_no_other_record(tmp_path):
     """A full disk or a power cut leaves one; a resumed run writes after it."""
     run = run_folder.RunFolder(tmp_path)
     run.append({"event": "data", "step": 0})

@@ -11,7 +11,7 @@ from tigon.trainer.guards import self_test
 from wrong_ops import WRONG
 
 
-def test_op_without_a_flag_cannot_be_left_out():
+def test_every_op_of_the_self_test_has_a_flag_of_patch():
     from tigon.models import patch
 
     flags = set(self_test.FLAGS.values())
@@ -19,7 +19,7 @@ def test_op_without_a_flag_cannot_be_left_out():
     assert flags <= set(patch.__kwdefaults__)
 
 
-def test_wrong_op_is_trained_with(recipe, tigon, here, wrong, monkeypatch):
+def test_wrong_op_is_left_out_of_the_run_and_recorded(recipe, tigon, here, wrong, monkeypatch):
     path = recipe(model={"kernels": "tigon"}, train={"steps": 2})
     found = {}
     original = self_test.wrong_ops
@@ -42,7 +42,7 @@ def test_wrong_op_is_trained_with(recipe, tigon, here, wrong, monkeypatch):
     assert not any(line.split()[:1] == ["swiglu"] for line in patched.splitlines()), patched
 
 
-def test_strict_run_begins_with_a_wrong_op(recipe, tigon, here, wrong):
+def test_strict_run_with_a_wrong_op_is_refused(recipe, tigon, here, wrong):
     path = recipe(model={"kernels": "tigon", "self_test": "strict"})
     line = tigon("train", path).error_line()
     assert "kernels that give wrong results here: swiglu: " in line and "tigon doctor" in line
@@ -50,13 +50,13 @@ def test_strict_run_begins_with_a_wrong_op(recipe, tigon, here, wrong):
 
 
 @pytest.mark.parametrize("model", [{"kernels": "tigon", "self_test": "off"}, {"kernels": "none"}])
-def test_ops_that_are_not_used_are_tried(recipe, tigon, wrong, model, monkeypatch):
+def test_ops_that_are_not_used_are_not_tested(recipe, tigon, wrong, model, monkeypatch):
     monkeypatch.setattr(self_test, "check_op", lambda *_: pytest.fail("tried"))
     monkeypatch.setattr(_dispatch, "uses_kernel", lambda tensor: False)
     assert tigon("train", recipe(model=model, train={"steps": 1})).code == 0
 
 
-def test_model_with_every_op_left_out_is_not_the_plain_one(recipe, tigon, monkeypatch):
+def test_run_with_every_op_left_out_completes(recipe, tigon, monkeypatch):
     everything = dict.fromkeys(self_test.FLAGS, "wrong")
     monkeypatch.setattr(self_test, "wrong_ops", lambda *_: everything)
     outcome = tigon("train", recipe(model={"kernels": "tigon"}, train={"steps": 1}))
@@ -64,7 +64,7 @@ def test_model_with_every_op_left_out_is_not_the_plain_one(recipe, tigon, monkey
 
 
 @pytest.mark.gpu
-def test_right_kernels_are_called_wrong():
+def test_self_test_finds_no_right_kernel_wrong():
     from tigon.recipe.keys import Recipe
     from tigon.techniques.choices import Choices
 

@@ -55,7 +55,7 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_stopped_run_resumed_differs_from_the_uninterrupted_one(phase, recipe, tigon, here, monkeypatch, uninterrupted):
+def test_stopped_and_resumed_run_equals_the_uninterrupted_one(phase, recipe, tigon, here, monkeypatch, uninterrupted):
     owner, name, call, number, step, code = PHASES[phase]
     path = recipe(train={**TRAIN, "save_steps": 4})
     if not uninterrupted:
@@ -78,7 +78,7 @@ def test_stopped_run_resumed_differs_from_the_uninterrupted_one(phase, recipe, t
     assert weights(cut) == uninterrupted["weights"]
 
 
-def test_run_without_checkpoints_is_lost_by_a_signal(recipe, tigon, here, monkeypatch):
+def test_run_without_checkpoints_is_saved_on_a_signal(recipe, tigon, here, monkeypatch):
     path = recipe(train={**TRAIN, "eval_steps": None, "workers": 2})
     with monkeypatch.context() as patch:
         kill_at(patch, trainer.TigonTrainer, "compute_loss", 3, signal.SIGTERM)
@@ -88,7 +88,7 @@ def test_run_without_checkpoints_is_lost_by_a_signal(recipe, tigon, here, monkey
     assert checkpoint.newest(here / "runs" / "r" / "checkpoints").path.name == "checkpoint-3"
 
 
-def test_signal_before_training_says_nothing_or_exits_otherwise(recipe, tigon, here, monkeypatch):
+def test_signal_before_training_ends_the_run_with_its_exit_code(recipe, tigon, here, monkeypatch):
     """While the model is built there is nothing to wait for."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
@@ -108,7 +108,7 @@ BEFORE_THE_MODEL = {
 
 
 @pytest.mark.parametrize("phase", BEFORE_THE_MODEL)
-def test_signal_after_the_last_step_is_swallowed_or_loses_the_weights(phase, recipe, tigon, here, monkeypatch, kept):
+def test_signal_after_the_last_step_keeps_the_weights_in_a_checkpoint(phase, recipe, tigon, here, monkeypatch, kept):
     """Nothing was to be saved but the model: the checkpoint is made for --resume, which does the rest."""
     owner, name, call, saved = BEFORE_THE_MODEL[phase]
     path = recipe(output={"save_model": True, "name": "whole"}, **({"train": {"save_steps": 4}} if saved else {}))
@@ -135,9 +135,7 @@ AFTER_THE_MODEL = {
 
 
 @pytest.mark.parametrize("phase", AFTER_THE_MODEL)
-def test_signal_while_the_run_is_wound_up_leaves_it_half_written_or_is_swallowed(
-    phase, recipe, tigon, here, monkeypatch
-):
+def test_signal_after_the_model_is_saved_leaves_a_complete_run(phase, recipe, tigon, here, monkeypatch):
     owner, name, call, n_left_out = AFTER_THE_MODEL[phase]
     path = recipe(output={"save_model": True}, comparison={"steps": 2, "kernels": ["none", "no-flce", "tigon"]})
     with monkeypatch.context() as patch:
@@ -155,7 +153,7 @@ def test_signal_while_the_run_is_wound_up_leaves_it_half_written_or_is_swallowed
     assert not (cut / "checkpoints").exists() or not list((cut / "checkpoints").iterdir())
 
 
-def test_signal_that_comes_while_the_processes_ask_each_other_is_lost(monkeypatch):
+def test_signal_during_the_exchange_between_processes_is_kept(monkeypatch):
     """Two processes are in that question most of the time that one waits for the other. If it came to all of them there
     and was lost, they would train on until the launcher's patience ends, 180 s later, and it kills them."""
     from torch import distributed
@@ -176,7 +174,7 @@ def test_signal_that_comes_while_the_processes_ask_each_other_is_lost(monkeypatc
 
 @forks
 @pytest.mark.parametrize("first", signals.SIGNALS)
-def test_second_signal_is_waited_for(first):
+def test_second_signal_ends_the_process_at_once(first):
     """At once, also where no Python runs: a handler in Python would wait for the call to return."""
 
     def wait(_: int) -> None:
@@ -193,7 +191,7 @@ def test_second_signal_is_waited_for(first):
     assert time.monotonic() - started_s < 30
 
 
-def test_process_that_prepares_batches_dies_of_a_signal_to_the_group(recipe, tigon, here, monkeypatch):
+def test_data_workers_survive_a_signal_to_the_process_group(recipe, tigon, here, monkeypatch):
     """A shell's Ctrl-C and a batch system's SIGTERM go to the whole group."""
     from tigon.trainer.trainer import TigonTrainer
 
@@ -213,7 +211,7 @@ def test_process_that_prepares_batches_dies_of_a_signal_to_the_group(recipe, tig
     assert outcome.code == 0, outcome.err
 
 
-def test_dead_or_hanging_process_that_prepares_batches_is_waited_for(recipe, tigon, here, monkeypatch):
+def test_dead_or_hanging_data_worker_ends_the_run_with_a_message(recipe, tigon, here, monkeypatch):
     from tigon.data.packing import Collator
 
     original, made = Collator.__call__, [0]
@@ -246,7 +244,7 @@ def _hand_over_and_die(connection):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_worker_that_dies_while_it_hands_a_batch_over_is_taken_for_a_bug(here):
+def test_data_worker_that_dies_handing_over_a_batch_is_named(here):
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=_hand_over_and_die, args=(theirs,))
     child.start()
@@ -262,7 +260,7 @@ def test_worker_that_dies_while_it_hands_a_batch_over_is_taken_for_a_bug(here):
 @pytest.mark.parametrize(
     "bug", [OSError("no such row"), RuntimeError("Caught RuntimeError in DataLoader worker process 0.")]
 )
-def test_bug_is_taken_for_a_worker_that_died(here, bug):
+def test_bug_is_not_reported_as_a_dead_data_worker(here, bug):
     with pytest.raises(type(bug)) as caught:
         raise bug
     (here / run_folder.RECIPE).touch()

@@ -110,7 +110,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     [({}, True), ({}, False), ({"lora": {"rank": 8}}, False)],
     ids=["weights", "weights on a CPU without fp16", "adapters on a CPU without fp16"],
 )
-def test_resumed_run_has_what_is_in_files(sections, fp16_supported, recipe, tigon, here, monkeypatch):
+def test_resumed_run_restores_states_kept_in_files(sections, fp16_supported, recipe, tigon, here, monkeypatch):
     """It has the moments, Adam's count of steps, and the norms' weights, which are too small for a file, and it rounds
     the powers of the betas alike. Files that another run left in the folder are in no checkpoint. Weights come back
     from files in fp32, also on a CPU without fp16, where DeepSpeed would read them as bf16."""
@@ -135,7 +135,7 @@ def test_resumed_run_has_what_is_in_files(sections, fp16_supported, recipe, tigo
     assert losses(runs / "cut") == losses(runs / "files")
 
 
-def test_folder_of_the_files_is_shared_with_another_run(tmp_path, monkeypatch):
+def test_nvme_folder_is_locked_against_another_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_PATIENCE", 0)
     code = (
         f"from tigon.trainer import nvme_swap\nwith nvme_swap.own_files({str(tmp_path)!r}):\n"
@@ -151,7 +151,7 @@ def test_folder_of_the_files_is_shared_with_another_run(tmp_path, monkeypatch):
         pass
 
 
-def test_folder_that_cannot_be_written_into_is_a_traceback(tmp_path):
+def test_nvme_folder_that_cannot_be_written_into_is_refused(tmp_path):
     (tmp_path / "file").touch()
     said = r"sharding\.nvme_folder: .*file/swap: Not a directory"
     with pytest.raises(RunFolderError, match=said), own(tmp_path / "file" / "swap"):

@@ -78,7 +78,7 @@ def resumed_and_whole(
 
 
 @on_cpu
-def test_resumed_optimizer_differs_from_the_uninterrupted_one(name, tmp_path):
+def test_resumed_optimizer_equals_the_uninterrupted_one(name, tmp_path):
     need(OPTIMIZERS[name].package)
     # torchao compiles a kernel for each shape: seconds, and nothing of it is ours
     with torch.compiler.set_stance("force_eager") if OPTIMIZERS[name].needs_compiler else nullcontext():
@@ -89,7 +89,7 @@ def test_resumed_optimizer_differs_from_the_uninterrupted_one(name, tmp_path):
 
 @pytest.mark.parametrize("row", [row for row in OPTIMIZERS.values() if row.needs_compiler], ids=lambda row: row.name)
 @pytest.mark.parametrize("fsdp", [False, True])
-def test_sharded_moments_take_the_traced_graph_of_other_bits(row, fsdp):
+def test_graph_cache_is_disabled_for_sharded_compiled_optimizers(row, fsdp):
     """Which PyTorch's cache of graphs finds by the same key."""
     with functorch_config.patch(enable_autograd_cache=True):
         engine.make_optimizer(TrainConfig(optimizer=row.name), Choices(optimizer=row.name, fsdp=fsdp))
@@ -97,7 +97,7 @@ def test_sharded_moments_take_the_traced_graph_of_other_bits(row, fsdp):
 
 
 @pytest.mark.parametrize(("at", "workers"), [(2, 0), (3, 0), (2, 2), (3, 2), (5, 2)])
-def test_resumed_run_sees_other_rows(at, workers, tmp_path):
+def test_resumed_run_sees_the_same_sequences(at, workers, tmp_path):
     """Within the first epoch, at its end, within the second; with rows prepared here or by processes."""
     resumed, whole, same = resumed_and_whole("adamw", tmp_path, torch.device("cpu"), at=at, workers=workers)
     assert resumed == whole and same
@@ -105,7 +105,7 @@ def test_resumed_run_sees_other_rows(at, workers, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_resumed_on_the_gpu_differs_from_the_uninterrupted_one(name, tmp_path):
+def test_optimizer_resumed_on_the_gpu_equals_the_uninterrupted_one(name, tmp_path):
     need(OPTIMIZERS[name].package)
     resumed, whole, _ = resumed_and_whole(name, tmp_path, torch.device("cuda", 0))
     assert resumed == pytest.approx(whole, rel=1e-6)
@@ -113,7 +113,7 @@ def test_optimizer_resumed_on_the_gpu_differs_from_the_uninterrupted_one(name, t
 
 
 @pytest.mark.parametrize("kernels", ["none", "tigon"])
-def test_a_split_of_the_batch_changes_the_gradient(kernels, tmp_path):
+def test_gradient_is_the_same_however_the_batch_is_split(kernels, tmp_path):
     """Rows hold different numbers of learned tokens, so averaging micro-batches would fail this."""
     data, moved = rows(), {}
     for batch_size, accumulate in ((8, 1), (4, 2), (2, 4), (1, 8)):
@@ -133,7 +133,7 @@ PRECISIONS = {"amp-bf16": 0.05, "bf16": 0.05}
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), PRECISIONS.items())
-def test_lower_precision_trains_otherwise(precision, tolerance, tmp_path):
+def test_lower_precision_trains_as_fp32_does(precision, tolerance, tmp_path):
     want = losses_of(small_trainer(tmp_path, recipe_of(precision="fp32")))
     got = losses_of(small_trainer(tmp_path, recipe_of(precision=precision)))
     assert got == pytest.approx(want, abs=tolerance)
@@ -158,7 +158,7 @@ def one_batch(trainer: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("quantize", [False, True], ids=["lora", "qlora"])
 @pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS.keys())
-def test_adapters_train_with_logits_or_otherwise_than_unpatched(targets, quantize, tmp_path):
+def test_adapters_train_as_unpatched_and_without_logits_unless_on_the_head(targets, quantize, tmp_path):
     need("peft")
     need("bitsandbytes" if quantize else None)
     losses = {}
@@ -176,7 +176,7 @@ def test_adapters_train_with_logits_or_otherwise_than_unpatched(targets, quantiz
 
 @pytest.mark.parametrize("quantize", [False, True], ids=["lora", "qlora"])
 @pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS.keys())
-def test_merged_checkpoint_computes_something_else(targets, quantize, tmp_path):
+def test_merged_checkpoint_computes_what_the_adapters_did(targets, quantize, tmp_path):
     """TINY_MODEL ties its head to its embeddings: an adapter on either must leave the other alone."""
     from transformers import AutoModelForCausalLM
 
@@ -205,7 +205,7 @@ def test_merged_checkpoint_computes_something_else(targets, quantize, tmp_path):
         assert list(tmp_path.glob("adapters/*.safetensors"))
 
 
-def test_evaluation_before_training_breaks_the_gradient_of_qlora(tmp_path):
+def test_evaluation_before_training_leaves_the_losses_of_qlora_unchanged(tmp_path):
     need("bitsandbytes")
     losses = []
     for evaluated in (False, True):
@@ -216,7 +216,7 @@ def test_evaluation_before_training_breaks_the_gradient_of_qlora(tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_resumed_adapters_differ_from_the_uninterrupted_ones(tmp_path):
+def test_resumed_adapters_equal_the_uninterrupted_ones(tmp_path):
     need("peft")
     recipe = adapted(("linear", "head"), steps=6, save_steps=2)
     whole = losses_of(small_trainer(tmp_path, recipe))
@@ -250,7 +250,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("sets, message", REFUSED.values(), ids=REFUSED.keys())
-def test_excluded_pair_is_loaded_or_leaves_something(recipe, tigon, here, sets, message):
+def test_excluded_pair_is_refused_and_leaves_nothing(recipe, tigon, here, sets, message):
     path = recipe()
     before = set(here.rglob("*"))
     outcome = tigon("train", path, *(word for text in sets for word in ("--set", text)))
@@ -259,7 +259,7 @@ def test_excluded_pair_is_loaded_or_leaves_something(recipe, tigon, here, sets, 
 
 
 @forks
-def test_processes_repeat_a_refusal(recipe, here, monkeypatch):
+def test_refusal_is_printed_by_one_process_only(recipe, here, monkeypatch):
     """What only the processes can see, as a text that is too short, is one line from the first."""
     monkeypatch.setattr(sys, "argv", ["tigon", "train", str(recipe(train={"batch_size": 1000})), "--gpus", "2"])
     said = here / "stderr"
@@ -294,7 +294,7 @@ def cut_back(runs: Path, name: str) -> None:
 
 
 @forks
-def test_two_processes_train_otherwise_than_one_with_twice_the_rows(recipe, tigon, here):
+def test_two_processes_train_as_one_with_twice_the_sequences(recipe, tigon, here):
     one = recipe("one.yaml", model={"kernels": "tigon"}, output={"name": "one"})
     assert tigon("train", one).code == 0
     sets = ["train.batch_size=2", "sharding.gpus=2", "output.name=two"]
@@ -320,7 +320,7 @@ def zero_rank(recipe: Path, sets: Sequence[str], *, resume: bool = False) -> Non
 @forks
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("stage", ZERO.values(), ids=ZERO.keys())
-def test_zero_trains_otherwise_or_cannot_be_resumed(recipe, tigon, here, stage, count):
+def test_zero_trains_as_a_plain_run_and_resumes(recipe, tigon, here, stage, count):
     """Two processes: the losses of one with twice the rows."""
     need("deepspeed")
     path = recipe(model={"kernels": "tigon"}, train={"save_steps": 2}, output={"name": "plain"})
@@ -352,7 +352,7 @@ SKIPPING |= {"FSDP2": "sharding.fsdp=true", "DDP": "sharding.gpus=2"}
 
 @forks
 @pytest.mark.parametrize("engine", SKIPPING.values(), ids=SKIPPING.keys())
-def test_step_spoilt_in_one_process_moves_a_weight_or_holds_the_schedule_back(recipe, here, engine):
+def test_step_not_finite_in_one_process_is_skipped_and_the_schedule_goes_on(recipe, here, engine):
     """Two processes: the same losses and learning rates after it as of one that is spoilt in this step."""
     if "zero" in engine:
         need("deepspeed")
@@ -368,7 +368,7 @@ def test_step_spoilt_in_one_process_moves_a_weight_or_holds_the_schedule_back(re
 
 
 @forks
-def test_checkpoint_in_zero_3_is_whole_somewhere_or_trains_otherwise(recipe, tigon, here, monkeypatch):
+def test_checkpoint_in_zero_3_is_loaded_in_partitions_and_trains_alike(recipe, tigon, here, monkeypatch):
     """from_pretrained fills partitions: no weight has an element outside of them when the model is handed over."""
     need("deepspeed")
     first = recipe("first.yaml", output={"name": "first", "save_model": True})
@@ -391,7 +391,7 @@ def test_checkpoint_in_zero_3_is_whole_somewhere_or_trains_otherwise(recipe, tig
 
 @forks
 @pytest.mark.parametrize("family", ["llama", "gemma"])
-def test_partitions_round_a_rotary_table_or_lack_what_heads_look_at(family, here, tmp_path):
+def test_partitioned_model_keeps_its_buffers_and_heads_get_whole_weights(family, here, tmp_path):
     """In amp-bf16, where deepspeed.zero.Init makes every tensor of a constructor one of 16 bits."""
     need("deepspeed")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 512, "head_dim": 16}
@@ -429,7 +429,7 @@ def test_partitions_round_a_rotary_table_or_lack_what_heads_look_at(family, here
         ({"fsdp": True, "offload": "cpu"}, 10**9, False),
     ],
 )
-def test_random_weights_are_drawn_where_they_find_no_room(choices, free_bytes, stays, monkeypatch):
+def test_random_weights_are_drawn_on_the_gpu_only_if_they_fit(choices, free_bytes, stays, monkeypatch):
     """fp32: 4 bytes of 40 elements, and of the 10 of a head that is not tied yet."""
     facts = Facts(shapes={"a": (10,), "b": (2, 5), "c": (10,), "d": (10,)})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 10**9))
@@ -438,7 +438,7 @@ def test_random_weights_are_drawn_where_they_find_no_room(choices, free_bytes, s
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_weights_drawn_a_module_at_a_time_are_others_or_of_another_distribution(name):
+def test_weights_drawn_module_by_module_have_the_same_distribution(name):
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     heads |= {"head_dim": 16} if "head_dim" in PRESETS[name] else {}
@@ -485,7 +485,7 @@ def run_fsdp(here: Path, recipe: Path, name: str, *sets: str, resume: bool = Fal
 
 
 @forks
-def test_fsdp2_trains_otherwise_or_cannot_be_resumed(recipe, tigon, here):
+def test_fsdp2_trains_as_a_plain_run_and_resumes(recipe, tigon, here):
     """Two processes: the losses of one with twice the rows; resumed, the same; and its checkpoint is whole."""
     path = recipe("one.yaml", model={"kernels": "tigon"}, train={"save_steps": 2}, output={"name": "plain"})
     assert tigon("train", path).code == 0
@@ -502,7 +502,7 @@ def test_fsdp2_trains_otherwise_or_cannot_be_resumed(recipe, tigon, here):
 
 @forks
 @pytest.mark.parametrize("precision", ["fp32", "amp-bf16"])
-def test_fsdp2_with_adapters_or_autocast_trains_otherwise(recipe, tigon, here, precision):
+def test_fsdp2_with_adapters_or_autocast_trains_as_a_plain_run(recipe, tigon, here, precision):
     need("peft")
     sets = ["lora.rank=4"] if precision == "fp32" else [f"train.precision={precision}", "train.checkpointing=selective"]
     path = recipe("one.yaml", model={"kernels": "tigon"}, output={"save_model": True, "name": "one"})
@@ -515,7 +515,7 @@ def test_fsdp2_with_adapters_or_autocast_trains_otherwise(recipe, tigon, here, p
     assert got == pytest.approx(want, rel=1e-4 if precision == "fp32" else 5e-3)
 
 
-def test_kernel_words_of_choices_and_model_differ():
+def test_choices_and_model_have_the_same_names_for_kernels():
     from tigon.trainer.model import KERNELS as appliers
 
     assert set(appliers) == set(KERNELS)
@@ -525,7 +525,7 @@ TECHNIQUE_RECIPES = sorted((ROOT / "recipes" / "techniques").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", TECHNIQUE_RECIPES, ids=lambda path: path.stem)
-def test_recipe_of_a_technique_does_not_use_it(path):
+def test_recipe_of_a_technique_uses_it(path):
     from tigon.techniques import TECHNIQUES
 
     technique = TECHNIQUES[path.stem]
@@ -533,7 +533,7 @@ def test_recipe_of_a_technique_does_not_use_it(path):
         assert technique.used_by(load(path, gpu_present=lambda gpu=gpu: gpu).choices())
 
 
-def test_a_technique_has_no_recipe():
+def test_every_technique_has_a_recipe():
     from tigon.techniques import TECHNIQUES
 
     assert {path.stem for path in TECHNIQUE_RECIPES} == set(TECHNIQUES)
@@ -549,7 +549,7 @@ ELSEWHERE = ("zero-offload-cpu", "zero-offload-nvme", *IN_TWO)
 @pytest.mark.parametrize(
     "path", [p for p in TECHNIQUE_RECIPES if p.stem not in ELSEWHERE], ids=lambda path: path.stem
 )  # fmt: skip
-def test_recipe_of_a_technique_does_not_run_on_the_cpu(path, tigon, here):
+def test_recipe_of_a_technique_runs_on_the_cpu(path, tigon, here):
     from tigon.techniques import TECHNIQUES
 
     technique = TECHNIQUES[path.stem]
@@ -565,7 +565,7 @@ def test_recipe_of_a_technique_does_not_run_on_the_cpu(path, tigon, here):
 
 @forks
 @pytest.mark.parametrize("name", IN_TWO)
-def test_recipe_of_an_engine_does_not_run_in_two_processes(name, here):
+def test_recipe_of_an_engine_runs_in_two_processes(name, here):
     if name.startswith("zero"):
         need("deepspeed")
     path = ROOT / "recipes" / "techniques" / f"{name}.yaml"

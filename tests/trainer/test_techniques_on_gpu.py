@@ -87,7 +87,7 @@ def name_of(kind: str, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipe_of_a_technique_trains_otherwise_or_cannot_be_resumed(recipe, folder):
+def test_recipe_of_a_technique_trains_as_a_plain_run_and_resumes(recipe, folder):
     technique = TECHNIQUES[recipe.stem]
     for package in technique.needs:
         if importlib.util.find_spec(package) is None:
@@ -124,7 +124,7 @@ IN_FILES = {
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("pair", IN_FILES.values(), ids=IN_FILES.keys())
-def test_two_processes_lose_states_in_files_or_those_of_each_other(pair, folder, request):
+def test_two_processes_resume_from_their_own_nvme_states(pair, folder, request):
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     name = name_of("in-files", request)
@@ -166,7 +166,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
-def test_pair_of_techniques_does_not_work(pair, folder, request):
+def test_pair_of_techniques_works_together(pair, folder, request):
     packages = {"sharding.zero": "deepspeed", "lora.quantize": "bitsandbytes"}
     needed = [package for key, package in packages.items() if key in pair]
     needed += ["bitsandbytes"] * ("8bit" in str(pair.get("train.optimizer")))
@@ -221,7 +221,7 @@ def query_weight(model: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("engine", DIVIDED.values(), ids=DIVIDED.keys())
-def test_checkpoint_that_an_engine_divides_trains_otherwise(engine, folder, request):
+def test_checkpoint_sharded_by_an_engine_trains_as_a_whole_one(engine, folder, request):
     if "sharding.zero" in engine and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     gpus = min(2, torch.cuda.device_count())
@@ -240,7 +240,7 @@ def test_checkpoint_that_an_engine_divides_trains_otherwise(engine, folder, requ
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("engine", ["ZeRO-3", "FSDP2"])
-def test_heads_on_divided_weights_train_or_resume_otherwise(engine, stage, folder):
+def test_heads_on_sharded_weights_train_and_resume_as_on_one_gpu(engine, stage, folder):
     if engine == "ZeRO-3" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     gpus, recipe = min(2, torch.cuda.device_count()), ROOT / "recipes" / "techniques" / "amp-bf16.yaml"

@@ -112,7 +112,7 @@ def test_a_checkpoint_folder_trains_again_as_a_model(recipe, tigon, here):
     assert second[0]["loss"] < first[0]["loss"] - 0.1, "the saved weights were not loaded"
 
 
-def test_bad_rows_that_are_left_out_change_the_run_or_are_not_counted(recipe, tigon, here):
+def test_skipped_bad_rows_are_counted_and_leave_the_run_unchanged(recipe, tigon, here):
     good = [json.dumps({"prompt": words(5, seed=i), "completion": words(4, seed=i + 100)}) for i in range(40)]
     bad = ['{"prompt": "p", "completion": ', '{"prompt": "p"}', '{"prompt": "p", "completion": " "}', "[]"]
     (here / "good.jsonl").write_text("\n".join(good), encoding="utf-8")
@@ -131,7 +131,7 @@ def test_bad_rows_that_are_left_out_change_the_run_or_are_not_counted(recipe, ti
     assert records(here / "runs" / "mixed", "data")[0]["bad_rows"] == 4
 
 
-def test_id_beyond_the_vocabulary_reaches_the_model():
+def test_id_beyond_the_vocabulary_is_refused_or_skipped():
     from tigon.data.documents import BadRows, Document, Segment
     from tigon.data.tokenizer import encode, train_bpe
     from tigon.errors import DataError

@@ -53,7 +53,7 @@ def train_as_rank(rank: int, folder: Path) -> None:
 
 
 @forks
-def test_gradient_bad_in_one_process_is_applied_in_the_other(tmp_path):
+def test_gradient_not_finite_in_one_process_is_skipped_in_both(tmp_path):
     said = tmp_path / "stderr"
     assert in_forks(lambda rank: train_as_rank(rank, tmp_path), 2, said=said) == [0, 0], said.read_text()[-2000:]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2))
@@ -96,7 +96,7 @@ def killed_in_step(step: int, rank: int, path: Path) -> None:
 
 @linux
 @forks
-def test_two_processes_lose_what_they_have_to_a_kill_or_a_signal(recipe, here):
+def test_two_processes_keep_their_checkpoint_after_a_kill_or_a_signal(recipe, here):
     """SIGKILL to rank 1; then, resumed by the command, SIGTERM to the launcher."""
     path = recipe(train={"steps": 100_000, "batch_size": 1, "save_steps": 3, "log_steps": 1})
     run = here / "runs" / "r"
@@ -119,7 +119,7 @@ def test_two_processes_lose_what_they_have_to_a_kill_or_a_signal(recipe, here):
     assert [r["step"] for r in records(run, "train")] == list(range(1, stopped_at + 1))
 
 
-def test_port_to_meet_at_is_taken_before_anyone_listens_there():
+def test_rendezvous_port_is_reserved_until_the_store_listens():
     with launch.held_address() as meeting:
         address = ("127.0.0.1", int(meeting["MASTER_PORT"]))
         with socket.socket() as another, pytest.raises(OSError, match="in use"):
@@ -146,7 +146,7 @@ time.sleep(60)
     ("fate", "said_or_code"),
     [("killed", "process 1 of 2 was killed (SIGKILL), and the others were ended"), ("2", 2), ("143", 143)],
 )
-def test_fate_of_a_process_is_not_what_its_launcher_ends_with(fate, said_or_code, tmp_path):
+def test_launcher_ends_with_the_fate_of_its_process(fate, said_or_code, tmp_path):
     (tmp_path / "tigon").mkdir()
     (tmp_path / "tigon" / "__init__.py").touch()  # without it the installed package goes first
     (tmp_path / "tigon" / "__main__.py").write_text(RANK)
@@ -164,7 +164,7 @@ def test_fate_of_a_process_is_not_what_its_launcher_ends_with(fate, said_or_code
         assert os.waitstatus_to_exitcode(status) == said_or_code and not said.read_text()
 
 
-def test_process_that_misses_another_takes_a_fault_of_its_own_for_that(monkeypatch):
+def test_loss_of_another_process_is_told_apart_from_a_fault_of_its_own(monkeypatch):
     """Or the error of a lost process for a bug, which has a traceback, or for a checkpoint that cannot be read."""
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:11670: Connection reset by peer. This")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -175,7 +175,7 @@ def test_process_that_misses_another_takes_a_fault_of_its_own_for_that(monkeypat
     assert fault_messages.how_another_was_lost(gloo) is None
 
 
-def test_process_that_misses_a_killed_one_is_taken_for_the_cause(monkeypatch):
+def test_killed_process_is_named_as_the_cause_and_not_the_one_that_misses_it(monkeypatch):
     """Both have ended when the launcher looks."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -216,7 +216,7 @@ def wait_in_vain(rank: int, here: Path) -> int | None:
 
 @linux
 @forks
-def test_process_that_waits_for_another_in_vain_ignores_every_signal(tmp_path):
+def test_second_signal_ends_a_process_that_waits_in_vain_for_another(tmp_path):
     """Its main thread is in a call that does not return, so that no handler of Python's runs."""
     said = tmp_path / "stderr"
     statuses = in_forks(lambda rank: wait_in_vain(rank, tmp_path), 2, said=said)
@@ -225,7 +225,7 @@ def test_process_that_waits_for_another_in_vain_ignores_every_signal(tmp_path):
 
 
 @forks
-def test_signal_to_one_process_in_the_last_evaluation_leaves_the_other_alone(recipe, tigon, here):
+def test_signal_to_one_process_in_the_last_evaluation_stops_both(recipe, tigon, here):
     """Of sharded weights, which are still saved after training; the run is then finished by --resume."""
     path = recipe(train={"batch_size": 2}, output={"save_model": True})
 
@@ -252,7 +252,7 @@ def test_signal_to_one_process_in_the_last_evaluation_leaves_the_other_alone(rec
     assert records(here / "runs" / "r", "result")[0]["eval_loss"] is not None
 
 
-def test_options_that_an_older_launcher_lacks_are_passed_to_it(monkeypatch):
+def test_options_that_an_older_launcher_lacks_are_left_out(monkeypatch):
     """PyTorch 2.8, the oldest that tigon takes, has neither of them."""
     from torch.distributed import run
 
@@ -337,7 +337,7 @@ def joined_rank(
 
 @linux
 @forks
-def test_processes_whose_launcher_is_killed_train_on_or_end_without_a_checkpoint(tmp_path, monkeypatch):
+def test_processes_whose_launcher_is_killed_agree_to_stop_and_end(tmp_path, monkeypatch):
     """Two signals would end them at once, and the store by which they agree on a checkpoint is gone. Rank 1, which
     hears of the signal from rank 0, sees that the launcher is gone when it has all but ended."""
     look_s = (0.05, 1)
@@ -359,7 +359,7 @@ def test_processes_whose_launcher_is_killed_train_on_or_end_without_a_checkpoint
 
 @linux
 @forks
-def test_process_that_waits_for_another_in_vain_outlives_its_launcher(tmp_path, monkeypatch):
+def test_process_that_waits_in_vain_for_another_ends_after_its_launcher(tmp_path, monkeypatch):
     """Rank 0 in a collective, where no handler runs; rank 1 in a step that goes on for ever, with nobody who reads what
     it says."""
 
@@ -392,7 +392,7 @@ def fill_stderr() -> None:
 
 @linux
 @forks
-def test_process_that_is_slower_than_the_death_of_its_launcher_lives_on(tmp_path):
+def test_process_that_starts_after_the_death_of_its_launcher_ends(tmp_path):
     """It has another parent by the time it looks for the first."""
     with adopting():
         launcher = os.fork()
@@ -413,7 +413,7 @@ def test_process_that_is_slower_than_the_death_of_its_launcher_lives_on(tmp_path
 @linux
 @forks
 @pytest.mark.parametrize("number", signals.SIGNALS)
-def test_signal_before_training_leaves_a_process_that_waits_for_another_in_vain(number, tmp_path, monkeypatch):
+def test_signal_before_training_ends_a_process_that_waits_in_vain_for_another(number, tmp_path, monkeypatch):
     """Rank 0 in a collective while it builds, where nothing can be raised. Or it ends by force rank 1, which is slow to
     close what is open."""
     monkeypatch.setattr(signals, "NOTING_S", 0.2)
