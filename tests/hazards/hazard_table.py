@@ -106,7 +106,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             tests=(
                 f"{_HAZARDS}::test_hooks_on_the_head_are_passed_by",
                 f"{_HAZARDS}::test_hook_that_edits_the_logits_does_not_reach_the_loss",
-                f"{_HEADS}::test_hook_with_its_own_autograd_function_is_refused_not_trained_wrong",
+                f"{_HEADS}::test_hook_with_its_own_autograd_function_is_refused",
             ),
             cases=("P03",),
         ),
@@ -183,7 +183,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
                 f"{_HAZARDS}::test_logits_of_a_training_step_are_missing",
                 f"{_HAZARDS}::test_evaluation_cannot_do_without_logits",
                 "models/test_deferred.py::test_no_tensor_of_tokens_by_vocabulary_exists_in_a_training_step",
-                "models/test_with_trainer.py::test_evaluation_metrics_see_real_logits",
+                "models/test_with_trainer.py::test_evaluation_metrics_receive_real_logits",
                 "integration/test_with_trl.py::"
                 "test_metrics_read_from_the_logits_of_a_training_step_cost_more_than_the_logits",
             ),
@@ -256,10 +256,10 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "compared, and in a compiled step. On a GPU in eager mode a write to `labels.data` inside the forward is "
             "not seen, because a comparison would wait for the device: write to the labels themselves.",
             tests=(
-                f"{_SEAM}::test_labels_edited_before_super_forward_are_the_losss_labels",
-                f"{_SEAM}::test_labels_edited_by_a_hook_are_the_losss_labels",
+                f"{_SEAM}::test_labels_edited_before_super_forward_count_in_the_loss",
+                f"{_SEAM}::test_labels_edited_by_a_hook_count_in_the_loss",
                 f"{_SEAM}::test_items_edited_after_the_head_divide_the_loss",
-                f"{_SEAM}::test_compiled_step_whose_labels_change_after_the_head_has_no_finite_loss",
+                f"{_SEAM}::test_compiled_step_whose_labels_change_after_the_head_returns_nan",
             ),
         ),
         Hazard(
@@ -271,8 +271,8 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "from it. All aliases share its memory: `detach`, `.data`, views, numpy arrays, `out=`. The step then "
             "costs the memory of the logits and of a copy, as the warning says.",
             tests=(
-                f"{_SEAM}::test_logits_edited_between_head_and_loss_are_the_losss_logits",
-                f"{_SEAM}::test_logits_edited_by_a_hook_of_the_head_are_the_losss_logits",
+                f"{_SEAM}::test_logits_edited_between_head_and_loss_count_in_the_loss",
+                f"{_SEAM}::test_logits_edited_by_a_hook_of_the_head_count_in_the_loss",
                 f"{_SEAM}::test_copy_of_the_logits_keeps_what_they_were_before_an_edit",
                 f"{_SEAM}::test_any_order_of_edits_and_losses_trains_as_unpatched",
                 f"{_SEAM}::test_compiled_step_counts_edits_of_logits",
@@ -314,10 +314,10 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             here="No forward is copied: the model's own passes its arguments to the loss, and the patched model is "
             "compared for labels, shift_labels, both, num_items_in_batch, logits_to_keep and ignore_index.",
             tests=(
-                f"{_PARITY}::test_each_keyword_means_what_it_meant",
+                f"{_PARITY}::test_each_keyword_keeps_its_meaning",
                 f"{_PARITY}::test_gradient_accumulation_with_num_items_equals_one_large_batch",
                 f"{_PARITY}::test_labels_that_do_not_fit_logits_to_keep_are_refused",
-                f"{_FAMILIES}::test_patched_family_differs_from_unpatched_in_fp32",
+                f"{_FAMILIES}::test_patched_family_equals_unpatched_in_fp32",
             ),
             cases=("P07",),
         ),
@@ -389,10 +389,10 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "and `report.undo()` gives the model its own bits back.",
             tests=(
                 f"{_HAZARDS}::test_other_models_and_the_process_change_with_the_patched_one",
-                f"{_FAMILIES}::test_patching_one_model_changes_another_of_its_family",
+                f"{_FAMILIES}::test_patching_one_model_leaves_others_of_its_family_unchanged",
                 f"{_MODELS}::test_nothing_outside_the_instance_changes",
-                f"{_MODELS}::test_undo_leaves_a_model_that_was_never_patched",
-                f"{_MODELS}::test_patching_twice_is_once_with_a_note",
+                f"{_MODELS}::test_undo_restores_the_unpatched_model_bit_for_bit",
+                f"{_MODELS}::test_patching_twice_changes_nothing_and_adds_a_note",
             ),
             cases=("P08",),
         ),
@@ -449,7 +449,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "been changed. Each row is tried against its family.",
             tests=(
                 f"{_HAZARDS}::test_attribute_renamed_by_a_release_makes_a_silent_no_op",
-                f"{_FAMILIES}::test_flag_of_the_row_replaces_nothing",
+                f"{_FAMILIES}::test_row_replaces_what_its_flags_claim_and_refuses_other_flags",
                 f"{_MODELS}::test_a_flag_that_matches_nothing_is_an_error_and_changes_nothing",
             ),
             cases=("P10",),
@@ -462,9 +462,9 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             here="A family without a row is matched by structure, module by module, each against its own forward and "
             "gradient on a few numbers. Where nothing matches, `patch` raises.",
             tests=(
-                f"{_FAMILIES}::test_family_without_a_row_is_refused_or_differs",
-                f"{_FAMILIES}::test_model_in_which_nothing_matches_is_no_error",
-                f"{_FAMILIES}::test_what_structure_does_not_match_goes_unreported",
+                f"{_FAMILIES}::test_family_without_a_row_is_patched_by_structure_and_verified",
+                f"{_FAMILIES}::test_model_in_which_nothing_matches_is_refused",
+                f"{_FAMILIES}::test_module_that_structure_does_not_match_is_reported",
                 "doctor/test_doctor_command.py::test_model_that_gets_nothing_is_called_sound",
             ),
             cases=("P09",),
@@ -477,7 +477,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "differs stays and is reported.",
             tests=(
                 f"{_HAZARDS}::test_model_with_code_of_its_own_trains_by_another_formula",
-                f"{_FAMILIES}::test_remote_code_with_a_scaled_head_is_fused_wrong_or_never",
+                f"{_FAMILIES}::test_remote_code_with_a_capped_head_trains_right_and_is_fused_after_one_step",
                 f"{_MODELS}::test_norm_with_another_formula_is_left_alone_and_reported",
                 f"{_MODELS}::test_subclass_that_calls_super_is_patched_and_one_that_does_not_is_reported",
             ),
@@ -492,7 +492,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "where none has it, `patch` raises.",
             tests=(
                 f"{_HAZARDS}::test_eps_of_the_norm_is_replaced_by_a_default",
-                f"{_MODELS}::test_eps_zero_and_an_edited_eps_are_taken_as_they_are",
+                f"{_MODELS}::test_eps_zero_and_an_edited_eps_are_used_as_they_are",
                 f"{_MODELS}::test_norm_without_its_eps_attribute_is_left_alone_and_reported",
             ),
             cases=("P10",),
@@ -521,9 +521,9 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             here="`verify(row)` proves it for every row, in fp32 and in bf16, and training for 32 steps ends at the "
             "same weights.",
             tests=(
-                f"{_FAMILIES}::test_patched_family_differs_from_unpatched_in_fp32",
-                f"{_FAMILIES}::test_patched_family_errs_more_than_unpatched_in_bf16",
-                f"{_FAMILIES}::test_kernels_differ_from_the_unpatched_family_on_a_gpu",
+                f"{_FAMILIES}::test_patched_family_equals_unpatched_in_fp32",
+                f"{_FAMILIES}::test_patched_family_is_as_accurate_as_unpatched_in_bf16",
+                f"{_FAMILIES}::test_kernels_equal_the_unpatched_family_on_a_gpu",
                 "convergence/test_convergence.py::test_patched_training_ends_where_unpatched_training_ends",
             ),
             cases=("P01",),
