@@ -235,7 +235,7 @@ def test_skip_logits_overrides_the_mode_of_the_model():
     torch.testing.assert_close(outputs.loss, want["loss"])
 
 
-def test_threads_training_two_models_at_once_do_not_mix():
+def test_threads_training_two_models_at_once_keep_their_own_losses():
     models = [llama(), llama(vocab_size=131)]
     inputs = [batch(seed=1), batch(seed=2)]
     want = []

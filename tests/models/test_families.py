@@ -40,7 +40,7 @@ def family(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_patched_family_differs_from_unpatched_in_fp32(name):
+def test_patched_family_equals_unpatched_in_fp32(name):
     verification = verify(MODELS[name])
     assert verification.passed, say(verification)
     used = [check for check in verification.checks if not check.note]
@@ -51,7 +51,7 @@ def test_patched_family_differs_from_unpatched_in_fp32(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_patched_family_errs_more_than_unpatched_in_bf16(name):
+def test_patched_family_is_as_accurate_as_unpatched_in_bf16(name):
     verification = verify(MODELS[name], dtype=torch.bfloat16)
     assert verification.passed, say(verification)
 
@@ -59,13 +59,13 @@ def test_patched_family_errs_more_than_unpatched_in_bf16(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", MODELS)
-def test_kernels_differ_from_the_unpatched_family_on_a_gpu(name, dtype):
+def test_kernels_equal_the_unpatched_family_on_a_gpu(name, dtype):
     verification = verify(MODELS[name], device="cuda", dtype=dtype)
     assert verification.passed, say(verification)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_flag_of_the_row_replaces_nothing(name):
+def test_row_replaces_what_its_flags_claim_and_refuses_other_flags(name):
     """What a row claims is there; what it does not claim, an explicit flag cannot switch on."""
     row = MODELS[name]
     counts = patch(family(name)).counts
@@ -89,7 +89,7 @@ def wrong(op, monkeypatch):
 
 @pytest.mark.parametrize("op", ["linear_cross_entropy", "cross_entropy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_verification_overlooks_a_wrong_loss(op, dtype, monkeypatch):
+def test_verification_detects_a_wrong_loss(op, dtype, monkeypatch):
     wrong(op, monkeypatch)
     failed = {check.name for check in verify(MODELS["llama"], dtype=dtype).failures}
     training = {"labels", "shift_labels", "num_items_in_batch", "gradient accumulation", "gradient checkpointing"}
@@ -97,7 +97,7 @@ def test_verification_overlooks_a_wrong_loss(op, dtype, monkeypatch):
     assert failed >= (training if op == "linear_cross_entropy" else {"evaluation"})
 
 
-def test_verification_overlooks_a_wrong_gradient(monkeypatch):
+def test_verification_detects_a_wrong_gradient(monkeypatch):
     class Doubled(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -115,12 +115,12 @@ def test_verification_overlooks_a_wrong_gradient(monkeypatch):
     assert "labels" in failed and "evaluation" not in failed
 
 
-def test_verification_overlooks_logits_that_exist():
+def test_verification_detects_logits_computed_in_training():
     row = dataclasses.replace(MODELS["cohere"], logits=LogitAttributes())
     assert "no logits in training" in {check.name for check in verify(row).failures}
 
 
-def test_row_with_another_norm_is_not_refused():
+def test_row_with_the_wrong_norm_is_refused():
     for name, norm in (
         ("llama", MODELS["gemma"].norm),
         ("gemma", MODELS["llama"].norm),
@@ -130,21 +130,21 @@ def test_row_with_another_norm_is_not_refused():
             verify(dataclasses.replace(MODELS[name], norm=norm))
 
 
-def test_rows_that_round_elsewhere_in_bf16_are_not_told_apart():
+def test_norms_that_round_at_different_places_in_bf16_are_told_apart():
     """Llama and OLMo 2 compute the same in fp32 and round at different places in bf16."""
     for name, other in (("llama", "olmo2"), ("olmo2", "llama")):
         with pytest.raises(PatchError, match="rounds elsewhere"):
             verify(dataclasses.replace(MODELS[name], norm=MODELS[other].norm))
 
 
-def test_unknown_family_or_dtype_is_not_refused():
+def test_unknown_family_or_dtype_is_refused():
     with pytest.raises(PatchError, match="no model_type 'no_such_family'"):
         verify(PatchSpec(model_type="no_such_family"))
     with pytest.raises(OptionError, match="float16"):
         verify(MODELS["llama"], dtype=torch.float16)
 
 
-def test_record_of_a_verification_is_not_json():
+def test_verification_record_is_valid_json():
     record = json.loads(json.dumps(verify(MODELS["gpt2"]).to_dict()))
     assert record["passed"] is True and record["dtype"] == "float32"
     assert all({"name", "passed", "error", "bound"} <= set(check) for check in record["checks"])
@@ -162,7 +162,7 @@ def globals_of(model: nn.Module) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_patching_one_model_changes_another_of_its_family(name):
+def test_patching_one_model_leaves_others_of_its_family_unchanged(name):
     bystander, model = family(name), family(name)
     before = globals_of(model)
     want = loss_and_gradients(bystander, call(**tiny_batch(CPU)))
@@ -177,7 +177,7 @@ def test_patching_one_model_changes_another_of_its_family(name):
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_patching_twice_is_not_once_with_a_note(name):
+def test_patching_twice_replaces_nothing_and_adds_a_note(name):
     model = family(name)
     patch(model)
     classes = [type(m) for m in model.modules()]
@@ -187,7 +187,7 @@ def test_patching_twice_is_not_once_with_a_note(name):
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_copies_of_a_patched_model_are_not_patched(name, tmp_path):
+def test_copies_of_a_patched_model_are_patched(name, tmp_path):
     model, inputs = family(name), tiny_batch(CPU)
     keys = list(model.state_dict())
     patch(model)
@@ -206,7 +206,7 @@ def test_copies_of_a_patched_model_are_not_patched(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_saved_patched_model_is_not_an_ordinary_checkpoint(name, tmp_path):
+def test_saved_patched_model_is_an_ordinary_checkpoint(name, tmp_path):
     model = family(name)
     patch(model)
     model.save_pretrained(tmp_path)
@@ -222,7 +222,7 @@ def test_saved_patched_model_is_not_an_ordinary_checkpoint(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_moved_and_cast_model_is_not_patched_any_more(name):
+def test_moved_and_cast_model_stays_patched(name):
     model = family(name)
     patch(model)
     wide = family(name).double()
@@ -241,7 +241,7 @@ UNNAMED = ("arcee", "bert", "bloom", "lfm2", "gpt_bigcode", "seed_oss", "dots1")
 
 
 @pytest.mark.parametrize("name", UNNAMED)
-def test_family_without_a_row_is_refused_or_differs(name):
+def test_family_without_a_row_is_patched_by_structure_and_verified(name):
     from tigon.models.verification.survey import surveyed
 
     outcome = surveyed(name)
@@ -251,13 +251,13 @@ def test_family_without_a_row_is_refused_or_differs(name):
     assert "matched by structure" in str(report) and report.counts
 
 
-def test_what_structure_does_not_match_goes_unreported():
+def test_module_that_structure_does_not_match_is_reported():
     report = patch(tiny_model("deepseek_v2"))
     reasons = {row.cls: row.reason for row in report.left_alone}
     assert "apply_rotary_emb" in reasons["DeepseekV2Attention"] and "freqs_cis" in reasons["DeepseekV2Attention"]
 
 
-def test_model_in_which_nothing_matches_is_no_error():
+def test_model_in_which_nothing_matches_is_refused():
     from transformers import PretrainedConfig, PreTrainedModel
 
     class Config(PretrainedConfig):
@@ -275,7 +275,7 @@ def test_model_in_which_nothing_matches_is_no_error():
         patch(model)
 
 
-def test_remote_code_with_a_scaled_head_is_fused_wrong_or_never():
+def test_remote_code_with_a_capped_head_trains_right_and_is_fused_after_one_step():
     """Without a row nobody says that the logits are scaled: the first step finds out, the next ones are fused."""
     from transformers.modeling_outputs import CausalLMOutput
 
@@ -300,7 +300,7 @@ def test_remote_code_with_a_scaled_head_is_fused_wrong_or_never():
     torch.testing.assert_close(logits + 0, original(**tiny_batch(CPU)).logits)
 
 
-def test_seam_is_chosen_by_name():
+def test_seam_is_chosen_by_the_numbers_a_module_computes():
     """Fields of a seam that do not fit a module are told from numbers."""
     cohere, llama, glm = (family(name) for name in ("cohere", "llama", "glm4"))
     assert LayerNormSeam(eps="variance_epsilon").objection(cohere.model.norm) is None
@@ -313,7 +313,7 @@ def test_seam_is_chosen_by_name():
     assert not packed.candidate(llama.model.layers[0].mlp)
 
 
-def test_model_that_cuts_its_logits_after_the_head_is_refused():
+def test_model_that_slices_its_logits_after_the_head_trains_as_unpatched():
     """As models do that put image tokens before the text: there are more hidden states than labels."""
     from transformers.modeling_outputs import CausalLMOutput
 
@@ -333,7 +333,7 @@ def test_model_that_cuts_its_logits_after_the_head_is_refused():
 
 
 @pytest.mark.parametrize("tower", ["qwen2", "gemma2"])
-def test_llava_over_another_text_tower_differs(tower):
+def test_llava_over_another_text_tower_equals_unpatched(tower):
     text = {"model_type": tower, **MODELS[tower].tiny}
     row = dataclasses.replace(MODELS["llava"], tiny={"text_config": text})
     verification = verify(row)
@@ -341,7 +341,7 @@ def test_llava_over_another_text_tower_differs(tower):
     assert verification.counts["rms_norm"] >= 5 and verification.counts["rope"] == 2
 
 
-def test_eager_experts_are_said_to_be_patched():
+def test_eager_experts_are_refused_or_keep_their_own_loop():
     model = family("mixtral")
     model.set_experts_implementation("eager")
     with pytest.raises(PatchError, match=r"mlp: .*eager loop"):
@@ -356,7 +356,7 @@ def test_eager_experts_are_said_to_be_patched():
     assert_close(loss_and_gradients(model, call(**tiny_batch(CPU))), want)
 
 
-def test_loss_flag_that_does_nothing_is_accepted():
+def test_loss_flag_that_cannot_apply_is_refused():
     from transformers import LlamaModel
 
     trunk = LlamaModel(family("llama").config)
@@ -372,7 +372,7 @@ def test_loss_flag_that_does_nothing_is_accepted():
 
 @pytest.mark.skipif(HAS_GPU or not HAS_TRITON, reason="the kernels run on the GPU, or not at all")
 @pytest.mark.parametrize("name", ["gpt2", "deepseek_v3"])
-def test_interpreted_kernels_differ_from_the_unpatched_family(name):
+def test_interpreted_kernels_equal_the_unpatched_family(name):
     with kernels_on_the_cpu():
         verification = verify(MODELS[name], tokens=8)
     assert verification.passed, say(verification)

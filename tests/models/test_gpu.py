@@ -33,7 +33,7 @@ def test_error_is_at_most_twice_that_of_the_unpatched_model(config, dtype, floor
         assert type(run(patched)) is torch.Tensor and type(patched(**inputs).logits) is DeferredLogits
 
 
-def test_labels_on_the_cpu_of_a_model_on_the_gpu():
+def test_labels_on_the_cpu_work_with_a_model_on_the_gpu():
     inputs = batch()
     patched, original = llama().cuda(), llama().cuda()
     patch(patched)
@@ -42,7 +42,7 @@ def test_labels_on_the_cpu_of_a_model_on_the_gpu():
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "cohere"])
-def test_compiled_with_inductor_differs_from_eager(name):
+def test_model_compiled_with_inductor_equals_eager(name):
     inputs = {key: t.cuda() for key, t in batch(4, 64).items()}
     patched = tiny_model(name, {**MODELS[name].tiny, "max_position_embeddings": 128}).cuda()
     patch(patched)

@@ -69,7 +69,7 @@ def test_full_backward_hook_on_the_head_fires_with_the_gradient_of_hidden(family
     assert type(patched(**INPUTS).logits) is DeferredLogits
 
 
-def test_hook_with_its_own_autograd_function_is_refused_not_trained_wrong():
+def test_hook_with_its_own_autograd_function_is_refused():
     class Gather(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -198,7 +198,7 @@ def test_parametrized_head_trains_its_parametrization(when, family):
     assert_close(loss_and_gradients(patched, call(**INPUTS)), want, 2e-5)
 
 
-def test_resized_head_is_noticed_and_patching_again_takes_it():
+def test_resized_head_is_noticed_and_fused_after_patching_again():
     patched, original = twins()
     patch(patched)
     for model in (patched, original):
@@ -271,7 +271,7 @@ def test_adapters_over_a_quantised_base_keep_the_fused_loss(order, family):
     assert type(wrapped(**INPUTS).logits) is DeferredLogits
 
 
-def test_qlora_with_bitsandbytes_differs_from_unpatched():
+def test_qlora_with_bitsandbytes_trains_as_unpatched():
     bitsandbytes = pytest.importorskip("bitsandbytes")
     plain, _ = twins(hidden_size=64, head_dim=16, intermediate_size=128)
     for parent in list(plain.modules()):
@@ -290,7 +290,7 @@ def test_qlora_with_bitsandbytes_differs_from_unpatched():
 
 
 @each_head
-def test_fp32_head_over_a_bf16_body_loses_its_precision(family):
+def test_fp32_head_over_a_bf16_body_keeps_its_precision(family):
     """Hidden states are cast up before the head, as people do who keep the head in fp32."""
     original, patched = twins(family, tie_word_embeddings=False)
     for model in (original, patched):
@@ -308,7 +308,7 @@ def test_fp32_head_over_a_bf16_body_loses_its_precision(family):
     assert_close({k: got[k] for k in ("loss", "lm_head.weight")}, {k: want[k] for k in ("loss", "lm_head.weight")})
 
 
-def test_head_of_another_dtype_without_a_cast_is_computed_in_the_wider_one():
+def test_head_of_another_dtype_is_computed_in_the_wider_dtype():
     """PyTorch refuses the product; the op promotes, as documented."""
     patched, original = twins()
     for model in (original, patched):
@@ -322,7 +322,7 @@ def test_head_of_another_dtype_without_a_cast_is_computed_in_the_wider_one():
 
 @each_head
 @pytest.mark.parametrize("frozen", ["trunk", "head"])
-def test_half_frozen_model_loses_the_other_half_s_gradient(family, frozen):
+def test_half_frozen_model_trains_its_other_half(family, frozen):
     patched, original = twins(family, tie_word_embeddings=False)
     patch(patched)
     for model in (patched, original):
@@ -334,7 +334,7 @@ def test_half_frozen_model_loses_the_other_half_s_gradient(family, frozen):
 
 
 @each_head
-def test_bias_of_a_head_is_left_out_of_the_loss(family):
+def test_bias_of_a_head_counts_in_the_loss_and_gets_a_gradient(family):
     patched, original = twins(family)
     bias = torch.randn(VOCAB, generator=torch.Generator().manual_seed(4))
     for model in (patched, original):
@@ -346,7 +346,7 @@ def test_bias_of_a_head_is_left_out_of_the_loss(family):
 
 
 @pytest.mark.parametrize("family, attribute", [("gemma2", "final_logit_softcapping"), ("granite", "logits_scaling")])
-def test_scale_or_cap_edited_after_the_patch_is_ignored(family, attribute):
+def test_scale_or_cap_edited_after_the_patch_takes_effect(family, attribute):
     patched, original = twins(family)
     patch(patched)
     for value in (5.0, 1.5):
@@ -358,7 +358,7 @@ def test_scale_or_cap_edited_after_the_patch_is_ignored(family, attribute):
 
 
 @each_head
-def test_logits_of_a_mapped_head_are_read_without_the_map(family):
+def test_logits_of_a_mapped_head_are_read_with_the_map(family):
     patched, original = twins(family)
     patch(patched)
     with pytest.warns(MaterializedLogitsWarning):
@@ -367,7 +367,7 @@ def test_logits_of_a_mapped_head_are_read_without_the_map(family):
 
 
 @pytest.mark.filterwarnings("ignore::tigon.models.MaterializedLogitsWarning")
-def test_logits_written_to_on_the_way_to_the_loss_are_not_those_of_the_loss():
+def test_hook_that_writes_into_the_logits_changes_the_loss():
     """A hook that writes into the logits and returns nothing: the object is the head's, the numbers are not."""
 
     def halve(module, args, logits):

@@ -26,7 +26,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("error", "offline"), ANSWERS.values(), ids=ANSWERS)
-def test_a_hub_without_an_answer_is_asked_again_or_one_with_an_answer_is_not_used(monkeypatch, error, offline):
+def test_only_a_hub_that_does_not_answer_turns_offline_mode_on(monkeypatch, error, offline):
     asked = []
 
     def urlopen(request, timeout):
@@ -42,7 +42,7 @@ def test_a_hub_without_an_answer_is_asked_again_or_one_with_an_answer_is_not_use
 
 
 @pytest.mark.parametrize(("said", "names"), [("0", ("owner/model",)), ("1", ("owner/model",)), (None, ("tigon-demo",))])
-def test_the_hub_is_asked_though_the_user_has_decided_or_nobody_needs_it(monkeypatch, said, names):
+def test_hub_is_not_contacted_if_the_user_has_decided_or_no_name_needs_it(monkeypatch, said, names):
     monkeypatch.setenv("HF_HUB_OFFLINE", said or "")
     if said is None:
         monkeypatch.delenv("HF_HUB_OFFLINE")

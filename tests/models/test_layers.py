@@ -76,7 +76,7 @@ class DropoutMLP(type(llama().model.layers[0].mlp)):
         return nn.functional.dropout(super().forward(x), p=0.5, training=self.training)
 
 
-def test_modules_of_a_llama_are_taken():
+def test_modules_of_a_llama_are_accepted():
     layer = llama().model.layers[0]
     for seam, module in (
         (NormSeam(), layer.input_layernorm),
@@ -108,7 +108,7 @@ def test_mlp_with_the_activation_on_the_other_projection_is_refused():
     assert GatedMlpSeam().candidate(mlp) and "differs" in str(GatedMlpSeam().objection(mlp))
 
 
-def test_rotary_convention_is_told_from_numbers_not_from_the_name():
+def test_rotary_convention_is_found_from_numbers_not_from_the_name():
     attention = InterleavedAttention()
     half, pairs = RopeSeam(styles=("half-split",)), RopeSeam(styles=("half-split", "interleaved"))
     assert half.candidate(attention) and "differs" in str(half.objection(attention))
@@ -120,7 +120,7 @@ def test_rotary_convention_is_told_from_numbers_not_from_the_name():
     torch.testing.assert_close(attention(q, k, angle.cos(), angle.sin()), want)
 
 
-def test_probing_does_not_need_or_touch_the_weights():
+def test_probing_neither_needs_nor_touches_the_weights():
     model = llama()
     layer = model.model.layers[0].to("meta")
     assert GatedMlpSeam().objection(layer.mlp) is None and NormSeam().objection(layer.input_layernorm) is None
@@ -136,17 +136,17 @@ def test_one_class_is_generated_per_base_and_seam():
     assert str(patched_class(base, NormSeam())) == str(base)
 
 
-def test_norm_with_an_optional_second_argument_is_taken():
+def test_norm_with_an_optional_second_argument_is_refused():
     assert "more than the hidden states" in str(NormSeam().objection(GatedRMSNorm(8)))
 
 
-def test_norm_whose_weight_is_a_buffer_or_has_two_dimensions_is_taken():
+def test_norm_whose_weight_is_a_buffer_or_has_two_dimensions_is_refused():
     assert "buffer" in str(NormSeam(eps="eps").objection(BufferRMSNorm()))
     assert "2 dimensions" in str(NormSeam().objection(PerHeadRMSNorm()))
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_dropout_that_only_training_shows_is_lost(training):
+def test_mlp_with_dropout_is_refused_even_in_eval_mode(training):
     """A model from from_pretrained is in eval mode when it is patched, and trained afterwards."""
     mlp = llama().model.layers[0].mlp.train(training)
     mlp.__class__ = DropoutMLP

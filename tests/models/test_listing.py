@@ -19,12 +19,12 @@ def between(document: str, name: str) -> str:
     return document.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0]
 
 
-def test_table_of_the_docs_is_out_of_date():
+def test_table_of_the_docs_matches_the_installed_rows():
     """Run `tigon models --into docs/models.md`."""
     assert between(PAGE.read_text(encoding="utf-8"), "rows") == listing.rows_markdown()
 
 
-def test_families_without_a_row_in_the_docs_are_out_of_date():
+def test_families_without_a_row_in_the_docs_match_the_installed_transformers():
     """Run `tigon models --into docs/models.md --others`. Another version of transformers knows other families."""
     import transformers
 
@@ -37,14 +37,14 @@ def test_families_without_a_row_in_the_docs_are_out_of_date():
     assert "differs" not in listed.values()
 
 
-def test_every_family_is_not_printed_with_what_it_gets_and_why_not(capsys):
+def test_every_family_is_printed_with_its_ops_and_reasons(capsys):
     assert models() is True
     out = capsys.readouterr().out
     assert all(f"\n{name} " in out for name in MODELS)
     assert "nemotron" in out and "mlp left alone: it has no gate" in out and "capped by final_logit_softcapping" in out
 
 
-def test_json_has_no_proof_of_each_family(capsys):
+def test_json_holds_the_verification_of_each_family(capsys):
     assert models(["llama", "gpt2"], as_json=True) is True
     record = json.loads(capsys.readouterr().out)
     assert record["verified"] == 2 and [f["model_type"] for f in record["families"]] == ["llama", "gpt2"]
@@ -55,7 +55,7 @@ def test_json_has_no_proof_of_each_family(capsys):
         )
 
 
-def test_family_that_differs_is_not_reported(capsys, monkeypatch):
+def test_family_that_differs_is_reported_as_failed(capsys, monkeypatch):
     from tigon import ops
 
     original = ops.linear_cross_entropy
@@ -76,12 +76,12 @@ def test_family_that_differs_is_not_reported(capsys, monkeypatch):
         ({"into": PAGE.parent / "absent.md"}, "absent.md"),
     ],
 )
-def test_option_that_does_nothing_is_accepted(options, message):
+def test_option_that_has_no_effect_is_refused(options, message):
     with pytest.raises(OptionError, match=message):
         models(**options)
 
 
-def test_document_without_markers_is_written_to(tmp_path):
+def test_document_without_markers_is_refused_and_left_unchanged(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("text")
     with pytest.raises(OptionError, match="no markers"):

@@ -87,7 +87,7 @@ LABEL_EDITS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("edit", LABEL_EDITS.values(), ids=LABEL_EDITS.keys())
-def test_labels_edited_before_super_forward_are_the_losss_labels(edit: Callable[[Tensor], Any]) -> None:
+def test_labels_edited_before_super_forward_count_in_the_loss(edit: Callable[[Tensor], Any]) -> None:
     patched, original = twins()
     for model in (patched, original):
         base: Any = type(model)
@@ -105,7 +105,7 @@ def test_labels_edited_before_super_forward_are_the_losss_labels(edit: Callable[
 
 @pytest.mark.parametrize("where", ["model.layers.0", "lm_head"])
 @pytest.mark.parametrize("edit", LABEL_EDITS.values(), ids=LABEL_EDITS.keys())
-def test_labels_edited_by_a_hook_are_the_losss_labels(edit: Callable[[Tensor], Any], where: str) -> None:
+def test_labels_edited_by_a_hook_count_in_the_loss(edit: Callable[[Tensor], Any], where: str) -> None:
     """A hook of a layer runs before the head has read the labels, a forward hook of the head after it."""
     patched, original = twins()
     patch(patched)
@@ -196,7 +196,7 @@ LOGIT_EDITS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("edit", LOGIT_EDITS.values(), ids=LOGIT_EDITS.keys())
-def test_logits_edited_between_head_and_loss_are_the_losss_logits(edit: Callable[[Tensor], Any]) -> None:
+def test_logits_edited_between_head_and_loss_count_in_the_loss(edit: Callable[[Tensor], Any]) -> None:
     def between(logits: Any, labels: Tensor, ask: Callable[..., Tensor]) -> Tensor:
         edit(logits)
         return ask(logits, labels)
@@ -205,7 +205,7 @@ def test_logits_edited_between_head_and_loss_are_the_losss_logits(edit: Callable
 
 
 @pytest.mark.parametrize("edit", LOGIT_EDITS.values(), ids=LOGIT_EDITS.keys())
-def test_logits_edited_by_a_hook_of_the_head_are_the_losss_logits(edit: Callable[[Tensor], Any]) -> None:
+def test_logits_edited_by_a_hook_of_the_head_count_in_the_loss(edit: Callable[[Tensor], Any]) -> None:
     patched, original = twins()
     patch(patched)
     for model in (patched, original):
@@ -223,7 +223,7 @@ def test_copy_of_the_logits_keeps_what_they_were_before_an_edit() -> None:
     assert_same_training(between)
 
 
-def test_edited_logits_are_those_of_the_output() -> None:
+def test_edited_logits_are_the_logits_of_the_output() -> None:
     def between(logits: Any, labels: Tensor, ask: Callable[..., Tensor]) -> Tensor:
         logits.detach().mul_(2)
         return ask(logits, labels)
@@ -351,7 +351,7 @@ def test_compiled_step_counts_edits_of_logits(between: Between) -> None:
     assert max(relative_errors(got, want).values()) <= 2e-5
 
 
-def test_compiled_step_whose_labels_change_after_the_head_has_no_finite_loss() -> None:
+def test_compiled_step_whose_labels_change_after_the_head_returns_nan() -> None:
     def between(logits: Any, labels: Tensor, ask: Callable[..., Tensor]) -> Tensor:
         labels[:, :5] = -100
         return ask(logits, labels)

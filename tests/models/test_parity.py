@@ -67,7 +67,7 @@ def test_each_llama_generation_trains_as_before(config):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_each_keyword_means_what_it_meant(name):
+def test_each_keyword_keeps_its_meaning(name):
     patched, original = twins()
     patch(patched)
     want = loss_and_gradients(original, call(**CALLS[name]))
@@ -282,7 +282,7 @@ def test_training_ten_steps_ends_at_the_same_weights():
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_second_backward_and_loss_scaling_in_place():
+def test_second_backward_and_in_place_loss_scaling_work():
     patched, original = twins()
     patch(patched)
 

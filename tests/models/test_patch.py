@@ -51,7 +51,7 @@ def test_report_counts_every_replaced_module_and_prints_them():
     assert json.loads(json.dumps(report.to_dict()))["counts"] == report.counts
 
 
-def test_undo_leaves_a_model_that_was_never_patched():
+def test_undo_restores_the_unpatched_model_bit_for_bit():
     model = llama()
     before, state = classes(model), instance_state(model)
     want = loss_and_gradients(model, call(**INPUTS))
@@ -83,7 +83,7 @@ def test_nothing_outside_the_instance_changes():
         report.undo()
 
 
-def test_patching_twice_is_once_with_a_note():
+def test_patching_twice_changes_nothing_and_adds_a_note():
     model = llama()
     first = patch(model)
     patched = classes(model)
@@ -169,7 +169,7 @@ def test_another_packages_loss_keeps_the_model_forward(monkeypatch):
     assert not isinstance(model, PatchedModule)
 
 
-def test_what_is_no_transformers_model_is_refused():
+def test_module_that_is_no_transformers_model_is_refused():
     with pytest.raises(PatchError, match="not a transformers model"):
         patch(nn.Linear(2, 2))
 
@@ -218,7 +218,7 @@ def test_an_activation_exchanged_after_the_patch_is_used():
     torch.testing.assert_close(model(**INPUTS).loss, original(**INPUTS).loss)
 
 
-def test_a_model_built_under_another_default_dtype_is_refused():
+def test_model_is_patched_under_another_default_dtype():
     """from_pretrained builds under the checkpoint's dtype, and a patch may run there too."""
     model = llama(dtype=torch.bfloat16)
     torch.set_default_dtype(torch.bfloat16)
@@ -253,7 +253,7 @@ def test_norm_without_its_eps_attribute_is_left_alone_and_reported():
     assert "variance_epsilon" in left.reason
 
 
-def test_eps_zero_and_an_edited_eps_are_taken_as_they_are():
+def test_eps_zero_and_an_edited_eps_are_used_as_they_are():
     for eps in (0.0, 1e-2):
         model, original = llama(rms_norm_eps=eps), llama(rms_norm_eps=eps)
         patch(model)
@@ -426,7 +426,7 @@ def test_save_pretrained_writes_an_ordinary_checkpoint(tmp_path):
         torch.testing.assert_close(again.train()(**INPUTS).loss, model(**INPUTS).loss)
 
 
-def test_auto_model_from_config_and_its_refusals():
+def test_auto_model_from_config_patches_and_refuses_unsupported_flags():
     from transformers import GPT2Config, LlamaConfig
 
     gpt2 = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20)
@@ -458,7 +458,7 @@ def test_signature_of_forward_is_what_trainer_and_generate_expect():
     assert not hasattr(type(model).forward, "__wrapped__")
 
 
-def test_random_state_of_the_run_is_not_moved():
+def test_patching_keeps_the_random_state():
     model = llama()
     before = torch.get_rng_state()
     patch(model)
@@ -480,7 +480,7 @@ def test_undo_refuses_once_the_model_was_wrapped_over_the_patch():
     assert isinstance(model.model.norm, PatchedModule)
 
 
-def test_wrappers_are_seen_through():
+def test_model_inside_a_wrapper_is_patched():
     model = llama()
     wrapper = nn.Module()
     wrapper.module = model

@@ -84,7 +84,7 @@ def test_head_that_nobody_gathered_is_refused_by_name():
         model(**INPUTS)
 
 
-def test_half_of_a_tensor_parallel_head_is_not_taken_for_the_head():
+def test_tensor_parallel_head_with_gathered_logits_has_the_loss_of_the_whole_head():
     """Each rank holds V/2 rows and an output hook gathers the logits of all ranks."""
     patched, original = twins()
     patch(patched)
@@ -211,7 +211,7 @@ def test_data_parallel_replicas_are_patched():
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "glm4"])
-def test_layers_of_dtensors_do_not_compute_what_they_computed(mesh, family):
+def test_patched_layers_of_dtensors_compute_the_same_as_before(mesh, family):
     """Sequence and tensor parallelism: tigon's operators have no sharding rules, PyTorch's have."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
 
@@ -229,7 +229,7 @@ def test_layers_of_dtensors_do_not_compute_what_they_computed(mesh, family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_compiled_fsdp2_loses_the_gather_of_the_head(mesh, family):
+def test_compiled_fsdp2_gathers_the_head_for_backward(mesh, family):
     """The head is a unit of its own: its weight has to be gathered for the backward by a hook on what it returned."""
     from torch.distributed.fsdp import fully_shard
 

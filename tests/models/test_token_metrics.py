@@ -48,7 +48,7 @@ def half_right(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["train", "eval", "eval-skip_logits", "logits"])
-def test_metrics_on_the_outputs_are_those_of_the_logits(mode: str) -> None:
+def test_metrics_on_the_outputs_match_the_logits(mode: str) -> None:
     model = llama(linear_cross_entropy=False) if mode == "logits" else llama()
     inputs = half_right(model)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_metrics_on_the_outputs_are_those_of_the_logits(mode: str) -> None:
     assert not hasattr(model(**inputs), "token_accuracy")
 
 
-def test_metrics_that_were_not_asked_for_are_none_and_a_tuple_ends_with_the_others() -> None:
+def test_metrics_not_requested_are_none_and_a_tuple_ends_with_the_requested_ones() -> None:
     model = llama()
     outputs = model(**batch(), return_token_accuracy=True)
     assert outputs.predicted_tokens is None and outputs.token_accuracy.ndim == 0
@@ -78,7 +78,7 @@ def test_metrics_that_were_not_asked_for_are_none_and_a_tuple_ends_with_the_othe
     assert pair[-1].shape == (18,)
 
 
-def test_metrics_of_logits_that_changed_behind_the_head_are_those_of_the_changed_logits() -> None:
+def test_metrics_count_logits_changed_by_a_hook_of_the_head() -> None:
     model = llama()
     model.lm_head.register_forward_hook(lambda module, args, output: output + 100 * (torch.arange(97) == 7))
     with pytest.warns(MaterializedLogitsWarning):
@@ -95,7 +95,7 @@ def test_outputs_with_metrics_survive_pickle_and_pytrees() -> None:
     assert torch.equal(doubled.token_accuracy, 2 * outputs.token_accuracy)
 
 
-def test_metrics_of_a_compiled_step_are_those_of_the_eager_one() -> None:
+def test_metrics_of_a_compiled_step_equal_those_of_eager_mode() -> None:
     model = llama(layers=1)
     eager = model(**batch(), **METRICS)
     compiled = torch.compile(model, backend="aot_eager")(**batch(), **METRICS)
@@ -103,7 +103,7 @@ def test_metrics_of_a_compiled_step_are_those_of_the_eager_one() -> None:
     assert torch.equal(compiled.predicted_tokens, eager.predicted_tokens)
 
 
-def test_metrics_are_those_of_the_kept_logits_and_absent_without_labels() -> None:
+def test_metrics_cover_the_kept_logits_and_need_labels() -> None:
     model, ids = llama().eval(), batch()["input_ids"]
     kept = model(input_ids=ids, labels=ids[:, -4:], logits_to_keep=4, **METRICS)
     assert torch.equal(kept.predicted_tokens, expected(kept.logits, ids[:, -4:])[1])

@@ -64,7 +64,7 @@ def test_missing_and_renamed_tensors_are_named(tmp_path):
     assert "2 tensors: lm_head.weight" in report.problem and "1 tensor: model.up" in report.problem
 
 
-def test_head_may_be_missing_where_it_is_tied(tmp_path):
+def test_tied_head_may_be_missing_from_the_file(tmp_path):
     folder = checkpoint(tmp_path, tied=True)
     assert "lm_head.weight" not in load_file(folder / weight_files.SINGLE)
     assert report_of(folder).problem is None
@@ -86,7 +86,7 @@ def test_shapes_of_another_model_are_named_with_both(tmp_path):
     assert report.unfit == (f"{UP} is (5, 5), and the model's (64, 32)",) and UP in report.problem
 
 
-def test_integers_in_the_place_of_weights_are_refused(tmp_path):
+def test_integer_tensors_in_place_of_weights_are_refused(tmp_path):
     edit = change(checkpoint(tmp_path), lambda tensors: tensors.update({UP: tensors[UP].to(torch.int8)}))
     assert report_of(edit).unfit == (f"{UP} is I8, which is no floating-point number",)
     expert = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
@@ -134,7 +134,7 @@ def test_damaged_file_is_named_in_one_line(tmp_path, damage, message):
         ("{", "not a JSON file"),
     ],
 )
-def test_index_names_files_of_its_folder_and_they_are_there(tmp_path, index, message):
+def test_index_must_name_existing_files_of_its_folder(tmp_path, index, message):
     text = index if isinstance(index, str) else json.dumps(index)
     (tmp_path / weight_files.INDEX).write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=message):

@@ -77,7 +77,7 @@ def test_trainer_logs_the_same_losses_without_computing_logits(tmp_path, options
     assert got == pytest.approx(want, rel=5e-3 if "bf16" in options else 1e-4)
 
 
-def test_evaluation_metrics_see_real_logits(tmp_path):
+def test_evaluation_metrics_receive_real_logits(tmp_path):
     seen = []
 
     def compute_metrics(prediction):

@@ -53,7 +53,7 @@ def train(family: str, kind: str) -> dict[str, list[float]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_deepspeed_zero3_trains_otherwise_or_with_logits(family):
+def test_deepspeed_zero3_trains_to_the_same_losses_without_logits(family):
     pytest.importorskip("deepspeed")
     plain, patched = train(family, "plain"), train(family, "patched")
     assert patched["head_rows"] == [0] * STEPS, "the head was not partitioned, so this proves nothing"

@@ -40,7 +40,7 @@ INTERPRETED_BF16_FACTOR = 3.0
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(("op", "case"), cases(large=True))
-def test_error_exceeds_twice_the_unfused_ops(op: Op, case: Case, dtype: torch.dtype, backend: Any) -> None:
+def test_error_is_at_most_twice_the_unfused_ops(op: Op, case: Case, dtype: torch.dtype, backend: Any) -> None:
     """K22, K23, K24, K26, K27: poisoned outputs, NaN around the inputs, a random upstream gradient."""
     if not runs_here(case, backend.device) or (backend.interpreted and not case.small):
         pytest.skip("this size is for a GPU")
@@ -59,7 +59,7 @@ def test_error_exceeds_twice_the_unfused_ops(op: Op, case: Case, dtype: torch.dt
 
 
 @pytest.mark.parametrize(("op", "case"), cases())
-def test_fp64_is_computed_in_less_than_fp64(op: Op, case: Case, backend: Any) -> None:
+def test_fp64_inputs_are_computed_in_fp64(op: Op, case: Case, backend: Any) -> None:
     """K23: no kernel has fp64, so fp64 inputs take the reference, on every backend."""
     inputs = cast(make(op, case, torch.float64, backend.device), torch.float64)
     with poisoned():
@@ -69,7 +69,7 @@ def test_fp64_is_computed_in_less_than_fp64(op: Op, case: Case, backend: Any) ->
 
 
 @pytest.mark.parametrize(("op", "case"), cases())
-def test_backward_is_not_the_derivative_of_the_forward(op: Op, case: Case) -> None:
+def test_backward_is_the_derivative_of_the_forward(op: Op, case: Case) -> None:
     """K30: gradcheck of the reference in fp64, against finite differences and not against another formula."""
     inputs = with_leaves(op, cast(make(op, case, torch.float64), torch.float64))
     names = differentiable(op, inputs)
@@ -130,7 +130,7 @@ EXAMPLES = 200 if torch.cuda.is_available() else 8
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_kernel_and_reference_disagree_on_a_drawn_shape(name: str, request: pytest.FixtureRequest) -> None:
+def test_kernel_agrees_with_the_reference_on_drawn_shapes(name: str, request: pytest.FixtureRequest) -> None:
     """K30: the kernel's fp32 error is bounded by the reference's, for shapes nobody chose."""
     if not HAS_TRITON:
         pytest.skip("triton is not installed: there are no kernels on this platform")
@@ -171,7 +171,7 @@ def cast_to(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 @pytest.mark.parametrize("value", [0.0, -3.0, 65536.0])
-def test_gradient_is_not_linear_in_the_upstream_gradient(op: Op, case: Case, value: float, backend: Any) -> None:
+def test_gradient_is_linear_in_the_upstream_gradient(op: Op, case: Case, value: float, backend: Any) -> None:
     """K06: gradients made before the upstream gradient is known are wrong for every value but 1."""
     inputs = make(op, case, torch.float32, backend.device)
     one = run(op.call, op, with_leaves(op, inputs))

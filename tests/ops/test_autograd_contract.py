@@ -29,7 +29,7 @@ def _tensors(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
-def test_an_input_or_the_upstream_gradient_is_written_to(op: Op, case: Case, backend: Any) -> None:
+def test_inputs_outputs_and_upstream_gradient_are_not_modified(op: Op, case: Case, backend: Any) -> None:
     """K11: values and autograd's version counters, after the forward, after the backward, and without gradients."""
     inputs = with_leaves(op, make(op, case, torch.float32, backend.device))
     before = {name: (t.detach().clone(), t._version) for name, t in _tensors(inputs).items()}
@@ -49,7 +49,7 @@ def test_an_input_or_the_upstream_gradient_is_written_to(op: Op, case: Case, bac
 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
-def test_second_backward_differs_from_the_first(op: Op, case: Case, backend: Any) -> None:
+def test_second_backward_equals_the_first(op: Op, case: Case, backend: Any) -> None:
     """K09: with an upstream gradient other than 1, which scaling in place would apply twice."""
     leaves = with_leaves(op, make(op, case, torch.float32, backend.device))
     outputs = tensors_of(op.call(**leaves))
@@ -64,7 +64,7 @@ def test_second_backward_differs_from_the_first(op: Op, case: Case, backend: Any
 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
-def test_second_derivative_is_silently_wrong(op: Op, case: Case, backend: Any) -> None:
+def test_second_derivative_is_refused(op: Op, case: Case, backend: Any) -> None:
     """K10: a gradient penalty must not lose this op's term without a word."""
     leaves = with_leaves(op, make(op, case, torch.float32, backend.device))
     outputs = tensors_of(op.call(**leaves))
@@ -74,7 +74,7 @@ def test_second_derivative_is_silently_wrong(op: Op, case: Case, backend: Any) -
 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
-def test_gradient_depends_on_which_other_inputs_want_one(op: Op, case: Case, backend: Any) -> None:
+def test_gradient_is_the_same_whichever_other_inputs_require_one(op: Op, case: Case, backend: Any) -> None:
     """K13: frozen weights, frozen activations, and every mix."""
     inputs = make(op, case, torch.float32, backend.device)
     full = run(op.call, op, with_leaves(op, inputs))
@@ -94,7 +94,7 @@ def test_gradient_depends_on_which_other_inputs_want_one(op: Op, case: Case, bac
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 @pytest.mark.parametrize("op_first", [True, False], ids=["op-first", "op-last"])
-def test_second_consumer_of_an_input_gets_another_gradient(op: Op, case: Case, op_first: bool, backend: Any) -> None:
+def test_input_with_a_second_consumer_gets_the_sum_of_both_gradients(op: Op, case: Case, op_first: bool, backend: Any) -> None:
     """K12: f(x) + x², where autograd shares gradient tensors between branches and x² has saved x."""
     inputs = make(op, case, torch.float32, backend.device)
     alone = run(op.call, op, with_leaves(op, inputs))
@@ -110,7 +110,7 @@ def test_second_consumer_of_an_input_gets_another_gradient(op: Op, case: Case, o
 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
-def test_residual_connection_gets_another_gradient(op: Op, case: Case, backend: Any) -> None:
+def test_residual_connection_gets_the_sum_of_both_gradients(op: Op, case: Case, backend: Any) -> None:
     """K12: x + f(x) hands one gradient tensor to both branches; a backward that reuses it spoils the other."""
     inputs = make(op, case, torch.float32, backend.device)
     name = op.grads[0]
@@ -127,7 +127,7 @@ def test_residual_connection_gets_another_gradient(op: Op, case: Case, backend: 
 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
-def test_output_modified_in_place_gives_a_wrong_gradient(op: Op, case: Case, backend: Any) -> None:
+def test_output_modified_in_place_gives_the_right_gradient_or_is_refused(op: Op, case: Case, backend: Any) -> None:
     """K06: `loss *= 2`, or an in-place dropout behind the op. A view made inside the op would refuse outright; an
     output that is saved for backward (add_rms_norm's sum) must refuse in the backward."""
     inputs = make(op, case, torch.float32, backend.device)
@@ -149,7 +149,7 @@ def test_output_modified_in_place_gives_a_wrong_gradient(op: Op, case: Case, bac
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_result_without_gradients_differs_or_keeps_memory(op: Op, case: Case, mode: Any, backend: Any) -> None:
+def test_result_without_gradients_is_the_same_and_saves_nothing(op: Op, case: Case, mode: Any, backend: Any) -> None:
     """K11: the same values, no graph, and nothing saved for a backward that will not come."""
     inputs = with_leaves(op, make(op, case, torch.float32, backend.device))
     expected = tensors_of(op.call(**inputs))
@@ -163,7 +163,7 @@ def test_result_without_gradients_differs_or_keeps_memory(op: Op, case: Case, mo
 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
-def test_second_run_differs_from_the_first(op: Op, case: Case, backend: Any) -> None:
+def test_second_run_equals_the_first_bit_for_bit(op: Op, case: Case, backend: Any) -> None:
     """K33: no atomics, no order that depends on timing; bit for bit."""
     inputs = make(op, case, torch.float16, backend.device)
     first = run(op.call, op, with_leaves(op, inputs))
@@ -171,7 +171,7 @@ def test_second_run_differs_from_the_first(op: Op, case: Case, backend: Any) -> 
 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
-def test_gradient_hook_sees_a_tensor_that_changes_later(op: Op, case: Case, backend: Any) -> None:
+def test_gradient_seen_by_a_hook_does_not_change_later(op: Op, case: Case, backend: Any) -> None:
     """K11: what a hook keeps belongs to the hook."""
     leaves = with_leaves(op, make(op, case, torch.float32, backend.device))
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -44,7 +44,7 @@ def logits_and_target(
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_all_labels_ignored_gives_nan_instead_of_nothing(loss: Any, reduction: str, backend: Any) -> None:
+def test_all_labels_ignored_gives_zero_loss_and_gradient(loss: Any, reduction: str, backend: Any) -> None:
     """K01: one all-masked micro-batch must not end a run."""
     logits, target = logits_and_target(backend.device)
     value = loss(logits, torch.full_like(target, -100), reduction=reduction)
@@ -55,7 +55,7 @@ def test_all_labels_ignored_gives_nan_instead_of_nothing(loss: Any, reduction: s
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("num_items", [0, 0.0, "tensor"])
-def test_no_items_divides_by_zero(loss: Any, num_items: Any, backend: Any) -> None:
+def test_zero_items_give_zero_loss_and_gradient(loss: Any, num_items: Any, backend: Any) -> None:
     logits, target = logits_and_target(backend.device)
     count = torch.tensor(0, device=backend.device) if num_items == "tensor" else num_items
     value = loss(logits, target, num_items=count)
@@ -65,7 +65,7 @@ def test_no_items_divides_by_zero(loss: Any, num_items: Any, backend: Any) -> No
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_zero_tokens_launch_or_divide(loss: Any, backend: Any) -> None:
+def test_zero_tokens_give_a_loss_of_zero(loss: Any, backend: Any) -> None:
     """K02."""
     for reduction, shape in (("mean", ()), ("sum", ()), ("none", (0,))):
         logits = torch.empty(0, V, device=backend.device, requires_grad=True)
@@ -79,7 +79,7 @@ BAD_LABELS = [V, -1, -101, 2**31, -(2**63)]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_label_out_of_range_is_read_as_an_address(loss: Any, backend: Any) -> None:
+def test_label_out_of_range_raises_or_gives_nan_in_its_row_alone(loss: Any, backend: Any) -> None:
     """K03: on the CPU an error; in a kernel NaN in those rows alone, other rows bit-identical, memory untouched."""
     logits, target = logits_and_target(backend.device)
     rows = 3 + torch.arange(len(BAD_LABELS), device=backend.device)
@@ -105,7 +105,7 @@ def test_label_out_of_range_is_read_as_an_address(loss: Any, backend: Any) -> No
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_opt_in_label_check_is_ignored_by_kernels(loss: Any, backend: Any, monkeypatch: Any) -> None:
+def test_opt_in_label_check_applies_to_kernels_too(loss: Any, backend: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("TIGON_CHECK", "1")
     logits, target = logits_and_target(backend.device)
     target[3] = V
@@ -114,7 +114,7 @@ def test_opt_in_label_check_is_ignored_by_kernels(loss: Any, backend: Any, monke
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_arguments_that_do_not_fit_pass_silently(loss: Any, backend: Any) -> None:
+def test_arguments_that_do_not_fit_are_refused(loss: Any, backend: Any) -> None:
     """K04."""
     logits, target = logits_and_target(backend.device)
     with pytest.raises(ShapeError, match="must agree"):
@@ -147,7 +147,7 @@ def test_arguments_that_do_not_fit_pass_silently(loss: Any, backend: Any) -> Non
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("ignore_index", [0, 1, V - 1, -1, -100, V + 5])
-def test_ignore_index_only_works_for_minus_100(loss: Any, ignore_index: int, backend: Any) -> None:
+def test_ignore_index_may_be_any_integer(loss: Any, ignore_index: int, backend: Any) -> None:
     """K05."""
     logits, target = logits_and_target(backend.device)
     target[2] = target[7] = ignore_index
@@ -161,7 +161,7 @@ def test_ignore_index_only_works_for_minus_100(loss: Any, ignore_index: int, bac
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("upstream", [0.0, 3.0, 65536.0, -1.0, float("inf")])
-def test_upstream_gradient_is_assumed_to_be_one(loss: Any, upstream: float, backend: Any) -> None:
+def test_upstream_gradient_scales_the_gradient(loss: Any, upstream: float, backend: Any) -> None:
     """K06."""
     logits, target = logits_and_target(backend.device)
     (got,) = torch.autograd.grad(loss(logits, target), logits, torch.tensor(upstream, device=backend.device))
@@ -173,7 +173,7 @@ def test_upstream_gradient_is_assumed_to_be_one(loss: Any, upstream: float, back
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_per_token_losses_get_the_first_tokens_gradient(loss: Any, backend: Any) -> None:
+def test_per_token_losses_get_their_own_upstream_gradients(loss: Any, backend: Any) -> None:
     """K07 and K08: signed weights with zeros; a broadcast upstream gradient of stride 0."""
     logits, target = logits_and_target(backend.device)
     target[4] = -100
@@ -192,7 +192,7 @@ def test_per_token_losses_get_the_first_tokens_gradient(loss: Any, backend: Any)
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_loss_has_the_dtype_of_the_logits(loss: Any, dtype: torch.dtype, backend: Any) -> None:
+def test_loss_is_fp32_for_logits_of_any_narrower_dtype(loss: Any, dtype: torch.dtype, backend: Any) -> None:
     """K15 too: the sum over many tokens exceeds fp16's 65504."""
     logits, target = logits_and_target(backend.device, dtype)
     value = loss(logits * 500, target, reduction="sum")
@@ -234,7 +234,7 @@ def _infinite_rows() -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [LOSSES[0]])
-def test_infinite_logits_give_another_class_of_result_than_torch(loss: Any, backend: Any) -> None:
+def test_infinite_logits_give_nan_or_infinity_exactly_as_in_torch(loss: Any, backend: Any) -> None:
     """K18: NaN exactly where torch has NaN, infinite where it is infinite, else equal; the entropy finite too."""
     logits = _infinite_rows().to(backend.device).requires_grad_()
     target = torch.tensor([4500, 5, 5, 5, 5, 1], device=backend.device)
@@ -248,7 +248,7 @@ def test_infinite_logits_give_another_class_of_result_than_torch(loss: Any, back
     assert bool(got.entropy[finite].isfinite().all())
 
 
-def test_fp16_gradient_is_rounded_before_the_loss_scale(backend: Any) -> None:
+def test_fp16_gradient_is_rounded_after_the_loss_scale(backend: Any) -> None:
     """K14: near-uniform softmax over 32k classes, mean over the tokens, loss scale 65536: the gradients of classes that
     are nobody's target are 1 / (N V), 2^-24 of the largest, and vanish if 1 / N is taken before the scale."""
     torch.manual_seed(7)
@@ -284,7 +284,7 @@ def test_fp16_gradient_is_rounded_before_the_loss_scale(backend: Any) -> None:
     [{"weight": 1000.0}, {"logit_scale": 100.0}, {"z_loss": 5.0}, {"logit_scale": 1e-3}, {"token_weight": 1e4}],
     ids=lambda options: next(iter(options)) + str(next(iter(options.values()))),
 )
-def test_large_factor_leaves_the_range_of_fp16(options: dict[str, float], inplace: bool, backend: Any) -> None:
+def test_large_factors_stay_in_the_range_of_fp16(options: dict[str, float], inplace: bool, backend: Any) -> None:
     """What is stored in fp16 between forward and backward is scaled by what the options can make of it."""
     logits, target = logits_and_target(backend.device, torch.float16)
     logits = (logits.detach() / 8).requires_grad_()
@@ -300,7 +300,7 @@ def test_large_factor_leaves_the_range_of_fp16(options: dict[str, float], inplac
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_outputs_describe_other_tokens(loss: Any, backend: Any) -> None:
+def test_outputs_match_the_log_softmax_of_each_token(loss: Any, backend: Any) -> None:
     """Shapes follow the target, ignored rows hold the documented fill, and only the loss is differentiable."""
     torch.manual_seed(8)
     logits = torch.randn(2, 5, V, device=backend.device, requires_grad=True)
@@ -320,7 +320,7 @@ def test_outputs_describe_other_tokens(loss: Any, backend: Any) -> None:
     assert got.loss.requires_grad and not any(t.requires_grad for t in (got.logprob, got.entropy, got.accuracy))
 
 
-def test_first_of_equal_logits_is_not_the_prediction(backend: Any) -> None:
+def test_first_of_equal_logits_is_the_prediction(backend: Any) -> None:
     logits = torch.zeros(2, 9000, device=backend.device)
     logits[0, [5000, 700]] = 1.0
     target = torch.zeros(2, dtype=torch.int64, device=backend.device)
@@ -332,7 +332,7 @@ def test_first_of_equal_logits_is_not_the_prediction(backend: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("reduction", "weighted"), list(itertools.product(["mean", "none"], [False, True])))
-def test_inplace_gradient_differs(dtype: torch.dtype, reduction: str, weighted: bool, backend: Any) -> None:
+def test_inplace_gradient_equals_the_plain_gradient_and_reuses_the_logits(dtype: torch.dtype, reduction: str, weighted: bool, backend: Any) -> None:
     logits, target = logits_and_target(backend.device, dtype)
     target[1] = -100
     weight = torch.linspace(-3e4, 2e4, 11, device=backend.device) if weighted else None
@@ -350,7 +350,7 @@ def test_inplace_gradient_differs(dtype: torch.dtype, reduction: str, weighted: 
         torch.autograd.grad(value, leaf, upstream)
 
 
-def test_inplace_hides_the_overwritten_logits_from_autograd(backend: Any) -> None:
+def test_autograd_detects_logits_overwritten_by_inplace(backend: Any) -> None:
     logits, target = logits_and_target(backend.device)
     doubled = logits * 1.0
     square = (doubled * doubled).sum()  # saves `doubled`
@@ -359,7 +359,7 @@ def test_inplace_hides_the_overwritten_logits_from_autograd(backend: Any) -> Non
         (loss + square).backward()
 
 
-def test_inplace_writes_although_no_gradient_is_wanted(backend: Any) -> None:
+def test_inplace_without_gradients_leaves_the_logits_unchanged(backend: Any) -> None:
     logits, target = logits_and_target(backend.device)
     before = logits.detach().clone()
     with torch.no_grad():
@@ -367,13 +367,13 @@ def test_inplace_writes_although_no_gradient_is_wanted(backend: Any) -> None:
     assert torch.equal(logits, before)
 
 
-def test_inplace_on_logits_without_rows_is_done_on_a_copy(backend: Any) -> None:
+def test_inplace_on_non_contiguous_logits_is_refused(backend: Any) -> None:
     logits = torch.randn(V, 11, device=backend.device).t().requires_grad_()
     with pytest.raises(OptionError, match="contiguous"):
         cross_entropy(logits, torch.zeros(11, dtype=torch.int64, device=backend.device), inplace=True)
 
 
-def test_label_of_no_probability_among_large_negative_logits_is_nan(backend: Any) -> None:
+def test_label_of_zero_probability_gives_infinite_loss_and_finite_gradient(backend: Any) -> None:
     """The shift of a label that is -inf is 0, at which exp(-200) is 0."""
     logits = torch.full((1, 50), -200.0)
     logits[0, 1] = -math.inf
@@ -386,7 +386,7 @@ def test_label_of_no_probability_among_large_negative_logits_is_nan(backend: Any
 
 
 @pytest.mark.parametrize("view", ["expanded", "unfolded"])
-def test_logits_that_overlap_are_written_over(view: str, backend: Any) -> None:
+def test_inplace_on_logits_that_overlap_is_refused(view: str, backend: Any) -> None:
     base = torch.randn(1, 65, device=backend.device, requires_grad=True) * 1.0
     logits = base[:, :50].expand(4, 50) if view == "expanded" else base[0].unfold(0, 50, 5)
     with pytest.raises(OptionError, match="overlap"):
@@ -394,11 +394,11 @@ def test_logits_that_overlap_are_written_over(view: str, backend: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{"softcap": math.inf}, {"num_items": torch.tensor([3])}])
-def test_option_without_meaning_gives_a_loss(options: dict[str, Any]) -> None:
+def test_option_without_meaning_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises((OptionError, ShapeError)):
         cross_entropy(torch.randn(4, 20), torch.arange(4), **options)
 
 
-def test_labels_of_another_device_are_read() -> None:
+def test_labels_on_another_device_are_refused() -> None:
     with pytest.raises(ShapeError, match="target is on meta"):
         cross_entropy(torch.randn(4, 20), torch.arange(4, device="meta"))

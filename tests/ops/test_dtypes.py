@@ -55,7 +55,7 @@ PROMOTION = [
     PROMOTION,
     ids=["-".join([row[0], row[1], *(f"{n}={str(d)[6:]}" for n, d in row[2].items())]) for row in PROMOTION],
 )
-def test_dtype_of_a_result_or_a_gradient_changed(
+def test_results_and_gradients_have_the_dtypes_of_the_table(
     name: str, case_id: str, dtypes: dict[str, torch.dtype], expected: torch.dtype, backend: Any
 ) -> None:
     """K23: outputs have the dtype of the table, each gradient its input's."""
@@ -70,7 +70,7 @@ def test_dtype_of_a_result_or_a_gradient_changed(
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn, torch.complex64])
 @pytest.mark.parametrize("name", OPS)
-def test_unsupported_dtype_is_computed_with(name: str, dtype: torch.dtype) -> None:
+def test_unsupported_dtype_is_refused(name: str, dtype: torch.dtype) -> None:
     """An integer or fp8 activation is a mistake, or needs a scale that nobody passed."""
     op = OPS[name]
     inputs = make(op, op.cases[0], F32)

@@ -43,7 +43,7 @@ def truth_of(x: Tensor, w: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 @pytest.mark.parametrize("chunk_rows", [5, N])
-def test_label_a_hundred_nats_below_the_largest_logit_overflows(chunk_rows: int, backend: Any) -> None:
+def test_label_150_nats_below_the_largest_logit_keeps_its_loss_and_gradient(chunk_rows: int, backend: Any) -> None:
     needs_exponentials(backend)
     x, w, target = bf16_head(backend.device, scale=12.0)
     losses, dx, dw = truth_of(x, w, target)
@@ -54,7 +54,7 @@ def test_label_a_hundred_nats_below_the_largest_logit_overflows(chunk_rows: int,
     assert relative_error(x.grad, dx) < 2e-2 and relative_error(w.grad, dw) < 2e-2
 
 
-def test_confident_token_loses_its_loss_and_gradient(backend: Any) -> None:
+def test_confident_token_keeps_its_loss_and_gradient(backend: Any) -> None:
     """p_y = 1 - 1e-6 and closer: bf16 logits would round the loss away, here it keeps its relative precision."""
     needs_exponentials(backend)
     x, w, target = bf16_head(backend.device)
@@ -69,7 +69,7 @@ def test_confident_token_loses_its_loss_and_gradient(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("rows", [15, 16])
-def test_few_tokens_lose_their_factors(rows: int, backend: Any) -> None:
+def test_few_tokens_keep_their_upstream_factors(rows: int, backend: Any) -> None:
     """Below 16 the logits come from the vendor's product, and their gradient is whole already."""
     assert chunk_loop._FEWEST_EXP_ROWS == 16
     x, w, target = bf16_head(backend.device)
@@ -82,7 +82,7 @@ def test_few_tokens_lose_their_factors(rows: int, backend: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [V, -1, 1 << 40])
-def test_label_outside_the_vocabulary_reaches_another_row(bad: int, backend: Any) -> None:
+def test_label_outside_the_vocabulary_affects_its_own_row_alone(bad: int, backend: Any) -> None:
     needs_exponentials(backend)
     x, w, target = bf16_head(backend.device)
     target[3] = bad
@@ -93,7 +93,7 @@ def test_label_outside_the_vocabulary_reaches_another_row(bad: int, backend: Any
     assert not bool(x.grad[~row].isnan().any())
 
 
-def test_every_label_ignored_under_a_graph_is_nan(backend: Any) -> None:
+def test_every_label_ignored_without_counting_gives_zeros(backend: Any) -> None:
     """Where nothing may be counted, ignored rows go through the products: their exponentials are 0, not large."""
     needs_exponentials(backend)
     x, w, target = bf16_head(backend.device, scale=40.0)
@@ -110,7 +110,7 @@ def test_every_label_ignored_under_a_graph_is_nan(backend: Any) -> None:
 # --- sums in 16 bits --------------------------------------------------------------------------------------------------
 
 
-def test_16_bit_sums_exceed_twice_the_unfused_ops_error() -> None:
+def test_16_bit_sums_are_within_twice_the_unfused_ops_error() -> None:
     torch.manual_seed(18)
     tokens, hidden, vocab = 1024, 64, 1000
     x = torch.randn(tokens, hidden).bfloat16().requires_grad_()
@@ -127,7 +127,7 @@ def test_16_bit_sums_exceed_twice_the_unfused_ops_error() -> None:
         assert_within(got[1], dw, unfused[1], 2.0, f"dW, chunks of {rows}")
 
 
-def test_16_bit_sum_is_scaled_twice_by_two_backwards(backend: Any) -> None:
+def test_16_bit_sum_is_not_scaled_twice_by_two_backwards(backend: Any) -> None:
     """It is scaled where it lies, unless the graph is kept; a second walk of a freed graph is refused as ever."""
     x, w, target = bf16_head(backend.device)
 
@@ -145,7 +145,7 @@ def test_16_bit_sum_is_scaled_twice_by_two_backwards(backend: Any) -> None:
         freed.backward()
 
 
-def test_16_bit_sum_is_as_large_as_an_fp32_one_or_has_many_addends(monkeypatch: Any) -> None:
+def test_16_bit_sum_takes_half_the_memory_and_has_few_addends(monkeypatch: Any) -> None:
     torch.manual_seed(19)
     x, w = torch.randn(600, H).bfloat16().requires_grad_(), torch.randn(V, H).bfloat16().requires_grad_()
     target = torch.randint(0, V, (600,))
@@ -164,7 +164,7 @@ def test_16_bit_sum_is_as_large_as_an_fp32_one_or_has_many_addends(monkeypatch: 
     assert sums == [4 * V * H, 2 * V * H, 4 * V * H], "five chunks, five chunks, ten chunks"
 
 
-def test_fp32_sum_outlives_the_backward_that_read_it() -> None:
+def test_fp32_sum_is_freed_by_the_backward_that_reads_it() -> None:
     """V x H fp32 values would stay allocated while the layers' backward runs."""
     torch.manual_seed(20)
     x, w = torch.randn(600, H).bfloat16().requires_grad_(), torch.randn(V, H).bfloat16().requires_grad_()
@@ -175,7 +175,7 @@ def test_fp32_sum_outlives_the_backward_that_read_it() -> None:
     assert node.dw is None
 
 
-def test_fp16_sums_leave_the_range_of_fp16() -> None:
+def test_fp16_sums_in_16_bits_are_refused() -> None:
     x, w, target = bf16_head(torch.device("cpu"))
     with pytest.raises(OptionError, match="bfloat16"):
         linear_cross_entropy(x.half(), w.half(), target, fp32_accumulate=False)
@@ -184,7 +184,7 @@ def test_fp16_sums_leave_the_range_of_fp16() -> None:
 # --- plans for a chip that is not here --------------------------------------------------------------------------------
 
 
-def test_plan_follows_the_machine_instead_of_the_chip_it_is_for() -> None:
+def test_plan_follows_the_chip_it_is_for_not_the_machine() -> None:
     x = torch.empty(4, 64, dtype=torch.bfloat16)
     options = LossOptions(-100, 0.0, None, 1.0, 0.0)
 

@@ -29,7 +29,7 @@ TORCH: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("shape", [(3, 5, 128), (4, 14), (2, 3, 4100)], ids=str)
-def test_packed_result_differs_from_separate(name: str, shape: tuple[int, ...], backend: Any) -> None:
+def test_packed_result_and_gradient_equal_separate(name: str, shape: tuple[int, ...], backend: Any) -> None:
     """[gate | up] read in place gives the same numbers, and one gradient with both halves written."""
     packed = torch.randn(shape, device=backend.device, requires_grad=True)
     gate, up = (t.detach().clone().requires_grad_() for t in packed.chunk(2, -1))
@@ -43,7 +43,7 @@ def test_packed_result_differs_from_separate(name: str, shape: tuple[int, ...], 
     assert relative_error(dpacked, torch.cat(torch.autograd.grad(two, (gate, up), upstream), -1)) <= allowed
 
 
-def test_packed_input_is_copied(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_input_is_read_without_a_copy(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The halves are strided views; a copy would cost what the packed form saves."""
     copies = []
     contiguous = Tensor.contiguous
@@ -55,7 +55,7 @@ def test_packed_input_is_copied(backend: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_gate_far_from_zero_gives_nan_or_a_wrong_limit(name: str, backend: Any) -> None:
+def test_gate_far_from_zero_gives_the_right_limits(name: str, backend: Any) -> None:
     """exp(-x) overflows at -89 in fp32; silu and gelu there are 0, and the identity at the other end."""
     gate = torch.tensor([-1e4, -200.0, -89.0, -20.0, 0.0, 20.0, 89.0, 1e4], device=backend.device, requires_grad=True)
     up = torch.full_like(gate, 2.0).requires_grad_()
@@ -69,7 +69,7 @@ def test_gate_far_from_zero_gives_nan_or_a_wrong_limit(name: str, backend: Any) 
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_activation_is_rounded_before_the_product(name: str, backend: Any) -> None:
+def test_activation_is_rounded_only_after_the_product(name: str, backend: Any) -> None:
     """One rounding, at the end: fp16's largest gate times a small up is in range and exact to half a step."""
     gate = torch.linspace(-4, 4, 333, dtype=torch.float16, device=backend.device)
     up = torch.linspace(1.0, 2.0, 333, dtype=torch.float16, device=backend.device)
@@ -80,7 +80,7 @@ def test_activation_is_rounded_before_the_product(name: str, backend: Any) -> No
 
 
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
-def test_the_two_gelus_are_one(approximate: str) -> None:
+def test_tanh_and_exact_gelu_differ_and_match_torch(approximate: str) -> None:
     gate = torch.tensor([2.0])
     assert geglu(gate, torch.ones(1), approximate=approximate).item() == pytest.approx(  # type: ignore[arg-type]
         F.gelu(gate.double(), approximate=approximate).item(), rel=1e-6
@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[[], Tensor], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_mismatched_inputs_are_computed_with(what: str) -> None:
+def test_mismatched_inputs_are_refused(what: str) -> None:
     call, error, text = REFUSED[what]
     with pytest.raises(error, match=text):
         call()

@@ -40,7 +40,7 @@ def gradients(name: str, x: Tensor, upstream: Tensor, *, packed: bool, inplace: 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 @pytest.mark.parametrize("shape", [(3, 5, 128), (4, 14), (2, 3, 4100)], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_gradient_in_place_differs_or_lies_elsewhere(
+def test_gradient_in_place_is_the_same_and_overwrites_its_input(
     name: str, shape: tuple[int, ...], packed: bool, dtype: torch.dtype, backend: Any
 ) -> None:
     x = torch.randn(shape, device=backend.device).to(dtype).requires_grad_()
@@ -51,7 +51,7 @@ def test_gradient_in_place_differs_or_lies_elsewhere(
     assert all(here) and not any(elsewhere)
 
 
-def test_a_graph_that_is_kept_loses_what_its_second_backward_reads(backend: Any) -> None:
+def test_retained_graph_gives_the_same_gradient_at_every_backward(backend: Any) -> None:
     x = torch.randn(4, 32, device=backend.device, requires_grad=True)
     gate, up = halves(x, packed=False)
     y = swiglu(gate, up, inplace=True).sum()
@@ -60,7 +60,7 @@ def test_a_graph_that_is_kept_loses_what_its_second_backward_reads(backend: Any)
     assert torch.equal(torch.autograd.grad(y, x)[0], first)
 
 
-def test_a_leaf_a_frozen_half_or_a_strided_input_is_written_to() -> None:
+def test_leaf_frozen_half_and_strided_inputs_are_not_overwritten() -> None:
     leaf = torch.randn(4, 32, requires_grad=True)
     other = torch.randn(4, 32)
     cases = [(leaf, other.clone().requires_grad_()), (leaf * 1, other), ((leaf * 1).T, (leaf * 2).T)]
@@ -70,7 +70,7 @@ def test_a_leaf_a_frozen_half_or_a_strided_input_is_written_to() -> None:
         assert torch.equal(gate, before[0]) and torch.equal(up, before[1])
 
 
-def test_another_node_that_saved_an_input_computes_with_the_gradient() -> None:
+def test_autograd_detects_an_overwritten_input_that_another_node_saved() -> None:
     gate, up = halves(torch.randn(4, 32, requires_grad=True), packed=False)
     squared = (gate * gate).sum()
     swiglu(gate, up, inplace=True).sum().backward(retain_graph=False, inputs=[up])
@@ -80,7 +80,7 @@ def test_another_node_that_saved_an_input_computes_with_the_gradient() -> None:
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("which", ["gate_proj", "up_proj"])
-def test_a_loss_on_the_gates_reads_gradients_instead(which: str, checkpointed: bool) -> None:
+def test_loss_on_the_projections_reads_their_values(which: str, checkpointed: bool) -> None:
     """Another node saves what a hook sees; recomputed, autograd checks no versions of it."""
     from torch.utils.checkpoint import checkpoint
 
@@ -104,7 +104,7 @@ def test_a_loss_on_the_gates_reads_gradients_instead(which: str, checkpointed: b
         assert torch.equal(got, want)
 
 
-def test_recomputed_mlp_holds_gradients_beside_what_they_could_overwrite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_mlp_writes_gradients_over_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.checkpoint import checkpoint
 
     from tigon.ops import glu
@@ -147,7 +147,7 @@ def step_bytes(mlp: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", MLPS)
-def test_mlp_holds_gradients_beside_what_they_could_overwrite(name: str) -> None:
+def test_mlp_writes_gradients_over_its_projections(name: str) -> None:
     """Kept by a hook, gate and up stay; the reference's fp32 intermediates are the same in both."""
     mlp = MLPS[name]()
     kept: list[Tensor] = []
@@ -163,7 +163,7 @@ def test_mlp_holds_gradients_beside_what_they_could_overwrite(name: str) -> None
 
 @pytest.mark.parametrize("keep", KEEP)
 @pytest.mark.parametrize("name", MLPS)
-def test_what_a_hook_keeps_of_a_projection_is_overwritten(name: str, keep: str) -> None:
+def test_projection_kept_by_a_hook_is_not_overwritten(name: str, keep: str) -> None:
     mlp, kept = MLPS[name](), {}
     for which in ("gate_proj", "up_proj"):
         projection = getattr(mlp, which)
@@ -176,7 +176,7 @@ def test_what_a_hook_keeps_of_a_projection_is_overwritten(name: str, keep: str) 
         assert torch.equal(kept[which], t), which
 
 
-def test_gate_that_is_its_own_up_is_written_over(backend: Any) -> None:
+def test_gate_that_is_also_up_gets_the_right_gradient(backend: Any) -> None:
     a = torch.randn(3, 8, device=backend.device, requires_grad=True)
     b = a.detach().clone().requires_grad_()
     x, y = a * 1.0, b * 1.0

@@ -39,7 +39,7 @@ CHUNKS = [1, 5, 7, 12, 24]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_result_depends_on_the_chunk_size(reduction: str, backend: Any) -> None:
+def test_result_does_not_depend_on_the_chunk_size(reduction: str, backend: Any) -> None:
     """K16: the loss within 1e-6, relative, in fp32; gradients within rounding; either half frozen too."""
     x, w, target = head(backend.device, ignored=6)
     upstream = torch.linspace(-1, 2, N, device=backend.device) if reduction == "none" else torch.tensor(0.7)
@@ -62,7 +62,7 @@ def test_result_depends_on_the_chunk_size(reduction: str, backend: Any) -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [bytes_for(N), bytes_for(7)], ids=["keep", "stream"])
-def test_hidden_states_of_other_strides_have_their_neighbours_gradient(chunk_bytes: int, backend: Any) -> None:
+def test_hidden_states_of_any_strides_have_the_same_gradient(chunk_bytes: int, backend: Any) -> None:
     """Ignored rows are often gathered first, which makes hidden contiguous; here nothing is ignored."""
     x, w, target = head(backend.device)
     wide = torch.stack((x.detach(), torch.full_like(x, float("nan"))), -1).flatten(-2)
@@ -76,7 +76,7 @@ def test_hidden_states_of_other_strides_have_their_neighbours_gradient(chunk_byt
         assert relative_error(dx, results[0][0]) < 2e-6 and relative_error(dw, results[0][1]) < 2e-6
 
 
-def test_fp16_weight_gradient_is_in_fp32_as_a_whole(backend: Any, monkeypatch: Any) -> None:
+def test_fp16_weight_gradient_is_computed_in_fp32_some_rows_at_a_time(backend: Any, monkeypatch: Any) -> None:
     """The product that waits for its loss scale in fp32 is made some rows at a time, and they are the right rows."""
     torch.manual_seed(11)
     tokens, hidden, vocab = 40, 16, 300
@@ -98,7 +98,7 @@ def test_fp16_weight_gradient_is_in_fp32_as_a_whole(backend: Any, monkeypatch: A
     assert relative_error(in_turns, whole) < 1e-3
 
 
-def test_many_bf16_chunks_drift(backend: Any) -> None:
+def test_many_bf16_chunks_stay_as_accurate_as_the_unfused_op(backend: Any) -> None:
     """K16: 16 chunks and more in bf16 against fp64, at most twice the unfused op's error, in every mode."""
     if backend.interpreted:
         pytest.skip("the interpreter cuts bf16 off instead of rounding; the reference and GPUs run this")
@@ -145,14 +145,14 @@ class Shapes:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 7])
-def test_logits_exceed_the_budget(rows: int, backend: Any, monkeypatch: Any) -> None:
+def test_logits_stay_within_the_chunk_budget(rows: int, backend: Any, monkeypatch: Any) -> None:
     x, w, target = head(backend.device)
     shapes = Shapes(monkeypatch)
     linear_cross_entropy(x, w.detach(), target, chunk_bytes=bytes_for(rows)).backward()
     assert max(shapes.logits_rows) <= rows and sum(shapes.logits_rows) == N
 
 
-def test_ignored_tokens_are_multiplied(backend: Any, monkeypatch: Any) -> None:
+def test_ignored_tokens_are_left_out_of_every_product(backend: Any, monkeypatch: Any) -> None:
     """Both with a plain target and with a prepared one."""
     for prepare in (False, True):
         monkeypatch.setattr(op_module, "_WORTH_A_WAIT_FLOPS", 0)
@@ -166,7 +166,7 @@ def test_ignored_tokens_are_multiplied(backend: Any, monkeypatch: Any) -> None:
         monkeypatch.undo()
 
 
-def test_last_label_of_a_text_costs_a_copy_of_the_hidden_states(backend: Any, monkeypatch: Any) -> None:
+def test_few_ignored_tokens_are_computed_instead_of_gathering_the_rest(backend: Any, monkeypatch: Any) -> None:
     """One row of 64 ignored: taking it along is cheaper than gathering 63 and scattering their gradient."""
     monkeypatch.setattr(op_module, "_WORTH_A_WAIT_FLOPS", 0)
     torch.manual_seed(4)
@@ -187,7 +187,7 @@ def test_last_label_of_a_text_costs_a_copy_of_the_hidden_states(backend: Any, mo
     assert not found[0][1][-1].any()
 
 
-def test_all_ignored_still_multiplies(backend: Any, monkeypatch: Any) -> None:
+def test_all_labels_ignored_computes_no_logits(backend: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(op_module, "_WORTH_A_WAIT_FLOPS", 0)
     x, w, target = head(backend.device, ignored=N)
     shapes = Shapes(monkeypatch)
@@ -196,7 +196,7 @@ def test_all_ignored_still_multiplies(backend: Any, monkeypatch: Any) -> None:
     assert torch.equal(w.grad, torch.zeros_like(w)) and torch.equal(x.grad, torch.zeros_like(x))
 
 
-def test_prepared_targets_give_another_result(backend: Any) -> None:
+def test_prepared_targets_give_the_same_result(backend: Any) -> None:
     x, w, target = head(backend.device, ignored=7)
     for shape in ((N,), (2, N // 2)):
         hidden, labels = x.view(*shape, H), target.view(shape)
@@ -208,7 +208,7 @@ def test_prepared_targets_give_another_result(backend: Any) -> None:
     assert torch.equal(linear_cross_entropy(x, w, prepare_targets(renamed, ignore_index=3), ignore_index=3), plain)
 
 
-def test_frozen_half_or_eval_costs_a_product(backend: Any, monkeypatch: Any) -> None:
+def test_frozen_half_or_eval_costs_no_product(backend: Any, monkeypatch: Any) -> None:
     """Three products with both gradients, two with one frozen, one in eval and under no_grad."""
     x, w, target = head(backend.device)
 
@@ -228,7 +228,7 @@ def test_frozen_half_or_eval_costs_a_product(backend: Any, monkeypatch: Any) -> 
     assert products(x, w, grad=False) == 1
 
 
-def test_no_grad_saves_or_keeps_something(backend: Any) -> None:
+def test_no_grad_saves_nothing(backend: Any) -> None:
     x, w, target = head(backend.device)
     packed: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
@@ -247,7 +247,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize("w_dtype", DTYPES)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_mixed_dtypes_lose_precision(x_dtype: Any, w_dtype: Any, autocast: Any, backend: Any) -> None:
+def test_mixed_dtypes_are_as_accurate_as_the_promoted_product(x_dtype: Any, w_dtype: Any, autocast: Any, backend: Any) -> None:
     """K23: products in the promoted dtype, under autocast in its; gradients in each tensor's own."""
     if backend.interpreted and torch.bfloat16 in (x_dtype, w_dtype, autocast):
         pytest.skip("the interpreter cuts bf16 off instead of rounding; the reference and GPUs run this")
@@ -268,7 +268,7 @@ def test_mixed_dtypes_lose_precision(x_dtype: Any, w_dtype: Any, autocast: Any, 
         assert relative_error(g, t) <= 2 * relative_error(u, t) + torch.finfo(dtype).eps, name
 
 
-def test_sharded_or_mismatched_weight_is_multiplied(backend: Any) -> None:
+def test_sharded_or_mismatched_weight_is_refused(backend: Any) -> None:
     x, w, target = head(backend.device)
     with pytest.raises(ShapeError, match="gather it first"):
         linear_cross_entropy(x, torch.empty(0, device=backend.device), target)
@@ -282,7 +282,7 @@ def test_sharded_or_mismatched_weight_is_multiplied(backend: Any) -> None:
         linear_cross_entropy(x, w, target[:-1])
 
 
-def test_label_check_stops_at_a_chunk(backend: Any) -> None:
+def test_label_check_covers_every_chunk(backend: Any) -> None:
     """A bad label in the last of many chunks: an error on the CPU reference, NaN from the kernels."""
     x, w, target = head(backend.device)
     target[-1] = V
@@ -307,7 +307,7 @@ GIB = 1 << 30
         (64, 2048, 128256, False, True, "keep", 0.5 * GIB),
     ],
 )
-def test_plan_holds_more_than_the_cheaper_alternative(
+def test_plan_chooses_the_mode_that_holds_the_least(
     tokens: int, hidden: int, vocab: int, per_row: bool, weight: bool, mode: str, most_bytes: float
 ) -> None:
     plan = make_plan(
@@ -320,7 +320,7 @@ def test_plan_holds_more_than_the_cheaper_alternative(
 
 
 @pytest.mark.gpu
-def test_loss_waits_for_the_device() -> None:
+def test_loss_with_prepared_targets_does_not_wait_for_the_device() -> None:
     """K32: with prepared targets nothing synchronises; inside a CUDA graph the plain form does not either."""
     device = torch.device("cuda")
     x, w, target = head(device, ignored=5)
@@ -337,7 +337,7 @@ def test_loss_waits_for_the_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk_bytes", [None, 500])
-def test_graph_replay_keeps_the_captured_labels(chunk_bytes: int | None) -> None:
+def test_graph_replay_reads_the_new_labels(chunk_bytes: int | None) -> None:
     """K32: new labels, other ignored rows and none at all, in a replayed graph."""
     device = torch.device("cuda")
     x, w, target = head(device)
@@ -363,7 +363,7 @@ def test_graph_replay_keeps_the_captured_labels(chunk_bytes: int | None) -> None
 
 
 @pytest.mark.gpu
-def test_logits_beyond_2_31_elements_wrap() -> None:
+def test_logits_beyond_2_31_elements_are_addressed_right() -> None:
     """K21: 17,000 x 128,256 logits in one chunk, 4.4 GB in bf16; rows on both sides of element 2^31 are compared."""
     device = torch.device("cuda")
     torch.manual_seed(11)
@@ -381,12 +381,12 @@ def test_logits_beyond_2_31_elements_wrap() -> None:
     assert not bool(one_chunk[-200:].isnan().any())
 
 
-def test_interpreter_flag_is_left_on() -> None:
+def test_interpreter_flag_is_off_by_default() -> None:
     """The fixture must leave the reference as the default, or the reference tests above tested kernels."""
     assert not _dispatch.INTERPRET
 
 
-def test_meta_tensors_are_computed_with() -> None:
+def test_meta_tensors_give_shapes_alone() -> None:
     """Planners run models on the meta device: shapes only, nothing counted, nothing waited for."""
     x, w, target = (t.to("meta") for t in head(torch.device("cpu")))
     for labels in (target, prepare_targets(target)):
@@ -401,7 +401,7 @@ ODD, PADDED = 1029, 1032  # 128 lines of 8 columns and 5 over, which are a produ
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("role", ["logits", "dX", "dW"])
-def test_product_over_an_odd_vocabulary_is_rounded_twice_or_misses_columns(role, out_dtype, accumulate):
+def test_product_over_an_odd_vocabulary_has_every_column_and_is_not_rounded_twice(role, out_dtype, accumulate):
     torch.manual_seed(3)
     x, w = torch.randn(N, H).bfloat16(), torch.randn(ODD, H).bfloat16()
     e = torch.full((N, PADDED), float("nan")).bfloat16()
@@ -420,7 +420,7 @@ def test_product_over_an_odd_vocabulary_is_rounded_twice_or_misses_columns(role,
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"chunk_bytes": 8 * 2 * ODD}], ids=str)
-def test_odd_vocabulary_errs_more_than_twice_the_unfused_loss(options: Any, backend: Any) -> None:
+def test_odd_vocabulary_errs_at_most_twice_the_unfused_loss(options: Any, backend: Any) -> None:
     torch.manual_seed(4)
     x, w = torch.randn(N, H).bfloat16(), (torch.randn(ODD, H) / 4).bfloat16()
     bias, target = torch.randn(ODD).bfloat16(), torch.randint(0, ODD, (N,))
@@ -442,7 +442,7 @@ def test_odd_vocabulary_errs_more_than_twice_the_unfused_loss(options: Any, back
         assert relative_error(mine, want) <= 2 * relative_error(others, want)
 
 
-def test_mask_of_tokens_is_refused_in_fp16() -> None:
+def test_boolean_mask_of_tokens_works_in_fp16() -> None:
     x, w = torch.randn(20, 16), torch.randn(24, 16)
     target, keep = torch.randint(0, 24, (20,)), torch.arange(20) % 2 == 0
     whole = linear_cross_entropy(x, w, target, token_weight=keep)
@@ -450,7 +450,7 @@ def test_mask_of_tokens_is_refused_in_fp16() -> None:
     torch.testing.assert_close(half.detach(), whole, rtol=2e-3, atol=0.0)
 
 
-def test_strided_bias_is_read_as_if_it_were_contiguous(backend: Any) -> None:
+def test_strided_bias_is_read_by_its_strides(backend: Any) -> None:
     torch.manual_seed(12)
     x, w = torch.randn(40, 32).bfloat16(), (torch.randn(100, 32) / 5).bfloat16()
     bias, target = torch.randn(200).bfloat16()[::2], torch.randint(0, 100, (40,))
@@ -461,7 +461,7 @@ def test_strided_bias_is_read_as_if_it_were_contiguous(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 30_000], ids=["kept", "chunks"])
-def test_product_on_the_cpu_is_given_memory_that_nobody_wrote(
+def test_products_on_the_cpu_get_contiguous_factors_alone(
     monkeypatch: pytest.MonkeyPatch, chunk_bytes: int | None
 ) -> None:
     """oneDNN's bf16 product for AMX, which the tests do without (tests/backends.py), multiplies what lies between rows
@@ -480,7 +480,7 @@ def test_product_on_the_cpu_is_given_memory_that_nobody_wrote(
     assert not gaps
 
 
-def test_product_of_one_token_has_a_factor_of_one_column(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_product_of_one_token_has_no_factor_of_one_column(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS loads such a factor element by element."""
     inner = []
     product = chunk_loop._product_into

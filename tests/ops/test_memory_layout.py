@@ -81,7 +81,7 @@ def laid_out_cases() -> list[Any]:
     # Alignment decides the width of a GPU's loads, and the 16-bit ones have further to fall.
     [pytest.param(torch.float32, id="fp32"), pytest.param(torch.float16, id="fp16", marks=pytest.mark.gpu)],
 )
-def test_strides_of_the_inputs_change_the_result(
+def test_inputs_of_any_strides_give_the_same_result(
     op: Op, case: Case, dtype: torch.dtype, layout: Callable[[Tensor], Tensor], backend: Any
 ) -> None:
     """K20: expanded, transposed, strided, misaligned."""
@@ -104,7 +104,7 @@ UPSTREAM = {**LAYOUTS, "ones-expanded": _ones}
 
 @pytest.mark.parametrize("layout", UPSTREAM.values(), ids=UPSTREAM)
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
-def test_strides_of_the_upstream_gradient_change_the_gradient(
+def test_upstream_gradients_of_any_strides_give_the_same_gradient(
     op: Op, case: Case, layout: Callable[[Tensor], Tensor], backend: Any
 ) -> None:
     """K08: `y.sum().backward()` sends a gradient of stride 0; an attention behind rope sends a transposed one."""
@@ -138,7 +138,7 @@ VIRTUAL = {
 
 
 @pytest.mark.parametrize("name", VIRTUAL)
-def test_offsets_beyond_int32_wrap(name: str, backend: Any) -> None:
+def test_offsets_beyond_int32_are_addressed_right(name: str, backend: Any) -> None:
     """K21: row · stride > 2^31, in the inputs and in the upstream gradient; only the touched pages are real."""
     op = OPS[name.split()[0]]
     shape, spread = VIRTUAL[name]
@@ -164,7 +164,7 @@ TOKENS = {"rope": 2}
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 @pytest.mark.parametrize("which", ["tokens", "batch"])
-def test_no_tokens_raise_or_launch(op: Op, case: Case, which: str, backend: Any) -> None:
+def test_empty_inputs_give_empty_outputs_and_zero_gradients(op: Op, case: Case, which: str, backend: Any) -> None:
     """K02: outputs without elements, losses of 0, gradients of exactly 0 for the parameters."""
     shape = list(case.shape)
     shape[TOKENS.get(op.name, 1) if which == "tokens" else 0] = 0

@@ -29,7 +29,7 @@ def heads(device: torch.device, count: int = 3) -> tuple[list[Tensor], list[Tens
     return hiddens, weights, target
 
 
-def test_head_is_scored_on_another_position(backend: Any) -> None:
+def test_each_head_is_scored_on_its_shifted_position(backend: Any) -> None:
     """Head k at t against label[t + s_k]: equal to slicing hidden and labels by hand, per head."""
     hiddens, weights, target = heads(backend.device)
     shifts, factors = (1, 2, 4), (1.0, 0.8, 0.5)
@@ -48,7 +48,7 @@ def test_head_is_scored_on_another_position(backend: Any) -> None:
         assert relative_error(a, b) < 1e-6
 
 
-def test_shared_tensor_gets_one_heads_gradient(backend: Any) -> None:
+def test_shared_tensor_gets_the_gradients_of_all_heads(backend: Any) -> None:
     hiddens, weights, target = heads(backend.device)
     trunk, lm_head = hiddens[0], weights[0]
     got = multi_head_linear_cross_entropy(trunk, lm_head, target, shifts=(0, 1, 2))
@@ -60,7 +60,7 @@ def test_shared_tensor_gets_one_heads_gradient(backend: Any) -> None:
         assert relative_error(a, b) < 1e-6
 
 
-def test_frozen_trunk_or_head_changes_the_others_gradient(backend: Any) -> None:
+def test_frozen_trunk_or_head_leaves_the_other_gradient_unchanged(backend: Any) -> None:
     """Stage 1 of Medusa: the trunk is frozen and the heads learn."""
     hiddens, weights, target = heads(backend.device)
     everything = torch.autograd.grad(
@@ -75,7 +75,7 @@ def test_frozen_trunk_or_head_changes_the_others_gradient(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("own_weights", [True, False])
-def test_rows_that_hardly_any_head_ignores_give_another_gradient(
+def test_few_ignored_rows_give_the_same_gradient_gathered_or_not(
     backend: Any, monkeypatch: Any, own_weights: bool
 ) -> None:
     """One row of 9 is scored by no head: all are taken, in slices; the same as without it, chunk by chunk."""
@@ -105,7 +105,7 @@ def test_rows_that_hardly_any_head_ignores_give_another_gradient(
     assert torch.equal(found[0][1][0, -1], torch.zeros(H).to(backend.device))
 
 
-def test_shift_past_the_end_divides_by_zero(backend: Any) -> None:
+def test_shift_past_the_end_gives_zero_loss_and_gradient(backend: Any) -> None:
     hiddens, weights, target = heads(backend.device, 2)
     got = multi_head_linear_cross_entropy(hiddens, weights, target, shifts=(1, T + 3), outputs=("losses",))
     got.loss.backward()
@@ -123,7 +123,7 @@ def blocks_of(device: torch.device, count: int) -> list[list[tuple[Tensor, Tenso
     ]
 
 
-def test_chunks_or_shared_weights_change_the_blocks_gradient() -> None:
+def test_gradient_of_the_blocks_does_not_depend_on_chunks() -> None:
     """One chunk or many, heads with weights of their own or one: the same sums."""
     for shared in (False, True):
         found = []
@@ -141,7 +141,7 @@ def test_chunks_or_shared_weights_change_the_blocks_gradient() -> None:
             assert relative_error(a, b) < 1e-6
 
 
-def test_head_is_scored_across_documents() -> None:
+def test_heads_are_not_scored_across_documents() -> None:
     """Two documents in a row, against the same with every label taken out that is in another document."""
     hiddens, weights, target = heads(CPU)
     positions = torch.cat([torch.arange(4), torch.arange(T - 4)]).expand(B, T).to(CPU)
@@ -157,7 +157,7 @@ def test_head_is_scored_across_documents() -> None:
         multi_head_linear_cross_entropy(hiddens, weights, target, shifts=(1, 2, 3), positions=positions[:, 1:])
 
 
-def test_prepared_targets_give_another_loss_or_fit_other_heads() -> None:
+def test_prepared_targets_give_the_same_loss_and_fit_their_own_heads_alone() -> None:
     hiddens, weights, target = heads(CPU, 2)
     positions = (torch.arange(T) % 6).expand(B, T)
     shifts = (1, 3)
@@ -187,7 +187,7 @@ def test_prepared_targets_give_another_loss_or_fit_other_heads() -> None:
         linear_cross_entropy(hiddens[0], weights[0], prepare_targets(target, ignore_index=5))
 
 
-def test_targets_without_meaning_are_prepared() -> None:
+def test_targets_without_meaning_are_refused() -> None:
     target = torch.zeros(B, T, dtype=torch.int64)
     with pytest.raises(OptionError, match="none negative"):
         prepare_targets(target, shifts=(1, -1))
@@ -197,7 +197,7 @@ def test_targets_without_meaning_are_prepared() -> None:
         prepare_targets(target, shifts=(1,), positions=torch.arange(T)[None])
 
 
-def test_accuracy_counts_another_rank() -> None:
+def test_accuracy_counts_targets_among_the_top_five_as_topk_does() -> None:
     """The share of targets among the 1, 2, ... 5 largest logits, as topk finds them."""
     hiddens, weights, target = heads(CPU)
     shifts = (1, 2, 4)
@@ -211,7 +211,7 @@ def test_accuracy_counts_another_rank() -> None:
         torch.testing.assert_close(got.accuracy[k], share)
 
 
-def test_weights_of_the_heads_as_a_tensor_give_another_loss() -> None:
+def test_head_weights_as_a_tensor_or_a_list_give_the_same_loss() -> None:
     hiddens, weights, target = heads(CPU)
     factors = torch.tensor([1.0, 0.5, 0.0], device=CPU)
     losses = [
@@ -221,7 +221,7 @@ def test_weights_of_the_heads_as_a_tensor_give_another_loss() -> None:
     assert torch.equal(*losses)
 
 
-def test_compiled_loss_is_another_or_compiles_anew_for_other_weights() -> None:
+def test_compiled_loss_equals_eager_and_is_one_graph_for_all_head_weights() -> None:
     """A schedule changes the heads' weights at every step; as a tensor they are no reason for another graph."""
     hiddens, weights, target = heads(CPU)
     blocks = blocks_of(CPU, 3)
@@ -256,7 +256,7 @@ def flops_of(**frozen: bool) -> float:
     return sum(event.flops for event in found.function_events)
 
 
-def test_frozen_part_costs_its_product() -> None:
+def test_frozen_part_costs_no_product() -> None:
     """Three products a head: of the logits, of the hidden gradient, of the weight's."""
     everything = flops_of()
     assert flops_of(hidden=True) == pytest.approx(everything * 2 / 3, rel=0.02)
@@ -264,7 +264,7 @@ def test_frozen_part_costs_its_product() -> None:
     assert flops_of(hidden=True, weight=True) == pytest.approx(everything / 3, rel=0.02)
 
 
-def test_counts_or_options_without_meaning_pass(backend: Any) -> None:
+def test_counts_and_options_without_meaning_are_refused(backend: Any) -> None:
     hiddens, weights, target = heads(backend.device)
     with pytest.raises(ShapeError, match="one a head"):
         multi_head_linear_cross_entropy(hiddens, weights[:2], target, shifts=(1, 2, 3))
@@ -283,7 +283,7 @@ def test_counts_or_options_without_meaning_pass(backend: Any) -> None:
         multi_head_linear_cross_entropy(hiddens, weights, target[:, 1:], shifts=(1, 2, 3))
 
 
-def test_label_out_of_range_is_gathered_for_the_accuracy() -> None:
+def test_label_out_of_range_is_refused_with_accuracy_requested() -> None:
     target = torch.randint(0, 20, (2, 8))
     target[0, 5] = 99
     with pytest.raises(LabelError, match="99"):
@@ -293,7 +293,7 @@ def test_label_out_of_range_is_gathered_for_the_accuracy() -> None:
 
 
 @pytest.mark.parametrize("weights", [torch.ones(2, requires_grad=True), torch.ones(2, 2), torch.tensor(1.0)])
-def test_head_weights_that_get_no_gradient_or_have_no_shape_are_taken(weights: torch.Tensor) -> None:
+def test_head_weights_that_require_gradients_or_have_a_wrong_shape_are_refused(weights: torch.Tensor) -> None:
     with pytest.raises((OptionError, ShapeError), match="head_weights"):
         multi_head_linear_cross_entropy(
             torch.randn(2, 8, 16), torch.randn(20, 16), torch.randint(0, 20, (2, 8)), shifts=(1, 2),

@@ -12,7 +12,7 @@ from tigon.ops import add_rms_norm, layer_norm, rms_norm
 
 
 @pytest.mark.parametrize("norm", [rms_norm, layer_norm])
-def test_parameter_that_does_not_fit_is_read(norm: Any, backend: Any) -> None:
+def test_parameter_that_does_not_fit_is_refused(norm: Any, backend: Any) -> None:
     x = torch.randn(3, 8, device=backend.device)
     with pytest.raises(ShapeError, match=r"must be \(8,\)"):
         norm(x, torch.ones(7, device=backend.device))
@@ -26,7 +26,7 @@ def test_parameter_that_does_not_fit_is_read(norm: Any, backend: Any) -> None:
         norm(x.to(torch.int32), None)
 
 
-def test_unknown_casting_or_residual_is_guessed(backend: Any) -> None:
+def test_unknown_casting_and_mismatched_residual_are_refused(backend: Any) -> None:
     x = torch.randn(3, 8, device=backend.device)
     with pytest.raises(OptionError, match="casting='qwen'"):
         rms_norm(x, None, casting="qwen")  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ HUGE: dict[str, tuple[str, tuple[int, ...], dict[str, Any], tuple[str, ...], int
 
 
 @pytest.mark.parametrize("name", HUGE)
-def test_more_than_2_to_the_31_elements_wrap(name: str) -> None:
+def test_more_than_2_to_the_31_elements_are_addressed_right(name: str) -> None:
     """K21: the last rows of a huge tensor, outputs and gradients, equal those rows alone."""
     op_name, shape, options, rows, dim = HUGE[name]
     op = OPS[op_name]
@@ -76,7 +76,7 @@ def test_more_than_2_to_the_31_elements_wrap(name: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "case"), first_cases())
-def test_tensor_on_another_than_the_current_device_faults(op: Op, case: Case) -> None:
+def test_tensor_on_another_than_the_current_device_gives_the_same_result(op: Op, case: Case) -> None:
     """K34: Triton launches on the current device, which need not be the tensor's."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -93,7 +93,7 @@ def _to(inputs: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("op", "case"), first_cases())
-def test_side_stream_or_worker_thread_gets_another_result(op: Op, case: Case) -> None:
+def test_side_stream_and_worker_thread_get_the_same_result(op: Op, case: Case) -> None:
     """K34: forward and backward on a stream of their own, and in a thread that never touched CUDA."""
     inputs = make(op, case, torch.float32, "cuda")
     expected = run(op.call, op, with_leaves(op, inputs))
@@ -116,7 +116,7 @@ WAITS = {"linear_cross_entropy", "multi_head_linear_cross_entropy"}
 
 
 @pytest.mark.parametrize(("op", "case"), first_cases())
-def test_training_step_waits_for_the_device(op: Op, case: Case) -> None:
+def test_training_step_does_not_wait_for_the_device(op: Op, case: Case) -> None:
     """K32: `.item()`, `bool(tensor)` or a blocking copy stalls the queue in every layer."""
     inputs = make(op, case, torch.float32, "cuda")
     leaves = with_leaves(op, inputs)
@@ -132,7 +132,7 @@ def test_training_step_waits_for_the_device(op: Op, case: Case) -> None:
 
 
 @pytest.mark.parametrize(("op", "case"), first_cases())
-def test_captured_graph_replays_another_result(op: Op, case: Case) -> None:
+def test_captured_graph_replays_the_eager_result_on_new_inputs(op: Op, case: Case) -> None:
     """K32: forward and backward captured once, replayed on new inputs and new labels."""
     static = with_leaves(op, make(op, case, torch.float32, "cuda"))
     upstream = upstream_for(tensors_of(op.call(**static)))
@@ -159,7 +159,7 @@ def test_captured_graph_replays_another_result(op: Op, case: Case) -> None:
 
 
 @pytest.mark.parametrize(("op", "case"), first_cases())
-def test_repeated_runs_differ_while_the_device_is_busy(op: Op, case: Case) -> None:
+def test_repeated_runs_are_equal_while_the_device_is_busy(op: Op, case: Case) -> None:
     """K33: two hundred repeats, bit for bit, with another stream competing for the SMs."""
     larger = replace(case, shape=(case.shape[0] * 8, *case.shape[1:]))
     inputs = make(op, larger, torch.bfloat16, "cuda")

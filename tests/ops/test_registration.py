@@ -83,7 +83,7 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operator_breaks_the_rules_of_torch_library(name: str, calls: dict[str, list[tuple[Any, ...]]]) -> None:
+def test_operator_keeps_the_rules_of_torch_library(name: str, calls: dict[str, list[tuple[Any, ...]]]) -> None:
     """K29: schema (nothing mutated, no output aliases an input), autograd registration, fake against real."""
     assert name in calls, f"no small case of any op reaches tigon::{name}"
     operator = getattr(torch.ops.tigon, name).default
@@ -94,7 +94,7 @@ def test_operator_breaks_the_rules_of_torch_library(name: str, calls: dict[str, 
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operator_cannot_be_traced_with_dynamic_shapes(name: str, calls: dict[str, list[tuple[Any, ...]]]) -> None:
+def test_operator_can_be_traced_with_dynamic_shapes(name: str, calls: dict[str, list[tuple[Any, ...]]]) -> None:
     """K28, K29: AOTAutograd, as torch.compile(dynamic=True) uses it, forward and backward."""
     operator = getattr(torch.ops.tigon, name).default
     torch.library.opcheck(operator, calls[name][0], test_utils="test_aot_dispatch_dynamic")
@@ -119,7 +119,7 @@ def _more_tokens(op: Op, case: Case, tokens: int) -> Case:
 
 
 @pytest.mark.parametrize(("op", "case"), first_cases())
-def test_compiled_op_breaks_recompiles_or_differs(op: Op, case: Case) -> None:
+def test_compiled_op_is_one_graph_for_all_token_counts_and_equals_eager(op: Op, case: Case) -> None:
     """K28: one graph without breaks for every token count, forward and backward, equal to eager."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch._dynamo.reset()
@@ -133,7 +133,7 @@ def test_compiled_op_breaks_recompiles_or_differs(op: Op, case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("op", "case"), first_cases())
-def test_inductor_differs_or_recompiles(op: Op, case: Case) -> None:
+def test_inductor_equals_eager_without_recompiling(op: Op, case: Case) -> None:
     """K28: the same through the default backend, twenty token counts."""
     torch._dynamo.reset()
     compiled = torch.compile(op.call, fullgraph=True, dynamic=True)
@@ -145,7 +145,7 @@ def test_inductor_differs_or_recompiles(op: Op, case: Case) -> None:
 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
-def test_fake_or_meta_tensor_computes_or_gets_another_shape(op: Op, case: Case, backend: Any) -> None:
+def test_fake_and_meta_tensors_get_the_real_shapes_and_dtypes(op: Op, case: Case, backend: Any) -> None:
     """K29: the planner traces models whose tensors have no memory."""
     inputs = make(op, case, torch.float32, backend.device)
     real = run(op.call, op, with_leaves(op, inputs))
@@ -162,7 +162,7 @@ def test_fake_or_meta_tensor_computes_or_gets_another_shape(op: Op, case: Case, 
 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
-def test_functorch_gets_a_wrong_gradient(op: Op, case: Case, backend: Any) -> None:
+def test_functorch_gets_the_right_gradient_or_a_clear_error(op: Op, case: Case, backend: Any) -> None:
     """K31: vmap and func.grad work, or say that they do not."""
     inputs = make(op, case, torch.float32, backend.device)
     name = op.grads[0]
@@ -189,7 +189,7 @@ AUTOCAST_TO_16_BITS = {
 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
-def test_autocast_changes_more_than_matrix_products(op: Op, case: Case, backend: Any) -> None:
+def test_autocast_changes_matrix_products_alone(op: Op, case: Case, backend: Any) -> None:
     """K23: gradients keep their parameter's dtype; products run in autocast's, everything else as without it."""
     inputs = make(op, case, torch.float32, backend.device)
     narrow = {
@@ -206,7 +206,7 @@ def test_autocast_changes_more_than_matrix_products(op: Op, case: Case, backend:
 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
-def test_backward_under_autocast_differs(op: Op, case: Case, backend: Any) -> None:
+def test_backward_under_autocast_equals_backward_outside(op: Op, case: Case, backend: Any) -> None:
     """K23: a loss.backward() inside the autocast block is common and must not round the gradients' products."""
     inputs = make(op, case, torch.float16, backend.device)
     expected = run(op.call, op, with_leaves(op, inputs))
@@ -220,7 +220,7 @@ def test_backward_under_autocast_differs(op: Op, case: Case, backend: Any) -> No
 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
-def test_checkpointed_gradient_differs(op: Op, case: Case, backend: Any) -> None:
+def test_checkpointed_gradient_equals_the_plain_gradient(op: Op, case: Case, backend: Any) -> None:
     """Activation checkpointing runs the forward again inside the backward."""
     inputs = make(op, case, torch.float32, backend.device)
     expected = run(op.call, op, with_leaves(op, inputs))

@@ -32,7 +32,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize(("family", "interleaved", "R", "ours"), FAMILIES, ids=[row[0] for row in FAMILIES])
-def test_rotation_differs_from_the_familys(family: str, interleaved: bool, R: int, ours: Any, backend: Any) -> None:
+def test_rotation_equals_the_familys_own(family: str, interleaved: bool, R: int, ours: Any, backend: Any) -> None:
     """K26: against transformers' own function, forward and backward. GLM rearranges its table inside, we before."""
     pytest.importorskip("transformers")
     module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
@@ -48,7 +48,7 @@ def test_rotation_differs_from_the_familys(family: str, interleaved: bool, R: in
         assert relative_error(t, expected.named()[name]) <= 2 * torch.finfo(torch.float32).eps, name
 
 
-def test_norm_of_a_pair_changes(backend: Any) -> None:
+def test_rotation_keeps_lengths_and_depends_on_distance_alone(backend: Any) -> None:
     """A rotation keeps lengths and depends on the distance of two positions alone."""
     inputs = _inputs(T=12, device=backend.device)
     row = torch.randn(16, device=backend.device)
@@ -80,7 +80,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("k_layout", LAYOUTS)
 @pytest.mark.parametrize("q_layout", LAYOUTS)
-def test_output_or_gradient_lies_in_another_order_than_the_input(q_layout: str, k_layout: str, backend: Any) -> None:
+def test_outputs_and_gradients_keep_the_memory_order_of_their_inputs(q_layout: str, k_layout: str, backend: Any) -> None:
     """An attention behind, and the projection's backward before, would have to copy."""
     (build_q, q_order), (build_k, k_order) = LAYOUTS[q_layout], LAYOUTS[k_layout]
     tables = _inputs(device=backend.device)
@@ -92,7 +92,7 @@ def test_output_or_gradient_lies_in_another_order_than_the_input(q_layout: str, 
         assert t.permute(order).is_contiguous(), t.stride()
 
 
-def test_strided_input_is_copied(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strided_input_is_read_without_a_copy(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both layouts, and a slice of a packed projection, are read where they are."""
     if backend.name == "reference":
         pytest.skip("the reference's intermediate tensors are copies")
@@ -107,7 +107,7 @@ def test_strided_input_is_copied(backend: Any, monkeypatch: pytest.MonkeyPatch) 
     assert copies[-1] == tables["q"].shape, "this test cannot see a copy"
 
 
-def test_columns_behind_the_rotary_width_are_changed(backend: Any) -> None:
+def test_columns_beyond_the_rotary_width_pass_through_bit_for_bit(backend: Any) -> None:
     """K26: they pass through bit for bit, NaN and infinities included."""
     inputs = _inputs(D=16, R=6, device=backend.device)
     inputs["q"][..., 6:] = torch.tensor([float("nan"), float("inf")], device=backend.device).repeat(5)
@@ -116,7 +116,7 @@ def test_columns_behind_the_rotary_width_are_changed(backend: Any) -> None:
     assert q[..., :6].isfinite().all()
 
 
-def test_gradient_of_one_output_alone_is_wrong(backend: Any) -> None:
+def test_gradient_of_one_output_alone_is_right(backend: Any) -> None:
     """K13: only q rotated for a loss, or only k wanting a gradient, in every combination."""
     inputs = _inputs(device=backend.device)
     op = OPS["rope"]
@@ -148,14 +148,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_mismatched_tables_are_read_anyway(what: str) -> None:
+def test_mismatched_tables_are_refused(what: str) -> None:
     """K26: a table that does not fit reads past its end; the message names what was passed."""
     change, error, text = REFUSED[what]
     with pytest.raises(error, match=text):
         rope(**change(_inputs()))
 
 
-def test_table_that_learns_is_refused_without_gradients() -> None:
+def test_table_that_requires_gradients_is_accepted_under_no_grad() -> None:
     inputs = _inputs()
     with torch.no_grad():
         rope(inputs["q"], inputs["k"], inputs["cos"].clone().requires_grad_(), inputs["sin"])

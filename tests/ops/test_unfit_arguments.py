@@ -38,7 +38,7 @@ each_argument = pytest.mark.parametrize(("op", "case", "name"), list(_arguments(
 
 
 @each_argument
-def test_tensor_on_another_device_is_computed_with(op: Op, case: Case, name: str) -> None:
+def test_tensor_on_another_device_is_refused(op: Op, case: Case, name: str) -> None:
     inputs = make(op, case, F32)
     if len(_tensors(inputs)) == 1:
         pytest.skip("it is the only tensor, and its device the op's")
@@ -60,7 +60,7 @@ RESHAPED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("change", RESHAPED.values(), ids=RESHAPED)
 @each_argument
-def test_tensor_of_another_shape_is_broadcast_or_read_beside(
+def test_tensor_of_another_shape_is_refused_or_follows_the_formula(
     op: Op, case: Case, name: str, change: Callable[[Tensor], Tensor]
 ) -> None:
     """What is not refused is what the formula says of these shapes."""
@@ -77,7 +77,7 @@ def test_tensor_of_another_shape_is_broadcast_or_read_beside(
 
 
 @each_argument
-def test_complex_numbers_lose_their_imaginary_part(op: Op, case: Case, name: str) -> None:
+def test_complex_numbers_are_refused(op: Op, case: Case, name: str) -> None:
     inputs = make(op, case, F32)
     with pytest.raises(UsageError, match="complex"):
         op.call(**{**inputs, name: inputs[name].to(torch.complex64)})
@@ -100,17 +100,17 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("given", ELSEWHERE.values(), ids=ELSEWHERE)
-def test_heads_are_given_what_cannot_be_read(given: dict[str, Any]) -> None:
+def test_arguments_that_heads_cannot_read_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         multi_head_linear_cross_entropy(**{**HEADS, **given})
 
 
-def test_positions_elsewhere_are_prepared() -> None:
+def test_positions_on_another_device_are_refused() -> None:
     with pytest.raises(UsageError, match="positions is on meta"):
         prepare_targets(HEADS["target"], shifts=(1,), positions=HEADS["target"].to("meta"))
 
 
-def test_order_of_heads_of_two_dtypes_decides_the_precision() -> None:
+def test_order_of_heads_of_two_dtypes_does_not_change_the_loss() -> None:
     hidden, weight = HEADS["hiddens"], HEADS["weights"]
     rest = {"target": HEADS["target"], "shifts": (1, 1)}
     for a, b in (([hidden, hidden.bfloat16()], weight.bfloat16()), (hidden.bfloat16(), [weight, weight.bfloat16()])):
@@ -146,7 +146,7 @@ def test_denominator_that_is_no_count_is_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_value_of_a_denominators_tensor_is_read_only_when_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_value_of_a_num_items_tensor_is_checked_only_on_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = {**_inputs(name), "num_items": torch.tensor(-2.0)}
     monkeypatch.delenv("TIGON_CHECK", raising=False)
     OPS[name].call(**inputs)
