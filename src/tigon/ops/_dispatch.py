@@ -38,7 +38,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Triton reads the same variable when it decorates a kernel, so a later change would have no effect.
+# Triton reads the same variable when it decorates a kernel and ignores later changes.
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -26,7 +26,7 @@ def check_scalars(eps: Any, offset: Any = 0.0) -> None:
 def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
     """Raise unless `parameter` is None, or is (H,) on x's device and fp64 only if x is fp64."""
     if x.ndim == 0:
-        raise ShapeError("x has no dimensions; the norm is taken over the last one. Pass (..., H).")
+        raise ShapeError("x is 0-dim, but the norm runs over the last dimension. Pass (..., H).")
     if parameter is None:
         return
     if parameter.ndim != 1 or parameter.shape[0] != x.shape[-1]:

@@ -169,8 +169,10 @@ _UNSHARED = _sharers(torch.empty(1))
 
 
 def _holders(x: Tensor) -> tuple[int, int, int]:
-    """The number of references to the Python object, of tensors that share its memory, and of C++ references to it,
-    which include those of autograd nodes that saved it."""
+    """Counts for x: references to the Python object, tensors that share its memory, and C++ references.
+
+    The C++ references include those of autograd nodes that saved x.
+    """
     return sys.getrefcount(x), _sharers(x), x._use_count()  # type: ignore[attr-defined]
 
 
@@ -207,7 +209,7 @@ def _gated(gate: Tensor, up: Tensor | None, activation: str, inplace: bool) -> T
         if gate.device != up.device:
             raise ShapeError(f"gate is on {gate.device} and up on {up.device}; move them to one device.")
         if torch.float64 in (gate.dtype, up.dtype):
-            # fp64 has no kernel, and the dtype of gate decides whether one runs, so cast both.
+            # No kernel computes in fp64, and the dtype of gate decides whether a kernel runs, so cast both.
             gate, up = gate.double(), up.double()
     # Under torch.compile the compiler plans the buffers.
     return _glu(gate, up, activation, inplace and not torch.compiler.is_compiling())  # type: ignore[no-any-return]

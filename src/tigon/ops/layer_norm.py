@@ -2,7 +2,7 @@
 
     y = x̂ · w + b,   x̂ = (x - mean) · rstd,   rstd = 1 / sqrt(mean((x - mean)²) + eps)
 
-Mean and rstd are computed and saved in fp32: saved in bf16 they cause an error of 1 % in the weight gradient at a mean
+Mean and rstd are computed and saved in fp32. Saved in bf16, they cause an error of 1 % in the weight gradient at a mean
 of ten standard deviations. The variance takes a second pass over x, because E[x²] - mean² cancels for such inputs.
 """
 
@@ -52,7 +52,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         (..., H), in x's dtype.
 
     Raises:
-        ShapeError: x has no dimensions, or weight or bias is not (H,) or is on another device than x.
+        ShapeError: x is 0-dim, or weight or bias is not (H,) or is on another device than x.
         DtypeError: a dtype is none of the four, or weight or bias is fp64 and x is not.
         OptionError: eps is not a number, is negative or is not finite.
         DoubleBackwardError: in backward, with create_graph=True.

@@ -108,7 +108,7 @@ def rms_norm(
         (..., H), in x's dtype; with casting="llama" in the promoted dtype of x and weight.
 
     Raises:
-        ShapeError: x has no dimensions, or weight is not (H,) or is on another device than x.
+        ShapeError: x is 0-dim, or weight is not (H,) or is on another device than x.
         DtypeError: a dtype is none of the four, or weight is fp64 and x is not.
         OptionError: casting is unknown; or eps or offset is not a finite number, or eps is negative.
         DoubleBackwardError: in backward, with create_graph=True.

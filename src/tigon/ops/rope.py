@@ -149,7 +149,7 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> No
             f"q is on {q.device}, k on {k.device}, cos on {cos.device}, sin on {sin.device}; move them to one device."
         )
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise OptionError("cos or sin requires grad, but rope has no gradient for its tables; pass them detached.")
+        raise OptionError("cos or sin requires grad, but rope does not differentiate its tables; pass them detached.")
 
 
 def rope(

@@ -48,7 +48,8 @@ class LossOutput(NamedTuple):
     loss: 0-dim fp32, or the target's shape for reduction="none".
     logprob: log p(target), fp32, the target's shape; 0 where ignored.
     entropy: -Σ p log p in nats, fp32, the target's shape; 0 where ignored.
-    accuracy: 0-dim fp32, the share of tokens (without ignored ones) whose largest logit is the target's; 0 for no token.
+    accuracy: 0-dim fp32, the share of tokens, without ignored ones, whose largest logit is the target's; 0 if all are
+        ignored.
     predicted: index of the largest logit, int64, the target's shape; ignore_index where ignored.
     """
 
@@ -169,7 +170,7 @@ def check_labels(logits_width: int, target: Tensor, ignore_index: int) -> None:
 
 
 def wants_label_check(logits: Tensor) -> bool:
-    """Whether to check labels: always on the CPU, as in PyTorch; else only with TIGON_CHECK=1, as the host must wait."""
+    """Whether to check labels: always on the CPU, as in PyTorch; else only with TIGON_CHECK=1, as the check waits."""
     return os.environ.get("TIGON_CHECK") == "1" or not (_dispatch.uses_kernel(logits) or logits.is_cuda)
 
 

@@ -4,8 +4,8 @@ The forward reads the logits once and keeps (m, log Σ exp(z - m), z_y) per row.
 the gradient, with the upstream gradient folded in. Any upstream gradient, a second backward and fp16 loss scaling are
 therefore exact, and the caller's logits are not changed.
 
-`inplace=True` needs only one read and one write in total: the forward overwrites the logits with their gradient, and
-the backward only multiplies, which costs nothing if the upstream gradient is 1. It allows one backward.
+`inplace=True` needs only one read and one write in total. The forward overwrites the logits with their gradient. The
+backward only multiplies, which costs nothing if the upstream gradient is 1. It can run once.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def cross_entropy(
         num_items: the mean's denominator, a number or a 0-dim tensor (Trainer's `num_items_in_batch`).
         token_weight: (...), multiplies each row's loss; it does not enter the mean's denominator.
         inplace: overwrite `logits` with their gradient, which saves a read and a tensor and allows one backward only.
-            Under torch.compile it has no effect: the compiled graph keeps the logits.
+            Ignored under torch.compile, where the compiled graph keeps the logits.
         outputs: values to return in addition: "logprob", "entropy", "accuracy", "predicted"; see `LossOutput`.
 
     Returns:
@@ -171,7 +171,7 @@ def cross_entropy(
         one fully masked micro-batch would end a run.
 
     Raises:
-        ShapeError: logits have no dimensions or V is 0; target, weight, token_weight or num_items has the wrong shape;
+        ShapeError: logits are 0-dim or V is 0; target, weight, token_weight or num_items has the wrong shape;
             or the tensors are on several devices.
         DtypeError: logits are none of the four floats, target is not int64 or int32, or a weight or num_items is
             complex.
@@ -187,7 +187,7 @@ def cross_entropy(
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, num_items, outputs
     )
     if logits.ndim == 0:
-        raise ShapeError("logits have no dimensions; pass (..., V).")
+        raise ShapeError("logits are 0-dim; pass (..., V).")
     V = logits.shape[-1]
     common.check_vocabulary(V)
     common.check_target(target, logits.shape[:-1], "logits")
