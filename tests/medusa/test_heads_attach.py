@@ -289,7 +289,7 @@ def test_undoing_the_patch_takes_the_heads_layer_off() -> None:
     model = tiny_model("llama", MODELS["llama"].tiny)
     report = patch(model)
     attach(model, HeadsSpec(count=2), Objective(stage=1))
-    with pytest.raises(PatchError, match="take that off first"):
+    with pytest.raises(PatchError, match="undo the later patch first"):
         report.undo()
     assert model.train()(input_ids=ids, labels=ids).loss.requires_grad
     assert unpatch(model) and not any(isinstance(m, PatchedModule) for m in model.modules())

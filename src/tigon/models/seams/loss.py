@@ -1,7 +1,7 @@
 """The seams at the end of the model: `lm_head`, and the model that calls `lm_head` and `loss_function`.
 
-Hugging Face's forward calls `self.lm_head(hidden)`, then `self.loss_function(logits, labels, ...)`. No code of either is
-copied. During a training step with labels, the patched model keeps a `LossCall` in a thread-local slot. The head reads
+Hugging Face's forward calls `self.lm_head(hidden)`, then `self.loss_function(logits, labels, ...)`. Neither is copied.
+During a training step with labels, the patched model keeps a `LossCall` in a thread-local slot. The head reads
 it and computes the loss inside its own forward. There its weight is complete: FSDP and ZeRO-3 have gathered it and
 forward pre-hooks have run. The head returns `DeferredLogits`, which carries the loss to `loss_function`.
 
@@ -134,7 +134,7 @@ class LossCall:
         return hidden.shape[:-1].numel() == self.target.numel()
 
     def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The loss () as transformers' ForCausalLMLoss defines it. hidden (..., H), weight (V, H), bias (V,) or None."""
+        """hidden (..., H), weight (V, H), bias (V,) or None -> loss (), as in transformers' ForCausalLMLoss."""
         self.vocab_size = weight.shape[0]
         if torch.compiler.is_compiling() or not self._unwritten(self._read_at, self.target):
             self._read_labels()
@@ -481,8 +481,8 @@ def causal_lm_loss(
     target = next_tokens(labels, shift_labels, ignore_index).to(logits.device)
     if logits.numel() != target.numel() * vocab_size:
         raise ShapeError(
-            f"logits are {tuple(logits.shape)}, but there are {target.numel()} labels. With logits_to_keep, pass labels "
-            "(or shift_labels) of the kept positions only."
+            f"logits are {tuple(logits.shape)}, but there are {target.numel()} labels. With logits_to_keep, pass "
+            "labels (or shift_labels) of the kept positions only."
         )
     num_items = _on(logits.device, num_items_in_batch)
     return ops.cross_entropy(  # type: ignore[return-value]  # a tuple only with outputs=
