@@ -80,7 +80,7 @@ def patch(
     for name in unknown:
         near = difflib.get_close_matches(name, (*LAYER_FLAGS, *LOSS_FLAGS), n=1)
         hint = f"the nearest is {near[0]}" if near else f"the flags are {', '.join((*LAYER_FLAGS, *LOSS_FLAGS))}"
-        raise OptionError(f"{name} is no flag of tigon.patch; {hint}.")
+        raise OptionError(f"{name} is not a flag of tigon.patch; {hint}.")
     flags: Flags = {
         "rms_norm": rms_norm,
         "layer_norm": layer_norm,
@@ -144,7 +144,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         inner = inner or getattr(model, "module", None) or getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             raise PatchError(
-                f"{type(model).__name__} is not a transformers model: it has no config.model_type. Pass the model "
+                f"{type(model).__name__} is not a transformers model: it lacks config.model_type. Pass the model "
                 "itself; for your own modules use tigon.nn."
             )
         model = inner

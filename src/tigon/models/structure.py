@@ -17,7 +17,7 @@ _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _CASTINGS: tuple[tuple[Casting, float], ...] = (("llama", 0.0), ("fp32", 0.0), ("gemma", 1.0))
 
 RMS_NORMS = tuple(NormSeam(eps=_EPS, casting=casting, offset=offset) for casting, offset in _CASTINGS)
-# The last one is for norms that hard-code eps and have no attribute for it.
+# The last one is for norms that hard-code eps instead of reading an attribute.
 LAYER_NORMS = (LayerNormSeam(eps=_EPS), LayerNormSeam(eps=_EPS, offset=1.0), LayerNormSeam(eps=1e-5))
 GATED_MLPS = (
     *(GatedMlpSeam(act=act) for act in ("act_fn", "activation_fn", "act", "activation")),

@@ -1,6 +1,6 @@
 """Sets HF_HUB_OFFLINE. The network is used only for a hub id, with a single request.
 
-Without this, huggingface_hub retries six times before it reports that there is no network.
+Without this, huggingface_hub makes six attempts before it reports that the network is unreachable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks by their headers whether the weight files of a checkpoint are complete and belong to the model.
 
-transformers initialises a tensor that the files lack with random numbers and only logs it. This check runs transformers'
-own loader on the meta device with the names, shapes and dtypes of the files. Its renaming and merging of tensors are
+transformers initialises a tensor that the files lack with random numbers and only logs it. This check runs its loader
+on the meta device with the names, shapes and dtypes of the files. The loader's renaming and merging of tensors are
 therefore included, and no weight is read.
 """
 

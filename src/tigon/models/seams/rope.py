@@ -183,7 +183,9 @@ def _disagreement(original: FunctionType, replacement: Callable[..., Any]) -> st
 
 
 def _rotary_inputs(width: int, heads_dim: int, one: bool) -> tuple[Tensor, ...]:
-    """q (2, 4, 5, WIDTH), k (2, 2, 5, WIDTH) unless `one`, cos and sin (2, 5, width); heads_dim 2: (2, 5, heads, WIDTH).
+    """q (2, 4, 5, WIDTH), k (2, 2, 5, WIDTH) unless `one`, cos and sin (2, 5, width).
+
+    With heads_dim 2, heads and tokens of q and k are swapped.
     """
     rotated = [probe.random(2, heads, 5, probe.WIDTH, seed=heads) for heads in ((4,) if one else (4, 2))]
     if heads_dim == 2:

@@ -130,7 +130,7 @@ def _answered(measure: Callable[[], str | None]) -> str | None:
 def undisturbed() -> Iterator[None]:
     """Run with real fp32 tensors on the CPU, even if the model is built under another mode.
 
-    Such modes are fake tensors, autocast and another default dtype.
+    Other modes are fake tensors, autocast and another default dtype.
     """
     default_dtype = torch.get_default_dtype()
     try:

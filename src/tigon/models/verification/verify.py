@@ -12,7 +12,7 @@ logits. Errors are relative, in the Frobenius norm, per tensor; a check reports 
               model, or times the median error there;
             - the loss: `TENSOR_FACTOR` times its error in the unpatched bf16 model, or times `BF16_FLOOR`.
 
-If a tensor's elements are smaller than `NEGLIGIBLE` times the usual gradient element, its error is divided by that size.
+If a tensor's elements are below `NEGLIGIBLE` times the usual gradient element, its error is divided by that size.
 """
 
 from __future__ import annotations
