@@ -217,7 +217,7 @@ def test_logits_that_no_head_can_follow_are_trained_on() -> None:
     LlamaForCausalLM = transformers.LlamaForCausalLM
     model: Any = tiny_model("llama")
     model.__class__ = type("Masked", (LlamaForCausalLM,), {"forward": masked})
-    with pytest.raises(PatchError, match="what is no product with a number"):
+    with pytest.raises(PatchError, match="neither a product with a number"):
         attach(model, SHARED, Objective())
     projected: Any = tiny_model("llama")
     projected.__class__ = type("Projected", (LlamaForCausalLM,), {"forward": _projecting})

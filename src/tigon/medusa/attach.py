@@ -40,7 +40,7 @@ from tigon.ops.losses.multi_head import MultiHeadOutput
 NAME = "draft_heads"
 # Arguments of a causal language model's forward that its trunk does not take.
 _NOT_THE_TRUNKS = frozenset({"labels", "logits_to_keep", "num_items_in_batch", "skip_logits", "return_dict", "self"})
-# Arguments that the model's own loss uses and the heads' losses do not -> the value that makes no difference.
+# Arguments that the model's own loss uses and the heads' losses do not -> the value that is allowed.
 _UNREAD = {"shift_labels": None, "ignore_index": loss.IGNORE_INDEX, "logits_to_keep": 0}
 
 
@@ -313,7 +313,7 @@ def heads_of(model: Any) -> MedusaHeads | MtpHeads:
 def detach(model: Any) -> MedusaHeads | MtpHeads:
     """Remove the heads from a model and restore its forward; returns the heads.
 
-    Parameters that stage 1 froze stay frozen. Raises UsageError if the model has no heads.
+    Parameters that stage 1 froze stay frozen. Raises UsageError if the model lacks heads.
     """
     model = unwrap(model)
     heads = heads_of(model)

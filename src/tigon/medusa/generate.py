@@ -89,9 +89,10 @@ def medusa_generate(
         `Generated`, with at most `max_new_tokens` tokens.
 
     Raises:
-        UsageError: the model has no heads; input_ids is not one prompt; max_new_tokens is below 1; the tree is deeper
-            than the heads or too wide; the model has a recurrent state or ALiBi; its attention is neither sdpa nor
-            eager; or the text is longer than its sliding window.
+        UsageError: the model lacks heads; input_ids is not one prompt; or max_new_tokens is below 1.
+            The tree is deeper than the heads, or too wide.
+            The model has a recurrent state or ALiBi, its attention is neither sdpa nor eager, or the text is longer
+            than its sliding window.
     """
     model = unwrap(model)
     heads = heads_of(model)
@@ -138,7 +139,7 @@ def _check(
     text = model.config.get_text_config()
     kinds = {kind for kind in getattr(text, "layer_types", None) or () if kind in _LAYERS_WITH_STATE}
     if kinds:
-        raise UsageError(f"its layers are {', '.join(sorted(kinds))}; wrong guesses cannot be removed from their state.")
+        raise UsageError(f"its layers are {', '.join(sorted(kinds))}; their state cannot drop wrong guesses.")
     if getattr(text, "alibi", False) or text.model_type in _ALIBI:
         raise UsageError(f"{text.model_type} uses ALiBi positions, which do not support a tree of guesses.")
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
@@ -236,7 +237,7 @@ class _Decoder:
 
 
 class _MtpState:
-    """Hidden states and rotary tables of all accepted tokens. The modules have no cache and run over all of them."""
+    """Hidden states and rotary tables of all accepted tokens. The modules run over all of them, without a cache."""
 
     def __init__(self, model: Any, heads: Any) -> None:
         self.model, self.heads = model, heads

@@ -1,7 +1,7 @@
 """Saves and loads heads. tigon, vLLM and FasterDecoding/Medusa can all read the folder:
 
-    config.json          The authors' names. vLLM renames any key with `num` and `heads` to num_heads, and with `num` and
-                         `layers` to num_hidden_layers (vllm/transformers_utils/configs/medusa.py).
+    config.json          The authors' names. vLLM renames any key with `num` and `heads` to num_heads, and any key with
+                         `num` and `layers` to num_hidden_layers (vllm/transformers_utils/configs/medusa.py).
     model.safetensors    vLLM's names: blocks.k.layers.i.{weight,bias}, lm_heads.k.weight. With `original_lm_head` there
                          is a single lm_heads.0.weight (vllm/model_executor/models/medusa.py). `medusa_fc_bias` is set,
                          because vLLM's blocks lack biases by default.
@@ -87,14 +87,14 @@ def load_heads(folder: Path) -> tuple[HeadsSpec, dict[str, Tensor]]:
     try:
         config = json.loads(read_text(folder / CONFIG))
         if not isinstance(config, dict):
-            raise UsageError(f"{folder / CONFIG} is a {type(config).__name__}; these are no heads.")
+            raise UsageError(f"{folder / CONFIG} holds a {type(config).__name__}, not an object; give a heads folder.")
         spec, state = _load(folder, config)
     except UsageError:
         raise
     except Exception as error:  # the three file formats raise different errors for damaged files
-        raise UsageError(f"{folder} holds no heads that can be read ({type(error).__name__}: {error}).") from None
+        raise UsageError(f"{folder}: its heads cannot be read ({type(error).__name__}: {error}).") from None
     if not state:
-        raise UsageError(f"{folder}: its heads have no weights; give the folder that `tigon medusa` left.")
+        raise UsageError(f"{folder}: its files contain no weights; give the folder that `tigon medusa` left.")
     return spec, state
 
 
@@ -111,14 +111,14 @@ def _load(folder: Path, config: dict[str, Any]) -> tuple[HeadsSpec, dict[str, Te
         shared=bool(config.get("original_lm_head", False)),
     )
     if not spec.count:
-        raise UsageError(f"{folder / CONFIG}: no medusa_num_heads in it; these are no Medusa heads.")
+        raise UsageError(f"{folder / CONFIG} lacks medusa_num_heads, so the folder does not hold Medusa heads.")
     if (folder / WEIGHTS).is_file():
         read = load_file(folder / WEIGHTS)
     elif (folder / AUTHORS_WEIGHTS).is_file():
         found = torch.load(folder / AUTHORS_WEIGHTS, map_location="cpu", weights_only=True)
         read = {_name_of_authors(name, spec): tensor for name, tensor in found.items()}
     else:
-        raise UsageError(f"{folder}: neither {WEIGHTS} nor {AUTHORS_WEIGHTS} in it.")
+        raise UsageError(f"{folder} contains neither {WEIGHTS} nor {AUTHORS_WEIGHTS}.")
     return spec, {name: t for name, t in read.items() if not (spec.shared and name.startswith("lm_heads."))}
 
 

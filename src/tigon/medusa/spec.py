@@ -54,7 +54,7 @@ class Objective:
 
 
 def scheduled(schedule: str, step: int, steps: int, ramp: float) -> float:
-    """The schedule's value at optimizer step `step` of `steps`; it rises over the fraction `ramp` of them, then stays 1.
+    """The schedule's value at optimizer step `step` of `steps`. It rises to 1 over the fraction `ramp` of the steps.
 
     The formulas are those of the Medusa authors' trainer: sin(π/2 · x) and x, where x is the fraction of the ramp
     (arXiv 2401.10774, §2.2.2: the heads' weight grows during joint training).

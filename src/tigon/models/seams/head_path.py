@@ -39,7 +39,7 @@ def observed_logit_map(model: Any) -> LogitMap | str:
     except _NotFollowed as reason:
         return str(reason)
     except Exception as error:  # a model's forward may raise anything on the stand-ins; report it
-        return f"its way from trunk to logits cannot be followed ({type(error).__name__}: {probe.first_line(error)})"
+        return f"its path from trunk to logits cannot be followed ({type(error).__name__}: {probe.first_line(error)})"
 
 
 def _observe(model: Any) -> LogitMap:
@@ -62,7 +62,7 @@ def _observe(model: Any) -> LogitMap:
     logits = outputs[0] if isinstance(outputs, tuple) else outputs.logits
     found = logits.logit_map() if isinstance(logits, TracedLogits) else None
     if found is None or len(scales) != 1:
-        raise _NotFollowed("what it does to its logits is not a product with a number, or a tanh cap")
+        raise _NotFollowed("the operations on its logits are not products with numbers and a tanh cap")
     return LogitMap(found.scale * scales[0], found.softcap)
 
 
@@ -76,7 +76,7 @@ def _ratio(given: Tensor, hidden: Tensor) -> float:
 
 
 def _no_logits(*_: Any) -> Tensor:
-    raise _NotFollowed("it does to its logits what is no product with a number and no tanh cap")
+    raise _NotFollowed("an operation on its logits is neither a product with a number nor a tanh cap")
 
 
 def _answer_type() -> Any:

@@ -115,7 +115,7 @@ def default_chunk_bytes(hidden: Tensor) -> tuple[int, int]:
 
 
 def _even_chunk(tokens: int, most: int) -> int:
-    """The chunk size that splits `tokens` evenly into the fewest chunks of at most `most`, in whole tiles if they fit."""
+    """The chunk size that splits `tokens` evenly into the fewest chunks of at most `most`; whole tiles if they fit."""
     most = max(most, 1)
     if tokens <= most:
         return max(tokens, 1)
