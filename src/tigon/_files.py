@@ -1,7 +1,7 @@
-"""Files that a user names: only regular files of a disk are opened.
+"""Opens files that a user names, but only regular files on a disk.
 
-A FIFO waits for a writer for ever, `/dev/zero` has no end, and some files under `/proc` and `/sys` block. Every refusal
-is an OSError whose `strerror` says what the path is, so that a caller which reports OSErrors reports it too.
+Reading a FIFO waits forever for a writer, `/dev/zero` never ends, and some files under `/proc` and `/sys` block. Every
+refusal is an OSError whose `strerror` says what the path is, so callers that report OSErrors report refusals too.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SPECIAL = (
 
 
 def is_of_kernel(path: Path) -> bool:
-    """Whether `path` leads into /proc or /sys, whose files are made as they are read."""
+    """Whether `path` leads into /proc or /sys, whose contents the kernel generates on reading."""
     return os.path.realpath(path).split(os.sep)[1:2] in [[name] for name in _KERNEL_FOLDERS]
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open the regular file `path` for reading. Raises OSError for everything else, without waiting for it."""
+    """Open the regular file `path` for reading. Raises OSError at once for any other kind of file."""
     refuse_special(path)  # before the open, which has effects on some devices
     handle = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
     try:
@@ -47,8 +47,8 @@ def open_regular(path: Path) -> BinaryIO:
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """The UTF-8 text of the regular file `path`.
 
-    Raises OSError for a path that cannot be read, is no regular file or has more than `max_bytes`; UnicodeDecodeError
-    for other text.
+    Raises OSError if the path cannot be read, is not a regular file or has more than `max_bytes`; UnicodeDecodeError
+    if the text is not UTF-8.
     """
     with open_regular(path) as handle:
         content = handle.read(max_bytes + 1)

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 
 class TigonError(Exception):
-    """Root of everything raised on purpose; `except TigonError` catches no bug of ours."""
+    """Base class of every exception that tigon raises on purpose; `except TigonError` hides none of tigon's bugs."""
 
 
 class UsageError(TigonError, ValueError):
-    """A value the caller can correct."""
+    """The caller passed a value that the op or command cannot take."""
 
 
 class ShapeError(UsageError):
@@ -34,7 +34,7 @@ class ShapeError(UsageError):
 
 
 class DtypeError(UsageError):
-    """A dtype, or a mix of dtypes, without a defined result."""
+    """A dtype, or a mix of dtypes, for which the op has no defined result."""
 
 
 class OptionError(UsageError):
@@ -42,7 +42,7 @@ class OptionError(UsageError):
 
 
 class LabelError(UsageError, IndexError):
-    """A label outside [0, vocab) that is not `ignore_index`. An IndexError too, as PyTorch raises on the CPU."""
+    """A label outside [0, vocab) that is not `ignore_index`. Also an IndexError, as in PyTorch on the CPU."""
 
 
 class RecipeError(TigonError):
@@ -58,11 +58,11 @@ class RunFolderError(RecipeError):
 
 
 class ProcessError(RecipeError):
-    """A process of a run that has died: one of several ranks, or one that prepares batches."""
+    """A process of a run has died: one of several ranks, or a process that prepares batches."""
 
 
 class PatchError(TigonError):
-    """A model the patcher must not, or cannot, change; nothing has been changed when it is raised."""
+    """A model that the patcher must not or cannot change. The model is unchanged when this is raised."""
 
 
 class KernelError(TigonError, RuntimeError):
@@ -74,4 +74,4 @@ class BenchError(TigonError):
 
 
 class DoubleBackwardError(TigonError, RuntimeError):
-    """`create_graph=True` through an op whose backward is not itself differentiable."""
+    """`create_graph=True` through an op whose backward cannot be differentiated again."""

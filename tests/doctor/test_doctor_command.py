@@ -164,7 +164,7 @@ def test_hub_id_without_a_connection_is_a_traceback(monkeypatch: Any) -> None:
         raise OSError("We could not connect. Check your internet connection.\nA page of advice.")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
-    with pytest.raises(UsageError, match=r"owner/model: its config cannot be had from the hub: OSError: We could not"):
+    with pytest.raises(UsageError, match=r"owner/model: its config cannot be loaded from the hub: OSError: We"):
         diagnose("owner/model")
 
 

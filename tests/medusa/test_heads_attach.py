@@ -217,7 +217,7 @@ def test_logits_that_no_head_can_follow_are_refused() -> None:
     LlamaForCausalLM = transformers.LlamaForCausalLM
     model: Any = tiny_model("llama")
     model.__class__ = type("Masked", (LlamaForCausalLM,), {"forward": masked})
-    with pytest.raises(PatchError, match="what is no product with a number"):
+    with pytest.raises(PatchError, match="neither a product with a number"):
         attach(model, SHARED, Objective())
     projected: Any = tiny_model("llama")
     projected.__class__ = type("Projected", (LlamaForCausalLM,), {"forward": _projecting})
@@ -289,7 +289,7 @@ def test_undo_is_refused_with_heads_attached_and_unpatch_restores_the_layers() -
     model = tiny_model("llama", MODELS["llama"].tiny)
     report = patch(model)
     attach(model, HeadsSpec(count=2), Objective(stage=1))
-    with pytest.raises(PatchError, match="take that off first"):
+    with pytest.raises(PatchError, match="undo the later patch first"):
         report.undo()
     assert model.train()(input_ids=ids, labels=ids).loss.requires_grad
     assert unpatch(model) and not any(isinstance(m, PatchedModule) for m in model.modules())

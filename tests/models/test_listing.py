@@ -67,7 +67,7 @@ def test_family_that_differs_is_reported_as_failed(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"names": ["bert"]}, "bert has no row"),
+        ({"names": ["bert"]}, "bert is not in the table"),
         ({"verified": True, "dtype": "fp16"}, "fp16"),
         ({"verified": True, "device": "nowhere"}, "nowhere"),
         ({"device": "cpu"}, "--verify"),

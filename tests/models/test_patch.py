@@ -122,9 +122,9 @@ def test_a_flag_that_is_off_leaves_its_modules_alone():
 
 def test_unknown_flag_is_an_option_error_that_names_the_nearest():
     model = llama()
-    with pytest.raises(OptionError, match=r"rmsnorm is no flag of tigon.patch; the nearest is rms_norm"):
+    with pytest.raises(OptionError, match=r"rmsnorm is not a flag of tigon.patch; the nearest is rms_norm"):
         patch(model, rmsnorm=True)
-    with pytest.raises(OptionError, match=r"swiglu is no flag of tigon.patch; the flags are rms_norm, "):
+    with pytest.raises(OptionError, match=r"swiglu is not a flag of tigon.patch; the flags are rms_norm, "):
         patch(model, swiglu=True)
     with pytest.raises(OptionError, match="rope='no'"):
         patch(model, rope="no")

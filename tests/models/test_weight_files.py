@@ -88,11 +88,11 @@ def test_shapes_of_another_model_are_named_with_both(tmp_path):
 
 def test_integer_tensors_in_place_of_weights_are_refused(tmp_path):
     edit = change(checkpoint(tmp_path), lambda tensors: tensors.update({UP: tensors[UP].to(torch.int8)}))
-    assert report_of(edit).unfit == (f"{UP} is I8, which is no floating-point number",)
+    assert report_of(edit).unfit == (f"{UP} is I8, which is not a floating-point type",)
     expert = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
     mixture = checkpoint(tmp_path / "mixture", "mixtral")
     change(mixture, lambda tensors: tensors.update({expert: tensors[expert].to(torch.int8)}))
-    assert report_of(mixture).unfit == (f"{expert} is I8, which is no floating-point number",)
+    assert report_of(mixture).unfit == (f"{expert} is I8, which is not a floating-point type",)
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"

@@ -1,1 +1,1 @@
-"""Other libraries' names over tigon's parts."""
+"""The APIs of other libraries, implemented with tigon's ops."""

@@ -1,10 +1,10 @@
-"""`tigon doctor`: what is installed, whether the ops are right on this machine, and what a model gets and why not.
+"""`tigon doctor`: installed versions, a self-test of the ops on this machine, and the patch report of a model.
 
-environment   versions, device, and the conditions that are known to matter
+environment   versions, device, and conditions that rows of known_bad name
 known_bad     combinations known to fail, one row each, with the source of the claim
-self_test     every op against its fp64 formula, in a process of its own, so that a crash is a finding
-model         a model built without weights and patched: its patch report
-diagnosis     the four together: findings, text, JSON
+self_test     compares every op with its fp64 formula in a child process, so that a crash becomes a finding
+model         the patch report of a model that is built without weights
+diagnosis     the findings of the other four, as text and JSON
 """
 
 from __future__ import annotations

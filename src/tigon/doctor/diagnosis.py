@@ -1,4 +1,4 @@
-"""Everything the doctor found, for people and as data."""
+"""`Diagnosis`: the findings of `tigon doctor`, as text and as data."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from tigon.ops.self_check import DTYPES, PRODUCT, OpCheck
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """`print` it, or `to_dict` it."""
+    """The result of `diagnose`; `print` it, or export it with `to_dict`."""
 
     environment: Environment
     checks: tuple[OpCheck, ...]
     checks_s: float
-    """Seconds the self-test took, its imports included."""
+    """Duration of the self-test in seconds, including its imports."""
     model: ModelCheck | None
     findings: tuple[Finding, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; warnings and notes are not wrong."""
+        """True if there is no finding of level "problem"; warnings and notes do not count."""
         return not any(finding.level == "problem" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-serialisable: ok, findings, environment, self_test, model."""
+        """The diagnosis as a JSON-serialisable dict: ok, findings, environment, self_test, model."""
         environment = self.environment
         model = self.model
         return {
@@ -122,7 +122,14 @@ def _cell(check: OpCheck | None) -> str:
 
 
 def diagnose(model: str | None = None) -> Diagnosis:
-    """Examine this machine, and a model if one is named. Raises UsageError for a name that is no model."""
+    """Examine this machine and, if a name is given, a model.
+
+    Args:
+        model: a preset, folder, config.json or hub id.
+
+    Raises:
+        UsageError: the name is none of these, or transformers cannot build the model or is not installed.
+    """
     model_check = None if model is None else check_model(model)
     environment = look()
     start = time.perf_counter()
@@ -140,7 +147,7 @@ def diagnose(model: str | None = None) -> Diagnosis:
 
 
 def _failed(checks: Iterable[OpCheck]) -> Iterable[Finding]:
-    """One finding for each cause: what fails alike, in one dtype or several, shares it."""
+    """Yield one finding per cause; equal failures, in one or several dtypes, share a finding."""
     alike: dict[tuple[str, str], list[OpCheck]] = {}
     for check in checks:
         if not check.passed:

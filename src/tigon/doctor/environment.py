@@ -1,4 +1,4 @@
-"""What this process runs on: versions, device, and the conditions that the rows of `known_bad` ask about."""
+"""The environment of this process: versions, device, and the conditions that the rows of `known_bad` name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = (
 # Libraries that replace classes and functions of transformers or torch for the whole process.
 GLOBAL_PATCHERS = frozenset({"liger_kernel", "unsloth", "unsloth_zoo", "cut_cross_entropy"})
 
-# Every condition a row of `known_bad` may name, and what it means.
+# Every condition that a row of `known_bad` may name -> its meaning.
 CONDITIONS: Mapping[str, str] = MappingProxyType(
     {
         "gpu": "PyTorch sees a GPU",
@@ -35,26 +35,26 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         "before-ampere": "an NVIDIA GPU of compute capability below 8.0",
         "architecture-not-built": "PyTorch was built without code for this GPU",
         "patched-globally": "another library has replaced names of transformers or torch in this process",
-        "bf16-product-traps": "a bf16 product of PyTorch's ended the self-test with an illegal instruction",
+        "bf16-product-traps": "PyTorch's bf16 matrix product ended the self-test with an illegal instruction",
     }
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What was found here; tests make their own."""
+    """The environment of a process; tests create artificial ones."""
 
     python: str
     platform: str
     packages: Mapping[str, str | None]
-    """Version, or None where the package is not installed."""
+    """Package -> version, or None if it is not installed."""
     device: str
-    """For people: the GPU with its memory, or that there is none."""
+    """Text for the user: the GPUs with their memory, or "no GPU"."""
     runs: str
-    """What an op runs on here."""
+    """Text for the user: how ops run on this machine."""
     conditions: frozenset[str] = frozenset()
     foreign: tuple[str, ...] = ()
-    """Names of transformers and torch that belong to another library now, as module.name -> its module."""
+    """Names of transformers and torch that another library has replaced, as "module.name -> other module"."""
 
 
 def look() -> Environment:
@@ -105,7 +105,7 @@ def _runs() -> str:
     if _dispatch.INTERPRET:
         return "Triton kernels in the interpreter (TRITON_INTERPRET=1)"
     if torch.cuda.is_available():
-        return "Triton kernels on the GPU; fp64 takes the PyTorch reference"
+        return "Triton kernels on the GPU; fp64 uses the PyTorch reference"
     return "PyTorch reference of each op on the CPU"
 
 
@@ -125,7 +125,7 @@ def _conditions(foreign: bool) -> Iterable[str]:
 
 
 def _has_compiler() -> bool:
-    # The names triton/runtime/build.py looks for, and MSVC's.
+    # The compiler names that triton/runtime/build.py looks for, and MSVC's.
     return "CC" in os.environ or any(shutil.which(name) for name in ("cc", "gcc", "clang", "cl"))
 
 
@@ -146,9 +146,10 @@ def _built_for(capability: tuple[int, int], architectures: Iterable[str] | None 
 
 
 def replaced_names() -> Iterable[str]:
-    """Names in loaded transformers models, torch.nn and torch.nn.functional that come from a library that patches them.
+    """Names in loaded transformers models, torch.nn and torch.nn.functional that another library has replaced.
 
-    Sees this process only: `tigon doctor` from a shell finds nothing here, `tigon.doctor.diagnose()` in a script does.
+    Only this process is examined. `tigon doctor` from a shell finds nothing; call `tigon.doctor.diagnose()` in the
+    script instead.
     """
     watched = {n: m for n, m in list(sys.modules.items()) if n.startswith("transformers.models.") and ".modeling_" in n}
     watched |= {"torch.nn": torch.nn, "torch.nn.functional": torch.nn.functional}

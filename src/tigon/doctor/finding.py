@@ -1,4 +1,4 @@
-"""One thing the doctor has to say."""
+"""`Finding`: one result of `tigon doctor`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ LEVELS: tuple[Level, ...] = ("problem", "warning", "note")
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A problem means wrong results, a crash or kernels that do not run; only problems set the exit code."""
+    """One finding. Level "problem" means wrong results, a crash or kernels that do not run, and sets the exit code."""
 
     level: Level
     id: str
     what: str
     fix: str
     source: str
-    """Who says so: an issue, a document, or the doctor's own measurement."""
+    """The source of the claim: an issue, a document, or the doctor's own measurement."""

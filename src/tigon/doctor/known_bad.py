@@ -1,4 +1,4 @@
-"""Combinations known to fail. One row each; nothing else in tigon knows them."""
+"""Combinations of versions and devices that are known to fail, one row each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNTESTED_FROM: Mapping[str, str] = MappingProxyType({"transformers": "5.24"})
 
 @dataclass(frozen=True, kw_only=True)
 class KnownBad:
-    """Holds where every package is installed in a version that matches, and every condition is met."""
+    """A known failure. It holds if every package is installed in a matching version and every condition is met."""
 
     id: str
     level: Level
@@ -34,7 +34,7 @@ class KnownBad:
     source: str
 
     def holds(self, environment: Environment) -> bool:
-        """Whether this is such an environment."""
+        """Whether the row holds in this environment."""
         from packaging.specifiers import SpecifierSet
 
         def matches(package: str, specifier: str) -> bool:
@@ -44,7 +44,7 @@ class KnownBad:
         return self.conditions <= environment.conditions and all(matches(p, s) for p, s in self.packages.items())
 
     def finding(self) -> Finding:
-        """The row as the doctor says it."""
+        """The row as a finding."""
         return Finding(level=self.level, id=self.id, what=self.what, fix=self.fix, source=self.source)
 
 
@@ -70,8 +70,8 @@ ROWS: tuple[KnownBad, ...] = (
         id="bf16-amx",
         level="problem",
         conditions=frozenset({"bf16-product-traps"}),
-        what="PyTorch's own bf16 matrix product dies of an illegal instruction: this CPU, a virtual machine as a rule, "
-        "advertises AMX and traps on it.",
+        what="PyTorch's own bf16 matrix product ends with an illegal instruction. This CPU, usually a virtual one, "
+        "advertises AMX but traps on it.",
         fix="export ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 (or AVX512_CORE_BF16) before Python starts.",
         source="https://github.com/uxlfoundation/oneDNN/issues/5689 and the self-test below",
     ),
@@ -88,15 +88,15 @@ ROWS: tuple[KnownBad, ...] = (
         id="architecture-not-built",
         level="problem",
         conditions=frozenset({"architecture-not-built"}),
-        what="This PyTorch has no code for this GPU's architecture: PyTorch's own operators fail on it.",
-        fix="install a PyTorch built for a CUDA version that knows the GPU.",
+        what="This PyTorch was built without code for this GPU's architecture, so PyTorch's own operators fail on it.",
+        fix="install a PyTorch built for a CUDA version that supports the GPU.",
         source="torch.cuda.get_arch_list()",
     ),
     KnownBad(
         id="gpu-without-triton",
         level="problem",
         conditions=frozenset({"gpu", "no-triton"}),
-        what="There is a GPU and no triton, so every op runs its PyTorch reference: right, without the speed.",
+        what="There is a GPU, but triton is not installed. Every op runs its PyTorch reference: correct, but slow.",
         fix="pip install triton (triton-windows on Windows).",
         source="https://github.com/triton-lang/triton#quick-installation",
     ),
@@ -104,7 +104,7 @@ ROWS: tuple[KnownBad, ...] = (
         id="no-c-compiler",
         level="problem",
         conditions=frozenset({"gpu", "no-compiler"}),
-        what="Triton compiles the launcher of each kernel with a C compiler at its first launch, and there is none.",
+        what="Triton needs a C compiler for the launcher of each kernel at its first launch, and none was found.",
         fix="install gcc or clang, or set CC.",
         source="https://github.com/apple/ml-cross-entropy/issues/5",
     ),
@@ -121,7 +121,7 @@ ROWS: tuple[KnownBad, ...] = (
         level="problem",
         conditions=frozenset({"patched-globally"}),
         what="Another library has replaced names of transformers or torch for the whole process (listed above). "
-        "tigon compares each module with its own forward before replacing it, so it leaves such modules alone.",
+        "Before tigon replaces a module, it compares its op with the module's forward. It leaves such modules alone.",
         fix="do not call the other patcher (use_liger_kernel=False), and start a new process.",
         source="measured: Liger Kernel 0.8.5 assigns into transformers' modules, torch.nn and torch.nn.functional",
     ),
@@ -129,8 +129,8 @@ ROWS: tuple[KnownBad, ...] = (
         id="liger-installed",
         level="note",
         packages={"liger_kernel": ""},
-        what="liger_kernel is installed as well. use_liger_kernel=True, or its apply_ functions, patch the whole "
-        "process; a model can be patched by one of the two.",
+        what="liger_kernel is installed too. use_liger_kernel=True and its apply_ functions patch the whole process; "
+        "only one of the two libraries can patch a model.",
         fix="leave use_liger_kernel off in runs that call tigon.patch.",
         source="measured: Liger Kernel 0.8.5, docs/hazards.md",
     ),
@@ -162,5 +162,5 @@ ROWS: tuple[KnownBad, ...] = (
 
 
 def matching(environment: Environment) -> Iterator[Finding]:
-    """The rows that hold here."""
+    """The findings of the rows that hold in this environment."""
     return (row.finding() for row in ROWS if row.holds(environment))

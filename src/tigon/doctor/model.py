@@ -1,4 +1,4 @@
-"""What tigon does to one model: built without weights and patched, and its family's row proved on a small model."""
+"""Examines one model: builds it without weights, patches it, and verifies its family's row on a small model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tigon.models.loading.presets import PRESETS
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCheck:
-    """A model by name, and its patch report or why there is none."""
+    """A model by name, with its patch report, or findings that say why it could not be patched."""
 
     name: str
     cls: str
@@ -29,14 +29,14 @@ class ModelCheck:
     report: PatchReport | None
     findings: tuple[Finding, ...] = ()
     verification: Verification | None = None
-    """Of the family's row on this machine, in fp32; None where it has no row, or the self-test has failed."""
+    """The verification of the family's row on this machine in fp32; None without a row or after a failed self-test."""
 
 
 def check_model(name: str) -> ModelCheck:
-    """Build the model that a preset, a folder, a config.json or a hub id names, and patch it.
+    """Build the model of a preset, a folder, a config.json or a hub id, and patch it.
 
-    It is built on the meta device, so neither memory nor weights are needed. transformers' logging is turned down, as
-    nobody reads advice on training here.
+    It is built on the meta device, so neither memory nor weights are needed. transformers' logging is turned down,
+    because its advice concerns training.
 
     Raises:
         UsageError: the name is none of these, transformers cannot build the model, or is not installed.
@@ -53,9 +53,9 @@ def check_model(name: str) -> ModelCheck:
             Finding(
                 level="note",
                 id="quantised",
-                what="The checkpoint is quantised; it was examined as if it were not. A quantised lm_head keeps its "
-                "own forward, and then the loss is not fused with it.",
-                fix="print(tigon.patch(model)) after loading says what it is with the quantised weights.",
+                what="The checkpoint is quantised, but it was examined without quantisation. A quantised lm_head keeps "
+                "its own forward, so the loss is not fused with it.",
+                fix="print(tigon.patch(model)) after loading shows the report for the quantised weights.",
                 source="config.json, quantization_config",
             )
         )
@@ -79,7 +79,7 @@ def check_model(name: str) -> ModelCheck:
 
 
 def _weights(name: str, config: Any, cls: type[torch.nn.Module]) -> list[Finding]:
-    """What is wrong with the weight files of a folder, by their headers alone."""
+    """Findings about the weight files of a folder; only their headers are read."""
     folder = Path(name)
     if name in PRESETS or not folder.is_dir() or not any(folder.glob("*.safetensors*")):
         return []
@@ -87,7 +87,7 @@ def _weights(name: str, config: Any, cls: type[torch.nn.Module]) -> list[Finding
         files = weight_files.files_in(folder, getattr(config, "transformers_weights", None))
         headers = weight_files.read_headers(files)
         if getattr(config, "quantization_config", None):
-            return []  # their names and shapes are the quantiser's
+            return []  # the quantiser changes names and shapes
         report = weight_files.compare(config, headers, cls=cls)
     except UsageError as error:
         problem: str | None = str(error)
@@ -96,7 +96,7 @@ def _weights(name: str, config: Any, cls: type[torch.nn.Module]) -> list[Finding
         if problem is None and report.unexpected:
             listed = weight_files.listed(report.unexpected, "tensor")
             what = f"The files hold {listed}, which the model does not have."
-            fix = "nothing, if they belong to a part that is not trained; else the config is not theirs."
+            fix = "nothing, if they belong to a part that is not trained; else the config belongs to another model."
             return [Finding(level="note", id="unused-tensors", what=what, fix=fix, source=f"the headers in {folder}")]
     if problem is None:
         return []
@@ -105,7 +105,8 @@ def _weights(name: str, config: Any, cls: type[torch.nn.Module]) -> list[Finding
 
 
 def prove(check: ModelCheck) -> ModelCheck:
-    """The same check with the proof of its family's row, half a second; as it is where there is none to prove."""
+    """The check with a verification of its family's row, which takes half a second; unchanged without a row or report.
+    """
     row = MODELS.get(check.model_type)
     if row is None or check.report is None:
         return check
@@ -125,7 +126,7 @@ def prove(check: ModelCheck) -> ModelCheck:
 
 
 def _quieten() -> None:
-    """transformers' advice on configs and missing packages is about training, and huggingface_hub tells every retry."""
+    """Silence transformers, whose advice concerns training, and huggingface_hub, which logs every retry."""
     import transformers
 
     if "TRANSFORMERS_VERBOSITY" not in os.environ:

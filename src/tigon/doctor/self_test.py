@@ -1,8 +1,8 @@
-"""Every op against its fp64 formula (tigon.ops.self_check), on this machine, in a process of its own.
+"""Compares every op with its fp64 formula (tigon.ops.self_check) on this machine, in child processes.
 
-A wrong kernel can end the process (an illegal instruction, an address out of bounds), and a CUDA fault poisons it. So
-the parent starts a child, which names each check before running it; when it dies, that check
-is the finding, and another child runs the rest.
+A faulty kernel can end the process (an illegal instruction, an address out of bounds), and after a CUDA fault the
+process cannot use the GPU any more. The checks therefore run in a child, which prints the name of each check first. If
+the child dies, that check is the finding, and another child runs the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHILD = "import sys; from tigon.doctor.self_test import main; main(sys.argv[1])"
 
 
 def run_self_test(timeout_s: float = TIMEOUT_S, child: str = CHILD) -> list[OpCheck]:
-    """All checks, in as many child processes as it takes. `child` is the Python each of them runs."""
+    """Run all checks, in as many child processes as needed. `child` is the Python code that each of them runs."""
     results: list[OpCheck] = []
     remaining = list(CHECKS)
     while remaining:
@@ -37,7 +37,7 @@ def run_self_test(timeout_s: float = TIMEOUT_S, child: str = CHILD) -> list[OpCh
 
 
 def _one_child(checks: Sequence[tuple[str, str]], timeout_s: float, child: str) -> Iterator[OpCheck]:
-    """What one child reported, and the check it died of, if it did."""
+    """The results of one child, and an error for the check that it died in, if any."""
     command = [sys.executable, "-c", child, json.dumps(checks)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         try:
@@ -49,7 +49,7 @@ def _one_child(checks: Sequence[tuple[str, str]], timeout_s: float, child: str) 
         lines = [json.loads(line) for line in out.read().splitlines() if line.startswith("{")]
         last_words = " ".join(err.read().split())[-300:]
     started = [(line["op"], line["dtype"]) for line in lines if "share" not in line]
-    # A child that could not even start will not start for the other checks either.
+    # If a child could not start, the others would not start either.
     fatal = [] if code == 0 else started[-1:] or list(checks)
     finished = [OpCheck(**line) for line in lines if "share" in line]
     yield from (check for check in finished if (check.op, check.dtype) not in fatal)
@@ -66,7 +66,7 @@ def _cause(code: int | str) -> str:
 
 
 def main(checks: str) -> None:
-    """The child: one line of JSON before each check, and one after it."""
+    """The child's code: prints one line of JSON before each check and one after it."""
     for name, dtype in json.loads(checks):
         print(json.dumps({"op": name, "dtype": dtype}), flush=True)
         print(json.dumps(asdict(check_op(name, dtype))), flush=True)

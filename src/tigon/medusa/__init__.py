@@ -1,13 +1,13 @@
-"""Heads that predict several tokens ahead, trained beside or on top of a causal language model.
+"""Heads that predict several tokens ahead, trained together with a causal language model or on a frozen one.
 
-spec.py      which heads, and how they are trained
+spec.py      the shape of the heads, and their training objective
 heads.py     the modules: Medusa's residual blocks (arXiv 2401.10774), DeepSeek-V3's MTP modules (arXiv 2412.19437)
-loss.py      their losses, fused or plain
-attach.py    a model with heads: the same model, with another forward in training
-planned.py   heads as the planner sees them
+loss.py      the losses of the heads, fused or plain
+attach.py    attaches heads to a model, which gets another forward in training
+planned.py   heads for the planner
 record.py    losses and accuracies of the heads, summed until they are logged
-layout.py    heads on disk, as FasterDecoding/Medusa and vLLM read them
-generate.py  decoding with the heads: the text of greedy decoding in fewer forward passes
+layout.py    files of heads, in the formats of FasterDecoding/Medusa and vLLM
+generate.py  decoding with the heads: the output of greedy decoding in fewer forward passes
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A model with heads: the same model, with another forward in training, and its heads as one more submodule.
+"""Attaches heads to a model: the heads become a submodule, and the model gets another forward in training.
 
-As in `tigon.models.seams.base`, the model's `__class__` becomes a generated subclass: Trainer, Accelerate, FSDP2,
-DeepSpeed and PEFT go on seeing a transformers model, and checkpoints hold the heads under `draft_heads.`.
+As in `tigon.models.seams.base`, the model's `__class__` becomes a generated subclass. Trainer, Accelerate, FSDP2,
+DeepSpeed and PEFT still see a transformers model, and checkpoints hold the heads under `draft_heads.`.
 
-In training with labels, the model's trunk runs (in stage 1 without a graph), and then all losses are computed at once,
-inside the forwards of the modules whose weights they need: engines that shard weights have gathered them there. In
-evaluation, and without labels, the forward is the model's own.
+In training with labels, the model's trunk runs first (in stage 1 without a graph). Then all losses are computed at
+once, inside the forwards of the modules whose weights they need, because engines that shard weights gather them there.
+In evaluation, and without labels, the model's own forward runs.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from tigon.ops.losses.multi_head import MultiHeadOutput
 # B batch, T positions, H hidden, K losses.
 
 NAME = "draft_heads"
-# What a causal language model's forward takes and its trunk does not.
+# Arguments of a causal language model's forward that its trunk does not take.
 _NOT_THE_TRUNKS = frozenset({"labels", "logits_to_keep", "num_items_in_batch", "skip_logits", "return_dict", "self"})
-# What the model's own loss goes by and the heads' do not, and the value at which that is the same.
+# Arguments that the model's own loss uses and the heads' losses do not -> the value that is allowed.
 _UNREAD = {"shift_labels": None, "ignore_index": loss.IGNORE_INDEX, "logits_to_keep": 0}
 
 
 @dataclass
 class HeadState:
-    """What changes from step to step, and what is measured."""
+    """State that changes from step to step, and the recorded losses."""
 
     objective: Objective
     count: int
     scheduled: float = 1.0
-    """The schedule's value now."""
+    """The current value of the schedule."""
     ranked: bool = False
-    """Whether accuracies are wanted of this step; they cost a third of the heads' time."""
+    """Whether to compute accuracies in this step, which adds a third to the heads' time."""
     scoring: bool = False
     record: HeadRecord = field(default_factory=lambda: HeadRecord([]))
 
@@ -71,7 +71,7 @@ class HeadState:
 
 @dataclass(frozen=True)
 class DoorSeam(Seam):
-    """The model's lm_head, which lets a `Visit` in."""
+    """The model's `lm_head`, whose forward runs a `Visit`."""
 
     op: ClassVar[str] = "multi_head_linear_cross_entropy"
     flag: ClassVar[str] = "heads"
@@ -102,16 +102,16 @@ class HeadedSeam(Seam):
 
     objective: Objective
     fused: bool
-    """False: by PyTorch's own ops, with all logits; for comparison."""
+    """False: use PyTorch's own ops, with all logits, for comparison."""
     logit_map: LogitMap = field(default_factory=LogitMap)
-    """What the model does to its logits, and so do its heads."""
+    """The scaling and capping of the model's logits, which the heads apply too."""
 
     def candidate(self, module: nn.Module) -> bool:
         return hasattr(module, "get_output_embeddings") and hasattr(module, "base_model")
 
     def objection(self, module: Any) -> str | None:
         if not self.candidate(module) or module.base_model is module:
-            return "it is no causal language model with a trunk of its own"
+            return "it is not a causal language model with a separate trunk"
         if isinstance(getattr(module, NAME, None), nn.Module):
             return "it has heads already; detach them first"
         if self.objective.stage == 2 and getattr(module.config, "output_router_logits", False):
@@ -139,18 +139,18 @@ class HeadedSeam(Seam):
         def train(self: Any, mode: bool = True) -> Any:
             base_train(self, mode)
             if seam.objective.stage == 1:
-                self.base_model.eval()  # frozen: no dropout, and nothing to checkpoint
+                self.base_model.eval()  # frozen: no dropout, no activation checkpoints
             return self
 
         imitate(base_forward, forward)
         return {"forward": forward, "train": train}
 
     def losses(self, model: Any, inputs: Mapping[str, Any], *, factors: list[float], ranked: bool) -> MultiHeadOutput:
-        """The losses of one batch, the keyword arguments of the model's forward."""
+        """The losses of one batch. inputs: the keyword arguments of the model's forward."""
         for name, neutral in _UNREAD.items():
             given = inputs.get(name)
             if given is not None and not (isinstance(given, int) and given == neutral):
-                raise UsageError(f"{name} was given, which the losses of heads do not go by; leave it out.")
+                raise UsageError(f"{name} is not supported by the losses of heads; leave it out.")
         heads, head = getattr(model, NAME), model.get_output_embeddings()
         labels, positions = inputs["labels"], inputs.get("position_ids")
         if positions is not None and positions.ndim == 2:  # (1, T) stands for every row
@@ -160,7 +160,7 @@ class HeadedSeam(Seam):
         def targets() -> Tensor | PreparedTargets:
             return ops.prepare_targets(labels, shifts=shifts, positions=positions) if self.fused else labels
 
-        # Before the trunk, so that the loss need not wait for what the trunk computes.
+        # Before the trunk, so that the loss does not wait for the trunk.
         target, written = targets(), _versions(labels, positions)
         layer_inputs: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
@@ -168,7 +168,7 @@ class HeadedSeam(Seam):
                 stack.enter_context(layer_inputs_kept(model, layer_inputs))
             if self.objective.stage == 1:
                 stack.enter_context(torch.no_grad())
-            # With a cache, transformers ignores the borders of documents in position_ids.
+            # With a cache, transformers ignores the document boundaries in position_ids.
             hidden = trunk(model, {**inputs, "use_cache": False}).last_hidden_state
         if torch.compiler.is_compiling() or _versions(labels, positions) != written:
             target = targets()  # a hook in the trunk has edited them
@@ -196,30 +196,30 @@ class HeadedSeam(Seam):
 
 
 def _versions(*values: Any) -> tuple[int, ...]:
-    """How often each was written to; nothing under torch.compile, where Dynamo cannot compare versions."""
+    """The version counter of each value; empty under torch.compile, because Dynamo cannot compare versions."""
     return () if torch.compiler.is_compiling() else tuple(version_of(value) for value in values)
 
 
 def trunk(model: Any, inputs: Mapping[str, Any]) -> Any:
-    """The model without its head, called with what of `inputs` is meant for it."""
+    """Call the model without its head, with those `inputs` that the trunk takes."""
     return model.base_model(**{name: value for name, value in inputs.items() if name not in _NOT_THE_TRUNKS})
 
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "use_cache")
-"""What decoder layers call the cache of a decoding, which is the model's and not an MTP module's."""
+"""Names of decoder layers' cache arguments. The cache belongs to the model; MTP modules do not use it."""
 
 
 @contextlib.contextmanager
 def layer_inputs_kept(model: Any, kept: dict[str, Any]) -> Iterator[None]:
-    """What the last decoder layer is called with besides the hidden state, in `kept`: masks and rotary tables."""
+    """Store in `kept` the arguments of the last decoder layer except the hidden state: masks and rotary tables."""
 
     last = decoder_layers(model)[-1]
-    # By the class's forward: a checkpoint's on the instance takes whatever comes.
+    # The class's forward, because an activation checkpoint's forward on the instance accepts any arguments.
     signature = inspect.signature(type(last).forward)
     more = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
 
     def keep(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        bound = signature.bind_partial(layer, *args, **kwargs).arguments  # GPT-2 hands masks over by position
+        bound = signature.bind_partial(layer, *args, **kwargs).arguments  # GPT-2 passes masks by position
         inputs = {**bound, **(bound.get(more[0], {}) if more else {})}
         own = {*list(signature.parameters)[:2], *more, *_CACHES}  # the layer itself and the hidden state
         kept.update({name: value for name, value in inputs.items() if name not in own})
@@ -238,16 +238,22 @@ def _on(device: torch.device, num_items: Tensor | float | None) -> Tensor | floa
 def attach(
     model: Any, spec: HeadsSpec, objective: Objective, state: Mapping[str, Tensor] | None = None
 ) -> MedusaHeads | MtpHeads:
-    """Give a model heads and the losses that train them; returns the heads, which are `model.draft_heads` now.
+    """Attach heads to a model, in place, together with the losses that train them.
 
     Args:
-        model: a transformers causal language model, or a PEFT wrapper of one, after `tigon.patch` and before any engine
-            wraps it. Unpatched, or without the fused loss, the heads' losses are PyTorch's own, with all logits.
-        spec: which heads. objective: what is minimised; stage 1 freezes everything but the heads.
-        state: the heads' weights, as `load_heads` returns them; none: as the authors start them.
+        model: a transformers causal language model, or a PEFT wrapper of one. Call `attach` after `tigon.patch` and
+            before any engine wraps the model. If the model is not patched, or is patched without the fused loss, the
+            heads' losses use PyTorch's own ops with all logits.
+        spec: the shape of the heads.
+        objective: the training objective; stage 1 freezes everything but the heads.
+        state: the heads' weights, from `load_heads`. None initialises them as the authors do, but with biases of 0.
+
+    Returns:
+        The heads, which are also `model.draft_heads`.
 
     Raises:
-        PatchError: this model cannot have them, with the reason; nothing was changed.
+        PatchError: the model cannot have heads; the message gives the reason. The model is unchanged.
+        UsageError: `state` does not fit the heads.
     """
     model = unwrap(model)
     head = model.get_output_embeddings()
@@ -280,13 +286,13 @@ def _changes(model: Any, seam: HeadedSeam) -> tuple[Change, Change]:
 
 
 def load_into(heads: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Raises UsageError where names or shapes differ."""
+    """Load a state_dict into heads. Raises UsageError if names or shapes differ."""
     check_fits(heads, state)
     heads.load_state_dict(dict(state))
 
 
 def check_fits(heads: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Raise UsageError where names or shapes differ."""
+    """Raise UsageError if the names or shapes of a state_dict differ from those of the heads."""
     own = heads.state_dict()
     wrong = sorted(own.keys() ^ state.keys()) or [n for n, t in own.items() if t.shape != state[n].shape]
     if wrong:
@@ -297,7 +303,7 @@ def check_fits(heads: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def heads_of(model: Any) -> MedusaHeads | MtpHeads:
-    """The heads of a model that has them. Raises UsageError."""
+    """The heads of a model. Raises UsageError if it has none."""
     heads = getattr(unwrap(model), NAME, None)
     if heads is None:
         raise UsageError(f"this {type(model).__name__} has no heads; attach them first.")
@@ -305,7 +311,10 @@ def heads_of(model: Any) -> MedusaHeads | MtpHeads:
 
 
 def detach(model: Any) -> MedusaHeads | MtpHeads:
-    """Take the heads off, and the model's forward back; returns the heads. What stage 1 froze stays frozen."""
+    """Remove the heads from a model and restore its forward; returns the heads.
+
+    Parameters that stage 1 froze stay frozen. Raises UsageError if the model lacks heads.
+    """
     model = unwrap(model)
     heads = heads_of(model)
     for change in _changes(model, type(model)._tigon_seam):
@@ -316,8 +325,10 @@ def detach(model: Any) -> MedusaHeads | MtpHeads:
 
 @contextlib.contextmanager
 def scoring(model: Any) -> Iterator[HeadRecord]:
-    """While it is open, the model in evaluation computes the heads' losses and accuracies of a batch with labels, each
-    loss divided by its own count, and puts them into the record that this yields."""
+    """Context in which the model, in evaluation, records the heads' losses and accuracies for batches with labels.
+
+    Yields the `HeadRecord`. Each loss is divided by its own number of tokens.
+    """
     heads = heads_of(model)
     before = heads.state
     heads.state = dataclasses.replace(before, scoring=True, ranked=True, record=before.new_record())

@@ -1,9 +1,9 @@
-"""Greedy decoding that checks the heads' guesses: the same text as greedy decoding, in fewer forward passes.
+"""Greedy decoding with heads: the output of greedy decoding in fewer forward passes.
 
-One pass of the model takes the last token and a tree of guesses for what follows, each seeing only its ancestors (tree
-attention, arXiv 2401.10774, §2.1.2). The model's own choice after each node says which child is right; the walk from
-the root as far as guesses are right is accepted, and one more token is known from its last node. So a pass gives one
-token more than guesses accepted, and what is accepted is what the model would have chosen itself.
+One forward pass of the model takes the last token and a tree of guesses for the next tokens. Each guess attends only to
+its ancestors (tree attention, arXiv 2401.10774, §2.1.2). The model's own choice after each node decides which child is
+correct. The longest path of correct guesses from the root is accepted, and its last node gives one more token. Each
+pass therefore adds one token plus the accepted guesses, and all of them are the model's own choices.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from tigon.models.patch import unwrap
 
 # Q nodes of the tree, P tokens in the cache, H hidden, K heads.
 
-# Guesses that each head adds to each of the head's before: few where a guess is rarely right.
+# Number of guesses that each head adds to every guess of the previous head; fewer if guesses are rarely right.
 DEFAULT_TREE = (4, 2, 1)
 
 
 @dataclass(frozen=True)
 class Generated:
-    """tokens: what follows the prompt. forward_passes: of the model, the prompt's among them."""
+    """tokens: the generated tokens. forward_passes: of the model, including that of the prompt."""
 
     tokens: list[int]
     forward_passes: int
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a pass gave, the prompt's pass aside; 1 without heads."""
+        """Tokens per forward pass, without the prompt's pass; 1 without heads."""
         return (len(self.tokens) - 1) / max(1, self.forward_passes - 1)
 
 
 @dataclass(frozen=True)
 class _Tree:
-    """Nodes in order of depth, the root first; a node's token is choice `rank` of head `depth` at the root."""
+    """Nodes in order of depth, the root first. A node's token is choice number `rank` of head `depth` at the root."""
 
     parents: list[int] = field(default_factory=lambda: [-1])
     depths: list[int] = field(default_factory=lambda: [0])
@@ -62,7 +62,7 @@ class _Tree:
         return tree
 
     def sees(self) -> Tensor:
-        """(Q, Q) bool: a node sees itself and its ancestors."""
+        """(Q, Q) bool: each node attends to itself and its ancestors."""
         Q = len(self.parents)
         seen = torch.eye(Q, dtype=torch.bool)
         for node in range(1, Q):
@@ -77,22 +77,27 @@ def medusa_generate(
     """Decode greedily with the model's heads.
 
     Args:
-        model: with heads attached. Its attention must be sdpa or eager, which take a mask as a tensor.
+        model: a model with heads. Its attention must be sdpa or eager, which accept a mask tensor.
         input_ids: (1, T), the prompt.
-        tree: how many guesses each head adds to each of those before it; shorter than the heads: only the first are
-            used; empty: plain greedy decoding. Left out: `DEFAULT_TREE`, with one guess for each further head.
+        max_new_tokens: largest number of tokens to generate, at least 1.
+        tree: the number of guesses that each head adds to every guess of the previous head. If it is shorter than the
+            number of heads, only the first heads are used; if empty, decoding is plain greedy. Default: `DEFAULT_TREE`
+            for Medusa heads, then one guess per further head; for MTP modules one guess each.
         eos_token_id: stop after this token.
 
     Returns:
         `Generated`, with at most `max_new_tokens` tokens.
 
     Raises:
-        UsageError: no heads, several prompts, a tree deeper than the heads, or attention that takes no tree.
+        UsageError: the model lacks heads; input_ids is not one prompt; or max_new_tokens is below 1.
+            The tree is deeper than the heads, or too wide.
+            The model has a recurrent state or ALiBi, its attention is neither sdpa nor eager, or the text is longer
+            than its sliding window.
     """
     model = unwrap(model)
     heads = heads_of(model)
     count = heads.spec.count
-    # An MTP module's second guess would need a hidden state of its own.
+    # A second guess of an MTP module would need a separate hidden state.
     widest = DEFAULT_TREE if heads.spec.kind == "medusa" else (1,)
     branching = tuple(tree) if tree is not None else (*widest, *[1] * count)[:count]
     _check(model, input_ids, branching, count, heads.spec.kind, max_new_tokens)
@@ -106,7 +111,7 @@ def medusa_generate(
         model.train(was_training)
 
 
-# Words of `layer_types`, and of `model_type` where the config has no `alibi`.
+# Values of `layer_types` with a state, and of `model_type` for ALiBi models whose config lacks `alibi`.
 _LAYERS_WITH_STATE = ("conv", "linear_attention", "mamba", "recurrent", "lightning_attention")
 _ALIBI = ("bloom", "mpt")
 
@@ -125,26 +130,26 @@ def _check(
             f"at most {vocabulary} tokens."
         )
     if kind == "mtp" and any(width != 1 for width in branching):
-        raise UsageError(f"tree is {branching}; MTP modules guess one token each, so that every width is 1.")
+        raise UsageError(f"tree is {branching}; MTP modules guess one token each, so every width must be 1.")
     if getattr(model, "_is_stateful", False):
-        raise UsageError(f"{type(model).__name__} carries a state along, out of which no wrong guess can be taken.")
+        raise UsageError(f"{type(model).__name__} has a recurrent state, from which wrong guesses cannot be removed.")
     implementation = getattr(model.config.get_text_config(), "_attn_implementation", None)
     if implementation not in (None, "sdpa", "eager"):
-        raise UsageError(f"attention is {implementation}, which takes no tree; load the model with sdpa or eager.")
+        raise UsageError(f"attention is {implementation}, which takes no tree mask; load the model with sdpa or eager.")
     text = model.config.get_text_config()
     kinds = {kind for kind in getattr(text, "layer_types", None) or () if kind in _LAYERS_WITH_STATE}
     if kinds:
-        raise UsageError(f"its layers are {', '.join(sorted(kinds))}, out of whose state no wrong guess can be taken.")
+        raise UsageError(f"its layers are {', '.join(sorted(kinds))}; their state cannot drop wrong guesses.")
     if getattr(text, "alibi", False) or text.model_type in _ALIBI:
-        raise UsageError(f"{text.model_type} places tokens by alibi, which takes no tree.")
+        raise UsageError(f"{text.model_type} uses ALiBi positions, which do not support a tree of guesses.")
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     length = input_ids.shape[1] + max_new_tokens + len(_Tree.of(branching).parents)
     if window is not None and length > window:
-        raise UsageError(f"{length} tokens reach beyond the model's sliding window of {window}; ask for fewer.")
+        raise UsageError(f"{length} tokens exceed the model's sliding window of {window}; lower max_new_tokens.")
 
 
 class _Decoder:
-    """The state of one decoding: the cache, and what the heads start from."""
+    """The state of one decoding: the cache and the heads' inputs."""
 
     def __init__(self, model: Any, heads: Any, tree: _Tree, widest: int) -> None:
         from transformers import DynamicCache
@@ -166,7 +171,8 @@ class _Decoder:
         known.append(int(self.head(hidden[0, -1]).argmax()))
         last = hidden[0, -1]
         while len(known) - prompt < max_new_tokens and known[-1] != eos_token_id:
-            # No deeper than tokens are wanted beside the one that every pass gives: positions end with them.
+            # The tree is no deeper than the remaining tokens, minus the one that every pass gives, so that positions
+            # stay in range.
             wanted = max_new_tokens - (len(known) - prompt) - 1
             n_nodes = sum(depth <= wanted for depth in self.tree.depths)
             nodes, depths = self._guess(last, known)[:n_nodes], self.depths[:n_nodes]
@@ -182,7 +188,7 @@ class _Decoder:
         return Generated(known[prompt : prompt + max_new_tokens], self.passes)
 
     def _pass(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """(1, Q, H) hidden states of these tokens, whose keys and values are in the cache then."""
+        """(1, Q, H) hidden states of these tokens; adds their keys and values to the cache."""
         self.passes += 1
         inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
         if mask is not None and positions is not None:
@@ -193,14 +199,14 @@ class _Decoder:
         return trunk(self.model, inputs).last_hidden_state  # type: ignore[no-any-return]
 
     def _mask(self, n_nodes: int) -> Tensor:
-        """(1, 1, Q, P + Q) of the tree's first nodes, 0 where one sees a token and the least number elsewhere."""
+        """(1, 1, Q, P + Q) mask of the tree's first nodes: 0 for visible tokens, else the dtype's lowest number."""
         Q, P = n_nodes, self.cache.get_seq_length()
         sees = torch.cat([self.sees.new_ones((Q, P)), self.sees[:Q, :Q]], dim=1)
         dtype = self.head.weight.dtype
         return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)[None, None]
 
     def _guess(self, last_H: Tensor, known: list[int]) -> list[int]:
-        """The token of each node: the last known one, and each head's best."""
+        """The token of each node: the last known token for the root, then each head's best guesses."""
         depth = max(self.tree.depths)
         if depth == 0:
             return [known[-1]]
@@ -212,15 +218,15 @@ class _Decoder:
         return [known[-1] if not depth else best[depth - 1][rank] for depth, rank in pairs]
 
     def _walk(self, nodes: list[int], chosen: list[int]) -> list[int]:
-        """From the root to the last node whose guess is what the model chose after its parent."""
+        """The path from the root along guesses that equal the model's choice after their parent."""
         path = [0]
-        for node in range(1, len(nodes)):  # in order of depth, so a node's parent has been decided
+        for node in range(1, len(nodes)):  # in order of depth, so a node's parent comes before it
             if self.tree.parents[node] == path[-1] and nodes[node] == chosen[path[-1]]:
                 path.append(node)
         return path
 
     def _keep(self, before: int, path: list[int], hidden: Tensor, tokens: list[int]) -> None:
-        """Drop from the cache what was not accepted."""
+        """Remove guesses that were not accepted from the cache."""
         if self.mtp is not None:
             self.mtp.keep(path, hidden)
         if len(path) == hidden.shape[1]:
@@ -231,7 +237,7 @@ class _Decoder:
 
 
 class _MtpState:
-    """Hidden states and rotary tables of all accepted tokens, over which the modules run anew, without a cache."""
+    """Hidden states and rotary tables of all accepted tokens. The modules run over all of them, without a cache."""
 
     def __init__(self, model: Any, heads: Any) -> None:
         self.model, self.heads = model, heads
@@ -242,7 +248,7 @@ class _MtpState:
     def keep(self, path: list[int], hidden: Tensor) -> None:
         if "position_embeddings" not in self.new_inputs:
             raise UsageError(
-                "its layers take no rotary tables, over which MTP modules would go on from token to token."
+                "its layers do not take rotary tables (position_embeddings), which decoding with MTP modules needs."
             )
         index = torch.tensor(path, device=hidden.device)
         rotary = tuple(table.index_select(-2, index) for table in self.new_inputs["position_embeddings"])

@@ -1,4 +1,4 @@
-"""The heads as modules. They hold weights; the losses compute with those inside the modules' own forwards (`door`)."""
+"""The heads as modules. They hold weights; the losses run inside the modules' own forwards (`Visit`)."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from tigon.medusa.spec import HeadsSpec
 
 @dataclass(frozen=True)
 class Visit:
-    """Passed to a module in place of an input: run this inside the module's forward, where its weights are whole.
+    """Passed to a module instead of an input: a function to run inside the module's forward.
 
-    FSDP2 and ZeRO-3 gather a module's weights in its forward hooks, so what needs several modules' weights at once runs
-    inside all of their forwards.
+    FSDP2 and ZeRO-3 gather a module's weights in its forward hooks. Code that needs the weights of several modules at
+    once therefore runs inside the forwards of all of them.
     """
 
     run: Callable[[], Tensor]
 
 
 def inside(modules: Sequence[nn.Module], run: Callable[[], Tensor]) -> Tensor:
-    """`run()`, called inside the forwards of all `modules`, each of which lets a `Visit` in."""
+    """Call `run()` inside the forwards of all `modules`, which must accept a `Visit`."""
     if not modules:
         return run()
     return modules[0](Visit(lambda: inside(modules[1:], run)))  # type: ignore[no-any-return]
 
 
 class Linear(nn.Linear):
-    """A linear module that lets a `Visit` in."""
+    """A linear module whose forward also accepts a `Visit`."""
 
     def forward(self, input: Any) -> Tensor:
         return input.run() if isinstance(input, Visit) else super().forward(input)
 
 
 class ResidualBlocks(nn.Module):
-    """x ← x + SiLU(W x + b), `layers` times; the identity at first."""
+    """x ← x + SiLU(W x + b), `layers` times; starts as the identity."""
 
     def __init__(self, hidden: int, layers: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Linear(hidden, hidden) for _ in range(layers)])
-        # The authors' trainer leaves the biases at nn.Linear's random start; with 0 a head starts as the lm_head.
+        # The authors' trainer keeps nn.Linear's random biases. With biases of 0, a head starts equal to the lm_head.
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
@@ -63,9 +63,9 @@ class ResidualBlocks(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """K heads on one hidden state: residual blocks, then an output weight, of its own or the model's lm_head.
+    """K heads on one hidden state. Each has residual blocks, then its own output weight or the model's lm_head.
 
-    Parameters are named as vLLM names them: `blocks.k.layers.i.{weight,bias}`, `lm_heads.k.weight`.
+    Parameters have vLLM's names: `blocks.k.layers.i.{weight,bias}`, `lm_heads.k.weight`.
     """
 
     state: Any  # attach.HeadState
@@ -84,21 +84,21 @@ class MedusaHeads(nn.Module):
             self.lm_heads.append(own)
 
     def visited(self) -> list[nn.Module]:
-        """The modules whose weights the loss computes with."""
+        """The modules whose weights the loss uses."""
         return [m for m in self.modules() if isinstance(m, Linear)]
 
     def weights(self) -> list[Tensor] | None:
-        """Each head's output weight; None where they share the model's."""
+        """Each head's output weight; None if the heads share the model's."""
         return [own.weight for own in self.lm_heads] or None  # type: ignore[misc]
 
     def block_weights(self) -> list[list[tuple[Tensor, Tensor]]]:
-        """Each head's blocks as weights and biases."""
+        """The weights and biases of each head's blocks."""
         return [blocks.weights() for blocks in self.blocks]  # type: ignore[operator]
 
     def hiddens(
         self, model: Any, hidden_BTH: Tensor, inputs: Mapping[str, Any], layer_inputs: Mapping[str, Any]
     ) -> list[Tensor]:
-        """What each head's blocks start from: the same for all."""
+        """The input of each head's blocks, which is the same tensor for all heads."""
         return [hidden_BTH] * self.spec.count
 
     def logits(self, hidden_NH: Tensor, head: nn.Module) -> Tensor:
@@ -108,10 +108,10 @@ class MedusaHeads(nn.Module):
 
 
 class MtpModule(nn.Module):
-    """One multi-token-prediction module (DeepSeek-V3, arXiv 2412.19437, eq. 21-23): the hidden state of the depth
-    before, and the embedding of the token one further ahead, through one transformer layer.
+    """One multi-token-prediction module (DeepSeek-V3, arXiv 2412.19437, eq. 21-23).
 
-    The layer starts as a copy of the model's last one. Names as in DeepSeek-V3's checkpoints.
+    It passes the hidden state of the previous depth and the embedding of the next token ahead through one transformer
+    layer. The layer starts as a copy of the model's last one. Names are those of DeepSeek-V3's checkpoints.
     """
 
     def __init__(self, layer: nn.Module, norm: nn.Module, hidden: int, std: float) -> None:
@@ -128,7 +128,7 @@ class MtpModule(nn.Module):
 
 
 class MtpHeads(nn.Module):
-    """MTP modules one after the other; embedding and lm_head are the model's."""
+    """MTP modules in sequence, which use the model's embedding and lm_head."""
 
     state: Any  # attach.HeadState
 
@@ -152,8 +152,11 @@ class MtpHeads(nn.Module):
     def hiddens(
         self, model: Any, hidden_BTH: Tensor, inputs: Mapping[str, Any], layer_inputs: Mapping[str, Any]
     ) -> list[Tensor]:
-        """The output of each depth, for the model's `input_ids` or `inputs_embeds`. Where the token ahead lies past the
-        end of the row, its place is taken by the last token: no position that sees it is scored."""
+        """The output of each depth, for the model's `input_ids` or `inputs_embeds`.
+
+        If the token ahead lies past the end of the sequence, the last token replaces it. No position that sees it is
+        scored.
+        """
         ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
         given: Tensor = embeds if ids is None else ids  # type: ignore[assignment]  # the trunk has asked for one
         found, T = [], given.shape[1]
@@ -171,7 +174,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 
 def final_norm(model: Any) -> nn.Module:
-    """The norm after the last layer: the last norm beside the list of layers."""
+    """The norm after the last layer: the last norm in the module that holds the list of layers."""
     layers = decoder_layers(model)
     holder = next(
         m for m in model.base_model.modules()
@@ -187,6 +190,6 @@ def final_norm(model: Any) -> nn.Module:
 def make_heads(spec: HeadsSpec, model: Any) -> MedusaHeads | MtpHeads:
     """New heads for a model, on its device and in its dtype."""
     head = model.get_output_embeddings()
-    with torch.device(head.weight.device):  # a model without data gets heads without
+    with torch.device(head.weight.device):  # a meta model gets meta heads
         made = MtpHeads(spec, model) if spec.kind == "mtp" else MedusaHeads(spec, head)
     return made.to(dtype=head.weight.dtype)

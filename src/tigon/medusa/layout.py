@@ -1,14 +1,15 @@
-"""Heads on disk. One folder that three readers take:
+"""Saves and loads heads. tigon, vLLM and FasterDecoding/Medusa can all read the folder:
 
-    config.json          vLLM renames any key with `num` and `heads` to num_heads, with `num` and `layers` to
-                         num_hidden_layers (vllm/transformers_utils/configs/medusa.py), so the names are the authors'
-    model.safetensors    vLLM's names: blocks.k.layers.i.{weight,bias}, lm_heads.k.weight; with `original_lm_head` a
-                         single lm_heads.0.weight (vllm/model_executor/models/medusa.py), and `medusa_fc_bias`, as its
-                         blocks have none by default
-    medusa_lm_head.pt    FasterDecoding/Medusa's: k.i.linear.{weight,bias} and k.n.weight (medusa/model/medusa_model.py)
+    config.json          The authors' names. vLLM renames any key with `num` and `heads` to num_heads, and any key with
+                         `num` and `layers` to num_hidden_layers (vllm/transformers_utils/configs/medusa.py).
+    model.safetensors    vLLM's names: blocks.k.layers.i.{weight,bias}, lm_heads.k.weight. With `original_lm_head` there
+                         is a single lm_heads.0.weight (vllm/model_executor/models/medusa.py). `medusa_fc_bias` is set,
+                         because vLLM's blocks lack biases by default.
+    medusa_lm_head.pt    FasterDecoding/Medusa's names: k.i.linear.{weight,bias} and k.n.weight
+                         (medusa/model/medusa_model.py).
 
-MTP modules have no reader beside a model family of their own; they are written with the names of DeepSeek-V3's
-checkpoints, model.layers.N.*, N counting on from the model's last layer.
+Other programs read MTP modules only as part of a model family. They are saved with the names of DeepSeek-V3's
+checkpoints, model.layers.N.*, where N continues after the model's last layer.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ CONFIG, WEIGHTS, AUTHORS_WEIGHTS = "config.json", "model.safetensors", "medusa_l
 def save_heads(
     spec: HeadsSpec, state: Mapping[str, Tensor], folder: Path, *, head: Tensor, base: str, n_layers: int
 ) -> None:
-    """Write heads.
+    """Save heads to a folder.
 
     Args:
-        state: the heads' state_dict. head: the model's lm_head weight (V, H), which shared heads are written with.
-        base: what the model is loaded by, for the authors' reader. n_layers: decoder layers of the model.
+        spec: the shape of the heads.
+        state: the heads' state_dict.
+        folder: the target folder; created if missing.
+        head: the model's lm_head weight (V, H), which is saved with shared heads.
+        base: the name or folder of the model, for FasterDecoding/Medusa.
+        n_layers: number of decoder layers of the model.
     """
     from safetensors.torch import save_file
 
@@ -66,26 +71,30 @@ def save_heads(
     written = {**on_cpu, **({"lm_heads.0.weight": lm_head} if spec.shared else {})}
     save_file(written, folder / WEIGHTS, {"format": "pt"})
     authors = {_authors_name(name, spec): tensor for name, tensor in on_cpu.items()}
-    if spec.shared:  # one tensor under many names: the file holds it once
+    if spec.shared:  # one tensor under several names; the file holds it once
         authors |= {f"{k}.{spec.layers}.weight": lm_head for k in range(spec.count)}
     torch.save(authors, folder / AUTHORS_WEIGHTS)
 
 
 def load_heads(folder: Path) -> tuple[HeadsSpec, dict[str, Tensor]]:
-    """(which heads, their state_dict) of a folder of `save_heads` or of the authors' trainer. Raises UsageError."""
+    """Load (spec, state_dict) of heads from a folder written by `save_heads` or by FasterDecoding/Medusa's trainer.
+
+    Raises:
+        UsageError: a file is missing, cannot be read, or is not one of heads.
+    """
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{folder}: no {CONFIG}; give a folder with heads, as `tigon medusa` leaves one in its run.")
     try:
         config = json.loads(read_text(folder / CONFIG))
         if not isinstance(config, dict):
-            raise UsageError(f"{folder / CONFIG} is a {type(config).__name__}; these are no heads.")
+            raise UsageError(f"{folder / CONFIG} holds a {type(config).__name__}, not an object; give a heads folder.")
         spec, state = _load(folder, config)
     except UsageError:
         raise
-    except Exception as error:  # files in three formats, each with errors of its own for what is none
-        raise UsageError(f"{folder} holds no heads that can be read ({type(error).__name__}: {error}).") from None
+    except Exception as error:  # the three file formats raise different errors for damaged files
+        raise UsageError(f"{folder}: its heads cannot be read ({type(error).__name__}: {error}).") from None
     if not state:
-        raise UsageError(f"{folder}: its heads have no weights; give the folder that `tigon medusa` left.")
+        raise UsageError(f"{folder}: its files contain no weights; give the folder that `tigon medusa` left.")
     return spec, state
 
 
@@ -102,19 +111,19 @@ def _load(folder: Path, config: dict[str, Any]) -> tuple[HeadsSpec, dict[str, Te
         shared=bool(config.get("original_lm_head", False)),
     )
     if not spec.count:
-        raise UsageError(f"{folder / CONFIG}: no medusa_num_heads in it; these are no Medusa heads.")
+        raise UsageError(f"{folder / CONFIG} lacks medusa_num_heads, so the folder does not hold Medusa heads.")
     if (folder / WEIGHTS).is_file():
         read = load_file(folder / WEIGHTS)
     elif (folder / AUTHORS_WEIGHTS).is_file():
         found = torch.load(folder / AUTHORS_WEIGHTS, map_location="cpu", weights_only=True)
         read = {_name_of_authors(name, spec): tensor for name, tensor in found.items()}
     else:
-        raise UsageError(f"{folder}: neither {WEIGHTS} nor {AUTHORS_WEIGHTS} in it.")
+        raise UsageError(f"{folder} contains neither {WEIGHTS} nor {AUTHORS_WEIGHTS}.")
     return spec, {name: t for name, t in read.items() if not (spec.shared and name.startswith("lm_heads."))}
 
 
 def _number(folder: Path, config: dict[str, Any], *names: str, default: int = 0) -> int:
-    """The first of `names` that is there."""
+    """The value of the first of `names` in the config. Raises UsageError unless it is a whole number."""
     name = next((name for name in names if name in config), None)
     found = default if name is None else config[name]
     if type(found) is not int or found < 0:

@@ -1,4 +1,4 @@
-"""Heads as the planner sees them: what puts them on a traced model, what they exclude, how a recipe says them."""
+"""Heads for the planner: attaching them to a traced model, options that they exclude, and their recipe keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tigon.techniques.choices import LIMITS, Choices
 from tigon.techniques.condition import Condition
 
 _LORA = Condition("lora_rank", "is at least", 1)
-# Of which stages and kinds, with which choices, why not: the recipe's own rules (recipe/keys.py), which name its keys.
+# (stages, kinds, choices, reason): combinations that are refused. recipe/keys.py has the same rules with recipe keys.
 _EXCLUSIONS: tuple[tuple[tuple[int, ...], tuple[str, ...], tuple[Condition, ...], str], ...] = (
     ((1,), ("medusa", "mtp"), (_LORA,), "stage 1 freezes the model, so that adapters would not learn; use stage 2"),
     (
@@ -49,7 +49,7 @@ _EXCLUSIONS: tuple[tuple[tuple[int, ...], tuple[str, ...], tuple[Condition, ...]
 
 @dataclass(frozen=True)
 class Attachment:
-    """`attach` of these heads, as a value."""
+    """These heads, ready to be attached to a model."""
 
     spec: HeadsSpec
     objective: Objective
@@ -58,7 +58,7 @@ class Attachment:
         return attach(model, self.spec, self.objective)
 
     def scoring(self, model: Any) -> AbstractContextManager[HeadRecord]:
-        """While it is open, `model` in evaluation computes the heads' losses (`tigon.medusa.attach.scoring`)."""
+        """Context in which `model`, in evaluation, computes the heads' losses (`tigon.medusa.attach.scoring`)."""
         return scoring(model)
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Attachment:
         return f"{self.spec.count} {what} with {output}, stage {self.objective.stage}"
 
     def refusals(self, choices: Choices) -> tuple[str, ...]:
-        """Why heads cannot be trained with these choices, a sentence each."""
+        """The reasons why heads cannot be trained with these choices, one sentence each."""
         return tuple(
             f"heads: {reason}"
             for stages, kinds, when, reason in _EXCLUSIONS
@@ -75,7 +75,7 @@ class Attachment:
         )
 
     def recipe_keys(self) -> Mapping[str, Any]:
-        """Dotted recipe keys that give these heads."""
+        """Dotted recipe keys -> values that define these heads."""
         spec = self.spec
         output = "shared" if spec.shared else "separate"
         own = {} if spec.kind == "mtp" else {"heads.layers": spec.layers, "heads.output": output}
@@ -85,7 +85,10 @@ class Attachment:
 
 
 def planned(name: str, config: Any, count: int, stage: int) -> Attachment:
-    """Medusa heads as a recipe with `heads.count` and `heads.stage` alone has them. Raises UsageError."""
+    """The Medusa heads of a recipe that sets only `heads.count` and `heads.stage`.
+
+    Raises UsageError if count or stage is out of range.
+    """
     least, most = LIMITS["heads"]
     if count < least or (most is not None and count > most):
         raise UsageError(f"--medusa is {count}; it must be {least} to {most} heads.")

@@ -1,4 +1,4 @@
-"""Losses and accuracies of the heads, summed on the device until somebody asks."""
+"""Losses and accuracies of the heads, summed on the device until they are logged."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from tigon.ops.losses.multi_head import MultiHeadOutput
 
-# K losses: the heads', and the model's own before them where it is trained too.
+# K losses: those of the heads, preceded by the model's own if the model is trained too.
 
 
 class HeadRecord:
     """Sums over tokens, in fp64, so that a mean over micro-batches is the mean over their tokens."""
 
     def __init__(self, names: list[str]) -> None:
-        """names: of the K losses, e.g. ["model", "head1", "head2"]."""
+        """names: the names of the K losses, e.g. ["model", "head1", "head2"]."""
         self.names = names
         self.reset()
 
@@ -28,10 +28,12 @@ class HeadRecord:
         self._sums[name] = self._sums[name] + part if name in self._sums else part
 
     def add(self, found: MultiHeadOutput, num_items: Tensor | float | None) -> None:
-        """One micro-batch: `losses` and `counts`, and `accuracy` if it was asked for. num_items: what the losses were
-        divided by; None: each by its own count."""
+        """Add one micro-batch: `losses` and `counts`, and `accuracy` if it was computed.
+
+        num_items: the denominator of the losses; None if each was divided by its own count.
+        """
         assert found.losses is not None and found.counts is not None
-        finite = found.losses.detach().isfinite()  # a step that is not is left out of the run's loss too
+        finite = found.losses.detach().isfinite()  # the run's loss leaves out non-finite steps too
         counts_K = torch.where(finite, found.counts.double(), 0.0)
         weights_K = counts_K if num_items is None else torch.as_tensor(num_items).to(counts_K)
         self._add("losses", torch.where(finite, found.losses.detach().double(), 0.0) * weights_K)
@@ -41,27 +43,29 @@ class HeadRecord:
             self._add("ranked", counts_K)
 
     def join(self, other: HeadRecord) -> None:
-        """Add what another record of the same losses holds."""
+        """Add the sums of another record of the same losses."""
         for name, part in other._sums.items():
             self._add(name, part)
 
     def blank(self) -> HeadRecord:
-        """A record of the same losses that adds nothing to them: of a process without rows, where a sum takes all."""
+        """A record of the same losses with sums of 0, for a process without sequences in an all-reduce."""
         found = HeadRecord(self.names)
         found._sums = {name: torch.zeros_like(part) for name, part in self._sums.items()}
         return found
 
     def state(self) -> dict[str, list[Any]]:
-        """For a checkpoint: what has been summed since the last `take`, in this process."""
+        """The sums of this process since the last `take`, for a checkpoint."""
         return {name: part.tolist() for name, part in self._sums.items()}
 
     def resume(self, state: Mapping[str, list[Any]], device: torch.device) -> None:
-        """Go on from what `state` returned."""
+        """Restore the sums that `state` returned."""
         self._sums = {name: torch.tensor(part, dtype=torch.float64, device=device) for name, part in state.items()}
 
     def take(self, reduce: Callable[[Tensor], Tensor] = lambda sums: sums) -> dict[str, float]:
-        """{"head1_loss": nats a token, "head1_top1": share, ... "head1_top5"}, and start anew. reduce: adds up what all
-        processes have; each of them calls it, or none."""
+        """Return {"head1_loss": nats per token, "head1_top1": share, ... "head1_top5"} and reset the sums.
+
+        reduce: sums a tensor over all processes. Either all processes call this method, or none.
+        """
         if not self._sums:
             return {}
         columns = [self._sums[name] for name in ("losses", "counts", "hits", "ranked") if name in self._sums]

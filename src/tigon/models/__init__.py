@@ -1,4 +1,4 @@
-"""What is patched where: one row a family, one engine, per instance and reversible. See docs/patching.md."""
+"""The patcher: one table row per model family; patches one instance and can be undone. See docs/patching.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The engine: decide for every module of a model whether it changes, then change them all, or none.
+"""`tigon.patch`: decide for every module of a model whether it changes, then change all of them or none.
 
-Deciding reads only (structure, and numbers on stand-ins: see `probe`), so whatever is wrong is raised before anything
-is touched. Which seams a family has is a row of `table`; how a seam replaces a forward is in `layers` and `loss_seam`.
+Deciding only reads: it looks at the structure and compares numbers on stand-ins (`verification/probe.py`). Errors are
+therefore raised before anything is changed. `table.py` lists the seams of each family; `seams/` holds the replacements.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tigon.models.table import MODELS
 
 Flags = Mapping[str, bool | None]
 
-# Objections that do not tell whose code stands in the way: another package's kernels often refuse the probe's tensors.
+# Objections that do not name the package in the way: another package's kernels often refuse the probe's tensors.
 UNTOLD = ("cannot be compared", "overridden on the instance")
 
 
 @dataclass
 class _Decision:
-    """What is to become of each candidate of each seam."""
+    """The outcome for each candidate of each seam."""
 
     home: str = ""
     """The package of the model's class."""
     changes: list[Change] = field(default_factory=list)
     refused: list[tuple[str, nn.Module, Seam, str]] = field(default_factory=list)
     patched: int = 0
-    """Modules that had tigon's ops before."""
+    """Number of modules that had tigon's ops before this call."""
     notes: list[str] = field(default_factory=list)
 
     def reasons(self, flag: str) -> str:
@@ -55,31 +55,32 @@ def patch(
     linear_cross_entropy: bool | None = None,
     **unknown: bool | None,
 ) -> PatchReport:
-    """Put tigon's ops into this model instance, and into nothing else.
+    """Replace the layers of this model instance with tigon's ops, in place; other models are not affected.
 
-    Every flag is None, True or False. None: where the model has what the op replaces. True: the same, and an error
-    where it has not. False: leave it alone.
+    Every flag is None, True or False. None (the default) uses the op if the model has matching modules. True raises an
+    error if it has none. False leaves these modules alone.
 
     Args:
-        model: a transformers model, or a PEFT or DistributedDataParallel wrapper of one. A family of
-            `tigon.models.MODELS` gets what its row says; any other is matched by structure. Patch before
-            `torch.compile` and before FSDP or DeepSpeed wrap it.
-        rms_norm, layer_norm, rope, mlp: the ops inside the decoder layers; mlp includes the experts of a mixture.
-        cross_entropy: the loss of logits that exist (eval with labels, or where the head cannot be fused).
-        linear_cross_entropy: in training with labels, the loss inside the head, without logits.
+        model: a transformers model, or a PEFT or DistributedDataParallel wrapper of one. A family in
+            `tigon.models.MODELS` is patched by its row; any other family is matched by structure. Call `patch` before
+            `torch.compile` and before FSDP or DeepSpeed wrap the model.
+        rms_norm, layer_norm, rope, mlp: the ops inside the decoder layers; mlp includes mixture-of-experts layers.
+        cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
+        linear_cross_entropy: in training with labels, the loss is computed inside the head, without logits.
 
     Returns:
-        What was replaced, what was left alone and why; `report.undo()` takes it back. On a model that is patched
-        already, a report that says so.
+        A `PatchReport`: the modules that were replaced, those that were left alone, and why. `report.undo()` restores
+        the model. If the model is already patched, the report says so.
 
     Raises:
-        PatchError: a flag that is True, or a seam of the family's row, matches nothing, or nothing at all matches.
-            Nothing was changed. OptionError: a flag is not a bool, or there is no such flag.
+        PatchError: no module matches a flag that is True or a flag that the family's row promises; or no module
+            matches any flag. The model is unchanged.
+        OptionError: a flag is not True, False or None, or its name is unknown.
     """
     for name in unknown:
         near = difflib.get_close_matches(name, (*LAYER_FLAGS, *LOSS_FLAGS), n=1)
         hint = f"the nearest is {near[0]}" if near else f"the flags are {', '.join((*LAYER_FLAGS, *LOSS_FLAGS))}"
-        raise OptionError(f"{name} is no flag of tigon.patch; {hint}.")
+        raise OptionError(f"{name} is not a flag of tigon.patch; {hint}.")
     flags: Flags = {
         "rms_norm": rms_norm,
         "layer_norm": layer_norm,
@@ -96,7 +97,7 @@ def patch(
 
 
 def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> PatchReport:
-    """`patch` with a row of the caller's choice; `model` is the transformers model itself."""
+    """`patch` with a given row; `model` is the transformers model itself, without wrappers."""
     flags = {**dict.fromkeys((*LAYER_FLAGS, *LOSS_FLAGS)), **(flags or {})}
     decision = _Decision(
         home=package_of(type(model)), patched=sum(isinstance(m, PatchedModule) for m in model.modules())
@@ -118,9 +119,16 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
 
 
 def unpatch(model: nn.Module) -> int:
-    """Take every tigon seam off a model, such as a copy or an unpickled one, whose report is not at hand.
+    """Undo every patch of a model without its report, for example on a copy or an unpickled model.
 
-    Returns the number of modules restored. Raises PatchError, with nothing undone, as `PatchReport.undo` does.
+    Args:
+        model: any module that may contain patched modules.
+
+    Returns:
+        The number of modules restored.
+
+    Raises:
+        PatchError: a module was wrapped after the patch. Nothing was undone.
     """
     restored: set[str] = set()
     while modules := [(path, m) for path, m in model.named_modules() if isinstance(m, PatchedModule)]:
@@ -136,7 +144,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         inner = inner or getattr(model, "module", None) or getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             raise PatchError(
-                f"{type(model).__name__} is not a transformers model: it has no config.model_type. Pass the model "
+                f"{type(model).__name__} is not a transformers model: it lacks config.model_type. Pass the model "
                 "itself; for your own modules use tigon.nn."
             )
         model = inner
@@ -160,7 +168,7 @@ def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None
     fitted: dict[type, Seam] = {}
     for path, module in model.named_modules():
         candidates = [] if isinstance(module, PatchedModule) else [seam for seam in seams if seam.candidate(module)]
-        # What fitted another module of the class is the first to be tried.
+        # Try first the seam that fitted another module of this class.
         first = fitted.get(type(module))
         candidates = [seam for seam in candidates if seam is first] + [s for s in candidates if s is not first]
         if candidates and _judge(path, module, candidates, decision):
@@ -177,7 +185,7 @@ def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None
 
 
 def _judge(path: str, module: nn.Module, candidates: list[Seam], decision: _Decision) -> bool:
-    """Give the module the first seam without an objection; without one, note down the objection to the last."""
+    """Give the module the first seam without an objection; if all object, record the last objection."""
     reason = instance_objection(module)
     for seam in candidates:
         objection = reason or seam.objection(module)
@@ -191,7 +199,7 @@ def _judge(path: str, module: nn.Module, candidates: list[Seam], decision: _Deci
 
 
 def _package_of_forward(model: nn.Module, home: str) -> str:
-    """The package of the class that defines `model.forward`; `home` where the instance does."""
+    """The package of the class that defines `model.forward`; `home` if the instance defines it."""
     if "forward" in vars(model):
         return home
     return next(package_of(cls) for cls in type(model).__mro__ if "forward" in vars(cls))
@@ -211,7 +219,7 @@ def _decide_loss(model: nn.Module, spec: PatchSpec, flags: Flags, decision: _Dec
     if head is None or not seam.candidate(model):
         reason: str | None = f"it has no {spec.head or 'output embeddings'}, so it computes no language-model loss"
     else:
-        # A subclass brings a forward of its own. One that was assigned to a class may pass by the head.
+        # A subclass has its own forward, which is fine. A forward assigned to a class may bypass the head.
         package = vendor(seam.code(model), _package_of_forward(model, decision.home))
         reason = taken_by(package, model) if package else instance_objection(model) or seam.objection(model)
     if reason is not None or head is None:
@@ -220,7 +228,7 @@ def _decide_loss(model: nn.Module, spec: PatchSpec, flags: Flags, decision: _Dec
         return
     if seam.fused and not _decide_head(head, seam.head, decision):
         _insist(flags, ("linear_cross_entropy",), decision.reasons("linear_cross_entropy"))
-        # The model computes logits; without cross_entropy there is nothing left to do for it.
+        # The model computes logits; without cross_entropy there is nothing left to patch.
         seam = CausalLMSeam(head=seam.head, fused=False, cross_entropy=cross_entropy, logits=spec.logits)
     if seam.fused or seam.cross_entropy:
         decision.changes.append(Change("", model, seam))

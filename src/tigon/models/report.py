@@ -1,4 +1,4 @@
-"""What `patch` did to a model, and the way back."""
+"""`PatchReport`: what `patch` did to a model, and how to undo it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tigon.models.seams.base import Change
 
 @dataclass(frozen=True)
 class Replaced:
-    """Modules of one class that now run one op."""
+    """Modules of one class that now run the same op."""
 
     op: str
     cls: str
@@ -22,7 +22,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """Modules that stay as they were, and why."""
+    """Modules that were left unchanged, and why."""
 
     op: str
     cls: str
@@ -32,10 +32,10 @@ class LeftAlone:
 
 @dataclass
 class PatchReport:
-    """Readable with `print`, as data with `to_dict`, reversible with `undo`."""
+    """The result of `tigon.patch`: `print` it, export it with `to_dict`, or restore the model with `undo`."""
 
     model: str
-    """Class and model type, for the heading."""
+    """Class and model type of the model, for the heading."""
     replaced: list[Replaced] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -43,16 +43,17 @@ class PatchReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Modules replaced, by op."""
+        """Number of modules replaced, by op."""
         counts: dict[str, int] = {}
         for row in self.replaced:
             counts[row.op] = counts.get(row.op, 0) + len(row.paths)
         return counts
 
     def undo(self) -> None:
-        """Give every module this report replaced its own class back; a second call does nothing.
+        """Restore the original class of every module that this report replaced; a second call does nothing.
 
-        Raises PatchError, with nothing undone, where a module was wrapped after the patch.
+        Raises:
+            PatchError: a module was wrapped after the patch, or patched again on top. Nothing was undone.
         """
         blocked = [reason for change in self._changes if (reason := change.blocked())]
         if blocked:
@@ -62,7 +63,7 @@ class PatchReport:
         self._changes.clear()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-serialisable: model, replaced, left_alone, notes, counts."""
+        """The report as a JSON-serialisable dict: model, replaced, left_alone, notes, counts."""
         return {
             "model": self.model,
             "replaced": [{"op": r.op, "class": r.cls, "paths": list(r.paths)} for r in self.replaced],
@@ -86,5 +87,5 @@ class PatchReport:
 
 
 def _stars(paths: Iterable[str]) -> list[str]:
-    """Paths with layer numbers as *, each once: model.layers.*.mlp."""
+    """The distinct paths with layer numbers replaced by *: model.layers.*.mlp."""
     return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", path) or "(the model)" for path in paths))

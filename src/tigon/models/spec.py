@@ -1,4 +1,4 @@
-"""What may differ between model families, as fields of one row. Nothing else in this package knows a family."""
+"""`PatchSpec`: one table row per model family. Its fields are everything that may differ between families."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
 
 @dataclass(frozen=True, kw_only=True)
 class PatchSpec:
-    """A claim about a family: which seams its modules have. `patch` checks it against the model it gets, `verify`
-    proves it on a small random one.
+    """The seams that a family's modules should have. `patch` checks them against the model that it gets, and `verify`
+    tests them on a small random model.
 
-    Where a flag has several seams, a module gets the first that computes what it computes.
+    If a flag has several seams, each module gets the first one that computes the same as the module.
     """
 
     model_type: str
@@ -29,20 +29,20 @@ class PatchSpec:
     mlp: tuple[Seam, ...] = ()
     rope: RopeSeam | None = None
     head: str | None = "lm_head"
-    """Path of the output head below the model; None if it is to be asked for its output embeddings."""
+    """Path of the output head in the model; None to use the model's `get_output_embeddings()`."""
     logits: LogitAttributes = field(default_factory=LogitAttributes)
     keep: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """What is left alone in this family -> why. A flag among the keys is not an error where it matches nothing."""
+    """Parts that stay unpatched in this family -> the reason. A flag listed here may match no module without error."""
     tiny: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """What `verify` sets in the config of its small model beyond the sizes all families share."""
+    """Config fields that `verify` sets for its small model in addition to the sizes shared by all families."""
     claims: bool = True
-    """Whether a flag whose seams match nothing is an error. False where the seams are guesses from structure."""
+    """Whether a flag whose seams match no module is an error. False if the seams are guesses from structure."""
     towers_of_any_family: bool = False
-    """Whether the layers belong to towers of any family. Then a flag that is None and matches nothing is no error."""
+    """Whether the layers belong to towers of any family. If so, a flag that is None may match no module."""
 
     @property
     def seams(self) -> Mapping[str, tuple[Seam, ...]]:
-        """Flag -> its seams in the order they are tried; flags without a seam are not there."""
+        """Flag -> its seams in the order in which they are tried; flags without a seam are left out."""
         by_flag: dict[str, tuple[Seam, ...]] = {}
         for seam in (*self.norm, *self.mlp, *(() if self.rope is None else (self.rope,))):
             by_flag[seam.flag] = (*by_flag.get(seam.flag, ()), seam)
@@ -50,5 +50,5 @@ class PatchSpec:
 
     @property
     def flags(self) -> frozenset[str]:
-        """The flags of `tigon.patch` that do something in this family."""
+        """The flags of `tigon.patch` that have an effect in this family."""
         return frozenset(self.seams) | frozenset(LOSS_FLAGS if self.head else ())

@@ -1,4 +1,4 @@
-"""The row of a family that has none: every seam there is, each module to get the first whose numbers agree."""
+"""The row for a family without one: it lists every seam, and each module gets the first whose numbers agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _CASTINGS: tuple[tuple[Casting, float], ...] = (("llama", 0.0), ("fp32", 0.0), ("gemma", 1.0))
 
 RMS_NORMS = tuple(NormSeam(eps=_EPS, casting=casting, offset=offset) for casting, offset in _CASTINGS)
-# The last for norms that have eps in their code and no attribute for it.
+# The last one is for norms that hard-code eps instead of reading an attribute.
 LAYER_NORMS = (LayerNormSeam(eps=_EPS), LayerNormSeam(eps=_EPS, offset=1.0), LayerNormSeam(eps=1e-5))
 GATED_MLPS = (
     *(GatedMlpSeam(act=act) for act in ("act_fn", "activation_fn", "act", "activation")),
@@ -38,7 +38,7 @@ _LOGIT_ATTRIBUTES = {
 
 
 def structural_row(model: nn.Module) -> PatchSpec:
-    """A row that claims nothing, for a model whose family has none."""
+    """A row for a model whose family has none; a flag that matches no module is then not an error."""
     config: Any = model.config
     text = config.get_text_config()
     logits = {

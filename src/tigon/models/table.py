@@ -1,4 +1,4 @@
-"""The families, one row each. The only file of this package with model names in it."""
+"""The model families, one row each. No other file of this package contains model names."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tigon.models.seams.rope import RopeSeam
 from tigon.models.spec import PatchSpec
 from tigon.models.structure import GATED_MLPS, LAYER_NORMS, RMS_NORMS
 
-# --- norms: where the value is rounded, what is added to the weight, what eps is called
+# --- norms: rounding, offset of the weight, and the name of eps
 LLAMA = (NormSeam(),)
 FP32_WEIGHT = (NormSeam(casting="fp32"),)
 GEMMA = (NormSeam(casting="gemma", offset=1.0, eps="eps"),)
 LAYER = (LayerNormSeam(),)
 COHERE = (LayerNormSeam(eps="variance_epsilon"),)
 NEMOTRON = (LayerNormSeam(offset=1.0),)
-# --- MLPs: what the projections and the activation are called
+# --- MLPs: the names of the projections and of the activation
 GATED = (GatedMlpSeam(),)
 PACKED = (GatedMlpSeam(packed="gate_up_proj", act="activation_fn"),)
 MULTIPLIED = (GatedMlpSeam(gate_scale="gate_multiplier", down_scale="down_multiplier"),)
@@ -30,7 +30,7 @@ PAIRS = RopeSeam(styles=("interleaved",))
 GLM = RopeSeam(styles=("interleaved-from-halves",))
 HALF_TABLES = RopeSeam(styles=("half-tables",))
 DEEPSEEK = RopeSeam(styles=("half-split", "pairs-to-halves"))
-# --- what happens to the logits
+# --- scaling and capping of the logits
 CAPPED = LogitAttributes(softcap="final_logit_softcapping")
 DIVIDED = LogitAttributes(divide="logits_scaling")
 
@@ -107,7 +107,7 @@ _ROWS = (
         tiny={"lm_head_multiplier": 0.7, "mlp_multipliers": [0.8, 0.6], "key_multiplier": 0.9},
     ),
     PatchSpec(model_type="hunyuan_v1_dense", norm=LLAMA, mlp=GATED, rope=HALF),
-    # Vision and text. The towers of llava may be of any family, so its seams are all there are.
+    # Vision and text. The towers of llava may be of any family, so its row lists every seam.
     PatchSpec(
         model_type="llava", norm=RMS_NORMS + LAYER_NORMS, mlp=GATED_MLPS, rope=RopeSeam(),
         keep=MappingProxyType({"MLP of a CLIP tower": "it has no gate"}), towers_of_any_family=True,

@@ -1,4 +1,4 @@
-"""An attention of the caller's choice inside a transformers model, for as long as a trace runs."""
+"""Replaces the attention function of a transformers model while a trace runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NAME = "tigon_traced"
 
 @contextlib.contextmanager
 def attention_replaced(model: Any, attend: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
-    """Let `model` call `attend` where it calls its attention function, and `mask` where it makes an attention mask.
+    """Let `model` call `attend` instead of its attention function, and `mask` instead of its mask function.
 
     attend: (module, query, key, value, attention_mask, **keywords) -> (output (B, T, heads, D), None).
-    mask: what transformers gives a mask function, as keywords -> a mask or None.
+    mask: (the keywords that transformers passes to a mask function) -> a mask or None.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

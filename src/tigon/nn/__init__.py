@@ -1,4 +1,4 @@
-"""Thin modules over `tigon.ops`, for models that `tigon.patch` does not know."""
+"""`torch.nn` modules that call `tigon.ops`, for your own models, which `tigon.patch` does not know."""
 
 from __future__ import annotations
 

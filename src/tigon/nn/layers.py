@@ -1,7 +1,7 @@
-"""Norms and gated MLPs, with the parameter names of what they replace, so that state dicts load either way.
+"""Norms and gated MLPs. Their parameter names match the modules that they replace, so state dicts load both ways.
 
-`RMSNorm` has the `weight` of `torch.nn.RMSNorm` and of every Hugging Face `*RMSNorm`; `LayerNorm` the `weight` and
-`bias` of `torch.nn.LayerNorm`; the MLPs the `gate_proj`, `up_proj` and `down_proj` of `LlamaMLP`.
+`RMSNorm` has the `weight` of `torch.nn.RMSNorm` and of every Hugging Face `*RMSNorm`. `LayerNorm` has the `weight` and
+`bias` of `torch.nn.LayerNorm`. The MLPs have the `gate_proj`, `up_proj` and `down_proj` of `LlamaMLP`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ from tigon import ops
 from tigon.ops.glu import Approximate, alone
 from tigon.ops.rms_norm import Casting
 
-# B, T = any leading dimensions; H = hidden, F = intermediate.
+# H hidden size, F intermediate size.
 
 
 class RMSNorm(nn.Module):
-    """`tigon.rms_norm` over the last dimension: (..., H) -> (..., H).
+    """RMSNorm over the last dimension, (..., H) -> (..., H), computed by `tigon.rms_norm`.
 
     Args:
-        hidden_size: H. eps: added to the mean square.
+        hidden_size: H.
+        eps: added to the mean square.
         offset: added to the weight; 1 for Gemma, whose weight then starts at 0.
         casting: where the normalised value is rounded; see `tigon.rms_norm`.
         elementwise_affine: False for a norm without weight.
+        device, dtype: of the weight.
+
+    Raises:
+        ShapeError, DtypeError, OptionError: in forward, under the conditions of `tigon.rms_norm`.
     """
 
     weight: nn.Parameter | None
@@ -49,7 +54,7 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Make the effective weight, weight + offset, 1."""
+        """Initialise the weight to 1 - offset, so that the effective weight is 1."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
@@ -61,9 +66,19 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """`tigon.layer_norm` over the last dimension: (..., H) -> (..., H).
+    """LayerNorm over the last dimension, (..., H) -> (..., H), computed by `tigon.layer_norm`.
 
-    One dimension only, where `torch.nn.LayerNorm` takes several.
+    Unlike `torch.nn.LayerNorm`, it normalises over one dimension only.
+
+    Args:
+        hidden_size: H.
+        eps: added to the variance.
+        elementwise_affine: False for a norm without weight and bias.
+        bias: False for a norm without bias.
+        device, dtype: of weight and bias.
+
+    Raises:
+        ShapeError, DtypeError, OptionError: in forward, under the conditions of `tigon.layer_norm`.
     """
 
     weight: nn.Parameter | None
@@ -100,7 +115,7 @@ class LayerNorm(nn.Module):
 
 
 class _GatedMLP(nn.Module):
-    """down_proj(act(gate_proj(x)) · up_proj(x)): (..., H) -> (..., H), F wide inside."""
+    """down_proj(act(gate_proj(x)) · up_proj(x)): (..., H) -> (..., H), with intermediate size F."""
 
     def __init__(
         self,
@@ -118,7 +133,7 @@ class _GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
 
     def gated(self, gate: Tensor, up: Tensor, inplace: bool) -> Tensor:
-        """gate, up (..., F) -> (..., F). inplace: as in the ops."""
+        """gate, up (..., F) -> (..., F). inplace: as in `tigon.swiglu`."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,14 +145,35 @@ class _GatedMLP(nn.Module):
 
 
 class SwiGLUMLP(_GatedMLP):
-    """Llama's MLP: act = silu (Shazeer 2020, arXiv 2002.05202)."""
+    """Llama's MLP, down_proj(silu(gate_proj(x)) · up_proj(x)), computed with `tigon.swiglu`.
+
+    (..., H) -> (..., H). Source: Shazeer 2020, arXiv 2002.05202.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: F, the width of gate and up.
+        bias: whether the three projections have a bias.
+        device, dtype: of the parameters.
+    """
 
     def gated(self, gate: Tensor, up: Tensor, inplace: bool) -> Tensor:
         return ops.swiglu(gate, up, inplace=inplace)
 
 
 class GeGLUMLP(_GatedMLP):
-    """Gemma's MLP: act = gelu, in its tanh form unless `approximate="none"`."""
+    """Gemma's MLP, down_proj(gelu(gate_proj(x)) · up_proj(x)), computed with `tigon.geglu`.
+
+    (..., H) -> (..., H).
+
+    Args:
+        hidden_size: H.
+        intermediate_size: F, the width of gate and up.
+        approximate: "tanh" (Gemma's) or "none" (the error function), as in `torch.nn.functional.gelu`.
+        options: bias, device and dtype, as in `SwiGLUMLP`.
+
+    Raises:
+        OptionError: in forward, for any other value of approximate.
+    """
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, *, approximate: Approximate = "tanh", **options: Any

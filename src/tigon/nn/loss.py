@@ -1,4 +1,4 @@
-"""The losses as modules: they hold options, and the class weight as the buffer `torch.nn.CrossEntropyLoss` has."""
+"""The losses as modules: they hold the options, and the class weight in a buffer like `torch.nn.CrossEntropyLoss`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tigon.ops.losses.common import LossOutput
 from tigon.ops.losses.cross_entropy import Reduction
 from tigon.ops.losses.linear_cross_entropy import PreparedTargets
 
-# N = tokens, in any leading dimensions; H = hidden, V = vocabulary.
+# H hidden size, V vocabulary size.
 
 
 class _Loss(nn.Module):
@@ -46,10 +46,18 @@ class _Loss(nn.Module):
 
 
 class CrossEntropyLoss(_Loss):
-    """`tigon.cross_entropy` with its options fixed; see there.
+    """`tigon.cross_entropy` as a module that holds its options.
 
-    Classes are the last dimension, logits (..., V) and target (...), where `torch.nn.CrossEntropyLoss` has them second.
-    With `inplace=True` the logits are overwritten with their gradient.
+    forward takes logits (..., V) and target (...), and optionally num_items and token_weight. Classes are the last
+    dimension; in `torch.nn.CrossEntropyLoss` they are the second.
+
+    Args:
+        weight: (V,) class weights, or None.
+        inplace: overwrite the logits with their gradient.
+        options: the other options of `tigon.cross_entropy`, under the same names.
+
+    Raises:
+        ShapeError, DtypeError, OptionError, LabelError: in forward, under the conditions of `tigon.cross_entropy`.
     """
 
     def __init__(self, weight: Tensor | None = None, *, inplace: bool = False, **options: Any) -> None:
@@ -70,7 +78,20 @@ class CrossEntropyLoss(_Loss):
 
 
 class LinearCrossEntropyLoss(_Loss):
-    """`tigon.linear_cross_entropy` with its options fixed; see there. The weight (V, H) of the layer is an argument."""
+    """`tigon.linear_cross_entropy` as a module that holds its options.
+
+    forward takes hidden (..., H), the layer's weight (V, H), target (...) and optionally bias (V,), num_items and
+    token_weight.
+
+    Args:
+        weight: (V,) class weights, or None. This is not the layer's weight, which is an argument of forward.
+        chunk_bytes, fp32_accumulate: as in `tigon.linear_cross_entropy`.
+        options: the other options of `tigon.linear_cross_entropy`, under the same names.
+
+    Raises:
+        ShapeError, DtypeError, OptionError, LabelError: in forward, under the conditions of
+            `tigon.linear_cross_entropy`.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The fused ops: public functions, and `OPS`, the record of each by name."""
+"""The fused ops as public functions, and `OPS`, which maps each op's name to its record."""
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
-"""How a call reaches a kernel: one torch.library operator per forward and backward, bypassed where nobody watches.
+"""How a call reaches a kernel: one torch.library operator per forward and backward, skipped in plain eager mode.
 
 A `Primitive` is a named operator `tigon::x_fwd` with three bodies: the Triton launcher, the PyTorch reference of the
 same algorithm, and the fake that only makes shapes. `torch.compile`, FakeTensor tracing and activation-checkpoint
-policies see the operator. Plain eager calls skip the dispatcher: measured on the CPU with torch 2.13, a direct call
-costs 0.7 us, `Library.define`/`impl` 2.3 us, and the `custom_op` decorator 8.9 us (16.5 us with its autograd).
+policies see the operator. Plain eager calls skip the dispatcher to save time. Measured on the CPU with torch 2.13:
 
-A `Differentiable` is the user's operator `tigon::x`, whose Autograd key runs a `torch.autograd.Function` made of
-primitives. Dynamo puts that one operator into its graph without reading our Python; AOTAutograd then traces through
-the Autograd key and keeps the forward and backward primitives.
+    direct call                     0.7 us
+    `Library.define` and `impl`     2.3 us
+    `custom_op` decorator           8.9 us (16.5 us with its autograd)
+
+A `Differentiable` is the operator `tigon::x` that users call. Its Autograd key runs a `torch.autograd.Function` made of
+primitives. Dynamo puts that one operator into its graph without tracing our Python. AOTAutograd then traces through the
+Autograd key and keeps the forward and backward primitives.
 """
 
 from __future__ import annotations
@@ -31,16 +34,16 @@ from tigon.kernels._chips import Chip
 _LIBRARY = torch.library.Library("tigon", "DEF")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Kernels accumulate in fp32. fp64 takes the reference, which is exact in it.
+# Kernels accumulate in fp32, so fp64 inputs use the reference, which computes in fp64.
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Triton reads the same variable when a kernel is decorated, so it cannot change later in the process.
+# Triton reads the same variable when it decorates a kernel and ignores later changes.
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def uses_kernel(x: Tensor) -> bool:
-    """Whether an op on `x` runs its Triton kernel: a GPU, or the CPU under TRITON_INTERPRET=1; never fp64."""
+    """Whether an op on `x` runs its Triton kernel: on a GPU, or on the CPU with TRITON_INTERPRET=1; never for fp64."""
     return HAS_TRITON and (x.is_cuda or (INTERPRET and x.device.type == "cpu")) and x.dtype in KERNEL_DTYPES
 
 
@@ -49,8 +52,10 @@ _planned_arch: tuple[int, int] | None = None
 
 @contextlib.contextmanager
 def planned_for(arch: tuple[int, int]) -> Iterator[None]:
-    """Ops plan as on a CUDA GPU of this compute capability, wherever their tensors are: for traces of fake tensors on
-    machines without one (a fake CUDA tensor cannot be had there)."""
+    """Let ops plan for a CUDA GPU of this compute capability, whatever device their tensors are on.
+
+    Used to trace fake tensors on machines without a GPU, where fake CUDA tensors cannot be created.
+    """
     global _planned_arch
     before, _planned_arch = _planned_arch, arch
     try:
@@ -60,12 +65,12 @@ def planned_for(arch: tuple[int, int]) -> Iterator[None]:
 
 
 def planned_device(x: Tensor) -> str:
-    """The type of device that an op on `x` plans for."""
+    """The device type that an op on `x` plans for."""
     return "cuda" if _planned_arch is not None else x.device.type
 
 
 def planned_chip(x: Tensor) -> Chip | None:
-    """The chip whose launch tables an op on `x` goes by; None where no kernel runs, or on a chip without a row."""
+    """The chip whose launch tables an op on `x` uses; None if no kernel runs or the chip has no table row."""
     if _planned_arch is not None:
         return _chips.of_arch(_planned_arch)
     if not HAS_TRITON or not (x.is_cuda or (INTERPRET and x.device.type == "cpu")):
@@ -74,8 +79,10 @@ def planned_chip(x: Tensor) -> Chip | None:
 
 
 def check_number(name: str, value: Any) -> Any:
-    """The value, if it is a Python number; else raise `OptionError`. A tensor would have to be read from the GPU, and
-    True would count as 1."""
+    """Return `value` if it is a Python number, else raise `OptionError`.
+
+    Tensors are refused because reading one would wait for the GPU, and booleans because True would count as 1.
+    """
     plain = isinstance(value, (int, float)) or (not isinstance(value, Tensor) and isinstance(value, numbers.Real))
     if isinstance(value, bool) or not (plain or isinstance(value, (torch.SymInt, torch.SymFloat))):
         raise OptionError(f"{name}={value!r} is a {type(value).__name__}; it must be a number.")
@@ -83,13 +90,13 @@ def check_number(name: str, value: Any) -> Any:
 
 
 def check_whole(name: str, value: Any) -> None:
-    """Raise `OptionError` unless the value is a whole number of Python."""
+    """Raise `OptionError` unless the value is a Python integer."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise OptionError(f"{name}={value!r} is a {type(value).__name__}; it must be a whole number.")
 
 
 def check_dtype(*tensors: Tensor | None) -> None:
-    """Raise `DtypeError` for a tensor that is not floating point, or is of a float type narrower than 16 bits."""
+    """Raise `DtypeError` for a tensor whose dtype is not fp16, bf16, fp32 or fp64."""
     for t in tensors:
         if t is not None and t.dtype not in KERNEL_DTYPES and t.dtype != torch.float64:
             raise DtypeError(
@@ -102,7 +109,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def unwatched(args: tuple[Any, ...]) -> bool:
-    """True when no compiler, mode or tensor subclass needs to see a named operator, and there is data to compute on."""
+    """True if no compiler, mode or tensor subclass needs to see a named operator, and no argument is a meta tensor."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     for a in args:
@@ -115,16 +122,16 @@ def unwatched(args: tuple[Any, ...]) -> bool:
 
 
 PRIMITIVES: dict[str, Primitive] = {}
-"""By qualified name; the planner runs their fakes where it can see what they allocate."""
+"""All primitives by qualified name. The planner runs their fakes and records what they allocate."""
 
 
 class Primitive:
     """A non-differentiable operator `tigon::name`.
 
     `kernel` is "module:function", resolved at the first launch so that importing tigon does not import Triton; None
-    where the reference itself calls the kernels.
+    if the reference itself calls the kernels.
     `fake` takes the same arguments and returns empty outputs of the right shapes, dtypes and devices.
-    `check`, if given, sees the arguments of every real call first and may raise.
+    `check`, if given, runs first on the arguments of every real call and may raise.
     """
 
     def __init__(
@@ -156,7 +163,7 @@ class Primitive:
         return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
 
     def run(self, *args: Any, **extra: Any) -> Any:
-        """The real body, without the dispatcher. `extra` reaches what the operator's schema has no word for."""
+        """Run the real body, without the dispatcher. `extra` passes arguments that the operator's schema lacks."""
         if self._check is not None:
             self._check(*args)
         return (self._kernel if uses_kernel(args[0]) else self._reference)(*args, **extra)
@@ -181,10 +188,10 @@ class Differentiable:
 
 
 def first_order(backward: _F) -> _F:
-    """Refuse `create_graph=True`.
+    """Decorate a backward so that it raises `DoubleBackwardError` under `create_graph=True`.
 
-    `once_differentiable` is not enough: when the incoming gradient does not require grad (every `loss.backward(
-    create_graph=True)`) it returns plain tensors, and a gradient penalty silently loses this term.
+    `once_differentiable` is not enough. If the incoming gradient does not require grad, as in every
+    `loss.backward(create_graph=True)`, it returns plain tensors, and a gradient penalty silently loses this term.
     """
 
     @functools.wraps(backward)

@@ -1,6 +1,6 @@
 """The two primitives behind rms_norm, add_rms_norm and layer_norm, and their PyTorch reference.
 
-The formulas stand at the top of `kernels/norm.py`; the reference below is the same algorithm with whole tensors.
+The formulas are at the top of `kernels/norm.py`; the reference below runs the same algorithm on whole tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tigon.ops._dispatch import Primitive, check_number
 
 
 def check_scalars(eps: Any, offset: Any = 0.0) -> None:
-    """Raise `OptionError` unless eps is a finite number of at least 0, and the weight's offset a finite number."""
+    """Raise `OptionError` unless eps is a finite number >= 0 and offset (of the weight) is a finite number."""
     if not 0.0 <= check_number("eps", eps) < math.inf:
         raise OptionError(f"eps={eps} must be finite and not negative.")
     if not -math.inf < check_number("offset", offset) < math.inf:
@@ -24,9 +24,9 @@ def check_scalars(eps: Any, offset: Any = 0.0) -> None:
 
 
 def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
-    """Raise unless `parameter` is None or (H,) on x's device, and fp64 only where x is."""
+    """Raise unless `parameter` is None, or is (H,) on x's device and fp64 only if x is fp64."""
     if x.ndim == 0:
-        raise ShapeError("x has no dimensions; the norm is taken over the last one. Pass (..., H).")
+        raise ShapeError("x is 0-dim, but the norm runs over the last dimension. Pass (..., H).")
     if parameter is None:
         return
     if parameter.ndim != 1 or parameter.shape[0] != x.shape[-1]:
@@ -34,7 +34,7 @@ def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
     if parameter.device != x.device:
         raise ShapeError(f"{name} is on {parameter.device}, x is on {x.device}; move one of them.")
     if parameter.dtype == torch.float64 != x.dtype:
-        # x decides where the arithmetic is done, and fp32 arithmetic must not call itself fp64.
+        # x's dtype decides the precision, so the result would be computed in fp32 but labelled fp64.
         raise DtypeError(f"{name} is float64 and x is {x.dtype}; cast one of them.")
 
 
@@ -54,7 +54,7 @@ def _fwd_reference(
     if center:
         mean = wide.mean(-1)
         centred = wide - mean.unsqueeze(-1)
-        # The rounded mean is off by half an ulp; what it leaves behind is taken off, as in the kernel.
+        # The rounded mean is off by up to half an ulp. Subtract the mean that remains, as the kernel does.
         left = centred.mean(-1)
         centred, mean = centred - left.unsqueeze(-1), mean + left
     rstd = torch.rsqrt(centred.square().mean(-1) + eps)
@@ -67,7 +67,8 @@ def _fwd_reference(
         y = y * (weight.to(wide.dtype) + offset)
     if bias is not None:
         y = y + bias.to(wide.dtype)
-    # A torch.library output may not be an input: no residual, no sum. Contiguous as the fake and the kernel have them.
+    # A torch.library output must not be an input, so without a residual no sum is returned. Outputs are contiguous, as
+    # those of the fake and the kernel are.
     s = s if residual is not None else x.new_empty(0)
     return y.to(y_dtype).contiguous(), s.contiguous(), mean.contiguous(), rstd.contiguous()
 
@@ -107,7 +108,7 @@ def _bwd_reference(
 
 
 def _sum_rows(t: Tensor, rows: tuple[int, ...]) -> Tensor:
-    # sum(dim=()) would sum over everything; a 1-D x has no rows to sum, but must still own its memory.
+    # sum(dim=()) would sum over all dimensions. A 1-D x has no rows to sum, but the result must not alias x.
     return t.sum(rows) if rows else t.clone()
 
 

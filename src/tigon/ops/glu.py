@@ -2,16 +2,16 @@
 
     y = f(gate) · up        f = silu (swiglu), gelu or its tanh approximation (geglu)
 
-f is computed in fp32 and not rounded before the product: one rounding less than the unfused model, which stores
-f(gate) in its own dtype. Saved for backward: gate and up, the inputs, which the projections before them need not keep;
-f is recomputed.
+f is computed in fp32 and not rounded before the product. That is one rounding less than in the unfused model, which
+stores f(gate) in its own dtype. The inputs gate and up are saved for backward, where f is recomputed; the projections
+that made them do not need to keep them.
 
-A packed projection is taken as it is: `swiglu(gate_up)` reads the two halves of (..., 2F) in place and writes one
-packed gradient, where `chunk` would cost a copy of the gradient.
+`swiglu(gate_up)` takes a packed projection (..., 2F): it reads the two halves in place and writes one packed gradient.
+Splitting with `chunk` would cost a copy of the gradient.
 
-`inplace=True` lets the backward write dgate and dup over gate and up, two tensors less when an MLP's backward holds
-most. The caller says with it that nobody else reads the two; `alone` finds that out for a tensor that the caller has
-just made. A backward that keeps the graph (`retain_graph=True`) leaves them as they are.
+`inplace=True` lets the backward write dgate and dup over gate and up. It saves two tensors at the memory peak of an
+MLP's backward. The caller guarantees that nothing else reads gate and up; `alone` checks this for a tensor that the
+caller has just made. A backward that keeps the graph (`retain_graph=True`) does not overwrite them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _fwd_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     y_dtype = torch.promote_types(g.dtype, u.dtype)
     acc = torch.promote_types(y_dtype, torch.float32)
     y = (_activation(g.to(acc), activation)[0] * u.to(acc)).to(y_dtype)
-    return y if y.is_contiguous() else y.contiguous()  # as the fake and the kernel have it
+    return y if y.is_contiguous() else y.contiguous()  # as in the fake and the kernel
 
 
 def _bwd_reference(
@@ -77,7 +77,7 @@ def _bwd_inplace_reference(dy: Tensor, gate: Tensor, up: Tensor | None, activati
 def _write_grads(
     dy: Tensor, gate: Tensor, up: Tensor | None, activation: str, dg: Tensor | None, du: Tensor | None
 ) -> None:
-    """Into dg and du, which may be the halves themselves."""
+    """Write the gradients into dg and du, which may be gate and up themselves."""
     g, u = _split(gate, up)
     acc = torch.promote_types(dy.dtype, torch.float32)
     f, df = _activation(g.to(acc), activation)
@@ -125,7 +125,7 @@ glu_bwd_inplace = Primitive(
 
 
 def _apart(gate: Tensor, up: Tensor | None) -> bool:
-    """Whether one gradient can be written over each."""
+    """Whether gate and up have separate memory, so that each can be overwritten with its gradient."""
     return up is None or gate.untyped_storage()._cdata != up.untyped_storage()._cdata  # fakes have no address
 
 
@@ -134,7 +134,7 @@ class GLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, inplace: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        # A leaf's value is the caller's, and one gradient without the other leaves an input to be read.
+        # A leaf belongs to the caller. If only one gradient is wanted, the other input must stay readable.
         both = ctx.needs_input_grad[0] and (up is None or ctx.needs_input_grad[1])
         free = all(t is None or (not t.is_leaf and t.is_contiguous()) for t in (gate, up))
         ctx.inplace = inplace and both and free and _apart(gate, up)
@@ -145,12 +145,12 @@ class GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         want_dgate, want_dup = ctx.needs_input_grad[:2]
-        # A checkpoint that made them again made one alias for each node that saved them.
+        # Recomputation of an activation checkpoint makes one alias for each node that saved the tensor.
         shared = ctx.inplace and any(t is not None and _sharers(t) != _UNSHARED for t in (gate, up))
         if ctx.inplace and not shared and not torch._C._autograd._get_current_graph_task_keep_graph():
             dgate, dup = gate.detach(), None if up is None else up.detach()
             glu_bwd_inplace(dy, dgate, dup, ctx.activation)
-            # Should anybody have saved them after all, autograd finds out where it checks versions.
+            # If another node saved them after all, autograd's version check raises.
             torch.autograd.graph.increment_version([t for t in (dgate, dup) if t is not None])
             return dgate, dup, None, None
         dgate, dup = glu_bwd(dy, gate, up, ctx.activation, want_dgate, want_dup)
@@ -161,7 +161,7 @@ _glu = Differentiable("glu", "(Tensor gate, Tensor? up, str activation, bool inp
 
 
 def _sharers(x: Tensor) -> int:
-    """Tensors (views, detached ones) that share its memory."""
+    """The number of tensors (views, detached tensors) that share the memory of x."""
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
@@ -169,8 +169,10 @@ _UNSHARED = _sharers(torch.empty(1))
 
 
 def _holders(x: Tensor) -> tuple[int, int, int]:
-    """References to the Python object, tensors that share its memory, and C++ references to it, those of autograd nodes
-    that saved it among them."""
+    """Counts for x: references to the Python object, tensors that share its memory, and C++ references.
+
+    The C++ references include those of autograd nodes that saved x.
+    """
     return sys.getrefcount(x), _sharers(x), x._use_count()  # type: ignore[attr-defined]
 
 
@@ -184,13 +186,14 @@ def _of_a_new_tensor() -> tuple[int, int, int]:
 
 
 _CAN_TELL = hasattr(torch.Tensor, "_use_count")
-# What this Python and this PyTorch count for a tensor that only one local variable holds.
+# The counts of this Python and PyTorch for a tensor that only one local variable holds.
 _ALONE = _of_a_new_tensor() if _CAN_TELL else (0, 0, 0)
 
 
 def alone(x: Tensor) -> bool:
-    """Whether nothing holds `x`, or memory of it, but one local variable of the calling function: no hook kept it. Ask
-    before the call that `x` is passed to: while arguments are put together, they count too.
+    """Whether one local variable of the calling function is all that holds `x` or its memory.
+
+    Call this before the call that `x` is passed to, because arguments of a call count as references too.
     """
     return _CAN_TELL and not torch.compiler.is_compiling() and _holders(x) == _ALONE
 
@@ -206,25 +209,27 @@ def _gated(gate: Tensor, up: Tensor | None, activation: str, inplace: bool) -> T
         if gate.device != up.device:
             raise ShapeError(f"gate is on {gate.device} and up on {up.device}; move them to one device.")
         if torch.float64 in (gate.dtype, up.dtype):
-            # fp64 has no kernel, so both must be seen to be fp64.
+            # No kernel computes in fp64, and the dtype of gate decides whether a kernel runs, so cast both.
             gate, up = gate.double(), up.double()
-    # A compiler plans its own buffers.
+    # Under torch.compile the compiler plans the buffers.
     return _glu(gate, up, activation, inplace and not torch.compiler.is_compiling())  # type: ignore[no-any-return]
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = False) -> Tensor:
-    """`silu(gate) * up`.
+    """Compute `silu(gate) * up` in one pass.
 
     Args:
         gate: (..., F), fp16, bf16, fp32 or fp64, any strides; or both halves packed, (..., 2F) = [gate | up].
-        up: (..., F) of gate's shape, its dtype may differ; None when gate is packed.
-        inplace: nobody else reads gate and up, so that the backward may write their gradients over them.
+        up: (..., F), the shape of gate; its dtype may differ. None if gate is packed.
+        inplace: let the backward overwrite gate and up with their gradients. Use it only if nothing else reads them.
 
     Returns:
         (..., F), in the promoted dtype of gate and up. Gradients have the dtype of their input.
 
     Raises:
-        ShapeError: shapes or devices differ, or a packed width is odd. DtypeError: not a supported float.
+        ShapeError: gate and up differ in shape or device, or a packed gate has an odd width or no dimensions.
+        DtypeError: a dtype is none of the four.
+        DoubleBackwardError: in backward, with create_graph=True.
     """
     return _gated(gate, up, "silu", inplace)
 
@@ -232,13 +237,17 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = False) -> 
 def geglu(
     gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", inplace: bool = False
 ) -> Tensor:
-    """`gelu(gate) * up`; args, result and errors as `swiglu`.
+    """Compute `gelu(gate) * up` in one pass; arguments, result and other errors as `swiglu`.
 
     Args:
+        gate, up, inplace: as in `swiglu`.
         approximate: "tanh" (Gemma's) or "none" (the error function), as in `torch.nn.functional.gelu`.
 
+    Returns:
+        (..., F), in the promoted dtype of gate and up.
+
     Raises:
-        OptionError: another value of approximate.
+        OptionError: approximate is neither "tanh" nor "none".
     """
     if approximate not in _GELU:
         raise OptionError(f"approximate={approximate!r} is not known; choose one of {', '.join(_GELU)}.")

@@ -2,8 +2,8 @@
 
     y = x̂ · (w + offset),   x̂ = s · rstd,   rstd = 1 / sqrt(mean(s²) + eps),   s = x  or  x + residual
 
-Statistics are fp32 whatever the inputs. `casting` says where the normalised value is rounded, which is all that
-differs between the families (191 RMSNorm classes of transformers 5.23 have five such bodies):
+Statistics are fp32 for every input dtype. `casting` says where the normalised value is rounded. Model families differ
+only in this (the 191 RMSNorm classes of transformers 5.23 have five distinct bodies):
 
     llama    x̂ is rounded to x's dtype, then multiplied by w; the result has the promoted dtype of x and w
     gemma    x̂ · (w + offset) in fp32, rounded once, to x's dtype; Gemma's offset is 1, Gemma 4's and OLMo-2's is 0
@@ -94,21 +94,24 @@ def _check(x: Tensor, weight: Tensor | None, casting: str) -> bool:
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting: Casting = "llama"
 ) -> Tensor:
-    """RMSNorm over the last dimension.
+    """RMSNorm over the last dimension: x / sqrt(mean(x²) + eps) · (weight + offset).
 
     Args:
         x: (..., H), fp16, bf16, fp32 or fp64, any strides; never written to.
-        weight: (H,) or None. May be wider than x, as under fp32 master weights.
+        weight: (H,) or None. Its dtype may be wider than x's, for example fp32 master weights.
         eps: added to the mean square.
         offset: added to the weight; 1 for Gemma.
-        casting: where the normalised value is rounded; see the module's text.
+        casting: where the normalised value is rounded. "llama": to x's dtype before the product with the weight.
+            "gemma" and "fp32": once, after the product.
 
     Returns:
         (..., H), in x's dtype; with casting="llama" in the promoted dtype of x and weight.
 
     Raises:
-        ShapeError: weight is not (H,). DtypeError: not a supported float. OptionError: an unknown casting, or a
-            number that is none or not finite.
+        ShapeError: x is 0-dim, or weight is not (H,) or is on another device than x.
+        DtypeError: a dtype is none of the four, or weight is fp64 and x is not.
+        OptionError: casting is unknown; or eps or offset is not a finite number, or eps is negative.
+        DoubleBackwardError: in backward, with create_graph=True.
     """
     _norm.check_scalars(eps, offset)
     return _rms_norm(x, weight, eps, offset, _check(x, weight, casting))  # type: ignore[no-any-return]
@@ -123,9 +126,18 @@ def add_rms_norm(
     offset: float = 0.0,
     casting: Casting = "llama",
 ) -> tuple[Tensor, Tensor]:
-    """`s = x + residual` and `rms_norm(s)` in one pass; returns (normed, s), s in x's dtype.
+    """Compute `s = x + residual` and `rms_norm(s)` in one pass.
 
-    Args and errors as `rms_norm`; residual has x's shape and dtype.
+    Args:
+        x: (..., H), fp16, bf16, fp32 or fp64, any strides; never written to.
+        residual: the shape, dtype and device of x; never written to.
+        weight, eps, offset, casting: as in `rms_norm`.
+
+    Returns:
+        (rms_norm(s), s), both (..., H); s is in x's dtype.
+
+    Raises:
+        ShapeError: residual differs from x in shape, dtype or device. Other errors as `rms_norm`.
     """
     _norm.check_scalars(eps, offset)
     fp32_weight = _check(x, weight, casting)
@@ -141,7 +153,7 @@ def add_rms_norm(
 def rms_norm_oracle(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting: Casting = "llama"
 ) -> Tensor:
-    """The unfused formula, as the model families write it."""
+    """The unfused formula, as the model families implement it."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     xhat = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if not _FP32_WEIGHT[casting]:

@@ -5,13 +5,13 @@
     half-split    rotate(x) = (-x[R/2:], x[:R/2])               Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX
     interleaved   rotate(x) = (-x1, x0, -x3, x2, ...)           Cohere, GLM
 
-The tables are read as they are, R entries a token: half-split families repeat the angles in the two halves, Cohere
-repeats each angle twice in a row. GLM keeps half-split tables and rearranges them inside its attention, which a caller
-for it does too: `cos[..., : R // 2].repeat_interleave(2, -1)`.
+The tables have R entries per token. Half-split families repeat the angles in the two halves; Cohere repeats each angle
+twice in a row. GLM keeps half-split tables and rearranges them inside its attention. A caller that patches GLM must do
+the same: `cos[..., : R // 2].repeat_interleave(2, -1)`.
 
-The arithmetic is fp32 whatever the dtypes; the results are new tensors of q's dtype whose memory lies as the input's
-does, so that an attention behind a (B, T, H, D) projection needs no copy. Backward is the transposed map, right for any
-table, and needs the tables alone; it writes the gradients in the memory order of q and k.
+The arithmetic is fp32 (fp64 for fp64 inputs). The results are new tensors of q's dtype in the memory order of the
+inputs, so an attention after a (B, T, H, D) projection needs no copy. Backward is the transposed map, which is correct
+for any table and saves only the tables. It writes the gradients in the memory order of q and k.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Rope(torch.autograd.Function):
         given = dq if want_dq else dk
         if given is None or not (want_dq or want_dk):
             return None, None, None, None, None, None
-        # A gradient that nobody wants is a tensor without heads.
+        # For a gradient that is not wanted, the kernel gets a tensor with 0 heads.
         nothing = given.narrow(ctx.heads_dim, 0, 0)
         dq, dk = rotate(
             dq if want_dq else nothing, dk if want_dk else nothing,
@@ -149,28 +149,31 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> No
             f"q is on {q.device}, k on {k.device}, cos on {cos.device}, sin on {sin.device}; move them to one device."
         )
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise OptionError("cos or sin requires grad, but rope has no gradient for its tables; pass them detached.")
+        raise OptionError("cos or sin requires grad, but rope does not differentiate its tables; pass them detached.")
 
 
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions.
+    """Apply rotary position embedding to queries and keys.
 
     Args:
-        q: (B, Hq, T, D), or (B, T, Hq, D) with unsqueeze_dim=2; fp16, bf16, fp32 or fp64. Strides are free; a copy is
-            made only where the last dimension has no unit stride. Never written to.
-        k: as q, with its own number of heads; the same dtype.
-        cos, sin: (T, R), (1, T, R) or (B, T, R), any float dtype; R is even and at most D. Not differentiated.
-        interleaved: pairs are (2i, 2i+1) instead of (i, i + R/2).
-        unsqueeze_dim: the dimension of the heads, by the name transformers gives it.
+        q: (B, Hq, T, D), or (B, T, Hq, D) with unsqueeze_dim=2; fp16, bf16, fp32 or fp64. Any strides; a copy is made
+            only if the last dimension does not have stride 1. Never written to.
+        k: as q, with its own number of heads; q's dtype.
+        cos, sin: (T, R), (1, T, R) or (B, T, R); fp16, bf16, fp32 or fp64. R is even and at most D. Not differentiated.
+        interleaved: rotate the pairs (2i, 2i+1) instead of (i, i + R/2).
+        unsqueeze_dim: the dimension of the heads, 1 or 2; the name is that of transformers.
 
     Returns:
         Rotated q and k: new tensors of the same shapes and dtype, in the memory order of q and k.
 
     Raises:
-        ShapeError: shapes or devices that do not fit. DtypeError: not a supported float, or q and k differ.
+        ShapeError: q or k is not 4-D; q and k differ in more than the number of heads; cos and sin differ in shape or
+            do not fit q's batch and tokens; R is odd, 0 or larger than D; or the tensors are on several devices.
+        DtypeError: a dtype is none of the four, or q and k have different dtypes.
         OptionError: unsqueeze_dim is neither 1 nor 2, or a table requires grad.
+        DoubleBackwardError: in backward, with create_graph=True.
     """
     _check(q, k, cos, sin, unsqueeze_dim)
     return _rope(q, k, cos, sin, unsqueeze_dim, interleaved)  # type: ignore[no-any-return]
@@ -181,7 +184,7 @@ def rope_oracle(
 ) -> tuple[Tensor, Tensor]:
     """The unfused formula, in the dtypes the model families use."""
     R = cos.shape[-1]
-    # Counted from the end, so that a table without a batch broadcasts too.
+    # The dimension is counted from the end, so that a table without a batch dimension broadcasts too.
     cos, sin = cos.unsqueeze(unsqueeze_dim - 4), sin.unsqueeze(unsqueeze_dim - 4)
 
     def rotated(x: Tensor) -> Tensor:

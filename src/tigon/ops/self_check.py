@@ -1,12 +1,13 @@
-"""An op against its fp64 formula, on the device that is here: what `tigon doctor` shows and a run on a GPU asks first.
+"""Compares each op with its fp64 formula on the present device, for `tigon doctor` and before a run on a GPU.
 
-The rule is the record's: an op may err against the oracle in fp64 by at most `error_factor` times as much as the oracle
-does in the op's own dtype, or as rounding the truth to that dtype can, where that is more. A result is the share of
-that allowance that was used, so 1 is the limit. Both the largest error of an element and the Frobenius norm obey it,
-for the outputs and for every gradient. The suite of the repository applies the rule to numbers it knows; here they come
-from whatever device is there, and how two sums round against each other is a matter of luck: with other seeds the share
-came to 1.03 in one of five draws. Hence `LUCK`. A wrong formula is off by far more. Triton's interpreter cuts bf16 off
-instead of rounding, hence a factor there too.
+The error limit is that of the op's record. An op's error against the fp64 oracle may be at most `error_factor` times
+the error of the oracle in the op's own dtype, or the rounding error of that dtype if it is larger. A result is the
+share of this allowance that was used, so 1 is the limit. It holds for the largest error of an element and for the
+Frobenius norm, for the outputs and for every gradient.
+
+The repository's tests apply this limit to known devices. On other devices sums may round differently: with other seeds
+the share was 1.03 in one of five draws. The limit is therefore multiplied by `LUCK`; a wrong formula is off by far
+more. Triton's interpreter truncates bf16 instead of rounding it, so it gets an extra factor too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from tigon.ops import OPS, Case, Op, _dispatch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# PyTorch's own matrix product comes first: where it dies, an op that dies after it is not to blame.
+# PyTorch's own matrix product runs first: if it crashes, the ops are not to blame for their crashes.
 PRODUCT = "torch matrix product"
 LUCK = 2.0
 INTERPRETED_BF16_FACTOR = 2.0
@@ -34,12 +35,12 @@ class OpCheck:
     op: str
     dtype: str
     share: float | None = None
-    """Largest error over the cases, as a share of what is allowed; None where it did not finish."""
+    """Largest error over the cases, as a share of the allowance; None if the check did not finish."""
     worst: str = ""
-    """Case and tensor of the largest share."""
+    """Case and tensor with the largest share."""
     cases: int = 0
     error: str | None = None
-    """The exception, or the signal the process died of."""
+    """The exception, or the signal that ended the process."""
 
     @property
     def passed(self) -> bool:
@@ -56,13 +57,13 @@ def check_op(name: str, dtype: str) -> OpCheck:
         shares = [(*_share(op, case, DTYPES[dtype], device), case.id) for case in cases]
         share, tensor, case_id = max(shares)
         return OpCheck(op=name, dtype=dtype, share=share, worst=f"{tensor} of case {case_id}", cases=len(cases))
-    except Exception as error:  # whatever a broken installation raises is what this is here to show
+    except Exception as error:  # a broken installation may raise anything, and this check reports it
         text = " ".join(str(error).split())
         return OpCheck(op=name, dtype=dtype, error=f"{type(error).__name__}: {text[:300]}")
 
 
 def _check_product(dtype: str) -> OpCheck:
-    """A product of integers that every dtype represents, so that the result is exact."""
+    """Check a product of small integers, which every dtype represents exactly."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     a = (torch.arange(64 * 64, device=device) % 2).view(64, 64)
     if not torch.equal((a.to(DTYPES[dtype]) @ a.to(DTYPES[dtype])).double(), a.double() @ a.double()):
@@ -71,7 +72,7 @@ def _check_product(dtype: str) -> OpCheck:
 
 
 def cases_of(op: Op, device: torch.device) -> Sequence[Case]:
-    """All small cases of the reference, 2 s together; of kernels the first, as each case compiles variants."""
+    """All small cases for the reference (2 s in total); the first one for kernels, as each case compiles variants."""
     small = [case for case in op.cases if case.small]
     kernel = _dispatch.uses_kernel(torch.empty(1, device=device))
     return small[:1] if kernel else small
@@ -92,9 +93,9 @@ def _share(op: Op, case: Case, dtype: torch.dtype, device: torch.device) -> tupl
 
 
 def share_of_allowance(got: Tensor, truth: Tensor, baseline: Tensor, factor: float) -> float:
-    """The larger of error / allowance in the largest element and in the Frobenius norm.
+    """The larger of error / allowance for the largest element and for the Frobenius norm.
 
-    Raises ValueError where the two cannot be compared: another shape or dtype, or NaN where the truth has none.
+    Raises ValueError if the two cannot be compared: shape or dtype differ, or NaNs are in different places.
     """
     if got.shape != baseline.shape or got.dtype != baseline.dtype:
         raise ValueError(f"{tuple(got.shape)} {got.dtype} instead of {tuple(baseline.shape)} {baseline.dtype}")
@@ -109,7 +110,7 @@ def share_of_allowance(got: Tensor, truth: Tensor, baseline: Tensor, factor: flo
     norms: tuple[Callable[[Tensor], Tensor], ...] = (Tensor.max, torch.linalg.vector_norm)
     for norm in norms:
         size, err = float(norm(truth.abs())), float(norm(error))
-        # `rounding` is more than half a step among the subnormals of fp16.
+        # Among fp16's subnormals, `rounding` is more than half a step.
         rounded = max(float(norm(rounding)), half_step * size)
         allowed = factor * (max(float(norm(unfused)), rounded) + arithmetic * size)
         shares.append(err / allowed if err else 0.0)
@@ -125,7 +126,8 @@ def _run(
 ) -> dict[str, Tensor]:
     """Outputs and gradients by name, for a random upstream gradient.
 
-    It is rounded to the outputs' dtypes or to those given: the formula in fp64 has to see the numbers the op sees.
+    The upstream gradient is rounded to the given dtypes, or the outputs' own, so that the fp64 formula gets the numbers
+    that the op gets.
     """
     leaves = {n: v.detach().clone() if isinstance(v, Tensor) else v for n, v in inputs.items()}
     wanted = [name for name in op.grads if isinstance(leaves.get(name), Tensor)]

@@ -1,8 +1,8 @@
-"""Liger's names over tigon's parts; see docs/liger.md.
+"""Liger Kernel's API, implemented with tigon's ops; see docs/liger.md.
 
-from tigon.compat.liger import apply_liger_kernel_to_llama, LigerRMSNorm    # what liger_kernel.transformers has
-tigon.compat.liger.install()                                               # import liger_kernel means tigon
-python -m tigon.compat.liger script.py [args]                              # the same for an unmodified script
+from tigon.compat.liger import apply_liger_kernel_to_llama, LigerRMSNorm    # names of liger_kernel.transformers
+tigon.compat.liger.install()                                               # `import liger_kernel` then uses tigon
+python -m tigon.compat.liger script.py [args]                              # runs an unmodified script with tigon
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ += sorted(_LIGERS)
 
 
 def __getattr__(name: str) -> Any:
-    """Names of `liger_kernel.transformers`, when first asked for: some of them import transformers."""
+    """Import names of `liger_kernel.transformers` on first use, because some of them import transformers."""
     if name in _LIGERS:
         return resolve(_LIGERS[name], name)
     raise AttributeError(missing(f"liger_kernel.transformers.{name}"))

@@ -1,4 +1,4 @@
-"""Runs a script in which `import liger_kernel` means tigon.
+"""Runs a script in which `import liger_kernel` uses tigon.
 
 python -m tigon.compat.liger [--loss-dtype DTYPE] SCRIPT.py [ARGS...]
 """
@@ -35,13 +35,13 @@ def main() -> None:
     except UsageError as error:
         _fail(str(error))
     sys.argv = arguments
-    # As for `python script.py`; run_path leaves it at the folder in which `python -m` was started.
+    # As with `python script.py`; run_path keeps the folder in which `python -m` was started.
     sys.path[0] = str(script.resolve().parent)
     runpy.run_path(str(script), run_name="__main__")
 
 
 def _loss_dtype(arguments: list[str]) -> tuple[str, list[str]]:
-    """The value of --loss-dtype, if it stands before the script, and the arguments after it."""
+    """(value of --loss-dtype if it precedes the script, else "fp32"; the remaining arguments)."""
     name, equals, value = arguments[0].partition("=") if arguments else ("", "", "")
     if name != LOSS_DTYPE_OPTION:
         return "fp32", arguments

@@ -1,8 +1,8 @@
-"""`import liger_kernel` resolves to tigon: a finder on `sys.meta_path`, and the way back.
+"""`install` makes `import liger_kernel` resolve to tigon with a finder on `sys.meta_path`; `uninstall` removes it.
 
-The finder is also asked by `importlib.metadata`, so that checks for the distribution "liger-kernel" find one: its
-version is Liger's with "+tigon" behind it. Missing names fail as late as they are asked for and by name: an attribute
-with AttributeError (so that `hasattr` is False), `from ... import` and `import` with an ImportError.
+The finder also answers `importlib.metadata`, so that checks for the distribution "liger-kernel" succeed. Its version is
+Liger's followed by "+tigon". A missing name fails when it is used, with its name in the message: an attribute raises
+AttributeError (so that `hasattr` is False), `from ... import` and `import` raise ImportError.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INSTALLED_VERSION = f"{VERSION}+tigon"
 
 
 class _Distribution(Distribution):
-    """What `importlib.metadata` is told of "liger-kernel"."""
+    """The distribution "liger-kernel" for `importlib.metadata`."""
 
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":
@@ -49,10 +49,10 @@ class _Finder(DistributionFinder, Loader):
         if fullname.split(".")[0] != ROOT:
             return None
         if fullname not in OFFERED:
-            # Also reached by `from liger_kernel.x import Name`: Python looks for a submodule of that name. With
-            # `name` set on it, Python would swallow this error and raise one of its own that says less.
+            # Also reached by `from liger_kernel.x import Name`, because Python looks for a submodule of that name. If
+            # `name` were set on this error, Python would replace it by an error that says less.
             raise NotInTigon(missing(fullname))
-        # Every module is a package, as only then does Python look for a submodule.
+        # Every module is a package, because Python looks for submodules only in packages.
         return ModuleSpec(fullname, self, origin=__file__, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -83,9 +83,9 @@ _FINDER = _Finder()
 
 
 def install() -> None:
-    """Make `import liger_kernel` mean tigon in this process, until `uninstall`. A second call does nothing.
+    """Make `import liger_kernel` use tigon in this process, until `uninstall`. A second call does nothing.
 
-    Call it before anything imports liger_kernel or asks whether it is there; transformers' own check is asked anew.
+    Call it before anything imports liger_kernel or checks for it. transformers' cached check is cleared.
 
     Raises:
         UsageError: the real liger_kernel is imported already.
@@ -96,16 +96,17 @@ def install() -> None:
     if real is not None:
         raise UsageError(
             f"liger_kernel is imported already, from {getattr(real, '__file__', None)}. Call "
-            "tigon.compat.liger.install() before whatever imports it; nothing was changed."
+            "tigon.compat.liger.install() before the code that imports it; nothing was changed."
         )
     sys.meta_path.insert(0, _FINDER)
     _forget_availability()
 
 
 def uninstall() -> None:
-    """Undo `install`: `import liger_kernel` finds what is installed, if anything. Names imported before keep working.
+    """Undo `install`: `import liger_kernel` finds the real package again, if it is installed.
 
-    Construction hooks and patched models stay as they are; see `remove_hooks` and `tigon.models.unpatch`.
+    Names that were imported before keep working. Construction hooks and patched models stay; see `remove_hooks` and
+    `tigon.models.unpatch`.
     """
     if _FINDER not in sys.meta_path:
         return
@@ -117,7 +118,7 @@ def uninstall() -> None:
 
 
 def _forget_availability() -> None:
-    """Have transformers look again: it caches the answer of `is_liger_kernel_available`."""
+    """Clear the cached result of transformers' `is_liger_kernel_available`."""
     importlib.invalidate_caches()
     checks = sys.modules.get("transformers.utils.import_utils")
     check: Any = getattr(checks, "is_liger_kernel_available", None)

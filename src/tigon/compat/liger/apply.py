@@ -1,7 +1,7 @@
 """`apply_liger_kernel_to_<family>`: one function per family, made from the data in `families`.
 
-With `model=` that instance is patched, and nothing else. Without it, models of the family's classes that are built from
-now on are (see `hooks`). `flags` says what a flag means.
+With `model=`, only that instance is patched. Without it, models of the family's classes that are built later are
+patched (see `hooks.py`). `flags.py` defines the meaning of a flag.
 """
 
 from __future__ import annotations
@@ -64,31 +64,31 @@ def _function(family: str) -> Apply:
 
 
 def _warn_of_another_family(model: nn.Module, name: str, model_types: frozenset[str]) -> None:
-    """Warn if the model belongs to another function. Liger does what it can with such a model, and so does tigon."""
+    """Warn if the model belongs to another function. tigon then patches as much of the model as it can, like Liger."""
     inner = unwrap(model)
     model_type: Any = inner.config.model_type  # type: ignore[union-attr]
     if model_type in model_types:
         return
     right = FAMILIES.get(model_type)
     advice = f"Use apply_liger_kernel_to_{right}." if right else "Use tigon.patch, which matches by structure."
-    warn(f"{name} got a {type(inner).__name__} of model_type {model_type!r}, and patches it nevertheless. {advice}")
+    warn(f"{name} got a {type(inner).__name__} of model_type {model_type!r} and patches it anyway. {advice}")
 
 
 def _classes(family: str, model_types: frozenset[str]) -> tuple[type[nn.Module], ...]:
-    """The classes of the family's models that are loaded now.
+    """The currently loaded classes of the family's models.
 
-    A modeling module that was reloaded, or imported again, has classes that transformers' own tables do not know; so
-    has a repository with code of its own. All of them derive from PreTrainedModel and name the family's config.
+    A modeling module that was reloaded or imported again, and a repository with custom code, have classes that are
+    missing from transformers' own tables. All of them derive from PreTrainedModel and name the family's config.
 
     Raises:
-        PatchError: transformers has no model of the family.
+        PatchError: transformers lacks the family.
     """
     import transformers
 
     known = [cls for model_type in sorted(model_types) for cls in _of_transformers(model_type)]
     if not known:
         raise PatchError(
-            f"transformers {transformers.__version__} has no model of {family}; pass model= to patch one that exists."
+            f"transformers {transformers.__version__} does not contain {family}; pass model= to patch a given model."
         )
     for cls in known:
         importlib.import_module(cls.__module__)
@@ -104,7 +104,7 @@ def _classes(family: str, model_types: frozenset[str]) -> tuple[type[nn.Module],
 
 
 def _of_transformers(model_type: str) -> Iterator[type[nn.Module]]:
-    """The classes that transformers' tables have for a model type."""
+    """The classes of a model type in transformers' tables."""
     import transformers
 
     if model_type not in transformers.CONFIG_MAPPING:
@@ -146,7 +146,7 @@ def _flags_of(model_type: str, keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
-    """Hook the classes of a model type; keywords that are no flags of its function are left to others, as in Liger."""
+    """Hook the classes of a model type; keywords that are not flags of its function are ignored, as in Liger."""
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         warn(f"no kernel was applied: model_type {model_type!r} has no apply_liger_kernel_to_... function")
         return
@@ -154,17 +154,18 @@ def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
-    """Patch one model: what Trainer calls, with `liger_kernel_config` as keywords.
+    """Patch one model. Trainer calls this with `liger_kernel_config` as keywords.
 
-    A family without a function is matched by structure; where nothing matches, a warning says so. A keyword that the
-    family's function does not take is dropped, and a warning names it.
+    A family without a function is matched by structure, with a warning if nothing matches. A keyword that the family's
+    function does not take is dropped with a warning.
 
     Raises:
-        OptionError, FlagConflict: as the family's function. PatchError: as `tigon.patch`.
+        OptionError, FlagConflict: as the family's function.
+        PatchError: as `tigon.patch`.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
-        warn(f"no kernel was applied: {type(model).__name__} has no config.model_type")
+        warn(f"no kernel was applied: {type(model).__name__} lacks config.model_type")
     elif model_type in MODEL_TYPE_TO_APPLY_LIGER_FN:
         flags = _flags_of(model_type, kwargs)
         dropped = sorted(kwargs.keys() - flags.keys())

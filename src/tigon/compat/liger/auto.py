@@ -1,4 +1,4 @@
-"""`AutoLigerKernelForCausalLM`: transformers' AutoModelForCausalLM, then the patch of that one model."""
+"""`AutoLigerKernelForCausalLM`: loads a model with transformers' AutoModelForCausalLM, then patches that model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tigon.compat.liger.families import LIGER_FLAGS
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):  # type: ignore[misc]  # transformers is not typed here
-    """Loads a causal language model and patches it; flags of its family's function are taken as keywords.
+    """Loads a causal language model and patches it; flags of its family's function are accepted as keywords.
 
-    Only the model that is returned is patched, where Liger patches its class for the rest of the process.
+    Only the returned model is patched. Liger patches the model's class for the rest of the process.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Errors that are at once one of tigon's and of the kind Liger, or Python's import, raises in the same place."""
+"""Errors that derive from tigon's and also from the type that Liger, or Python's import, raises in the same place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tigon.errors import LabelError, OptionError, TigonError
 
 
 class FlagConflict(OptionError, AssertionError):
-    """A value or combination that Liger refuses with an `assert`."""
+    """A value, or a combination of values, that Liger refuses with an `assert`."""
 
 
 class LigerLabelError(LabelError, AssertionError):
@@ -17,19 +17,19 @@ class LigerLabelError(LabelError, AssertionError):
 
 
 class NotInTigon(TigonError, ModuleNotFoundError):
-    """A name of Liger's that tigon has no counterpart for. An ImportError, so that `except ImportError` catches it."""
+    """A name of Liger Kernel that tigon lacks. It is an ImportError, so `except ImportError` catches it."""
 
 
 def missing(name: str) -> str:
     """The message for a name under `liger_kernel` that is not offered."""
     return (
         f"tigon has no counterpart of {name}. liger_kernel is tigon.compat.liger in this process; docs/liger.md lists "
-        "what it offers. For the rest, install liger-kernel and run without tigon.compat.liger."
+        "its names. For other names, install liger-kernel and run without tigon.compat.liger."
     )
 
 
 def warn(message: str) -> None:
-    """Warn at the line outside tigon that called."""
+    """Warn at the calling line outside tigon."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "tigon":
         frame = frame.f_back

@@ -1,7 +1,7 @@
-"""What Liger's `apply_liger_kernel_to_<family>` functions are called and take, as data.
+"""Names and signatures of Liger's `apply_liger_kernel_to_<family>` functions, as data.
 
-A signature is a line of names in their order; "-name" is off by default, "**" takes the flags of the text tower as
-keywords. Families that only tigon has a row for get theirs from the row.
+A signature is a line of names in order. "-name" is off by default; "**" takes the flags of the text tower as keywords.
+Families that only tigon knows get their signature from their row.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ TIGON_FLAG: Mapping[str, str] = MappingProxyType(
 )
 
 LIGER_FLAGS = frozenset({*TIGON_FLAG, "relu_squared"})
-"""Every flag of Liger's functions. tigon has no kernel for the last."""
+"""Every flag of Liger's functions. tigon lacks a kernel for relu_squared."""
 
 _LOSS = "-cross_entropy fused_linear_cross_entropy"
 _STANDARD = f"rope {_LOSS} rms_norm swiglu model"
 _NO_ROPE = f"-{_STANDARD}"
 _TILL_NORM = f"rope {_LOSS} rms_norm"
 
-# Liger 0.8.5. Its defaults, but for nemotron's relu_squared, which is on there and which tigon has no kernel for.
+# Liger 0.8.5 with its defaults, except nemotron's relu_squared. It is on in Liger, and tigon lacks a kernel for it.
 _LIGER: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -63,7 +63,7 @@ _LIGER: Mapping[str, str] = MappingProxyType(
     }
 )  # fmt: skip
 
-# Model types that another family's function takes as well.
+# Model types that another family's function accepts too.
 _ALSO: Mapping[str, str] = MappingProxyType(
     {
         "llama4_text": "llama4",
@@ -76,7 +76,7 @@ _ALSO: Mapping[str, str] = MappingProxyType(
 
 
 def _of_row(row: PatchSpec) -> str:
-    """The signature Liger would give a family of which only the row is known."""
+    """A signature in Liger's style for a family that only has a row in tigon."""
     has = row.seams
     norms = [flag for flag in ("layer_norm", "rms_norm") if flag in has]
     return " ".join(

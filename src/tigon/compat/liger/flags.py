@@ -1,8 +1,8 @@
-"""Liger's flags for one call, and the patch of one model that they ask for.
+"""Liger's flags for one call, and the resulting patch of one model.
 
-A flag that is on by default patches what the model has. A flag that is off by default and set to True patches what the
-model has as well; where it finds nothing, a warning names it and the model keeps its own layer. Liger warns, or does
-nothing, in the same place.
+A flag that is on by default patches the matching modules, if there are any. A flag that is off by default and set to
+True does the same, but warns if it matches no module; the model then keeps its own layer. In the same case Liger warns
+or does nothing.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS
 
 @dataclass(frozen=True)
 class Flags:
-    """The keywords of `tigon.patch` for one call of Liger's."""
+    """The keywords of `tigon.patch` for one call of a Liger function."""
 
     values: Mapping[str, bool | None]
-    """False leaves a layer alone; None patches it where the model has it."""
+    """False leaves a layer alone; None patches it if the model has it."""
     optional: Mapping[str, str]
-    """tigon's keyword -> Liger's flag, for each flag that is off by default and that the caller has set to True."""
+    """tigon's keyword -> Liger's flag, for flags that are off by default and that the caller has set to True."""
 
     def patch(self, model: nn.Module, *, loss: bool = True) -> PatchReport:
         """Patch `model`.
 
         Args:
             model: a transformers model, or a wrapper that `tigon.patch` accepts.
-            loss: whether the flags of the loss count. False for a model that computes none.
+            loss: whether to apply the flags of the loss. False for a model that does not compute a loss.
 
         Returns:
             The report of `tigon.patch`.
 
         Raises:
-            PatchError: as `tigon.patch`, but not for a flag in `optional`.
+            PatchError: as `tigon.patch`, except for flags in `optional`.
         """
         values = dict(self.values)
         if not loss:
@@ -58,13 +58,14 @@ def read_flags(requested: Mapping[str, Any], signature: inspect.Signature, funct
     """Liger's flags as `Flags`.
 
     Args:
-        requested: the flags of the call with their values, defaults included. A name that is no flag of tigon's gets a
+        requested: the flags of the call with their values, including defaults. A name that tigon does not know causes a
             warning.
         signature: the signature of the function that was called. It says which flags are on by default.
         function: the name of that function, for messages.
 
     Raises:
-        FlagConflict: both losses are True. OptionError: a value that is neither true nor false.
+        FlagConflict: both losses are True.
+        OptionError: a value is not True, False or None.
     """
     if requested.get("cross_entropy") and requested.get("fused_linear_cross_entropy"):
         raise FlagConflict("cross_entropy and fused_linear_cross_entropy cannot both be True.")
@@ -73,7 +74,7 @@ def read_flags(requested: Mapping[str, Any], signature: inspect.Signature, funct
     for name, value in requested.items():
         if name == "relu_squared":
             if value:
-                warn("relu_squared=True has no effect. tigon has no kernel for it; the model keeps its activation.")
+                warn("relu_squared=True has no effect. tigon lacks this kernel, so the model keeps its activation.")
             continue
         if name not in TIGON_FLAG:
             warn(f"{name}={value!r} has no effect. {function} has no such flag; known are {', '.join(TIGON_FLAG)}.")
@@ -88,7 +89,7 @@ def read_flags(requested: Mapping[str, Any], signature: inspect.Signature, funct
 
 
 def _reason_for_nothing(model: nn.Module, flag: str) -> str | None:
-    """Why the flag's op fits nothing in the model, or None if it fits. The model is left as it was."""
+    """Why the flag's op fits no module of the model, or None if it fits. The model is not changed."""
     alone: dict[str, bool | None] = {**dict.fromkeys((*LAYER_FLAGS, *LOSS_FLAGS), False), flag: True}
     try:
         patch(model, **alone).undo()

@@ -1,4 +1,4 @@
-"""`liger_kernel.transformers.functional`: Liger's functions of the ops tigon has."""
+"""`liger_kernel.transformers.functional`: Liger's functions for the ops that tigon has."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def liger_cross_entropy(
     softcap: float | None = None, return_z_loss: bool = False, return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """Cross entropy of (N, V) logits, arguments in the order of `torch.nn.functional.cross_entropy`.
+    """Cross entropy of (N, V) logits, with arguments in the order of `torch.nn.functional.cross_entropy`.
 
-    `size_average` and `reduce`, which PyTorch deprecated and Liger ignores, must be None.
+    `size_average` and `reduce` must be None; PyTorch has deprecated them and Liger ignores them.
     """
     for name, value in (("size_average", size_average), ("reduce", reduce)):
         if value is not None:
-            raise OptionError(f"{name}={value!r} is deprecated in PyTorch and not taken; use reduction.")
+            raise OptionError(f"{name}={value!r} is deprecated in PyTorch and not supported; use reduction.")
     options = Options(
         weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
         return_token_accuracy, return_predicted_tokens,
@@ -64,7 +64,7 @@ def liger_fused_linear_cross_entropy(
 def liger_rms_norm(
     X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> Tensor:
-    """`tigon.rms_norm`; `in_place` has no effect."""
+    """`tigon.rms_norm`; `in_place` is ignored."""
     return f.LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode)
 
 
@@ -72,7 +72,7 @@ def liger_fused_add_rms_norm(
     X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama",
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`tigon.add_rms_norm`: (normed, X + R); `in_place` has no effect."""
+    """`tigon.add_rms_norm`: (normed, X + R); `in_place` is ignored."""
     return f.LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode)
 
 
@@ -93,10 +93,10 @@ def liger_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`tigon.rope` of half-split tables: new q and k; the inputs are not written to.
+    """`tigon.rope` with half-split tables: returns new q and k; the inputs are not written to.
 
-    q and k are (B, heads, T, D), or (B, T, heads, D) with unsqueeze_dim=2. `position_ids` is not read, as in
-    transformers: the tables are those of the positions already.
+    q and k are (B, heads, T, D), or (B, T, heads, D) with unsqueeze_dim=2. `position_ids` is ignored, as in
+    transformers, because the tables already belong to the positions.
     """
     return f.LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim)
 
@@ -107,5 +107,5 @@ def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
 
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
-    """gelu(a) · b, gelu in its tanh form."""
+    """gelu(a) · b, with the tanh form of gelu."""
     return f.LigerGELUMulFunction.apply(a, b)

@@ -1,11 +1,14 @@
-"""`LigerXFunction.apply(...)`: Liger's positional order and defaults over tigon's differentiable ops.
+"""`LigerXFunction.apply(...)`: tigon's differentiable ops with Liger's positional order and defaults.
 
-They are namespaces, not subclasses of `torch.autograd.Function`: `apply` calls the op, whose own autograd.Function does
-the work, and Dynamo, which would look for a `forward` in a subclass, then sees the op. Keywords work as well.
+The classes are namespaces, not subclasses of `torch.autograd.Function`. `apply` calls the op, which has its own
+autograd.Function. In a subclass Dynamo would look for a `forward`; here it sees the op. Keywords work too.
 
-Accepted and without effect, because they say how Liger saves memory at the price of a result: `in_place` (it writes
-the gradient over the incoming one), `row_mode`, `accum_dtype` (tigon always accumulates in fp32) and
-`chunk_mem_const` (tigon cuts chunks by bytes).
+Four options are accepted and ignored, because they only control how Liger saves memory:
+
+- `in_place`: Liger writes the gradient over the incoming one;
+- `row_mode`;
+- `accum_dtype`: tigon always accumulates in fp32;
+- `chunk_mem_const`: tigon chooses chunk sizes by bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from tigon.compat.liger.losses import Four, Options
 from tigon.errors import OptionError
 from tigon.ops.rms_norm import Casting
 
-# "none" computes in x's dtype throughout; here its statistics are fp32, which is nearer to the true value.
+# In Liger, "none" computes in x's dtype throughout. Here its statistics are fp32, which is more accurate.
 CASTINGS: dict[str | int, Casting] = {
     "llama": "llama", "gemma": "gemma", "none": "llama",
     0: "llama", 1: "gemma", -1: "llama",
@@ -29,7 +32,7 @@ CASTINGS: dict[str | int, Casting] = {
 
 
 def casting_of(mode: str | int) -> Casting:
-    """tigon's casting for Liger's name or number of it."""
+    """tigon's casting for Liger's name or number."""
     if mode not in CASTINGS:
         raise OptionError(f"casting_mode={mode!r} is not known; choose llama, gemma or none.")
     return CASTINGS[mode]
@@ -76,7 +79,7 @@ class LigerSiLUMulFunction:
 
 
 class LigerFusedGateUpSiLUMulFunction:
-    """silu(gate) · up of a packed (..., 2F) = [gate | up]."""
+    """silu(gate) · up for a packed (..., 2F) = [gate | up]."""
 
     @staticmethod
     def apply(y: Tensor, in_place: bool = False) -> Tensor:
@@ -84,7 +87,7 @@ class LigerFusedGateUpSiLUMulFunction:
 
 
 class LigerGELUMulFunction:
-    """gelu(a) · b, gelu in its tanh form."""
+    """gelu(a) · b, with the tanh form of gelu."""
 
     @staticmethod
     def apply(a: Tensor, b: Tensor) -> Tensor:
@@ -92,7 +95,7 @@ class LigerGELUMulFunction:
 
 
 class LigerRopeFunction:
-    """`tigon.rope` of half-split tables."""
+    """`tigon.rope` with half-split tables."""
 
     @staticmethod
     def apply(
@@ -106,9 +109,9 @@ class LigerRopeFunction:
 def rope_tables(
     q: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, rotary_dim: int | None
 ) -> tuple[Tensor, Tensor]:
-    """(T, R), (B, T, R) or, with a dimension for the heads, 4-D tables as `tigon.rope` wants them.
+    """Convert (T, R), (B, T, R) or 4-D tables (with a heads dimension) to the form that `tigon.rope` takes.
 
-    A table wider than what is rotated holds each angle twice, of which the first copy's beginning counts.
+    A table that is wider than the rotated width holds each angle twice; the start of the first copy is used.
     """
     if cos.ndim == 4:
         cos, sin = cos.squeeze(unsqueeze_dim), sin.squeeze(unsqueeze_dim)
@@ -120,7 +123,7 @@ def rope_tables(
 
 
 class LigerCrossEntropyFunction:
-    """(loss, z_loss, token_accuracy, predicted_tokens); the last three None unless asked for."""
+    """Returns (loss, z_loss, token_accuracy, predicted_tokens); the last three are None unless requested."""
 
     @staticmethod
     def apply(

@@ -1,13 +1,12 @@
-"""Patching what is built from now on: a hook at the end of `__init__` of the model classes of one family.
+"""Patches models that are built later, with a hook at the end of `__init__` of one family's model classes.
 
-Liger, called without a model, assigns into the modeling module: norms of models that are built later change, forward
-and rotary embedding of those that exist change too, and there is no way back. Here the classes of the family that the
-call names get an `__init__` that patches the instance it has built. Nothing else of transformers or torch is assigned
-to.
+Without a model, Liger assigns into the modeling module. This changes the norms of models that are built later, and also
+forward and rotary embedding of existing models. It cannot be undone. Here the family's classes get an `__init__` that
+patches the instance it has built. Nothing else in transformers or torch is assigned to.
 
-One hooked model is often part of another one: `LlamaForCausalLM` builds a `LlamaModel`. Then the outer model is
-patched as a whole, because its row in `tigon.models.MODELS` knows more than the structure of the inner one. The inner
-model is patched alone where its owner is not hooked: in a classifier, or as the text tower of a vision model.
+A hooked model is often part of another one: `LlamaForCausalLM` builds a `LlamaModel`. The outer model is then patched
+as a whole, because its row in `tigon.models.MODELS` says more than the structure of the inner one. The inner model is
+patched alone if its owner is not hooked: in a classifier, or as the text tower of a vision model.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from tigon.models.patch import output_head
 
 @dataclass(frozen=True)
 class ConstructionHook:
-    """What is on a set of classes, until `remove`."""
+    """A construction hook on a set of classes, active until `remove`."""
 
     classes: tuple[type[nn.Module], ...]
     model_types: frozenset[str]
     flags: Flags
 
     def covers(self, model: Any) -> bool:
-        """Whether the hook patches this model of one of its classes, or of a class derived from one.
+        """Whether the hook patches this model, whose class is one of the hook's classes or derived from one.
 
-        A derived class of another known family has its own function. A derived class of an unknown family, such as one
-        from a repository with `trust_remote_code`, is patched.
+        A derived class of another known family has its own function and is not patched. A derived class of an unknown
+        family, such as one from a repository with `trust_remote_code`, is patched.
         """
         model_type = model.config.model_type
         return model_type in self.model_types or model_type not in FAMILIES
@@ -56,21 +55,21 @@ class ConstructionHook:
             warn(f"no kernel was applied: {error}")
 
     def remove(self) -> None:
-        """Take the hook off its classes; what was built with it stays patched. A second call does nothing."""
+        """Remove the hook from its classes. Models built with it stay patched. A second call does nothing."""
         for cls in self.classes:
             if _hooks.get(cls) is self:
                 _take_off(cls)
 
 
 _hooks: dict[type[nn.Module], ConstructionHook] = {}
-# class -> what `vars(cls)` had under "__init__", None if it was inherited, and what is there instead
+# class -> (its own `__init__`, or None if it was inherited; the hooked `__init__`)
 _inits: dict[type[nn.Module], tuple[Any, Any]] = {}
 
 
 def patch_instances_of(
     classes: tuple[type[nn.Module], ...], model_types: frozenset[str], flags: Flags
 ) -> ConstructionHook:
-    """Patch every model of these classes and model types that is built from now on; the last call's flags count."""
+    """Patch every model of these classes and model types that is built later; the flags of the last call count."""
     hook = ConstructionHook(classes, model_types, flags)
     for cls in classes:
         if cls not in _inits:
@@ -81,7 +80,7 @@ def patch_instances_of(
 
 
 def remove_hooks() -> int:
-    """Take every construction hook off; returns how many classes had one."""
+    """Remove every construction hook; returns the number of classes that had one."""
     classes = tuple(_hooks)
     for cls in classes:
         _take_off(cls)
@@ -130,8 +129,8 @@ def _take_off(cls: type[nn.Module]) -> None:
     original, ours = _inits[cls]
     if vars(cls).get("__init__") is not ours:
         raise PatchError(
-            f"{cls.__name__}.__init__ was replaced after the hook was put on it; take that off first. "
-            "The hook is still there."
+            f"{cls.__name__}.__init__ was replaced after the hook was installed; undo that replacement first. "
+            "The hook is still installed."
         )
     del _hooks[cls], _inits[cls]
     if original is None:

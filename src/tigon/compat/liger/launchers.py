@@ -1,10 +1,10 @@
-"""Liger's forward and backward launchers, without autograd: its argument orders and results over tigon's primitives.
+"""Liger's forward and backward launchers, without autograd: tigon's primitives with Liger's arguments and results.
 
-What differs from Liger's:
-- no input is written to; gradients are new tensors;
-- BLOCK_SIZE, num_warps and num_stages, which a forward returns for its backward, are None and not read;
-- the losses' gradients of fp16 inputs are fp32: they are made before the loss scale is known, and 1/N of a probability
-  does not fit fp16.
+Differences from Liger:
+- No input is written to; gradients are new tensors.
+- BLOCK_SIZE, num_warps and num_stages, which a forward returns for its backward, are None and are not read.
+- The gradients of the losses are fp32 for fp16 inputs. They are computed before the loss scale is known, and 1/N of a
+  probability is too small for fp16.
 """
 
 # N = rows, H = hidden, F = intermediate, V = vocabulary.
@@ -65,7 +65,7 @@ def fused_add_rms_norm_backward(
     dY: Tensor, dS_out: Tensor | None, S: Tensor, W: Tensor | None, RSTD: Tensor, offset: float, casting_mode: Mode,
     BLOCK_SIZE: Any, num_warps: Any, num_stages: Any, in_place: bool, needs_dw: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dX, dR, dW or None); dX and dR are one tensor, as X and R enter only through their sum."""
+    """(dX, dR, dW or None); dX and dR are the same tensor, because only the sum of X and R is used."""
     dX, dW = _norm_backward(dY, dS_out, S, W, RSTD, offset, casting_mode, needs_dw)
     return dX, dX, dW
 
@@ -130,7 +130,7 @@ def swiglu_fused_gate_up_backward(y: Tensor, dc: Tensor, in_place: bool = False)
 
 
 def geglu_forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(a, b, gelu(a) · b), gelu in its tanh form."""
+    """(a, b, gelu(a) · b), with the tanh form of gelu."""
     return a, b, glu_fwd(a, b, "gelu_tanh")
 
 
@@ -171,7 +171,7 @@ def _rotated(
 
 
 def _leaf(x: Tensor, wanted: bool) -> Tensor:
-    """A copy of x's handle that collects a gradient of its own, in fp32 for fp16."""
+    """A detached leaf with the values of x for computing a separate gradient; fp32 if x is fp16."""
     return (x.float() if x.dtype == torch.float16 else x).detach().requires_grad_(wanted)
 
 
@@ -182,8 +182,8 @@ def cross_entropy_forward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """(loss, z_loss, token_accuracy, predicted_tokens, gradient (N, V)).
 
-    The gradient is that of the loss, or of each row's loss for reduction="none"; where `_input` wants none, the last
-    result is `_input`, as it was.
+    The gradient is that of the loss, or of each row's loss for reduction="none". If `_input` does not require grad, the
+    last result is `_input`, unchanged.
     """
     options = Options(
         weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
@@ -212,8 +212,8 @@ def fused_linear_cross_entropy_forward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """(loss, z_loss, token_accuracy, predicted_tokens, grad_input, grad_weight, grad_bias); ce_weight before bias.
 
-    Each gradient is None where its tensor does not want one, whatever the others want. For reduction="none" they are
-    those of the sum of the losses, weighted with `token_grad_output` (N,) where given.
+    A gradient is None if its tensor does not require one, independently of the others. For reduction="none" the
+    gradients are those of the sum of the losses, weighted with `token_grad_output` (N,) if given.
     """
     losses.no_implementation(ce_impl=ce_impl, ce_mode=ce_mode)
     options = Options(
@@ -238,8 +238,8 @@ def fused_linear_cross_entropy_backward(
     """The forward's gradients times grad_output, 0-dim; None stays None."""
     if grad_output.ndim:
         raise ShapeError(
-            f"grad_output is {tuple(grad_output.shape)}; one number scales the gradients. For one a token "
-            '(reduction="none"), pass it to the forward as token_grad_output.'
+            f"grad_output is {tuple(grad_output.shape)}; it must be 0-dim. For one factor per token "
+            '(reduction="none"), pass token_grad_output to the forward.'
         )
     grad_input, grad_weight, grad_bias = (
         None if gradient is None else gradient * grad_output.to(gradient.dtype)

@@ -1,14 +1,14 @@
-"""Liger's two losses over tigon's: four results, Liger's names for the options.
+"""Liger's two losses, computed by tigon's ops, with four results and Liger's option names.
 
-    loss              fp32, whatever the logits' dtype, unless `set_loss_dtype` says otherwise
-    z_loss            what λ · lse² contributes to the loss; its mean is over the labels that are not ignored, with
-                      class weights too; no gradient of its own
-    token_accuracy    mean over the labels that are not ignored, or one number a token for reduction="none"
-    predicted_tokens  (N,) int64, -1 where the label is ignored
+    loss              fp32 for any dtype of the logits, unless changed by `set_loss_dtype`.
+    z_loss            The part of the loss from λ · lse², without a gradient. Its mean is over the labels that are not
+                      ignored, even with class weights.
+    token_accuracy    Mean over the labels that are not ignored, or one number per token for reduction="none".
+    predicted_tokens  (N,) int64, -1 for ignored labels.
 
-tigon's ops return no lse, so `return_z_loss` and `use_token_scaling` cost a second pass without gradients. tigon's ops
-divide the z-loss by the sum of the class weights, so a mean with class weights and a z-loss costs a second pass with
-gradients. All three are rare, and a pass through the op keeps one implementation of the softmax.
+tigon's ops do not return lse, so `return_z_loss` and `use_token_scaling` need a second pass without gradients. They
+divide the z-loss by the sum of the class weights, so a mean with class weights and a z-loss needs a second pass with
+gradients. All three cases are rare. The second pass avoids another implementation of the softmax.
 """
 
 # N = tokens, H = hidden, V = vocabulary.
@@ -37,7 +37,7 @@ Run = Callable[..., Any]
 
 @dataclass
 class CrossEntropyOutput:
-    """What a loss returns when more than the loss was asked for."""
+    """The result of a loss if more than the loss was requested."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -59,13 +59,13 @@ class Options(NamedTuple):
     return_predicted_tokens: bool = False
 
     def pack(self, four: Four) -> Tensor | CrossEntropyOutput:
-        """The loss alone, or a `CrossEntropyOutput` where an option asks for more."""
+        """The loss alone, or a `CrossEntropyOutput` if an option requests more."""
         more = self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens
         return CrossEntropyOutput(*four) if more else four[0]
 
 
 def check_options(label_smoothing: float, reduction: str, softcap: float | None) -> None:
-    """Raise `FlagConflict` where Liger's constructors assert."""
+    """Raise `FlagConflict` for values on which Liger's constructors assert."""
     if not 0 <= label_smoothing <= 1:
         raise FlagConflict(f"label_smoothing={label_smoothing} is outside [0, 1].")
     if reduction not in ("mean", "sum", "none"):
@@ -75,21 +75,24 @@ def check_options(label_smoothing: float, reduction: str, softcap: float | None)
 
 
 def no_implementation(**named: Any) -> None:
-    """Refuse the choice of one of Liger's backends; tigon has one implementation a device."""
+    """Refuse the choice of one of Liger's backends; tigon has one implementation per device."""
     for name, value in named.items():
         if value is not None:
-            raise OptionError(f"{name}={value!r}: Liger's backends do not exist here. Leave {name} out.")
+            raise OptionError(f"{name}={value!r}: tigon does not have Liger's backends. Leave {name} out.")
 
 
 def set_loss_dtype(choice: str) -> None:
     """Choose the dtype of the losses that Liger's classes and functions return in this process.
 
     PyTorch's cross entropy of bf16 logits is bf16, and `torch.allclose` refuses to compare fp32 with bf16. Losses of
-    patched models are fp32 in any case, as those of transformers are. Gradients do not change.
+    patched models are always fp32, as in transformers. Gradients do not change.
 
     Args:
-        choice: "fp32", the default. "logits": the dtype of the logits, which is that of the hidden states for the fused
-            loss. "liger": as in liger-kernel 0.8.5, where only the fused loss is fp32.
+        choice: one of three values.
+
+            - "fp32": the default.
+            - "logits": the dtype of the logits; for the fused loss, the dtype of the hidden states.
+            - "liger": as in liger-kernel 0.8.5, where only the fused loss is fp32.
 
     Raises:
         OptionError: `choice` is none of these.
@@ -101,7 +104,7 @@ def set_loss_dtype(choice: str) -> None:
 
 
 def _in_chosen_dtype(four: Four, dtype: torch.dtype, fused: bool) -> Four:
-    """The losses as `set_loss_dtype` asks; `dtype` is that of the logits."""
+    """The losses in the dtype chosen by `set_loss_dtype`; `dtype` is that of the logits."""
     if _loss_dtype == "fp32":
         return four
     loss, z_loss, *metrics = four
@@ -144,7 +147,7 @@ def _results(run: Run, target: Tensor, options: Options, token_scaling: bool) ->
     statistics = _statistics(run, options) if options.return_z_loss or token_scaling else None
     token_weight = statistics[0].exp() if statistics is not None and token_scaling else None
     want_predicted = options.return_token_accuracy or options.return_predicted_tokens
-    # The z-loss has a denominator of its own in a mean with class weights.
+    # In a mean with class weights, the z-loss has a different denominator.
     apart = options.weight is not None and options.reduction == "mean" and options.lse_square_scale != 0.0
     out: LossOutput = run(
         options.weight,
@@ -174,7 +177,7 @@ def _results(run: Run, target: Tensor, options: Options, token_scaling: bool) ->
 
 
 def _mean_z_loss(run: Run, target: Tensor, options: Options, token_weight: Tensor | None) -> Tensor:
-    """λ · lse² over the number of labels that are not ignored, 0-dim. Class weights of 0 leave nothing else."""
+    """Σ λ · lse² divided by the number of labels that are not ignored, 0-dim. Class weights of 0 remove other terms."""
     assert options.weight is not None  # without class weights the loss itself has this denominator
     total: Tensor = run(
         torch.zeros_like(options.weight), ignore_index=options.ignore_index, reduction="sum", softcap=options.softcap,
@@ -185,7 +188,7 @@ def _mean_z_loss(run: Run, target: Tensor, options: Options, token_weight: Tenso
 
 @torch.no_grad()
 def _statistics(run: Run, options: Options) -> tuple[Tensor, Tensor]:
-    """log p(label) and lse², both (N,), 0 where ignored: -log p + 1 · lse² is a loss that tigon computes."""
+    """log p(label) and lse², both (N,), 0 for ignored labels; computed from the loss -log p + 1 · lse²."""
     out: LossOutput = run(
         None, ignore_index=options.ignore_index, reduction="none", softcap=options.softcap, z_loss=1.0,
         outputs=("logprob",),
@@ -195,7 +198,7 @@ def _statistics(run: Run, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _reduce(per_token: Tensor, target: Tensor, options: Options) -> Tensor:
-    """By the loss's reduction; a mean is over the labels that are not ignored."""
+    """Apply the loss's reduction; a mean is over the labels that are not ignored."""
     if options.reduction == "none":
         return per_token
     total = per_token.sum()

@@ -1,7 +1,7 @@
-"""Liger's modules: its constructors, attributes and parameter names over tigon's ops.
+"""Liger's modules: tigon's ops with Liger's constructors, attributes and parameter names.
 
-`isinstance(module, LigerRMSNorm)` is true for a norm that tigon has patched as well, because Liger puts its own class
-in the place of the model's. The patched module keeps the class and the attributes of the model.
+`isinstance(module, LigerRMSNorm)` is also true for a norm that tigon has patched, because Liger replaces the model's
+class by its own. The patched module keeps the class and the attributes of the model.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tigon.ops.glu import Approximate
 
 
 class _StandsForPatched(type):
-    """The metaclass of a class of Liger's whose `stands_for` tells which patched modules count as its instances."""
+    """Metaclass of a Liger class whose `stands_for` decides which patched modules count as its instances."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if super().__instancecheck__(instance):
             return True
-        stands_for = vars(cls).get("stands_for")  # not inherited: a user's subclass stands for nothing
+        stands_for = vars(cls).get("stands_for")  # not inherited, so a user's subclass matches no patched module
         if stands_for is None or not isinstance(instance, PatchedModule):
             return False
         return bool(stands_for(instance._tigon_seam, instance))
@@ -99,7 +99,7 @@ class LigerFusedAddRMSNorm(nn.Module):
 
 
 class LigerLayerNorm(nn.Module, metaclass=_StandsForPatched):
-    """`tigon.layer_norm`. As in Liger there is a `bias` parameter either way; it starts at 0 either way."""
+    """`tigon.layer_norm`. As in Liger, the `bias` parameter always exists; it starts at 0."""
 
     stands_for = staticmethod(_is_norm("layer_norm"))
 
@@ -125,7 +125,7 @@ class LigerLayerNorm(nn.Module, metaclass=_StandsForPatched):
 
 def _require_silu(config: Any) -> None:
     if config.hidden_act not in ("silu", "swish"):
-        raise OptionError(f"hidden_act={config.hidden_act!r}: a SwiGLU MLP is silu's; use LigerGEGLUMLP for gelu.")
+        raise OptionError(f"hidden_act={config.hidden_act!r}: a SwiGLU MLP needs silu; use LigerGEGLUMLP for gelu.")
 
 
 class _LigerMLP(nn.Module, metaclass=_StandsForPatched):
@@ -164,9 +164,9 @@ _GELUS: dict[str, Approximate] = {
 
 
 class LigerGEGLUMLP(_LigerMLP):
-    """down_proj(gelu(gate_proj(x)) · up_proj(x)), without biases; the form of gelu that the config names.
+    """down_proj(gelu(gate_proj(x)) · up_proj(x)), without biases, with the form of gelu that the config names.
 
-    Liger computes the tanh form whatever the config says.
+    Liger ignores the config and always computes the tanh form.
     """
 
     stands_for = staticmethod(_is_gated_mlp("geglu", packed=False))
@@ -175,7 +175,7 @@ class LigerGEGLUMLP(_LigerMLP):
         super().__init__(config)
         name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "gelu_pytorch_tanh"
         if name not in _GELUS:
-            raise OptionError(f"activation {name!r}: a GeGLU MLP is gelu's; known are {', '.join(_GELUS)}.")
+            raise OptionError(f"activation {name!r}: a GeGLU MLP needs gelu; choose one of {', '.join(_GELUS)}.")
         self.approximate: Approximate = _GELUS[name]
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
@@ -214,7 +214,7 @@ class LigerCrossEntropyLoss(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         losses.check_options(label_smoothing, reduction, softcap)
-        # Not a buffer, as in Liger: it is no part of the state dict, and `to` does not move it.
+        # Not a buffer, as in Liger: the state dict does not contain it, and `to` does not move it.
         self.weight = weight
         self.ignore_index, self.lse_square_scale = ignore_index, lse_square_scale
         self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
@@ -227,9 +227,9 @@ class LigerCrossEntropyLoss(nn.Module):
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
-    """The loss of `_input @ lin_weight.T + bias`, without the logits. The weight comes first.
+    """The loss of `_input @ lin_weight.T + bias`, without the logits. In forward, the weight is the first argument.
 
-    `accum_dtype` is kept as an attribute only: sums are fp32 in any case.
+    `accum_dtype` is only kept as an attribute, because sums are always fp32.
     """
 
     def __init__(

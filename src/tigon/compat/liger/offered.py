@@ -1,4 +1,4 @@
-"""Which name of `liger_kernel` is where in tigon. Everything else under `liger_kernel` is refused by name."""
+"""The location in tigon of each name of `liger_kernel`. Any other name under `liger_kernel` is refused by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from tigon.compat.liger.families import SIGNATURES
 
 VERSION = "0.8.5"
-"""The Liger whose names, orders and defaults these are."""
+"""The Liger Kernel version whose names, argument orders and defaults are used."""
 
 _HERE = "tigon.compat.liger"
 
@@ -81,7 +81,7 @@ def _table() -> dict[str, dict[str, str]]:
 
 
 OFFERED: Mapping[str, dict[str, str]] = MappingProxyType(_table())
-"""Module of liger_kernel -> name -> the module of tigon that has it. Submodules are keys of their own."""
+"""Module of liger_kernel -> name -> the module of tigon that has it. Submodules have separate keys."""
 
 
 def resolve(module: str, name: str) -> Any:

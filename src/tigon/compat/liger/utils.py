@@ -1,4 +1,4 @@
-"""`liger_kernel.utils`: what scripts ask it."""
+"""`liger_kernel.utils`: the functions that scripts use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def infer_comm_backend() -> str:
 
 
 def is_npu_available() -> bool:
-    """tigon has no kernels for Ascend."""
+    """False, because tigon does not support Ascend."""
     return False
 
 

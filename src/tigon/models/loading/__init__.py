@@ -1,8 +1,8 @@
-"""Models by name: presets, folders, hub ids.
+"""Loads models by name: presets, folders, hub ids.
 
-config.py         a name to a transformers config, and the model on the meta device
+config.py         name -> transformers config, and the model on the meta device
 presets.py        shapes of well-known models, with random weights
 auto.py           `tigon.AutoModelForCausalLM`
 weight_files.py   the headers of a checkpoint's safetensors, compared with the model
-hub.py            one try of the network, and only for a hub id
+hub.py            decides on offline mode with a single request, and only for a hub id
 """

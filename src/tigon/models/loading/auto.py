@@ -15,8 +15,8 @@ FLAGS = tuple(p.name for p in inspect.signature(patch).parameters.values() if p.
 class AutoModelForCausalLM:
     """Loads a causal language model with transformers and patches it.
 
-    The flags of `tigon.patch` are accepted as keywords; everything else goes to transformers unchanged, which raises
-    for what it does not know. A model that cannot be patched raises PatchError; load it with transformers instead.
+    The flags of `tigon.patch` are accepted as keywords. All other arguments go to transformers unchanged, which raises
+    for unknown ones. If the model cannot be patched, PatchError is raised; load it with transformers instead.
     """
 
     def __init__(self) -> None:
@@ -24,12 +24,12 @@ class AutoModelForCausalLM:
 
     @staticmethod
     def from_pretrained(pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        """`transformers.AutoModelForCausalLM.from_pretrained`, patched: a folder or hub id -> model."""
+        """Load a folder or hub id with `transformers.AutoModelForCausalLM.from_pretrained`, and patch the model."""
         return _build("from_pretrained", pretrained_model_name_or_path, *args, **kwargs)
 
     @staticmethod
     def from_config(config: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        """`transformers.AutoModelForCausalLM.from_config`, patched: a config -> randomly initialised model."""
+        """Build a random model with `transformers.AutoModelForCausalLM.from_config`, and patch it."""
         return _build("from_config", config, *args, **kwargs)
 
 

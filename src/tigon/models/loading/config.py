@@ -1,4 +1,4 @@
-"""A model by name: its transformers config, and the model itself on the meta device."""
+"""Finds a model by name: its transformers config, and the model on the meta device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def is_hub_id(name: str) -> bool:
-    """`owner/model` that is not a folder here."""
+    """Whether `name` has the form `owner/model` and is not a local path."""
     return not Path(name).exists() and _HUB_ID.fullmatch(name) is not None
 
 
 def load_config(name: str) -> Any:
-    """The transformers config behind a preset, folder, config.json or hub id. Raises UsageError.
+    """The transformers config of a preset, folder, config.json or hub id.
 
-    Nothing is downloaded unless `name` is a hub id, and no code that comes with a checkpoint is run.
+    Only a hub id may be downloaded, and code that comes with a checkpoint is never run.
+
+    Raises:
+        UsageError: the name is none of these, or transformers cannot read the config.
     """
     if name in PRESETS:
         from transformers import AutoConfig
@@ -51,16 +54,16 @@ def _config_from_file(file: Path) -> Any:
     from transformers import AutoConfig
 
     if not file.exists():
-        raise UsageError(f"{file.parent}: there is no config.json in it; give the folder of a Hugging Face checkpoint.")
+        raise UsageError(f"{file.parent} contains no config.json; give the folder of a Hugging Face checkpoint.")
     _refuse_remote_code(str(file), declared_in(file))
     try:
         return AutoConfig.from_pretrained(file)
-    except Exception as error:  # transformers and huggingface_hub raise a dozen types for a config they cannot take
+    except Exception as error:  # transformers and huggingface_hub raise a dozen types for a bad config
         raise UsageError(f"{file}: transformers cannot read it: {_one_line(error)}") from None
 
 
 def declared_in(file: Path) -> dict[str, Any]:
-    """What a config.json says. Raises UsageError for a file that is none, and for counts that no model has."""
+    """The content of a config.json. Raises UsageError for a file without model_type or with impossible counts."""
     declared = read_json(file)
     if not isinstance(declared.get("model_type"), str):
         raise UsageError(f"{file} has no model_type, so it is not the config.json of a Hugging Face model.")
@@ -72,8 +75,10 @@ def declared_in(file: Path) -> dict[str, Any]:
 
 
 def check_counts(values: Mapping[str, Any], where: str) -> None:
-    """Raise UsageError for more layers or experts than a model is built with, here or in a nested config: building
-    10,000 takes minutes, and a billion would not end. where: begins the message."""
+    """Raise UsageError if a config, or a nested one, has more layers or experts than the limits.
+
+    Building 10,000 layers takes minutes, and a billion would never finish. where: the start of the message.
+    """
     for name, value in values.items():
         if isinstance(value, dict):
             check_counts(value, f"{where}: {name}")
@@ -88,7 +93,7 @@ def _config_from_hub(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # as above, and those of the connection
-        raise UsageError(f"{name}: its config cannot be had from the hub: {_one_line(error)}") from None
+        raise UsageError(f"{name}: its config cannot be loaded from the hub: {_one_line(error)}") from None
 
 
 def _refuse_remote_code(name: str, declared: dict[str, Any]) -> None:
@@ -96,13 +101,16 @@ def _refuse_remote_code(name: str, declared: dict[str, Any]) -> None:
 
     if "auto_map" in declared and declared["model_type"] not in CONFIG_MAPPING:
         raise UsageError(
-            f"{name}: the model's code comes with the checkpoint, and is not run only to look at its config. Load "
+            f"{name}: the model's code comes with the checkpoint, and tigon does not run it to read a config. Load "
             "the model yourself and print(tigon.patch(model))."
         )
 
 
 def build_on_meta(name: str, config: Any) -> torch.nn.Module:
-    """The model of a config without memory for its weights; `name` is for the message. Raises UsageError."""
+    """Build the model of a config on the meta device, without memory for its weights.
+
+    name: for the message. Raises UsageError if transformers cannot build it.
+    """
     import transformers
 
     (architecture,) = (getattr(config, "architectures", None) or [""])[:1]
@@ -120,5 +128,5 @@ def build_on_meta(name: str, config: Any) -> torch.nn.Module:
 
 
 def _one_line(error: Exception) -> str:
-    """The first sentence of a message that may be a page."""
+    """The error's type and the first sentence of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split()).partition('. ')[0][:240]}"

@@ -1,5 +1,7 @@
-"""The network: left alone unless a hub id is asked for, and then tried once, where huggingface_hub would wait through
-six tries before it says that there is none."""
+"""Sets HF_HUB_OFFLINE. The network is used only for a hub id, with a single request.
+
+Without this, huggingface_hub makes six attempts before it reports that the network is unreachable.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
 
 
 def settle(names: Iterable[str]) -> None:
-    """Decide on HF_HUB_OFFLINE, unless the user has: 1 unless one of `names` is a hub id and the hub answers. What was
-    downloaded before is found either way. Call it before transformers is imported, which reads it then."""
+    """Set HF_HUB_OFFLINE=1, unless the user has set it or one of `names` is a hub id and the hub answers.
+
+    Files that were downloaded before are found in either mode. Call this before importing transformers, which reads the
+    variable at import.
+    """
     if "HF_HUB_OFFLINE" not in os.environ and not (any(map(is_hub_id, names)) and answers()):
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def answers() -> bool:
-    """Whether there is a way to the hub; what it says is huggingface_hub's to judge, and so are certificates."""
+    """Whether the hub can be reached; huggingface_hub handles its answer and certificate errors."""
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=TIMEOUT_S).close()

@@ -1,6 +1,6 @@
-"""Model shapes by name, with random weights: memory and speed depend on the shape alone, and need no download.
+"""Model shapes by name, with random weights. Memory and speed depend only on the shape, so no download is needed.
 
-One row a shape, in the words of its transformers config. Sources: the `config.json` published with each checkpoint.
+One row per shape, with the names of its transformers config. Sources: the `config.json` published with each checkpoint.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _LLAMA3_ROPE = {
 }  # fmt: skip
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # 1.8 M parameters, for a CPU: the vocabulary is wide for its body, as in the models people fine-tune.
+    # 1.8 M parameters, for a CPU. The vocabulary is large relative to the layers, as in commonly fine-tuned models.
     "tigon-demo": {
         "model_type": "llama", "vocab_size": 8192, "hidden_size": 128, "intermediate_size": 352,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        # 1/sqrt(hidden): after 400 steps of 1024 tokens the held-out loss is 5.36 with 0.06 and 5.60 with Llama's 0.02
+        # 1/sqrt(hidden): after 400 steps of 1024 tokens the eval loss is 5.36 with 0.06 and 5.60 with Llama's 0.02
         "initializer_range": 0.09,
     },
     # 0.13 B: fits an 8 GiB GPU with fp32 master weights.
@@ -86,7 +86,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
         "sliding_window": 4096, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
-    # the three that the Liger Kernel paper measures beside llama-3-8b
+    # the three models that the Liger Kernel paper measures in addition to llama-3-8b
     "gemma-7b": {
         "model_type": "gemma", "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576,
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256,

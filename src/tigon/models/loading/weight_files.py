@@ -1,8 +1,8 @@
-"""The weight files of a checkpoint, judged by their headers: are they whole, and are they this model's?
+"""Checks by their headers whether the weight files of a checkpoint are complete and belong to the model.
 
-transformers fills a tensor that the files lack with random numbers and only logs it. Its own loader is asked here, on
-the meta device, with the names, shapes and dtypes of the files. So its renaming and merging of tensors count, and no
-weight is read.
+transformers initialises a tensor that the files lack with random numbers and only logs it. This check runs its loader
+on the meta device with the names, shapes and dtypes of the files. The loader's renaming and merging of tensors are
+therefore included, and no weight is read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DTYPES = {
 
 
 class Header(NamedTuple):
-    """What a file says of a tensor. dtype: safetensors' word, such as BF16."""
+    """The header of a tensor in a file. dtype: safetensors' name, such as BF16."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,18 +42,18 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """How the tensors of a checkpoint and those of a model differ. Tied tensors are in the files once."""
+    """The differences between the tensors of a checkpoint and those of a model. Tied tensors are in the files once."""
 
     missing: tuple[str, ...] = ()
     """Tensors of the model that the files lack."""
     unexpected: tuple[str, ...] = ()
     """Tensors of the files that the model does not have."""
     unfit: tuple[str, ...] = ()
-    """A tensor of another shape or kind than the model's, and how they differ."""
+    """Descriptions of tensors whose shape or dtype kind differs from the model's."""
 
     @property
     def problem(self) -> str | None:
-        """Why the model must not be trained from these files; None if it may."""
+        """Why the model must not be trained from these files, or None."""
         if self.unfit:
             return f"{listed(self.unfit, 'tensor')}; its weights and its config.json are not of one model"
         if not self.missing:
@@ -78,7 +78,7 @@ def files_in(folder: Path, named: str | None = None) -> tuple[Path, ...]:
         named: the file or index that the config names in their place (`transformers_weights`).
 
     Raises:
-        UsageError: there are none, or the index is damaged, names a file outside the folder, or one that is not there.
+        UsageError: there are no such files; or the index is damaged, or names a missing file or one outside the folder.
     """
     single, index = folder / (named or SINGLE), folder / (named or INDEX)
     if single.is_file() and not single.name.endswith(".json"):
@@ -94,22 +94,24 @@ def files_in(folder: Path, named: str | None = None) -> tuple[Path, ...]:
 
 
 def shards(index: Path) -> tuple[str, ...]:
-    """The files that an index names, in the order in which transformers reads them. Raises UsageError for no index, and
-    for a file outside its folder."""
+    """The files that an index names, in the order in which transformers reads them.
+
+    Raises UsageError if the file is not an index, or names a file outside its folder.
+    """
     declared = read_json(index)
     weight_map = declared.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not isinstance(declared.get("metadata"), dict):
-        raise UsageError(f"{index} is no index of weight files: weight_map or metadata is not there; {AGAIN}")
+        raise UsageError(f"{index} is not an index of weight files: weight_map or metadata is missing; {AGAIN}")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or "\0" in name or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-            raise UsageError(f"{index}: {tensor} is said to be in {name!r}, which is no file of this folder; mend it")
+            raise UsageError(f"{index} places {tensor} in {name!r}, which is not a file in this folder; correct it")
         if not name.endswith(".safetensors"):
-            raise UsageError(f"{index}: {tensor} is said to be in {name!r}, which is no .safetensors file; mend it")
+            raise UsageError(f"{index} places {tensor} in {name!r}, which is not a .safetensors file; correct it")
     return tuple(sorted(set(weight_map.values())))
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UsageError in one line for what cannot be read or is none."""
+    """The object in a JSON file. Raises UsageError, in one line, if the file cannot be read or is not an object."""
     try:
         declared = json.loads(read_text(file))
     except (ValueError, OSError, RecursionError) as error:
@@ -120,14 +122,14 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_headers(files: Sequence[Path]) -> dict[str, Header]:
-    """Every tensor of the files by name. Raises UsageError for a file that is not whole, or a name in two files."""
+    """Every tensor of the files by name. Raises UsageError for an incomplete file, or a name in two files."""
     from safetensors import safe_open
 
     found: dict[str, Header] = {}
     owners: dict[str, Path] = {}
     for file in files:
         try:
-            refuse_special(file)  # a FIFO would be waited for
+            refuse_special(file)  # opening a FIFO would wait forever
             with safe_open(file, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118 (it is no mapping)
                     if name in found:
@@ -145,20 +147,20 @@ def _unreadable(file: Path, error: Exception) -> str:
     with contextlib.suppress(OSError), open_regular(file) as handle:
         if handle.read(len(LFS_POINTER)) == LFS_POINTER:
             return f"{file} is a Git LFS pointer instead of the weights; run `git lfs pull` in its folder"
-    return f"{file} is no whole safetensors file ({one_line(error)}); {AGAIN}"
+    return f"{file} is not a complete safetensors file ({one_line(error)}); {AGAIN}"
 
 
 def compare(
     config: Any, headers: Mapping[str, Header], *, attention: str | None = None, trust_remote_code: bool = False,
     cls: Any = None,
 ) -> LoadReport:  # fmt: skip
-    """What transformers would find when it loads tensors of these headers into a model.
+    """Compare the tensors of these headers with a model, as transformers does when it loads them.
 
     Args:
-        config: the model's.
-        cls: its class; by default the language model that the config stands for.
-        headers: of its files, as `read_headers` returns them.
-        attention: the `attn_implementation` that it will be loaded with.
+        config: the model's config.
+        cls: the model's class; by default the causal language model of the config.
+        headers: the headers of its files, from `read_headers`.
+        attention: the `attn_implementation` with which the model will be loaded.
         trust_remote_code: whether the checkpoint's own code may run.
 
     Raises:
@@ -186,9 +188,9 @@ def compare(
     kinds = {name: tensor.is_floating_point() for name, tensor in built.state_dict().items()}
     prefix = f"{built.base_model_prefix}."
     wrong = [
-        f"{name} is {header.dtype}, which is no floating-point number"
+        f"{name} is {header.dtype}, which is not a floating-point type"
         for name, header in headers.items()
-        # an expert's weight is a part of the model's tensor, and has no such name there
+        # an expert's weight is part of a larger tensor in the model, which has another name
         if kinds.get(name, kinds.get(prefix + name, name.endswith(".weight") and name not in report.unexpected))
         and not tensors[name].is_floating_point()
     ]
@@ -196,7 +198,7 @@ def compare(
 
 
 def report_of(info: Mapping[str, Any]) -> LoadReport:
-    """The report in `from_pretrained(..., output_loading_info=True)`."""
+    """The report from the loading info of `from_pretrained(..., output_loading_info=True)`."""
     unfit = [
         f"{name} is {_shape(there)}, and the model's {_shape(own)}" for name, there, own in info["mismatched_keys"]
     ]
@@ -208,13 +210,16 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, shortened."""
+    """The type of an error and its shortened message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 @contextlib.contextmanager
 def _unheard() -> Iterator[None]:
-    """transformers' report and progress bar would speak of a model that nobody keeps; DeepSpeed would partition it."""
+    """Silence transformers and disable DeepSpeed's config while a temporary model is loaded.
+
+    transformers would report on the temporary model and show a progress bar, and DeepSpeed would partition it.
+    """
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from transformers.utils import logging
 

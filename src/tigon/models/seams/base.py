@@ -1,15 +1,19 @@
-"""How one module of one model gets another forward, and gets its own back.
+"""Replaces the forward of one module of one model, and restores it.
 
-A patched module keeps its identity, parameters, hooks and attributes; only its `__class__` becomes a generated subclass
-of the class it had. `torch.distributed.fsdp.fully_shard` puts its own methods into a module the same way. Nothing is
-written into transformers or torch, and no attribute is left on the instance, so undoing is one assignment.
+A patched module keeps its identity, parameters, hooks and attributes. Only its `__class__` changes, to a generated
+subclass of its class. `torch.distributed.fsdp.fully_shard` adds its methods in the same way. transformers and torch are
+not modified and no attribute is left on the instance, so undoing is one assignment.
 
-Weighed against setting `module.forward` on the instance, which is what most patchers do: pickle rebuilds a bound method
-by name, so an unpickled model is silently unpatched; `torch.nn.DataParallel` copies `__dict__`, so every replica runs
-the original's forward; and accelerate and PEFT put their own `forward` into the same slot. What the subclass costs is
-that `type(module) is LlamaRMSNorm` turns False (`isinstance` stays True), and that unpickling needs tigon installed.
+Most patchers set `module.forward` on the instance instead. This was rejected for three reasons:
 
-The subclass carries its base's `__name__`, `__qualname__` and `__module__`: transformers keys output capturing by
+- pickle rebuilds a bound method by name, so an unpickled model is silently unpatched;
+- `torch.nn.DataParallel` copies `__dict__`, so every replica runs the original's forward;
+- accelerate and PEFT set their own `forward` on the instance.
+
+The subclass has two costs: `type(module) is LlamaRMSNorm` becomes False (`isinstance` stays True), and unpickling needs
+tigon installed.
+
+The subclass has its base's `__name__`, `__qualname__` and `__module__`. transformers keys output capturing by
 `str(cls)`, accelerate finds the blocks to wrap by class name, and `save_pretrained` writes the name into config.json.
 """
 
@@ -29,7 +33,7 @@ from tigon.errors import PatchError
 
 
 class Seam(ABC):
-    """One kind of replacement: which modules it is for, why one of them may not have it, and the new methods.
+    """One kind of replacement: which modules it applies to, objections to a module, and the new methods.
 
     Seams are frozen dataclasses, hence hashable (one generated class per base class and seam) and picklable (a pickled
     model names the base class and the seam, and rebuilds the generated class from them).
@@ -42,18 +46,18 @@ class Seam(ABC):
 
     @abstractmethod
     def candidate(self, module: nn.Module) -> bool:
-        """Whether the module is of the kind this seam speaks of, by structure alone."""
+        """Whether the module is of the kind that this seam replaces, judged by structure alone."""
 
     @abstractmethod
     def objection(self, module: nn.Module) -> str | None:
-        """Why this candidate has to stay as it is, or None. Compares numbers on a tiny input, never on the weights."""
+        """Why this candidate must stay unchanged, or None. Compares results on a tiny stand-in, not on the weights."""
 
     def code(self, module: nn.Module) -> Callable[..., Any]:
-        """The function that the op would stand in for, which tells whose code the module runs."""
+        """The function that the op would replace; it shows which package's code the module runs."""
         return vars(module).get("forward", type(module).forward)  # type: ignore[no-any-return]
 
     def op_for(self, module: nn.Module) -> str:
-        """The op this module gets, for the report."""
+        """The op that this module gets, for the report."""
         return self.op
 
     @abstractmethod
@@ -62,24 +66,24 @@ class Seam(ABC):
 
 
 class PatchedModule(nn.Module):
-    """First base of every generated class; holds what all of them share."""
+    """First base of every generated class."""
 
     _tigon_base: ClassVar[type[nn.Module]]
     _tigon_seam: ClassVar[Any]  # a Seam; Any, because transformers resolves the annotations of its subclasses
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # pickle would look the generated class up by its base's name, find the base, and refuse. Deepcopy comes here
-        # as well.
+        # pickle would look the generated class up by its base's name, find the base, and refuse. Deepcopy uses this
+        # method too.
         reduced: tuple[Any, ...] = super().__reduce_ex__(max(2, protocol))  # type: ignore[assignment]
         base: type[Any] = self._tigon_base
         seams = [self._tigon_seam]
-        while "_tigon_seam" in vars(base):  # a lower layer, which bears its own base's name too
+        while "_tigon_seam" in vars(base):  # a lower generated class, which also has its base's name
             base, seams = base._tigon_base, [base._tigon_seam, *seams]
         return (_new_patched, (base, *seams), *reduced[2:])
 
 
 def _new_patched(base: type[nn.Module], *seams: Seam) -> nn.Module:
-    """seams: the lowest first."""
+    """Rebuild a pickled module's class. seams: the lowest first."""
     cls = functools.reduce(patched_class, seams, base)
     return cls.__new__(cls)
 
@@ -98,10 +102,10 @@ def _patched_class(base: type[nn.Module], seam: Seam) -> type[PatchedModule]:
 
 
 def imitate(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Give `replacement` the name, text and signature of `original`.
+    """Give `replacement` the name, docstring and signature of `original`.
 
-    Trainer and generate read the signature of `forward`. Not `functools.wraps`: accelerate's `unwrap_model` follows
-    `__wrapped__` down to the innermost function and would take the patch off.
+    Trainer and generate read the signature of `forward`. `functools.wraps` is not used, because accelerate's
+    `unwrap_model` follows `__wrapped__` to the innermost function and would remove the patch.
     """
     for name in ("__name__", "__qualname__", "__doc__", "__module__"):
         setattr(replacement, name, getattr(original, name))
@@ -110,7 +114,7 @@ def imitate(original: Callable[..., Any], replacement: Callable[..., Any]) -> No
 
 @dataclass(frozen=True)
 class Change:
-    """One module whose class was, or is going to be, changed."""
+    """One module whose class was changed, or will be."""
 
     path: str
     module: nn.Module
@@ -127,7 +131,7 @@ class Change:
         if cls is patched_class(cls._tigon_base, cls._tigon_seam):
             if cls._tigon_seam == self.seam:
                 return None
-            return f"{self.path or 'the model'} has a later layer of tigon's on top; take that off first"
+            return f"{self.path or 'the model'} was patched again by tigon; undo the later patch first"
         return f"{self.path or 'the model'} was wrapped after the patch (its class is now {cls.__name__})"
 
     def revert(self) -> None:
@@ -136,7 +140,7 @@ class Change:
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a tensor is distributed, which tigon's operators have no sharding rules for."""
+    """Whether a tensor is a DTensor; tigon's operators lack sharding rules."""
     return type(value).__name__ == "DTensor"
 
 
@@ -151,26 +155,28 @@ _ANYBODYS = frozenset({"torch", "transformers", "transformers_modules", "tigon",
 
 
 def package_of(code: Any) -> str:
-    """The top-level package that a function, a method or a partial of one comes from; "" if it does not say."""
+    """The top-level package of a function, a method or a partial of one; "" if unknown."""
     code = getattr(code, "func", code)
     return str(getattr(getattr(code, "__func__", code), "__module__", None) or "").partition(".")[0]
 
 
 def vendor(code: Any, home: str) -> str | None:
-    """The package that put its own code in the place of the model's, or None. home: the package of the model's class,
-    which may bring modules of its own."""
+    """The package that replaced the model's code by its own, or None.
+
+    home: the package of the model's class. Its code is never a replacement.
+    """
     package = package_of(code)
     return package if package and package not in _ANYBODYS and package != home else None
 
 
 def taken_by(package: str, module: nn.Module) -> str:
-    """The reason to leave a module alone that another package has replaced, with the way on."""
+    """Why a module that another package has replaced is left alone, and what to do."""
     where = "set on the instance" if "forward" in vars(module) else type(module).__name__
     return f"it runs {package}'s code already ({where}); load the model without {package}'s patch to have tigon's ops"
 
 
 def _hooked_by_accelerate(module: nn.Module) -> bool:
-    """Whether accelerate's device-map hook holds the class's own forward in `_old_forward`, where we can replace it."""
+    """Whether accelerate's device-map hook holds the class's forward in `_old_forward`, which can be replaced."""
     inner = vars(module).get("_old_forward")
     return isinstance(inner, MethodType) and inner.__func__ is getattr(type(module), "forward", None)
 

@@ -1,15 +1,17 @@
-"""Logits that nobody computed: what `lm_head` returns while the loss is fused, and what `outputs.logits` is then.
+"""`DeferredLogits`: the output of `lm_head` while the loss is fused, and then `outputs.logits`. No logits are computed.
 
-The fused head knows the loss and not the logits, yet its output passes through other people's hands. FSDP2 and ZeRO-3
-hang the gathering of the head's weight for the backward on the tensors a module returns, accelerate casts and moves
-outputs, a user may read them. So the output is a tensor: underneath it is the scalar loss, with its gradient, and hooks
-on it fire when the loss's backward passes; to Python it has the shape, dtype and device of the logits. Casts, moves and
-`detach` are noted down. Everything else computes the logits, once, and says so once.
+The fused head computes the loss but no logits, and other code handles its output. FSDP2 and ZeRO-3 register the gather
+of the head's weight for the backward on the tensors that a module returns. accelerate casts and moves outputs, and a
+user may read them. The output is therefore a tensor. Its storage is the scalar loss with its gradient, and hooks on it
+fire in the backward of the loss. To Python code it has the shape, dtype and device of the logits. Casts, moves and
+`detach` are recorded. Any other use computes the logits once and warns once.
 
-Two things it cannot do, and refuses: give the gradient of the logits (`retain_grad`, `grad`), and lend itself to
-somebody's `torch.autograd.Function`, which PyTorch calls without asking subclasses. Such a function computes with the
-logits, and its gradient, as large as the logits, would be summed into that of the scalar, without an error and wrong.
-So the scalar stands behind a gate that lets through only the gradient that taking the loss has announced.
+It refuses two uses:
+
+- The gradient of the logits (`retain_grad`, `grad`) does not exist.
+- A custom `torch.autograd.Function` is called by PyTorch without `__torch_function__`. It would compute with the
+  logits, and its gradient, as large as the logits, would silently be summed into that of the scalar. A gate in front of
+  the scalar therefore passes only the gradient that the loss has announced.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from tigon.models.seams.logits import LogitMap, Step, map_of
 
 
 class MaterializedLogitsWarning(UserWarning):
-    """`outputs.logits` of a patched training step was read, which computed the (tokens, vocab) tensor after all."""
+    """`outputs.logits` of a patched training step was read, so the (tokens, vocab) tensor was computed after all."""
 
 
 _warned_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -56,12 +58,14 @@ class LogitsSource:
         self._weight_shape, self._versions = weight.shape, (version_of(weight), version_of(hidden))
         self._grad_enabled = torch.is_grad_enabled()
         self.touched = False
-        """Whether somebody holds these logits as numbers. A write to numbers may show nowhere (`.data`, numpy), so the
-        loss is computed from them from then on."""
+        """Whether other code holds the computed logits. A write to them may be invisible (`.data`, numpy), so from then
+        on the loss is computed from them."""
 
     def compute(self) -> Tensor:
-        """The logits (..., vocab) as the head's own forward returns them, attached to the graph if it would have
-        attached them. The grad mode of the reader does not matter."""
+        """The logits (..., vocab) as the head's own forward returns them.
+
+        They are attached to the graph if the head's forward would have attached them, whatever the reader's grad mode.
+        """
         self.touched = True
         with torch.inference_mode(False), torch.set_grad_enabled(self._grad_enabled), self._autocast():
             logits = self._forward()
@@ -82,7 +86,7 @@ class LogitsSource:
         return self.plain_forward(self.head, self.hidden)
 
     def _forward_sharded(self) -> Tensor:
-        # Since the forward, FSDP or ZeRO-3 took the weight away: only a call of the module gathers it, hooks and all.
+        # FSDP or ZeRO-3 has sharded the weight since the forward. Only a call of the module, with hooks, gathers it.
         try:
             return self.head(self.hidden)  # type: ignore[no-any-return]
         except RuntimeError as error:
@@ -95,16 +99,16 @@ class LogitsSource:
         if self.head not in _warned_heads:
             _warned_heads.add(self.head)
             warnings.warn(
-                f"The logits {tuple(self.shape)} of a patched training step were read, so they are computed and kept, "
-                "beside the fused loss that does without them. Call the model without labels, in eval mode, or with "
-                "skip_logits=False where you need them.",
+                f"The logits {tuple(self.shape)} of a patched training step were read, so they are computed and kept "
+                "in addition to the fused loss, which does not need them. If you need logits, call the model without "
+                "labels, in eval mode, or with skip_logits=False.",
                 MaterializedLogitsWarning,
                 stacklevel=_frames_to_caller(),
             )
 
 
 def _frames_to_caller() -> int:
-    """`stacklevel` for a warning raised by the caller of this, so that it names the line that read the logits."""
+    """The `stacklevel` for a warning of this function's caller, so that it names the line that read the logits."""
     level = 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in {"torch", "tigon"}:
@@ -114,47 +118,47 @@ def _frames_to_caller() -> int:
 
 
 def version_of(value: Any) -> int:
-    """How often a tensor was written to, as autograd counts it; 0 for what has no count."""
+    """Autograd's version counter of a tensor; 0 for inference tensors and other values."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 @dataclass(frozen=True)
 class _View:
-    """What was done with the logits since the head, and the dtype and device they would have by now."""
+    """The recorded steps on the logits since the head, and the dtype and device that the logits would now have."""
 
     dtype: torch.dtype
     device: torch.device
     steps: tuple[Step, ...] = ()
     sealed: bool = False
-    """In the user's hands, where arithmetic gives numbers."""
+    """Whether the user holds the object; arithmetic then computes the logits."""
 
     def on_meta(self, shape: torch.Size) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
 
 class _Memory:
-    """The elements that a `DeferredLogits` stands for; its aliases (`detach`, a cast to the dtype it has) share them.
+    """The elements of a `DeferredLogits`, shared by its aliases (`detach`, a cast to its own dtype).
 
-    A write through one alias therefore shows in all of them, whatever the grad mode, as it does with ordinary tensors.
+    A write through one alias shows in all of them, whatever the grad mode, as with ordinary tensors.
     """
 
     def __init__(
         self, source: LogitsSource, parent: _Memory | None = None, step: Step = (), attached: bool = True
     ) -> None:
-        """parent, step: the memory that was copied and what the copy did to it; neither for the head's own output."""
+        """parent, step: the memory that was copied, and the copying step; omitted for the head's own output."""
         self._source, self._parent, self._step, self._attached = source, parent, step, attached
         self._tensor: Tensor | None = None
         self._handed_out = False
 
     def tensor(self) -> Tensor:
-        """The one tensor of these elements, which the caller may write to."""
+        """The single tensor of these elements; the caller may write to it."""
         if self._tensor is None:
             self._tensor = self._computed()
         self._handed_out = True
         return self._tensor
 
     def _unwritten(self) -> Tensor:
-        """The elements as they were when the step of a copy read them, before anybody could write to them."""
+        """The elements at the time of a copying step, before any write."""
         if self._handed_out:
             return self._computed()
         if self._tensor is None:
@@ -171,7 +175,7 @@ class _Memory:
 
 
 class DeferredLogits(Tensor):
-    """See the module's text. Made by `carry` and `seal` only."""
+    """Logits that are not computed; see the module docstring. Made by `carry` and `seal` only."""
 
     source: LogitsSource
     _view: _View
@@ -181,20 +185,20 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def carry(loss: Tensor, source: LogitsSource) -> DeferredLogits:
-        """The head's output: `loss` () underneath, gradient included; `source` says what logits it stands for."""
+        """The head's output, backed by the scalar `loss` with its gradient; `source` can compute the logits."""
         return _carry(loss, source, _View(source.dtype, loss.device), _Memory(source), _Gate())
 
     def seal(self) -> DeferredLogits:
-        """The same logits for the user's `outputs.logits`, cut off from the loss."""
+        """The same logits for the user's `outputs.logits`, detached from the loss."""
         with torch._C.DisableTorchFunctionSubclass():
             scalar = self.detach().requires_grad_(self.requires_grad)
         return _carry(scalar, self.source, replace(self._view, sealed=True), self._memory, _Gate())
 
     def loss(self, earlier: dict[Any, Tensor]) -> Tensor:
-        """The fused loss (), a fresh tensor behind whatever hooks were put on this one.
+        """The fused loss (), as a new tensor whose backward runs the hooks on this one.
 
-        earlier: the losses that were taken before in the same forward. The gate lets one gradient through, so a loss
-        that is asked for again is a copy of the first, and autograd adds their gradients up before the gate.
+        earlier: the losses already taken in the same forward. The gate passes one gradient only. A second request
+        therefore returns a copy of the first loss, and autograd sums their gradients before the gate.
         """
         if not (self.requires_grad and torch.is_grad_enabled()):
             with torch._C.DisableTorchFunctionSubclass():
@@ -212,17 +216,17 @@ class DeferredLogits(Tensor):
         return self._real
 
     def logit_map(self) -> LogitMap | None:
-        """What was done to the logits since the head, if it is of that form."""
+        """The scaling and capping of the logits since the head, or None if the steps do not form a `LogitMap`."""
         return map_of(self._view.steps)
 
     def touched(self) -> bool:
-        """Whether somebody holds the logits as numbers, and may have written to them."""
+        """Whether other code holds the computed logits, and may have written to them."""
         return self.source.touched
 
     def _notes_arithmetic(self, operands: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a product with a number, or a tanh, is only noted: on the way from the head to the loss it is.
+        """Whether a product with a number, or a tanh, is only recorded, as between the head and the loss.
 
-        Not without gradients: that is what the forward of somebody's `torch.autograd.Function` looks like.
+        With gradients disabled it is not recorded, because the forward of a custom `torch.autograd.Function` runs so.
         """
         on_the_way = not self._view.sealed and not self.source.touched
         followed = torch.is_grad_enabled() or not self.requires_grad
@@ -253,13 +257,13 @@ class DeferredLogits(Tensor):
 
 
 class _Gate:
-    """Between `_Take` and `_Carry`: the gradient that may pass."""
+    """The gradient from `_Take` that may pass through `_Carry`."""
 
     announced: Tensor | None = None
 
 
 class _Take(torch.autograd.Function):
-    """The scalar under a `DeferredLogits`, as the loss."""
+    """Returns the scalar of a `DeferredLogits` as the loss."""
 
     @staticmethod
     def forward(ctx: Any, carried: Tensor, gate: _Gate) -> Tensor:
@@ -274,7 +278,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Carry(torch.autograd.Function):
-    """Identity on the scalar whose output is a `DeferredLogits`, and no view: FSDP2 warns of hooks on views."""
+    """Identity on the scalar; returns a `DeferredLogits` that is not a view, because FSDP2 warns of hooks on views."""
 
     @staticmethod
     def forward(ctx: Any, scalar: Tensor, gate: _Gate) -> Tensor:
@@ -286,7 +290,7 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         if grad is not None and grad is not ctx.gate.announced:
-            # DistributedDataParallel may route zeros through every output it was given.
+            # DistributedDataParallel may send zero gradients through every output.
             if bool(grad.any()):
                 raise PatchError(
                     "a gradient reached the logits of a patched training step through a custom autograd function or a "
@@ -304,7 +308,7 @@ def _carry(scalar: Tensor, source: LogitsSource, view: _View, memory: _Memory, g
 
 
 def _noted(logits: DeferredLogits, step: Step, *, copies: bool, **changes: Any) -> Tensor:
-    """copies: whether the step gives new memory, rather than the same tensor or a view of it."""
+    """Record a step. copies: whether it allocates memory, instead of returning the same tensor or a view."""
     view, memory = replace(logits._view, steps=(*logits._view.steps, step), **changes), logits._memory
     if copies:
         memory = _Memory(logits.source, memory, step, logits.requires_grad and torch.is_grad_enabled())
@@ -318,7 +322,7 @@ def _detach(logits: DeferredLogits) -> Tensor:
 
 
 def _view_as(logits: DeferredLogits, other: Tensor) -> Tensor:
-    # PyTorch calls x.view_as(x) on an input that an autograd.Function returns, as module backward hooks do.
+    # PyTorch calls x.view_as(x) on an input that an autograd.Function returns; module backward hooks cause this.
     return _detach(logits) if other is logits else logits.materialize().view_as(other)
 
 
@@ -346,13 +350,13 @@ def _register_hook(logits: DeferredLogits, hook: Callable[[Tensor], Tensor | Non
 
 
 def _hand_over_hooks(logits: DeferredLogits, real: Tensor) -> None:
-    """Hooks that were put on the logits before anybody read them get the gradient of the numbers, if they have one."""
+    """Move hooks that were registered before the logits were computed to the computed tensor, if it requires grad."""
     hooks = logits._backward_hooks
     if not hooks or not real.requires_grad:
         return
 
     def run(key: int, grad: Tensor) -> Tensor | None:
-        return hooks[key](grad) if key in hooks else None  # its handle may have removed it since
+        return hooks[key](grad) if key in hooks else None  # the hook may have been removed since
 
     for key in list(hooks):
         real.register_hook(partial(run, key))
@@ -371,11 +375,11 @@ def _describe(logits: DeferredLogits) -> str:
 
 
 def _getters(*names: str) -> set[Any]:
-    """The functions that `__torch_function__` is given when these attributes of a tensor are read."""
+    """The functions that `__torch_function__` receives when these tensor attributes are read."""
     return {getattr(Tensor, name).__get__ for name in names}
 
 
-# Answered by the scalar underneath: what autograd and the hooks of FSDP, DDP and DeepSpeed ask.
+# Answered by the scalar: attributes that autograd and the hooks of FSDP, DDP and DeepSpeed read.
 _NATIVE = _getters(
     "requires_grad", "grad_fn", "is_leaf", "_base", "_version", "_backward_hooks", "layout",
     "is_meta", "is_sparse", "is_nested", "is_quantized",
@@ -396,7 +400,7 @@ _ANSWERED: dict[Any, Callable[[DeferredLogits], Any]] = {
     Tensor.get_device: lambda logits: -1 if logits._view.device.index is None else logits._view.device.index,
     Tensor.__repr__: _describe,
 }
-# Noted down for later.
+# Recorded, and applied when the logits are computed.
 _LAZY: dict[Any, Callable[..., Tensor]] = {
     Tensor.detach: _detach,
     Tensor.view_as: _view_as,
@@ -407,7 +411,7 @@ _LAZY: dict[Any, Callable[..., Tensor]] = {
     Tensor.bfloat16: _cast(torch.bfloat16),
     Tensor.to: _to,
 }
-# Noted down on the way to the loss, as the method of that name.
+# Recorded between the head and the loss, as the method of that name.
 _ARITHMETIC: dict[Any, str] = {
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, torch.mul, torch.multiply), "mul"),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, Tensor.true_divide, torch.div, torch.true_divide), "div"),

@@ -1,10 +1,10 @@
-"""What a causal language model does between its trunk's last hidden state and its logits: watched, not looked up.
+"""Observes the scaling and capping that a causal language model applies between its last hidden state and its logits.
 
-Whoever computes logits in a model's place (the heads of `tigon.medusa`) has to do the same. The config does not say it:
-`logits_scaling` divides logits in Granite, multiplies them in HyperCLOVA X, and divides the hidden state in MiniCPM. So
-the model's own forward runs on two tokens, with a trunk that hands out numbers of our own, and a head that looks at
-what it is given and returns an object that notes down what is done to it, as under torch.compile (`traced`). No weight
-is read: they may be on the meta device, or on other ranks.
+Code that computes logits instead of the model (the heads of `tigon.medusa`) must apply the same map. The config does
+not define it: `logits_scaling` divides the logits in Granite, multiplies them in HyperCLOVA X, and divides the hidden
+state in MiniCPM. The model's own forward is therefore run on two tokens. The trunk is replaced by known numbers, and
+the head by one that checks its input and returns an object that records the operations on it (`traced_logits.py`). No
+weight is read, so weights may be on the meta device or on other ranks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tigon.models.verification import probe
 
 
 class _NotFollowed(Exception):
-    """The reason why a forward has no `LogitMap`."""
+    """The reason why a forward cannot be described by a `LogitMap`."""
 
 
 def observed_logit_map(model: Any) -> LogitMap | str:
-    """The map from trunk's last hidden state times head's weight to the logits, or why there is none.
+    """The map from (last hidden state times head weight) to the logits, or the reason why it cannot be found.
 
     model: a transformers causal language model, whose output embeddings are a linear module without a bias.
     """
@@ -38,13 +38,13 @@ def observed_logit_map(model: Any) -> LogitMap | str:
             return _observe(model)
     except _NotFollowed as reason:
         return str(reason)
-    except Exception as error:  # whatever somebody else's forward raises on the stand-ins is the answer
-        return f"its way from trunk to logits cannot be followed ({type(error).__name__}: {probe.first_line(error)})"
+    except Exception as error:  # a model's forward may raise anything on the stand-ins; report it
+        return f"its path from trunk to logits cannot be followed ({type(error).__name__}: {probe.first_line(error)})"
 
 
 def _observe(model: Any) -> LogitMap:
     head, trunk = model.get_output_embeddings(), model.base_model
-    # Whole numbers, which every dtype holds: the forward may cast them to the weight's.
+    # Small integers, which every dtype represents exactly, because the forward may cast them to the weight's dtype.
     hidden_1TH = torch.arange(2 * head.in_features).remainder(13).sub(6).float().view(1, 2, -1)
     scales: list[float] = []
 
@@ -55,19 +55,19 @@ def _observe(model: Any) -> LogitMap:
         scales.append(_ratio(given, hidden_1TH))
         return TracedLogits(hidden_1TH.new_zeros(()), _no_logits, head, given)
 
-    # Some trunks only hold the decoder, which the forward then calls by itself (Bart, OPT).
+    # Some trunks only contain the decoder, and the forward calls the decoder directly (Bart, OPT).
     trunks = {id(trunk): answer, id(model.get_decoder()): answer}
     double = _with_forwards(model, {**trunks, id(head): look})
     outputs = type(model).forward(double, input_ids=torch.zeros((1, 2), dtype=torch.long))
     logits = outputs[0] if isinstance(outputs, tuple) else outputs.logits
     found = logits.logit_map() if isinstance(logits, TracedLogits) else None
     if found is None or len(scales) != 1:
-        raise _NotFollowed("what it does to its logits is not a product with a number, or a tanh cap")
+        raise _NotFollowed("the operations on its logits are not products with numbers and a tanh cap")
     return LogitMap(found.scale * scales[0], found.softcap)
 
 
 def _ratio(given: Tensor, hidden: Tensor) -> float:
-    """c where given is c · hidden."""
+    """The number c for which given = c · hidden."""
     if given.shape == hidden.shape:
         scale = float((given.double() * hidden.double()).sum() / hidden.double().square().sum())
         if math.isfinite(scale) and torch.allclose(given.double(), scale * hidden.double(), rtol=1e-5, atol=0.0):
@@ -76,7 +76,7 @@ def _ratio(given: Tensor, hidden: Tensor) -> float:
 
 
 def _no_logits(*_: Any) -> Tensor:
-    raise _NotFollowed("it does to its logits what is no product with a number and no tanh cap")
+    raise _NotFollowed("an operation on its logits is neither a product with a number nor a tanh cap")
 
 
 def _answer_type() -> Any:
@@ -84,7 +84,7 @@ def _answer_type() -> Any:
 
     class Answer(BaseModelOutputWithPast):  # type: ignore[misc]
         def __getattr__(self, name: str) -> None:
-            """Nothing of what families hand on beside: caches, the logits of routers."""
+            """Return None for everything else that families pass on: caches, router logits."""
             if name.startswith("__"):
                 raise AttributeError(name)
 
@@ -92,8 +92,8 @@ def _answer_type() -> Any:
 
 
 def _with_forwards(module: nn.Module, forwards: dict[int, Callable[..., Any]]) -> nn.Module:
-    """A shallow copy of the modules from `module` down to those with these ids, which get these forwards, and no
-    hooks."""
+    """A shallow copy, without hooks, of the modules from `module` down to those with these ids, which get these
+    forwards."""
     double: nn.Module = object.__new__(type(module))
     state = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
     vars(double).update(state | {name: type(value)() for name, value in state.items() if name.endswith("_hooks")})

@@ -1,8 +1,8 @@
-"""What a model does to the output of its head before the loss: multiply it, cap it with a tanh, or both.
+"""`LogitMap`: the scaling and tanh cap that a model applies to the output of its head before the loss.
 
-The head computes the loss, so it has to know beforehand what the model is going to do; a row says which attributes of
-the config hold it. What the model then really does is noted down by the object that stands for the logits, and the loss
-is used only if the two are the same (`loss_seam`).
+The head computes the loss, so it must know the map in advance; the family's row names the config attributes that hold
+it. The object that stands for the logits records what the model actually does. The fused loss is used only if the two
+agree (`loss.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LogitMap:
     softcap: float | None = None
 
     def agrees(self, other: LogitMap) -> bool:
-        """Whether the two are one, up to how 30 · (1 / 30) rounds."""
+        """Whether the two maps are equal up to rounding, such as that of 30 · (1 / 30)."""
         if (self.softcap is None) != (other.softcap is None):
             return False
         pairs = [(self.scale, other.scale), (self.softcap or 0.0, other.softcap or 0.0)]
@@ -31,7 +31,7 @@ class LogitMap:
 
 
 def map_of(steps: tuple[Step, ...]) -> LogitMap | None:
-    """The map that these steps make, or None if it is not of that form. Casts and copies do not matter."""
+    """The `LogitMap` of these steps, or None if they do not form one. Casts and copies are ignored."""
     before, after, capped = 1.0, 1.0, False
     for name, *args in steps:
         if name == "tanh":
@@ -48,14 +48,14 @@ def map_of(steps: tuple[Step, ...]) -> LogitMap | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitAttributes:
-    """The attributes of a family's (text) config that hold its `LogitMap`; None where it has none."""
+    """The names of the (text) config attributes that hold a family's `LogitMap`; None if there is no such attribute."""
 
     multiply: str | None = None
     divide: str | None = None
     softcap: str | None = None
 
     def read(self, config: Any) -> LogitMap:
-        """The map as the config has it now. An attribute that is None or absent does nothing."""
+        """The map of the config's current values. An attribute that is None or absent is ignored."""
         multiply, divide, softcap = (
             None if name is None else getattr(config, name, None) for name in (self.multiply, self.divide, self.softcap)
         )

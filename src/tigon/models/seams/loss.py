@@ -1,16 +1,20 @@
-"""The seams at the end of the model: `lm_head`, and the model that calls it and `loss_function`.
+"""The seams at the end of the model: `lm_head`, and the model that calls `lm_head` and `loss_function`.
 
 Hugging Face's forward calls `self.lm_head(hidden)`, then `self.loss_function(logits, labels, ...)`. Neither is copied.
-While a training step with labels runs, the patched model keeps a `LossCall` in a thread-local slot. The head finds it
-there and computes the loss inside its own forward, where its weight is whole: FSDP and ZeRO-3 have gathered it, forward
-pre-hooks have run. What it returns (`DeferredLogits`) carries the loss to `loss_function`, which hands it out.
+During a training step with labels, the patched model keeps a `LossCall` in a thread-local slot. The head reads
+it and computes the loss inside its own forward. There its weight is complete: FSDP and ZeRO-3 have gathered it and
+forward pre-hooks have run. The head returns `DeferredLogits`, which carries the loss to `loss_function`.
 
-The loss is used only if exactly that object arrives, with exactly the labels of the call, and neither was written to.
-What was multiplied, divided or capped on the way must be what the head has put into its loss: the row says which
-attributes of the config hold that, and what a model was seen to do otherwise is taken over for the next step. Whatever
-else happens in between (a LoRA wrapper that adds its product, a hook that reads or edits the logits) makes the logits
-an ordinary tensor, and the loss is the ordinary one, of that tensor. So nothing around the head can be left out of the
-loss silently. The structural checks only spare computing a loss that nobody would take.
+The fused loss is used only if three conditions hold:
+
+- `loss_function` gets exactly that object with exactly the labels of the call, and neither was written to.
+- The model scales and caps the logits as the head assumed in its loss. The family's row names the config attributes
+  that define this. If a model does something else, the observed map is used from the next step on.
+- No other operation happened in between, such as a LoRA wrapper that adds its product or a hook that reads or edits the
+  logits. Any such operation computes the logits, and the loss is then the ordinary loss of that tensor.
+
+No operation around the head can therefore be lost from the loss. The structural checks only avoid computing a fused
+loss that would not be used.
 """
 
 from __future__ import annotations
@@ -37,18 +41,18 @@ from tigon.models.seams.logits import LogitAttributes, LogitMap
 from tigon.models.seams.token_metrics import TokenMetrics
 from tigon.models.seams.traced_logits import TracedLogits, UncomputedLogits
 
-# Wrappers that pass the input to one of their descendants and return its output untouched, by class name: PEFT's
-# `modules_to_save`, and FSDP1.
+# Class names of wrappers that pass the input to a descendant and return its output unchanged: PEFT's `modules_to_save`,
+# and FSDP1.
 TRANSPARENT_WRAPPERS = frozenset({"ModulesToSaveWrapper", "FullyShardedDataParallel"})
 
 
 def peel(head: nn.Module) -> Iterator[nn.Module]:
-    """The modules that may compute when `head` is called: itself, or what a transparent wrapper holds."""
+    """The modules that may compute when `head` is called: `head` itself, or the modules of a transparent wrapper."""
     yield from head.modules() if type(head).__name__ in TRANSPARENT_WRAPPERS else (head,)
 
 
 def next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
-    """What each position predicts, (N,): `shift_labels` as they are, or labels (..., T) moved left by one."""
+    """The label that each position predicts, (N,): `shift_labels` unchanged, or labels (..., T) shifted left by one."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return shift_labels.reshape(-1)
@@ -63,7 +67,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class LossCall:
-    """What one forward of a patched model asks of its head, and what came of it."""
+    """The request of one forward of a patched model to its head, and the head's results."""
 
     def __init__(
         self,
@@ -75,29 +79,29 @@ class LossCall:
     ) -> None:
         self.metrics = metrics
         self.predicted: Tensor | None = None
-        """The index of each token's largest logit, if `metrics` asks for it and the head has answered."""
+        """The index of each token's largest logit, if `metrics` requests it and the head has computed its loss."""
         self.logit_map = logit_map
-        """What the model is expected to do to the logits."""
+        """The map that the model is expected to apply to the logits."""
         self.observed: LogitMap | None = None
-        """What it did instead."""
+        """The map that the model applied instead."""
         self.labels, self.shift_labels = labels, options.get("shift_labels")
         self.heads = tuple(m for m in peel(head) if isinstance(m, PatchedModule))
         self.ignore_index: int = options.get("ignore_index", -100)
         self.num_items: Tensor | float | None = options.get("num_items_in_batch")
         self._read_labels()
         self.answers: list[tuple[Any, tuple[int, ...], Tensor]] = []
-        """For each time the head was called: the source of its logits, the versions of what its loss was computed
-        from, and the labels that it read."""
+        """Per call of the head: the source of its logits, the versions of the tensors that its loss was computed from,
+        and the labels that it read."""
         self.vocab_size = 0
         self.losses: dict[Any, Tensor] = {}
-        """What was handed out as a loss with a gradient, by the gate that it passed."""
+        """Losses with a gradient that were returned, by their gate."""
         self.taken: DeferredLogits | TracedLogits | None = None
-        """The object that arrived at `loss_function` in place of logits."""
+        """The object that `loss_function` got instead of logits."""
 
     def _read_labels(self) -> None:
         self.target = next_tokens(self.labels, self.shift_labels, self.ignore_index)
-        # Starts counting the labels that are not ignored; the count is back from the GPU when the trunk is done.
-        # Under torch.compile nothing may wait for a count, and all rows are kept.
+        # Starts counting the labels that are not ignored; the GPU's count arrives before the trunk finishes. Under
+        # torch.compile the host cannot wait for a count, so all rows are kept.
         compiling = torch.compiler.is_compiling()
         self.prepared = self.target if compiling else ops.prepare_targets(self.target, ignore_index=self.ignore_index)
         self._read_at = self._versions()
@@ -108,10 +112,10 @@ class LossCall:
         return tuple(version_of(value) for value in (self.labels, self.shift_labels, self.num_items))
 
     def _unwritten(self, versions: tuple[int, ...], target: Tensor) -> bool:
-        """Whether labels, shift_labels and num_items still are what they were when their versions were these.
+        """Whether labels, shift_labels and num_items are unchanged since they had these versions.
 
-        On the CPU the labels are compared as well, which costs nothing there and shows a write through `.data` or
-        numpy. On a GPU the comparison would have to wait for the device.
+        On the CPU the labels are compared too; this is cheap and detects a write through `.data` or numpy. On a GPU the
+        comparison would wait for the device.
         """
         if self._versions() != versions:
             return False
@@ -120,17 +124,17 @@ class LossCall:
         return torch.equal(next_tokens(self.labels, self.shift_labels, self.ignore_index), target)
 
     def _nan_if_written(self, loss: Tensor, target: Tensor) -> Tensor:
-        """In a compiled graph, which nothing can turn away from the fused loss any more, the loss of labels that were
-        written to after the head is NaN."""
+        """For compiled graphs, which cannot fall back to the ordinary loss: NaN if labels were written after the head.
+        """
         now = next_tokens(self.labels, self.shift_labels, self.ignore_index).to(loss.device)
         return torch.where((now == target.to(loss.device)).all(), loss, torch.nan)
 
     def fits(self, hidden: Tensor) -> bool:
-        """Whether there is a label for each hidden state. Not so where a model cuts its logits after the head."""
+        """Whether each hidden state has a label. False if a model slices its logits after the head."""
         return hidden.shape[:-1].numel() == self.target.numel()
 
     def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """hidden (..., H), weight (V, H), bias (V,) or None -> loss (), as transformers' ForCausalLMLoss defines it."""
+        """hidden (..., H), weight (V, H), bias (V,) or None -> loss (), as in transformers' ForCausalLMLoss."""
         self.vocab_size = weight.shape[0]
         if torch.compiler.is_compiling() or not self._unwritten(self._read_at, self.target):
             self._read_labels()
@@ -154,11 +158,11 @@ class LossCall:
         return result.loss
 
     def answered(self, source: Any) -> None:
-        """Note that the head has computed its loss, for logits of this source."""
+        """Record that the head has computed its loss for logits of this source."""
         self.answers.append((source, self._read_at, self.target))
 
     def take(self, logits: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor | None:
-        """The head's loss, if it is what `loss_function` was asked for: these logits, labels and options; else None."""
+        """The head's loss if it was computed for these logits, labels and options of `loss_function`, else None."""
         asked = (
             labels,
             options.get("shift_labels"),
@@ -183,7 +187,7 @@ class LossCall:
         return self._nan_if_written(loss, answers[0][1]) if torch.compiler.is_compiling() else loss
 
     def add_metrics(self, outputs: Any) -> Any:
-        """The model's outputs with the metrics of the loss it has taken; of its logits, if it has taken none."""
+        """The model's outputs with the metrics of the fused loss, or of its logits if the fused loss was not used."""
         if self.metrics is None:
             return outputs
         if self.taken is None or self.predicted is None:
@@ -192,17 +196,17 @@ class LossCall:
         return self.metrics.add(outputs, self.predicted, target, self.ignore_index)
 
     def seal(self, output: Any) -> Any:
-        """One element of the model's output, with the head's object replaced by what the user may hold."""
+        """One element of the model's output; the head's object is replaced by one that the user may hold."""
         if isinstance(output, DeferredLogits):
             return output.seal()
         return UncomputedLogits() if isinstance(output, TracedLogits) else output
 
 
 def _shift_labels_alone(kwargs: dict[str, Any]) -> Tensor:
-    """`shift_labels`, in a call with `skip_logits=True` and no labels: models compute a loss only if there are labels.
+    """`shift_labels` of a call with `skip_logits=True` and without labels; models compute a loss only with labels.
 
     Raises:
-        OptionError: there are no shift_labels either.
+        OptionError: shift_labels is None too.
     """
     shift_labels: Tensor | None = kwargs.get("shift_labels")
     if shift_labels is None:
@@ -214,7 +218,7 @@ def _shift_labels_alone(kwargs: dict[str, Any]) -> Tensor:
 
 
 def _metrics_of_logits(metrics: TokenMetrics, outputs: Any, target: Tensor, ignore_index: int) -> Any:
-    """The outputs with the metrics of the logits that they hold; both None where the logits fit no labels."""
+    """The outputs with the metrics of their logits; both metrics are None if logits and labels differ in number."""
     logits = outputs[1] if isinstance(outputs, tuple) else outputs.logits
     predicted = logits.detach().argmax(-1).reshape(-1)
     if predicted.shape != target.shape:  # logits_to_keep
@@ -224,9 +228,9 @@ def _metrics_of_logits(metrics: TokenMetrics, outputs: Any, target: Tensor, igno
 
 
 class _Active(threading.local):
-    """The call being answered in this thread. Not a ContextVar, which Dynamo cannot trace."""
+    """The current call of this thread. Not a ContextVar, because Dynamo cannot trace one."""
 
-    def __init__(self) -> None:  # runs once a thread; a class attribute would make Dynamo guard on its absence here
+    def __init__(self) -> None:  # runs once per thread; with class attributes Dynamo would guard on their absence here
         self.call: LossCall | None = None
         self.without_logits = False
 
@@ -236,10 +240,10 @@ _active = _Active()
 
 @contextlib.contextmanager
 def without_logits() -> Iterator[None]:
-    """Patched models that this thread calls with labels compute their loss inside the head, in evaluation mode too.
+    """Let patched models that this thread calls with labels compute the loss inside the head, also in eval mode.
 
-    It reaches a model through any wrapper and leaves unpatched models as they are, because nothing is passed to
-    `forward`: an unpatched model would hand the keyword `skip_logits` on to its layers.
+    It works through any wrapper and does not affect unpatched models, because no argument is passed to `forward`. An
+    unpatched model would pass the keyword `skip_logits` on to its layers.
     """
     before, _active.without_logits = _active.without_logits, True
     try:
@@ -250,7 +254,7 @@ def without_logits() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class HeadSeam(Seam):
-    """An `nn.Linear` that computes the loss while its model's training step asks for it, and logits otherwise."""
+    """An `nn.Linear` that computes the loss if its model's training step requests it, and logits otherwise."""
 
     op: ClassVar[str] = "linear_cross_entropy"
     flag: ClassVar[str] = "linear_cross_entropy"
@@ -276,7 +280,7 @@ class HeadSeam(Seam):
             if not call.fits(input):
                 return plain_forward(self, input)
             loss = call.answer(input, self.weight, self.bias)
-            if torch.compiler.is_compiling() or type(loss) is not Tensor:  # a fake tensor has no logits to defer
+            if torch.compiler.is_compiling() or type(loss) is not Tensor:  # fake tensors cannot defer logits
                 traced = TracedLogits(loss, plain_forward, self, input)
                 call.answered(traced.source)
                 return traced
@@ -288,7 +292,7 @@ class HeadSeam(Seam):
 
 
 def _whole(head: nn.Linear) -> bool:
-    """Whether the weight in the head's forward is all of it; a tensor-parallel shard is not."""
+    """Whether the head's forward sees its complete weight, not a tensor-parallel shard."""
     if head.weight.numel() == 0:
         raise PatchError(
             "lm_head.weight has 0 elements inside lm_head's own forward: it is partitioned (ZeRO-3) and nothing "
@@ -299,16 +303,16 @@ def _whole(head: nn.Linear) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class CausalLMSeam(Seam):
-    """A `ForCausalLM` that tells its head what the loss needs, and takes the loss from it."""
+    """A `ForCausalLM` that passes the loss arguments to its head and uses the loss that the head computes."""
 
     op: ClassVar[str] = "cross_entropy"
     flag: ClassVar[str] = "cross_entropy"
 
     head: str = "lm_head"
     fused: bool = True
-    """In training, compute the loss inside the head."""
+    """Whether to compute the training loss inside the head."""
     cross_entropy: bool = True
-    """Where logits do exist, compute their loss with tigon's cross_entropy rather than PyTorch's."""
+    """Whether to compute the loss of existing logits with tigon's cross_entropy instead of PyTorch's."""
     logits: LogitAttributes = field(default_factory=LogitAttributes)
 
     def find_head(self, model: nn.Module) -> nn.Module | None:
@@ -382,10 +386,10 @@ class CausalLMSeam(Seam):
             if isinstance(logits, (DeferredLogits, TracedLogits)):
                 if call is not None and call.observed is not None:
                     _remember(self, call.observed)
-                # A copy, because cross_entropy keeps the logits for its backward, and whoever holds these may still
-                # write to them, perhaps through `.data`, which no version shows.
+                # Copied, because cross_entropy saves the logits for its backward. Other code that holds them may still
+                # write to them, even invisibly through `.data`.
                 logits = logits.materialize().clone()
-            plain = type(logits) in (Tensor, nn.Parameter)  # a DTensor's loss is its own affair
+            plain = type(logits) in (Tensor, nn.Parameter)  # DTensor logits use the original loss
             compute: Callable[..., Tensor] = causal_lm_loss if seam.cross_entropy and plain else self._original_loss()
             return compute(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
 
@@ -398,12 +402,12 @@ class CausalLMSeam(Seam):
         }
 
     def logit_map(self, model: Any) -> LogitMap:
-        """What the model is going to do to its logits: what it was seen to do, or what its config says."""
+        """The map that the model will apply to its logits: the observed one, or the one of its config."""
         observed = None if torch.compiler.is_compiling() else _observed.get(model)
         return observed or self.logits.read(model.config.get_text_config())
 
     def fusable_head(self, model: Any) -> nn.Module | None:
-        """The head that can compute the loss of this training step; None, said aloud once, where none can."""
+        """The head that can compute the loss of this training step; None, with one warning, if it cannot."""
         if not self.fused or not is_causal_lm_loss(model._original_loss()):
             return None
         head = self.find_head(model)
@@ -414,7 +418,7 @@ class CausalLMSeam(Seam):
         else:
             reason = (
                 f"{self.head} became a {type(head).__module__}.{type(head).__name__} after the patch; "
-                "tigon.patch(model) again if it is meant to stay"
+                "call tigon.patch(model) again to patch it"
             )
         _warn_full_logits(model, reason)
         return None
@@ -425,13 +429,13 @@ _observed: weakref.WeakKeyDictionary[nn.Module, LogitMap] = weakref.WeakKeyDicti
 
 
 def _remember(model: nn.Module, observed: LogitMap) -> None:
-    """Take over, for the next step, what the model did to its logits; this step has computed them."""
+    """Use the observed map from the next step on; this step has computed the logits."""
     if not torch.compiler.is_compiling():
         _observed[model] = observed
 
 
 def _warn_full_logits(module: nn.Module, reason: str) -> None:
-    """Say once a module that the patch does not save what it promised; a compiled graph says nothing."""
+    """Warn once per module that the full logits are computed; a compiled graph does not warn."""
     if not torch.compiler.is_compiling() and module not in _warned:
         _warned.add(module)
         warnings.warn(f"tigon computes the full logits in this step: {reason}.", stacklevel=4)
@@ -441,10 +445,10 @@ _no_code = (lambda: None).__code__
 
 
 def is_causal_lm_loss(function: Any) -> bool:
-    """Whether `function` is transformers' own next-token loss, rather than one the user has set."""
+    """Whether `function` is transformers' own next-token loss, not one that the user has set."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    # By its code, because a reloaded loss_utils has another function object.
+    # Compared by code, because a reloaded loss_utils has another function object.
     return bool(getattr(function, "__code__", None) == ForCausalLMLoss.__code__)
 
 
@@ -453,7 +457,7 @@ def _name(function: Any) -> str:
 
 
 def _position(function: Callable[..., Any], parameter: str) -> int:
-    """The index of `parameter` among the positional arguments after self; beyond all of them where it is not one."""
+    """The index of `parameter` among the positional arguments after self, or their number if it is not one of them."""
     names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     return names.index(parameter) - 1 if parameter in names else len(names)
 
@@ -469,13 +473,16 @@ def causal_lm_loss(
 ) -> Tensor:
     """transformers' ForCausalLMLoss through tigon's cross_entropy: logits (..., T, V), labels (..., T) -> loss ().
 
-    Further keywords are ignored, as transformers ignores them: they are meant for the trunk.
+    Other keywords are meant for the trunk and are ignored, as in transformers.
+
+    Raises:
+        ShapeError: the number of logits does not fit the labels and vocab_size.
     """
     target = next_tokens(labels, shift_labels, ignore_index).to(logits.device)
     if logits.numel() != target.numel() * vocab_size:
         raise ShapeError(
-            f"there are logits {tuple(logits.shape)} for {target.numel()} labels. With logits_to_keep, pass labels (or "
-            "shift_labels) of the kept positions only."
+            f"logits are {tuple(logits.shape)}, but there are {target.numel()} labels. With logits_to_keep, pass "
+            "labels (or shift_labels) of the kept positions only."
         )
     num_items = _on(logits.device, num_items_in_batch)
     return ops.cross_entropy(  # type: ignore[return-value]  # a tuple only with outputs=

@@ -1,6 +1,6 @@
-"""The seams for gated MLPs: act(gate) · up in one pass, whatever the projections are called.
+"""The seams for gated MLPs: act(gate) · up in one pass, for any names of the projections.
 
-The projections are called as modules, so LoRA, quantised weights and hooks on them act as they do without tigon.
+The projections are called as modules, so LoRA, quantised weights and hooks on them work as without tigon.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def _no_op_for(activation: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedMlpSeam(Seam):
-    """down(act(gate(x)) · up(x)), the activation read from the module.
+    """down(act(gate(x)) · up(x)); the activation is read from the module.
 
-    With `packed`, one projection makes both halves, [gate | up], and is read in place.
+    With `packed`, one projection computes both halves, [gate | up], which are read in place.
     """
 
     op: ClassVar[str] = "swiglu"
@@ -67,7 +67,7 @@ class GatedMlpSeam(Seam):
     packed: str | None = None
     down: str = "down_proj"
     act: str | None = "act_fn"
-    """The activation's attribute; None where the family's code says silu itself."""
+    """The attribute of the activation; None if the family's code calls silu directly."""
     gate_scale: str | None = None
     """An attribute that multiplies gate before the activation."""
     down_scale: str | None = None
@@ -106,7 +106,7 @@ class GatedMlpSeam(Seam):
 
         def forward(self: Any, x: Tensor) -> Tensor:
             gated = seam._gated(self)
-            if gated is None:  # the activation was exchanged after the patch
+            if gated is None:  # the activation was replaced after the patch
                 return plain_forward(self, x)
             g = getattr(self, gate if packed is None else packed)(x)
             if is_dtensor(g):
@@ -121,7 +121,7 @@ class GatedMlpSeam(Seam):
                 inplace = alone(g) and alone(u)
                 y = gated(g, u, inplace=inplace)
                 del u
-            del g  # without gradients nothing else holds them
+            del g  # without gradients, this frees gate and up before the down projection
             z: Tensor = getattr(self, down)(y)
             return z if down_scale is None else z * getattr(self, down_scale)
 
@@ -132,9 +132,9 @@ class GatedMlpSeam(Seam):
 class ExpertsSeam(Seam):
     """The experts of a mixture, whose gate and up projections are one (experts, 2F, H) parameter.
 
-    transformers runs them through one of several implementations (`grouped_mm`, `batched_mm`, ...), all of which call
-    the method `_apply_gate` with a packed (tokens, 2F): that method is the seam. The `eager` loop over experts calls it
-    only in some families; where it does not, it computes what it computed.
+    transformers has several implementations (`grouped_mm`, `batched_mm`, ...), which all call the method `_apply_gate`
+    with a packed (tokens, 2F). This seam replaces that method. The `eager` loop over experts calls it only in some
+    families; in the others the seam does not change the eager loop.
     """
 
     op: ClassVar[str] = "swiglu"

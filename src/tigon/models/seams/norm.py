@@ -1,8 +1,8 @@
 """The seams for RMSNorm and LayerNorm.
 
-Weight, bias and eps are read from the module at every call, so hooks, adapters and later edits act as they do without
-tigon. What differs between the families (where the value is rounded, what is added to the weight, what eps is called)
-are fields; the numbers decide whether the fields are right for a module.
+Weight, bias and eps are read from the module at every call, so hooks, adapters and later edits work as without tigon.
+The differences between families are fields: where the value is rounded, the offset of the weight, and the name of eps.
+A comparison of results decides whether the fields fit a module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOT_OVER_THE_LAST_DIMENSION = re.compile("Batch|Group|Instance|Conv|2d|2D")
 
 
 def _norm_names(module: nn.Module) -> list[str]:
-    """The class names of a childless module that speak of a norm."""
+    """The class names with "norm" in them of a module without children."""
     if next(module.children(), None) is not None:
         return []
     names = [cls.__name__ for cls in type(module).__mro__ if "norm" in cls.__name__.lower()]
@@ -37,7 +37,7 @@ def _norm_names(module: nn.Module) -> list[str]:
 @dataclass(frozen=True, kw_only=True)
 class _NormSeam(Seam):
     eps: str | tuple[str, ...] | float
-    """The attribute that holds eps, or several of which the first that is there does, or eps itself."""
+    """The name of the attribute with eps, or several names of which the first existing one is used, or eps itself."""
 
     def objection(self, module: nn.Module) -> str | None:
         if len(inspect.signature(type(module).forward).parameters) != 2:
@@ -67,7 +67,7 @@ class _NormSeam(Seam):
         return (self.eps,) if isinstance(self.eps, str) else self.eps
 
     def _eps_of(self, module: nn.Module) -> Any:
-        """The module's eps now; None where it has none."""
+        """The module's current eps, or None."""
         if isinstance(self.eps, float):
             return self.eps
         values = [getattr(module, name) for name in self._eps_names if hasattr(module, name)]
@@ -91,7 +91,7 @@ class NormSeam(_NormSeam):
     def _rounds_elsewhere(
         self, make: Callable[[], nn.Module], fused: Callable[..., Any], original: Callable[..., Any]
     ) -> str | None:
-        if _dispatch.INTERPRET:  # Triton's interpreter cuts bf16 off where hardware rounds
+        if _dispatch.INTERPRET:  # Triton's interpreter truncates bf16; hardware rounds
             return None
         return probe.rounding_disagreement(make, probe.many_rows, fused, original)
 
@@ -133,7 +133,7 @@ class LayerNormSeam(_NormSeam):
                 return plain_forward(self, hidden_states)
             x = hidden_states
             if widens and x.is_cuda and torch.is_autocast_enabled("cuda"):
-                x = x.float()  # as autocast has PyTorch's own layer_norm do, whose result is then fp32
+                x = x.float()  # under autocast, PyTorch's layer_norm does this too and returns fp32
             if weight is not None and offset:
                 weight = weight + offset
             return ops.layer_norm(x, weight, bias, seam._eps_of(self))

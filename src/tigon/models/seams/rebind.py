@@ -1,14 +1,15 @@
 """A copy of a function that sees other globals.
 
 Hugging Face's attention calls `apply_rotary_pos_emb` as a global of its modeling module. Assigning to that global would
-change every model of the family in the process. Copying the forward's source would rot with each release. So the
-function object is rebuilt: same code object, defaults and closure, but a globals dict of its own in which that one name
-is ours. Decorated forwards hold the inner function in a closure cell; the chain is rebuilt cell by cell.
+change every model of the family in the process. A copy of the forward's source would be outdated with each release. The
+function object is rebuilt instead, with the same code object, defaults and closure, but a new globals dict in which
+this one name is tigon's. Decorated forwards hold the inner function in a closure cell, so the chain is rebuilt cell by
+cell.
 
-The new dict holds the names the code mentions, with the values they have now. Whoever later assigns to one of those
-globals of the modeling module does so before patching. A dict subclass that looks the rest up live would follow such
-assignments in plain Python, but Dynamo guards globals as items of an exact dict. There is no `__name__` in it on
-purpose: with one, Dynamo resolves every global through the module of that name and finds the original again.
+The new dict holds the names that the code mentions, with their current values. Later assignments to these globals of
+the modeling module are not seen, so make them before patching. A dict subclass with live lookup would see them in plain
+Python, but Dynamo guards globals as items of an exact dict. The dict deliberately lacks `__name__`: with it, Dynamo
+resolves every global through the module of that name and finds the original again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _inner(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def _chain(function: FunctionType) -> Iterator[FunctionType]:
-    """`function` and every function reachable through closure cells: the layers of its decorators."""
+    """`function` and every function reachable through closure cells, which are the functions that decorators wrap."""
     seen: set[int] = set()
     queue = [function]
     while queue:
@@ -48,7 +49,7 @@ def _chain(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def names_of(function: Any) -> list[str]:
-    """Every name that the code of `function`, or of a function in its decorator chain, mentions; each once."""
+    """The distinct names in the code of `function` and of the functions in its decorator chain."""
     if not isinstance(function, FunctionType):
         return []
     return list(dict.fromkeys(name for f in _chain(function) for name in _names(f.__code__)))

@@ -1,7 +1,7 @@
 """The seam for rotary embedding: an attention whose forward calls a global function of its modeling module.
 
-The function is not a method of anything, so the attention's forward is rebuilt over globals in which it is tigon's
-(`rebind`). Which pairs a function rotates is told from numbers: it is run on random tables beside each style.
+The function is not a method, so the attention's forward is rebuilt with globals in which the function is tigon's
+(`rebind.py`). Its results on random tables are compared with each style to find out which pairs it rotates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int)
 
 
 def _half_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
-    """Half-split, each angle once in the table."""
+    """Half-split pairs; each angle is in the table once."""
     cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     return ops.rope(q, k, cos, sin, unsqueeze_dim=heads_dim)
 
@@ -51,7 +51,7 @@ def _interleaved_from_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, hea
 
 
 def _pairs_to_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
-    """Interleaved pairs go in, halves come out: the even columns first, as DeepSeek stores them."""
+    """Interleaved pairs in, halves out with the even columns first, as in DeepSeek."""
     half = cos.shape[-1] // 2
     cos, sin = (torch.cat((t[..., :half], t[..., :half]), -1) for t in (cos, sin))
     q, k = (torch.cat((x[..., 0::2], x[..., 1::2]), -1) for x in (q, k))
@@ -78,7 +78,7 @@ class RopeSeam(Seam):
     flag: ClassVar[str] = "rope"
 
     styles: tuple[str, ...] = tuple(STYLES)
-    """Those the family uses; `STYLES` has them all."""
+    """The styles that the family uses, out of `STYLES`."""
 
     def candidate(self, module: nn.Module) -> bool:
         return next(_rotary_functions(type(module)), None) is not None
@@ -111,7 +111,7 @@ def _rotary_functions(cls: type[nn.Module]) -> Iterator[tuple[str, FunctionType]
 
 @functools.cache
 def _match(function: FunctionType, styles: tuple[str, ...]) -> Callable[..., Any] | str:
-    """What replaces a rotary function that is one of `styles`, or why it is none of them."""
+    """The replacement for a rotary function of one of `styles`, or the reason why it fits none of them."""
     reasons = []
     for style in styles:
         replacement = _replacement(function, STYLES[style])
@@ -123,7 +123,7 @@ def _match(function: FunctionType, styles: tuple[str, ...]) -> Callable[..., Any
 
 
 def _replacement(original: FunctionType, rotation: _Rotation) -> Callable[..., Any]:
-    """A function of `original`'s parameters that rotates by `rotation`."""
+    """A function with the parameters of `original` that uses `rotation`."""
     parameters = list(inspect.signature(original).parameters.values())
     names = [p.name for p in parameters]
     tensors = 3 if _rotates_one(original) else 4
@@ -136,7 +136,7 @@ def _replacement(original: FunctionType, rotation: _Rotation) -> Callable[..., A
         heads_dim = keywords.get("unsqueeze_dim", heads_default)
         if heads_at is not None and len(rest) > heads_at:
             heads_dim = rest[heads_at]
-        # Keys without heads, so that the op has two tensors and one to do.
+        # The op takes two tensors, so it gets keys with 0 heads.
         return rotation(x, x.narrow(heads_dim, 0, 0), cos, sin, heads_dim)[0]
 
     def apply_rotary_pos_emb(
@@ -153,12 +153,12 @@ def _replacement(original: FunctionType, rotation: _Rotation) -> Callable[..., A
 
 
 def _rotates_one(function: FunctionType) -> bool:
-    """Whether the function rotates one tensor, x, and is called for queries and for keys."""
+    """Whether the function rotates a single tensor x, and is called separately for queries and keys."""
     return list(inspect.signature(function).parameters)[1:3] == ["cos", "sin"]
 
 
 def _disagreement(original: FunctionType, replacement: Callable[..., Any]) -> str | None:
-    """Why `replacement` is not `original`, over every width of table and place of the heads that original takes."""
+    """How `replacement` differs from `original`, for every table width and head dimension that `original` accepts."""
     parameters = inspect.signature(original).parameters
     one = _rotates_one(original)
     if not one and list(parameters)[:4] != ["q", "k", "cos", "sin"]:
@@ -183,7 +183,10 @@ def _disagreement(original: FunctionType, replacement: Callable[..., Any]) -> st
 
 
 def _rotary_inputs(width: int, heads_dim: int, one: bool) -> tuple[Tensor, ...]:
-    """q (2, 4, 5, WIDTH), k (2, 2, 5, WIDTH) unless `one`, or heads and tokens exchanged; cos, sin (2, 5, width)."""
+    """q (2, 4, 5, WIDTH), k (2, 2, 5, WIDTH) unless `one`, cos and sin (2, 5, width).
+
+    With heads_dim 2, heads and tokens of q and k are swapped.
+    """
     rotated = [probe.random(2, heads, 5, probe.WIDTH, seed=heads) for heads in ((4,) if one else (4, 2))]
     if heads_dim == 2:
         rotated = [x.transpose(1, 2) for x in rotated]
@@ -195,7 +198,7 @@ def _accepts(function: FunctionType, inputs: Callable[[], tuple[Tensor, ...]], k
     try:
         tensors = inputs()
         rotated = function(*tensors, **keywords)
-    except Exception:  # somebody else's function; it says no in its own way
+    except Exception:  # the model's function may refuse with any error
         return False
     first = rotated[0] if isinstance(rotated, tuple) else rotated
     return isinstance(first, Tensor) and first.shape == tensors[0].shape

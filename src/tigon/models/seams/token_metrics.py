@@ -1,7 +1,7 @@
-"""`return_token_accuracy` and `return_predicted_tokens`: what a model's forward says about its predictions on request.
+"""`return_token_accuracy` and `return_predicted_tokens`: optional outputs of a patched model's forward.
 
-The loss inside the head knows the largest logit of each token, so a training step gets both without the logits. A
-forward that has computed the logits takes them from there.
+The fused loss knows the largest logit of each token, so a training step gets both outputs without the logits. A forward
+that has computed the logits uses them.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class TokenMetrics:
-    """Which of the two metrics the caller of one forward wants."""
+    """The metrics that the caller of a forward requests."""
 
     accuracy: bool
     predicted: bool
 
     @staticmethod
     def pop(kwargs: dict[str, Any]) -> TokenMetrics | None:
-        """Take both keywords out of a forward's `kwargs`; None if neither is true."""
+        """Remove both keywords from a forward's `kwargs`; returns None if neither is true."""
         accuracy = bool(kwargs.pop("return_token_accuracy", False))
         predicted = bool(kwargs.pop("return_predicted_tokens", False))
         return TokenMetrics(accuracy, predicted) if accuracy or predicted else None
 
     def add(self, outputs: Any, predicted: Tensor, target: Tensor, ignore_index: int) -> Any:
-        """Put what was asked for on a model's outputs.
+        """Add the requested metrics to a model's outputs.
 
         Args:
-            outputs: a ModelOutput, or the tuple of `return_dict=False`, at whose end they go.
+            outputs: a ModelOutput, or the tuple of `return_dict=False`, to which they are appended.
             predicted: (N,) int64, the index of the largest logit of each token.
             target: (N,) int64, the label of each token.
             ignore_index: the label of tokens that do not count.
 
         Returns:
-            Outputs with `token_accuracy`, the share of the counted tokens that were predicted, 0-dim fp32, and
-            `predicted_tokens` (N,) int64, -1 where a token does not count; None for what was not asked for.
+            The outputs with two more fields; a metric that was not requested is None.
+
+            - `token_accuracy`: 0-dim fp32, the share of the counted tokens that were predicted.
+            - `predicted_tokens`: (N,) int64, -1 for tokens that do not count.
         """
         counts = target != ignore_index
         hits = (predicted == target) & counts
@@ -59,8 +61,8 @@ _classes: dict[type[Any], type[Any]] = {}
 def _with_metrics(base: type[Any]) -> type[Any]:
     """The subclass of a ModelOutput with the two fields; the same class for the same base.
 
-    A class, because tools that rebuild outputs field by field (DistributedDataParallel, FSDP, gather) would lose, or
-    refuse, an attribute that the class does not declare.
+    DistributedDataParallel, FSDP and gather rebuild outputs field by field. They lose or refuse attributes that the
+    class does not declare, so a class is needed.
     """
     if base not in _classes:
         _classes[base] = dataclasses.make_dataclass(
@@ -73,7 +75,7 @@ def _with_metrics(base: type[Any]) -> type[Any]:
 
 
 def _reduce(outputs: Any, base: type[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """For pickle, which would not find the generated class by its name."""
+    """Pickle support: pickle cannot find the generated class by its name."""
     return _rebuild, (base, {f.name: getattr(outputs, f.name) for f in dataclasses.fields(outputs)})
 
 

@@ -1,8 +1,8 @@
-"""Logits that a traced head returns: the same promise as `deferred`, for torch.compile and for fake tensors.
+"""`TracedLogits`: the counterpart of `DeferredLogits` for torch.compile and for fake tensors.
 
-Dynamo cannot trace the tensor subclass of eager mode, which hides one tensor under another's shape, but it does trace a
-plain Python object with methods: what happens to it between the head and the loss is noted down while tracing and
-leaves nothing in the graph. Where something is asked that is not noted, the logits become part of the graph.
+Dynamo cannot trace the tensor subclass of eager mode, which presents one tensor with the shape of another. It can trace
+a plain Python object with methods. Operations on the object between the head and the loss are recorded during tracing
+and leave nothing in the graph. Any other use makes the logits part of the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tigon.models.seams.logits import LogitMap, Step, map_of
 
 
 class _Memory:
-    """As `deferred._Memory`: the elements of the logits, or of the copy that a noted step made of them."""
+    """Like `deferred_logits._Memory`: the elements of the logits, or of the copy that a recorded step made of them."""
 
     def __init__(self, compute: Callable[[], Tensor], attached: bool) -> None:
         self._compute, self._attached = compute, attached
@@ -32,8 +32,7 @@ class _Memory:
         return self._tensor
 
     def unwritten(self) -> Tensor:
-        """The elements as they were before anybody could write to them, computed anew; what nobody uses leaves the
-        graph again."""
+        """The elements before any write, computed again; the compiler removes unused ones from the graph."""
         with torch.inference_mode(False), torch.set_grad_enabled(self._attached):
             return self._compute()
 
@@ -43,11 +42,11 @@ class _Source:
 
     def __init__(self) -> None:
         self.touched = False
-        """As `LogitsSource.touched`."""
+        """See `LogitsSource.touched`."""
 
 
 class TracedLogits:
-    """See the module's text."""
+    """Logits that are not computed; see the module docstring."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class TracedLogits:
         self._steps: tuple[Step, ...] = ()
         self._memory = _Memory(lambda: plain_forward(head, hidden), torch.is_grad_enabled())
         self.source = _Source()
-        """The same object for every note on the output of one call of the head."""
+        """The same object for all recorded steps on the output of one call of the head."""
 
     @classmethod
     def _of(cls, loss: Tensor, steps: tuple[Step, ...], memory: _Memory, source: _Source) -> TracedLogits:
@@ -96,11 +95,11 @@ class TracedLogits:
         return self.materialize().to(*args, **kwargs)
 
     def logit_map(self) -> LogitMap | None:
-        """As `DeferredLogits.logit_map`."""
+        """See `DeferredLogits.logit_map`."""
         return map_of(self._steps)
 
     def touched(self) -> bool:
-        """As `DeferredLogits.touched`."""
+        """See `DeferredLogits.touched`."""
         return self.source.touched
 
     def loss(self, earlier: dict[Any, Tensor]) -> Tensor:
@@ -133,7 +132,7 @@ class TracedLogits:
         return func(*plain, **(kwargs or {}))
 
 
-# Attributes and methods that read no element, and so do not touch the logits.
+# Attributes and methods that read no elements, so the logits are not needed for them.
 _METADATA = frozenset({
     "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "layout", "size", "dim", "numel",
     "element_size", "is_floating_point", "is_contiguous", "stride",
@@ -149,12 +148,12 @@ def _unflatten(children: Any, context: Any) -> TracedLogits:
     return TracedLogits._of(loss, *context)
 
 
-# So that FSDP finds the tensor in what the head returns, and hangs the gathering for the backward on it.
+# Lets FSDP find the tensor in the head's output, on which it registers the all-gather for the backward.
 _pytree.register_pytree_node(TracedLogits, _flatten, _unflatten)
 
 
 class UncomputedLogits:
-    """`outputs.logits` of a compiled training step: nothing is kept to compute them from, and every use says so."""
+    """`outputs.logits` of a compiled training step. They cannot be computed any more, so every use raises."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""Proofs that a patched model computes what the unpatched model computes.
+"""Checks that a patched model computes the same as the unpatched model.
 
 tiny.py      small random models of any family     probe.py    one module against its op, before it is patched
 verify.py    one family, patched against unpatched  survey.py   every family of transformers that has no row

@@ -1,6 +1,6 @@
-"""What every family gets, as a table: for `tigon models`, and for docs/models.md.
+"""The table of model families and their ops, for `tigon models` and for docs/models.md.
 
-Nothing here is written down by hand: each row is patched on its small random model, and the table says what came of it.
+The table is generated: each row's small random model is patched, and the table shows its report.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table, and what it did to a model of two layers."""
+    """One row of the table, and its patch report for a model of two layers."""
 
     row: PatchSpec
     report: PatchReport
@@ -36,7 +36,7 @@ class Family:
 
     @property
     def logits(self) -> str:
-        """What the model does to its logits, by the config's names."""
+        """The scaling and capping of the logits, as names of config attributes."""
         attributes = self.row.logits
         uses = (("× ", attributes.multiply), ("÷ ", attributes.divide), ("capped by ", attributes.softcap))
         return ", ".join(f"{use}{name}" for use, name in uses if name)
@@ -48,7 +48,7 @@ class Family:
         return [*self.row.keep.items(), *reported]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-serialisable."""
+        """The family as a JSON-serialisable dict."""
         return {
             "model_type": self.row.model_type,
             "model": self.report.model.split(" ")[0],
@@ -62,18 +62,18 @@ class Family:
 def families(
     names: Iterable[str] = (), *, verified: bool = False, device: str = "cpu", dtype: str = "fp32"
 ) -> Iterator[Family]:
-    """The families of the table, or those named, one after the other as they are ready.
+    """Yield the families of the table, or the named ones, each when it is ready.
 
-    Raises OptionError for a family that has no row, or a dtype other than fp32 and bf16.
+    Raises OptionError for a family that is not in the table, a dtype other than fp32 and bf16, or a missing device.
     """
     chosen = list(names) or list(MODELS)
     unknown = [name for name in chosen if name not in MODELS]
     if unknown:
-        raise OptionError(f"{unknown[0]} has no row; those that have one are {', '.join(MODELS)}.")
+        raise OptionError(f"{unknown[0]} is not in the table; choose from {', '.join(MODELS)}.")
     if dtype not in DTYPES:
         raise OptionError(f"dtype={dtype} is not known; choose one of {', '.join(DTYPES)}.")
     if not _has(device):
-        raise OptionError(f"device={device} is not there; choose cpu, or cuda where there is a GPU.")
+        raise OptionError(f"device={device} is not available; choose cpu, or cuda on a machine with a GPU.")
     return _families(chosen, verified, device, DTYPES[dtype])
 
 
@@ -120,7 +120,7 @@ HEADING = f"{'family':18s}{'norm':24s}{'MLP':9s}{'rope':6s}loss in training"
 
 
 def text_lines(family: Family) -> Iterator[str]:
-    """The lines of one family for a terminal."""
+    """The lines of one family for the terminal."""
     name, norm, mlp, rope, loss = _cells(family)
     proof = "" if family.verification is None else f"   {_proof(family.verification)}"
     yield f"{name:18s}{norm:24s}{mlp:9s}{rope:6s}{loss}{proof}"
@@ -147,7 +147,7 @@ def json_text(listed: Iterable[Family]) -> str:
 
 
 def rows_markdown() -> str:
-    """The table of the rows; every cell from a patched model."""
+    """The table of the rows as Markdown; every cell comes from a patched model."""
     lines = ["| family | norm | MLP | rope | loss in training | left alone |", "|---|---|---|---|---|---|"]
     for family in families():
         left = "; ".join(f"{what}: {why}" for what, why in family.left_alone)
@@ -156,12 +156,12 @@ def rows_markdown() -> str:
 
 
 def survey_markdown() -> str:
-    """What matching by structure makes of every other causal language model of the installed transformers."""
+    """The results of matching by structure for every other causal language model of the installed transformers."""
     return surveyed_markdown(survey())
 
 
 def surveyed_markdown(outcomes: Iterable[Surveyed]) -> str:
-    """The same, of outcomes at hand."""
+    """`survey_markdown` for given outcomes."""
     import transformers
 
     found = list(outcomes)
@@ -183,8 +183,10 @@ def _cell(text: str) -> str:
 
 
 def put_between_markers(document: str, name: str, content: str) -> str:
-    """`document` with what stands between `<!-- name -->` and `<!-- /name -->` replaced. Raises OptionError without
-    the markers."""
+    """`document` with the text between `<!-- name -->` and `<!-- /name -->` replaced.
+
+    Raises OptionError if a marker is missing.
+    """
     start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     if start not in document or end not in document:
         raise OptionError(f"the document has no markers {start} and {end} to put the table between.")

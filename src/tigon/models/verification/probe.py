@@ -1,11 +1,10 @@
-"""Does an op compute what a module computes? Asked of a tiny stand-in, before the module is patched.
+"""Checks on a tiny stand-in, before patching, whether an op computes the same as a module.
 
 A class name proves nothing: subclasses override forward, remote code reuses names, and a release may change a formula.
 The stand-in is an object of the module's own class with the module's plain attributes (eps, activation, scaling) and
-random parameters of width 8, so the answer costs under a millisecond and does not need the weights, which may be
-quantised, on the meta device, or on another rank. It is asked in training mode, where dropout would show. Numbers are
-drawn from a generator of our own, and dropout from a fork of the global one: patching a model does not move the random
-state of a run.
+random parameters of width 8. A check takes under a millisecond. It does not need the weights, which may be quantised,
+on the meta device, or on another rank. It runs in training mode, so that dropout shows. Numbers come from a separate
+generator and dropout from a fork of the global one, so patching does not change the random state of a run.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 WIDTH = 8
-# The original and the op round differently in fp32; a wrong formula is off by far more than this.
+# The original and the op round differently in fp32. A wrong formula is off by far more than this tolerance.
 TOLERANCE = 1e-4
 
 _Forward = Callable[..., Any]
@@ -29,19 +28,19 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def random(*shape: int, seed: int) -> Tensor:
-    """fp32 normal values on the CPU, the same for the same seed."""
+    """fp32 normal values on the CPU, reproducible by seed."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def rows() -> tuple[Tensor]:
-    """x (3, WIDTH): an ordinary row, one so small that eps decides the result, one large."""
+    """x (3, WIDTH): an ordinary row, a row so small that eps decides the result, and a large row."""
     x = random(3, WIDTH, seed=1) * torch.tensor([[1.0], [1e-3], [50.0]], device="cpu")
     return (x.requires_grad_(),)
 
 
 def many_rows() -> tuple[Tensor]:
-    """x (128, WIDTH) in bf16: enough elements for two ways of rounding to be told apart."""
+    """x (128, WIDTH) in bf16: enough elements to distinguish two ways of rounding."""
     return (random(128, WIDTH, seed=6).to(torch.bfloat16),)
 
 
@@ -51,8 +50,11 @@ def stand_in(
     linears: Mapping[str, tuple[int, int]] = _NOTHING,
     attributes: Mapping[str, Any] = _NOTHING,
 ) -> nn.Module:
-    """An object of `module`'s class and plain attributes, in training mode, with random `parameters` (name -> shape)
-    and `linears` (name -> inner, outer width) in the place of its own; `attributes` replace those it has."""
+    """An object of `module`'s class with its plain attributes, in training mode.
+
+    Its own parameters and projections are replaced by random `parameters` (name -> shape) and `linears` (name -> inner,
+    outer width). `attributes` replace existing attributes.
+    """
     double = object.__new__(type(module))
     nn.Module.__init__(double)
     state = vars(double)
@@ -85,7 +87,7 @@ def disagreement(
     fused: _Forward,
     original: _Forward,
 ) -> str | None:
-    """What differs between two forwards of what `make` builds, outputs and gradients; None where they agree."""
+    """The difference between two forwards of a module made by `make`, in outputs or gradients; None if they agree."""
 
     def measure() -> str | None:
         expected = _measure(make(), inputs(), original)
@@ -97,9 +99,9 @@ def disagreement(
 def rounding_disagreement(
     make: Callable[[], nn.Module], inputs: Callable[[], tuple[Tensor, ...]], fused: _Forward, original: _Forward
 ) -> str | None:
-    """Where one of the two rounds to bf16 at another place than the other, or returns another dtype; else None.
+    """The difference between two forwards in the place of rounding to bf16, or in the dtype returned; None if equal.
 
-    In fp32 the families' norms differ by nothing; in bf16 they round the normalised value before or after the weight.
+    In fp32 the families' norms are equal. In bf16 they round the normalised value before or after the weight.
     """
 
     def measure() -> str | None:
@@ -108,7 +110,7 @@ def rounding_disagreement(
             if got.dtype != want.dtype:
                 return f"for bf16 with {dtype} parameters the op returns {got.dtype}, its own {want.dtype}"
             share = (got != want).float().mean().item()
-            # The sums may run in another order, which moves one element in a thousand.
+            # The sums may run in another order, which changes one element in a thousand.
             if dtype == torch.bfloat16 and share > 0.02:
                 return f"it rounds elsewhere: {share:.0%} of the op's bf16 results are not its own"
         return None
@@ -120,14 +122,16 @@ def _answered(measure: Callable[[], str | None]) -> str | None:
     try:
         with undisturbed():
             return measure()
-    except Exception as error:  # whatever somebody else's forward raises on the stand-in is the answer
+    except Exception as error:  # the module's forward may raise anything on the stand-in; report it
         return f"its forward cannot be compared with the op ({type(error).__name__}: {first_line(error)})"
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Work on the CPU with real fp32 tensors, whatever mode (fake tensors, autocast, another default dtype) the model
-    is built under."""
+    """Run with real fp32 tensors on the CPU, even if the model is built under another mode.
+
+    Other modes are fake tensors, autocast and another default dtype.
+    """
     default_dtype = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float32)
@@ -163,7 +167,7 @@ def _measure(double: nn.Module, inputs: tuple[Tensor, ...], forward: _Forward) -
     result = forward(double, *inputs)
     outputs = result if isinstance(result, tuple) else (result,)
     leaves = [t for t in (*inputs, *double.parameters()) if t.requires_grad]
-    # A fixed, uneven weighting, so that a wrong sign or a swap of rows shows in the gradient.
+    # Fixed random weights, so that a wrong sign or swapped rows show in the gradient.
     total = torch.stack([(out * random(*out.shape, seed=5)).sum() for out in outputs]).sum()
     grads = torch.autograd.grad(total, leaves)
     named = {f"output {i}": out.detach() for i, out in enumerate(outputs)}

@@ -1,4 +1,4 @@
-"""Every causal language model of transformers that has no row: what matching by structure makes of it."""
+"""Tests matching by structure on every causal language model of transformers that is not in the table."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Surveyed:
 
     model_type: str
     outcome: str
-    """"verified", "differs", "left alone" (nothing matched), or "not built" (no small model of it came to be)."""
+    """"verified", "differs", "left alone" (nothing matched), or "not built" (no small model could be built)."""
     reason: str = ""
     verification: Verification | None = None
 
 
 def families_without_a_row() -> list[str]:
-    """Model types of the causal language models transformers knows, less those of `MODELS`."""
+    """Model types of transformers' causal language models that are not in `MODELS`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(MODELS))
@@ -40,7 +40,7 @@ def survey() -> Iterator[Surveyed]:
 
 
 MAX_ELEMENTS = 6_000_000
-# Families want these beyond, or against, the shared sizes; tried one after the other.
+# Config fields that some families need in addition to the shared sizes, or instead of them; tried in this order.
 _TWO_KINDS = {"layer_types": ["linear_attention", "full_attention"]}
 _ATTEMPTS: tuple[dict[str, Any], ...] = (
     {},
@@ -70,7 +70,7 @@ _ATTEMPTS: tuple[dict[str, Any], ...] = (
 
 
 def surveyed(model_type: str) -> Surveyed:
-    """One family of the survey."""
+    """Survey one family."""
     failure = ""
     for overrides in _ATTEMPTS:
         try:
@@ -81,7 +81,7 @@ def surveyed(model_type: str) -> Surveyed:
             model = tiny_model(model_type, overrides)
             model(**tiny_batch(torch.device("cpu"))).loss.backward()
             break
-        except Exception as error:  # whatever a family asks for that the shared sizes do not give
+        except Exception as error:  # a family may need fields that the shared sizes lack, and raise anything
             failure = failure or short(error)
     else:
         return Surveyed(model_type, "not built", failure)

@@ -1,7 +1,7 @@
 """Small random models of any family of transformers, for `verify`.
 
-The sizes below are set wherever a config has a field of that name; what a family needs beyond that stands in its row.
-Weights are drawn wide enough for every nonlinearity to matter: a gate at 0.02 is a linear function, a cap at 30 no cap.
+The sizes below are set in every config with a field of that name; a family's row adds others. Weights are drawn wide
+enough for every nonlinearity to matter: at 0.02 a gate is linear, and a cap of 30 has no effect on small logits.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _VISION: Mapping[str, Any] = MappingProxyType({"depth": 1, "image_size": 16, "pa
 def tiny_config(
     model_type: str, overrides: Mapping[str, Any] = MappingProxyType({}), sizes: Mapping[str, Any] = SIZES
 ) -> Any:
-    """A config of the family in these sizes. Raises PatchError where transformers does not know the family."""
+    """A config of the family with these sizes. Raises PatchError if transformers does not know the family."""
     from transformers import CONFIG_MAPPING
 
     try:
@@ -95,7 +95,7 @@ def tiny_config(
 
 
 def _accepted(cls: type, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the sizes that a config class has a field for, and every dropout, off."""
+    """The sizes for which a config class has a field, and every dropout field set to 0."""
     names = set(inspect.signature(cls.__init__).parameters) | set(getattr(cls, "attribute_map", {}))  # type: ignore[misc]
     known = {name: value for name, value in sizes.items() if name in names}
     silent = {name: 0.0 for name in names if "dropout" in name or name.endswith("pdrop")}
@@ -105,10 +105,10 @@ def _accepted(cls: type, sizes: Mapping[str, Any]) -> dict[str, Any]:
 def tiny_model(
     model_type: str, overrides: Mapping[str, Any] = MappingProxyType({}), *, every_expert: bool = False
 ) -> nn.Module:
-    """A causal language model of the family in fp32 on the CPU, in training mode; the same weights at every call.
+    """A causal language model of the family in fp32 on the CPU, in training mode, with the same weights at every call.
 
-    With `every_expert`, mixtures send each token through all experts: a choice between two that are nearly equal falls
-    differently when anything is rounded differently, and then there is nothing to compare.
+    With `every_expert`, mixtures send each token through all experts. Otherwise a difference in rounding could change
+    the choice between two nearly equal experts, and the results could not be compared.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -120,7 +120,7 @@ def tiny_model(
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         model: nn.Module = auto.from_config(config, dtype=torch.float32)
-        # Norm weights start at 1 (or 0) and biases at 0, where mistakes hide.
+        # Norm weights start at 1 (or 0) and biases at 0, which would hide mistakes.
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:
@@ -129,7 +129,7 @@ def tiny_model(
 
 
 def tiny_batch(device: torch.device, rows: int = 2, tokens: int = 18, seed: int = 1) -> dict[str, Tensor]:
-    """input_ids and labels (rows, tokens); the first third of row 0 is masked as a prompt would be."""
+    """input_ids and labels (rows, tokens); the first third of row 0 is masked like a prompt."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(3, VOCAB - 4, (rows, tokens), generator=generator)
     labels = input_ids.clone()

@@ -1,16 +1,18 @@
-"""The proof of a row: a small random model of the family, patched, computes what its unpatched twin computes.
+"""Verifies a row: a small random model of the family, patched, must compute the same as its unpatched twin.
 
-Each check runs one way of using a model on both twins and compares everything that came out: the loss and every
-gradient, or logits. Errors are relative, in the Frobenius norm, of each tensor by itself; a check reports the worst.
+Each check runs one way of using a model on both twins and compares all results: the loss and every gradient, or the
+logits. Errors are relative, in the Frobenius norm, per tensor; a check reports the worst one.
 
-    fp32    at most 1e-5, or `NOISE_FACTOR` times what the unpatched model errs against itself in fp64 where that is
-            more: a gradient that is zero but for rounding, such as a key bias's, has no five digits.
-    bf16    measured against the unpatched model in fp32 with the same (rounded) weights. The root mean square of the
-            tensors' errors may be `BF16_FACTOR` times what it is for the unpatched bf16 model. One tensor alone, which
-            may be eight numbers, may err `TENSOR_FACTOR` times as much as there, or as the median there; the loss
-            `TENSOR_FACTOR` times as much as there, or as `BF16_FLOOR`.
+    fp32    The limit is 1e-5, or `NOISE_FACTOR` times the unpatched model's error against itself in fp64 if that is
+            larger. Some gradients consist of rounding errors only, such as that of a key bias.
+    bf16    The reference is the unpatched model in fp32 with the same (rounded) weights. The limits are:
 
-A tensor whose elements are below `NEGLIGIBLE` of those of all gradients is measured by that share of them.
+            - root mean square of the errors of all tensors: `BF16_FACTOR` times that of the unpatched bf16 model;
+            - one tensor, which may have only eight elements: `TENSOR_FACTOR` times its error in the unpatched bf16
+              model, or times the median error there;
+            - the loss: `TENSOR_FACTOR` times its error in the unpatched bf16 model, or times `BF16_FLOOR`.
+
+If a tensor's elements are below `NEGLIGIBLE` times the usual gradient element, its error is divided by that size.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ FP32_BOUND = 1e-5
 NOISE_FACTOR = 10.0
 BF16_FACTOR = 2.0
 TENSOR_FACTOR = 4.0
-# 1e-5 of this is one fp32 rounding step of the usual gradient.
+# FP32_BOUND times this is one fp32 rounding step of the usual gradient.
 NEGLIGIBLE = 1e-2
-# One bf16 rounding of something the loss is linear in, which the unpatched model may have got right by luck.
+# The error from one bf16 rounding of a value that the loss depends on. The unpatched model may avoid it by chance.
 BF16_FLOOR = 1e-3
 _ALL = "all tensors"
 
@@ -50,23 +52,23 @@ Run = Callable[[nn.Module], Tensors]
 
 @dataclass(frozen=True)
 class Check:
-    """One way of using the model, and how far the patched one is from the unpatched."""
+    """One way of using the model, and the difference between the patched and the unpatched model."""
 
     name: str
     passed: bool
     error: float | None = None
-    """The largest of all tensors, as the module's text defines it; None where nothing was measured."""
+    """The largest error of all tensors, as defined in the module docstring; None if nothing was measured."""
     bound: float | None = None
-    """What `error` had to stay below."""
+    """The limit for `error`."""
     worst: str = ""
-    """The tensor with the largest share of its bound."""
+    """The tensor that is closest to, or farthest above, its bound."""
     note: str = ""
-    """Why a check does not apply (the unpatched model cannot be used so), or what went wrong."""
+    """Why the check does not apply (the unpatched model raises too), or what failed."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found, for a table, a report or a test."""
+    """The result of `verify`."""
 
     model_type: str
     dtype: str
@@ -86,7 +88,7 @@ class Verification:
         return tuple(check for check in self.checks if not check.passed)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-serialisable."""
+        """The verification as a JSON-serialisable dict."""
         return {
             "model_type": self.model_type,
             "dtype": self.dtype,
@@ -101,20 +103,20 @@ class Verification:
 def verify(
     row: PatchSpec, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, tokens: int = 18
 ) -> Verification:
-    """Prove a row on a random model of two layers; see the module's text for what is compared and the bounds.
+    """Compare a patched and an unpatched random model of two layers; the module docstring gives checks and limits.
 
     Args:
-        row: of `tigon.models.MODELS`, or your own.
-        device: where the models run; on a GPU the ops are kernels.
+        row: a row of `tigon.models.MODELS`, or your own.
+        device: the device of the models; on a GPU the ops run as kernels.
         dtype: torch.float32 or torch.bfloat16.
         tokens: length of the sequences.
 
     Returns:
-        A `Verification`; `passed` says whether every check did. A failed check is a result, not an exception.
+        A `Verification`; `passed` is True if every check passed. A failed check does not raise.
 
     Raises:
         PatchError: transformers does not know the family, or the row matches nothing in its model.
-        OptionError: another dtype.
+        OptionError: dtype is neither torch.float32 nor torch.bfloat16.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         raise OptionError(f"dtype={dtype} cannot be verified; choose torch.float32 or torch.bfloat16.")
@@ -122,7 +124,7 @@ def verify(
     batch = tiny_batch(torch.device(device), tokens=tokens)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # A row says beforehand what happens to the logits; without one, the first step finds it out.
+        # A row declares the scaling of the logits. Without a row, the first training step finds it out.
         checks = [] if not row.claims else [_head_is_fused(twins, batch)]
         checks += [_compare(name, run, twins) for name, run in _runs(batch, twins.original, dtype).items()]
         checks += [] if row.claims else [_head_is_fused(twins, batch)]
@@ -133,7 +135,7 @@ def verify(
 
 
 class _Twins:
-    """The same model patched and not, and for bf16 the fp32 one that tells the truth."""
+    """The same model patched and unpatched, and for bf16 also in fp32 as the reference."""
 
     def __init__(self, row: PatchSpec, device: torch.device, dtype: torch.dtype) -> None:
         wide = dtype == torch.float32
@@ -148,7 +150,7 @@ class _Twins:
 
 
 def _runs(batch: dict[str, Tensor], model: nn.Module, dtype: torch.dtype) -> dict[str, Run]:
-    """The checks by name. A keyword that the family's forward does not take has no check."""
+    """The checks by name. Keywords that the family's forward does not accept are not checked."""
     accepted = inspect.signature(type(model).forward).parameters
     ids, labels = batch["input_ids"], batch["labels"]
     targets = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
@@ -214,8 +216,11 @@ def _evaluation(**inputs: Any) -> Run:
 
 
 def _generation(prompt: Tensor, forced: Tensor | None) -> Run:
-    """Four greedy tokens and the logits they came from. In bf16 the tokens are given, for two models that round
-    differently may choose differently between equals; their logits are compared."""
+    """Four greedy tokens and their logits.
+
+    In bf16 the tokens are given and only logits are compared, because two models that round differently may choose
+    different tokens of nearly equal logits.
+    """
 
     def choose(input_ids: Tensor, scores: Tensor) -> Tensor:
         assert forced is not None
@@ -271,7 +276,7 @@ def _compare(name: str, run: Run, twins: _Twins) -> Check:
     try:
         baseline = _measure(run, twins.original)
         truth = None if twins.truth is None else _measure(run, twins.truth)
-    except Exception as error:  # whatever somebody else's model raises
+    except Exception as error:  # the unpatched model may raise anything
         return Check(name, passed=True, note=f"does not apply: the unpatched model raises {short(error)}")
     try:
         got = _measure(run, twins.patched)
@@ -285,7 +290,7 @@ def _compare(name: str, run: Run, twins: _Twins) -> Check:
         bounds |= _rounding_noise(run, twins.original, baseline, [t for t in errors if not errors[t] <= FP32_BOUND])
     else:
         usual = _errors(baseline, truth)
-        # The loss is a mean over tokens, far closer than a gradient.
+        # The loss is a mean over tokens, so its error is far smaller than a gradient's.
         lucky = {tensor: BF16_FLOOR if tensor == "loss" else statistics.median(usual.values()) for tensor in usual}
         bounds = {tensor: TENSOR_FACTOR * max(error, lucky[tensor], BF16_FLOOR) for tensor, error in usual.items()}
         errors[_ALL], bounds[_ALL] = _mean(errors), BF16_FACTOR * max(_mean(usual), BF16_FLOOR)
@@ -294,14 +299,14 @@ def _compare(name: str, run: Run, twins: _Twins) -> Check:
 
 
 def _rounding_noise(run: Run, original: nn.Module, baseline: Tensors, tensors: list[str]) -> dict[str, float]:
-    """Bounds for tensors that the unpatched fp32 model may not have computed to `FP32_BOUND` either."""
+    """Bounds for tensors that the unpatched fp32 model may not compute to `FP32_BOUND` either."""
     if not tensors:
         return {}
     try:
         exact: Any = copy.deepcopy(original).double()
-        exact.set_experts_implementation("eager")  # the others have no fp64; without experts this does nothing
+        exact.set_experts_implementation("eager")  # the others lack fp64; without experts this does nothing
         noise = _errors(baseline, _measure(run, exact))
-    except Exception:  # somebody else's model that does not run in fp64
+    except Exception:  # some models do not run in fp64
         return {}
     return {tensor: max(FP32_BOUND, NOISE_FACTOR * noise[tensor]) for tensor in tensors if tensor in noise}
 
@@ -311,7 +316,7 @@ def _mean(errors: Mapping[str, float]) -> float:
 
 
 def _errors(got: Tensors, want: Tensors) -> dict[str, float]:
-    """Relative Frobenius error of each tensor; see the module's text for those that are next to nothing."""
+    """Relative Frobenius error of each tensor; see the module docstring for negligible tensors."""
     single = {"loss", "tokens"}
     others = [t for name, t in want.items() if name not in single]
     usual = math.sqrt(sum(float(t.square().sum()) for t in others) / max(1, sum(t.numel() for t in others)))
@@ -330,7 +335,7 @@ def short(error: Exception) -> str:
 
 
 def _head_is_fused(twins: _Twins, batch: dict[str, Tensor]) -> Check:
-    """Whether the first training step did without logits."""
+    """Check that the first training step computed no logits."""
     name = "no logits in training"
     if "linear_cross_entropy" not in twins.counts:
         return Check(name, passed=True, note="does not apply: the head is left alone")
@@ -343,13 +348,13 @@ def _head_is_fused(twins: _Twins, batch: dict[str, Tensor]) -> Check:
 
 
 def _undone(twins: _Twins, batch: dict[str, Tensor]) -> Check:
-    """Whether the model after `undo` is, to the last bit, the one that was never patched."""
+    """Check that the model after `undo` equals the model that was never patched, bit for bit."""
     name, run = "undo", _training(**batch)
     twins.report.undo()
     if [type(m) for m in twins.patched.modules()] != [type(m) for m in twins.original.modules()]:
         return Check(name, passed=False, note="a module has kept another class")
     want, again, got = (_measure(run, model) for model in (twins.original, twins.original, twins.patched))
-    # On a GPU a few of PyTorch's own backwards add in any order; what the original itself does not repeat is no proof.
+    # On a GPU a few PyTorch backwards sum in varying order. Skip tensors that the original does not reproduce itself.
     steady = [tensor for tensor in want if torch.equal(want[tensor], again[tensor])]
     other = [tensor for tensor in steady if not torch.equal(got[tensor], want[tensor])]
     return Check(name, passed=bool(steady) and not other, note=f"other bits in {', '.join(other)}" if other else "")

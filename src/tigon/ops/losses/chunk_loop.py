@@ -1,10 +1,12 @@
-"""The chunk loop of linear cross entropy: one product for the logits of a chunk, their gradient in place, two products
-for what it means to hidden and weight. See `linear_cross_entropy.py` for when there is one chunk and when many.
+"""The loop over chunks of linear cross entropy. `linear_cross_entropy.py` decides on the number of chunks.
 
-On chips with a row for it in kernels/_chips.py, bf16 logits leave their product as exponentials and no pass over them
-follows (kernels/linear_cross_entropy.py). Their rows still lack a factor, which then goes onto dX, and onto X before
-dW's product, and the label's own term, which both get in fp32. Label smoothing, a trained bias, entropy and predictions
-take the pass.
+For each chunk, one product computes the logits, one pass turns them in place into their gradient, and two products
+compute the gradients of hidden and weight.
+
+On chips with a `logits_tile` in kernels/_chips.py, the product of bf16 logits writes exponentials instead, and the pass
+is not needed (kernels/linear_cross_entropy.py). Each row of exponentials still lacks a factor, which is applied to dX,
+and to X before dW's product. It also lacks the label's own term, which is added to both in fp32. Label smoothing, a
+trained bias, entropy and predictions need the pass.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ from tigon.ops.losses.common import LossOptions
 
 
 def _buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
-    """(rows, V) logits. Where kernels read them, rows start at a multiple of 16 bytes: unaligned ones halve the width
-    of every load. On the CPU they follow one another: its bf16 product (oneDNN for AMX, torch 2.13) multiplies what
-    lies between rows by 0, which is NaN where that memory holds one."""
+    """A buffer for (rows, V) logits.
+
+    For kernels, rows start at a multiple of 16 bytes, because unaligned rows halve the width of every load. On the CPU
+    rows are contiguous: its bf16 product (oneDNN for AMX, torch 2.13) multiplies the padding between rows by 0, which
+    gives NaN if that memory holds a NaN.
+    """
     if _dispatch.planned_device(like) == "cpu" and not _dispatch.uses_kernel(like):
         return like.new_empty(rows, vocab)
     align = 16 // like.element_size()
@@ -38,11 +43,11 @@ def _buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
 
 
 _WORTH_SPLITTING = 1024
-"""Elements of a dimension; below, a product is over before a second one is launched."""
+"""Fewest elements of a dimension worth splitting; a smaller product ends before a second one is launched."""
 
 
 def _whole_lines(size: int, like: Tensor) -> int:
-    """The most of `size` elements that are whole lines of 16 bytes; all of them in fp32, where nothing is gained."""
+    """The largest part of `size` elements that fills whole lines of 16 bytes; all in fp32, where it gains nothing."""
     line = 16 // like.element_size()
     return size // line * line if like.element_size() == 2 and size >= _WORTH_SPLITTING else size
 
@@ -50,10 +55,10 @@ def _whole_lines(size: int, like: Tensor) -> int:
 def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
     """out (+)= a @ b, summed in out's dtype, which may be fp32 over 16-bit factors.
 
-    A vocabulary such as GPT-2's 50257 is no multiple of 8, and cuBLAS then takes kernels that load element by element,
-    even where the rows are padded: 1.6 to 8 times slower on an H200. What is over goes into a product of its own. One
-    token's weight gradient meets such a kernel too, as a column times a row: 829 us for 128256 x 4096, which 250 would
-    write. Zeros beside the factors make whole lines.
+    If a dimension is not a multiple of 8, such as GPT-2's vocabulary of 50257, cuBLAS uses kernels that load element by
+    element, even if rows are padded. They are 1.6 to 8 times slower on an H200. The remainder therefore gets a separate
+    product. The weight gradient of a single token, a column times a row, also gets such a kernel: it takes 829 us for
+    128256 x 4096, and writing the result alone takes 250 us. Padding both factors with zeros avoids it.
     """
     if a.shape[1] == 1:
         line = 16 // a.element_size()
@@ -63,7 +68,7 @@ def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
     n = _whole_lines(N, a) if b.stride(1) == 1 or out.dtype == a.dtype else N
     k = _whole_lines(K, a) if a.stride(1) == 1 or b.stride(0) == 1 else K
     if k < K:
-        # The few columns over go first: a 16-bit sum of them is rounded at their own size, not at that of the whole.
+        # The few remaining columns go first, so that their 16-bit sum is rounded at its own size, not at the total's.
         product_into(a[:, k:], b[k:], out, accumulate)
         product_into(a[:, :k], b[:k], out, accumulate=True)
     elif m < M:
@@ -92,7 +97,7 @@ def _product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Autocast would turn the fp32 accumulation into a 16-bit one; the dtypes were settled by the caller."""
+    """Disable autocast, which would make the fp32 accumulation 16-bit; the caller has already chosen the dtypes."""
     device = x.device.type
     if not torch.amp.is_autocast_available(device):
         return contextlib.nullcontext()
@@ -106,12 +111,12 @@ def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
 # --- logits as exponentials ------------------------------------------------------------------------------------------
 
 _FEWEST_EXP_ROWS = 16
-"""Fewer tokens only read the weight, which the vendor's product does faster: 0.25 ms to 0.33 for 1 x 4096 x 128256 on
-an H200 (torch 2.11+cu130, triton 3.6, commit 3dc13d9, 2026-11-21)."""
+"""With fewer tokens the time goes into reading the weight, and the vendor's product is faster: 0.25 ms instead of 0.33
+for 1 x 4096 x 128256 on an H200 (torch 2.11+cu130, triton 3.6, commit 3dc13d9, 2026-11-21)."""
 
 
 def _exp_tile(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_outputs: bool) -> LogitsTile | None:
-    """How the product writes exponentials, or None where a pass over the logits follows; asks nothing of the data."""
+    """The tile of the product that writes exponentials, or None if a pass over the logits follows. Reads no data."""
     bf16 = hidden_NH.dtype == weight_VH.dtype == torch.bfloat16
     aligned = hidden_NH.shape[1] % 8 == 0  # rows of 16 bytes, which tensor descriptors need
     if not (bf16 and aligned) or options.label_smoothing or other_outputs:
@@ -121,7 +126,7 @@ def _exp_tile(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_
 
 
 def _starts_aligned(x: Tensor) -> bool:
-    """Unit stride along rows that start at multiples of 16 bytes."""
+    """Whether rows have unit stride and start at multiples of 16 bytes."""
     step = 16 // x.element_size()
     return x.stride(1) == 1 and x.stride(0) % step == 0 and x.data_ptr() % 16 == 0
 
@@ -130,7 +135,7 @@ def _exp_logits(
     x_CH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
     token_weight: Tensor | None, options: LossOptions, tile: LogitsTile, grad_scale: Tensor, e_CV: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, stats, factors) of a chunk; E, which lacks the factors, into `e_CV`."""
+    """(loss, stats, factors) of a chunk; writes the exponentials E, which lack the factors, into `e_CV`."""
     from tigon.kernels.linear_cross_entropy import exp_logits
 
     if common.wants_label_check(x_CH):
@@ -143,13 +148,13 @@ def _exp_logits(
 
 
 def _label_term(factors: Tensor, target: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """(c, label) of rows, c 0 where the label is none."""
+    """(c, label) per row; both are 0 if the label is ignored or invalid."""
     valid = (target >= 0) & (target < vocab)
     return torch.where(valid, factors[1], 0.0), torch.where(valid, target, 0).long()
 
 
 def _scaled_product(e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor) -> Tensor:
-    """f ⊙ (E W) + c ⊙ W[y], by one kernel where the chip is full of its tiles, else by the vendor's product in fp32."""
+    """f ⊙ (E W) + c ⊙ W[y], by one kernel if its tiles fill the chip, else by the vendor's product in fp32."""
     kernel = _dispatch.uses_kernel(e_NV) and weight_VH.stride(1) == 1
     if kernel and _starts_aligned(e_NV) and _starts_aligned(weight_VH):
         from tigon.kernels.linear_cross_entropy import scaled_product, suits_scaled_product
@@ -170,7 +175,7 @@ def _scaled_product(e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Te
 def _exp_hidden_grad_body(
     e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor, index: Tensor | None, rows: int
 ) -> Tensor:
-    """f ⊙ (E W) + c ⊙ W[y], rounded once, at the places `index` among `rows` rows."""
+    """f ⊙ (E W) + c ⊙ W[y], rounded once, at the positions `index` of `rows` rows."""
     with no_autocast(e_NV):
         dx = _scaled_product(e_NV, weight_VH, factors, target)
     return dx if index is None else dx.new_zeros((rows, dx.shape[1])).index_copy_(0, index, dx)
@@ -194,7 +199,7 @@ exp_hidden_grad = Primitive(
 def _exp_weight_grad_into(
     e_CV: Tensor, x_CH: Tensor, factors: Tensor, target: Tensor, dw_VH: Tensor, accumulate: bool
 ) -> None:
-    """dW (+)= Eᵀ (f ⊙ X), and c_i · x_i in row y_i."""
+    """dW (+)= Eᵀ (f ⊙ X), then adds c_i · x_i to row y_i."""
     scaled = common.scale_rows.run(x_CH, factors[0], None, x_CH.shape[0], x_CH.dtype)
     product_into(e_CV.t(), scaled, dw_VH, accumulate)
     if _dispatch.uses_kernel(e_CV):
@@ -203,7 +208,7 @@ def _exp_weight_grad_into(
         add_label_rows(x_CH if x_CH.stride(1) == 1 else x_CH.contiguous(), target, factors, dw_VH)
         return
     c, labels = _label_term(factors, target, dw_VH.shape[0])
-    # In fp32 and rounded once, as the kernel does.
+    # In fp32 and rounded once, as in the kernel.
     touched = dw_VH.to(factors.dtype).index_add_(0, labels, x_CH.to(factors.dtype) * c.unsqueeze(1))
     dw_VH.copy_(touched)
 
@@ -236,10 +241,10 @@ def _chunks_outputs(
     hidden_NH: Tensor, weight_VH: Tensor, keep: bool, fp32_accumulate: bool, exp: bool, want_hidden: bool,
     want_weight: bool, want_bias: bool, entropy: bool, predicted: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Outputs of the chunk loop, unwritten; what is not wanted is empty."""
+    """Uninitialised outputs of the chunk loop; outputs that are not wanted are empty."""
     (N, H), V = hidden_NH.shape, weight_VH.shape[0]
     acc = torch.promote_types(hidden_NH.dtype, torch.float32)
-    # fp16 sums stay in fp32 until the loss scale is on them.
+    # fp16 sums stay in fp32 until the loss scale is applied.
     dx_dtype = acc if hidden_NH.dtype == torch.float16 else hidden_NH.dtype
     return (
         hidden_NH.new_empty(N, dtype=acc),
@@ -263,8 +268,11 @@ def _chunks_body(
     chunk: int, keep: bool, fp32_accumulate: bool, want_hidden: bool, want_weight: bool, want_bias: bool, entropy: bool,
     predicted: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(loss, stats, entropy, predicted, dX, dW, db, G, factors (2, N)); gradients are for an upstream gradient of
-    1 / grad_scale. Factors are those of G's rows and of the label's terms it lacks; empty where G is whole."""
+    """(loss, stats, entropy, predicted, dX, dW, db, G, factors (2, N)).
+
+    Gradients are for an upstream gradient of 1 / grad_scale. The factors are those of G's rows and of the label terms
+    that G lacks; they are empty if G is complete.
+    """
     options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     tile = _exp_tile(hidden_NH, weight_VH, options, want_bias or entropy or predicted)
     outputs = _chunks_outputs(
@@ -325,7 +333,7 @@ def _logits(x_CH: Tensor, weight_VH: Tensor, bias: Tensor | None, out_CV: Tensor
         if v < len(bias):
             torch.addmm(bias[v:], x_CH, weight_VH[v:].t(), out=out_CV[:, v:])
     else:
-        # The CPU's addmm rounds the bias into a 16-bit sum first; F.linear adds it before rounding.
+        # The CPU's addmm rounds the product to 16 bits before it adds the bias; F.linear rounds after.
         out_CV.copy_(F.linear(x_CH, weight_VH, bias))
 
 
@@ -346,7 +354,7 @@ def _chunks_fake(
         hidden_NH, weight_VH, keep, fp32_accumulate, tile is not None, want_hidden, want_weight, want_bias, entropy,
         predicted,
     )  # fmt: skip
-    # The planner traces this: besides the outputs, a chunk's logits and what its kernels need live in the loop.
+    # The planner traces this fake: besides the outputs, the loop holds a chunk's logits and its kernels' buffers.
     rows, (V, H) = chunk, weight_VH.shape
     alive = []
     want_grad = want_hidden or want_weight or want_bias

@@ -1,7 +1,7 @@
-"""What the three losses share: options, targets, denominators, and the row-wise primitives with their reference.
+"""Code shared by the three losses: options, targets, denominators, and the row-wise primitives with their reference.
 
-The formulas stand at the top of `kernels/cross_entropy.py`. The reference below walks over blocks of rows, so that on
-the CPU too nothing V wide is kept but the logits themselves.
+The formulas are at the top of `kernels/cross_entropy.py`. The reference below loops over blocks of rows, so that on the
+CPU too the logits are the only full-size tensor of width V.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tigon.ops._dispatch import Primitive, check_number, check_whole
 
 # N rows (tokens), V columns (vocabulary).
 
-# Elements of one block of rows in the reference: 2 MiB of fp32, so that its three temporaries stay in cache and out of
-# the memory a caller gave the logits.
+# Elements of one block of rows in the reference: 2 MiB of fp32. The block's three temporaries stay in cache, and the
+# loss uses little memory beyond the logits.
 _BLOCK_ELEMENTS = 1 << 19
 
 OUTPUTS = ("logprob", "entropy", "accuracy", "predicted")
@@ -43,12 +43,13 @@ class LossOptions(NamedTuple):
 
 
 class LossOutput(NamedTuple):
-    """What a loss returns when `outputs` names more than the loss. Only `loss` is differentiable.
+    """The result of a loss with `outputs`. Only `loss` is differentiable.
 
     loss: 0-dim fp32, or the target's shape for reduction="none".
     logprob: log p(target), fp32, the target's shape; 0 where ignored.
     entropy: -Σ p log p in nats, fp32, the target's shape; 0 where ignored.
-    accuracy: 0-dim fp32, the share of not ignored tokens whose largest logit is the target's; 0 if there are none.
+    accuracy: 0-dim fp32, the share of tokens, without ignored ones, whose largest logit is the target's; 0 if all are
+        ignored.
     predicted: index of the largest logit, int64, the target's shape; ignore_index where ignored.
     """
 
@@ -69,7 +70,7 @@ def check_options(
     num_items: Any,
     outputs: tuple[str, ...],
 ) -> LossOptions:
-    """Raise `OptionError` for a value without meaning; return the scalars the primitives take."""
+    """Raise `OptionError` for an invalid value; return the scalars that the primitives take."""
     if reduction not in _REDUCTIONS:
         raise OptionError(f"reduction={reduction!r} is not known; choose one of {', '.join(_REDUCTIONS)}.")
     check_whole("ignore_index", ignore_index)
@@ -92,8 +93,10 @@ def check_options(
 
 
 def _check_num_items(num_items: Any) -> None:
-    """Raise for a denominator that is no count. A tensor's value is read only with TIGON_CHECK=1: on a GPU it would
-    have to be waited for."""
+    """Raise for a denominator that is not a count.
+
+    A tensor's value is checked only with TIGON_CHECK=1, because on a GPU the host would wait for it.
+    """
     if num_items is None:
         return
     if not isinstance(num_items, Tensor):
@@ -120,7 +123,7 @@ def check_target(target: Tensor, rows: torch.Size, of: str) -> None:
 
 
 def check_vector(name: str, vector: Tensor | None, shape: tuple[int, ...] | torch.Size) -> None:
-    """Raise unless `vector` is None or a tensor of `shape`, of real numbers, that wants no gradient."""
+    """Raise unless `vector` is None, or a real tensor of `shape` that does not require grad."""
     if vector is None:
         return
     if vector.shape != shape:
@@ -132,7 +135,7 @@ def check_vector(name: str, vector: Tensor | None, shape: tuple[int, ...] | torc
 
 
 def check_devices(**tensors: Tensor | None) -> None:
-    """Raise unless all are on the first one's device: a kernel would read an address of another's."""
+    """Raise unless all tensors are on the first one's device; a kernel would read another device's address."""
     (name, first), *others = tensors.items()
     assert first is not None
     for other, tensor in others:
@@ -141,13 +144,13 @@ def check_devices(**tensors: Tensor | None) -> None:
 
 
 def check_vocabulary(V: int) -> None:
-    """Raise unless there is a class."""
+    """Raise unless there is at least one class."""
     if V == 0:
-        raise ShapeError("there are 0 classes to choose from; the vocabulary, V, must be at least 1.")
+        raise ShapeError("the vocabulary has 0 classes; V must be at least 1.")
 
 
 def check_chunk_bytes(chunk_bytes: int | None) -> None:
-    """Raise unless it is None or some bytes."""
+    """Raise unless `chunk_bytes` is None or a positive integer."""
     if chunk_bytes is None:
         return
     check_whole("chunk_bytes", chunk_bytes)
@@ -167,13 +170,16 @@ def check_labels(logits_width: int, target: Tensor, ignore_index: int) -> None:
 
 
 def wants_label_check(logits: Tensor) -> bool:
-    """On the CPU always, as PyTorch does; in front of a kernel, which would have to wait, only with TIGON_CHECK=1."""
+    """Whether to check labels: always on the CPU, as in PyTorch; else only with TIGON_CHECK=1, as the check waits."""
     return os.environ.get("TIGON_CHECK") == "1" or not (_dispatch.uses_kernel(logits) or logits.is_cuda)
 
 
 def labels_ahead(target_BT: Tensor, positions_BT: Tensor | None, rows: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """Labels `shift` positions after the flat positions `rows`; ignore_index where that is past the end of the row or,
-    with positions, in another document (positions count up by one inside a document, and restart in the next)."""
+    """Labels `shift` positions after the flat positions `rows`.
+
+    The label is ignore_index past the end of the sequence and, with positions, in another document. Positions increase
+    by one inside a document and restart in the next.
+    """
     if shift == 0:
         return target_BT.reshape(-1)[rows]
     T = target_BT.shape[1]
@@ -188,7 +194,7 @@ def labels_ahead(target_BT: Tensor, positions_BT: Tensor | None, rows: Tensor, s
 def scored(
     target_BT: Tensor, positions_BT: Tensor | None, shifts: Sequence[int], ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """((K,) int64, how many tokens each head is scored on; (N,) bool, where any is)"""
+    """((K,) int64, the number of tokens each head is scored on; (N,) bool, the tokens that any head is scored on)"""
     rows = torch.arange(target_BT.numel(), device=target_BT.device)
     any_N = torch.zeros(target_BT.numel(), dtype=torch.bool, device=target_BT.device)
     counts = []
@@ -200,8 +206,10 @@ def scored(
 
 
 def number_on(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor on the device; a Python number is filled in there, because a CUDA graph does not capture a copy from the
-    host's pageable memory."""
+    """`value` as a tensor on the device.
+
+    A Python number is filled in on the device, because a CUDA graph cannot capture a copy from pageable host memory.
+    """
     if isinstance(value, Tensor):
         if value.is_meta and device.type != "meta":
             raise ShapeError("num_items (or head_weights) is on the meta device, which holds no numbers; compute it.")
@@ -210,8 +218,10 @@ def number_on(value: Tensor | float, dtype: torch.dtype, device: torch.device) -
 
 
 def _one_program(like: Tensor, rows_N: Tensor) -> bool:
-    """Whether a kernel of one program sums rows of this device, instead of several of PyTorch's operators: a batch of
-    one token costs launches and nothing else."""
+    """Whether one kernel with a single program sums the rows, instead of several PyTorch operators.
+
+    For few rows, the time is that of the launches alone.
+    """
     if not (_dispatch.uses_kernel(like) and _dispatch.unwatched((like, rows_N))):
         return False
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (like, rows_N))):  # their storage is not to be had
@@ -222,7 +232,7 @@ def _one_program(like: Tensor, rows_N: Tensor) -> bool:
 
 
 def sum_times(loss_N: Tensor, factor: Tensor) -> Tensor:
-    """The sum of the rows' losses times a scalar, 0-dim."""
+    """The sum of the row losses times a scalar, 0-dim."""
     if _one_program(loss_N, loss_N) and factor.dtype == loss_N.dtype:
         from tigon.kernels.cross_entropy import scaled_sum
 
@@ -239,10 +249,10 @@ def inverse_denominator(
     reduction: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """1 / D as a scalar on the target's device, 1 unless the reduction is "mean"; where D is 0 (no item: no loss) it is
-    0, or 1 if D is a count of labels: all rows are 0 then. like: logits or hidden states, which say what computes.
+    """1 / D as a scalar on the target's device; 1 unless the reduction is "mean".
 
-    Never read on the host: D only scales what the kernels write.
+    If D is 0, the result is 0; for a count of labels it is 1, because then the losses of all rows are 0. It is never
+    read on the host; the kernels multiply by it. like: logits or hidden states, which decide whether a kernel runs.
     """
     device = target_N.device
     if reduction != "mean":
@@ -250,7 +260,7 @@ def inverse_denominator(
     if num_items is not None:
         count = number_on(num_items, dtype, device)
     else:
-        # Where all are ignored the sum of the rows is 0 by itself, so that 1 will do: two launches less.
+        # If all rows are ignored, their sum is 0 already. Clamping the count to 1 saves two launches.
         if class_weight is None and _one_program(like, target_N) and dtype == torch.float32:
             from tigon.kernels.cross_entropy import inverse_count
 
@@ -266,7 +276,7 @@ def inverse_denominator(
 
 
 def accuracy(predicted: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Share of not ignored tokens that were predicted; 0 if there are none. 0-dim fp32."""
+    """Share of the tokens (without ignored ones) that were predicted, 0-dim fp32; 0 if all are ignored."""
     valid = target != ignore_index
     return ((predicted == target) & valid).sum().float() / valid.sum().clamp(min=1)
 
@@ -275,7 +285,7 @@ def pack(
     results: tuple[Tensor, Tensor, Tensor, Tensor], target: Tensor, per_row: bool, outputs: tuple[str, ...],
     ignore_index: int,
 ) -> Tensor | LossOutput:  # fmt: skip
-    """The public return value of (loss, stats, entropy, predicted): the loss alone, or what `outputs` names."""
+    """Make the public return value from (loss, stats, entropy, predicted): the loss alone, or a `LossOutput`."""
     loss, stats, entropy, predicted = results
     loss = loss.view(target.shape) if per_row else loss
     if not outputs:
@@ -295,13 +305,13 @@ def wanted(outputs: tuple[str, ...]) -> tuple[bool, bool]:
 
 
 def logprob_of(stats: Tensor) -> Tensor:
-    """log p(target) from (3, N) statistics; m and log_s stay apart until z_y is taken off."""
+    """log p(target) from (3, N) statistics; z_y is subtracted from m before log_s is, for accuracy."""
     m, log_s, z_y = stats.unbind(0)
     return (z_y - m) - log_s
 
 
 class _Rows:
-    """One block of rows of the reference: z, its statistics, and the gradient made in z's place."""
+    """One block of rows of the reference: z, its statistics, and the gradient, which overwrites z."""
 
     def __init__(
         self, logits_NV: Tensor, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
@@ -314,7 +324,7 @@ class _Rows:
             z.mul_(options.logit_scale)
         self.slope: Tensor | None = None
         if options.softcap is not None:
-            # 4e / (1 + e)^2 with e = exp(-2|t|) does not cancel where tanh saturates, as 1 - tanh^2 does.
+            # With e = exp(-2|t|), the slope 4e / (1 + e)^2 does not cancel if tanh saturates; 1 - tanh^2 would.
             e = z.div_(options.softcap).abs().mul_(-2.0).exp_()
             self.slope = 4.0 * e / (1.0 + e).square()
             z.tanh_().mul_(options.softcap)
@@ -379,7 +389,7 @@ def _fwd_reference(
     ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
     entropy: bool, predicted: bool, grad_scale: Tensor | None = None, grad_NV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `kernels.cross_entropy.cross_entropy_fwd`."""
+    """The same algorithm as `kernels.cross_entropy.cross_entropy_fwd`."""
     N, V = logits_NV.shape
     acc = torch.promote_types(logits_NV.dtype, torch.float32)
     options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
@@ -442,7 +452,7 @@ def _check(logits_NV: Tensor, target: Tensor, *args: Any) -> None:
         check_labels(logits_NV.shape[1], target, args[2])
 
 
-# Called directly (`.run`) where the gradient is written into a buffer of ours; a mutating operator is not needed there.
+# Code that writes the gradient into its own buffer calls `.run` directly, so no mutating operator is needed.
 cross_entropy_fwd = Primitive(
     "cross_entropy_fwd",
     _SCHEMA + ", bool entropy, bool predicted) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -472,7 +482,7 @@ def _scale_rows_fake(x_NH: Tensor, scale: Tensor, index_N: Tensor | None, rows: 
     return x_NH.new_empty(rows, x_NH.shape[1], dtype=dtype)
 
 
-# out[index[i]] = x[i] * scale[i], other rows 0; scale is (N,) of any stride or 0-dim, and multiplied in fp32.
+# out[index[i]] = x[i] * scale[i]; other rows are 0. scale is (N,) with any stride, or 0-dim; it is applied in fp32.
 scale_rows = Primitive(
     "scale_rows",
     "(Tensor x, Tensor scale, Tensor? index, SymInt rows, ScalarType dtype) -> Tensor",

@@ -1,11 +1,11 @@
 """Cross entropy on logits that exist already.
 
-The forward reads the logits once and keeps (m, log Σ exp(z - m), z_y) per row; the backward reads them again and writes
-the gradient, with the upstream gradient folded in, so any upstream gradient, a second backward and fp16 loss scaling
-are exact, and the caller's logits stay as they are.
+The forward reads the logits once and keeps (m, log Σ exp(z - m), z_y) per row. The backward reads them again and writes
+the gradient, with the upstream gradient folded in. Any upstream gradient, a second backward and fp16 loss scaling are
+therefore exact, and the caller's logits are not changed.
 
-`inplace=True` trades that for one read and one write in all: the forward overwrites the logits with their gradient,
-and the backward only multiplies, which costs nothing when the upstream gradient is 1.
+`inplace=True` needs only one read and one write in total. The forward overwrites the logits with their gradient. The
+backward only multiplies, which costs nothing if the upstream gradient is 1. It can run once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tigon.ops.losses.common import LossOptions, LossOutput
 
 Reduction = Literal["mean", "sum", "none"]
 
-# fp16 gradients are stored this much larger and scaled back in fp32. Stored as they are, with 1/N folded in before the
-# loss scale, the entries of a 32k vocabulary fall below fp16's smallest number and their error reaches 288 %.
+# fp16 gradients are stored multiplied by this factor and scaled back in fp32. Without it, and with 1/N folded in before
+# the loss scale, the entries of a 32k vocabulary fall below fp16's smallest number and their error reaches 288 %.
 FP16_SCALE = 2.0**10
 
 
-# lse that z-loss is scaled for: far above what a trained model has, and G has room for 64 times as much.
+# The lse that z-loss is scaled for. It is far above that of a trained model, and G has room for 64 times as much.
 _USUAL_LSE = 128.0
 
 
@@ -41,10 +41,10 @@ def gradient_scales(
     class_weight: Tensor | None,
     options: LossOptions,
 ) -> tuple[Tensor, Tensor | None]:
-    """(factor of the stored gradient, what is left to multiply by, None for 1); their product is 1/D.
+    """(factor of the stored gradient, factor still to multiply by or None for 1); their product is 1/D.
 
-    bf16 and fp32 have the exponent range to take 1/D at once. fp16 stores dr · 2^10 / M, where M is the size that
-    dr can have: max|a| · |scale| · (max(1, max w) + 2λ·lse). 65504 is 64 times what such a G needs.
+    bf16 and fp32 have the exponent range to take 1/D at once. fp16 stores dr · 2^10 / M. M is the largest size that
+    dr can have: max|a| · |scale| · (max(1, max w) + 2λ·lse). 65504 is 64 times the largest entry of such a G.
     """
     if dtype != torch.float16:
         return inv_denominator, None
@@ -85,7 +85,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 class CrossEntropyInplace(torch.autograd.Function):
-    """The gradient takes the place of the logits in the forward. Eager only; one backward."""
+    """The forward overwrites the logits with their gradient. Eager mode only; one backward."""
 
     @staticmethod
     def forward(
@@ -98,7 +98,7 @@ class CrossEntropyInplace(torch.autograd.Function):
             buffer, target, class_weight, token_weight, *options, entropy, predicted,
             grad_scale=stored, grad_NV=buffer,
         )  # fmt: skip
-        # The kernel writes past autograd; whoever else saved these logits for backward must learn of it.
+        # The kernel's write is invisible to autograd. The new version makes other nodes that saved these logits raise.
         torch.autograd.graph.increment_version(logits_NV)
         ctx.gradient = buffer
         ctx.mark_non_differentiable(stats, entropies, argmax)
@@ -146,40 +146,48 @@ def cross_entropy(
     inplace: bool = False,
     outputs: tuple[str, ...] = (),
 ) -> Tensor | LossOutput:
-    """Softmax cross entropy of `logits` against class indices, in fp32.
+    """Softmax cross entropy of `logits` against class indices, computed in fp32 (fp64 for fp64 logits).
 
     Args:
         logits: (..., V), fp16, bf16, fp32 or fp64, any strides.
-        target: (...), int64 or int32.
+        target: (...), int64 or int32 class indices.
         weight: (V,) class weights w, as in torch.
-        ignore_index: rows with this label count nothing and get gradient 0.
+        ignore_index: rows with this label do not count and get gradient 0.
         reduction: "mean" divides the sum by `num_items` if given, else by Σ w_y over the rows that are not ignored
-            (their number, without class weights); "sum"; "none" returns one loss a row.
-        label_smoothing: ε, as in torch.
-        softcap: c; the logits become c·tanh(logits / c) (Gemma 2, arXiv 2408.00118).
-        logit_scale: multiplies the logits, before the cap.
-        z_loss: λ of λ·lse² (PaLM, arXiv 2204.02311), added to each row's loss.
+            (without class weights, by their number); "sum"; "none" returns one loss per row.
+        label_smoothing: ε in [0, 1], as in torch.
+        softcap: c > 0; the logits become c·tanh(logits / c) (Gemma 2, arXiv 2408.00118).
+        logit_scale: multiplies the logits before the cap.
+        z_loss: λ; adds λ·lse² to each row's loss (PaLM, arXiv 2204.02311).
         num_items: the mean's denominator, a number or a 0-dim tensor (Trainer's `num_items_in_batch`).
-        token_weight: (...), multiplies each row's loss; does not enter the mean's denominator.
-        inplace: overwrite `logits` with their gradient to save a read and a tensor. Then one backward only. Under
-            torch.compile it is permission, not demand: the compiled graph keeps the logits.
-        outputs: more to return: "logprob", "entropy", "accuracy", "predicted"; see `LossOutput`.
+        token_weight: (...), multiplies each row's loss; it does not enter the mean's denominator.
+        inplace: overwrite `logits` with their gradient, which saves a read and a tensor and allows one backward only.
+            Ignored under torch.compile, where the compiled graph keeps the logits.
+        outputs: values to return in addition: "logprob", "entropy", "accuracy", "predicted"; see `LossOutput`.
 
     Returns:
-        0-dim fp32 (fp64 for fp64 logits), or (...) for "none"; a `LossOutput` if `outputs` names anything. With no
-        row left (no tokens, all ignored) the loss is 0 and so is the gradient, for the mean too, where PyTorch
-        returns NaN: one all-masked micro-batch would end a run.
+        0-dim fp32 (fp64 for fp64 logits), or (...) for "none"; a `LossOutput` if `outputs` names anything. If no row
+        counts (no tokens, or all ignored), loss and gradient are 0, for the mean too. PyTorch's mean is NaN there, and
+        one fully masked micro-batch would end a run.
 
     Raises:
-        ShapeError, DtypeError, OptionError: see their texts. LabelError: a label outside [0, V) on the CPU, or
-        anywhere under TIGON_CHECK=1; a GPU otherwise makes that row NaN.
+        ShapeError: logits are 0-dim or V is 0; target, weight, token_weight or num_items has the wrong shape;
+            or the tensors are on several devices.
+        DtypeError: logits are none of the four floats, target is not int64 or int32, or a weight or num_items is
+            complex.
+        OptionError: an option is unknown, is not a number, is not finite or is outside its range; num_items is given
+            without reduction="mean"; weight, token_weight or num_items requires grad; or inplace=True with logits
+            that cannot be viewed as (rows, V) or whose rows overlap.
+        LabelError: a label is outside [0, V) and is not ignore_index. Checked on the CPU, and on a GPU only with
+            TIGON_CHECK=1; otherwise that row's loss on a GPU is NaN.
+        DoubleBackwardError: in backward, with create_graph=True, or in the second backward with inplace=True.
     """
     check_dtype(logits)
     options = common.check_options(
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, num_items, outputs
     )
     if logits.ndim == 0:
-        raise ShapeError("logits have no dimensions; pass (..., V).")
+        raise ShapeError("logits are 0-dim; pass (..., V).")
     V = logits.shape[-1]
     common.check_vocabulary(V)
     common.check_target(target, logits.shape[:-1], "logits")
@@ -232,7 +240,7 @@ def cross_entropy_oracle(
     num_items: Tensor | float | None = None,
     token_weight: Tensor | None = None,
 ) -> Tensor:
-    """The unfused formula in plain torch: logits upcast to fp32, as transformers does, then F.cross_entropy."""
+    """The unfused formula: logits are cast to fp32, as in transformers, then passed to F.cross_entropy."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1]) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -257,7 +265,7 @@ def cross_entropy_oracle(
 
 
 def make_target(rows: tuple[int, ...], vocab: int, ignored: float, ignore_index: int, device: torch.device) -> Tensor:
-    """Random labels, a share `ignored` of them ignore_index, never all of them."""
+    """Random labels; a share `ignored` of them is ignore_index, but never all."""
     target = torch.randint(0, vocab, rows, device=device)
     drop = torch.rand(rows, device=device) < ignored
     drop.view(-1)[:1] = False
@@ -265,7 +273,7 @@ def make_target(rows: tuple[int, ...], vocab: int, ignored: float, ignore_index:
 
 
 def loss_inputs(case: Case, rows: tuple[int, ...], vocab: int, device: torch.device) -> dict[str, Any]:
-    """Target and options of a case; `class_weight` and `token_weight` in its options ask for random vectors."""
+    """Target and options of a case; `class_weight` and `token_weight` in its options add random vectors."""
     options = dict(case.options)
     ignored = options.pop("ignored", 0.3)
     has_class, has_token = options.pop("class_weight", False), options.pop("token_weight", False)
@@ -291,7 +299,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
 
 
 def _cost(logits: Tensor, target: Tensor, *, inplace: bool = False, **_: Any) -> Cost:
-    # forward reads; backward reads and writes. In place: one read, one write.
+    # forward reads; backward reads and writes. With inplace: one read and one write.
     rows = target.numel()
     return Cost(
         moved_bytes=(2 if inplace else 3) * logits.nbytes, saved_bytes=logits.nbytes + 12 * rows + target.nbytes

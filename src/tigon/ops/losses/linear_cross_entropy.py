@@ -1,24 +1,24 @@
-"""Linear + cross entropy: the loss of `hidden @ weight.T + bias` without ever holding all the logits.
+"""Linear + cross entropy: the loss of `hidden @ weight.T + bias` without holding all the logits at once.
 
-Tokens are taken in chunks. Per chunk: one product makes the logits in a buffer that is reused, one pass turns them in
-place into their gradient (kernels/cross_entropy.py), and two products reduce that to the gradients of hidden and
-weight. The products are the vendor's: they are where the time goes, and they run at the hardware's rate.
+Tokens are processed in chunks. For each chunk, one matrix product writes the logits into a reused buffer. One pass
+turns them in place into their gradient (kernels/cross_entropy.py), and two products reduce that to the gradients of
+hidden and weight. The products take most of the time; they are the vendor's and run at the hardware's rate.
 
-How the chunks are cut is a matter of bytes, not of V / H (`make_plan`):
+`make_plan` chooses one of four modes by the number of bytes, not by V / H:
 
-    keep       one chunk; its gradient G stays until backward, which makes dX = G W and dW = Gᵀ (g ⊙ X). Chosen when
-               the logits fit into `chunk_bytes`, or cost less than the fp32 accumulator that chunks would need:
+    keep       One chunk. Its gradient G is kept until backward, which computes dX = G W and dW = Gᵀ (g ⊙ X). Chosen if
+               the logits fit into `chunk_bytes`, or take less memory than the fp32 accumulator that chunks would need:
                b·N·V <= 4·V·H + chunk_bytes.
-    stream     several chunks; dX and an fp32 dW are made in the forward, for g = 1, and scaled in the backward. A
-               scalar loss is linear in g, so that is exact too.
-    recompute  one loss a token: its g is only known in the backward, which makes the logits again with g in the rows'
-               factors. Putting g onto a G kept in 16 bits would save that product and round twice: three times the
-               unfused op's error in bf16. Where the weights are known before, `token_weight` costs nothing.
-    loss       no gradient wanted: logits and statistics only.
+    stream     Several chunks. The forward computes dX and an fp32 dW for g = 1; the backward scales them. This is
+               exact, because a scalar loss is linear in g.
+    recompute  One loss per token. Its g is known only in the backward, which recomputes the logits with g in the row
+               factors. Multiplying a 16-bit G by g would save that product but round twice, with three times the
+               unfused op's error in bf16. If the weights are known beforehand, `token_weight` costs nothing.
+    loss       No gradient is needed: only logits and statistics are computed.
 
-Ignored tokens are dropped before the products, so they cost nothing. How many remain is needed on the host; that one
-small copy waits for the device unless `prepare_targets` has started it before the model's forward. Under torch.compile
-and CUDA graphs nothing may wait, and every row is kept.
+Ignored tokens are dropped before the products, so they cost no time. The host needs the number of the remaining tokens.
+This one small copy waits for the device, unless `prepare_targets` has started it before the model's forward. Under
+torch.compile and CUDA graphs the host cannot wait, so every row is kept.
 """
 
 from __future__ import annotations
@@ -50,30 +50,32 @@ from tigon.ops.losses.cross_entropy import (
 # N tokens, n tokens that are not ignored, C tokens of a chunk, H hidden, V vocabulary.
 
 MIB = 1 << 20
-# Logits alive at once, (least, most). On a GPU chunks of 2048 tokens and more keep the products at full rate (128256
-# columns in bf16: 2093 tokens in 512 MiB); on a CPU a chunk should stay near its last-level cache. Each chunk
-# also reads and writes the fp32 sum of dW, so a chunk is as large as that, up to `most`: on an H200 16384 x 3584 x
-# 152064 took 87 ms instead of 96 with 1 GiB, in no more memory, because the cast of the sum needs as much.
+# Bytes of logits alive at once, (least, most). On a GPU, chunks of at least 2048 tokens keep the products at full rate
+# (with 128256 columns in bf16, 512 MiB hold 2093 tokens). On a CPU, a chunk should stay near its last-level cache.
+# Each chunk also reads and writes the fp32 sum of dW, so a chunk is as large as that sum, up to `most`. On an H200,
+# 16384 x 3584 x 152064 took 87 ms with 1 GiB and 96 ms without. The peak memory was the same, because the cast of the
+# sum needs as much.
 DEFAULT_CHUNK_BYTES = {"cuda": (512 * MIB, 1024 * MIB), "cpu": (16 * MIB, 16 * MIB)}
-# Chunks are cut to a multiple of this many tokens, the tile of the products.
+# Chunk sizes are multiples of this many tokens, the tile of the products.
 _TILE = 128
-# Chunks whose weight gradients are added up in 16 bits at most; more are in fp32. A sum of 26 (32768 x 2048 x 128256 in
-# 320 MiB of logits) errs by 4.8e-3, where twice the unfused op's error is 3.4e-3; of 7 it stays below.
+# At most this many chunks have their weight gradients summed in 16 bits; for more, the sum is fp32. A sum of 26 chunks
+# (32768 x 2048 x 128256 in 320 MiB of logits) has an error of 4.8e-3, above the limit of 3.4e-3 (twice the unfused op's
+# error). A sum of 7 stays below it.
 _MOST_16_BIT_ADDENDS = 7
 
-# Of an fp32 product that is then scaled and rounded, alive at once: tiles enough for the product's full rate, and the
-# whole of a 128256 x 2048 would be 1 GiB on top of the kept logits.
+# Bytes alive at once of an fp32 product that is then scaled and rounded. This has enough tiles for the product's full
+# rate; a whole 128256 x 2048 product would take 1 GiB on top of the kept logits.
 _PRODUCT_BYTES = 64 * MIB
 
-# A GPU that waits for the host to learn of a count stands still for 0.7 ms (H200, 4096 x 2048 x 50264: the step less
-# its kernels, commit a3809ce); three products of this many operations take about as long.
+# Reading the count on the host leaves the GPU idle for 0.7 ms (H200, 4096 x 2048 x 50264: the time of the step minus
+# that of its kernels, commit a3809ce). Three products with this many operations take about as long.
 _WORTH_A_WAIT_FLOPS = 5 * 10**11
 
 Mode = Literal["keep", "stream", "recompute", "loss"]
 
 
 class Plan(NamedTuple):
-    """How many tokens at a time, and what is kept for backward."""
+    """The number of tokens per chunk, and what is kept for backward."""
 
     mode: Mode
     chunk: int
@@ -84,7 +86,7 @@ def make_plan(
     tokens: int, hidden: int, vocab: int, itemsize: int, *, chunk_bytes: tuple[int, int], per_row: bool,
     want_hidden: bool, want_weight: bool, fp32_accumulate: bool = True,
 ) -> Plan:  # fmt: skip
-    """Choose the mode and the chunk; arithmetic only, so the planner calls it too. chunk_bytes: (least, most)."""
+    """Choose the mode and the chunk size. chunk_bytes: (least, most). Reads no tensor, so the planner calls it too."""
     least, most = chunk_bytes
     accumulator_bytes = 4 * vocab * hidden if want_weight and fp32_accumulate else 0
     fitting = min(max(least, accumulator_bytes), most) // (vocab * itemsize)
@@ -113,7 +115,7 @@ def default_chunk_bytes(hidden: Tensor) -> tuple[int, int]:
 
 
 def _even_chunk(tokens: int, most: int) -> int:
-    """The largest even cut of `tokens` into chunks of at most `most`, in whole tiles where a tile fits."""
+    """The chunk size that splits `tokens` evenly into the fewest chunks of at most `most`; whole tiles if they fit."""
     most = max(most, 1)
     if tokens <= most:
         return max(tokens, 1)
@@ -125,7 +127,7 @@ def _even_chunk(tokens: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class PreparedTargets:
-    """Labels whose not ignored rows are already being counted; made by `prepare_targets`."""
+    """Labels, and the count of those that are not ignored, which may still be running; made by `prepare_targets`."""
 
     target: Tensor
     """The labels, any shape."""
@@ -133,13 +135,13 @@ class PreparedTargets:
     shifts: tuple[int, ...] = (0,)
     positions: Tensor | None = None
     index_N: Tensor | None = None
-    """Flat positions, those that are not ignored first; None where nothing may be counted and all rows stay."""
+    """Flat positions, those that are not ignored first; None if counting is not possible, so that all rows are kept."""
     count: Tensor | None = None
     """0-dim int64 on the host, valid once `event` has passed."""
     event: torch.cuda.Event | None = None
 
     def rows(self) -> Tensor | None:
-        """Flat positions of the rows that count, or None if so few do not that all are taken."""
+        """Flat positions of the rows that are not ignored, or None to use all rows because few are ignored."""
         if self.index_N is None or self.count is None:
             return None
         if self.event is not None:
@@ -152,14 +154,16 @@ _LEFT_OUT = 1 / 64
 
 
 def worth_gathering(index_N: Tensor, rows: int) -> Tensor | None:
-    """`index_N`, or None where so few of all rows are missing from it that products with them take less than copying
-    the others together, and their gradients apart again: N H of memory each. The last label of every text is ignored,
-    which is one row in a thousand."""
+    """`index_N`, or None if it lacks so few rows that computing all rows is cheaper than gathering the others.
+
+    Gathering copies N·H elements, and scattering the gradients copies as many again. In every text the last label is
+    ignored, which is about one row in a thousand.
+    """
     return index_N if rows - index_N.shape[0] > _LEFT_OUT * rows else None
 
 
 def _may_wait(target: Tensor) -> bool:
-    """Whether the host may read a number off `target`: not while compiling, tracing fakes or capturing a CUDA graph."""
+    """Whether the host may read `target`: not while compiling, tracing fakes or capturing a CUDA graph."""
     if torch.compiler.is_compiling() or type(target) is not Tensor or target.is_meta or not target.numel():
         return False
     return not (target.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -168,22 +172,23 @@ def _may_wait(target: Tensor) -> bool:
 def prepare_targets(
     target: Tensor, *, ignore_index: int = -100, shifts: Sequence[int] = (0,), positions: Tensor | None = None
 ) -> PreparedTargets:
-    """Start counting the labels that are not ignored, so that `linear_cross_entropy` need not wait for the count.
+    """Start counting the labels that are not ignored, so that `linear_cross_entropy` does not wait for the count.
 
-    Call it before the model's forward and pass the result in the target's place: the copy to the host is then long
-    finished when the loss asks for it.
+    Call it before the model's forward and pass the result as the loss's target. The copy to the host then finishes
+    before the loss needs it.
 
     Args:
-        target: (...), int64 or int32. ignore_index: as in the loss.
-        shifts, positions: those of `multi_head_linear_cross_entropy`, for a target (B, T); counted are the rows that
-            any head is scored on.
+        target: (...), int64 or int32.
+        ignore_index: as in the loss.
+        shifts, positions: as in `multi_head_linear_cross_entropy`, for a target (B, T). The count is then that of the
+            rows that at least one head is scored on.
 
     Returns:
-        `PreparedTargets`, good for one target.
+        `PreparedTargets`, for this target only.
 
     Raises:
-        ShapeError: with shifts, the target is not (B, T) or positions are not of its shape. OptionError: a shift is
-            negative, or there is none.
+        ShapeError: target is not (B, T) although shifts are given; or positions differ from target in shape or device.
+        OptionError: shifts is empty, or a shift is negative.
     """
     _check_prepared(target, shifts, positions)
     prepared = PreparedTargets(target, ignore_index, tuple(shifts), positions)
@@ -217,8 +222,11 @@ def _check_prepared(target: Tensor, shifts: Sequence[int], positions: Tensor | N
 def _rows_that_count(
     target: Tensor, prepared: PreparedTargets | None, ignore_index: int, weight_VH: Tensor
 ) -> Tensor | None:
-    """Flat positions of labels that are not ignored; None for "take all": hardly any is ignored, or the host may not
-    wait for the count, or would wait longer than the products of all rows take."""
+    """Flat positions of the labels that are not ignored, or None to use all rows.
+
+    All rows are used if few are ignored, if the host cannot wait for the count, or if waiting takes longer than the
+    products of all rows.
+    """
     if not _may_wait(target):
         return None
     if prepared is not None:
@@ -259,14 +267,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         if plan.mode == "keep":
             ctx.save_for_backward(kept, factors, hidden_NH, weight_VH, target, db, left, index)
         elif plan.mode == "stream":
-            # Not a saved tensor, which could not be given away: a dW in its final dtype is scaled where it lies.
+            # Not a saved tensor, because a dW in its final dtype is scaled in place and returned.
             ctx.dw = dw
             ctx.save_for_backward(dx, db, left, index)
         elif plan.mode == "recompute":
             ctx.save_for_backward(
                 hidden_NH, weight_VH, bias, target, class_weight, token_weight, inv_denominator, index
             )
-        # Without a reduction the rows go back to their places; a sum does not care.
+        # Without a reduction, the losses return to their original positions.
         loss = _spread(loss_N, index, rows, 0) if per_row else common.sum_times(loss_N, inv_denominator)
         extra = (
             stats if index is None else stats.new_zeros((3, rows)).index_copy_(1, index, stats),
@@ -289,7 +297,7 @@ def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     x_dtype, w_dtype, b_dtype = ctx.dtypes
     scale = dloss if left is None else dloss * left
     dx = dw = None
-    # dW first: the scaled X that it needs is gone before dX is there.
+    # dW first, so that the scaled X is freed before dX is allocated.
     if factors.numel():
         factors = factors * scale
         dw = exp_weight_grad(g_NV, x_NH, factors, target) if want_weight else None
@@ -299,7 +307,7 @@ def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         if want_weight:
             dw = _weight_grad(g_NV, x_NH, scale, w_dtype)
         if want_hidden:
-            # fp16 stays in fp32 until the loss scale is on.
+            # An fp16 gradient stays in fp32 until the loss scale is applied.
             product = x_NH.new_empty(x_NH.shape, dtype=scale.dtype if x_dtype == torch.float16 else x_dtype)
             product_into(g_NV, weight_VH, product, accumulate=False)
             dx = common.scale_rows(product, scale, index, ctx.rows, x_dtype)
@@ -307,8 +315,11 @@ def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale · Gᵀ X in `dtype`. The scale goes onto X, which is V / N times smaller than dW, except in fp16, whose range
-    a loss scale on X would leave: there the product is made in fp32 and scaled, some rows at a time."""
+    """scale · Gᵀ X in `dtype`.
+
+    The scale is applied to X, which is V / N times smaller than dW. In fp16 a loss scale on X would overflow, so the
+    product is computed in fp32 and scaled, a block of rows at a time.
+    """
     V, H = g_NV.shape[1], x_NH.shape[1]
     out = x_NH.new_empty((V, H), dtype=dtype)
     if x_NH.dtype != torch.float16:
@@ -343,7 +354,7 @@ def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _keeps_graph() -> bool:
-    """Whether the running backward may be followed by another one through the same graph."""
+    """Whether the running backward keeps the graph, so that a second backward may follow."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -385,7 +396,7 @@ def _plan_for(
     (N, H), V, itemsize = hidden_NH.shape, weight_VH.shape[0], hidden_NH.element_size()
     least, most = chunk_bytes
     if not isinstance(N, int):
-        # A symbolic token count must not decide anything, or every count would compile anew.
+        # A symbolic token count must not decide anything, or every count would need a new compilation.
         mode: Mode = "loss" if not any(want) else "recompute" if per_row else "stream"
         return Plan(mode, max(1, least // (V * itemsize)), fp32_accumulate)
     return make_plan(
@@ -400,7 +411,7 @@ def _spread(values: Tensor, index: Tensor | None, rows: int, fill: float) -> Ten
 
 
 def _apply(*args: Any) -> Any:
-    # Inside forward the grad mode is always off, and needs_input_grad does not know about no_grad.
+    # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
     return LinearCrossEntropy.apply(*args, torch.is_grad_enabled())
 
 
@@ -433,30 +444,36 @@ def linear_cross_entropy(
     fp32_accumulate: bool = True,
     outputs: tuple[str, ...] = (),
 ) -> Tensor | LossOutput:
-    """`cross_entropy(hidden @ weight.T + bias, target)` without holding the logits.
+    """Compute `cross_entropy(hidden @ weight.T + bias, target)` without holding all the logits.
 
     Args:
         hidden: (..., H), fp16, bf16, fp32 or fp64.
-        weight: (V, H), the lm_head's. Where its dtype differs, both are promoted; under autocast both are cast to its
-            dtype, as F.linear would.
-        target: (...), int64 or int32, or what `prepare_targets` made of it.
+        weight: (V, H), the weight of `lm_head`. If its dtype differs from hidden's, both are promoted. Under autocast
+            both are cast to autocast's dtype, as in F.linear.
+        target: (...), int64 or int32 class indices, or the result of `prepare_targets`.
         bias: (V,) or None.
         class_weight: (V,), the `weight` of `cross_entropy`.
-        chunk_bytes: most bytes of logits alive at once; left out, 512 MiB on GPUs, up to 1 GiB where the fp32 weight
-            gradient is as large, and 16 MiB on the CPU. All logits are held in one chunk where that takes less memory
-            than chunks and their fp32 weight gradient would.
-        fp32_accumulate: False sums the chunks' bf16 weight gradients in bf16: half the memory of the largest tensor
-            here, for a rounding more a chunk; more than 7 chunks are summed in fp32 all the same, because their error
-            would grow. Not for fp16, whose range the sums would leave.
+        chunk_bytes: largest number of bytes of logits alive at once. The default is 512 MiB on GPUs (up to 1 GiB if
+            the fp32 weight gradient is as large) and 16 MiB on the CPU. All logits are held in one chunk if that takes
+            less memory than several chunks with an fp32 weight gradient.
+        fp32_accumulate: False sums the chunks' bf16 weight gradients in bf16. This halves the memory of the largest
+            tensor and adds one rounding per chunk. More than 7 chunks are summed in fp32 anyway, because the error
+            would grow. Not available for fp16, where the sums would overflow.
         ignore_index, reduction, label_smoothing, softcap, logit_scale, z_loss, num_items, token_weight, outputs:
             as in `cross_entropy`.
 
     Returns:
         As `cross_entropy`: 0-dim fp32, or (...) for "none", or a `LossOutput`. Without gradients (eval) only the loss
-        is computed; a frozen weight or hidden skips its product.
+        is computed. A frozen weight or hidden skips its product.
 
     Raises:
-        ShapeError, DtypeError, OptionError: see their texts. LabelError: as in `cross_entropy`.
+        ShapeError: hidden, weight, bias, target, class_weight, token_weight or num_items has the wrong shape; V or H
+            is 0 (a weight with 0 elements is sharded); or the tensors are on several devices.
+        DtypeError: hidden, weight or bias is none of the four floats, or as in `cross_entropy`.
+        OptionError: as in `cross_entropy`; chunk_bytes is not a positive integer; fp32_accumulate=False with fp16; or
+            target was prepared with shifts or another ignore_index.
+        LabelError: as in `cross_entropy`.
+        DoubleBackwardError: in backward, with create_graph=True.
     """
     prepared = target if isinstance(target, PreparedTargets) else None
     labels: Tensor = prepared.target if prepared is not None else target  # type: ignore[assignment]
@@ -477,7 +494,7 @@ def linear_cross_entropy(
         )
     target_N = labels.reshape(-1).contiguous()
     if _may_wait(target_N) and common.wants_label_check(hidden):
-        # Here, where positions still are those of the caller: below, ignored rows are dropped and chunks are cut.
+        # Checked here so that the message names the caller's position: ignored rows are dropped below.
         common.check_labels(weight.shape[0], target_N, ignore_index)
     class_weight = None if class_weight is None else class_weight.contiguous()
     acc = torch.promote_types(hidden.dtype, torch.float32)
@@ -517,13 +534,13 @@ def _check_linear(
 
 
 def _settle_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """In the dtype of the products; the casts are differentiable."""
+    """hidden, weight and bias in the dtype of the products; the casts are differentiable."""
     dtype = _product_dtype(hidden, weight)
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype).contiguous()
 
 
 def _product_dtype(hidden: Tensor, *others: Tensor) -> torch.dtype:
-    """Autocast's where it is on, else the promoted one of all."""
+    """Autocast's dtype if autocast is on, else the promoted dtype of all tensors."""
     device = hidden.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
@@ -537,7 +554,7 @@ def linear_cross_entropy_oracle(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, class_weight: Tensor | None = None,
     chunk_bytes: int | None = None, fp32_accumulate: bool = True, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """The unfused formula: one product, logits in its dtype, then the loss in at least fp32."""
+    """The unfused formula: one product, logits in the product's dtype, then the loss in at least fp32."""
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     logits = F.linear(hidden.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))
     return cross_entropy_oracle(logits, target, weight=class_weight, **options)
@@ -557,7 +574,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
 
 
 def _cost(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Cost:
-    # Three products of 2·N·H·V; operands once, logits written and read once.
+    # Three products of 2·N·H·V operations; operands move once, logits are written and read once.
     N, H, V = target.numel(), hidden.shape[-1], weight.shape[0]
     logits_bytes = N * V * hidden.element_size()
     return Cost(
@@ -574,8 +591,8 @@ LINEAR_CROSS_ENTROPY = Op(
     make=_make,
     grads=("hidden", "weight", "bias"),
     cases=(
-        # One chunk, or chunks of 11 tokens (fp32) or 22, the last one ragged. Enough tokens that no single rounding of
-        # a logit decides the error of a gradient.
+        # One chunk, or chunks of 11 tokens (fp32) or 22 with a smaller last one. There are enough tokens that no single
+        # rounding of a logit decides the error of a gradient.
         *(
             Case(id=f"{name}-{mode}", shape=(2, 21, 24, 100), options={**options, "bias": bias, "chunk_bytes": chunk})
             for name, options in LOSS_OPTIONS.items()

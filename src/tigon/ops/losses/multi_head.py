@@ -3,10 +3,10 @@
     L = Σ_k c_k · linear_cross_entropy(blocks_k(hidden_k), weight_k, target shifted left by s_k)
     blocks_k: x ← x + SiLU(x Wᵀ + b), as often as head k has blocks
 
-Head k at position t is scored against target[t + s_k], unless that lies past the end or in another document. All of it
-happens in the forward, chunk by chunk (`_multi_head_loop`), for an upstream gradient of 1 (a scalar loss is linear in
-it): what is kept for the backward is one gradient for each distinct tensor, whatever the number of heads. A tensor that
-wants no gradient costs no product and no memory.
+Head k at position t is scored against target[t + s_k], unless that lies past the end or in another document. The
+forward computes all gradients chunk by chunk (`multi_head_loop`), for an upstream gradient of 1; a scalar loss is
+linear in it. It keeps one gradient per distinct tensor for the backward, whatever the number of heads. A tensor that
+needs no gradient costs no product and no memory.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ Block = tuple[Tensor, Tensor]
 
 
 class MultiHeadOutput(NamedTuple):
-    """What `multi_head_linear_cross_entropy` returns when `outputs` names more than the loss; only `loss` is
-    differentiable.
+    """The result of `multi_head_linear_cross_entropy` with `outputs`; only `loss` is differentiable.
 
-    loss: 0-dim fp32, Σ_k c_k · loss_k. losses: (K,) fp32, the heads' own losses. counts: (K,) int64, tokens that each
-    head was scored on. accuracy: (K, 5) fp32, the share of them whose target is among the head's 1, 2, ... 5 largest
-    logits, a tie counting as among them; 0 where a head was scored on none.
+    loss: 0-dim fp32, Σ_k c_k · loss_k.
+    losses: (K,) fp32, each head's loss.
+    counts: (K,) int64, the number of tokens that each head was scored on.
+    accuracy: (K, 5) fp32, the share of these tokens whose target is among the head's 1, 2, ... 5 largest logits; ties
+        count as among them. 0 for a head that was scored on no token.
     """
 
     loss: Tensor
@@ -85,8 +86,8 @@ class MultiHeadLinearCrossEntropy(torch.autograd.Function):
             want[:hidden_count], want[hidden_count:heads_end], want[heads_end:], *options, chunk_bytes, top,
         )  # fmt: skip
         ctx.want, ctx.dtypes = want, [t.dtype for t in tensors]
-        # Not saved tensors, which could not be given away: they are scaled where they lie. `left` is one, so that a
-        # second backward of a graph that was not retained is refused.
+        # Not saved tensors, because they are scaled in place and returned. `left` is a saved tensor, so that autograd
+        # refuses a second backward of a graph that was not retained.
         ctx.gradients = [*dx, *dw, *db]
         ctx.save_for_backward(left)
         losses_K = sums_K * inverses_K
@@ -116,8 +117,11 @@ class MultiHeadLinearCrossEntropy(torch.autograd.Function):
 
 
 def _common_scale(dtype: torch.dtype, scales_K: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
-    """(scale of each head's stored gradients, what is left to multiply by); fp16 stores those of the head with the
-    largest scale as `gradient_scales` wants them, and the others' in proportion, so that one factor is left for all."""
+    """(scale of each head's stored gradients, factor still to multiply by).
+
+    fp16 stores the gradients of the head with the largest scale as `gradient_scales` says, and those of the others in
+    proportion, so that one remaining factor fits all heads.
+    """
     if dtype != torch.float16:
         return scales_K, torch.ones_like(scales_K[0])
     stored, left = gradient_scales(dtype, torch.ones_like(scales_K[0]), None, None, options)
@@ -171,22 +175,22 @@ def multi_head_linear_cross_entropy(
     chunk_bytes: int | None = None,
     outputs: tuple[str, ...] = (),
 ) -> Tensor | MultiHeadOutput:
-    """The weighted sum of K heads' losses, each head predicting `shifts[k]` positions ahead.
+    """Compute the weighted sum of K heads' losses, where head k predicts `shifts[k]` positions ahead.
 
     Args:
         hiddens: K tensors (B, T, H), or one that all heads share.
         weights: K tensors (V, H), or one that all heads share.
-        target: (B, T), int64 or int32; head k at position t is scored against target[t + shifts[k]]. Or what
-            `prepare_targets` made of it, with the same shifts and positions.
-        shifts: K offsets >= 0; Medusa's head k (k = 1, 2, ...) has k + 1 over unshifted labels.
-        blocks: of each head, the residual blocks between its hidden state and its output weight, each a weight (H, H)
-            and a bias (H,); none if left out.
-        positions: (B, T), positions inside documents, for rows that hold several: a head is not scored where t and
-            t + shifts[k] are of different ones.
-        head_weights: K factors c_k, 1 each if left out; a tensor (K,) changes from step to step without a new graph.
+        target: (B, T), int64 or int32; head k at position t is scored against target[t + shifts[k]]. Or the result of
+            `prepare_targets` with the same shifts and positions.
+        shifts: K offsets >= 0. For labels that are not shifted, Medusa's head k (k = 1, 2, ...) has the offset k + 1.
+        blocks: K lists with the residual blocks between each head's hidden state and its output weight. Each block is
+            a weight (H, H) and a bias (H,). None: no blocks.
+        positions: (B, T), positions inside documents, for packed sequences. A head is not scored if t and
+            t + shifts[k] belong to different documents.
+        head_weights: K factors c_k, 1 by default. A tensor (K,) can change from step to step without recompilation.
         reduction: "mean" (of each head over its own tokens, or over `num_items`) or "sum".
-        outputs: more to return: "losses", "counts", "accuracy"; see `MultiHeadOutput`. Accuracy costs each head
-            another product of the forward.
+        outputs: values to return in addition: "losses", "counts", "accuracy"; see `MultiHeadOutput`. "accuracy" adds
+            one product per head to the forward.
         ignore_index, label_smoothing, softcap, logit_scale, z_loss, num_items, chunk_bytes: as in
             `linear_cross_entropy`.
 
@@ -194,7 +198,15 @@ def multi_head_linear_cross_entropy(
         0-dim fp32, or a `MultiHeadOutput` if `outputs` names anything.
 
     Raises:
-        ShapeError, DtypeError, OptionError: see their texts. LabelError: as in `cross_entropy`.
+        ShapeError: the lists do not all have K >= 1 entries; a hidden is not (B, T, H), a weight not (V, H), a block
+            not (H, H) and (H,); target, positions, head_weights or num_items has the wrong shape; H or V is 0; or the
+            tensors are on several devices.
+        DtypeError: a hidden, weight or block is none of the four floats, target is not int64 or int32, or
+            head_weights or num_items is complex.
+        OptionError: as in `linear_cross_entropy`; reduction is "none"; a shift is negative or not an integer; a head
+            weight is not a finite number; or target was prepared with other shifts, positions or ignore_index.
+        LabelError: as in `cross_entropy`.
+        DoubleBackwardError: in backward, with create_graph=True.
     """
     prepared = target if isinstance(target, PreparedTargets) else None
     labels: Tensor = prepared.target if prepared is not None else target  # type: ignore[assignment]
@@ -212,7 +224,7 @@ def multi_head_linear_cross_entropy(
         _check_prepared(prepared, tuple(shifts), positions, ignore_index)
     hidden_unique, hidden_of = _unique(hidden_list)
     weight_unique, weight_of = _unique(weight_list)
-    dtype = _product_dtype(*hidden_unique, *weight_unique)  # one for all: the heads take turns with one buffer
+    dtype = _product_dtype(*hidden_unique, *weight_unique)  # one dtype, because all heads use the same buffer
     settled = [w.to(dtype) for w in weight_unique]
     flat = [h.to(dtype).reshape(-1, h.shape[-1]) for h in hidden_unique]
     flat_blocks = [t.to(dtype) for of_head in block_lists for block in of_head for t in block]
@@ -221,7 +233,7 @@ def multi_head_linear_cross_entropy(
     common.check_chunk_bytes(chunk_bytes)
     least_most = default_chunk_bytes(flat[0]) if chunk_bytes is None else (chunk_bytes, chunk_bytes)
     inverses_K, factors_K = _inverses(counts_K, num_items, reduction, acc), _factors(head_weights, counts_K, acc)
-    rows = _rows_scored(labels, prepared, any_N)  # last: it may wait for the device, which then has nothing left to do
+    rows = _rows_scored(labels, prepared, any_N)  # last, because it may wait for everything queued on the device
     loss, losses, hits = _multi_head(
         labels, positions, rows, inverses_K, factors_K, flat, settled, flat_blocks, list(shifts), hidden_of, weight_of,
         [len(of_head) for of_head in block_lists], *options, list(least_most), "accuracy" in outputs,
@@ -248,14 +260,14 @@ def _check_prepared(
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether they are one tensor, or views of the same elements."""
+    """Whether a and b are the same tensor, or views of the same elements."""
     if a is None or b is None or a is b or torch.compiler.is_compiling():
         return (a is None) == (b is None)
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _rows_scored(labels: Tensor, prepared: PreparedTargets | None, any_N: Tensor) -> Tensor | None:
-    """Flat positions that any head is scored on; None for all, where hardly any is not or the host may not wait."""
+    """Flat positions that at least one head is scored on; None for all, if nearly all are or the host cannot wait."""
     if not _may_wait(labels):
         return None
     if prepared is not None:
@@ -264,7 +276,7 @@ def _rows_scored(labels: Tensor, prepared: PreparedTargets | None, any_N: Tensor
 
 
 def _inverses(counts_K: Tensor, num_items: Tensor | float | None, reduction: str, dtype: torch.dtype) -> Tensor:
-    """1 / D of each head, 0 where D is 0; never read on the host."""
+    """1 / D of each head, 0 if D is 0; never read on the host."""
     if reduction != "mean":
         return torch.ones_like(counts_K, dtype=dtype)
     if num_items is not None:
@@ -306,7 +318,7 @@ def _check_heads(
     if not shifts or not len(hiddens) == len(weights) == len(blocks) == n_factors == len(shifts):
         raise ShapeError(
             f"{len(hiddens)} hiddens, {len(weights)} weights, {len(blocks)} blocks, {len(shifts)} shifts, {n_factors} "
-            "head_weights; each must be one a head."
+            "head_weights; there must be one of each per head."
         )
     if reduction == "none":
         raise OptionError("reduction='none' is not defined for a sum over heads; call linear_cross_entropy per head.")
@@ -350,7 +362,7 @@ def _gather(inputs: dict[str, Any], name: str) -> list[Tensor]:
 
 
 def _operands(inputs: dict[str, Any]) -> tuple[Any, Any, list[list[Block]]]:
-    """(hiddens, weights, blocks); a single block is every head's."""
+    """(hiddens, weights, blocks). Head k gets block k, or none if there are fewer blocks."""
     hiddens, weights = _gather(inputs, "hidden"), _gather(inputs, "weight")
     blocks = list(zip(_gather(inputs, "block"), _gather(inputs, "bias"), strict=True))
     return (

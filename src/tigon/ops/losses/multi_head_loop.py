@@ -1,12 +1,12 @@
-"""The loop of `multi_head_linear_cross_entropy`: heads that share an output weight take turns with a chunk of tokens.
+"""The loop of `multi_head_linear_cross_entropy`: heads with the same output weight process each chunk in turn.
 
-Nothing here is as long as the rows and there once a head: a head's residual blocks are computed for a chunk, their
-gradient is made by hand while the chunk is there, and labels are looked up where they are. So K heads take the memory
-of one, but for their weights and the gradients of those.
+No buffer has both all tokens and all heads. A head's residual blocks and their gradients are computed by hand for one
+chunk at a time, and shifted labels are looked up per chunk. K heads therefore take the memory of one head, plus their
+weights and weight gradients.
 
-Order: weights, then chunks, then heads. Heads that share their weight share one fp32 sum of its gradient. Heads with
-weights of their own come one after the other, so that one such sum is alive at a time: for 5 heads of 128256 x 4096
-that is 2 GiB instead of 10. The hidden gradient is then summed in fp32 over all rows, which is 4 N H.
+The loop runs over weights, then chunks, then heads. Heads that share a weight share one fp32 sum of its gradient. For
+heads with separate weights only one such sum is alive at a time: 2 GiB instead of 10 for 5 heads of 128256 x 4096. The
+hidden gradient is then summed in fp32 over all rows, which takes 4·N·H bytes.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from tigon.ops.losses.linear_cross_entropy import _even_chunk
 # B batch, T positions, N = B·T tokens, C tokens of a chunk, H hidden, V vocabulary, K heads.
 
 TOP = 5
-"""Ranks that a head's accuracy is counted up to."""
+"""Accuracy is counted for ranks 1 to TOP."""
 
 
 class Heads(NamedTuple):
-    """Which tensors each head uses, by number, and what is wanted of them."""
+    """The numbers of the tensors that each head uses, and which gradients are wanted."""
 
     shifts: Sequence[int]
     hidden_of: Sequence[int]
     weight_of: Sequence[int]
     block_counts: Sequence[int]
-    """Residual blocks of each head; the blocks' tensors lie one after the other, a weight and then its bias."""
+    """Number of residual blocks of each head. The list of block tensors alternates weight and bias."""
     want_hiddens: Sequence[bool]
     want_weights: Sequence[bool]
     want_blocks: Sequence[bool]
-    """One for each tensor of the blocks."""
+    """One per tensor of the blocks."""
 
     def groups(self) -> list[list[int]]:
-        """Heads by the weight they use, in order."""
+        """The heads grouped by the weight that they use, in order."""
         numbers = sorted(set(self.weight_of), key=list(self.weight_of).index)
         return [[k for k, w in enumerate(self.weight_of) if w == number] for number in numbers]
 
     def blocks(self, head: int) -> range:
-        """Where the weights of this head's blocks lie among the blocks' tensors; the biases follow them."""
+        """Indices of this head's weights in the list of block tensors; each bias follows its weight."""
         start = 2 * sum(self.block_counts[:head])
         return range(start, start + 2 * self.block_counts[head], 2)
 
     def wants(self, head: int) -> tuple[bool, bool]:
-        """(the gradient of what enters the output weight, that of the weight)"""
+        """(whether the gradient of the output weight's input is wanted, whether that of the weight is)"""
         blocks = any(self.want_blocks[i] or self.want_blocks[i + 1] for i in self.blocks(head))
         return blocks or self.want_hiddens[self.hidden_of[head]], self.want_weights[self.weight_of[head]]
 
@@ -63,7 +63,7 @@ class Heads(NamedTuple):
 
 
 def residual_blocks(x_CH: Tensor, blocks: Sequence[Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """x ← x + SiLU(x Wᵀ + b), block after block: (the last x, each block's input and what went into its SiLU)."""
+    """Apply x ← x + SiLU(x Wᵀ + b) for each block; returns (the last x, [(block input, SiLU input), ...])."""
     kept = []
     for weight_HH, bias_H in zip(blocks[::2], blocks[1::2], strict=True):
         a_CH = F.linear(x_CH, weight_HH, bias_H)
@@ -73,7 +73,7 @@ def residual_blocks(x_CH: Tensor, blocks: Sequence[Tensor]) -> tuple[Tensor, lis
 
 
 class _Loop:
-    """One pass over the tokens; see the module docstring. `outputs` holds what it found."""
+    """One pass over the tokens; see the module docstring. Results are in losses, hits, dx, dw and db."""
 
     def __init__(
         self, target_BT: Tensor, positions_BT: Tensor | None, rows: Tensor | None, stored_K: Tensor,
@@ -99,7 +99,7 @@ class _Loop:
         weight_VH, want = self.weights[number], self.heads.want_weights[number]
         chunk = chunk_of(self.tokens, weight_VH, want, self.chunk_bytes)
         acc = torch.promote_types(weight_VH.dtype, torch.float32)
-        # A single product needs no sum in fp32, but for fp16, whose loss scale is not on yet.
+        # A single product needs no fp32 sum, except in fp16, because the loss scale is not applied yet.
         alone = len(group) == 1 and self.tokens <= chunk and weight_VH.dtype != torch.float16
         dw_VH = rows_like(weight_VH, weight_VH.dtype if alone else acc) if want else None
         first = True
@@ -119,7 +119,7 @@ class _Loop:
             self.dw[number] = dw_VH.to(self.dw[number].dtype)
 
     def _chunks(self, chunk: int) -> Iterator[tuple[Tensor, Tensor | slice]]:
-        """Flat positions of the tokens of each chunk; and as what indexes them, a slice where all tokens are taken."""
+        """Yield the flat positions of each chunk's tokens, and an index for them: a slice if all tokens are used."""
         for start in range(0, self.tokens, chunk):
             stop = min(start + chunk, self.tokens)
             if self.rows is None:
@@ -140,8 +140,10 @@ class _Loop:
     def _head(
         self, k: int, rows_C: Tensor, at: Tensor | slice, weight_VH: Tensor, dw_VH: Tensor | None, first: bool
     ) -> Tensor | None:
-        """Head k on one chunk: its loss and hits are added up, dW and the blocks' gradients too. Its part of the hidden
-        gradient, or None if nothing before the output weight wants one."""
+        """Process one chunk for head k: add to its loss, its hits, dW and the gradients of its blocks.
+
+        Returns its part of the hidden gradient, or None if nothing before the output weight needs a gradient.
+        """
         numbers = self.heads.blocks(k)
         blocks = [self.blocks[i] for n in numbers for i in (n, n + 1)]
         x_CH, kept = residual_blocks(self.hiddens[self.heads.hidden_of[k]][at], blocks)
@@ -168,7 +170,7 @@ class _Loop:
         if factors.numel():
             dx_CH = exp_hidden_grad(g_CV, weight_VH, factors, target, None, C)
         else:
-            # fp16 stays in fp32 until the loss scale is on.
+            # An fp16 gradient stays in fp32 until the loss scale is applied.
             dtype = self.losses.dtype if x_CH.dtype == torch.float16 else x_CH.dtype
             dx_CH = torch.empty_like(x_CH, dtype=dtype)
             product_into(g_CV, weight_VH, dx_CH, accumulate=False)
@@ -178,7 +180,7 @@ class _Loop:
     def _through_blocks(
         self, dx_CH: Tensor, kept: list[tuple[Tensor, Tensor]], numbers: range, want_hidden: bool
     ) -> Tensor:
-        """dx of a head's blocks' output -> of their input; their weights' gradients are added up on the way."""
+        """Backward through a head's blocks: dx of their output -> dx of their input; adds to the block gradients."""
         for position in reversed(range(len(numbers))):
             n, (x_CH, a_CH) = numbers[position], kept[position]
             da_CH = torch.ops.aten.silu_backward(dx_CH.to(a_CH.dtype), a_CH)
@@ -192,33 +194,33 @@ class _Loop:
 
 
 def hits(x_CH: Tensor, weight_VH: Tensor, target: Tensor, options: LossOptions) -> Tensor:
-    """(TOP,) int64: of how many tokens the target is among the 1, 2, ... TOP largest logits; a tie counts as one.
+    """(TOP,) int64: the number of tokens whose target is among the 1, 2, ... TOP largest logits; a tie counts.
 
-    The logits are made once more for it, a quarter of the chunk at a time: when the loss is done their place holds
-    their gradient, or exponentials too coarse to rank. It is a third more work, so it is not asked for at every step.
+    The logits are computed again, a quarter of the chunk at a time, because after the loss their buffer holds their
+    gradient, or exponentials too coarse to rank. This adds a third to the work, so it is not done at every step.
     """
     found = torch.zeros(TOP, dtype=torch.int64, device=x_CH.device)
     for x, y in zip(x_CH.chunk(4), target.chunk(4), strict=True):
         logits = x @ weight_VH.t()
         if options.logit_scale < 0:
             logits = -logits
-        # A label out of range is the loss's to report; a GPU's gather would stop the device.
+        # The loss reports labels out of range. A gather with such an index would crash a GPU.
         valid = (y != options.ignore_index) & (y >= 0) & (y < logits.shape[1])
         own = logits.gather(1, torch.where(valid, y, 0).long().unsqueeze(1))
-        above = (~(logits <= own)).sum(1)  # NaN is above all
+        above = (~(logits <= own)).sum(1)  # NaN counts as larger
         found += torch.stack([((above < k) & valid).sum() for k in range(1, TOP + 1)])
     return found
 
 
 def chunk_of(tokens: int, weight_VH: Tensor, want_weight: bool, chunk_bytes: tuple[int, int]) -> int:
-    """Tokens of a chunk: as many as `chunk_bytes` (least, most) of logits hold, more where the sum of dW is larger."""
+    """Tokens per chunk: as many as `chunk_bytes` (least, most) of logits hold, more if the sum of dW is larger."""
     (V, H), (least, most) = weight_VH.shape, chunk_bytes
     fitting = min(max(least, 4 * V * H if want_weight else 0), most) // (V * weight_VH.element_size())
     return _even_chunk(tokens, fitting)
 
 
 def rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unwritten, of x's shape, row after row whatever its strides: the kernel that scales gradients walks rows."""
+    """An uninitialised contiguous tensor of x's shape, because the kernel that scales gradients works row by row."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -226,8 +228,10 @@ def empty_outputs(
     target_BT: Tensor, some_rows: bool, hiddens: Sequence[Tensor], weights: Sequence[Tensor],
     blocks: Sequence[Tensor], heads: Heads, top: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
-    """(losses, hits, dX, dW, gradients of the blocks), unwritten where the loop writes all of it; what is not wanted is
-    empty. dW is made by the loop, weight by weight: here stands its dtype."""
+    """(losses, hits, dX, dW, gradients of the blocks); outputs that are not wanted are empty.
+
+    Outputs that the loop writes completely are uninitialised. The loop allocates each dW; here dW only has its dtype.
+    """
     acc = torch.promote_types(hiddens[0].dtype, torch.float32)
     half = hiddens[0].dtype == torch.float16
     count = len(heads.shifts)
@@ -256,8 +260,10 @@ def _body(
     ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
     chunk_bytes: Sequence[int], top: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
-    """(sums of the heads' losses (K,), hits (K, TOP), dX, dW, gradients of the blocks), for an upstream gradient of
-    1 / stored_K."""
+    """(sums of the heads' losses (K,), hits (K, TOP), dX, dW, gradients of the blocks).
+
+    Gradients are for an upstream gradient of 1 / stored_K.
+    """
     heads = Heads(shifts, hidden_of, weight_of, block_counts, want_hiddens, want_weights, want_blocks)
     options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     least, most = chunk_bytes
@@ -279,7 +285,7 @@ def _fake(
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     heads = Heads(shifts, hidden_of, weight_of, block_counts, want_hiddens, want_weights, want_blocks)
     losses, found, dx, dw, db = empty_outputs(target_BT, rows is not None, hiddens, weights, blocks, heads, top)
-    # The planner traces this: besides the outputs, a chunk's logits and blocks and one sum of dW live in the loop.
+    # The planner traces this fake: besides the outputs, the loop holds a chunk's logits and blocks and one sum of dW.
     tokens = target_BT.numel() if rows is None else rows.shape[0]
     least, most = chunk_bytes
     for group in heads.groups():
