@@ -1,6 +1,6 @@
-"""The study's formulas, beside the trace: three terms, for full fine-tuning with fp32 states and checkpointing.
+"""The Liger study's formulas (docs/study.md), to compare with the trace: full fine-tuning, fp32 states, checkpointing.
 
-states       16 bytes a parameter: weight, gradient and two moments in fp32
+states       16 bytes per parameter: weight, gradient and two moments in fp32
     checkpoints  batch x seq x hidden x 2 x layers
     logits       batch x seq x vocab x 4 x 3: logits, probabilities and their gradient in fp32
 """
@@ -14,7 +14,7 @@ BYTES_PER_PARAMETER = 16
 
 
 def components(request: Request, model: Statics) -> dict[str, int]:
-    """Bytes by component; a fused loss has no logits."""
+    """Returns bytes by component; logits are 0 with a fused loss."""
     config = text_config(request.config)
     tokens = request.batch * request.seq
     states = BYTES_PER_PARAMETER * model.numel
@@ -31,23 +31,23 @@ def components(request: Request, model: Statics) -> dict[str, int]:
 
 
 def step_flops(request: Request, model: Statics) -> float:
-    """Of an optimizer step, for want of a trace: 6 a parameter and token, 8 where layers are recomputed."""
+    """FLOPs of an optimizer step if there is no trace: 6 per parameter and token, 8 if layers are recomputed."""
     tokens = request.batch * request.seq * request.choices.accumulate
     return (6.0 if request.choices.checkpointing == "none" else 8.0) * model.numel * tokens
 
 
 def differences(request: Request, ours: dict[str, int], theirs: dict[str, int]) -> tuple[str, ...]:
-    """What the formulas leave out of, or put into, this configuration: GiB of the trace against theirs."""
+    """One sentence per component whose formula and trace differ by over 0.01 GiB: both sizes in GiB, and the reason."""
     gib = 2**30
     choices = request.choices
     why = {
         "weights": f"{choices.precision} holds weights in {2 if choices.precision == 'bf16' else 4} bytes",
-        "gradients": "gradients have the weights' dtype, and are gone or not yet there at some peaks",
-        "optimizer": f"{choices.optimizer} has its own size of state",
+        "gradients": "gradients have the weights' dtype, and at some peaks not all of them exist",
+        "optimizer": f"{choices.optimizer} has its own state size",
         "checkpoints": f"checkpointing is {choices.checkpointing}; under autocast the layers' inputs are fp32",
-        "activations": "one layer's activations are recomputed at a time, and without checkpointing all are kept",
-        "logits": "the copy in 16 bits is missing, and a fused loss has a chunk of logits and its sums of dW",
-        "workspace": "temporaries of the backward and cuBLAS are missing",
+        "activations": "the trace keeps one layer's activations with checkpointing and every layer's without",
+        "logits": "the formula omits the 16-bit copy, and a fused loss holds a chunk of logits and the sums of dW",
+        "workspace": "the formula omits temporaries of the backward pass and cuBLAS",
     }
     return tuple(
         f"{name}: {theirs[name] / gib:.2f} GiB by the study's formula, {ours[name] / gib:.2f} traced; {why[name]}."

@@ -1,4 +1,4 @@
-"""What a training run will hold and take, before it runs."""
+"""Estimates the memory and time of a training run before it runs."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ from tigon.techniques.sharding import fit_whole, weights_are_sharded
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
 Method = Literal["trace", "study"]
 
-# The allocator's third step is the first that finds the blocks of one with optimizer states.
+# The third step is the first that reuses cached blocks of a step with optimizer states.
 STEPS = 3
-# Host memory as DeepSpeed's AdamW on 16 cores reads and writes it: Llama-3.2-1B's step on one machine with an H200.
+# Host memory bandwidth of DeepSpeed's AdamW on 16 cores, from Llama-3.2-1B's step on one machine with an H200.
 HOST_BYTES_S = 74e9
-# The host's search for an overflow in fp16's gradients, fp32 there: what the study's run took beyond bf16's on an H200.
+# The host's overflow check on fp16's gradients, which are fp32 there: the extra time over bf16 in the study on an H200.
 HOST_OVERFLOW_BYTES_S = 8.4e9
-# Bytes an element that the check for finite weights adds before a save: `isfinite` makes |x|, three masks, of one
+# Bytes per element that the check for finite weights adds before a save: `isfinite` makes |x| and three masks for one
 # parameter at a time.
 _FINITE_MASKS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """One configuration's memory and time, for each GPU."""
+    """One configuration's memory and time, per GPU."""
 
     peak_allocated_bytes: int
-    """What torch.cuda.max_memory_allocated() will say."""
+    """Predicts torch.cuda.max_memory_allocated()."""
     peak_reserved_bytes: int
-    """What torch.cuda.max_memory_reserved() will say: allocated, and what the caching allocator could not reuse."""
+    """Predicts torch.cuda.max_memory_reserved(): allocated, plus memory that the caching allocator could not reuse."""
     device_bytes: int
-    """What nvidia-smi will say: reserved, and what is not the allocator's (simulate/non_allocator_memory.py)."""
+    """Predicts nvidia-smi: reserved, plus memory outside the allocator (simulate/non_allocator_memory.py)."""
     host_bytes: int
-    """Pinned host memory that holds what was moved off the GPU."""
+    """Pinned host memory for data moved off the GPU."""
     nvme_bytes: int
     step_s: float
-    """One optimizer step, all its micro-batches included."""
+    """One optimizer step, including all its micro-batches."""
     tokens_per_s: float
-    """Of all GPUs together."""
+    """All GPUs together."""
     phases: Mapping[str, int]
     """The allocated peak of each of PHASES, bytes."""
     peak_phase: str
@@ -76,9 +76,10 @@ class Estimate:
 
 
 def estimate(request: Request, *, gpu: Gpu, method: Method = "trace", evaluation: bool = True) -> Estimate:
-    """The memory and time of `request` on one of its GPUs. Raises UsageError for a request without meaning.
+    """The memory and time of `request` on one of its GPUs. Raises UsageError for a request that `check` rejects.
 
-    evaluation: False saves a fifth of the time, and leaves 0 for that phase, where the request evaluates nothing.
+    evaluation: if False and the request does not evaluate, skips that phase: its peak is 0, and a fifth of the time is
+    saved.
     """
     check(request)
     return _by_study(request, gpu) if method == "study" else _estimate(request, gpu, evaluation or request.evaluated)
@@ -110,7 +111,7 @@ def _estimate(request: Request, gpu: Gpu, evaluation: bool) -> Estimate:
     )
 
 
-# --- traces, kept because a search asks for the same ones again ------------------------------------------------------
+# --- traces, cached because a search needs each one several times -----------------------------------------------------
 
 _TRACE_FIELDS = (
     "precision", "checkpointing", "mlp_tile_tokens", "kernels", "attention", "attention_groups", "lora_rank",
@@ -119,7 +120,7 @@ _TRACE_FIELDS = (
 
 
 class _Key:
-    """A request as far as its trace depends on it, hashable."""
+    """The parts of a request that its trace depends on, hashable."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -139,7 +140,7 @@ _traces: dict[tuple[_Key, Gpu, bool], Trace] = {}
 
 
 def _trace(key: _Key, gpu: Gpu, *, accumulating: bool = False, evaluating: bool = False) -> Trace:
-    """What a trace depends on of a GPU is its architecture, not its memory."""
+    """Cached trace. It depends on the GPU's architecture, not on its memory."""
     gpu = dataclasses.replace(gpu, name="", memory_bytes=0, source="")
     found = _traces.get((key, gpu, accumulating))
     if found is None or (evaluating and not found.eval_tape.segments):
@@ -151,7 +152,7 @@ def _trace(key: _Key, gpu: Gpu, *, accumulating: bool = False, evaluating: bool 
 
 
 def logits_bytes(request: Request, *, gpu: Gpu) -> int:
-    """The most that the loss holds at a time, whatever else is there then: of the component `logits`, bytes."""
+    """The most bytes of the component `logits` held at one time, at any point of the trace."""
     inner = dataclasses.replace(request, choices=sharded.traced_choices(request.choices))
     tape = _trace(_Key(inner), gpu).tape
     live = most = 0
@@ -165,7 +166,7 @@ def logits_bytes(request: Request, *, gpu: Gpu) -> int:
 
 
 def at_rest(request: Request) -> Statics:
-    """Weights and states of a request: what is held whatever the rows, the kernels and what is recomputed."""
+    """Weights and states of a request, which do not depend on the batch, the kernels or checkpointing."""
     choices = dataclasses.replace(
         request.choices, checkpointing="none", mlp_tile_tokens=0, kernels="none", attention="sdpa"
     )
@@ -191,13 +192,14 @@ def _placement(request: Request, model: Statics) -> Placement:
 def _run(
     request: Request, gpu: Gpu, model: Statics, place: Placement, evaluation: bool, room: int
 ) -> tuple[Ledger, list[Tape], int]:
-    """STEPS optimizer steps, a save and, if wanted, an evaluation: (ledger, the micro-batches' tapes, host bytes).
-    room: bytes that the allocator can have."""
+    """Simulates STEPS optimizer steps, a save and, if wanted, an evaluation.
+
+    Returns (ledger, the micro-batches' tapes, host bytes). room: bytes available to the allocator."""
     choices = request.choices
     key = _Key(request)
     first = _trace(key, gpu, evaluating=evaluation)
     tapes = [first.tape] + ([_trace(key, gpu, accumulating=True).tape] if choices.accumulate > 1 else [])
-    host_bytes = 0 if choices.zero else managed_bytes(request, model.weights)  # of a slice: `place.host`
+    host_bytes = 0 if choices.zero else managed_bytes(request, model.weights)  # ZeRO's slice: in `place.host`
     if choices.checkpointing == "offload":
         host_bytes += sum(
             deepspeed_host_memory.pinned(nbytes)
@@ -213,11 +215,11 @@ def _run(
     for step in range(STEPS):
         ledger.enter("forward")
         if step == 0 and place.gathering is not None:
-            # For a hook on its gradient, stage 3 gathers each weight once: its partition, and itself.
+            # To register a hook on its gradient, stage 3 gathers each weight once: its partition and the whole weight.
             largest = max(weight.nbytes for weight in model.weights)
             ledger.pass_through(largest // choices.gpus, largest, component="weights")
         if step == 0:
-            # One cuBLAS handle for the thread that runs the forward and one for autograd's.
+            # Two cuBLAS handles: one for the thread that runs the forward pass and one for autograd's.
             for _ in range(2):
                 ledger.take(gpu.cublas_workspace_bytes, "workspace")
         gradients = _micro_batches(ledger, request, model, place, tapes)
@@ -227,7 +229,7 @@ def _run(
         partitioned = choices.zero > 0 or choices.fsdp
         passing = [place.step] if partitioned else step_tensors(request, model.weights)
         if OPTIMIZERS[choices.optimizer].in_backward and _is_tied(request):
-            # The hook of a tied weight runs while the second gradient that was added into its own is still held.
+            # A tied weight's hook runs while the second gradient, already added to the first, is still held.
             passing = [*passing, sum(weight.grad_bytes for weight in model.weights if weight.embedding)]
         _give(ledger, [[ledger.take(nbytes, "workspace") for nbytes in passing], gradients])
     _save(ledger, choices.gpus, model, place)
@@ -242,9 +244,9 @@ def _run(
 def _micro_batches(
     ledger: Ledger, request: Request, model: Statics, place: Placement, tapes: list[Tape]
 ) -> list[Held | None]:
-    """Those of one step, of which the third and later are like the second; returns the gradients they leave."""
+    """The micro-batches of one step; the third and later ones repeat the second. Returns the gradients they leave."""
     choices = request.choices
-    # Before the last of several micro-batches FSDP2 reduces nothing (no_sync of accelerate): whole gradients wait.
+    # FSDP2 reduces only in the last micro-batch (accelerate's no_sync), so whole gradients stay until then.
     waits_whole = choices.fsdp and choices.accumulate > 1
     keeps = waits_whole or (place.keeps_gradients and choices.optimizer != "galore-layerwise")
     ledger.pass_through(place.gathered_beside, component="weights", stream=GATHERING)
@@ -271,7 +273,8 @@ def _micro_batches(
 
 
 def _save(ledger: Ledger, gpus: int, model: Statics, place: Placement) -> None:
-    """The check for finite weights before them, one at a time: at most of the largest, or of this GPU's shard of it."""
+    """The check for finite weights before a save, one weight at a time. The largest weight, or this GPU's shard of it,
+    sets the peak."""
     ledger.enter("save")
     largest = max(model.weights, key=lambda weight: weight.numel)
     if largest.nbytes <= place.weights:
@@ -281,11 +284,11 @@ def _save(ledger: Ledger, gpus: int, model: Statics, place: Placement) -> None:
 
 
 LEAVING = 2
-"""techniques/host_offload.py: inputs of layers that are on their way to the host at a time, and still here."""
+"""techniques/host_offload.py: layer inputs that are being copied to the host at one time and still occupy the GPU."""
 
 
 def _reduced(ledger: Ledger, place: Placement, tape: Tape) -> Reduced | None:
-    """For the gradients that a reduction leaves here in one step."""
+    """Tracks the gradients that reductions leave on this GPU in one step; None if they leave none."""
     if place.born == "start" or not place.gradients:
         return Reduced(ledger, copies=place.copies) if place.copies else None
     made = sum(size for size, component in zip(tape.sizes, tape.components, strict=True) if component == "gradients")
@@ -300,10 +303,10 @@ def _load(ledger: Ledger, request: Request, model: Statics, place: Placement) ->
     waits_here = fit_whole((wider * weight.nbytes for weight in model.weights), ledger.allocator.limit_bytes)
     if divided and not (place.loaded_itemsize and waits_here):
         if choices.fsdp:
-            # At most: a unit comes from the host to be divided.
+            # Upper bound: one unit comes from the host to be sharded.
             ledger.pass_through(place.gathered, component="weights")
         elif place.loaded_itemsize:
-            # DeepSpeed moves all before it partitions any.
+            # DeepSpeed moves all weights before it partitions any.
             ledger.pass_through(*(weight.nbytes for weight in model.weights), component="weights")
         ledger.take(place.weights, "weights")
         return
@@ -311,8 +314,8 @@ def _load(ledger: Ledger, request: Request, model: Statics, place: Placement) ->
     ledger.take(model.buffer_bytes, "weights")
     on_host = divided and choices.offload != "none"
     if sharded.is_drawn(request) and _is_tied(request) and not on_host:
-        # Built on the device, a head has a weight of its own until transformers ties it (post_init): the allocator
-        # keeps the block. What is read from files is built without memory.
+        # A model built on the device has a separate lm_head weight until transformers ties it (post_init), and the
+        # allocator keeps that block. A model read from files is built without memory.
         ledger.pass_through(math.prod(model.head_shape) * wider * itemsize)
     if choices.fsdp:
         if place.shard_itemsize:  # accelerate's fsdp2_prepare_model holds the whole weights until all are sharded
@@ -330,14 +333,14 @@ def _load(ledger: Ledger, request: Request, model: Statics, place: Placement) ->
 
 
 def _cast(ledger: Ledger, model: Statics, loaded: list[list[Held | None]]) -> None:
-    """Weights in 16 bits, one by one, where they are wider (DeepSpeed's engine)."""
+    """Casts weights to 16 bits one by one if they are wider (DeepSpeed's engine)."""
     for number, weight in enumerate(model.weights):
         before, loaded[number] = loaded[number], [ledger.take(weight.nbytes, "weights")]
         _give(ledger, [before])
 
 
 def _flatten(ledger: Ledger, model: Statics, loaded: list[list[Held | None]]) -> None:
-    """ZeRO 1 and 2: weights in one tensor a group of the optimizer's (stage_1_and_2.py)."""
+    """ZeRO 1 and 2: one flat tensor of weights per parameter group of the optimizer (stage_1_and_2.py)."""
     for decays in (True, False):
         group = [number for number, weight in enumerate(model.weights) if (len(weight.shape) >= 2) == decays]
         ledger.allocator.release()
@@ -368,10 +371,10 @@ def _step_s(request: Request, gpu: Gpu, model: Statics, place: Placement, tapes:
     choices = request.choices
     micro_s = roofline.micro_s(tapes[-1], gpu, copied_bytes=place.copied, host_calls=place.host_calls)
     if choices.checkpointing == "offload":
-        # Copies run beside the computation: only what does not fit beside it costs time.
+        # Copies overlap with computation, so they cost time only if they take longer.
         micro_s = max(micro_s, 2 * host_bytes / gpu.link_bytes_s)
     grads = sum(weight.grad_bytes for weight in model.trained)
-    # Clipping reads the gradients, and reads and writes them again.
+    # Clipping reads the gradients for the norm, then reads and writes them.
     clipping = 3 * grads if request.clipped else 0
     if sharded.is_sharded(choices):
         weights = sum(weight.nbytes for weight in model.trained)
@@ -382,10 +385,10 @@ def _step_s(request: Request, gpu: Gpu, model: Statics, place: Placement, tapes:
     waits = OPTIMIZERS[choices.optimizer].step_waits
     update_s = roofline.update_s(moved + clipping, calls, sm_s, gpu, waits=waits)
     link_s = place.link / gpu.link_bytes_s
-    # Collectives overlap with the backward, of which they leave about half, but for the embeddings' gradient.
+    # Up to half of the micro-batch hides collectives, except for the embeddings' gradient, which comes last.
     peers_s = max(place.peers_last / gpu.peer_bytes_s, place.peers / gpu.peer_bytes_s - 0.5 * micro_s)
     if choices.offload != "none":
-        # The CPU's AdamW: 7 fp32 values a parameter through host memory.
+        # The CPU's AdamW moves 7 fp32 values per parameter through host memory.
         numel = sum(weight.numel for weight in model.trained) / choices.gpus
         link_s += 28 * numel / HOST_BYTES_S
         if choices.precision == "amp-fp16":
@@ -397,23 +400,21 @@ def _notes(request: Request, gpu: Gpu, model: Statics) -> tuple[str, ...]:
     choices = request.choices
     notes = []
     if choices.kernels == "liger":
-        notes.append(
-            "Liger Kernel 0.8.5: its allocations as read in its source; ops inside layers are timed as tigon's."
-        )
+        notes.append("Liger Kernel 0.8.5: allocations follow its source code; ops inside layers use tigon's timings.")
     if sharded.is_sharded(choices):
-        notes.append("Partitions and buckets are in closed form; their fragmentation is simulated in part.")
+        notes.append("Partitions and buckets are computed by formula; only part of their fragmentation is simulated.")
     if choices.fsdp and request.model not in PRESETS:
         whole_gib = choices.gpus * weight_itemsize(choices.precision) * sum(w.numel for w in model.weights) / 2**30
         notes.append(
-            f"Each of {choices.gpus} processes reads the whole model to the host before FSDP2 divides it: "
-            f"{whole_gib:.0f} GiB there, while it loads."
+            f"Each of {choices.gpus} processes reads the whole model to the host before FSDP2 shards it: "
+            f"{whole_gib:.0f} GiB of host memory during loading."
         )
     if gpu.source.startswith(("data sheet", "rates of")):
         notes.append(f"Times on {gpu.name} are not measured: {gpu.source}.")
     if choices.offload == "nvme":
-        notes.append("Files are read and written each step at the speed of the disk, which is not in the time.")
+        notes.append("The step time does not include the disk: NVMe files are read and written in every step.")
     if choices.quantized:
-        notes.append("Weights in NF4: half a byte each, and a copy in 16 bits while one is multiplied.")
+        notes.append("Weights are stored in NF4, half a byte each, and copied to 16 bits while they are multiplied.")
     return tuple(notes)
 
 
@@ -433,7 +434,7 @@ def _by_study(request: Request, gpu: Gpu) -> Estimate:
         traced = _estimate(request, gpu, evaluation=False)
         differences = closed_form.differences(request, dict(traced.components), components)
         host_bytes, nvme_bytes, step_s = traced.host_bytes, traced.nvme_bytes, traced.step_s
-    except UsageError as error:  # of a model that cannot be traced
+    except UsageError as error:  # the model cannot be traced
         differences, host_bytes, nvme_bytes = (str(error),), 0, 0
         step_s = closed_form.step_flops(request, model) / gpu.matmul_flops
     tokens = request.batch * request.seq * request.choices.accumulate * request.choices.gpus
@@ -448,5 +449,5 @@ def _by_study(request: Request, gpu: Gpu) -> Estimate:
         phases=phases,
         peak_phase="loss",
         components=components,
-        notes=("The study's formulas know no phases, kernels, fragmentation or temporaries.", *differences),
+        notes=("The study's formulas omit phases, kernels, fragmentation and temporaries.", *differences),
     )

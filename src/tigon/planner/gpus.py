@@ -1,8 +1,8 @@
-"""GPUs as data: what a process can use of each, and how fast it is.
+"""The known GPUs: usable memory and speed of each.
 
-Rates are what a large bf16 product and a device copy reach, not the data sheet's. The H200's were measured (8192³
-product of random data, torch 2.11, driver 580); the others are the data sheet's times the share that the H200 reached
-of its own, 0.69 of the tensor cores and 0.89 of the bandwidth.
+Rates are those that a large bf16 matmul and a device copy reach, not the data sheet's. The H200's were measured (8192³
+matmul of random data, torch 2.11, driver 580). For the others, the data sheet's rates are scaled by the share of its
+data sheet that the H200 reached: 0.69 of the tensor cores and 0.89 of the bandwidth.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class Gpu:
 
     name: str
     memory_bytes: int
-    """What CUDA reports as the device's total, of which the context takes its part."""
+    """The device's total as CUDA reports it; the context comes out of this."""
     context_bytes: int
-    """The CUDA context with the kernels of a training run loaded: outside the caching allocator
+    """The CUDA context with the kernels of a training run loaded, outside the caching allocator
     (simulate/non_allocator_memory.py)."""
     lone_group_bytes: int
-    """What NCCL keeps for a group of one process."""
+    """NCCL's memory for a group of one process."""
     group_bytes: int
-    """And for a group of several."""
+    """NCCL's memory for a group of several processes."""
     deepspeed_bytes: int
-    """What DeepSpeed's own streams and kernels take beside that."""
+    """DeepSpeed's own streams and kernels, in addition to NCCL."""
     matmul_flops: float
-    """16-bit products with fp32 sums, FLOP/s."""
+    """16-bit matmuls with fp32 accumulation, FLOP/s."""
     fp32_flops: float
-    """fp32 products as torch makes them by default (no TF32), FLOP/s."""
+    """fp32 matmuls with torch's default settings (no TF32), FLOP/s."""
     copy_bytes_s: float
-    """Device memory, reads and writes counted."""
+    """Device memory bandwidth, reads plus writes."""
     link_bytes_s: float
     """To and from pinned host memory, one direction."""
     peer_bytes_s: float
@@ -52,7 +52,7 @@ class Gpu:
     """CUDA's compute capability; (0, 0) on AMD."""
     sm_count: int
     cublas_workspace_bytes: int
-    """What PyTorch allocates once for each cuBLAS handle and stream."""
+    """PyTorch allocates this once per cuBLAS handle and stream."""
     source: str
 
     def __str__(self) -> str:
@@ -63,11 +63,11 @@ def _gpu(
     name: str, memory_gib: float, tensor_tflops: float, fp32_tflops: float, bandwidth_gbs: float, *,
     arch: tuple[int, int], sm_count: int, link_gbs: float, peer_gbs: float,
 ) -> Gpu:  # fmt: skip
-    """A row from a data sheet: dense 16-bit tensor rate, fp32 rate, bandwidth; decimal units as printed there."""
+    """A GPU from its data sheet: dense 16-bit tensor rate, fp32 rate, bandwidth; in the data sheet's decimal units."""
     return Gpu(
         name=name,
         memory_bytes=int(memory_gib * GIB),
-        # The H200's, measured; the others' were not.
+        # Measured on the H200; assumed for the other GPUs.
         context_bytes=768 * MIB,
         lone_group_bytes=560 * MIB,
         group_bytes=848 * MIB,
@@ -88,7 +88,7 @@ def _gpu(
 _ROWS = (
     replace(
         _gpu("h200", 139.8, 989, 67, 4800, arch=(9, 0), sm_count=132, link_gbs=50, peer_gbs=370),
-        source="product and copy rates measured; memory as CUDA reports it",
+        source="matmul and copy rates measured; memory as CUDA reports it",
     ),
     _gpu("h100", 79.1, 989, 67, 3350, arch=(9, 0), sm_count=132, link_gbs=50, peer_gbs=370),
     _gpu("h100-pcie", 79.1, 756, 51, 2000, arch=(9, 0), sm_count=114, link_gbs=50, peer_gbs=50),
@@ -113,15 +113,16 @@ _LETTERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def size_bytes(text: str) -> int | None:
-    """Of `24GiB`, `912.00 MiB` or `80GB`; None for what is no size."""
+    """Bytes of a size such as `24GiB`, `912.00 MiB` or `80GB`; None if `text` is not a size."""
     size = _SIZE.fullmatch(text.strip())
     return int(float(size[1]) * (1024 if size[3] else 1000) ** _LETTERS[size[2].lower()]) if size else None
 
 
 def find_gpu(text: str) -> Gpu:
-    """The GPU of that name (`h200`, `RTX 4090`), or of that memory (`24GiB`, `80GB`) with the rates of a real one.
+    """The GPU with this name (`h200`, `RTX 4090`), or a GPU with this much memory (`24GiB`, `80GB`).
 
-    A size takes its rates from the GPU of the table whose memory is nearest. Raises UsageError.
+    A size takes its rates from the known GPU with the nearest memory. Raises UsageError for an unknown name, and for a
+    size below 1 GiB.
     """
     memory_bytes = size_bytes(text)
     if memory_bytes is not None:
@@ -134,4 +135,4 @@ def find_gpu(text: str) -> Gpu:
         return GPUS[name]
     near = difflib.get_close_matches(name, GPUS, n=1)
     hint = f"the nearest is {near[0]}" if near else f"known are {', '.join(GPUS)}"
-    raise UsageError(f"gpu {text!r} is not known; {hint}. A size such as 24GiB is good too.")
+    raise UsageError(f"gpu {text!r} is not known; {hint}. You can also give a size such as 24GiB.")

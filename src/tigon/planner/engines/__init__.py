@@ -1,5 +1,5 @@
-"""What DDP, ZeRO and FSDP2 change.
+"""Memory under DDP, ZeRO and FSDP2.
 
-sharded.py                 what each of several GPUs holds
-deepspeed_host_memory.py   what DeepSpeed allocates on the host and in files
+sharded.py                 memory on each of several GPUs
+deepspeed_host_memory.py   DeepSpeed's allocations on the host and in files
 """

@@ -1,6 +1,6 @@
-"""What DeepSpeed's offload takes of the host, and of files, for one process: its allocations in deepspeed 0.19.8.
+"""Host memory and file space of DeepSpeed's offload for one process, from the allocations in deepspeed 0.19.8.
 
-Most of them are pinned, and PyTorch's caching host allocator gives those in powers of two and takes none back.
+Most are pinned. PyTorch's caching host allocator rounds them up to powers of two and never frees them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from tigon.techniques.optimizers import Parameter
 from tigon.techniques.sharding import ADAM_TENSORS, nvme_buffers, nvme_group_size
 from tigon.techniques.technique import Facts
 
-GROUP_ELEMENTS = 10**9  # deepspeed/runtime/zero/config.py, sub_group_size: what stage 3 updates at a time
+GROUP_ELEMENTS = 10**9  # deepspeed/runtime/zero/config.py, sub_group_size: elements that stage 3 updates at a time
 
 
 def pinned(nbytes: int) -> int:
-    """What the caching host allocator takes: a power of two (c10/core/CachingHostAllocator.h)."""
+    """Bytes that the caching host allocator takes: the next power of two (c10/core/CachingHostAllocator.h)."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def of_zero(choices: Choices, model: Statics, slices: Sequence[Parameter], moments: int) -> tuple[int, int]:
-    """(bytes of the host, bytes in files). slices: what the optimizer is handed, flat; moments: its states' bytes."""
+    """Returns (bytes on the host, bytes in files). slices: the optimizer's flat slices; moments: bytes of its state."""
     itemsize, flat = model.weights[0].itemsize, sum(piece.nbytes for piece in slices)
     computed_with = [piece.numel * itemsize for piece in slices]
-    if choices.zero < 3:  # stage_1_and_2.py: weights and gradients as the optimizer has them, weights as the GPU has
+    if choices.zero < 3:  # stage_1_and_2.py: weights and gradients in the optimizer's dtype, weights in the GPU's
         largest = max((weight.numel for weight in model.trained), default=0)
         copies = sum(2 * pinned(piece.nbytes) for piece in slices) + sum(map(pinned, computed_with))
         return moments + copies + pinned(largest * itemsize), 0
@@ -39,20 +39,20 @@ def of_zero(choices: Choices, model: Statics, slices: Sequence[Parameter], momen
         weights = buffers["buffer_size"] * buffers["buffer_count"] * itemsize
         host = weights + group * (ADAM_TENSORS * widest + itemsize) + gradients
         return host, moments + 2 * flat + sum(parts)
-    # partition_parameters.py: a pinned tensor for each weight, which go into one for all, and their blocks stay
+    # partition_parameters.py: each weight has a pinned tensor, which is copied into one flat tensor; its block stays.
     weights = sum(map(pinned, computed_with)) + sum(map(pinned, parts))
     waiting = sum(pinned(numel * widest) for numel in _groups(choices, model, GROUP_ELEMENTS))
     return weights + moments + flat + waiting + gradients, 0
 
 
 def _part(weight: Weight, choices: Choices) -> int:
-    """Elements of a weight that are this process's."""
+    """Elements of a weight that this process holds."""
     return -(-weight.numel // choices.gpus)
 
 
 def _groups(choices: Choices, model: Statics, wanted: int) -> list[int]:
-    """Elements of this process's part of each sub-group: weights in turn until they are `wanted`
-    (stage3.py: _create_fp16_sub_groups), those that decay and then the others."""
+    """Elements of this process's part of each sub-group. Weights that decay come first, then the others; a group is
+    closed when it reaches `wanted` elements (stage3.py: _create_fp16_sub_groups)."""
     found = []
     for decays in (True, False):
         group = 0

@@ -1,7 +1,7 @@
-"""What each of several GPUs holds of weights, gradients and states, and what waits on the host or on NVMe.
+"""Memory for weights, gradients and optimizer state on each of several GPUs, on the host and on NVMe.
 
-Closed form over the model's statics: DeepSpeed 0.19.8's ZeRO-1 to 3 with the bucket sizes of techniques/sharding.py,
-PyTorch's FSDP2, and its DistributedDataParallel where neither is asked for.
+Computed in closed form from the model's statics: DeepSpeed 0.19.8's ZeRO-1 to 3 with the bucket sizes of
+techniques/sharding.py, PyTorch's FSDP2, and DistributedDataParallel if a request has neither.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tigon.techniques.sharding import are_drawn_in_place, are_read_in_parts
 FP32, FP64 = 4, 8
 # deepspeed/runtime/zero/config.py: elements of gathered weights that stage 3 may hold (stage3_max_live_parameters).
 MAX_LIVE_ELEMENTS = 10**9
-# deepspeed/runtime/zero/stage3.py, _constant_buffered_norm2: elements that are read in fp64 at a time.
+# deepspeed/runtime/zero/stage3.py, _constant_buffered_norm2: elements that are converted to fp64 at a time.
 NORM_ELEMENTS = 250_000_000
 
-# Host time of the engine for each trained weight, forward, backward and step together, in operators. Measured, not
-# explained: the steps of Llama-3.2-1B, 4 x 1024 on each of two H200s, beyond what their operators take. Of FSDP2's, 60
-# are its own Python: 16 tiny layers on a CPU with collectives that do nothing.
+# Host time of the engine per trained weight (forward, backward and step), as a number of operators. The values were
+# measured on Llama-3.2-1B, 4 x 1024 on each of two H200s: step time minus the time of the operators. The cause of the
+# rest is unknown, except that FSDP2's own Python accounts for 60 (16 tiny layers on a CPU with no-op collectives).
 ZERO_CALLS = 180
-ZERO3_CALLS = 680  # its hooks fetch and release each weight; also ZeRO-3 on one H200 with states on the host
+ZERO3_CALLS = 680  # the hooks gather and release each weight; also fits ZeRO-3 on one H200 with states on the host
 FSDP_CALLS = 130
 
 GradientsBorn = Literal["start", "first", "each"]
-"""With the engine, to stay for good; with the first gradient that is reduced; or a share with each that is: until the
-step."""
+"""start: the engine allocates gradients once and keeps them. first: the first reduced gradient allocates all of them.
+each: every reduced gradient adds its share. With `first` and `each`, they are freed after the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,46 +43,46 @@ class Placement:
 
     weights: int
     gradients: int
-    """Besides what the backward itself makes: reduced gradients, or buckets of them."""
+    """In addition to the gradients that the backward pass makes: reduced gradients, or buckets of them."""
     born: GradientsBorn = "start"
     """When `gradients` are allocated."""
     optimizer: int
     gathered: int = 0
-    """Whole weights of the layers in use, while the forward and backward run."""
+    """Whole weights of the layers in use, during the forward and backward passes."""
     gathering: Gathering | None = None
-    """Whole weights that come and go with the layers, instead of `gathered`."""
+    """Whole weights that are gathered and freed layer by layer, instead of `gathered`."""
     gathered_again: int = 0
-    """Besides `gathered`, while the layers' backward runs."""
+    """In addition to `gathered`, during the layers' backward pass."""
     gathered_beside: int = 0
-    """The most that a gathering on its own stream takes before it is copied out."""
+    """The most that a gather on its own stream holds before it is copied out."""
     buckets: int = 0
-    """Buffers of collectives, while the forward and backward run."""
+    """Buffers of collectives, during the forward and backward passes."""
     buffers: int = 0
     """Buffers that the engine keeps for the whole run."""
     shard_itemsize: int = 0
-    """Bytes of an element of a weight at rest, where the GPU holds a shard of each; else 0."""
+    """Bytes per element of a weight at rest if the GPU holds a shard of each weight; else 0."""
     loaded_itemsize: int = 0
-    """Bytes of an element of the whole weights that the GPU holds until the engine takes them over; 0: it does not."""
+    """Bytes per element of the whole weights that the GPU holds until the engine shards them; 0 if it holds none."""
     step: int = 0
     """Temporaries of the step."""
     step_sm_s: float = 0.0
-    """Seconds that one multiprocessor computes in the step beyond what its bytes take."""
+    """Seconds that one multiprocessor computes in the step, in addition to the time for its memory traffic."""
     host: int = 0
     nvme: int = 0
     copies: tuple[Copy, ...] = ()
-    """What each gradient is copied to on its way to the host."""
+    """Copies of each gradient on its way to the host."""
     keeps_gradients: bool = True
-    """Whether every gradient stays until the step; else each is reduced and freed as it comes."""
+    """True: every gradient stays until the step. False: each is reduced and freed as soon as it is computed."""
     link: int = 0
     """Bytes to and from the host or NVMe in a step."""
     peers: int = 0
     """Bytes to and from other GPUs in a step."""
     peers_last: int = 0
-    """Of them, those that come when no backward is left to hide them."""
+    """The part of `peers` that no backward computation can hide, because it comes last."""
     copied: int = 0
-    """Bytes of device memory that a micro-batch's collectives read and write besides: into their buckets and out."""
+    """Bytes of device memory that a micro-batch's collectives read and write to fill and empty their buckets."""
     host_calls: int = 0
-    """Host time that the engine takes in a micro-batch and its step, in operators."""
+    """Host time that the engine needs in a micro-batch and its step, as a number of operators."""
 
 
 def is_sharded(choices: Choices) -> bool:
@@ -90,7 +90,7 @@ def is_sharded(choices: Choices) -> bool:
 
 
 def traced_choices(choices: Choices) -> Choices:
-    """What one GPU's forward and backward run: ZeRO and FSDP2 hand layers 16-bit weights, with no autocast around."""
+    """Choices of one GPU's forward and backward: ZeRO and FSDP2 run layers on 16-bit weights without autocast."""
     engine = choices.zero > 0 or choices.fsdp
     if engine and choices.precision in ("amp-bf16", "amp-fp16"):
         return replace(choices, precision="bf16")
@@ -98,7 +98,7 @@ def traced_choices(choices: Choices) -> Choices:
 
 
 def placement(request: Request, model: Statics) -> Placement:
-    """Where everything is, for `choices` that shard. `model` counts floats of the dtype that layers compute in."""
+    """Where a sharded run keeps its memory. `model` counts floats in the dtype that layers compute in."""
     choices = request.choices
     if choices.zero:
         return _zero(request, model)
@@ -112,13 +112,13 @@ def _share(nbytes: int, gpus: int) -> int:
 
 
 def _unit_bytes(model: Statics) -> int:
-    """Weights of the largest unit that is gathered at once: a layer, or what lies outside all layers."""
+    """Bytes of the largest unit that is gathered at once: a layer, or all weights outside the layers."""
     outside = sum(weight.nbytes for weight in model.weights if weight.layer is None)
     return max(outside, _layer_bytes(model))
 
 
 def _embedding_grad_bytes(model: Statics) -> int:
-    """Gradients of the embeddings: the last that the backward makes."""
+    """Bytes of the embeddings' gradients, which the backward pass makes last."""
     return sum(weight.grad_bytes for weight in model.weights if weight.embedding)
 
 
@@ -131,7 +131,7 @@ def _layers(model: Statics) -> list[list[Weight]]:
 
 
 def _layer_bytes(model: Statics) -> int:
-    """Weights of the largest layer."""
+    """Bytes of the largest layer's weights."""
     return max((sum(weight.nbytes for weight in layer) for layer in _layers(model)), default=0)
 
 
@@ -139,7 +139,7 @@ def _ddp(request: Request, model: Statics) -> Placement:
     grads = sum(weight.grad_bytes for weight in model.trained)
     return Placement(
         weights=model.weight_bytes,
-        gradients=grads,  # the buckets: a second copy, not views of the gradients
+        gradients=grads,  # the buckets are a second copy, not views of the gradients
         optimizer=sum(state_tensors(request, model.weights)),
         peers=2 * grads,
         peers_last=2 * _embedding_grad_bytes(model),
@@ -152,9 +152,9 @@ def _zero(request: Request, model: Statics) -> Placement:
     numel = sum(weight.numel for weight in model.trained)
     grads = sum(weight.grad_bytes for weight in model.trained)
     mixed = choices.precision.startswith("amp")
-    # The optimizer works on a flat copy of this GPU's slice, whatever the stage and the dtype: in bf16 in a run of bf16
-    # alone, in fp32 otherwise (stage_1_and_2.py: single_partition_of_fp32_groups; stage3.py compares a device with its
-    # name, so that its case without a copy is never taken).
+    # The optimizer works on a flat copy of this GPU's slice at every stage: in bf16 if the whole run is bf16, else in
+    # fp32 (stage_1_and_2.py: single_partition_of_fp32_groups). stage3.py has a case without a copy, but never takes it,
+    # because it compares a device with a device's name.
     itemsize = 2 if choices.precision == "bf16" else FP32
     slices = _slices(model, gpus, itemsize)
     optimizer, rank = OPTIMIZERS[choices.optimizer], choices.galore_rank
@@ -168,11 +168,12 @@ def _zero(request: Request, model: Statics) -> Placement:
     calls = ZERO3_CALLS if choices.zero == 3 else ZERO_CALLS
     loaded = FP32 if mixed else itemsize
     if choices.zero == 3 and not _drawn_whole(request):
-        # DeepSpeed moves what it did not load itself to the GPU, in 16 bits, before it partitions any of it.
+        # DeepSpeed moves weights that it did not load to the GPU in 16 bits before it partitions any of them.
         in_parts = are_read_in_parts(choices, heads=request.heads is not None) and not is_drawn(request)
         loaded = 0 if in_parts or choices.quantized else model.weights[0].itemsize
-    # Stage 1 leaves gradients where the backward makes them, stage 2 copies its slice into one tensor when the first
-    # bucket is reduced (grads_in_partition), stage 3 has a flat buffer from the start (grad_partitions_flat_buffer).
+    # Stage 1 leaves gradients where the backward pass makes them. Stage 2 copies its slice into one tensor when the
+    # first bucket is reduced (grads_in_partition). Stage 3 has a flat buffer from the start
+    # (grad_partitions_flat_buffer).
     held, buffers = 0 if choices.zero == 1 else _share(grads, gpus), 0
     step = (_share(FP32 * numel, gpus) if mixed else 0) + optimizer.step_peak_bytes(slices, rank=rank)
     step_sm_s = sum(map(optimizer.step_sm_s, slices))
@@ -201,24 +202,24 @@ def _gathering(request: Request, model: Statics) -> Gathering:
     outside = [weight for weight in model.weights if weight.layer is None]
     layers = _layers(model)
     largest = max(layers, key=lambda weights: sum(weight.nbytes for weight in weights), default=[])
-    # stage3_max_reuse_distance, which the NVMe's configuration sets; without it nothing is kept to be fetched ahead of.
+    # The NVMe configuration sets stage3_max_reuse_distance to 0, so no weights stay gathered for later layers.
     choices = request.choices
     keeps = choices.offload != "nvme"
     live = MAX_LIVE_ELEMENTS * model.weights[0].itemsize if keeps else 0
     return Gathering(
         outside=[weight.nbytes for weight in outside], layer=[weight.nbytes for weight in largest], layers=len(layers),
         most_bytes=min(model.weight_bytes, max(live, _unit_bytes(model))),
-        # The last weight to be fetched ahead is the embeddings'. Where MLPs are tiled, room for it is there by then: so
-        # say the peaks of benchmarks/results/nvidia-h200/study/largest-batch.json.
+        # The embeddings are the last weight to be prefetched. With tiled MLPs there is already room for them, as the
+        # peaks show in benchmarks/results/nvidia-h200/study/largest-batch.json.
         beyond_bytes=max(weight.nbytes for weight in model.weights) if keeps and not choices.mlp_tile_tokens else 0,
         last=[weight.nbytes for weight in outside if weight.embedding],
-        head_stays=choices.kernels == "liger",  # its loss reads the head's weight outside of the head's module
+        head_stays=choices.kernels == "liger",  # its loss reads lm_head's weight outside the lm_head module
     )  # fmt: skip
 
 
 def _copies(choices: Choices, model: Statics) -> tuple[Copy, ...]:
-    """Stage 3 with states away from the GPU: this GPU's part of a gradient goes to the host and back, is read in fp64
-    for its norm, a part at a time, and in fp32 for the optimizer (stage3.py: partition_grads,
+    """Copies of a gradient in stage 3 with states off the GPU. This GPU's part goes to the host and back. It is
+    converted to fp64 for its norm, a part at a time, and to fp32 for the optimizer (stage3.py: partition_grads,
     _constant_buffered_norm2, _offload_grad_partition_at_boundary)."""
     itemsize, gpus = model.weights[0].itemsize, choices.gpus
     return (
@@ -229,25 +230,25 @@ def _copies(choices: Choices, model: Statics) -> tuple[Copy, ...]:
 
 
 def _reduction(choices: Choices, factor: int) -> tuple[Copy, ...]:
-    """FSDP2: a reduction's output, and the same in the shard's dtype, if that is another; the last of them is the
-    gradient, and stays unless it goes to the host (_fsdp_collectives.py: foreach_reduce)."""
+    """FSDP2: the output of a reduction, and a copy in the shard's dtype if the dtypes differ. The last of them is the
+    gradient, which stays unless it goes to the host (_fsdp_collectives.py: foreach_reduce)."""
     made = [Copy(share=1 / choices.gpus, stays=True)] + [Copy(share=factor / choices.gpus)] * (factor > 1)
     return tuple(made if choices.offload != "none" else made[:-1])
 
 
 def is_drawn(request: Request) -> bool:
-    """Whether the weights are random ones, drawn where the run wants them."""
+    """Whether the weights are random and initialized on the device that the run uses."""
     return request.model in PRESETS and are_drawn_in_place(request.choices)
 
 
 def _drawn_whole(request: Request) -> bool:
-    """Whether the GPU has the whole weights before stage 3 or FSDP2 divides them: random ones that do not go to the
-    host wait there if there is room, a checkpoint's are read into partitions or to the host (trainer/engine.py)."""
+    """Whether the GPU has the whole weights before stage 3 or FSDP2 shards them. Random weights without offload stay on
+    the GPU if they fit; a checkpoint's weights are read into partitions or to the host (trainer/engine.py)."""
     return is_drawn(request) and request.choices.offload == "none"
 
 
 def _slices(model: Statics, gpus: int, itemsize: int) -> list[Parameter]:
-    """What DeepSpeed hands the optimizer: one flat slice for the weights that decay and one for the others."""
+    """The optimizer's parameters under DeepSpeed: one flat slice of the weights that decay, one of the others."""
     decaying, others = (
         sum(weight.numel for weight in model.trained if (len(weight.shape) >= 2) == decays) for decays in (True, False)
     )
@@ -256,7 +257,7 @@ def _slices(model: Statics, gpus: int, itemsize: int) -> list[Parameter]:
 
 def _fsdp(request: Request, model: Statics) -> Placement:
     choices, gpus = request.choices, request.choices.gpus
-    # Shards are kept, and gradients made, in the dtype the weights were loaded in: fp32 under autocast's words.
+    # Shards and gradients have the dtype that the weights were loaded in, which is fp32 for amp precisions.
     factor = 2 if choices.precision.startswith("amp") else 1
     weights = _share(factor * model.weight_bytes, gpus)
     grads = _share(factor * sum(weight.grad_bytes for weight in model.trained), gpus)
@@ -267,16 +268,17 @@ def _fsdp(request: Request, model: Statics) -> Placement:
     ]
     optimizer = OPTIMIZERS[choices.optimizer]
     states, step = optimizer.state_bytes(shards), optimizer.step_peak_bytes(shards)
-    # Outside the layers accelerate makes a unit of the last norm and the head, which stays gathered through forward and
-    # backward, and one of the embeddings, which belong to the former where they are tied (fsdp2_prepare_model).
-    # Beside it: in the forward a layer's weights, or what they were gathered into until the next layer's are; in the
-    # backward a layer, what the next is gathered into, and a reduction's input (FSDPParamGroup: wait_for_unshard,
-    # post_backward). Gathered and reduced weights and gradients are allocated on streams of their own.
+    # Accelerate makes one unit of the last norm and lm_head, which stays gathered through forward and backward. The
+    # embeddings are their own unit, or part of the first one if they are tied (fsdp2_prepare_model). In addition:
+    # - forward: a layer's weights, or the buffer they were gathered into until the next layer is gathered;
+    # - backward: a layer, the buffer of the next one, and a reduction's input (FSDPParamGroup: wait_for_unshard,
+    #   post_backward).
+    # Gathered weights, reduced weights and gradients are allocated on separate streams.
     layer, outside = _layer_bytes(model), [weight for weight in model.weights if weight.layer is None]
     untied = any(weight.shape == model.head_shape and not weight.embedding for weight in outside)
     tail = sum(weight.nbytes for weight in outside if not (untied and weight.embedding))
     gathered = tail + layer if choices.reshard else model.weight_bytes
-    # Below the first weight that learns nothing is gathered for a backward pass: heads on a frozen model have none.
+    # Weights below the first trained one are not gathered for backward, so heads on a frozen model gather once.
     passes = 2 if any(weight.layer is not None for weight in model.trained) else 1
     host, link, itemsize = 0, 0, factor * model.weights[0].itemsize
     loaded = itemsize if _drawn_whole(request) else 0

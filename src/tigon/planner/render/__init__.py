@@ -1,3 +1,3 @@
-"""The answer of `tigon plan`: text and JSON (terminal.py), `--explain` (explain.py), `--plot` (charts.py), and the
-recipe that runs it (as_recipe.py).
+"""Shows the results of `tigon plan`: text and JSON (terminal.py), `--explain` (explain.py), `--plot` (charts.py), and
+the recipe that runs it (as_recipe.py).
 """

@@ -1,4 +1,4 @@
-"""A plan's recipe as `tigon train` takes it: YAML to save, and the command that sets the same keys on any recipe."""
+"""A plan as a recipe for `tigon train`: YAML to save, and the command that sets the same keys on any recipe."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tigon.techniques.condition import yaml_word
 
 RECIPE_FILE = "recipe.yaml"
 _ALWAYS = ("precision", "optimizer", "checkpointing", "kernels", "accumulate")
-"""Said even where they are the recipe's defaults, so that they win over those of the recipe the command names."""
+"""Always written, even if they equal the defaults, so that they override the values in the command's recipe."""
 
 
 def keys(request: Request) -> dict[str, Any]:
-    """Dotted recipe keys of a run, in the recipe's order; the data are the user's."""
+    """Dotted recipe keys of a run, in the recipe's order, without those that name the user's data."""
     choices, default = request.choices, Choices()
     said = {
         "model.name": model_name(request.model),
@@ -40,19 +40,19 @@ def keys(request: Request) -> dict[str, Any]:
 
 
 def model_name(name: str) -> str:
-    """What `model.name` takes: a config.json stands for its folder."""
+    """The value for `model.name`: the path of a config.json becomes its folder."""
     path = Path(name)
     return str(path.parent) if path.is_file() else name
 
 
 def command(request: Request) -> str:
-    """`tigon train` with the keys set; the recipe it names brings data and steps."""
+    """The `tigon train` command that sets the keys; data and steps come from the recipe it names."""
     words = (f"{key}={word(value)}" for key, value in keys(request).items())
     return shlex.join(["tigon", "train", RECIPE_FILE, *(part for word in words for part in ("--set", word))])
 
 
 def yaml_text(request: Request, *, steps: int = 100) -> str:
-    """A whole recipe: the same keys, on the text that every Python carries, for `steps` steps."""
+    """A complete recipe with the same keys, for `steps` steps on the default text, which every Python includes."""
     import yaml
 
     tree: dict[str, dict[str, Any]] = {}
@@ -63,5 +63,5 @@ def yaml_text(request: Request, *, steps: int = 100) -> str:
 
 
 def word(value: Any) -> str:
-    """A value as `--set` takes it."""
+    """Formats a value for `--set`."""
     return yaml_word(tuple(value)) if isinstance(value, list) else yaml_word(value)

@@ -1,4 +1,4 @@
-"""The charts of `tigon plan --plot`: components against batch and sequence, and the study's checkpoints and logits."""
+"""The charts of `tigon plan --plot`: components by batch and sequence, and the study's checkpoints and logits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ POINTS = 7
 
 
 def write(plan: Plan, folder: Path) -> list[Path]:
-    """Draw both charts as SVG and PNG into `folder`; the files written. Raises UsageError for a folder that cannot be
-    written to."""
+    """Draw both charts as SVG and PNG into `folder`; returns the files written. Raises UsageError if the folder cannot
+    be written to."""
     figures = {"memory": _components(plan), "checkpoints-and-logits": _study(plan)}
     written = []
     try:
@@ -33,12 +33,13 @@ def write(plan: Plan, folder: Path) -> list[Path]:
             written[-2].write_text(svg(figure, name) + "\n", encoding="utf-8")
             figure.savefig(written[-1], dpi=160)
     except OSError as error:
-        raise UsageError(f"--plot {folder}: {error.strerror or error}; name a folder that can be written to.") from None
+        raise UsageError(f"--plot {folder}: {error.strerror or error}; name a folder that you can write to.") from None
     return written
 
 
 def _axes_of(plan: Plan) -> list[tuple[str, list[int], Callable[[int], Request]]]:
-    """(label, values, the request at a value) for batch and for sequence: past the limit, where there is one."""
+    """(label, values, function from a value to its request) for batch and for sequence length; the values go past the
+    limit if there is one."""
     request, reach = plan.option.request, plan.extents
     positions = getattr(text_config(request.config), "max_position_embeddings", None) or 1 << 20
     return [
@@ -56,7 +57,7 @@ def _axes_of(plan: Plan) -> list[tuple[str, list[int], Callable[[int], Request]]
 
 
 def _values(most: int, *, unit: int) -> list[int]:
-    """POINTS values evenly from small to `most`."""
+    """POINTS evenly spaced values up to `most`."""
     even = {max(unit, round(most * i / POINTS / unit) * unit) for i in range(POINTS + 1)}
     return sorted(min(value, most) for value in even)
 
@@ -69,7 +70,7 @@ def _whole_numbers(axes: Any) -> None:
 
 
 def _draw_limit(axes: Any, plan: Plan, top: float) -> None:
-    """A line, named in the legend: beside the line its name covers what crosses it."""
+    """Draws the memory limit as a line. Its name goes in the legend, because next to the line it would cover curves."""
     limit = plan.gpu.memory_bytes / GIB
     name = plan.gpu.name if "GiB" in plan.gpu.name else f"{plan.gpu.name}, {limit:.0f} GiB"
     axes.axhline(limit, color=LIMIT, lw=1.2, ls="--", label=name)
@@ -101,7 +102,7 @@ def _stack(axes: Any, values: Sequence[int], found: Sequence[Estimate]) -> None:
 
 
 def _study(plan: Plan) -> Any:
-    """Checkpoints against logits by the study's formulas, and what is left of the logits with the fused loss."""
+    """Checkpoints and logits by the study's formulas, and the logits that remain with the fused loss."""
     figure, panels = new_figure(2, columns=2, height=3.4)
     for axes, (title, values, at) in zip(panels, _axes_of(plan), strict=True):
         formula: list[dict[str, int]] = []

@@ -1,4 +1,4 @@
-"""What each number of an estimate is made of, in words with formulas; `tigon plan --explain`."""
+"""Explains what each number of an estimate consists of, with formulas; `tigon plan --explain`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WIDTH = 100
 
 
 def explanation(plan: Plan) -> str:
-    """Paragraphs, one a number."""
+    """The explanation as wrapped text, one paragraph per number."""
     return "\n" + "\n".join(
         textwrap.fill(line, _WIDTH, initial_indent="", subsequent_indent="    ", break_on_hyphens=False)
         for line in lines(plan)
@@ -29,7 +29,7 @@ def explanation(plan: Plan) -> str:
 
 
 def lines(plan: Plan) -> list[str]:
-    """The same, a paragraph each."""
+    """The explanation as a list, one unwrapped paragraph per number."""
     return [*_lines(plan), *_by_the_study(plan)]
 
 
@@ -37,69 +37,69 @@ def _lines(plan: Plan) -> Iterator[str]:
     request, found, gpu = plan.option.request, plan.option.estimate, plan.gpu
     model, config = at_rest(request), text_config(request.config)
     parts = found.components
-    yield f"What the numbers are made of; all are for the moment of the peak, in the {found.peak_phase} phase."
+    yield f"What the numbers consist of, at the moment of the peak, which is in the {found.peak_phase} phase."
     yield f"weights      {gib(parts['weights'])}: {_weights(request, model)}"
     trained = sum(weight.grad_bytes for weight in model.trained)
     yield (
-        f"gradients    {gib(parts['gradients'])}: {gib(trained)} once the backward pass is through, each in its "
-        "weight's dtype; set to None after the step, so they are there only where the peak is late."
+        f"gradients    {gib(parts['gradients'])}: {gib(trained)} at the end of the backward pass, each in its weight's "
+        "dtype. They are set to None after the step, so they count only if the peak comes late."
     )
     row = OPTIMIZERS[request.choices.optimizer]
     numel = sum(weight.numel for weight in model.trained)
     states = sum(state_tensors(request, model.weights))
     yield (
         f"optimizer    {gib(parts['optimizer'])}: {row.name}'s states, {states / max(numel, 1):.2f} bytes for each of "
-        f"{numel:,} trained parameters ({gib(states)} in all before sharding and offload), born in the first step."
+        f"{numel:,} trained parameters ({gib(states)} in all before sharding and offload), allocated in the first step."
     )
     tokens = request.batch * request.seq
     yield (
-        f"checkpoints  {gib(parts['checkpoints'])}: the inputs of layers that are recomputed. By formula: batch x "
+        f"checkpoints  {gib(parts['checkpoints'])}: the inputs of layers that are recomputed. Formula: batch x "
         f"seq x hidden x bytes x layers = {request.batch} x {request.seq} x {config.hidden_size} x 2 or 4 x "
-        f"{config.num_hidden_layers}; fp32 between layers under autocast, so 4 there."
+        f"{config.num_hidden_layers}. Bytes are 4 under autocast, which keeps fp32 between layers."
     )
     layers, per_token = config.num_hidden_layers, parts["activations"] / tokens
     yield (
-        f"activations  {gib(parts['activations'])}: what the layers keep for the backward pass, from the trace: "
-        f"{per_token / 1024:,.1f} KiB a token in all {layers} layers; with checkpointing those of one layer at a time."
+        f"activations  {gib(parts['activations'])}: tensors that the layers keep for the backward pass (traced): "
+        f"{per_token / 1024:,.1f} KiB per token in all {layers} layers. With checkpointing, one layer's at a time."
     )
     vocab = model.head_shape[0]
     yield (
         f"logits       {gib(parts['logits'])}: the loss and its logits. Whole logits of {tokens:,} tokens x {vocab:,} "
-        f"would be {gib(2 * tokens * vocab)} in 16 bits and {gib(4 * tokens * vocab)} for each fp32 copy; the fused "
-        "loss holds a chunk of them, and the head's gradient sum."
+        f"would be {gib(2 * tokens * vocab)} in 16 bits and {gib(4 * tokens * vocab)} per fp32 copy. The fused loss "
+        "holds one chunk of them and the sum of lm_head's gradient."
     )
     yield f"workspace    {gib(parts['workspace'])}: temporaries of the backward pass, and cuBLAS's two workspaces."
     yield (
-        f"reserved     {gib(found.peak_reserved_bytes)}: what PyTorch's caching allocator asks of the device for these "
-        "allocations in this order, by its own rules; above allocated it is blocks cached and not reusable."
+        f"reserved     {gib(found.peak_reserved_bytes)}: memory that PyTorch's caching allocator takes from the device "
+        "for these allocations in this order. The excess over allocated is cached blocks that could not be reused."
     )
     if request.evaluated:
         yield (
-            f"evaluation   {gib(found.phases['eval'])}: the peak of a batch of held-out rows. The fused loss evaluates "
+            f"evaluation   {gib(found.phases['eval'])}: the peak of an evaluation batch. The fused loss evaluates "
             "without logits; kernels none, no-flce and liger evaluate with all logits of the batch. It counts in the "
             "peak because a recipe evaluates unless it sets data.eval_fraction to 0."
         )
     outside = outside_bytes(gpu, request.choices)
     yield (
-        f"device       {gib(found.device_bytes)} = reserved + {gib(outside)} that are not the allocator's (CUDA's "
-        f"context, kernels, NCCL); it fits when that is at most {gib(gpu.memory_bytes)}. Recommended recipes are "
-        f"simulated with {space.HEADROOM:.0%} less."
+        f"device       {gib(found.device_bytes)} = reserved + {gib(outside)} outside the allocator (CUDA's context, "
+        f"kernels, NCCL). It fits if this is at most {gib(gpu.memory_bytes)}. Recommended recipes are simulated with "
+        f"{space.HEADROOM:.0%} less."
     )
     yield (
-        f"step         {seconds(found.step_s)}: products at {PRODUCT_SHARE:.0%} of {gpu.matmul_flops / 1e12:.0f} "
-        f"TFLOP/s, other bytes at {COPY_SHARE:.0%} of {gpu.copy_bytes_s / 1e9:.0f} GB/s, or {HOST_S * 1e6:.0f} µs of "
-        f"the host for each operator if that is longer; then clipping and the update. Rates: {gpu.source}."
+        f"step         {seconds(found.step_s)}: matmuls at {PRODUCT_SHARE:.0%} of {gpu.matmul_flops / 1e12:.0f} "
+        f"TFLOP/s and other bytes at {COPY_SHARE:.0%} of {gpu.copy_bytes_s / 1e9:.0f} GB/s, or {HOST_S * 1e6:.0f} µs "
+        f"of host time per operator if that is longer. Clipping and the update are added. Rates: {gpu.source}."
     )
 
 
 def _weights(request: Request, model: Statics) -> str:
     sizes = sorted({weight.itemsize for weight in model.weights if not weight.nf4})
     bytes_each = " or ".join(str(size) for size in sizes)
-    text = f"{model.numel:,} parameters, tied ones once, {bytes_each} bytes each"
+    text = f"{model.numel:,} parameters (tied ones counted once), {bytes_each} bytes each"
     if any(weight.nf4 for weight in model.weights):
-        text += "; those of linear layers in NF4, half a byte and scales"
+        text += "; those of linear layers are in NF4: half a byte each, plus scales"
     if request.choices.precision.startswith("amp"):
-        text += "; autocast's 16-bit copies are counted among the activations"
+        text += "; autocast's 16-bit copies count as activations"
     return text + "."
 
 
@@ -108,8 +108,8 @@ def _by_the_study(plan: Plan) -> Iterator[str]:
     theirs = closed_form.components(request, at_rest(request))
     total = sum(theirs.values()) / GIB
     yield (
-        f"The study's formulas give {total:.2f} GiB: 16 bytes a parameter, batch x seq x hidden x 2 x layers of "
-        "checkpoints, batch x seq x vocab x 4 x 3 of logits unless the loss is fused. Against the trace:"
+        f"The study's formulas give {total:.2f} GiB: 16 bytes per parameter, batch x seq x hidden x 2 x layers of "
+        "checkpoints, and batch x seq x vocab x 4 x 3 of logits unless the loss is fused. Compared with the trace:"
     )
     if plan.method == "trace":
         yield from closed_form.differences(request, dict(plan.option.estimate.components), theirs)
