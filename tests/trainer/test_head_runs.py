@@ -167,14 +167,14 @@ def test_only_sharegpt_answers_are_learned(here: Path, recipe: Any, tigon: Any) 
 REFUSED = {
     "no heads": ({"heads": {"stage": None}}, r"heads\.stage is not given; set it to 1 .* use tigon train"),
     "no such heads": ({"heads": {"start": "nowhere"}}, r"heads\.start: nowhere: no config\.json"),
-    "adapters in stage 1": ({"lora": {"rank": 2}}, r"heads\.stage: 1 freezes the model, so that adapters"),
-    "checkpointing in stage 1": ({"train": {"checkpointing": "full"}}, r"nothing to compute again; set "),
+    "adapters in stage 1": ({"lora": {"rank": 2}}, r"heads\.stage: 1 freezes the model, so adapters"),
+    "checkpointing in stage 1": ({"train": {"checkpointing": "full"}}, r"nothing to recompute; set "),
     "adapters on the head": (
         {"heads": {"stage": 2}, "lora": {"rank": 2, "targets": ["head"]}},
         r"leave head out of lora\.targets",
     ),
     "adapters and MTP": ({"heads": {"stage": 2, "kind": "mtp"}, "lora": {"rank": 2}}, r"use heads\.kind: medusa"),
-    "another kernel": ({"model": {"kernels": "liger"}}, r"Liger Kernel has no loss of several heads"),
+    "another kernel": ({"model": {"kernels": "liger"}}, r"a loss over several heads, which Liger Kernel lacks"),
     "nothing to learn": ({"heads": {"layers": 0, "output": "shared"}}, r"nothing would learn; set layers: 1"),
     "too many": ({"heads": {"count": 17}}, r"heads\.count is 17; it must be at least 1 and at most 16"),
 }

@@ -94,15 +94,15 @@ WRONG = {
         "train: {steps: 1, schedule: cosin}",
         r"'cosin'; it must be one of cosine, linear, constant",
     ),
-    "word of old": ("train: {steps: 1, precision: pure-bf16}", r"train\.precision: pure-bf16 is called bf16 now"),
-    "kernels of old": ("model: {kernels: no-linear-ce}\ntrain: {steps: 1}", r"no-linear-ce is called no-flce now"),
+    "word of old": ("train: {steps: 1, precision: pure-bf16}", r"train\.precision: pure-bf16 was renamed; write bf16"),
+    "kernels of old": ("model: {kernels: no-linear-ce}\ntrain: {steps: 1}", r"no-linear-ce was renamed; write no-flce"),
     "kernels of old in a list": (
         "comparison: {kernels: [none, no-linear-ce]}\ntrain: {steps: 1}",
-        r"no-linear-ce is called no-flce now",
+        r"no-linear-ce was renamed; write no-flce",
     ),
     "key of old": (
         "train: {steps: 1, gradient_checkpointing: true}",
-        r"r\.yaml:1: train\.gradient_checkpointing is no more; write train\.checkpointing: full",
+        r"r\.yaml:1: train\.gradient_checkpointing was renamed; write train\.checkpointing: full",
     ),
     "every layer in none": ("train: {steps: 1, checkpointing: every-0}", r"must be one of none, full, .*every-N"),
     "every-N itself": ("train: {steps: 1, checkpointing: every-N}", r"'every-N'; it must be one of"),
@@ -117,8 +117,8 @@ WRONG = {
     ),
     "adapters without a rank": (
         "train: {steps: 1}\nlora:\n  alpha: 32\n  targets: [linear]",
-        r"r\.yaml:3: lora\.alpha, lora\.targets would do nothing without lora\.rank, .*; add lora\.rank: 16, take "
-        r"them out, or leave them aside with lora\.rank: null",
+        r"r\.yaml:3: lora\.alpha, lora\.targets would do nothing without lora\.rank, .*; add lora\.rank: 16, remove "
+        r"them, or keep them without effect with lora\.rank: null",
     ),
     "comparison without steps": (
         "train: {steps: 1}\ncomparison: {batch_size: 4}",

@@ -1,4 +1,4 @@
-"""The recipe of a run: frozen dataclasses, one field a key.
+"""The recipe of a run: frozen dataclasses, one field per key.
 
 A key is declared once, with its help, limits and choices; the loader (recipe_file.py), the error messages and the table
 in docs/train.md are generated from that declaration.
@@ -31,10 +31,10 @@ from tigon.techniques.matrix import refusals
 from tigon.techniques.optimizers import OPTIMIZERS
 
 NAME_CHARACTERS = 80
-# Folders that Windows does not make, with whatever extension.
+# Folder names that Windows reserves, with any extension.
 RESERVED_NAMES = r"(?i:con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?"
-MAX_COUNT = 1_000_000_000  # of counts without a limit of their own; what is larger overflows somewhere in a library
-AUTO_PRECISION = "amp-bf16"  # what `auto` is on a GPU; nothing is excluded with it that is not with fp32
+MAX_COUNT = 1_000_000_000  # for counts without another limit; larger values overflow in some library
+AUTO_PRECISION = "amp-bf16"  # `auto` on a GPU; every combination that amp-bf16 excludes is excluded with fp32 too
 
 
 def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | None = None,
@@ -42,8 +42,10 @@ def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | 
         above: float | None = None, limits: str | None = None, prose: bool = False) -> Any:  # fmt: skip
     """A recipe key. `minimum` and `maximum` are inclusive, `above` is exclusive; a tuple default makes a list key.
 
-    pattern: what a value must match where `choices` are not all of them. renamed: words of old, and their new ones.
-    limits: the row of LIMITS, for both ends. prose: text that may have several lines, because it names nothing.
+    pattern: A regular expression for the allowed values, if `choices` does not list all of them.
+    renamed: Former values and their new names.
+    limits: The row of LIMITS that gives minimum and maximum.
+    prose: The text may have line breaks.
     """
     if limits is not None:
         minimum, maximum = LIMITS[limits]
@@ -57,24 +59,24 @@ def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is trained."""
+    """The model to train."""
 
     name: str = key("tigon-demo", "A preset (random weights), a local model folder, or a hub id `owner/model`.")
     config: Mapping[str, Any] | None = key(
-        None, "Changes to a preset's shape, in the names of its transformers config, e.g. `{num_hidden_layers: 2}`."
+        None, "Changes to a preset's shape, by the keys of its transformers config, e.g. `{num_hidden_layers: 2}`."
     )
     kernels: str = key(
-        "tigon", "`tigon`: every op patched; `no-flce`: all but the linear cross entropy; `none`: unpatched; `liger`: "
-        "Liger Kernel instead, for comparison.",
+        "tigon", "`tigon`: patch every op; `no-flce`: patch all ops except the linear cross entropy; `none`: do not "
+        "patch; `liger`: use Liger Kernel instead, for comparison.",
         choices=KERNELS, renamed={"no-linear-ce": "no-flce"},
     )  # fmt: skip
     self_test: str = key(
-        "fallback", "On a GPU, try every op on small inputs first. One that is wrong here: `fallback`: the model keeps "
-        "its own code in its place, with a warning; `strict`: stop; `off`: do not try.",
+        "fallback", "On a GPU, test every op on small inputs first. If an op gives wrong results: `fallback`: warn and "
+        "use the model's own code for that op; `strict`: stop. `off`: do not test.",
         choices=("fallback", "strict", "off"),
     )  # fmt: skip
     attention: str = key(
-        "sdpa", "Attention implementation; the flash ones need their package and a GPU.",
+        "sdpa", "Attention implementation. The flash implementations need their package and a GPU.",
         choices=ATTENTIONS,
     )  # fmt: skip
     revision: str | None = key(None, "Commit, tag or branch of a hub model.")
@@ -83,80 +85,81 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What it is trained on, and how text becomes rows of tokens."""
+    """The training data, and how text becomes rows of tokens."""
 
     source: tuple[str, ...] = key(
         ("python-docs",), "Files or folders (`.txt`, `.md`, `.py`, `.jsonl`), or `python-docs`: the language reference "
         "and the standard library's sources of the running Python.",
     )  # fmt: skip
     format: str = key(
-        "auto", "Layout of JSONL rows; `auto` looks at the keys of each file's first row.",
+        "auto", "Layout of JSONL rows. `auto` detects it from the keys of each file's first row.",
         choices=("auto", "text", "alpaca", "messages", "prompt-completion"),
     )  # fmt: skip
     max_text_mib: float | None = key(None, "Stop reading after this much text (MiB of UTF-8).", above=0)
-    eval_source: tuple[str, ...] = key((), "Files for evaluation; empty: whole documents are held out of `source`.")
-    eval_fraction: float = key(0.02, "Share of the documents held out when `eval_source` is empty; 0: no evaluation.",
+    eval_source: tuple[str, ...] = key((), "Files for evaluation; empty: hold out whole documents from `source`.")
+    eval_fraction: float = key(0.02, "Fraction of documents held out if `eval_source` is empty; 0: no evaluation.",
                                minimum=0, maximum=0.5)  # fmt: skip
     tokenizer: str = key(
-        "auto", "A tokenizer folder or hub id; `auto`: the checkpoint's own, or for a preset a byte-level BPE trained "
-        "on the data.",
+        "auto", "A tokenizer folder or hub id. `auto`: the checkpoint's tokenizer; for a preset, a byte-level BPE "
+        "trained on the data.",
     )  # fmt: skip
-    vocab_size: int = key(8192, "Size of the BPE that `auto` trains.", minimum=300, maximum=262144)
-    sequence_length: int = key(1024, "Tokens in a row.", limits="seq")
-    packing: bool = key(True, "Fill rows with several documents; false: one document (or piece of one) a row, padded.")
+    vocab_size: int = key(8192, "Vocabulary size of the BPE that `auto` trains.", minimum=300, maximum=262144)
+    sequence_length: int = key(1024, "Tokens per row.", limits="seq")
+    packing: bool = key(
+        True, "Pack several documents into a row; false: one document (or piece of one) per row, padded."
+    )
     cross_document_attention: bool = key(
-        False, "Let attention reach into the previous documents of a packed row. Saves the block mask that sdpa needs."
+        False, "Let tokens attend to earlier documents in a packed row. Saves the block mask that sdpa needs."
     )
     too_long: str = key(
-        "error", "A prompt-and-answer row longer than `sequence_length`: stop, cut its end off, or leave it out "
-        "(counted in the report). Plain text is cut into pieces and loses nothing.",
+        "error", "If a prompt and its answer are longer than `sequence_length`: stop, cut off the end, or leave the "
+        "row out (the report counts both). Plain text is split into several rows and loses nothing.",
         choices=("error", "truncate", "drop"),
     )  # fmt: skip
     bad_rows: str = key(
-        "error", "A row that cannot be used (no JSON, no UTF-8, other keys, nothing to learn from, refused by the chat "
-        "template): stop and name it, or leave it out (counted in the report).",
+        "error", "If a row cannot be used (invalid JSON or UTF-8, unknown keys, an empty answer, refused by the chat "
+        "template): stop and name it, or leave it out (the report counts it).",
         choices=("error", "skip"),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How it is trained."""
+    """The training loop: batch, optimizer, precision and memory techniques."""
 
     steps: int | None = key(None, "Optimizer steps; give this or `epochs`.", minimum=1, maximum=MAX_COUNT)
     epochs: float | None = key(None, "Passes over the rows; give this or `steps`.", above=0, maximum=1_000_000)
-    batch_size: int = key(8, "Rows in a micro-batch.", limits="batch")
-    gradient_accumulation: int = key(1, "Micro-batches in an optimizer step.", limits="accumulate")
+    batch_size: int = key(8, "Rows per micro-batch, in each process.", limits="batch")
+    gradient_accumulation: int = key(1, "Micro-batches per optimizer step.", limits="accumulate")
     learning_rate: float = key(3e-4, "Peak learning rate.", above=0)
-    schedule: str = key("cosine", "Learning rate after the warm-up.", choices=("cosine", "linear", "constant"))
+    schedule: str = key("cosine", "Learning rate schedule after the warm-up.", choices=("cosine", "linear", "constant"))
     warmup_steps: int = key(0, "Steps of linear warm-up.", minimum=0, maximum=MAX_COUNT)
     weight_decay: float = key(0.1, "Decoupled weight decay.", minimum=0)
     adam_beta1: float = key(0.9, "AdamW's decay of the first moment.", minimum=0, maximum=0.9999)
     adam_beta2: float = key(0.95, "AdamW's decay of the second moment.", minimum=0, maximum=0.99999)
-    optimizer: str = key(
-        "adamw", "Optimizer; docs/techniques/optimizers.md tells them apart.", choices=tuple(OPTIMIZERS)
-    )
+    optimizer: str = key("adamw", "Optimizer; docs/techniques/optimizers.md compares them.", choices=tuple(OPTIMIZERS))
     galore_rank: int = key(128, "Rank of the gradients' subspace, for the galore optimizers.", limits="galore_rank")
-    galore_gap: int = key(200, "Steps between choices of that subspace.", minimum=1, maximum=MAX_COUNT)
+    galore_gap: int = key(200, "Steps between updates of that subspace.", minimum=1, maximum=MAX_COUNT)
     max_grad_norm: float = key(1.0, "Clip the gradient's norm to this; 0: no clipping.", minimum=0)
     precision: str = key(
         "auto", "`amp-bf16`, `amp-fp16`: autocast over fp32 weights; `bf16`: weights, gradients and optimizer in bf16 "
-        "too; `auto`: amp-bf16 on a GPU that has it, else fp32.",
+        "too; `auto`: amp-bf16 on a GPU that supports bf16, otherwise fp32.",
         choices=("auto", *PRECISIONS), renamed={"pure-bf16": "bf16", "fp16": "amp-fp16"},
     )  # fmt: skip
-    tf32: bool = key(False, "Let the GPU round the factors of fp32 products to 10 bits of mantissa: faster.")
+    tf32: bool = key(False, "Let the GPU round the inputs of fp32 matmuls to 10 mantissa bits. Faster.")
     checkpointing: str = key(
-        "none", "What is recomputed in the backward pass instead of kept: `full`: every layer; `every-N`: one layer in "
-        "N, e.g. `every-2`; `selective`: all but the products; `offload`: every layer, its input waiting on the host.",
+        "none", "Activation checkpointing: `full`: recompute every layer in the backward pass; `every-N`: one layer in "
+        "N, e.g. `every-2`; `selective`: everything except the matmuls; `offload`: every layer, with its input kept on "
+        "the host.",
         choices=CHECKPOINTINGS, pattern=CHECKPOINTING_PATTERN,
     )  # fmt: skip
-    mlp_tile_tokens: int = key(0, "Tokens that a layer's MLP takes at a time, in both directions; 0: all of them.",
+    mlp_tile_tokens: int = key(0, "Tokens that a layer's MLP processes at a time, forward and backward; 0: all.",
                                minimum=0, maximum=MAX_COUNT)  # fmt: skip
-    attention_groups: int = key(1, "Groups of heads that attention takes one after the other; divides the key heads.",
+    attention_groups: int = key(1, "Attention computes its heads in this many groups; must divide the key heads.",
                                 minimum=1, maximum=MAX_COUNT)  # fmt: skip
-    seed: int = key(1, "Seed of weights, row order and dropout.", minimum=0, maximum=2**32 - 1)
-    device: str = key("auto", "`auto`: the GPU when there is one.", choices=("auto", "cpu", "cuda"))
-    workers: int = key(0, "Processes that prepare batches; 0: in the training process.", minimum=0, maximum=64)
+    seed: int = key(1, "Random seed for weights, row order and dropout.", minimum=0, maximum=2**32 - 1)
+    device: str = key("auto", "`auto`: the GPU if there is one.", choices=("auto", "cpu", "cuda"))
+    workers: int = key(0, "DataLoader worker processes; 0: load in the training process.", minimum=0, maximum=64)
     log_steps: int = key(10, "Steps between records in metrics.jsonl.", minimum=1, maximum=MAX_COUNT)
     eval_steps: int | None = key(
         None, "Steps between evaluations; none: only at the end.", minimum=1, maximum=MAX_COUNT
@@ -164,44 +167,46 @@ class TrainConfig:
     save_steps: int | None = key(
         None, "Steps between checkpoints; none: only the final model.", minimum=1, maximum=MAX_COUNT
     )
-    keep_checkpoints: int = key(2, "Newest checkpoints kept.", minimum=1, maximum=MAX_COUNT)
+    keep_checkpoints: int = key(2, "How many of the newest checkpoints to keep.", minimum=1, maximum=MAX_COUNT)
     max_skipped_steps: int = key(
-        3, "Steps in a row whose loss or gradient may be infinite or no number. Such a step changes no weight and is "
-        "counted; one more stops the run.",
+        3, "Consecutive steps whose loss or gradient may be infinite or NaN. Each is skipped and counted; one more "
+        "stops the run.",
         minimum=0, maximum=MAX_COUNT,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Training small matrices beside the model's own weights, which stay as they are; merged into them at the end."""
+    """LoRA: train small adapters beside the frozen weights of the model, and merge them into these at the end."""
 
     rank: int | None = key(None, "Rank of the adapters; none: full fine-tuning.", limits="lora_rank")
-    alpha: float | None = key(None, "The adapters' product is scaled by alpha / rank; none: 2 x rank.", above=0)
+    alpha: float | None = key(None, "The adapters' output is scaled by alpha / rank; none: 2 x rank.", above=0)
     targets: tuple[str, ...] = key(
-        ("linear",), "What gets adapters: the `linear` modules of the layers, the `head`, the `embeddings`.",
+        ("linear",), "Modules with adapters: `linear` (the linear modules of the layers), `head` (`lm_head`), "
+        "`embeddings`.",
         choices=LORA_TARGETS,
     )  # fmt: skip
-    quantize: bool = key(False, "Keep the model's own weights in 4 bits (NF4, scales quantised too): QLoRA.")
+    quantize: bool = key(False, "QLoRA: keep the frozen weights in 4 bits (NF4, with double quantisation).")
 
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """Several GPUs, and where weights and optimizer states live."""
+    """Training on several GPUs, and where weights and optimizer states are stored."""
 
-    gpus: int = key(1, "Processes, one a GPU; also `--gpus`. Without a GPU they run on the CPU.", limits="gpus")
+    gpus: int = key(1, "Processes, one per GPU; also `--gpus`. Without a GPU they run on the CPU.", limits="gpus")
     zero: int = key(
-        0, "DeepSpeed ZeRO: 1 partitions the optimizer's states over the GPUs, 2 the gradients too, 3 the weights too.",
+        0, "DeepSpeed ZeRO stage: 1 partitions the optimizer states over the GPUs, 2 also the gradients, 3 also the "
+        "weights.",
         minimum=0, maximum=3,
     )  # fmt: skip
-    fsdp: bool = key(False, "PyTorch FSDP2: weights, gradients and states partitioned over the GPUs.")
+    fsdp: bool = key(False, "PyTorch FSDP2: shard weights, gradients and optimizer states over the GPUs.")
     reshard: bool = key(True, "FSDP2: free a layer's gathered weights after its forward pass.")
     offload: str = key(
-        "none", "Where partitioned states live: `cpu`: optimizer states, with `zero: 3` or `fsdp` weights too; `nvme`: "
-        "both in files, with `zero: 3`.",
+        "none", "Offload partitioned states: `cpu`: optimizer states to host memory, and with `zero: 3` or `fsdp` the "
+        "weights too; `nvme`: both to files, requires `zero: 3`.",
         choices=OFFLOADS,
     )  # fmt: skip
-    nvme_folder: str | None = key(None, "Folder of those files, on a fast local disk.")
+    nvme_folder: str | None = key(None, "Folder for those files, on a fast local disk.")
 
 
 @dataclass(frozen=True)
@@ -209,40 +214,42 @@ class HeadsConfig:
     """Heads that predict several tokens ahead, for speculative decoding: `tigon medusa`; see docs/medusa.md."""
 
     stage: int | None = key(
-        None, "1: only the heads learn, on a frozen model; 2: model and heads learn together; none: no heads.",
+        None, "1: train only the heads, on a frozen model; 2: train model and heads together; none: no heads.",
         minimum=1, maximum=2,
     )  # fmt: skip
     kind: str | None = key(
-        None, "`medusa`: independent heads of residual blocks; `mtp`: DeepSeek-V3's modules of one transformer "
-        "layer each, one after the other; none: `medusa`, or what `start` holds.",
+        None, "`medusa`: independent heads of residual blocks; `mtp`: DeepSeek-V3's sequential modules of one "
+        "transformer layer each; none: the kind in `start`, or `medusa`.",
         choices=("medusa", "mtp"),
     )  # fmt: skip
     count: int | None = key(
-        None, "Heads; head k predicts the token k + 1 ahead; none: 3, or as many as `start` holds.", limits="heads"
+        None,
+        "Number of heads; head k predicts the token k + 1 ahead; none: as many as in `start`, or 3.",
+        limits="heads",
     )
     layers: int | None = key(
-        None, "Residual blocks of a medusa head; none: 1, or as many as those in `start` have.", minimum=0, maximum=8
+        None, "Residual blocks per medusa head; none: the number in `start`, or 1.", minimum=0, maximum=8
     )
     output: str = key(
-        "auto", "Where a medusa head's logits come from: the model's lm_head (`shared`), or an output weight of its "
-        "own that starts as a copy of it (`separate`); `auto`: shared where the heads would outweigh the model.",
+        "auto", "Output layer of a medusa head. `shared`: the model's `lm_head`; `separate`: a weight that starts as a "
+        "copy of `lm_head`; `auto`: shared if the heads would otherwise be larger than the model.",
         choices=("auto", "shared", "separate"),
     )  # fmt: skip
     start: str | None = key(
-        None, "Folder of heads to start from, `heads/` of another run or a published one; its kind, count, layers and "
-        "output are then used.",
+        None, "Folder of heads to start from: `heads/` of another run, or published heads. Their kind, count, layers "
+        "and output are then used.",
     )  # fmt: skip
-    decay: float = key(0.8, "Head k's loss counts decay^k.", above=0, maximum=1)
-    coefficient: float = key(0.2, "Weight of all heads' losses beside the model's own.", above=0)
+    decay: float = key(0.8, "Head k's loss is weighted by decay^k.", above=0, maximum=1)
+    coefficient: float = key(0.2, "Weight of the heads' summed losses relative to the model's loss.", above=0)
     schedule: str = key(
-        "constant", "That weight over the steps: from the first on, or rising from 0 in a line or a quarter of a sine.",
+        "constant", "Schedule of `coefficient`: constant, or rising from 0 linearly or as a quarter of a sine.",
         choices=("constant", "linear", "sine"),
     )  # fmt: skip
-    ramp: float = key(1.0, "Share of the steps over which it rises.", above=0, maximum=1)
-    learning_rate_multiplier: float = key(4.0, "In stage 2, the heads' learning rate over the model's.", above=0)
+    ramp: float = key(1.0, "Fraction of the steps over which `coefficient` rises.", above=0, maximum=1)
+    learning_rate_multiplier: float = key(4.0, "In stage 2, the heads' learning rate divided by the model's.", above=0)
     base_steps: int = key(
         0,
-        "Steps of ordinary training before the heads are put on, for a preset, whose weights are random.",
+        "For a preset, whose weights are random: steps of ordinary training before the heads are added.",
         minimum=0,
         maximum=MAX_COUNT,
     )
@@ -252,27 +259,27 @@ class HeadsConfig:
 class ComparisonConfig:
     """A short repeat of the run after training, once per kernel choice: same seed, weights and rows."""
 
-    steps: int = key(0, "Steps of each repeat; 0: no comparison. The last step is the one whose memory is measured.",
+    steps: int = key(0, "Steps of each repeat; 0: no comparison. Memory is measured in the last step.",
                      minimum=0, maximum=1000)  # fmt: skip
-    batch_size: int | None = key(None, "Rows in a micro-batch; none: `train.batch_size`.", minimum=1, maximum=MAX_COUNT)
+    batch_size: int | None = key(None, "Rows per micro-batch; none: `train.batch_size`.", minimum=1, maximum=MAX_COUNT)
     kernels: tuple[str, ...] = key(
-        ("none", "no-flce", "tigon"), "What to compare, in the words of `model.kernels`.",
+        ("none", "no-flce", "tigon"), "Kernel choices to compare; the values of `model.kernels`.",
         choices=KERNELS, renamed={"no-linear-ce": "no-flce"},
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """What is left behind."""
+    """The run folder and its files."""
 
     folder: str = key("runs", "Folder that holds run folders.")
     name: str = key("run", "Name of this run's folder: letters, digits, `.`, `_` and `-`.")
     if_exists: str = key(
-        "error", "When that folder exists: `error` stops (and offers --resume), `number` takes name-2, name-3, ...",
+        "error", "If that folder exists: `error` stops (and offers --resume), `number` uses name-2, name-3, ...",
         choices=("error", "number"),
     )  # fmt: skip
     save_model: bool = key(True, "Write the final weights (safetensors) and tokenizer to `model/`.")
-    sample_prompt: str | None = key(None, "Start of the text sample; none: the start of a held-out document.",
+    sample_prompt: str | None = key(None, "Prompt of the text sample; none: the start of a held-out document.",
                                      prose=True)  # fmt: skip
     sample_tokens: int = key(64, "Length of the text sample before and after training; 0: no sample.",
                              minimum=0, maximum=2048)  # fmt: skip
@@ -280,7 +287,7 @@ class OutputConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A whole run. `on_gpu` in a recipe file holds the same sections and wins over them when the run is on a GPU."""
+    """A whole run. `on_gpu` in a recipe file holds the same sections and overrides them when the run is on a GPU."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -292,7 +299,7 @@ class Recipe:
     output: OutputConfig = OutputConfig()
 
     def as_mapping(self) -> dict[str, Any]:
-        """Plain mappings and lists, as YAML writes them; `load` of that text gives the recipe back."""
+        """Plain mappings and lists for YAML; `load` of that YAML returns an equal recipe."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, Mapping):
@@ -302,7 +309,7 @@ class Recipe:
         return {name: plain(section) for name, section in dataclasses.asdict(self).items()}
 
     def choices(self, *, precision: str | None = None) -> Choices:
-        """The techniques, in the planner's words. precision: what `auto` turned out to be on this machine."""
+        """The techniques as the planner's `Choices`. precision: what `auto` resolves to on this machine."""
         train, lora, sharding = self.train, self.lora, self.sharding
         said = AUTO_PRECISION if train.precision == "auto" else train.precision
         return Choices(
@@ -322,7 +329,7 @@ SECTIONS: dict[str, type[Any]] = {
 
 
 def check_combinations(recipe: Recipe, path: object) -> None:
-    """Refuse keys that do not go together; techniques among them. Raises RecipeError with the file's name."""
+    """Refuse keys and techniques that exclude each other. Raises RecipeError with the file's name."""
     train, output = recipe.train, recipe.output
     if (train.steps is None) == (train.epochs is None):
         said = "both are given" if train.steps is not None else "neither is given"
@@ -344,9 +351,9 @@ def check_combinations(recipe: Recipe, path: object) -> None:
 
 
 def folder_name_problem(name: str, most: int) -> str | None:
-    """Why `name` cannot name a folder of at most `most` characters, with what it may be; None: it can.
+    """Why `name` is not a folder name of at most `most` characters, and what is allowed; None if it is one.
 
-    A leading dash would be a flag to every shell command on the folder.
+    A leading dash is refused because shell commands would read the folder's name as an option.
     """
     if not re.fullmatch(rf"[A-Za-z0-9._-]{{1,{most}}}", name):
         return f"use up to {most} letters, digits, '.', '_' and '-'"
@@ -357,12 +364,12 @@ def folder_name_problem(name: str, most: int) -> str | None:
     return None
 
 
-# Pairs with a key that is no technique of its own.
+# Excluded pairs in which at least one key is not a technique; `refusals` covers pairs of techniques.
 _WRONG_PAIRS: tuple[tuple[typing.Callable[[Recipe], bool], str], ...] = (
     (
         lambda r: r.train.optimizer == "galore-layerwise" and r.train.max_grad_norm > 0,
-        "train.optimizer: galore-layerwise frees each gradient before the norm of all is known, so nothing can be "
-        "clipped; set train.max_grad_norm: 0, or use train.optimizer: galore",
+        "train.optimizer: galore-layerwise frees each gradient before the total norm is known, so it cannot clip; set "
+        "train.max_grad_norm: 0, or use train.optimizer: galore",
     ),
     (
         lambda r: (r.sharding.offload == "nvme") != (r.sharding.nvme_folder is not None),
@@ -378,57 +385,59 @@ _WRONG_PAIRS: tuple[tuple[typing.Callable[[Recipe], bool], str], ...] = (
     ),
     (
         lambda r: r.heads.stage == 1 and r.lora.rank is not None,
-        "heads.stage: 1 freezes the model, so that adapters would not learn; set heads.stage: 2, or leave lora.rank "
-        "out",
+        "heads.stage: 1 freezes the model, so adapters would not learn; set heads.stage: 2, or leave lora.rank out",
     ),
     (
         lambda r: r.heads.stage == 1 and r.train.checkpointing != "none",
-        "heads.stage: 1 keeps no activations of the model, so that there is nothing to compute again; set "
+        "heads.stage: 1 keeps no activations of the model, so there is nothing to recompute; set "
         "train.checkpointing: none",
     ),
     (
         lambda r: r.heads.stage is not None and r.lora.rank is not None and "head" in r.lora.targets,
-        "the heads' losses multiply with the lm_head's own weight; leave head out of lora.targets",
+        "heads.stage requires an lm_head without an adapter, because the heads' losses use its weight directly; leave "
+        "head out of lora.targets",
     ),
     (
         lambda r: r.heads.stage is not None and r.lora.rank is not None and (r.sharding.zero == 3 or r.sharding.fsdp),
-        "adapters and heads together are not written from sharded weights; set sharding.zero to 2 or less and "
+        "lora.rank and heads.stage together cannot be saved from sharded weights; set sharding.zero to 2 or less and "
         "sharding.fsdp: false, or leave lora.rank out",
     ),
     (
         lambda r: r.heads.kind == "mtp" and r.heads.stage is not None and r.lora.rank is not None,
-        "heads.kind: mtp starts from a copy of the last layer, which with lora.rank is frozen but for its adapters; "
-        "use heads.kind: medusa",
+        "heads.kind: mtp starts from a copy of the last layer, whose weights lora.rank freezes; use heads.kind: medusa",
     ),
     (
         lambda r: r.heads.kind == "mtp" and r.heads.layers is not None,
-        "heads.layers counts a medusa head's blocks, and an MTP module is one transformer layer; leave it out, or use "
+        "heads.layers is for medusa heads, and an MTP module has exactly one transformer layer; leave it out, or use "
         "heads.kind: medusa",
     ),
     (
         lambda r: r.heads.kind == "mtp" and r.heads.output == "separate",
-        "heads.output: separate is for medusa heads, and heads.kind: mtp shares the model's lm_head; leave it out",
+        "heads.output: separate is for medusa heads, and heads.kind: mtp always shares the model's lm_head; leave it "
+        "out",
     ),
     (
         lambda r: r.heads.stage is not None and r.train.optimizer == "galore-layerwise",
-        "train.optimizer: galore-layerwise has no learning rate for each part of the model; use galore",
+        "heads.stage needs a separate learning rate for the heads, which train.optimizer: galore-layerwise lacks; use "
+        "galore",
     ),
     (
         lambda r: r.heads.stage is not None and r.model.kernels == "liger",
-        "Liger Kernel has no loss of several heads; set model.kernels to tigon, no-flce or none",
+        "heads.stage needs a loss over several heads, which Liger Kernel lacks; set model.kernels to tigon, no-flce or "
+        "none",
     ),
 )
 
 
 @dataclass(frozen=True)
 class Switch:
-    """Keys that do nothing unless another key is what `on` says."""
+    """Keys that have no effect unless `on` returns True for the recipe."""
 
     keys: tuple[str, ...]
     key: str
     on: typing.Callable[[Recipe], bool]
     instead: str
-    """What to write for them to take effect."""
+    """The setting that makes the keys take effect."""
 
 
 def _others(section: str, but: str) -> tuple[str, ...]:
@@ -449,22 +458,24 @@ SWITCHES = (
 
 
 def check_effects(recipe: Recipe, said: typing.Collection[str], where: typing.Callable[[str], str]) -> None:
-    """Refuse keys among `said` that would do nothing, unless their switch is said too: that is a choice, so that a
-    technique can be switched off by one key. Raises RecipeError."""
+    """Refuse keys in `said` (the keys that the user gave) that would do nothing.
+
+    If the switch is given too, the keys are accepted, so that one key can turn a technique off. Raises RecipeError.
+    """
     for switch in SWITCHES:
         idle = [key for key in switch.keys if key in said]
         if idle and switch.key not in said and not switch.on(recipe):
             section, name = switch.key.split(".")
             them, off = "it" if len(idle) == 1 else "them", json.dumps(getattr(getattr(recipe, section), name))
-            # the third way is the only one for a run that has the keys already and is resumed
+            # A resumed run already has the keys, so only the third fix works there.
             raise RecipeError(
                 f"{where(idle[0])}: {', '.join(idle)} would do nothing without {switch.key}, which is not given; add "
-                f"{switch.instead}, take {them} out, or leave {them} aside with {switch.key}: {off}"
+                f"{switch.instead}, remove {them}, or keep {them} without effect with {switch.key}: {off}"
             )
 
 
 def reference_table() -> str:
-    """The Markdown tables of docs/train.md, one for each section."""
+    """The Markdown tables of docs/train.md, one per section."""
     parts = []
     for section, cls in SECTIONS.items():
         parts.append(f"### `{section}`\n\n{cls.__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|")
@@ -480,7 +491,7 @@ def reference_table() -> str:
 
 
 def limits_text(limits: Mapping[str, Any]) -> str:
-    """What a value must be, as the end of a sentence; empty when anything goes."""
+    """The end of a sentence that states a value's limits; empty if the value has none."""
     if limits["choices"]:
         return "one of " + ", ".join(f"`{choice}`" for choice in limits["choices"])
     words = [
@@ -492,7 +503,7 @@ def limits_text(limits: Mapping[str, Any]) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """A type in the words of someone who writes YAML."""
+    """A type by its name in YAML."""
     if isinstance(hint, types.UnionType):
         return " or ".join(type_name(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:

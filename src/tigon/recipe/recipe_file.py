@@ -1,7 +1,7 @@
-"""A recipe from its file: YAML and `--set`, checked before anything else happens.
+"""Loads a recipe from a YAML file and `--set`, and checks it before anything else happens.
 
-YAML is read with `yaml.safe_load` after a look at its node tree, which gives every key its line and refuses repeated
-keys (YAML itself keeps the last one without a word), deep nesting and alias bombs.
+Before `yaml.safe_load` reads the file, its node tree is checked. The tree gives the line of every key. Repeated keys
+(of which YAML silently keeps the last), deep nesting and alias bombs are refused.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ from tigon.recipe.keys import (
 ON_GPU = "on_gpu"
 MAX_RECIPE_BYTES = 64 * 1024
 FP32_RANGE = (1.2e-38, 3.4e38)
-MAX_NAME = 1024  # characters of a path or another name; Linux allows a path 4,096 bytes
+MAX_NAME = 1024  # characters in a path or another name; Linux allows paths of 4,096 bytes
 MAX_NODES = 4096  # counted with aliases expanded, which is what an alias bomb blows up
 MAX_DEPTH = 8
-# Keys of old, and what to write now.
+# Former keys, and what to write instead.
 RENAMED_KEYS: Mapping[str, str] = {
     "train.gradient_checkpointing": "train.checkpointing: full (for true) or none (for false)",
 }
 
-# What PyYAML lets through: dates that are none, tags with values of another kind, numbers and nesting without end.
+# Errors that PyYAML does not wrap: invalid dates, tags on values of another type, huge numbers, deep nesting.
 OF_VALUES = (ValueError, KeyError, AttributeError, RecursionError)
 
 
 def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], checked: bool = True) -> Recipe:
-    """The recipe in `path` with `--set section.key=value` applied last.
+    """Load the recipe in `path`, with `--set section.key=value` applied last.
 
-    gpu_present: asked only when `train.device` is auto and the recipe has an `on_gpu` block (importing torch is slow).
-    checked: False leaves out whether the keys go together. Raises RecipeError naming file, line and key.
+    gpu_present: Called only if `train.device` is auto and the recipe has an `on_gpu` block (importing torch is slow).
+    checked: False skips the checks for keys that exclude each other or do nothing.
+
+    Raises RecipeError naming file, line and key.
     """
     raw, lines = _read_yaml(path)
     _check_keys(raw, path, lines)
     on_gpu = raw.pop(ON_GPU, None)
     assignments = [_parse_override(text) for text in overrides]
-    # what is said for GPUs only is said too: the recipe is the same on a machine without one
+    # Keys under on_gpu count as given on every machine, so a recipe is accepted or refused alike on all of them.
     said = {f"{name}.{key}" for block in (raw, on_gpu or {}) for name, keys in block.items() for key in keys}
     said |= {".".join(dotted.split(".")[:2]) for dotted, _ in assignments}
     device = _peek_device(raw, assignments)
@@ -83,7 +85,7 @@ def loads_saved(path: Path) -> Recipe:
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The file's mapping and the line of every dotted key."""
+    """(the file's mapping, the line of every dotted key)"""
     import yaml
 
     try:
@@ -140,7 +142,7 @@ def _walk(node: Any, path: Path, dotted: str, depth: int, lines: dict[str, int],
 
 
 def _check_keys(raw: dict[str, Any], path: Path, lines: dict[str, int]) -> None:
-    """Refuse unknown sections and keys, those under on_gpu too, even on a machine that will not use them."""
+    """Refuse unknown sections and keys. Keys under on_gpu are checked even on a machine without a GPU."""
     for section, value in raw.items():
         known = [*SECTIONS, ON_GPU]
         if section not in known:
@@ -191,10 +193,10 @@ def _assign(raw: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
-    """Section by section; a key of `over` replaces the whole value, so `config: {}` there empties the mapping."""
+    """Merge by section; a key of `over` replaces the whole value, so `config: {}` there empties the mapping."""
     for section, values in over.items():
         base[section] = {**base.get(section, {}), **values}
-        # steps and epochs exclude each other: the block that speaks last decides
+        # steps and epochs exclude each other: the key in `over` replaces the other one
         if section == "train" and ("steps" in values) != ("epochs" in values):
             base[section].pop("epochs" if "steps" in values else "steps", None)
 
@@ -242,7 +244,7 @@ def _convert(value: Any, hint: Any, limits: Mapping[str, Any], dotted: str, wher
             raise RecipeError(f"{where(dotted)}: {dotted} is a mapping such as {{name: value}}, not {found}")
         return dict(value)
     if target is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        # YAML 1.1 reads 1e-3, without a dot, as text; an integer may be too large for a float
+        # YAML 1.1 reads 1e-3 (without a dot) as text; an integer may be too large for a float
         with contextlib.suppress(ValueError, OverflowError):
             value = float(value)
     if type(value) is not target:
@@ -255,15 +257,15 @@ def _convert(value: Any, hint: Any, limits: Mapping[str, Any], dotted: str, wher
 
 
 def _check_text(value: str, prose: bool, dotted: str, where: Callable[[str], str]) -> None:
-    """Refuse text that no file can be named by, and that no file of the run could hold."""
+    """Refuse text that is not a valid file name or that the run's files cannot store."""
     if not value.strip():
         raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}, empty; leave the key out, or give it a value")
     if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; a NUL or half a character is no text")
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; remove the NUL or half character")
     if not prose and any(character < " " for character in value):
-        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; a name has no line breaks or tabs")
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; remove its line breaks and tabs")
     if not prose and len(value) > MAX_NAME:
-        raise RecipeError(f"{where(dotted)}: {dotted} has {len(value)} characters; a name has {MAX_NAME} at most")
+        raise RecipeError(f"{where(dotted)}: {dotted} has {len(value)} characters; the limit is {MAX_NAME}")
 
 
 def _check_limits(value: Any, limits: Mapping[str, Any], dotted: str, where: Callable[[str], str]) -> None:
@@ -271,13 +273,13 @@ def _check_limits(value: Any, limits: Mapping[str, Any], dotted: str, where: Cal
         limits[name] for name in ("choices", "pattern", "minimum", "maximum", "above")
     )
     if value in limits["renamed"]:
-        raise RecipeError(f"{where(dotted)}: {dotted}: {value} is called {limits['renamed'][value]} now; write that")
+        raise RecipeError(f"{where(dotted)}: {dotted}: {value} was renamed; write {limits['renamed'][value]}")
     if not re.fullmatch(pattern, value) if pattern else choices and value not in choices:
         raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; it must be one of {', '.join(choices)}")
     too_small = (minimum is not None and not value >= minimum) or (above is not None and not value > above)
     if too_small or (maximum is not None and not value <= maximum):
         raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; it {limits_text(limits)}")
-    # training is in fp32 at most: what is smaller would be 0 there, and what is larger infinite
+    # Training uses fp32 at most. Smaller numbers would become 0 and larger ones infinite.
     if isinstance(value, float) and value != 0 and not FP32_RANGE[0] <= abs(value) <= FP32_RANGE[1]:
         raise RecipeError(
             f"{where(dotted)}: {dotted} is {_shown(value)}; fp32 holds numbers from {FP32_RANGE[0]} to {FP32_RANGE[1]}"
@@ -294,7 +296,7 @@ def _all_keys() -> list[str]:
 def _unknown(dotted: str, known: Sequence[str], where: str) -> RecipeError:
     now = RENAMED_KEYS.get(dotted.removeprefix(f"{ON_GPU}."))
     if now:
-        return RecipeError(f"{where}: {dotted} is no more; write {now}")
+        return RecipeError(f"{where}: {dotted} was renamed; write {now}")
     leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
     near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
     near = near or [leaves[m] for m in difflib.get_close_matches(dotted.rsplit(".", 1)[-1], list(leaves), n=1)]
@@ -311,10 +313,10 @@ def _where(path: Path, lines: Mapping[str, int], dotted: str, sources: Mapping[s
 
 
 def _shown(value: Any) -> str:
-    """A value in a message; one of thousands of digits is shortened."""
+    """A value as text for a message, at most 100 characters."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python prints
         return "a number of thousands of digits"
     return text if len(text) <= 100 else f"{text[:97]}..."
 
