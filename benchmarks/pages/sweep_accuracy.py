@@ -44,8 +44,7 @@ BEGIN, END = "<!-- accuracy of sweeps -->", "<!-- /accuracy of sweeps -->"
 REMAKE = "`python -m benchmarks.pages.sweep_accuracy --into docs/planner.md` makes it"
 
 _STREAMS = (
-    "the planner does not simulate memory that the allocator holds back for a stream on which the engine copies or "
-    "gathers."
+    "the planner does not simulate memory that the allocator holds back for the engine's copy and gather streams."
 )
 _LATE = (
     "ZeRO-3: DeepSpeed's reducing stream holds a gradient's memory until it has passed the gradient (record_stream, "
