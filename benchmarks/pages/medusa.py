@@ -40,7 +40,7 @@ def load(root: Path) -> dict[str, dict[str, Record]]:
         record = json.loads(file.read_text(encoding="utf-8"))
         if record.get("name") != file.stem or file.stem not in NAMES:
             raise SystemExit(
-                f"{file} is no results.json of the sweep {file.stem}; copy one of {', '.join(NAMES)} there"
+                f"{file} is not the results.json of the sweep {file.stem}; copy one of {', '.join(NAMES)} there"
             )
         found.setdefault(file.parent.parent.name, {})[file.stem] = record
     return {gpu: predicted_anew(own, predictions_path(root / gpu)) for gpu, own in found.items()}

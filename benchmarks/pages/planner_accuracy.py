@@ -107,7 +107,7 @@ def load(path: Path) -> Measurements:
             others=tuple(case for case in found["cases"] if case["status"] != "ok"),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no file of benchmarks/measure_plans.py: {error} is missing.") from None
+        raise UsageError(f"{path} was not written by benchmarks/measure_plans.py: {error} is missing.") from None
 
 
 def _read(path: Path, *, hint: str) -> Any:

@@ -56,9 +56,9 @@ def load(root: Path) -> dict[str, dict[str, Results]]:
         try:
             record = json.loads(read_text(file))
             if record["schema"] != SCHEMA or record["name"] != file.stem:
-                raise UsageError(f"{file} is no results.json of the sweep {file.stem}; copy that one there.")
+                raise UsageError(f"{file} is not the results.json of the sweep {file.stem}; copy that file there.")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{file} is no record of `tigon sweep`: {error}.") from None
+            raise UsageError(f"{file} is not a record of `tigon sweep`: {error}.") from None
         found.setdefault(file.parent.parent.name, {})[file.stem] = record
     return {gpu: predicted_anew(own, predictions_path(root / gpu)) for gpu, own in found.items()}
 
@@ -120,7 +120,7 @@ def drawings(records: Mapping[str, Mapping[str, Results]]) -> dict[str, str]:
 
 
 def into_document(records: Mapping[str, Mapping[str, Results]], document: Path) -> None:
-    """Write the blocks into the document and the charts beside it."""
+    """Write the blocks into the document and the charts into img/."""
     try:
         new = page(document.read_text(encoding="utf-8"), records)
     except OSError as error:

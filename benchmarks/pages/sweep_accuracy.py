@@ -126,7 +126,7 @@ def load(folder: Path) -> list[dict[str, Any]]:
             if ran and _gpu_known(results["environment"]["device"]):
                 cases += [case_of(results, point) for point in ran]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{file} is no results.json of a sweep ({type(error).__name__}: {error}).") from None
+            raise UsageError(f"{file} is not the results.json of a sweep ({type(error).__name__}: {error}).") from None
     return cases
 
 

@@ -112,7 +112,7 @@ def test_page_without_a_marker_or_a_file_that_is_no_record_is_taken(tmp_path):
         study.page("# nothing", {})
     (tmp_path / "gpu" / "study").mkdir(parents=True)
     (tmp_path / "gpu" / "study" / "batch.json").write_text('{"schema": 1, "name": "sequence"}', encoding="utf-8")
-    with pytest.raises(UsageError, match=r"is no results.json of the sweep batch"):
+    with pytest.raises(UsageError, match=r"is not the results.json of the sweep batch"):
         study.load(tmp_path)
 
 
