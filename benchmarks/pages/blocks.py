@@ -1,4 +1,4 @@
-"""The blocks of docs/study.md: a record as tables and sentences, whose numbers are the record's or a source's."""
+"""The blocks of docs/study.md: tables and sentences from a record, with figures that a source published."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ANOTHER_LOSS = 0.5
 BATCH, SEQUENCE, MODEL = "train.batch_size", "data.sequence_length", "model.name"
 
 
-# --- what every block has --------------------------------------------------------------------------------------------
+# --- parts of every block --------------------------------------------------------------------------------------------
 
 
 def not_measured(name: str) -> str:
-    """Instead of a block without a record."""
+    """The text of a block without a record."""
     return (
         f"Not measured yet. `tigon sweep recipes/study/{name}.yaml` measures it; its results.json then goes to "
         f"`benchmarks/results/GPU/study/{name}.json`."
@@ -38,7 +38,7 @@ def dates(results: Results) -> list[str]:
 
 
 def provenance(results: Results) -> str:
-    """Card, versions, commits, dates, and what of the settings is this record's own; docs/sweep.md has the rest."""
+    """Card, versions, commits, dates, and the settings of this record; docs/sweep.md describes the others."""
     environment = results["environment"]
     if environment is None:
         return "No point measured yet."
@@ -49,13 +49,15 @@ def provenance(results: Results) -> str:
     said = [
         f"`{results['command']}` on {device}; {versions}; tigon at commit {', '.join(environment['tigon_commits'])}; "
         f"{', '.join(environment['dates'])}.",
-        f"{results['steps']} steps each, {results['warmup']} of them untimed{in_processes(results)}.",
+        f"Each point took {results['steps']} steps, {results['warmup']} of them untimed{in_processes(results)}.",
         ROWS_WORDS[results["rows"]],
     ]
     if results["memory_limit_bytes"]:
-        said.append(f"Limited to {results['memory_limit_bytes'] / GIB:.1f} GiB, CUDA context and NCCL counted.")
+        said.append(f"The limit of {results['memory_limit_bytes'] / GIB:.1f} GiB includes the CUDA context and NCCL.")
     if unchecked := sorted({row["variant"] for row in results["points"] if row["unchecked"]}):
-        said.append(f"Measured although `tigon train` would refuse the combination: {', '.join(unchecked)}.")
+        said.append(
+            f"`tigon train` refuses these combinations; they were measured all the same: {', '.join(unchecked)}."
+        )
     if wrong := left_out(results):
         said.append(wrong)
     missing = [row["id"] for row in results["points"] if row["status"] == failures.NOT_MEASURED]
@@ -120,18 +122,18 @@ def _list(lines: Iterable[str]) -> str:
 
 
 def batch(results: Results) -> str:
-    """Peak and throughput by rows, beside the study's."""
+    """Peak and throughput per batch size, beside the study's."""
     said = [_by_axis(results, BATCH, study=True), _list(_findings(results, BATCH))]
     setting = published.STUDY.setting
-    said.append(f"The study's columns: {setting}. Where they differ from ours: see the end of the page.")
+    said.append(f"The study's columns: {setting}. The end of the page lists how its set-up differs from ours.")
     return "\n\n".join(part for part in said if part)
 
 
 def sequence(results: Results) -> str:
-    """Peak and throughput by tokens in a row."""
+    """Peak and throughput per sequence length."""
     said = list(_findings(results, SEQUENCE))
     said.append(
-        f"The study's longest: {published.STUDY_LONGEST_SEQUENCE:,} tokens in each of 4 rows, with Liger, in about "
+        f"The study's longest rows: 4 rows of {published.STUDY_LONGEST_SEQUENCE:,} tokens with Liger, in about "
         f"{published.STUDY_LONGEST_GB:g} GB."
     )
     return "\n\n".join([_by_axis(results, SEQUENCE, study=False), _list(said)])
@@ -156,7 +158,7 @@ def _by_axis(results: Results, axis: str, *, study: bool) -> str:
 
 
 def _findings(results: Results, axis: str) -> list[str]:
-    """The largest value of each variant, and what each strategy saves where all ran."""
+    """The largest value of each variant, and what each variant saves at the largest value that all of them ran."""
     said, largest = [], []
     for variant in results["variants"]:
         ran = [row["axes"][axis] for row in _ok(_rows(results, variant=variant))]
@@ -165,7 +167,7 @@ def _findings(results: Results, axis: str) -> list[str]:
     if largest:
         said.append(f"Most {axis_words(axis)} that ran: {', '.join(largest)}.")
     if any(row["status"] == failures.SKIPPED for row in results["points"]):
-        said.append("(OOM): not tried, after a smaller one had run out of memory.")
+        said.append("(OOM) marks points that were not tried because a smaller one ran out of memory.")
     base = results["baseline"]
     common = [value for value in _values(results, axis) if _all_ran(results, axis, value)]
     if common:
@@ -189,7 +191,7 @@ def _all_ran(results: Results, axis: str, value: Any) -> bool:
 
 
 def extreme(results: Results) -> str:
-    """The largest value that ran, and the smallest that did not."""
+    """The largest value that ran, and the smallest that ran out of memory."""
     (axis,) = results["axes"]
     rows = []
     for variant in results["variants"]:
@@ -202,8 +204,8 @@ def extreme(results: Results) -> str:
             [variant, most, _gib(ran), _told(ran), _speed(ran), NONE if out is None else f"{out['axes'][axis]:,}"]
         )
     theirs = {
-        BATCH: f"The study's most, with Liger: {published.STUDY_LARGEST_BATCH} rows of 1024 tokens.",
-        SEQUENCE: f"The study's longest, with Liger: 4 rows of {published.STUDY_LONGEST_SEQUENCE:,} tokens.",
+        BATCH: f"The study's largest batch with Liger: {published.STUDY_LARGEST_BATCH} rows of 1024 tokens.",
+        SEQUENCE: f"The study's longest rows with Liger: 4 rows of {published.STUDY_LONGEST_SEQUENCE:,} tokens.",
     }[axis]
     titles = ["", f"most {axis_words(axis)}", "GiB", "predicted", "tokens/s", "out of memory at"]
     return f"{_table(titles, rows)}\n\n{theirs}"
@@ -213,7 +215,7 @@ def extreme(results: Results) -> str:
 
 
 def ladder(results: Results) -> str:
-    """Each rung: what it holds, what it changed from the rung it is nearest to, the loss beside the first rung's."""
+    """Each rung: its memory, the change from the rung it is compared with, and its loss beside the first rung's."""
     rows, above = [], None
     first = next(iter(_ok(results["points"])), None)
     nearest = {after["id"]: before for before, after in _rung_pairs(results)}
@@ -234,8 +236,8 @@ def ladder(results: Results) -> str:
 
 
 def _rung_pairs(results: Results) -> list[tuple[Row, Row]]:
-    """(a rung that ran, one after it) with the fewest keys between them, of several the last: the one above, but where
-    a rung takes something back."""
+    """(the rung to compare with, a rung) for each rung that ran. The rung to compare with is the earlier one that
+    differs in the fewest keys, and the latest of several: the rung above, unless a rung removes a technique."""
     ran = _ok(results["points"])
     return [(min(reversed(ran[:at]), key=partial(_changed, row)), row) for at, row in enumerate(ran) if at]
 
@@ -246,7 +248,7 @@ def _changed(one: Row, other: Row) -> int:
 
 
 def techniques(results: Results) -> str:
-    """Each technique against the baseline, the ones that hold least first."""
+    """Each technique against the baseline, sorted by memory, the smallest first."""
     reference = next(iter(_ok(_rows(results, variant=results["baseline"]))), None)
     ran = sorted(_ok(results["points"]), key=lambda row: int(row["peak_allocated_bytes"]))
     rows = []
@@ -280,8 +282,8 @@ def _loss(row: Row, reference: Row | None) -> list[str]:
 def models(results: Results) -> str:
     """Memory and throughput of each model and batch, gains beside the paper's and the AMD port's."""
     theirs = {"Liger in the paper": published.PAPER_GAINS, "Liger in the AMD port": published.AMD_GAINS}
-    sources = "; ".join(f"{source.name}: {source.setting}" for source in (published.PAPER, published.AMD))
-    return f"{_compared(results, theirs)}\n\nNot ours: {sources}."
+    sources = "; ".join(f"{source.name} ({source.setting})" for source in (published.PAPER, published.AMD))
+    return f"{_compared(results, theirs)}\n\nOthers published the last two columns: {sources}."
 
 
 def steps(results: Results) -> str:
@@ -290,8 +292,8 @@ def steps(results: Results) -> str:
 
 
 def _compared(results: Results, theirs: Mapping[str, Mapping[str, published.Gain]]) -> str:
-    """A line for each combination of the axes: every variant's figures, its gain over the baseline's, and theirs by
-    model."""
+    """One line per combination of the axes: the figures of each variant, its gain over the baseline, and the gain that
+    others published for the model."""
     others = [variant for variant in results["variants"] if variant != results["baseline"]]
     rows = []
     for axes in dict.fromkeys(tuple(row["axes"].items()) for row in results["points"]):
@@ -324,11 +326,11 @@ def _published(gain: published.Gain | None) -> str:
     return f"{_share(gain.memory)}, {_share(gain.tokens_per_s)}{rows}"
 
 
-# --- of all records, or of none --------------------------------------------------------------------------------------
+# --- blocks of all records, or of none --------------------------------------------------------------------------------
 
 
 def estimate(_: Mapping[str, Results]) -> str:
-    """Arithmetic: checkpoints and logits by the study's formulas."""
+    """Activation checkpoints and logits by the study's formulas."""
     shape = PRESETS["llama-3.2-1b"]
     hidden, layers, vocab = shape["hidden_size"], shape["num_hidden_layers"], shape["vocab_size"]
     rows = []
@@ -344,12 +346,14 @@ Finding = Callable[[Mapping[str, Results]], "str | None"]
 
 
 def advice(records: Mapping[str, Results]) -> str:
-    """What to do, in the order of what it brings, each with its measured number; what was not measured is not said."""
+    """Recommendations, the most effective first, each with its measured number. Skips those without a measurement."""
     findings: tuple[Finding, ...] = (
         _fused_head,
         _cheapest_rung,
-        partial(_most, name="largest-batch", axis=BATCH, what="{:,} rows of 1024 tokens fit"),
-        partial(_most, name="longest-sequence", axis=SEQUENCE, what="one row of {:,} tokens fits"),
+        partial(_most, name="largest-batch", axis=BATCH, what="largest batch in 24 GiB is {:,} rows of 1024 tokens"),
+        partial(
+            _most, name="longest-sequence", axis=SEQUENCE, what="longest sequence in 24 GiB is one row of {:,} tokens"
+        ),
         _fastest_technique,
     )
     said = [line for line in (finding(records) for finding in findings) if line]
@@ -372,45 +376,45 @@ def _fused_head(records: Mapping[str, Results]) -> str | None:
     saved = base["peak_allocated_bytes"] - fused["peak_allocated_bytes"]
     head = without["peak_allocated_bytes"] - fused["peak_allocated_bytes"]
     return (
-        f"Never hold the logits' copies: at {value} rows of 1024 tokens tigon's kernels take {saved / GIB:.1f} of "
-        f"{base['peak_allocated_bytes'] / GIB:.1f} GiB away, {(saved - head) / GIB:.1f} of them with a loss that "
-        f"writes its gradient over the logits, {head / GIB:.1f} by making logits a chunk at a time."
+        f"Never hold copies of the logits. At {value} rows of 1024 tokens tigon's kernels save {saved / GIB:.1f} of "
+        f"{base['peak_allocated_bytes'] / GIB:.1f} GiB. A loss that writes its gradient over the logits saves "
+        f"{(saved - head) / GIB:.1f} GiB of that, and computing the logits in chunks saves {head / GIB:.1f} GiB."
     )
 
 
 def _cheapest_rung(records: Mapping[str, Results]) -> str | None:
-    """What a rung gives and takes, those that learn otherwise last: memory at the price of the result is no bargain."""
+    """The memory and time of each rung. Rungs that change the loss come last, because they change the result."""
     found = records.get("ladder")
     ran = _ok(found["points"]) if found else []
     free, paid, other = [], [], []
     for before, after in _rung_pairs(found) if found else []:
         gib = (before["peak_allocated_bytes"] - after["peak_allocated_bytes"]) / GIB
-        if gib <= 0.05:  # less is nothing, to the digits of the table
+        if gib <= 0.05:  # less rounds to 0.0 in the text
             continue
         what, slower_s = after["variant"].lstrip("+ "), after["step_s"] - before["step_s"]
         learned = (after.get("last_loss") or 0) - (ran[0].get("last_loss") or 0)
         if abs(learned) > ANOTHER_LOSS:
-            other.append(f"{what} ({gib:.1f} GiB, and a loss {learned:+.1f} from the first rung's)")
+            other.append(f"{what} ({gib:.1f} GiB, loss {learned:+.1f})")
         elif slower_s > 0:
-            paid.append(f"{what} ({gib:.1f} GiB for {1e3 * slower_s:.0f} ms a step)")
+            paid.append(f"{what} ({gib:.1f} GiB for {1e3 * slower_s:.0f} ms per step)")
         else:
             free.append(f"{what} ({gib:.1f} GiB)")
     said = {
-        "Take first what saves and costs no time": free, "Then, at a price": paid,
-        "What learns something else in as many steps": other,
+        "First take the techniques that save memory and cost no time": free, "Then take those that cost time": paid,
+        "These change the loss after the same number of steps, here against the first rung": other,
     }  # fmt: skip
     return " ".join(f"{start}: {', '.join(rungs)}." for start, rungs in said.items() if rungs) or None
 
 
 def _most(records: Mapping[str, Results], name: str, axis: str, what: str) -> str | None:
-    """what: of the largest value on the axis, which is put into it."""
+    """A sentence about the largest value on the axis, which fills the placeholder in `what`."""
     found = records.get(name)
     ran = _ok(found["points"]) if found else []
     if not ran:
         return None
     row = max(ran, key=lambda row: row["axes"][axis])
     return (
-        f"In 24 GiB {what.format(row['axes'][axis])}, with {row['variant']}: "
+        f"The {what.format(row['axes'][axis])} ({row['variant']}): "
         f"{row['peak_allocated_bytes'] / GIB:.1f} GiB, {row['tokens_per_s']:,.0f} tokens/s."
     )
 
@@ -425,6 +429,7 @@ def _fastest_technique(records: Mapping[str, Results]) -> str | None:
         min(ran, key=lambda row: int(row["peak_allocated_bytes"])),
     )
     return (
-        f"Of the single techniques at 4 x 1024, {fast['variant']} is the fastest ({fast['tokens_per_s']:,.0f} "
-        f"tokens/s) and {lean['variant']} holds the least ({lean['peak_allocated_bytes'] / GIB:.1f} GiB)."
+        f"Among the single techniques at 4 x 1024 tokens, {fast['variant']} is the fastest "
+        f"({fast['tokens_per_s']:,.0f} tokens/s) and {lean['variant']} needs the least memory "
+        f"({lean['peak_allocated_bytes'] / GIB:.1f} GiB)."
     )

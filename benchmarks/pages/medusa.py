@@ -40,7 +40,7 @@ def load(root: Path) -> dict[str, dict[str, Record]]:
         record = json.loads(file.read_text(encoding="utf-8"))
         if record.get("name") != file.stem or file.stem not in NAMES:
             raise SystemExit(
-                f"{file} is no results.json of the sweep {file.stem}; copy one of {', '.join(NAMES)} there"
+                f"{file} is not the results.json of the sweep {file.stem}; copy one of {', '.join(NAMES)} there"
             )
         found.setdefault(file.parent.parent.name, {})[file.stem] = record
     return {gpu: predicted_anew(own, predictions_path(root / gpu)) for gpu, own in found.items()}
@@ -61,7 +61,7 @@ def groups(record: Record) -> dict[str, list[str]]:
 
 
 def cell(point: Record | None) -> tuple[str, str]:
-    """(peak, tokens/s) of a point, or what became of it."""
+    """(peak, tokens/s) of a point, or its status if it did not run."""
     if point is None:
         return "", ""
     if point["status"] != "ok":
@@ -70,7 +70,7 @@ def cell(point: Record | None) -> tuple[str, str]:
 
 
 def table(record: Record) -> str:
-    """One row for each group and length; peak in GiB with the planner's prediction beside the fused one's."""
+    """One row per group and length: peaks in GiB, with the planner's prediction for the fused variant."""
     found, lengths = points(record), sorted({int(point["axes"][AXIS]) for point in record["points"]})
     lines = [
         "| | tokens in a row | eager, GiB | fused, GiB | predicted | eager, tokens/s | fused, tokens/s |",
@@ -146,7 +146,7 @@ def machine(record: Record) -> str:
 
 
 def block(name: str, records: Mapping[str, Mapping[str, Record]], drawn: dict[Path, str]) -> str:
-    """What stands between the markers of `name`; its charts go into `drawn`."""
+    """The text between the markers of `name`. Adds the charts to `drawn`."""
     parts = []
     for gpu, own in records.items():
         if name not in own:
@@ -159,7 +159,7 @@ def block(name: str, records: Mapping[str, Mapping[str, Record]], drawn: dict[Pa
 
 
 def page(text: str, records: Mapping[str, Mapping[str, Record]]) -> tuple[str, dict[Path, str]]:
-    """(the document with its blocks made anew, charts by their path beside it)"""
+    """(the document with its blocks written again, charts by their path beside the document)"""
     drawn: dict[Path, str] = {}
     for name in NAMES:
         text = between(text, name, block(name, records, drawn))
@@ -176,7 +176,7 @@ def between(text: str, name: str, inside: str) -> str:
 
 
 def counted() -> str:
-    """Peaks of a step of a small model, by what PyTorch's CPU allocator gives and takes."""
+    """Table of the peaks of a step of a small model, from the allocations of PyTorch's CPU allocator."""
     lines = ["| heads | PyTorch's own ops, MiB | fused, MiB |", "|---:|---:|---:|"]
     for count in (1, 3, 5):
         peaks = [step_bytes(count, fused) / 2**20 for fused in (False, True)]
@@ -185,7 +185,7 @@ def counted() -> str:
 
 
 def step_bytes(count: int, fused: bool) -> int:
-    """What a training step with `count` heads adds to the weights at its worst moment."""
+    """Peak memory of a training step with `count` heads, in bytes above the weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,10 +1,10 @@
-"""How far the estimates are from what was measured.
+"""Compare the planner's estimates with measurements.
 
     python -m benchmarks.pages.planner_accuracy [--into docs/planner.md]
 
-The measurements are those of benchmarks/measure_plans.py. Every case's errors are printed, and of those whose memory is
-beyond a limit the peaks of each phase. With a document, the predictions are written beside the measurements, the table
-between the document's markers, and the chart into img/ beside it.
+The measurements are those of benchmarks/measure_plans.py. Prints the errors of every case, and the peaks of each phase
+for cases whose memory is beyond a limit. With `--into`, the predictions are written beside the measurements, the table
+between the document's markers, and the chart into img/ beside the document.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BEGIN, END = "<!-- accuracy -->", "<!-- /accuracy -->"
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """What is compared, and how far it may be off."""
+    """A quantity that is compared, and the limits of its error."""
 
     name: str
     measured: str
@@ -96,7 +96,7 @@ class Comparison:
 
 
 def load(path: Path) -> Measurements:
-    """The measurements in `path`. Raises UsageError where there are none."""
+    """The measurements in `path`. Raises UsageError if the file is not one of benchmarks/measure_plans.py on a GPU."""
     found = _read(path, hint="benchmarks/measure_plans.py makes it, on a GPU")
     try:
         if found["tiny"]:
@@ -107,7 +107,7 @@ def load(path: Path) -> Measurements:
             others=tuple(case for case in found["cases"] if case["status"] != "ok"),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no file of benchmarks/measure_plans.py: {error} is missing.") from None
+        raise UsageError(f"{path} was not written by benchmarks/measure_plans.py: {error} is missing.") from None
 
 
 def _read(path: Path, *, hint: str) -> Any:
@@ -136,7 +136,7 @@ def request_of(case: Mapping[str, Any]) -> Request:
 
 
 def compare(found: Measurements) -> list[Comparison]:
-    """Every measured case, predicted now."""
+    """Predict every measured case."""
     gpu = find_gpu(found.environment["device"])
     comparisons = []
     for case in found.measured:
@@ -147,19 +147,19 @@ def compare(found: Measurements) -> list[Comparison]:
 
 
 def _merged_phases(estimated: Estimate) -> dict[str, int]:
-    """The phases as they are measured: the model's forward call includes the loss."""
+    """The phases of the measurements, in which the model's forward call includes the loss."""
     phases = dict(estimated.phases)
     phases["forward"] = max(phases["forward"], phases.pop("loss"))
     return phases
 
 
 def predictions_path(measurements: Path) -> Path:
-    """Where the predictions of a file of measurements are kept."""
+    """The file with the predictions for a file of measurements."""
     return measurements.with_name(f"{measurements.stem}-predicted.json")
 
 
 def versions() -> dict[str, str]:
-    """Of the packages whose code a prediction traces: another release may keep a tensor longer or not at all."""
+    """Versions of the packages that a prediction traces. Another release may free a tensor at another time."""
     return {name: metadata.version(name).partition("+")[0] for name in ("torch", "transformers", "peft")}
 
 
@@ -169,12 +169,12 @@ def save_predictions(comparisons: Iterable[Comparison], path: Path) -> None:
 
 
 def predicted_with(path: Path) -> dict[str, str]:
-    """The versions that the predictions in `path` were made with. Raises UsageError."""
+    """The versions that the predictions in `path` were made with. Raises UsageError if the file cannot be read."""
     return dict(_read(path, hint=REMAKE)["versions"])
 
 
 def load_predictions(cases: Sequence[Mapping[str, Any]], path: Path, *, remake: str = REMAKE) -> list[Comparison]:
-    """Every measured case with the predictions in `path`: what the document was made of. Raises UsageError."""
+    """Every measured case with its prediction in `path`. Raises UsageError if the file lacks a case."""
     rows = _read(path, hint=remake)["cases"]
     if missing := [case["id"] for case in cases if case["id"] not in rows]:
         raise UsageError(f"{path} lacks {missing[0]}; {remake}.")
@@ -199,7 +199,7 @@ def worst_first(comparisons: Sequence[Comparison], quantity: Quantity) -> list[C
 
 
 def beyond(comparisons: Sequence[Comparison], quantity: Quantity) -> list[str]:
-    """What breaks a limit of this quantity, one sentence each, the worst case first."""
+    """One sentence for each case that breaks a limit of this quantity, the worst case first."""
     said = [
         f"{quantity.name} of {one.id}: predicted {shown(one.predicted[quantity.name], quantity)}, measured "
         f"{shown(one.measured(quantity), quantity)} {quantity.unit}, {percent(one.error(quantity))} "
@@ -217,7 +217,7 @@ def beyond(comparisons: Sequence[Comparison], quantity: Quantity) -> list[str]:
 
 
 def section(found: Measurements, comparisons: Sequence[Comparison]) -> str:
-    """What stands in the document between the markers."""
+    """The text between the document's markers."""
     parts = [_provenance(found), _summary(comparisons), f"![Predicted against measured]({CHART})", table(comparisons)]
     if found.others:
         lines = [f"- {case['id']}: {case['status']}. {case['detail']}" for case in found.others]
@@ -231,12 +231,12 @@ def _provenance(found: Measurements) -> str:
     commits = sorted({case["tigon_commit"] or "unknown" for case in found.measured})
     dates = sorted({case["date"] for case in found.measured})
     earlier = sum("steps_commit" in case for case in found.measured)
-    again = f" {earlier} were measured twice, and have the time of the earlier, faster run." if earlier else ""
+    again = f" {earlier} runs were measured twice and show the time of the earlier, faster run." if earlier else ""
     return (
         f"{len(found.measured)} training runs on one {environment['device']} ({found.memory_bytes / GIB:.1f} GiB, "
         f"driver {environment['driver']}; {versions}; tigon at commit {', '.join(commits)}; {', '.join(dates)}). "
-        "Each starts with nothing allocated and takes three optimizer steps; the peaks are of the whole run, the time "
-        f"is the mean of the last two steps.{again} Random weights and tokens."
+        "Each run starts with nothing allocated and takes three optimizer steps. The peaks cover the whole run; the "
+        f"time is the mean of the last two steps.{again} Weights and tokens are random."
     )
 
 
@@ -273,7 +273,7 @@ def cells(values: Iterable[str]) -> str:
 
 
 def shown(value: float, quantity: Quantity) -> str:
-    """In the quantity's unit, which is not said."""
+    """The number in the quantity's unit, without the unit."""
     return f"{value * quantity.scale:,.{2 if quantity.unit == 'GiB' else 0}f}"
 
 
@@ -282,7 +282,7 @@ def percent(error: float) -> str:
     return f"{100 * error:+.1f}%"
 
 
-# By model: colour and shape, so that the colour is not needed to tell them apart.
+# One colour and one shape per model, so that readers can tell them apart without the colour.
 _LOOKS = (("#c2410c", "o"), ("#1d4ed8", "s"), ("#0f766e", "^"), ("#7e22ce", "D"), ("#a16207", "v"), ("#9ca3af", "P"))
 
 
@@ -320,14 +320,14 @@ def chart(comparisons: Sequence[Comparison]) -> str:
 
 
 def _band(axes: Any) -> tuple[list[Any], list[str]]:
-    """The legend's entry of the band alone."""
+    """The legend entry of the band only."""
     pairs = zip(*axes.get_legend_handles_labels(), strict=True)
     handle, label = next(pair for pair in pairs if pair[1].startswith("within"))
     return [handle], [label]
 
 
 def _plain_ticks(axes: Any, ends: Sequence[float]) -> None:
-    """The round numbers of the range, written out: 10, 20, 50 rather than powers of ten."""
+    """Label the axes with round numbers: 10, 20, 50 instead of powers of ten."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     bases = (1, 2, 5) if ends[1] < 20 * ends[0] else (1, 3)
@@ -353,7 +353,7 @@ def read_document(document: Path, *, begin: str = BEGIN, end: str = END) -> str:
 
 
 def write_between(inside: str, document: Path, *, begin: str = BEGIN, end: str = END) -> None:
-    """What stands between the document's markers. Raises UsageError without the markers."""
+    """Write the text between the document's markers. Raises UsageError without the markers."""
     text = read_document(document, begin=begin, end=end)
     new = _between(begin, end).sub(lambda match: f"{match[1]}{inside}\n{end}", text, count=1)
     document.write_text(new, encoding="utf-8")
@@ -364,7 +364,8 @@ def _between(begin: str, end: str) -> re.Pattern[str]:
 
 
 def into_document(found: Measurements, comparisons: Sequence[Comparison], document: Path) -> None:
-    """Table between the document's markers, chart beside it. Raises UsageError without the markers."""
+    """Write the table between the document's markers and the chart beside the document. Raises UsageError without the
+    markers."""
     inside, drawing = section(found, comparisons), chart(comparisons)
     read_document(document)
     drawn = document.parent / CHART
@@ -374,7 +375,7 @@ def into_document(found: Measurements, comparisons: Sequence[Comparison], docume
 
 
 def _print(found: Measurements, comparisons: Sequence[Comparison]) -> None:
-    """A line a case; of those beyond a limit, the phases too."""
+    """Print one line per case, and the phases of those beyond a limit."""
     width = max(len(one.id) for one in comparisons)
     for one in comparisons:
         values = (

@@ -1,4 +1,4 @@
-"""What others published of the same experiments, to stand beside ours. Nothing here was measured by tigon."""
+"""Figures that others published for the same experiments. tigon measured none of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Source:
-    """Who measured, on what."""
+    """Who measured, and on which hardware and data."""
 
     name: str
     setting: str
 
 
-STUDY = Source("the study", "Llama-3.2-1B on one RTX 4090 of 24 GB, its unpatched run and its run with Liger")
+STUDY = Source("the study", "Llama-3.2-1B on one RTX 4090 of 24 GB, unpatched and with Liger")
 PAPER = Source(
     "the paper", "Liger Kernel, arXiv 2410.10989, figures 4 to 7: four A100 of 80 GB, FSDP, Alpaca, 20 steps"
 )
@@ -30,16 +30,16 @@ STUDY_PEAK_GIB: Mapping[int, tuple[float | None, float | None]] = {
     112: (OUT_OF_MEMORY, 19.4),
 }
 STUDY_LARGEST_BATCH = 112
-"""Rows of 1024 tokens that it trained in 24 GB, with Liger."""
+"""The largest batch that the study trained in 24 GB with Liger, in rows of 1024 tokens."""
 STUDY_LONGEST_SEQUENCE = 24576
-"""Tokens in each of 4 rows that it trained in 24 GB, with Liger."""
+"""The longest of 4 rows that the study trained in 24 GB with Liger, in tokens."""
 STUDY_LONGEST_GB = 17.0
-"""What that took."""
+"""Memory of that run, in GB."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What Liger's kernels change against the unpatched model, as shares."""
+    """Relative change from the unpatched model to the model with Liger's kernels."""
 
     memory: float
     tokens_per_s: float

@@ -1,8 +1,8 @@
 """docs/study.md from the committed records: `python -m benchmarks.pages.study --into docs/study.md`.
 
-A record is the results.json of a sweep of recipes/study/, kept as benchmarks/results/GPU/study/NAME.json. Between its
-markers the page has the record's machine, charts, tables and what follows from them, and beside them what others
-published; a block without a record says that it was not measured.
+A record is the results.json of a sweep of recipes/study/, kept as benchmarks/results/GPU/study/NAME.json. The page
+shows the record's machine, charts, tables and findings between its markers, with figures that others published beside
+them. A block without a record says that it was not measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECORDS = Path("benchmarks/results")
 IMAGES = "img/study"
 
 Results = Mapping[str, Any]
-# What stands between the markers of a name, below the machine and the charts.
+# Name of a block -> its text below the machine and the charts.
 BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "batch": blocks.batch,
     "sequence": blocks.sequence,
@@ -50,22 +50,22 @@ def markers(name: str) -> tuple[str, str]:
 
 
 def load(root: Path) -> dict[str, dict[str, Results]]:
-    """GPU folder -> record name -> record. Raises UsageError for a file that is no record."""
+    """GPU folder -> record name -> record. Raises UsageError for a file that is not a record."""
     found: dict[str, dict[str, Results]] = {}
     for file in sorted(root.glob("*/study/*.json")):
         try:
             record = json.loads(read_text(file))
             if record["schema"] != SCHEMA or record["name"] != file.stem:
-                raise UsageError(f"{file} is no results.json of the sweep {file.stem}; copy that one there.")
+                raise UsageError(f"{file} is not the results.json of the sweep {file.stem}; copy that file there.")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{file} is no record of `tigon sweep`: {error}.") from None
+            raise UsageError(f"{file} is not a record of `tigon sweep`: {error}.") from None
         found.setdefault(file.parent.parent.name, {})[file.stem] = record
     return {gpu: predicted_anew(own, predictions_path(root / gpu)) for gpu, own in found.items()}
 
 
 def predicted_anew(records: Mapping[str, Results], file: Path) -> dict[str, Results]:
-    """The records with what the planner says of their points by now (benchmarks/pages/sweep_accuracy.py), in place of
-    what it said when they were measured. Raises UsageError for a file that is not the planner's."""
+    """The records with the planner's current predictions (benchmarks/pages/sweep_accuracy.py) instead of those made
+    when the points were measured. Raises UsageError if `file` holds no predictions."""
     if not file.exists():
         return dict(records)
     try:
@@ -84,7 +84,7 @@ def _told_anew(point: Mapping[str, Any], allocated_bytes: int | None) -> Mapping
 
 
 def page(text: str, records: Mapping[str, Mapping[str, Results]]) -> str:
-    """The document with every block made anew. Raises UsageError for a document without one of the markers."""
+    """The document with every block written again. Raises UsageError if the document lacks a marker."""
     for name in (*BLOCKS, *WHOLE):
         begin, end = markers(name)
         between = re.compile(rf"({re.escape(begin)}\n).*?(\n?{re.escape(end)})", re.DOTALL)
@@ -96,7 +96,7 @@ def page(text: str, records: Mapping[str, Mapping[str, Results]]) -> str:
 
 
 def block(name: str, records: Mapping[str, Mapping[str, Results]]) -> str:
-    """What stands between the markers of `name`."""
+    """The text between the markers of `name`."""
     if name in WHOLE:
         merged = {record: own[record] for own in records.values() for record in own}
         return WHOLE[name](merged)
@@ -120,7 +120,7 @@ def drawings(records: Mapping[str, Mapping[str, Results]]) -> dict[str, str]:
 
 
 def into_document(records: Mapping[str, Mapping[str, Results]], document: Path) -> None:
-    """Write the blocks into the document and the charts beside it."""
+    """Write the blocks into the document and the charts into img/."""
     try:
         new = page(document.read_text(encoding="utf-8"), records)
     except OSError as error:

@@ -1,9 +1,9 @@
-"""The planner against the sweeps that were measured on GPUs.
+"""Compare the planner with the sweeps that were measured on GPUs.
 
     python -m benchmarks.pages.sweep_accuracy [--into DOCUMENT]
 
-Every point of the results that are committed is a case, if it ran. With a document, the predictions are written beside
-the planner's own and a summary between the document's markers.
+Every point that ran in the committed results is a case. With `--into`, the predictions are written beside those of
+planner_accuracy.py, and a summary between the document's markers.
 """
 
 from __future__ import annotations
@@ -39,27 +39,29 @@ from tigon.sweep.prediction import predict
 RESULTS = Path("benchmarks/results")
 ROOMS = ("study", "medusa")
 PREDICTIONS = "planner/sweeps-predicted.json"
-"""In the results of a GPU."""
+"""Path inside the results folder of a GPU."""
 BEGIN, END = "<!-- accuracy of sweeps -->", "<!-- /accuracy of sweeps -->"
 REMAKE = "`python -m benchmarks.pages.sweep_accuracy --into docs/planner.md` makes it"
 
-_STREAMS = "what the allocator holds back for a stream that the engine copies or gathers on is not simulated."
-_LATE = (
-    "ZeRO-3: DeepSpeed's reducing stream holds a gradient's memory until it has passed it (record_stream, stage3.py), "
-    "which is not simulated; that this is all of the difference was not measured."
+_STREAMS = (
+    "the planner does not simulate memory that the allocator holds back for the engine's copy and gather streams."
 )
-_FOUR = "the host's time decides, and four sweeps ran on one host at a time."
+_LATE = (
+    "ZeRO-3: DeepSpeed's reducing stream holds a gradient's memory until it has passed the gradient (record_stream, "
+    "stage3.py). The planner does not simulate this. Whether it explains the whole difference was not measured."
+)
+_FOUR = "the step is CPU-bound, and four sweeps ran on one host at the same time."
 _SLOW_HOST = (
-    "the host's time decides, and this one was slower than the one that the plan was fitted on: the fastest steps, "
-    "too, took 1.2 to 1.4 times as long as planned."
+    "the step is CPU-bound, and this host was slower than the one that the plan was fitted on. Even the fastest steps "
+    "took 1.2 to 1.4 times as long as planned."
 )
 KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
     ("techniques: zero-offload-cpu", "reserved"): (0.19, f"ZeRO-2's copies to the host: {_STREAMS}"),
     ("techniques: adamw-torchao-8bit", "step time"): (
-        0.39, "the table look-ups of 8-bit states were fitted to Qwen3-0.6B alone; here they take half as long."
+        0.39, "the table look-ups of 8-bit states were fitted to Qwen3-0.6B only; here they take half as long."
     ),
     ("techniques: zero-offload-nvme", "step time"): (
-        0.84, "the plan has no speed of the disk that the files are on."
+        0.84, "the plan does not know the speed of the disk that holds the files."
     ),
     ("techniques-two-gpus: zero-2", "reserved"): (0.13, f"ZeRO-2: {_STREAMS}"),
     ("techniques-two-gpus: fsdp2-offload", "reserved"): (0.14, f"FSDP2's weights on their way: {_STREAMS}"),
@@ -69,7 +71,8 @@ KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
     ("longest-sequence: FSDP2", "reserved"): (0.09, f"FSDP2's weights on their way: {_STREAMS}"),
     ("paper-two-gpus", "reserved"): (0.13, f"FSDP2: {_STREAMS}"),
     ("medusa-two-gpus", "reserved"): (
-        0.19, "FSDP2: what one of its streams finds again in another's cache is not known; most are too high."
+        0.19, "FSDP2: it is not known which cached memory one stream reuses from another. Most predictions are too "
+        "high.",
     ),
     **{
         (f"techniques: {name}", "step time"): (limit, _SLOW_HOST)
@@ -81,28 +84,28 @@ KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
     ("batch: Liger batch_size=32", "step time"): (0.32, _FOUR),
     ("sequence", "step time"): (0.28, _FOUR),
     ("ladder", "step time"): (
-        0.40, "the host's time decides, and another sweep ran on the host's other GPU; the fastest steps, too, took up "
-        "to a quarter longer than planned.",
+        0.40, "the step is CPU-bound, and another sweep ran on the host's other GPU. Even the fastest steps took up to "
+        "a quarter longer than planned.",
     ),
     ("ladder: + tiled MLPs", "step time"): (0.42, _SLOW_HOST),
     ("ladder: GaLore a layer at a time", "step time"): (
-        0.62, "the host's time decides; the fastest steps, too, took 2.2 times as long as planned."
+        0.62, "the step is CPU-bound. Even the fastest steps took 2.2 times as long as planned."
     ),
     ("medusa: stage 2", "step time"): (
-        0.29, "at 1024 tokens the host's time decides, and another sweep ran on the host's other GPU."
+        0.29, "at 1024 tokens the step is CPU-bound, and another sweep ran on the host's other GPU."
     ),
 }  # fmt: skip
-"""(beginning of a case's name, quantity) -> how far it is allowed to be off instead, and why."""
+"""(start of a case's name, quantity) -> (limit that replaces the quantity's own, reason)."""
 
 
 def known(case_id: str, quantity: str) -> str | None:
-    """The longest beginning in KNOWN of a case's name, or None."""
+    """The longest entry of KNOWN that the case's name starts with, or None."""
     fitting = [begin for begin, name in KNOWN if name == quantity and case_id.startswith(begin)]
     return max(fitting, key=len, default=None)
 
 
 def case_of(results: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
-    """A point as the planner's accuracy takes a case."""
+    """A point in the form of a case of planner_accuracy.py."""
     return {
         "id": f"{results['name']}: {point['id']}", "sweep": results["name"], "keys": point["keys"],
         "unchecked": point["unchecked"], "device": results["environment"]["device"],
@@ -113,7 +116,8 @@ def case_of(results: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, A
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
-    """Every point in a GPU's results that ran, in the files' order. Raises UsageError for a file that is none."""
+    """Every point that ran in the results of a GPU, in file order. Raises UsageError for a file that is not a
+    results.json."""
     cases = []
     for file in sorted(file for room in ROOMS for file in folder.glob(f"{room}/*.json")):
         try:
@@ -122,7 +126,7 @@ def load(folder: Path) -> list[dict[str, Any]]:
             if ran and _gpu_known(results["environment"]["device"]):
                 cases += [case_of(results, point) for point in ran]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{file} is no results.json of a sweep ({type(error).__name__}: {error}).") from None
+            raise UsageError(f"{file} is not the results.json of a sweep ({type(error).__name__}: {error}).") from None
     return cases
 
 
@@ -145,7 +149,7 @@ def compare(cases: Sequence[Mapping[str, Any]]) -> list[Comparison]:
 
 
 def recipe_of(case: Mapping[str, Any], folder: Path) -> Recipe:
-    """The recipe that a point was measured with, but for its steps and its output."""
+    """The recipe of a measured point, except for its steps and its output."""
     tree: dict[str, dict[str, Any]] = {"train": {"steps": 1}}
     for key, value in case["keys"].items():
         section, _, name = key.partition(".")
@@ -156,8 +160,8 @@ def recipe_of(case: Mapping[str, Any], folder: Path) -> Recipe:
 
 
 def unexpected(comparisons: Sequence[Comparison], quantity: Quantity) -> list[str]:
-    """What breaks a limit of this quantity: its own, or for a case beyond that the one of KNOWN; and what of KNOWN no
-    case needs any more."""
+    """One line for each case that breaks its limit (the one in KNOWN if it is listed there, else the quantity's own),
+    and one for each entry of KNOWN that no case needs any more."""
     within, said, needed = [], [], set()
     for one in comparisons:
         error, begin = abs(one.error(quantity)), known(one.id, quantity.name)
@@ -173,7 +177,7 @@ def unexpected(comparisons: Sequence[Comparison], quantity: Quantity) -> list[st
 
 
 def section(comparisons: Sequence[Comparison]) -> str:
-    """What stands in the document between the markers: a row a sweep and quantity, and what is known to be off."""
+    """The text between the document's markers: one row per sweep and quantity, and the known cases beyond a limit."""
     sweeps = dict.fromkeys(one.case["sweep"] for one in comparisons)
     rows = [cells(["sweep", "points", "", "median error", "worst error", "limit", "point"]), cells(["---"] * 7)]
     for sweep in sweeps:
@@ -195,11 +199,11 @@ def section(comparisons: Sequence[Comparison]) -> str:
         if abs(one.error(quantity)) > quantity.worst and (begin := known(one.id, quantity.name)) is not None
     }
     beyond_limits = [f"- {begin}, {name}: {why}" for (begin, name), (_, why) in KNOWN.items() if (begin, name) in off]
-    return "\n".join(rows) + ("\n\nBeyond a limit, and known:\n\n" + "\n".join(beyond_limits) if beyond_limits else "")
+    return "\n".join(rows) + ("\n\nKnown cases beyond a limit:\n\n" + "\n".join(beyond_limits) if beyond_limits else "")
 
 
 def predictions_path(folder: Path) -> Path:
-    """Where the predictions of a GPU's sweeps are kept."""
+    """The file with the predictions of a GPU's sweeps."""
     return folder / PREDICTIONS
 
 

@@ -63,7 +63,7 @@ def test_record_of_another_sweep_is_taken(tool: Any, tmp_path: Path) -> None:
     folder = tmp_path / "gpu" / "medusa"
     folder.mkdir(parents=True)
     (folder / "medusa.json").write_text('{"name": "quick"}')
-    with pytest.raises(SystemExit, match=r"no results\.json of the sweep medusa"):
+    with pytest.raises(SystemExit, match=r"not the results\.json of the sweep medusa"):
         tool.load(tmp_path)
 
 

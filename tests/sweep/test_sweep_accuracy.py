@@ -116,7 +116,7 @@ def test_sweep_without_a_measured_point_or_on_a_cpu_gives_no_cases(tmp_path: Pat
 
 
 def test_file_that_is_no_sweep_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"s\.json is no results\.json"):
+    with pytest.raises(UsageError, match=r"s\.json is not the results\.json"):
         sweep_accuracy.load(_folder(tmp_path, {"rows": []}))
 
 
