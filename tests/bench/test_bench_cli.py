@@ -13,10 +13,10 @@ pytest.importorskip("typer")
 
 from bench_records import run as invented
 
-from tigon.cli import app
 from tigon.bench import record
 from tigon.bench.record import load
 from tigon.bench.table import provenance
+from tigon.cli import app
 from tigon.ops import OPS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="measures on the CPU")

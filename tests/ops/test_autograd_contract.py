@@ -94,7 +94,9 @@ def test_gradient_is_the_same_whichever_other_inputs_require_one(op: Op, case: C
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 @pytest.mark.parametrize("op_first", [True, False], ids=["op-first", "op-last"])
-def test_input_with_a_second_consumer_gets_the_sum_of_both_gradients(op: Op, case: Case, op_first: bool, backend: Any) -> None:
+def test_input_with_a_second_consumer_gets_the_sum_of_both_gradients(
+    op: Op, case: Case, op_first: bool, backend: Any
+) -> None:
     """K12: f(x) + x², where autograd shares gradient tensors between branches and x² has saved x."""
     inputs = make(op, case, torch.float32, backend.device)
     alone = run(op.call, op, with_leaves(op, inputs))

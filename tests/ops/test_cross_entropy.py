@@ -332,7 +332,9 @@ def test_first_of_equal_logits_is_the_prediction(backend: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("reduction", "weighted"), list(itertools.product(["mean", "none"], [False, True])))
-def test_inplace_gradient_equals_the_plain_gradient_and_reuses_the_logits(dtype: torch.dtype, reduction: str, weighted: bool, backend: Any) -> None:
+def test_inplace_gradient_equals_the_plain_gradient_and_reuses_the_logits(
+    dtype: torch.dtype, reduction: str, weighted: bool, backend: Any
+) -> None:
     logits, target = logits_and_target(backend.device, dtype)
     target[1] = -100
     weight = torch.linspace(-3e4, 2e4, 11, device=backend.device) if weighted else None

@@ -247,7 +247,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize("w_dtype", DTYPES)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_mixed_dtypes_are_as_accurate_as_the_promoted_product(x_dtype: Any, w_dtype: Any, autocast: Any, backend: Any) -> None:
+def test_mixed_dtypes_are_as_accurate_as_the_promoted_product(
+    x_dtype: Any, w_dtype: Any, autocast: Any, backend: Any
+) -> None:
     """K23: products in the promoted dtype, under autocast in its; gradients in each tensor's own."""
     if backend.interpreted and torch.bfloat16 in (x_dtype, w_dtype, autocast):
         pytest.skip("the interpreter cuts bf16 off instead of rounding; the reference and GPUs run this")

@@ -80,7 +80,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("k_layout", LAYOUTS)
 @pytest.mark.parametrize("q_layout", LAYOUTS)
-def test_outputs_and_gradients_keep_the_memory_order_of_their_inputs(q_layout: str, k_layout: str, backend: Any) -> None:
+def test_outputs_and_gradients_keep_the_memory_order_of_their_inputs(
+    q_layout: str, k_layout: str, backend: Any
+) -> None:
     """An attention behind, and the projection's backward before, would have to copy."""
     (build_q, q_order), (build_k, k_order) = LAYOUTS[q_layout], LAYOUTS[k_layout]
     tables = _inputs(device=backend.device)
