@@ -105,7 +105,7 @@ def _weights(name: str, config: Any, cls: type[torch.nn.Module]) -> list[Finding
 
 
 def prove(check: ModelCheck) -> ModelCheck:
-    """The check with a verification of its family's row, which takes half a second; unchanged without a row or report."""
+    """The check with a verification of its family's row, in half a second; unchanged without a row or report."""
     row = MODELS.get(check.model_type)
     if row is None or check.report is None:
         return check

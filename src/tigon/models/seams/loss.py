@@ -124,7 +124,7 @@ class LossCall:
         return torch.equal(next_tokens(self.labels, self.shift_labels, self.ignore_index), target)
 
     def _nan_if_written(self, loss: Tensor, target: Tensor) -> Tensor:
-        """For compiled graphs, which cannot fall back to the ordinary loss: NaN if labels were written after the head."""
+        """NaN if labels were written after the head: a compiled graph cannot fall back to the ordinary loss."""
         now = next_tokens(self.labels, self.shift_labels, self.ignore_index).to(loss.device)
         return torch.where((now == target.to(loss.device)).all(), loss, torch.nan)
 
