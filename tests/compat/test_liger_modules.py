@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,3 +151,13 @@ def test_functional_names_differ_from_the_functions() -> None:
 def test_deprecated_argument_of_cross_entropy_is_ignored() -> None:
     with pytest.raises(OptionError, match="size_average"):
         functional.liger_cross_entropy(torch.randn(2, 5), torch.tensor([1, 2]), size_average=False)
+
+
+def test_class_of_a_user_inherits_from_a_module_and_an_abstract_class() -> None:
+    class Abstract(abc.ABC):  # noqa: B024  # ABCMeta is what matters
+        pass
+
+    class Norm(modules.LigerRMSNorm, Abstract):
+        pass
+
+    assert isinstance(Norm(8), modules.LigerRMSNorm) and isinstance(Norm(8), Abstract)

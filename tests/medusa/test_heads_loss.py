@@ -108,8 +108,9 @@ def test_head_further_ahead_than_the_sequence_is_not_scored(kind: str) -> None:
         assert all(not t.any() for name, t in grads.items() if "blocks.1" in name or "blocks.2" in name)
 
 
+@pytest.mark.parametrize("counted", [True, False], ids=["in place", "data"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
-def test_labels_that_a_layers_hook_edits_count(fused: bool) -> None:
+def test_labels_that_a_layers_hook_edits_count(fused: bool, counted: bool) -> None:
     """Here it lets rows count that did not when the forward began; those are dropped before the products."""
     model = with_heads(SPECS["separate"], STAGES[2], fused=fused).double()
     inputs = batch()
@@ -118,7 +119,7 @@ def test_labels_that_a_layers_hook_edits_count(fused: bool) -> None:
     inputs["labels"][:, :9] = -100
 
     def restore(*_: Any) -> None:
-        inputs["labels"].copy_(labels)
+        (inputs["labels"] if counted else inputs["labels"].data).copy_(labels)  # `.data` has a version of its own
 
     model.model.layers[0].register_forward_hook(restore)
     torch.testing.assert_close(model(**inputs).loss, want, rtol=1e-10, atol=0)

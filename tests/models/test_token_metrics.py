@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tigon
 from tigon.models.seams.deferred_logits import MaterializedLogitsWarning
+from tigon.models.seams.traced_logits import UncomputedLogits
 from tigon.models.table import MODELS
 from tigon.models.verification.tiny import tiny_model
 
@@ -99,6 +100,7 @@ def test_metrics_of_a_compiled_step_equal_those_of_eager_mode() -> None:
     model = llama(layers=1)
     eager = model(**batch(), **METRICS)
     compiled = torch.compile(model, backend="aot_eager")(**batch(), **METRICS)
+    assert isinstance(compiled.logits, UncomputedLogits), "the compiled step has computed all logits"
     torch.testing.assert_close(compiled.token_accuracy, eager.token_accuracy)
     assert torch.equal(compiled.predicted_tokens, eager.predicted_tokens)
 
@@ -122,3 +124,52 @@ def test_skip_logits_with_shift_labels_alone_gives_their_loss() -> None:
     shifted = torch.nn.functional.pad(batch()["labels"], (0, 1), value=-100)[:, 1:]
     outputs = model(input_ids=ids, shift_labels=shifted, skip_logits=True)
     torch.testing.assert_close(outputs.loss, model(**batch()).loss)
+
+
+def test_positional_labels_of_none_give_way_to_shift_labels() -> None:
+    model, ids = llama().eval(), batch()["input_ids"]
+    shifted = torch.nn.functional.pad(batch()["labels"], (0, 1), value=-100)[:, 1:]
+    outputs = model(ids, None, None, None, None, None, shift_labels=shifted, skip_logits=True)  # labels is the sixth
+    torch.testing.assert_close(outputs.loss, model(**batch()).loss)
+
+
+def test_compiled_skip_logits_computes_no_logits() -> None:
+    model = llama(layers=1).eval()
+    compiled = torch.compile(model, backend="aot_eager")(**batch(), skip_logits=True)
+    assert isinstance(compiled.logits, UncomputedLogits)
+    torch.testing.assert_close(compiled.loss, model(**batch()).loss)
+
+
+@pytest.mark.parametrize("place", ["layer", "head"])
+def test_metrics_count_labels_that_a_hook_has_edited(place: str) -> None:
+    model, inputs = llama(), batch()
+
+    def edit(module: nn.Module, args: Any, output: Any) -> None:
+        inputs["labels"][:, :6] = -100
+
+    {"layer": model.model.layers[0], "head": model.lm_head}[place].register_forward_hook(edit)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaterializedLogitsWarning)
+        tokens = model(**inputs, **METRICS).predicted_tokens
+    assert int((tokens != -1).sum()) == int((inputs["labels"][:, 1:] != -100).sum())
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("router_logits", [True, False], ids=["two losses", "one loss"])
+def test_metrics_end_the_tuple_of_a_mixture(training: bool, router_logits: bool) -> None:
+    torch.manual_seed(0)
+    model = tiny_model("mixtral", MODELS["mixtral"].tiny)
+    tigon.patch(model)
+    model.train(training)
+    inputs = {**batch(), "output_router_logits": router_logits}
+    named = model(**inputs, **METRICS)
+    pair = model(**inputs, **METRICS, return_dict=False)
+    torch.testing.assert_close(pair[-2], named.token_accuracy)
+    assert torch.equal(pair[-1], named.predicted_tokens)
+
+
+def test_metrics_that_cannot_be_computed_are_none_at_the_end_of_a_tuple() -> None:
+    model, ids = llama(), batch()["input_ids"]
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.float().mean()
+    outputs = model(input_ids=ids, labels=ids, logits_to_keep=4, return_dict=False, **METRICS)
+    assert outputs[-2:] == (None, None) and outputs[0].ndim == 0

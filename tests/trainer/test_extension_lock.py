@@ -133,6 +133,19 @@ def test_lock_file_that_its_owner_has_not_locked_yet_is_not_stale(tmp_path):
     assert ExtensionLock(str(path))._remove_stale()
 
 
+def test_release_leaves_a_lock_that_another_process_has_made_meanwhile(tmp_path):
+    path = tmp_path / "lock"
+    first = ExtensionLock(str(path))
+    assert first.try_acquire()
+    path.unlink()  # by a user, who follows the advice that a waiting process prints
+    second = ExtensionLock(str(path))
+    assert second.try_acquire()
+    first.release()
+    assert path.exists()
+    second.release()
+    assert not path.exists()
+
+
 def test_pytorch_compiles_with_this_lock_once_it_is_taken_over(monkeypatch):
     from torch.utils import cpp_extension
 

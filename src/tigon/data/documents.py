@@ -100,8 +100,9 @@ def read(
         if budget_bytes < 0 and documents:
             break
         if budget_bytes < 0:
+            at_least = "at least " if document.at_least_bytes else ""
             raise DataError(
-                f"{document.origin}: the first document has {size_bytes / 2**20:.3g} MiB of text, over "
+                f"{document.origin}: the first document has {at_least}{size_bytes / 2**20:.3g} MiB of text, over "
                 f"data.max_text_mib {max_text_mib:g}, and documents are read whole; raise it, or split the file"
             )
         documents.append(document)

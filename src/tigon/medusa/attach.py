@@ -161,7 +161,7 @@ class HeadedSeam(Seam):
             return ops.prepare_targets(labels, shifts=shifts, positions=positions) if self.fused else labels
 
         # Before the trunk, so that the loss does not wait for the trunk.
-        target, written = targets(), _versions(labels, positions)
+        early, written = targets(), _versions(labels, positions)
         layer_inputs: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             if heads.spec.kind == "mtp":
@@ -170,8 +170,6 @@ class HeadedSeam(Seam):
                 stack.enter_context(torch.no_grad())
             # With a cache, transformers ignores the document boundaries in position_ids.
             hidden = trunk(model, {**inputs, "use_cache": False}).last_hidden_state
-        if torch.compiler.is_compiling() or _versions(labels, positions) != written:
-            target = targets()  # a hook in the trunk has edited them
         joint = self.objective.stage == 2
         found: list[MultiHeadOutput] = []
 
@@ -182,6 +180,10 @@ class HeadedSeam(Seam):
             if joint:
                 hiddens, weights, blocks = [hidden, *hiddens], [head.weight, *weights], [[], *blocks]
             compute_losses: Callable[..., MultiHeadOutput] = loss.fused if self.fused else loss.plain
+            # A hook may have edited the labels since. A write through `.data` has no version, but off the GPU reading
+            # the labels again waits for nothing.
+            unwritten = labels.is_cuda and not torch.compiler.is_compiling() and _versions(labels, positions) == written
+            target = early if unwritten else targets()
             found.append(
                 compute_losses(
                     hiddens, weights, blocks, target, shifts=shifts, factors=factors, positions=positions,

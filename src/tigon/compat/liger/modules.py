@@ -6,6 +6,7 @@ class by its own. The patched module keeps the class and the attributes of the m
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,11 @@ from tigon.models.seams.mlp import GatedMlpSeam
 from tigon.ops.glu import Approximate
 
 
-class _StandsForPatched(type):
-    """Metaclass of a Liger class whose `stands_for` decides which patched modules count as its instances."""
+class _StandsForPatched(abc.ABCMeta):
+    """Metaclass of a Liger class whose `stands_for` decides which patched modules count as its instances.
+
+    An ABCMeta, so that a user's class can inherit from a Liger module and an abstract class, as with Liger itself.
+    """
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if super().__instancecheck__(instance):

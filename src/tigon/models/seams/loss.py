@@ -190,7 +190,8 @@ class LossCall:
         if self.metrics is None:
             return outputs
         if self.taken is None or self.predicted is None:
-            return _metrics_of_logits(self.metrics, outputs, self.target, self.ignore_index)
+            target = next_tokens(self.labels, self.shift_labels, self.ignore_index)  # as the ordinary loss read them
+            return _metrics_of_logits(self.metrics, outputs, target, self.ignore_index)
         target = self.target.to(self.predicted.device)
         return self.metrics.add(outputs, self.predicted, target, self.ignore_index)
 
@@ -218,11 +219,13 @@ def _shift_labels_alone(kwargs: dict[str, Any]) -> Tensor:
 
 def _metrics_of_logits(metrics: TokenMetrics, outputs: Any, target: Tensor, ignore_index: int) -> Any:
     """The outputs with the metrics of their logits; both metrics are None if logits and labels differ in number."""
-    logits = outputs[1] if isinstance(outputs, tuple) else outputs.logits
+    if isinstance(outputs, tuple):  # the losses come first; mixture-of-experts models may return two
+        logits = next(part for part in outputs if not isinstance(part, Tensor) or part.ndim)
+    else:
+        logits = outputs.logits
     predicted = logits.detach().argmax(-1).reshape(-1)
     if predicted.shape != target.shape:  # logits_to_keep
-        metrics = TokenMetrics(accuracy=False, predicted=False)
-        target = target.new_full(predicted.shape, ignore_index)
+        return metrics.add_none(outputs)
     return metrics.add(outputs, predicted, target.to(predicted.device), ignore_index)
 
 
@@ -351,7 +354,11 @@ class CausalLMSeam(Seam):
             skip_logits, metrics = kwargs.pop("skip_logits", None), TokenMetrics.pop(kwargs)
             labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
             if labels is None and skip_logits:
-                labels = kwargs["labels"] = _shift_labels_alone(kwargs)
+                labels = _shift_labels_alone(kwargs)
+                if len(args) > labels_at:
+                    args = (*args[:labels_at], labels, *args[labels_at + 1 :])
+                else:
+                    kwargs["labels"] = labels
             fuse = self.training or _active.without_logits if skip_logits is None else skip_logits
             head = seam.fusable_head(self) if fuse and labels is not None else None
             if labels is None or head is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -22,17 +21,16 @@ Gated = Callable[..., Tensor]
 _GELU_ERF, _GELU_TANH = partial(ops.geglu, approximate="none"), partial(ops.geglu, approximate="tanh")
 
 # Activation module, by class name -> the gated op. The names are those of torch.nn and of transformers' ACT2FN.
-GATED_OPS: Mapping[str, Gated] = MappingProxyType(
-    {
-        "SiLU": ops.swiglu,
-        "SiLUActivation": ops.swiglu,
-        "GELUActivation": _GELU_ERF,
-        "GELUTanh": _GELU_TANH,
-        "PytorchGELUTanh": _GELU_TANH,
-        "NewGELUActivation": _GELU_TANH,
-        "FastGELUActivation": _GELU_TANH,
-    }
-)
+# A dict, because Dynamo breaks the graph at a MappingProxyType.
+GATED_OPS: Mapping[str, Gated] = {
+    "SiLU": ops.swiglu,
+    "SiLUActivation": ops.swiglu,
+    "GELUActivation": _GELU_ERF,
+    "GELUTanh": _GELU_TANH,
+    "PytorchGELUTanh": _GELU_TANH,
+    "NewGELUActivation": _GELU_TANH,
+    "FastGELUActivation": _GELU_TANH,
+}
 
 
 def gated_op(activation: Any) -> Gated | None:

@@ -48,8 +48,16 @@ class TokenMetrics:
         hits = (predicted == target) & counts
         accuracy = hits.sum().float() / counts.sum().clamp(min=1) if self.accuracy else None
         tokens = torch.where(counts, predicted, -1) if self.predicted else None
+        return self._join(outputs, accuracy, tokens)
+
+    def add_none(self, outputs: Any) -> Any:
+        """Like `add`, for outputs whose logits do not fit the labels: the requested metrics are None."""
+        return self._join(outputs, None, None)
+
+    def _join(self, outputs: Any, accuracy: Tensor | None, tokens: Tensor | None) -> Any:
         if isinstance(outputs, tuple):
-            return (*outputs, *(metric for metric in (accuracy, tokens) if metric is not None))
+            requested = ((self.accuracy, accuracy), (self.predicted, tokens))
+            return (*outputs, *(metric for wanted, metric in requested if wanted))
         known = {f.name: getattr(outputs, f.name) for f in dataclasses.fields(outputs)}
         return _with_metrics(type(outputs))(**known, token_accuracy=accuracy, predicted_tokens=tokens)
 

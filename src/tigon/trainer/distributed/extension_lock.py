@@ -55,10 +55,14 @@ class ExtensionLock:
         """FileBaton's; nobody waits here who has not asked for the lock."""
 
     def release(self) -> None:
-        self.path.unlink(missing_ok=True)  # first: whoever locks the file after this sees that it is gone
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        if self._handle is None:
+            return
+        # Unlinked before it is unlocked, so that a process that locks it next sees that it is gone. A user may have
+        # removed the file meanwhile, and another process made its own: that one stays.
+        if _is_at(self._handle, self.path):
+            self.path.unlink(missing_ok=True)
+        os.close(self._handle)
+        self._handle = None
 
     def _make(self) -> bool:
         """Whether the file is made and ours."""
