@@ -188,6 +188,6 @@ def another_eps(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", [one_target_too_many, larger_gradient_of_a_norm, another_eps])
-def test_fault_ends_farther_than_allowed(fault: Change, dtype: str) -> None:
+def test_comparison_detects_faults_of_a_few_percent(fault: Change, dtype: str) -> None:
     """The comparison above can fail: faults of some percent are beyond what it allows, in bf16 too."""
     assert farther_than_allowed("llama", DTYPES[dtype], "cpu", fault)

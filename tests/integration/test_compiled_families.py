@@ -57,7 +57,7 @@ def largest_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_compiled_loss_is_another_with_ignored_labels(family: str, backend: str) -> None:
+def test_compiled_loss_equals_eager_with_and_without_ignored_labels(family: str, backend: str) -> None:
     device = "cuda" if backend == "inductor" else "cpu"
     patched, original = (model(family, **FAMILIES[family]).to(device) for _ in range(2))
     assert tigon.patch(patched).counts["linear_cross_entropy"] == 1
@@ -77,7 +77,7 @@ def test_compiled_loss_is_another_with_ignored_labels(family: str, backend: str)
     assert counters["stats"]["unique_graphs"] == 1, "the labels' values have recompiled it"
 
 
-def test_batches_of_any_size_compile_again_and_again() -> None:
+def test_batches_of_any_size_share_at_most_three_graphs() -> None:
     """Of the family whose attention depends on the length too, by a window."""
     family = "gemma2"
     patched, original = (model(family, **FAMILIES[family]) for _ in range(2))
