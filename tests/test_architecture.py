@@ -34,7 +34,7 @@ LINES = (
     ("kernels",),
 )
 LEVEL = {room: level for level, line in enumerate(LINES) for room in line}
-LEAVES = {"errors", "_types", "_files", "units"}  # whoever wants them; they import nothing of ours
+LEAVES = {"errors", "_types", "_files", "units"}  # every package may import them; they import no package of tigon
 MAY_IMPORT_TRANSFORMERS = {
     "cli", "doctor", "models", "techniques", "medusa", "data", "planner", "trainer", "sweep", "bench", "compat",
 }  # fmt: skip

@@ -31,7 +31,7 @@ SPECIAL = {
 
 @pytest.fixture(params=SPECIAL)
 def special(request, tmp_path, monkeypatch):
-    """(a path that is no regular file, what is said of it)"""
+    """Returns the path of a special file and the text that names its kind."""
     monkeypatch.chdir(tmp_path)  # a socket's path has 107 bytes at most
     if request.param == "fifo":
         os.mkfifo("fifo")

@@ -334,7 +334,7 @@ def test_hook_whose_model_fails_to_build_leaves_nothing_for_the_next() -> None:
 
 
 def test_remote_code_that_derives_from_a_hooked_class_is_patched() -> None:
-    """A repository with `trust_remote_code` brings a config with a model type of its own."""
+    """A repository with `trust_remote_code` has a config with a new model type."""
 
     class RemoteConfig(LlamaConfig):
         model_type = "remote_llama"

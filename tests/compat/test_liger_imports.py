@@ -18,7 +18,7 @@ import tigon
 
 pytestmark = forks.forks
 
-# Absolute, because the processes run in folders of their own.
+# The path is absolute because the processes run in other folders.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(tigon.__file__).parent.parent)}
 
 MODEL = """

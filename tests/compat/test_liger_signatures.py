@@ -13,7 +13,7 @@ from tigon.compat.liger.offered import OFFERED, resolve
 
 SIGNATURES: dict[str, str] = json.loads((Path(__file__).parent / "liger_signatures.json").read_text(encoding="utf-8"))
 
-# The one default that is another: tigon has no kernel for nemotron's activation, so it is not on by default.
+# One default differs: nemotron's activation is off by default because no kernel of tigon computes it.
 DIFFERS = {"transformers.monkey_patch.apply_liger_kernel_to_nemotron": ("relu_squared=True", "relu_squared=False")}
 
 

@@ -3,7 +3,7 @@
 The truth is the unpatched model trained in fp64, with the casts to fp32 inside it taken out. The unpatched model in
 fp32 or bf16 is at some distance from it, which is what that dtype costs: the same data, optimizer and starting weights,
 other roundings. The patched model may be at most FACTORS times as far, in the losses of all steps, in the logits after
-them, and in every weight. Where the unpatched distance is nothing by luck, the floor is half a rounding step of what
+them, and in every weight. If the unpatched distance happens to be 0, the floor is half a rounding step of what
 the tensor is kept in: the dtype for logits, fp32 for losses and weights.
 
 One pair of rounding trajectories says little: training amplifies a single rounding, so the ratio of two distances
@@ -16,9 +16,9 @@ ATEN_CPU_CAPABILITY=default and avx2 (torch 2.13.0, AMD EPYC, 2026-11-23):
     fp32              6.99        2.20           29,000      39,600
     bf16              2.88        1.75           3.7         6.8
 
-Plain gradient descent, because Adam divides by the size of the gradient and would hide a gradient that is too large
-everywhere; and, for bf16, weights kept in fp32 beside the model's as mixed-precision training keeps them, because a
-bf16 weight does not feel a step below 1/256 of itself and would hide a wrong one.
+The optimizer is plain gradient descent. Adam divides by the size of the gradient and would hide a gradient that is too
+large everywhere. For bf16, a copy of the weights is kept in fp32, as in mixed-precision training: a bf16 weight ignores
+a step below 1/256 of itself and would hide a wrong one.
 """
 
 from __future__ import annotations

@@ -59,14 +59,14 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="An adapter on the head trains as if it were not there",
-            elsewhere="With `target_modules=[..., 'lm_head']` the fused loss reads `lm_head.weight` and passes the "
-            "adapter by: its gradients stay None, and the loss is that of the base weight, 5.21 where 5.90 is right. "
+            elsewhere="With `target_modules=[..., 'lm_head']` the fused loss reads `lm_head.weight` and skips the "
+            "adapter. Its gradients stay None. The loss is that of the base weight: 5.21 instead of 5.90. "
             "TRL now raises.",
             known=MEASURED,
             links=(f"{TRL}/issues/4612", f"{TRL}/pull/5977"),
             here="The loss is computed inside `lm_head`'s own forward and taken only if exactly that object reaches "
-            "`loss_function`. An adapter's sum is another object, so the loss is the ordinary one of the full logits, "
-            "and a warning says so once. 31 tuners of PEFT are compared.",
+            "`loss_function`. An adapter's sum is another object. The loss is then computed from the full logits, and "
+            "one warning says so. 31 tuners of PEFT are compared.",
             tests=(
                 f"{_HAZARDS}::test_adapter_on_the_head_counts_in_the_loss_or_is_refused",
                 f"{_HEADS}::test_adapter_on_the_head_is_trained_through_full_logits",
@@ -101,8 +101,8 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             elsewhere="The module is never called, so forward hooks on it never fire.",
             known=MEASURED,
             here="The head is called. Pre-hooks act, forward hooks see an object of the logits' shape, and one that "
-            "edits them changes the loss. A hook with an autograd function of its own is refused, because it would "
-            "get the gradient of a scalar.",
+            "edits them changes the loss. A hook with a custom autograd function is refused, because it would get "
+            "the gradient of a scalar.",
             tests=(
                 f"{_HAZARDS}::test_hooks_on_the_head_are_called_and_take_effect",
                 f"{_HAZARDS}::test_hook_that_edits_the_logits_reaches_the_loss",
@@ -112,7 +112,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="A quantised or parametrised head is multiplied by its raw weight",
-            elsewhere="Whatever `lm_head.weight` holds is taken for the matrix, whatever the head's forward does.",
+            elsewhere="The loss multiplies by `lm_head.weight` and ignores the head's forward.",
             known=READ,
             here="Only an `nn.Linear` with `nn.Linear`'s forward is fused. Others keep their forward, and the report "
             "names their class.",
@@ -133,8 +133,8 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
                 "https://github.com/EvolvingLMMs-Lab/lmms-engine/issues/29",
                 f"{LIGER}/pull/674",
             ),
-            here="Inside the head's forward the weight is whole. Where it is not, because nothing gathered it, an "
-            "error or a warning names `lm_head.weight`. Tensor-parallel heads compute their own logits. Gradients on "
+            here="Inside the head's forward the weight is whole. If nothing gathered the weight, an error or a "
+            "warning names `lm_head.weight`. Tensor-parallel heads compute their own logits. Gradients on "
             "two ranks are compared with those of one.",
             tests=(
                 "hazards/test_two_ranks.py::test_gradients_of_two_ranks_are_those_of_one",
@@ -192,8 +192,8 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
     "Labels": (
         Hazard(
             name="A label out of range gives garbage",
-            elsewhere="The fused loss has no check: a label equal to the vocabulary size gives a loss of 7.5e30 or a "
-            "plausible one, and on a GPU reads memory that is not the logits'. The plain cross entropy asserts, with "
+            elsewhere="The fused loss does not check labels. A label equal to the vocabulary size gives a loss of "
+            "7.5e30 or a plausible one. On a GPU it reads memory beyond the logits. The plain cross entropy asserts, with "
             "two synchronisations, unless Python runs with -O.",
             known=MEASURED,
             links=(f"{LIGER}/issues/916",),
@@ -251,9 +251,9 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             here="The versions of labels, `shift_labels` and `num_items_in_batch` are compared at the head and at the "
             "loss. Labels that changed before the head are read again. If they change after the head, the loss is the "
             "ordinary one of the full logits. A compiled step gives NaN instead, because its graph cannot choose. "
-            "A write through `.data` or into a numpy view has no version. It counts on the CPU, where values are "
-            "compared, and in a compiled step. On a GPU in eager mode a write to `labels.data` inside the forward is "
-            "not seen, because a comparison would wait for the device: write to the labels themselves.",
+            "A write through `.data` or into a numpy view leaves the version unchanged. It counts on the CPU, where "
+            "values are compared, and in a compiled step. On a GPU in eager mode a write to `labels.data` inside the "
+            "forward is not noticed, because a comparison would wait for the device. Write to the labels themselves.",
             tests=(
                 f"{_SEAM}::test_labels_edited_before_super_forward_count_in_the_loss",
                 f"{_SEAM}::test_labels_edited_by_a_hook_count_in_the_loss",
@@ -266,7 +266,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             elsewhere="A fused loss has no logits to edit. `with torch.no_grad(): logits[..., 90:] = -1e4`, "
             "`logits.detach().mul_(2)` or a hook on the head has no effect on the loss.",
             known=READ,
-            here="Whoever reads or writes the logits gets an ordinary tensor, and the loss of that step is computed "
+            here="A read of or a write to the logits makes an ordinary tensor, and the loss of that step is computed "
             "from it. All aliases share its memory: `detach`, `.data`, views, numpy arrays, `out=`. The step then "
             "costs the memory of the logits and of a copy, as the warning says.",
             tests=(
@@ -324,8 +324,8 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
     "Gradients": (
         Hazard(
             name="The second backward is another one",
-            elsewhere="Gradients are made in the forward and scaled in place in the backward, or written over what was "
-            "saved: with `retain_graph=True` a second backward of SwiGLU, cross entropy or the fused loss returns "
+            elsewhere="Gradients are computed in the forward and scaled in place in the backward, or written over "
+            "saved tensors. With `retain_graph=True` a second backward of SwiGLU, cross entropy or the fused loss returns "
             "other gradients, without an error.",
             known=MEASURED,
             here="The second backward equals the first; `create_graph=True` is a DoubleBackwardError.",
@@ -338,7 +338,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             name="A residual connection around the norm",
             elsewhere="RMSNorm's backward writes its gradient into the upstream one, which autograd shares between the "
-            "branches of an addition: the gradient of z in `z + norm(x)` is wrong by 0.3, that of `norm(x) + z` right.",
+            "branches of an addition. The gradient of z in `z + norm(x)` is wrong by 0.3, that of `norm(x) + z` right.",
             known=MEASURED,
             links=(f"{LIGER}/issues/370",),
             here="Gradients are written to new memory.",
@@ -350,7 +350,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             name="Another use of a gate, a query or the logits",
             elsewhere="SwiGLU's backward overwrites the gate it saved, RoPE rotates queries in place and cross entropy "
-            "turns logits into gradients, without telling autograd: a regulariser, an auxiliary loss or a logging hook "
+            "turns logits into gradients, without telling autograd. A regulariser, an auxiliary loss or a logging hook "
             "on the same tensor gets gradients that are off by up to 8.",
             known=MEASURED,
             links=(f"{LIGER}/issues/272",),
@@ -364,7 +364,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="Parameters become gradients",
-            elsewhere="Where the gate, up or logits are leaves, their values are the gradients after the backward, and "
+            elsewhere="If the gate, up or logits are leaves, their values are the gradients after the backward, and "
             "their version counters are still 0.",
             known=MEASURED,
             here="Weights, buffers, inputs and labels are the same bits with the same version after a training step. "
@@ -383,9 +383,9 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "module, so every other Llama of the process, and every later one, changes with it. There is no way back "
             "but reloading modules.",
             known=MEASURED,
-            here="A patched module gets a class of its own. Every name of torch.nn, torch.nn.functional, the modeling "
-            "module and its classes is the same object afterwards, models built before and after give the same bits, "
-            "and `report.undo()` gives the model its own bits back.",
+            here="A patched module gets a new class. Every name of torch.nn, torch.nn.functional, the modeling module "
+            "and its classes is the same object afterwards. Models built before and after give the same bits, and "
+            "`report.undo()` restores the model's own bits.",
             tests=(
                 f"{_HAZARDS}::test_patch_leaves_other_models_and_the_process_unchanged",
                 f"{_FAMILIES}::test_patching_one_model_leaves_others_of_its_family_unchanged",
@@ -397,8 +397,8 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="`torch.nn.functional.cross_entropy` is replaced for the process",
-            elsewhere="`cross_entropy=True` assigns to it: probability targets and (N, C, L) logits then raise in code "
-            "that has nothing to do with the model, and the logits of ignored rows are zeroed there as well.",
+            elsewhere="`cross_entropy=True` assigns to it. In code that has nothing to do with the model, probability "
+            "targets and (N, C, L) logits then raise, and the logits of ignored rows are zeroed.",
             known=MEASURED,
             here="`tigon.patch(cross_entropy=True)` changes the loss of that model.",
             tests=(
@@ -410,7 +410,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             name="`torch.nn.LayerNorm` is another class",
             elsewhere="Without `model=`, the functions for mllama, gemma3, paligemma, internvl and smolvlm make it "
-            "LigerLayerNorm: `elementwise_affine=False` is a TypeError, and `isinstance(x, nn.LayerNorm)` is False for "
+            "LigerLayerNorm. `elementwise_affine=False` is a TypeError, and `isinstance(x, nn.LayerNorm)` is False for "
             "modules that exist, which moves them into weight decay.",
             known=MEASURED,
             here="A patched LayerNorm is an instance of `nn.LayerNorm`, and `nn.LayerNorm` is PyTorch's.",
@@ -459,7 +459,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "returns.",
             known=READ,
             here="A family without a row is matched by structure, module by module, each against its own forward and "
-            "gradient on a few numbers. Where nothing matches, `patch` raises.",
+            "gradient on a few numbers. If nothing matches, `patch` raises.",
             tests=(
                 f"{_FAMILIES}::test_family_without_a_row_is_patched_by_structure_and_verified",
                 f"{_FAMILIES}::test_model_in_which_nothing_matches_is_refused",
@@ -484,8 +484,8 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="eps = 0 becomes 1e-6",
-            elsewhere="The instance patch takes the first truthy of several attributes, then a default: a norm with "
-            "eps 0, or with its eps under a new name, gets another one.",
+            elsewhere="The instance patch takes the first truthy of several attributes, then a default. A norm with "
+            "eps 0, or with its eps under a new name, gets another eps.",
             known=MEASURED,
             here="The row names the attribute; its value is read at every call. A norm without it is left alone, and "
             "where none has it, `patch` raises.",
@@ -546,7 +546,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             name="A tensor on another GPU than the current one",
             elsewhere="Triton launches on the current device. With `device_map='auto'` the losses, RoPE and LayerNorm "
-            "have no guard: an error at best.",
+            "do not switch devices, so the best outcome is an error.",
             known=REPORTED,
             links=(f"{LIGER}/issues/401", f"{LIGER}/issues/593", f"{LIGER}/issues/1303"),
             here="Every launch is under the tensor's device, on its stream.",

@@ -99,8 +99,8 @@ def adapted(model: nn.Module, kind: str) -> Any:
     return wrapped
 
 
-# The tuners of PEFT 0.21 that can sit on this head, with what their configs cannot do without. Not here: AdaMSS (needs
-# scikit-learn), RoAd (an even number of outputs), and those that are no layers.
+# The tuners of PEFT 0.21 that can wrap this head, with the options that their configs require. AdaMSS is left out
+# because it needs scikit-learn, RoAd because it needs an even number of outputs.
 TUNERS: dict[str, dict[str, Any]] = {
     "LORA": {"r": 4}, "LOHA": {"r": 4}, "LOKR": {"r": 4}, "ADALORA": {"init_r": 4, "total_step": 10},
     "IA3": {"feedforward_modules": []}, "OFT": {"oft_block_size": 4}, "HRA": {"r": 4}, "VERA": {"r": 4},
@@ -248,7 +248,7 @@ def test_batch_with_all_labels_ignored_gives_zero_loss_and_gradients(family: str
     patched, _ = twins(family)
     tigon.patch(patched)
     if family == "mixtral":
-        patched.config.output_router_logits = False  # the balance of the experts is a loss of its own
+        patched.config.output_router_logits = False  # the load-balancing loss of the experts needs no labels
     labels = torch.full_like(BATCH["labels"], -100)
     for extra in ({}, {"num_items_in_batch": 0}, {"num_items_in_batch": torch.tensor(0)}):
         got = results(patched, lambda model, extra=extra: model(BATCH["input_ids"], labels=labels, **extra).loss)
@@ -346,7 +346,7 @@ def test_patch_leaves_other_models_and_the_process_unchanged(family: str) -> Non
 
 @for_families
 def test_cross_entropy_and_layer_norm_of_torch_keep_their_features(family: str) -> None:
-    """What a process-wide replacement breaks: probability targets, (N, C, L) logits, a LayerNorm without weights."""
+    """A process-wide replacement breaks probability targets, (N, C, L) logits and a LayerNorm without weights."""
     patched, _ = twins(family)
     tigon.patch(patched)
     logits = torch.randn(4, 5)

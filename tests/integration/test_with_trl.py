@@ -1,9 +1,9 @@
 """TRL's SFTTrainer with a patched model: the same losses, gradient norms, entropies and token accuracies.
 
-TRL 1.8 and 1.16 compute log-probabilities with a head of their own, from `lm_head.weight`, in training and evaluation
-alike: tigon's ops run in the layers, and its fused loss is not asked. In 1.0 SFTTrainer reads `outputs.logits` after
-every training step for these two metrics: they are right, and cost the logits once, in the model's dtype and without a
-gradient, and one more product with the head.
+TRL 1.8 and 1.16 compute log-probabilities from `lm_head.weight` themselves, in training and evaluation. tigon's ops run
+in the layers, and its fused loss is not called. In 1.0 SFTTrainer reads `outputs.logits` after
+every training step for these two metrics. They are right. They cost one more product with the head and the logits once,
+in the model's dtype and without a gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def train(tmp_path: Any, order: str, lora: bool = False, **options: Any) -> tuple[list[dict[str, float]], Any]:
-    """What a short run logs, and the patch report."""
+    """Runs a few steps; returns the logged numbers and the patch report."""
     report = None
     base = model()
     if order == "patched before":

@@ -26,8 +26,8 @@ from tigon.ops import OPS
 
 # The most threads of a program, on every chip here.
 MAX_THREADS = 1024
-# ptxas gives up a few registers for one program more per SM, and says so as a spill: 8 to 24 bytes stored and loaded in
-# kernels that have 255 registers and use 64.
+# ptxas spills a few registers to fit one more program per SM. The spills are 8 to 24 bytes in kernels that use 64 of
+# 255 registers.
 PTXAS_TRADE_BYTES = 32
 
 

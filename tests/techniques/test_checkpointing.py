@@ -110,8 +110,10 @@ def test_checkpointing_keeps_loss_and_gradients_of_the_kernels(word):
 
 @pytest.mark.gpu
 def test_offload_frees_layer_inputs_and_keeps_the_gradients():
-    """32 MiB a layer leave; gradients are those of recomputation without offload, bit for bit but for the embedding's,
-    which PyTorch adds up in another order each time."""
+    """Each layer moves 32 MiB to the host. Gradients equal those of recomputation without offload bit for bit.
+
+    The embedding's gradient is the exception: PyTorch adds it up in another order each time.
+    """
     device, tokens, width = torch.device("cuda"), 4096, 1024
     found = {}
     for word in ("full", "offload"):
@@ -135,7 +137,7 @@ def test_offload_frees_layer_inputs_and_keeps_the_gradients():
 
 @pytest.mark.gpu
 def test_offload_copies_while_kernels_run():
-    """The copies run on a stream of their own: a trace has kernels during them."""
+    """The copies run on a side stream, so a trace has kernels during them."""
     made = model("offload", device=torch.device("cuda"), width=2048)
     for _ in range(2):
         loss_and_gradients(made, torch.device("cuda"), 8192)

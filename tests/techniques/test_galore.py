@@ -63,7 +63,7 @@ def test_update_stays_in_its_subspace(shape):
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 @pytest.mark.parametrize("rank", [0, 4])
 def test_update_in_chunks_equals_the_whole_one(shape, rank, monkeypatch):
-    """Of a transposed view too, whose rows are not contiguous; and of a scalar, which has no rows."""
+    """Covers a transposed view, whose rows are not contiguous, and a scalar."""
     torch.manual_seed(1)
     start, gradients = torch.randn(shape), torch.randn(3, *shape)
     moved = []

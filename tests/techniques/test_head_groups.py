@@ -119,7 +119,7 @@ def test_groups_use_the_kernel_that_pytorch_chooses():
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", CUDA_KERNELS, ids=lambda backend: backend.name)
 def test_scratch_memory_is_that_of_one_group(backend):
-    """Of 8 bytes an element of Q, shared key heads, four groups leave two."""
+    """With shared key heads the scratch memory is 8 bytes per element of Q; four groups need only two."""
     found = {}
     q, k, v = heads_64_wide(32768)
     for groups in (1, 4):

@@ -102,7 +102,7 @@ def test_table_has_the_bytes_of_galores_state(shape, rank, dtype):
 
 
 def step_bytes(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> int:
-    """What the second step adds at its worst moment."""
+    """The peak memory that the second step adds."""
     optimizer.step()
     states = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
     meter = PeakMeter(torch.device("cpu"))
