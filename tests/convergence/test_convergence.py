@@ -3,8 +3,8 @@
 The truth is the unpatched model trained in fp64, with the casts to fp32 inside it taken out. The unpatched model in
 fp32 or bf16 is at some distance from it, which is what that dtype costs: the same data, optimizer and starting weights,
 other roundings. The patched model may be at most FACTORS times as far, in the losses of all steps, in the logits after
-them, and in every weight. If the unpatched distance happens to be 0, the floor is half a rounding step of what
-the tensor is kept in: the dtype for logits, fp32 for losses and weights.
+them, and in every weight. If the unpatched distance happens to be 0, the floor is half a rounding step of what the
+tensor is kept in: the dtype for logits, fp32 for losses and weights.
 
 One pair of rounding trajectories says little: training amplifies a single rounding, so the ratio of two distances
 spreads around 1. So a tensor's ratio is the median over SEEDS of starting weights and batches. FACTORS lie between the

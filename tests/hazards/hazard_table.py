@@ -193,8 +193,8 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             name="A label out of range gives garbage",
             elsewhere="The fused loss does not check labels. A label equal to the vocabulary size gives a loss of "
-            "7.5e30 or a plausible one. On a GPU it reads memory beyond the logits. The plain cross entropy asserts, with "
-            "two synchronisations, unless Python runs with -O.",
+            "7.5e30 or a plausible one. On a GPU it reads memory beyond the logits. The plain cross entropy asserts, "
+            "with two synchronisations, unless Python runs with -O.",
             known=MEASURED,
             links=(f"{LIGER}/issues/916",),
             here="The comparison is in 64 bits before any address is formed. On the CPU it is a LabelError; on a GPU "
@@ -325,8 +325,8 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             name="The second backward is another one",
             elsewhere="Gradients are computed in the forward and scaled in place in the backward, or written over "
-            "saved tensors. With `retain_graph=True` a second backward of SwiGLU, cross entropy or the fused loss returns "
-            "other gradients, without an error.",
+            "saved tensors. With `retain_graph=True` a second backward of SwiGLU, cross entropy or the fused loss "
+            "returns other gradients, without an error.",
             known=MEASURED,
             here="The second backward equals the first; `create_graph=True` is a DoubleBackwardError.",
             tests=(

@@ -1,9 +1,9 @@
 """TRL's SFTTrainer with a patched model: the same losses, gradient norms, entropies and token accuracies.
 
 TRL 1.8 and 1.16 compute log-probabilities from `lm_head.weight` themselves, in training and evaluation. tigon's ops run
-in the layers, and its fused loss is not called. In 1.0 SFTTrainer reads `outputs.logits` after
-every training step for these two metrics. They are right. They cost one more product with the head and the logits once,
-in the model's dtype and without a gradient.
+in the layers, and its fused loss is not called. In 1.0 SFTTrainer reads `outputs.logits` after every training step for
+these two metrics. They are right. They cost one more product with the head and the logits once, in the model's dtype
+and without a gradient.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     python tests/kernels/aot.py --target gfx942 --every    all cases of the records instead of a covering choice
 
 No launch is written down by hand. Each op of `OPS` runs its cases forward and backward on CPU tensors. Triton binds and
-specialises the launches for a driver that claims to be the target, and `jit_cache_hook` takes the code to compile. The kernels never run, so the numbers that flow through the ops are whatever memory held.
+specialises the launches for a driver that claims to be the target, and `jit_cache_hook` takes the code to compile. The
+kernels never run, so the values that flow through the ops are meaningless.
 
 It runs in a separate process because Triton decides about the interpreter when a kernel is decorated.
 """

@@ -255,7 +255,7 @@ def test_a_disk_that_is_full_is_said_before_the_run(recipe, tigon, here, monkeyp
 
 @forks
 def test_disk_too_small_for_nvme_states_is_refused_before_the_run(recipe, here, monkeypatch):
-    """Without this check DeepSpeed raises an AssertionError, or the run fails later.
+    """Without this check DeepSpeed raises an AssertionError, or nothing refuses the run.
 
     The run first removes the files of a killed run, so their space counts as free.
     """
