@@ -21,11 +21,12 @@ def test_every_term_appears_once() -> None:
     assert [term for term, n in terms.items() if n > 1] == []
 
 
-@pytest.mark.parametrize(("term", "file"), [(term, file) for term, _, file in TERMS])
-def test_identifier_occurs_in_the_named_file(term: str, file: str) -> None:
+@pytest.mark.parametrize(("term", "meaning", "file"), TERMS, ids=[row[0] for row in TERMS])
+def test_identifiers_occur_in_the_named_file(term: str, meaning: str, file: str) -> None:
     path = ROOT / "src" / "tigon" / file
     assert path.is_file(), f"{term}: no file {file}"
     source = path.read_text(encoding="utf-8")
     identifiers = re.findall(r"`(\w+)`", term)
     assert identifiers, f"{term}: no identifier"
     assert [name for name in identifiers if not re.search(rf"\b{name}\b", source)] == []
+    assert [name for name in re.findall(r"`([^`]+)`", meaning) if name not in source] == []
