@@ -1,0 +1,32 @@
+"""docs/glossary.md against the source: its files exist, its identifiers stand in them, and its terms are unique."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINES = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").splitlines()
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES if line.startswith("| ")]
+TERMS = [row for row in ROWS if row[0] != "term"]
+
+
+def test_every_row_has_a_term_a_meaning_and_a_file() -> None:
+    assert all(len(row) == 3 and all(row) for row in ROWS)
+
+
+def test_every_term_appears_once() -> None:
+    terms = Counter(re.sub(r" \(`.*", "", row[0]).lower() for row in TERMS)
+    assert [term for term, n in terms.items() if n > 1] == []
+
+
+@pytest.mark.parametrize(("term", "meaning", "file"), TERMS, ids=[row[0] for row in TERMS])
+def test_identifiers_occur_in_the_named_file(term: str, meaning: str, file: str) -> None:
+    path = ROOT / "src" / "tigon" / file
+    assert path.is_file(), f"{term}: no file {file}"
+    source = path.read_text(encoding="utf-8")
+    identifiers = re.findall(r"`(\w+)`", term)
+    assert identifiers, f"{term}: no identifier"
+    assert [name for name in identifiers if not re.search(rf"\b{name}\b", source)] == []
+    assert [name for name in re.findall(r"`([^`]+)`", meaning) if name not in source] == []
