@@ -17,7 +17,7 @@ WRONG = {
     "an empty axis": ({"grid": {"train.batch_size": []}}, "no values"),
     "steps in the recipe's words": ({"set": {"train.steps": 4}}, "write steps: in the sweep file"),
     "a key in two places": ({"set": {"train.batch_size": 4}}, "an axis of the grid"),
-    "no step left to time": ({"steps": 2, "warmup": 2}, "leaves none to time"),
+    "no step left to time": ({"steps": 2, "warmup": 2}, "leaves no step to time"),
     "a baseline that is no variant": ({"baseline": "x"}, "must be one of all"),
     "an axis of words": (
         {"grid": {"model.kernels": ["none"]}, "stop_after_oom": "model.kernels"}, "a key of the grid with numbers",
