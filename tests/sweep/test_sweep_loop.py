@@ -182,7 +182,7 @@ def test_point_on_a_gpu_has_a_prediction_and_a_worker_started_ahead(write_sweep,
     assert all(told) and told == sorted(told)
     assert found["memory_limit_bytes"] == 24 << 30
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert "Limited to 24.0 GiB: PyTorch&#39;s allocator may reserve that minus the memory outside it" in page
+    assert "Limited to 24.0 GiB: PyTorch&#39;s allocator may reserve that minus the memory planned outside it" in page
     assert "dotted: predicted" in page
     monkeypatch.delenv("TIGON_TEST_GPU")
     (out / "predictions.json").unlink()
