@@ -62,7 +62,7 @@ class Watch:
     # --- calls from the training loop --------------------------------------------------------------------------------
 
     def begin_step(self, model: nn.Module) -> None:
-        """model: the training loop's model. Its weights may differ from those of the loaded model, e.g. under FSDP."""
+        """model: the training loop's model. Its weights may have another form than after loading (ZeRO-3 shards)."""
         self._weights_are_there(model)
         self._journal.step += 1
         self._journal.enter("forward")
@@ -163,8 +163,8 @@ def _in_backward() -> bool:
 def _hook_nodes(root: Any, journal: Journal) -> None:
     """Note the name of each node of the graph in the journal before the node is computed.
 
-    AccumulateGrad nodes get no hook. A hook would hold a reference to the gradient, and autograd would then copy it into
-    `.grad` instead of moving it.
+    AccumulateGrad nodes get no hook. A hook would hold a reference to the gradient, and autograd would then copy it
+    into `.grad` instead of moving it.
     """
     seen, todo = {root}, [root]
     while todo:

@@ -115,12 +115,12 @@ def op_table(events: Iterable[Any], *, on_cuda: bool) -> list[OpRow]:
 
 
 def _is_op(name: str) -> bool:
-    """An operator or an autograd function, not the runtime's own calls, a step's range or the engine's bookkeeping."""
+    """Whether this is an operator or autograd function, not a runtime call, a step's range or engine bookkeeping."""
     return not name.startswith(("cuda", "cu", "hip", "ProfilerStep", "autograd::engine", "Optimizer.", "enumerate("))
 
 
 def _flops(event: Any) -> float:
-    """From the shapes of its arguments; 0 for what multiplies no matrices."""
+    """FLOPs from the shapes of the arguments; 0 for operators other than matrix products."""
     if event.name not in _PRODUCTS:
         return 0.0
     work, first, end = _PRODUCTS[event.name]

@@ -51,7 +51,7 @@ def render(profiles: Sequence[Profile]) -> str:
 
 
 def _run(number: int, profile: Profile, n: int) -> dict[str, Any]:
-    found = [tables.pieces(profile), tables.operators(profile)]
+    candidates = [tables.pieces(profile), tables.operators(profile)]
     timeline = profile.timeline
     notes = list(timeline.notes)
     if profile.predicted is not None:
@@ -61,12 +61,12 @@ def _run(number: int, profile: Profile, n: int) -> dict[str, Any]:
     if timeline.allocator_peak_bytes is not None:
         own, ours = timeline.allocator_peak_bytes, profile.peak.nbytes
         notes.append(
-            f"The allocator's own peak is {own:,} bytes, the timeline's {ours:,}: blocks that it did not split are "
-            "up to 1 MiB larger than what was asked for."
+            f"The allocator counts a peak of {own:,} bytes, the timeline {ours:,}. Blocks that the allocator did not "
+            "split are up to 1 MiB larger than requested."
         )
     return {
         "name": f"{'AB'[number]}: {timeline.label}" if n > 1 else timeline.label,
-        "peak": tables.peak_line(profile), "tables": [table for table in found if table is not None],
+        "peak": tables.peak_line(profile), "tables": [table for table in candidates if table is not None],
         "facts": list(profile.facts.items()), "notes": notes,
     }  # fmt: skip
 

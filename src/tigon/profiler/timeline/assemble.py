@@ -7,8 +7,8 @@ blocks get their category from the allocating frames, if these are listed below,
 - between `lm_head` and loss: logits;
 - the rest of backward: workspace.
 
-A block that outlives its phase is at rest. It counts as weights while loading, as optimizer states in an update, and as
-workspace elsewhere (cuBLAS's).
+Blocks at rest: a block from loading that is never freed counts as weights, and a block from an update that outlives the
+update counts as optimizer states. Any other block that is never freed is workspace (cuBLAS's).
 """
 
 from __future__ import annotations
