@@ -82,7 +82,7 @@ def test_skipped_rows_are_named_and_good_rows_are_kept(tmp_path):
         assert said.startswith(f"{path}:{2 * number + 2}: ") and message in said
     assert bad.said[-1].startswith(f"{latin}:2: not UTF-8")
     path.write_bytes(b"".join(line for line, _ in BAD_ROWS.values()))
-    with pytest.raises(DataError, match=r"no text in it.*; \d+ rows were left out, the first: .*d\.jsonl:1"):
+    with pytest.raises(DataError, match=r"no text in these files.*; \d+ rows were left out, the first: .*d\.jsonl:1"):
         read([str(path)], "auto", None, BadRows("skip"))
 
 
@@ -106,7 +106,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
     with pytest.raises(DataError, match=r"none\.txt: no such file"):
         read([str(tmp_path / "none.txt")], "auto", None)
     (tmp_path / "empty.txt").write_text(" \n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"empty\.txt: no text in it"):
+    with pytest.raises(DataError, match=r"empty\.txt: no text in these files"):
         read([str(tmp_path / "empty.txt")], "auto", None)
     (tmp_path / "latin.txt").write_bytes(b"one\ntwo \xe9\n")
     with pytest.raises(DataError, match=r"latin\.txt:2: not UTF-8"):
