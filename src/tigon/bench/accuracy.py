@@ -1,9 +1,9 @@
 """Measures the error of an implementation against fp64, and sets the limit on it.
 
 The reference result is the op's oracle in fp64 on the same rounded inputs. The baseline is the oracle in the inputs'
-dtype. The error is the relative Frobenius norm of the difference in an output or gradient. It may be at most
-`Op.error_factor` (2) times the larger of two errors, plus as many rounding steps of fp32: the baseline's error, and the
-error of rounding the fp64 result. The op tests use the same rule.
+dtype. The error is the relative Frobenius norm of the difference in an output or gradient. The limit is
+`Op.error_factor` (2) times (the larger of the baseline's error and the error of rounding the fp64 result, plus one
+rounding step of fp32). The op tests use the same rule.
 
 The mean loss over N tokens of a linear op has rounded logits, so its error is random. Its rounding error is taken as
 eps / sqrt(N). tigon is not timed on a row where it breaks the rule. Another library is timed and marked.
@@ -38,7 +38,7 @@ def name_results(outputs: Sequence[Tensor], names: Sequence[str], grads: Sequenc
 def oracle(op: Op, inputs: Inputs, upstream: Sequence[Tensor], dtype: torch.dtype | None = None) -> Named:
     """Outputs and gradients of the unfused formula, in `dtype` or in the dtype of the inputs.
 
-    A mean loss in fp64 is computed in chunks of tokens, because its logits can be several times a GPU's memory.
+    A mean loss in fp64 is computed in chunks of tokens, because its logits can exceed the memory of a GPU.
     """
     plain = {name: value for name, value in inputs.items() if name not in PERMISSIONS}
     cast = {

@@ -3,7 +3,7 @@
 Roles:
 
 - `ours`: tigon on the row's problem.
-- `variant`: tigon on a changed problem (a frozen head, half of the labels ignored). It has no error and no comparison.
+- `variant`: tigon on a changed problem (a frozen head, half of the labels ignored). Its error is not measured.
 - `baseline`: the unfused formula in eager mode, with which errors are compared.
 - `peer`: another library.
 - `limit`: the work that every implementation must do.

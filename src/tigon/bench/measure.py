@@ -1,7 +1,7 @@
 """Measures one row: first errors, then memory, then the times of all implementations in turns.
 
-An implementation that is not installed, does not support the inputs, fails or runs out of memory is recorded with that
-status, and the run continues. tigon is not timed if its error exceeds the limit of `accuracy.py`.
+If an implementation is not installed, does not support the inputs, fails or runs out of memory, the record says so and
+the run continues. tigon is not timed if its error exceeds the limit of `accuracy.py`.
 """
 
 from __future__ import annotations

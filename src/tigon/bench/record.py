@@ -204,7 +204,7 @@ def load(path: Path) -> RunRecord:
 
 
 def resumed(run: RunRecord, path: Path, dtype: str) -> list[RowRecord]:
-    """The rows of the record at `path`, each with its commit and date. Empty if there is no file.
+    """The rows of the record at `path`, each with its commit and date. Empty if the file does not exist.
 
     Raises BenchError if the record has another card, other versions, dtypes or numbers of repetitions.
     """

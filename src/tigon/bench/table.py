@@ -29,7 +29,7 @@ def _summary_cells(row: RowRecord) -> list[str]:
     best = own if own and own.judged_ms(row.graph) else None
     peer, wrong = best_of(row, ("peer", "baseline")), _faster_but_wrong(row)
     limit = next((m for m in row.measurements if m.role == "limit" and m.judged_ms(row.graph)), None)
-    # Where the matrix products were measured alone, they are the tighter limit.
+    # If the matrix products were measured alone, they are the tighter limit.
     fraction = _ms(limit, row) / _ms(best, row) if best and limit else best.fraction if best else None
     return [
         f"{row.op} {'x'.join(map(str, row.shape))}{', peaked' if row.logits == 'peaked' else ''}",

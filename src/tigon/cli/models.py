@@ -23,7 +23,7 @@ def command(
         Path | None, typer.Option(metavar="FILE.md", help="Write the table between the markers in this file.")
     ] = None,
     others: Annotated[
-        bool, typer.Option("--others", help="With --into: also the families that have no row; takes minutes.")
+        bool, typer.Option("--others", help="With --into: also list families missing from the table; takes minutes.")
     ] = False,
 ) -> None:
     """Show what tigon patches in every model family, what it leaves and why; exit code 1 if a family differs."""

@@ -87,7 +87,7 @@ def read(
     """Read the documents of `sources` in order, up to `max_text_mib` of text.
 
     key: the recipe key that names the sources, for messages. Raises DataError with file and line for a row or file that
-    cannot be read, and if there is no text.
+    cannot be read, and for sources without any text.
     """
     budget_bytes = math.inf if max_text_mib is None else max_text_mib * 2**20
     documents: list[Document] = []
@@ -274,7 +274,9 @@ class Layout:
         learned = [s.text for s in document.segments if s.learned]
         learned += [m.content for m in document.messages if m.role == "assistant"]
         if not any(text.strip() for text in learned):
-            raise DataError(f"{where}: nothing to learn from, because the answer is empty; fill it in or remove the row")
+            raise DataError(
+                f"{where}: nothing to learn from, because the answer is empty; fill it in or remove the row"
+            )
         return document
 
 

@@ -1,13 +1,13 @@
 """The sweep file: a base recipe, the keys that vary, and how each point is measured.
 
-    name: quick
-    recipe: ../quickstart.yaml             # a file, or the recipe itself as a mapping
-    grid:                                  # every combination; a list of mappings gives their union
-      train.batch_size: [4, 8]
-    variants:                              # every variant is measured at every point of the grid
-      unpatched: {model.kernels: none}
-      tigon: {model.kernels: tigon}
-    recipes: ../techniques/*.yaml          # instead of variants: one recipe file per variant
+name: quick
+recipe: ../quickstart.yaml             # a file, or the recipe itself as a mapping
+grid:                                  # every combination; a list of mappings gives their union
+  train.batch_size: [4, 8]
+variants:                              # every variant is measured at every point of the grid
+  unpatched: {model.kernels: none}
+  tigon: {model.kernels: tigon}
+recipes: ../techniques/*.yaml          # instead of variants: one recipe file per variant
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hooks that note in the journal the phase and layer of a running model, and the category of its tensors.
 
 Phases are those of the planner. `loss` lasts from the call of `lm_head` until the gradient of the last layer's output
-is computed, so it includes forward and backward of the head and the loss. The hooks keep no reference to tensors.
+is computed. It includes forward and backward of the head and the loss. The hooks keep no reference to tensors.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class PeakReport:
 
 
 def peak_of(timeline: Timeline, *, start: int = 0, end: int | None = None) -> PeakReport | None:
-    """The peak among the events from `start` to before `end`; None if there are no events."""
+    """The peak among the events from `start` to before `end`; None for an empty range."""
     totals = timeline.totals()
     window = range(start, len(totals) if end is None else end)
     if not window:

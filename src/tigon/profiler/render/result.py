@@ -36,7 +36,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Profile:
-    """Memory, operators, prediction and facts of a run. A run that stopped before the timed step has no operators."""
+    """Memory, operators, prediction and facts of a run. `ops` is None if the run stopped before the timed step."""
 
     timeline: Timeline
     ops: tuple[OpRow, ...]

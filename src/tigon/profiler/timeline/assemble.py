@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from tigon.profiler.recording.journal import Enter, Journal, Node, Recording, Tag
 from tigon.profiler.timeline.timeline import PHASES, Call, Phase, Timeline
 
-# Parts of frames or node names that give a category in any phase: a loss computed outside the phase of the head, layer
-# inputs that come back from the host, and weights that ZeRO-3 has gathered.
+# Parts of frames or node names that give a category in any phase. They cover a loss computed outside the head's phase,
+# layer inputs that return from the host, and weights that ZeRO-3 has gathered.
 _BY_FRAME = (
     ("tigon/ops/losses/linear_cross_entropy.py:", "logits"),
     ("tigon/ops/losses/cross_entropy.py:", "logits"),

@@ -104,8 +104,8 @@ class Timeline:
     def places(self) -> list[float]:
         """The horizontal place of each event in a drawing.
 
-        Blocks smaller than a thousandth of the peak take a fiftieth of the width of other blocks, because there are
-        thousands of them and they are too small to see.
+        Blocks smaller than a thousandth of the peak take a fiftieth of the width of other blocks. There are thousands
+        of them, and they are too small to see.
         """
         least = max(self.totals(), default=0) / 1000
         place, found = 0.0, []

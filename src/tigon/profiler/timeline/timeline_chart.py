@@ -1,7 +1,7 @@
 """Draws timelines as one SVG, with one panel per run, side by side on one scale.
 
 The horizontal axis is the order of allocations, not time (`Timeline.places`). A step is as wide as the memory it
-allocates, so that short steps stay visible and loading the model does not fill the page. profile.html shows time too.
+allocates: short steps stay visible, and loading the model does not fill the page. profile.html shows time too.
 """
 
 from __future__ import annotations
