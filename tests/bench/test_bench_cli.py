@@ -73,7 +73,8 @@ def test_refused_op_passes(bench, tmp_path, monkeypatch):
     monkeypatch.setitem(OPS, "swiglu", dataclasses.replace(op, call=lambda gate, up: op.call(gate, up) * math.pi))
     path = tmp_path / "x.json"
     code, _, err = bench(*QUICK, "--op", "swiglu", "--op", "geglu", "--json", path)
-    assert code == 2 and err.startswith("tigon: tigon has wrong results and was not timed on these rows: tigon on swiglu")
+    assert code == 2
+    assert err.startswith("tigon: tigon has wrong results and was not timed on these rows: tigon on swiglu")
     assert len(err.splitlines()) == 1
     rows = json.loads(path.read_text())["rows"]
     assert [m["status"] for row in rows for m in row["measurements"]] == ["refused", "ok", "ok", "ok"]

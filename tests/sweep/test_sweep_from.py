@@ -195,7 +195,7 @@ NO_RESULTS = {
     "a row without its time": (lambda found: found["points"][0].pop("step_s"), "points.0.step_s is missing"),
     "a peak in words": (lambda found: found["points"][0].update(peak_allocated_bytes="2 GiB"), "is '2 GiB'"),
     "no machine": (lambda found: found.update(environment=None), "environment is null"),
-    "another schema": (lambda found: found.update(schema=2), "schema is 2, and this tigon reads 1"),
+    "another schema": (lambda found: found.update(schema=2), "schema is 2, but this tigon reads 1"),
 }
 
 

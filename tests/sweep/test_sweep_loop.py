@@ -228,7 +228,7 @@ def test_sigterm_writes_the_report_and_exits_with_143(write_sweep, fake_workers,
     thread.start()
     code, out, _ = tigon("sweep", path)
     thread.join()
-    assert code == 143 and "what was measured is kept" in out
+    assert code == 143 and "the finished measurements are kept" in out
     found = rows(here / "runs/sweeps/s")
     assert [row["status"] for row in found.values()] == ["ok", failures.NOT_MEASURED]
     assert (here / "runs/sweeps/s/report.html").exists()

@@ -115,7 +115,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
     with pytest.raises(DataError, match="in this folder"):
         read([str(tmp_path / "folder")], "auto", None)
     (tmp_path / "x.json").write_text("[]", encoding="utf-8")
-    with pytest.raises(DataError, match=r"call it x\.jsonl"):
+    with pytest.raises(DataError, match=r"to x\.jsonl"):
         read([str(tmp_path / "x.json")], "auto", None)
 
 

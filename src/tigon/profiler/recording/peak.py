@@ -39,8 +39,8 @@ class PeakMeter:
     """Call `start(alive)` before and `stop()` after the code to measure, in the same thread.
 
     alive: on the CPU, the existing tensors that should count (parameters, gradients, optimizer state). If one of them
-    is freed during the measurement, the peak is too high by its size. On CUDA the allocator knows them. The profiler slows
-    CPU code down, so take its times separately.
+    is freed during the measurement, the peak is too high by its size. On CUDA the allocator knows them. The profiler
+    slows CPU code down, so take its times separately.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -36,7 +36,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Profile:
-    """Memory, operators, prediction and facts of a run. `ops` is None if the run stopped before the timed step."""
+    """Memory, operators, prediction and facts of a run. `ops` is empty if the run stopped before the timed step."""
 
     timeline: Timeline
     ops: tuple[OpRow, ...]
