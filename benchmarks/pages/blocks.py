@@ -55,9 +55,7 @@ def provenance(results: Results) -> str:
     if results["memory_limit_bytes"]:
         said.append(f"The limit of {results['memory_limit_bytes'] / GIB:.1f} GiB includes the CUDA context and NCCL.")
     if unchecked := sorted({row["variant"] for row in results["points"] if row["unchecked"]}):
-        said.append(
-            f"`tigon train` refuses these combinations, but the sweep measured them: {', '.join(unchecked)}."
-        )
+        said.append(f"`tigon train` refuses these combinations, but the sweep measured them: {', '.join(unchecked)}.")
     if wrong := left_out(results):
         said.append(wrong)
     missing = [row["id"] for row in results["points"] if row["status"] == failures.NOT_MEASURED]
