@@ -176,6 +176,6 @@ def test_file_that_cannot_be_opened_or_read_is_refused_with_the_reason(tmp_path,
         with monkeypatch.context() as patch:
             patch.setattr("tigon.data.documents.open_regular", opened)
             with pytest.raises(
-                DataError, match=rf"{name}: cannot be read: (Permission denied|Input/output error); mend"
+                DataError, match=rf"{name}: cannot be read: (Permission denied|Input/output error); fix"
             ):
                 read([str(path)], "auto", None)
