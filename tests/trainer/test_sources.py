@@ -109,7 +109,7 @@ def test_special_files_and_closed_folders_inside_are_named(data, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", closed)
-    with pytest.raises(DataError, match="b: cannot be read: Permission denied; mend"):
+    with pytest.raises(DataError, match="b: cannot be read: Permission denied; fix"):
         texts(data)
     assert texts(data, BadRows("skip")) == ["a/1.md", "b.txt"]
 
