@@ -1,16 +1,16 @@
 # make demo   set up .venv on first use and train a small model, with a report
-# make test   set up likewise, with DeepSpeed where there is a compiler, and run the tests
+# make test   set up .venv, with DeepSpeed if there is a C++ compiler, and run the tests
 # make check  lint and types
-# make numeric  the tests that compare numbers again, as older x86 CPUs would run them
-# make pages  what docs/ shows again: measured parts from the records in benchmarks/results, examples by running them
-# make gpu    the tests that need a GPU, in the environment of $(PYTHON); make sanitize: the kernels under its checkers
+# make numeric  run the numerical tests with the instruction sets of older x86 CPUs
+# make pages  write docs/ again: measured parts from the records in benchmarks/results, examples by running them
+# make gpu    run the tests that need a GPU, with $(PYTHON); make sanitize: run kernels under NVIDIA's checkers
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# OpenMP's threads spin while they wait; beside another busy program that made a step 10 times slower. Sleeping at once
-# costs a third of the speed of a quiet machine, 10,000 turns cost nothing measurable.
+# OpenMP's threads spin while they wait. With another busy program on the machine this made a step 10 times slower.
+# Sleeping at once costs a third of the speed on an idle machine. Spinning 10,000 times costs nothing measurable.
 export GOMP_SPINCOUNT ?= 10000
 
 .PHONY: demo test check numeric pages gpu sanitize format clean
@@ -18,13 +18,13 @@ export GOMP_SPINCOUNT ?= 10000
 demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
 
-# A core for each of the two processes.
+# One core per process.
 test: $(VENV)/.engines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# PyTorch and oneDNN choose their loops by the CPU's instructions, and other loops round otherwise: a bound that holds by
-# luck on this machine fails in one of these. Kernels stay out: Triton's interpreter is numpy, which is the same in all.
-# The machine's own instructions are those of `make test`.
+# PyTorch and oneDNN choose their loops by the CPU's instruction set, and different loops round differently. An error
+# bound that holds on this machine by luck fails with one of these sets. Kernels are left out, because Triton's
+# interpreter uses numpy and gives the same result with each set. `make test` uses the machine's own instruction set.
 NUMERIC := tests/ops tests/nn tests/convergence tests/models/test_parity.py tests/medusa/test_heads_loss.py
 numeric: $(VENV)/.ready
 	for isa in default:SSE41 avx2:AVX2; do \

@@ -1,12 +1,12 @@
-"""Every row of the model table at one odd shape: the planner's peak beside the measured one, within 3 %.
+"""Compare the planner's peak with the measured one for every model family, at one odd shape. The limit is 3 %.
 
     python -m benchmarks.measure_families                                    # predictions, on any machine
     python -m benchmarks.measure_families --measure --json RECORD            # and the peaks, on a GPU
     python -m benchmarks.measure_families --json RECORD --into docs/planner.md   # the table, from the record
 
-The models have two layers with random weights, the rows 3 x 1111 tokens, the vocabulary 50,257 words: no size is a
-multiple that a kernel would like. Each row takes three optimizer steps under autocast, in a process of its own, because
-one that fails must leave nothing to the next. The exit code is 1 where a peak is beyond the limit.
+The models have two layers with random weights, batches of 3 x 1111 tokens and a vocabulary of 50,257 words, so that
+these sizes are not multiples of a kernel's block size. Each family takes three optimizer steps under autocast, in a
+separate process, so that a failure does not affect the next family. The exit code is 1 if a peak is beyond the limit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WIDE: Mapping[str, Any] = {
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "mamba_d_state": 64, "mamba_d_head": 64,
     "mamba_n_heads": 32, "mamba_d_ssm": 2048, "mamba_chunk_size": 128, "use_cache": False,
 }  # fmt: skip
-# What the rows' small configs say in numbers that fit small models alone.
+# Values of the table's small configs that do not fit the sizes above.
 _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"num_key_value_heads": 16},
     "qwen2_5_vl": {
@@ -114,7 +114,7 @@ def _step(model: Any, ids: torch.Tensor) -> None:
 
 
 def row_of(model_type: str, kernels: str, gpu: Gpu, measure: bool) -> dict[str, Any]:
-    """One line of the record; `detail` says why there is no number."""
+    """One line of the record; `detail` says why a number is missing."""
     row: dict[str, Any] = {"model_type": model_type, "kernels": kernels, "detail": ""}
     if measure:
         return row | _row_alone(model_type, kernels, gpu)
@@ -126,7 +126,7 @@ def row_of(model_type: str, kernels: str, gpu: Gpu, measure: bool) -> dict[str, 
 
 
 def _row_alone(model_type: str, kernels: str, gpu: Gpu) -> dict[str, Any]:
-    """Both numbers, from a process of their own."""
+    """Predict and measure one family in a separate process."""
     command = [
         sys.executable,
         "-m",
@@ -188,7 +188,7 @@ def main() -> int:
     transformers.utils.logging.set_verbosity_error()
     if asked.alone:
         (kernels,) = asked.kernels
-        peak_bytes = measured(asked.alone, kernels)  # first: the plan makes a tensor or two on the GPU
+        peak_bytes = measured(asked.alone, kernels)  # first, because planning allocates a few tensors on the GPU
         row = row_of(asked.alone, kernels, find_gpu(asked.gpu), measure=False)
         print(json.dumps(row | {"measured_bytes": peak_bytes}))
         return 0
@@ -208,7 +208,7 @@ def main() -> int:
         error = error_of(row)
         sizes = {name: f"{row[name] / GIB:.3f}" for name in ("predicted_bytes", "measured_bytes") if name in row}
         print(row["model_type"], row["kernels"], sizes, row["detail"] if error is None else percent(error), flush=True)
-        if asked.measure:  # after every row: what was measured stays if the machine goes
+        if asked.measure:  # after every family, so that a lost machine loses no measurement
             record = {"environment": environment(torch.device("cuda")), "rows": rows}
             asked.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     errors = {f"{row['model_type']} ({row['kernels']})": error_of(row) for row in rows}

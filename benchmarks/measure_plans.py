@@ -4,11 +4,11 @@
 
 The committed RECORD is benchmarks/results/nvidia-h200/planner/runs.json.
 
-Each case goes through what `tigon train` goes through: model, patch, techniques, arguments, Trainer; on random tokens,
-with random weights, without files. The peaks are those of the whole run, from the model's first tensor to the check
-before a save; the time of a step is the mean of the last two. The file is written after every case; cases that it
-holds already, and that are not measured now, stay. `--tiny` runs every case with a small model on the CPU instead,
-where there are times but no peaks: it shows that the cases run.
+Each case uses the model, patch, techniques, arguments and Trainer of `tigon train`, with random tokens and weights and
+without files. The peaks are those of the whole run, from the model's first tensor to the check before a save. The step
+time is the mean of the last two steps. The file is written after every case, and keeps earlier cases that are not
+measured now. `--tiny` runs every case with a small model on the CPU instead, to check that the cases run. It gives
+times but not peaks.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from tigon.trainer.timed_run import Watch, WatchedTrainer
 
 PACKAGES = ("accelerate", "peft", "bitsandbytes", "torchao")
 DOCUMENTS = 4
-"""Documents in a row of a masked case."""
+"""Documents per sequence of a masked case."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run, in the words of a recipe."""
+    """One run, with the keys of a recipe."""
 
     model: str
     batch: int
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """The model, the rows, and what differs from the defaults."""
+        """The model, the batch, and the options that differ from the defaults."""
         words = [self.model, f"b{self.batch}", f"s{self.seq}"]
         for name in ("precision", "checkpointing", "kernels", "optimizer", "attention"):
             value = getattr(self, name)
@@ -107,7 +107,7 @@ _1B, _OLMO, _06B = _of("llama-3.2-1b"), _of("olmo-2-1b"), _of("qwen3-0.6b")
 _8B, _QWEN8 = _of("llama-3.1-8b", precision="bf16"), _of("qwen3-8b", precision="bf16")
 _GEMMA = _of("gemma-2-2b")
 
-# Most important first: a time limit cuts the end off.
+# The most important cases come first, because a time limit cuts off the end.
 CASES: tuple[Case, ...] = (
     _1B(batch=4, seq=2048),
     _8B(batch=2, seq=4096, checkpointing="full"),
@@ -180,7 +180,7 @@ TINY: Mapping[str, Any] = {
 
 
 def tiny(case: Case) -> Case:
-    """The same techniques on a model and rows that a CPU takes in a second."""
+    """The same techniques on a model and batch that take a CPU one second."""
     known = models.load_config(ModelConfig(name=case.model)).to_dict()
     shape = {name: value for name, value in TINY.items() if name in known}
     return dataclasses.replace(case, config=shape, batch=min(case.batch, 2), seq=64)
@@ -201,7 +201,7 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
 
 
 def rows_of(case: Case, count: int, vocab_size: int) -> RowDataset:
-    """Random rows, one document each; of a masked case, DOCUMENTS of different lengths."""
+    """Random sequences of one document each, or of DOCUMENTS with different lengths in a masked case."""
     generator = torch.Generator().manual_seed(1)
     starts = [0]
     if case.masked:
@@ -267,7 +267,7 @@ def measure(case: Case, watch: Watch, device: torch.device, folder: Path) -> flo
 
 @contextlib.contextmanager
 def module_kept(model_type: str) -> Iterator[None]:
-    """Put the names of a family's modeling module back afterwards: Liger replaces classes and functions in it."""
+    """Restore a family's modeling module afterwards, because Liger replaces classes and functions in it."""
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     before = dict(vars(module))
     try:
@@ -277,9 +277,9 @@ def module_kept(model_type: str) -> Iterator[None]:
 
 
 def release(device: torch.device) -> None:
-    """Leave the next case what a fresh process would have: no tensors, no cached segments, no workspaces."""
+    """Free tensors, cached segments and workspaces, so that the next case starts like a new process."""
     if "bitsandbytes" in sys.modules:
-        # it keeps every embedding that it was told to keep states of in fp32
+        # bitsandbytes' manager keeps every embedding whose states it was told to keep in fp32
         sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
@@ -312,7 +312,7 @@ def run(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
             row |= {"status": "failed", "detail": "the loss scale skipped every step, so no optimizer state was made"}
     except torch.OutOfMemoryError as error:
         row |= {"status": "out of memory", "detail": _line(error)}
-    except Exception as error:  # a case that fails must not take the others with it, nor be hidden
+    except Exception as error:  # a failing case must be recorded and must not stop the others
         row |= {"status": "failed", "detail": f"{type(error).__name__}: {_line(error)}"}
     if row["status"] == "ok":
         step_s = sum(watch.step_s[-2:]) / 2
@@ -335,7 +335,7 @@ def _line(error: BaseException) -> str:
 
 
 def save(path: Path, header: Mapping[str, Any], rows: Mapping[str, dict[str, Any]]) -> None:
-    """In the order of CASES; whole or not at all."""
+    """Write the rows in the order of CASES, atomically."""
     order = {case.id: place for place, case in enumerate(CASES)}
     cases = sorted(rows.values(), key=lambda row: order.get(row["id"], len(order)))
     beside = path.with_name(path.name + ".part")
@@ -355,9 +355,11 @@ def kept_rows(path: Path, header: Mapping[str, Any]) -> dict[str, dict[str, Any]
 
 
 def with_the_faster_steps(row: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
-    """The newest memory beside the faster of two measurements' steps: short steps wait for the host, and its speed
-    differs from run to run (QLoRA of qwen3-0.6b: 172 and 306 ms). The cost: steps that became slower by a change of
-    ours keep their earlier time; move the file away to measure all anew."""
+    """Combine the newest memory with the faster step time of two measurements.
+
+    Short steps are CPU-bound, and the host's speed varies from run to run (QLoRA of qwen3-0.6b: 172 and 306 ms). A step
+    that a change of tigon made slower keeps its earlier time. To measure all steps again, move the file away.
+    """
     if before is None or row["status"] != "ok" or before["status"] != "ok" or before["step_s"] >= row["step_s"]:
         return row
     kept = {name: before[name] for name in ("step_s", "tokens_per_s", "all_steps_s")}
@@ -369,7 +371,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where the measurements go")
     parser.add_argument("--only", type=re.compile, default=re.compile(""), help="cases whose name this finds")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which none is started")
-    parser.add_argument("--tiny", action="store_true", help="every case small and on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="run every case with a small model on the CPU")
     asked = parser.parse_args()
     if not asked.tiny and not torch.cuda.is_available():
         sys.exit("measure_plans needs a GPU; --tiny runs the cases small, on the CPU")
@@ -398,7 +400,7 @@ def main() -> None:
             result = row["detail"] or (
                 (f"{row['at_start_bytes']:,} bytes left over from before! " if row["at_start_bytes"] else "")
                 + f"{row['allocated_bytes'] / 2**30:.2f} GiB allocated, {row['reserved_bytes'] / 2**30:.2f} reserved, "
-                f"{1e3 * row['step_s']:.0f} ms a step"
+                f"{1e3 * row['step_s']:.0f} ms per step"
             )
             clock = f"{time.perf_counter() - begin_s:4.0f} s ({row['case_s']:.1f})"
             print(f"{number:2}/{len(chosen)} {clock} {case.id}: {row['status']}, {result}", flush=True)

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Install DeepSpeed into the virtual environment $1, whose processes the tests run without a GPU too; called by the
-# Makefile. The demo does not need it, and the tests skip what is not there, so that a failure ends nothing.
-# bitsandbytes and torchao stay out, for the time that their tests and what they compile take.
+# Install DeepSpeed into the virtual environment $1. Called by the Makefile. The tests run its processes on CPUs too.
+# The demo does not need DeepSpeed, and the tests skip missing packages, so a failed installation is no error.
+# bitsandbytes and torchao are not installed, because their tests and compilation take long.
 set -eu
 venv=$1
 if ! command -v c++ >/dev/null; then

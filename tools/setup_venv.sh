@@ -4,9 +4,9 @@
 set -eu
 venv=$1
 python=${PYTHON:-python3}
-# The CPU-capable release the tests are written against, for machines that have no torch yet.
+# For machines without torch: the release that the tests are written against. It runs on CPUs.
 torch="torch==2.13.0"
-# CPU builds of torch bring no Triton; this is the one whose interpreter the kernels' tests are written against.
+# CPU builds of torch do not include Triton. The kernel tests are written against the interpreter of this release.
 triton="triton==3.6.0"
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
@@ -21,7 +21,7 @@ fi
 # shellcheck disable=SC2086
 "$python" -m venv $options "$venv"
 pip="$venv/bin/python -m pip --disable-pip-version-check --quiet"
-# Before anything that depends on torch: asked for by another package, pip would bring the newest build it finds.
+# Install torch before any package that depends on it. As a dependency, pip would install the newest build it finds.
 "$venv/bin/python" -c 'import torch' 2>/dev/null || $pip install "$torch"
 if [ "$(uname -s)" = Linux ]; then
     "$venv/bin/python" -c 'import triton' 2>/dev/null || $pip install "$triton"

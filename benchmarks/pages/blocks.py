@@ -55,9 +55,7 @@ def provenance(results: Results) -> str:
     if results["memory_limit_bytes"]:
         said.append(f"The limit of {results['memory_limit_bytes'] / GIB:.1f} GiB includes the CUDA context and NCCL.")
     if unchecked := sorted({row["variant"] for row in results["points"] if row["unchecked"]}):
-        said.append(
-            f"`tigon train` refuses these combinations; they were measured all the same: {', '.join(unchecked)}."
-        )
+        said.append(f"`tigon train` refuses these combinations, but the sweep measured them: {', '.join(unchecked)}.")
     if wrong := left_out(results):
         said.append(wrong)
     missing = [row["id"] for row in results["points"] if row["status"] == failures.NOT_MEASURED]
@@ -215,7 +213,7 @@ def extreme(results: Results) -> str:
 
 
 def ladder(results: Results) -> str:
-    """Each rung: its memory, the change from the rung it is compared with, and its loss beside the first rung's."""
+    """Each rung: its memory, the change from the rung it is compared with, and its loss and that of the first rung."""
     rows, above = [], None
     first = next(iter(_ok(results["points"])), None)
     nearest = {after["id"]: before for before, after in _rung_pairs(results)}
@@ -229,15 +227,18 @@ def ladder(results: Results) -> str:
         rows.append([row["variant"], _gib(row), _told(row), change, _speed(row), speed, *_loss(row, first)])
         above = row if row["status"] == failures.OK else above
     titles = [
-        "rung", "GiB", "predicted", "GiB against the one before", "tokens/s", "likewise",
+        "rung", "GiB", "predicted", "GiB against the one before", "tokens/s", "tokens/s against the one before",
         f"loss after {results['steps']} steps", "against the first",
     ]  # fmt: skip
     return _table(titles, rows)
 
 
 def _rung_pairs(results: Results) -> list[tuple[Row, Row]]:
-    """(the rung to compare with, a rung) for each rung that ran. The rung to compare with is the earlier one that
-    differs in the fewest keys, and the latest of several: the rung above, unless a rung removes a technique."""
+    """(rung to compare with, rung) for each rung that ran.
+
+    A rung is compared with the earlier rung that differs in the fewest keys, or with the latest of several such rungs.
+    That is the rung above it, unless a rung removes a technique.
+    """
     ran = _ok(results["points"])
     return [(min(reversed(ran[:at]), key=partial(_changed, row)), row) for at, row in enumerate(ran) if at]
 

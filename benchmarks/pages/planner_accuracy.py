@@ -342,13 +342,13 @@ def _plain_ticks(axes: Any, ends: Sequence[float]) -> None:
 
 
 def read_document(document: Path, *, begin: str = BEGIN, end: str = END) -> str:
-    """The document's text. Raises UsageError for one that cannot be read or has no markers."""
+    """The document's text. Raises UsageError if it cannot be read or lacks the markers."""
     try:
         text = document.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{document} cannot be read: {error.strerror}.") from None
     if not _between(begin, end).search(text):
-        raise UsageError(f"{document} has no lines {begin} ... {end}; add them where the table should stand.")
+        raise UsageError(f"{document} has no lines {begin} ... {end}; add them where the table should go.")
     return text
 
 
@@ -407,7 +407,7 @@ def main() -> None:
         if not found.measured:
             raise UsageError(f"{asked.measurements} holds no case that ran to its end.")
         if asked.into is not None:
-            read_document(asked.into)  # half a minute before it is needed
+            read_document(asked.into)  # checked first, because the predictions take half a minute
         comparisons = compare(found)
         _print(found, comparisons)
         if asked.into is not None:

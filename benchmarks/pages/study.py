@@ -89,7 +89,7 @@ def page(text: str, records: Mapping[str, Mapping[str, Results]]) -> str:
         begin, end = markers(name)
         between = re.compile(rf"({re.escape(begin)}\n).*?(\n?{re.escape(end)})", re.DOTALL)
         if not between.search(text):
-            raise UsageError(f"the document has no lines {begin} ... {end}; add them where {name} should stand.")
+            raise UsageError(f"the document has no lines {begin} ... {end}; add them where {name} should go.")
         inside = block(name, records)
         text = between.sub(lambda match, inside=inside, end=end: f"{match[1]}{inside}\n{end}", text, count=1)  # type: ignore[misc]
     return text

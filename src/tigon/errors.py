@@ -12,7 +12,7 @@
         + ProcessError        a process of a run that has died
       x PatchError            a model the patcher must not, or cannot, change
       x KernelError           a kernel that cannot run here                             (also a RuntimeError)
-      x BenchError            a benchmark that refuses to go on, or a record that is none
+      x BenchError            a benchmark that cannot continue, or a file that is not a record
       x DoubleBackwardError   create_graph=True through an op without a second derivative  (also a RuntimeError)
 
 Messages name the value, the limit and the next step, because the command line prints them alone.
@@ -38,7 +38,7 @@ class DtypeError(UsageError):
 
 
 class OptionError(UsageError):
-    """An option value, or a combination of options, that has no meaning."""
+    """An option value, or a combination of options, that is not valid."""
 
 
 class LabelError(UsageError, IndexError):
@@ -70,7 +70,7 @@ class KernelError(TigonError, RuntimeError):
 
 
 class BenchError(TigonError):
-    """A benchmark that refuses to go on, or a record of one that cannot be read or written."""
+    """A benchmark that cannot continue, or a record that cannot be read or written."""
 
 
 class DoubleBackwardError(TigonError, RuntimeError):

@@ -138,7 +138,7 @@ WRONG = {
     "heads and Liger": ({"medusa": 2, "kernels": "liger"}, "no loss of several heads"),
     "heads and adapters": ({"medusa": 2, "lora_rank": 8}, "use stage 2"),
     "no name": ({"model": ""}, "neither a file"),
-    "effective batch": ({"gpus": 4, "effective_batch": 6}, "no multiple"),
+    "effective batch": ({"gpus": 4, "effective_batch": 6}, "not a multiple"),
     "pair": ({"optimizer": "galore", "zero": 3}, "projects whole matrices"),
     "offload": ({"offload": "cpu"}, "neither is on"),
     "method": ({"method": "guess"}, "--method is 'guess'"),

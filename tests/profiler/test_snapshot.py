@@ -179,7 +179,7 @@ def test_history_that_lost_events_is_refused(monkeypatch, tmp_path):
 def test_allocator_without_history_is_refused(monkeypatch, tmp_path):
     FakeAllocator(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    with pytest.raises(UsageError, match="cudaMallocAsync keeps no history"):
+    with pytest.raises(UsageError, match="cudaMallocAsync records no history"):
         CudaRecorder(torch.device("cuda", 0), tmp_path / "snapshot.pickle").start()
 
 

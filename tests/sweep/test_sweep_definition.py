@@ -14,10 +14,10 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 WRONG = {
     "an unknown key": ({"repeat": 2}, "repeat is not a key of a sweep; the nearest is repeats"),
     "an unknown recipe key": ({"grid": {"train.batchsize": [1]}}, "the nearest is train.batch_size"),
-    "an empty axis": ({"grid": {"train.batch_size": []}}, "no values"),
+    "an empty axis": ({"grid": {"train.batch_size": []}}, "an empty list"),
     "steps in the recipe's words": ({"set": {"train.steps": 4}}, "write steps: in the sweep file"),
     "a key in two places": ({"set": {"train.batch_size": 4}}, "an axis of the grid"),
-    "no step left to time": ({"steps": 2, "warmup": 2}, "leaves none to time"),
+    "no step left to time": ({"steps": 2, "warmup": 2}, "leaves no step to time"),
     "a baseline that is no variant": ({"baseline": "x"}, "must be one of all"),
     "an axis of words": (
         {"grid": {"model.kernels": ["none"]}, "stop_after_oom": "model.kernels"}, "a key of the grid with numbers",

@@ -71,11 +71,11 @@ def test_kill_by_linux_for_memory_is_out_of_memory_and_other_kills_are_failures(
     log.write_text("")
     count(monkeypatch, 2)
     assert failures.of_exit(-9, log, 1) == (failures.OUT_OF_MEMORY, "killed by Linux: the host's memory was full")
-    other = (failures.FAILED, "killed by SIGKILL, and not by Linux for want of host memory")
+    other = (failures.FAILED, "killed by SIGKILL, but not by Linux for lack of host memory")
     assert failures.of_exit(-9, log, 2) == other
     count(monkeypatch, None)
     status, detail = failures.of_exit(-9, log, None)
-    assert status == failures.FAILED and detail.startswith("killed by SIGKILL, perhaps for want of host memory")
+    assert status == failures.FAILED and detail.startswith("killed by SIGKILL, perhaps because host memory was full")
 
 
 COUNTERS = {

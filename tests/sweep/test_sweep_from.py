@@ -69,7 +69,7 @@ def test_imported_point_is_kept_as_it_was_and_not_measured_again(write_sweep, fa
     new, old = found["lean batch_size=32"], found["lean batch_size=4"]
     assert (new["tigon_commits"], new["dates"]) == (["abc"], ["2026-01-01"])
     assert (old["tigon_commits"], old["dates"]) == (["old"], ["2025-12-31"]), "its origin is lost"
-    assert f"taken    6 of 6 finished points of {earlier}" in capsys.readouterr().out
+    assert f"imported 6 of 6 finished points of {earlier}" in capsys.readouterr().out
 
 
 def test_imported_points_remain_without_from_and_when_drawn(write_sweep, fake_workers, earlier):
@@ -89,9 +89,9 @@ def test_points_with_other_settings_are_not_imported(write_sweep, fake_workers, 
     sweep(write_sweep(**SWEEP | {"grid": {"train.batch_size": [4, 64]}}), ["train.learning_rate=1"], earlier=earlier)
     said = capsys.readouterr().out
     assert fake_workers() == ["4 1", "4 2", "64 1", "64 2"]
-    assert "taken    0 of 6" in said
-    assert "left     2 of them, from lean batch_size=4: train.learning_rate the default there, 1.0 here" in said
-    assert "left     4 of them, from lean batch_size=8: no such point here" in said
+    assert "imported 0 of 6" in said
+    assert "left out 2 of them, from lean batch_size=4: train.learning_rate the default there, 1.0 here" in said
+    assert "left out 4 of them, from lean batch_size=8: no such point here" in said
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ def test_point_with_fewer_repeats_counts_until_it_is_measured_again(write_sweep,
     assert fake_workers() == ["4 1", "4 1"]
     found = rows(out)
     assert found["lean batch_size=4"]["repeats"] == 2 and found["lean batch_size=8"] == before["lean batch_size=8"]
-    fewer = "5 of them again, from lean batch_size=4: fewer than 2 repeats there"
-    assert f"taken    6 of 6 finished points of {earlier}, not measured again; {fewer}" in capsys.readouterr().out
+    fewer = "5 of them are measured again, from lean batch_size=4: fewer than 2 repeats there"
+    assert f"imported 6 of 6 finished points of {earlier}; {fewer}" in capsys.readouterr().out
     once = "fat batch_size=4; lean batch_size=8; fat batch_size=8; lean batch_size=16"
     report = (out / "report.md").read_text(encoding="utf-8").replace("\\", "")
-    assert f"in each of 2 processes (in fewer as yet: {once})" in report
+    assert f"in each of 2 processes (in fewer so far: {once})" in report
     (here := earlier.with_name("whole.json")).write_bytes((out / "results.json").read_bytes())
     shutil.rmtree(out)
     out = sweep(path, earlier=here, draw=True)
@@ -145,7 +145,7 @@ def test_new_measurement_of_a_chosen_point_replaces_the_imported_one(write_sweep
     sweep(path, earlier=earlier, only="lean batch_size=4$")
     said = capsys.readouterr().out
     assert fake_workers() == ["4 1"], "measured a third time"
-    assert "left     1 of them, from lean batch_size=4: measured here already" in said
+    assert "left out 1 of them, from lean batch_size=4: measured here already" in said
     assert rows(out) == found
 
 
@@ -188,14 +188,14 @@ def test_time_limit_uses_the_duration_of_imported_points(write_sweep, fake_worke
 
 
 NO_RESULTS = {
-    "no JSON": ("{", "no JSON"),
-    "a list": ("[]", "it is no mapping"),
+    "no JSON": ("{", "not JSON"),
+    "a list": ("[]", "it is not a mapping"),
     "another file of ours": ('{"schema": 1, "rows": {}}', "name is missing"),
     "a row without its keys": (lambda found: found["points"][0].pop("keys"), "points.0.keys is missing"),
     "a row without its time": (lambda found: found["points"][0].pop("step_s"), "points.0.step_s is missing"),
     "a peak in words": (lambda found: found["points"][0].update(peak_allocated_bytes="2 GiB"), "is '2 GiB'"),
     "no machine": (lambda found: found.update(environment=None), "environment is null"),
-    "another schema": (lambda found: found.update(schema=2), "schema is 2, and this tigon reads 1"),
+    "another schema": (lambda found: found.update(schema=2), "schema is 2, but this tigon reads 1"),
 }
 
 

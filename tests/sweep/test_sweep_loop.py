@@ -182,7 +182,7 @@ def test_point_on_a_gpu_has_a_prediction_and_a_worker_started_ahead(write_sweep,
     assert all(told) and told == sorted(told)
     assert found["memory_limit_bytes"] == 24 << 30
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert "Limited to 24.0 GiB: PyTorch&#39;s allocator may reserve that less what lies beside it" in page
+    assert "Limited to 24.0 GiB: PyTorch&#39;s allocator may reserve that minus the memory planned outside it" in page
     assert "dotted: predicted" in page
     monkeypatch.delenv("TIGON_TEST_GPU")
     (out / "predictions.json").unlink()
@@ -228,7 +228,7 @@ def test_sigterm_writes_the_report_and_exits_with_143(write_sweep, fake_workers,
     thread.start()
     code, out, _ = tigon("sweep", path)
     thread.join()
-    assert code == 143 and "what was measured is kept" in out
+    assert code == 143 and "the finished measurements are kept" in out
     found = rows(here / "runs/sweeps/s")
     assert [row["status"] for row in found.values()] == ["ok", failures.NOT_MEASURED]
     assert (here / "runs/sweeps/s/report.html").exists()
@@ -263,8 +263,8 @@ def test_second_sweep_into_a_locked_folder_is_refused(write_sweep, fake_workers,
 # --- what a hand or a full disk has done to the folder --------------------------------------------------------------
 
 DAMAGE = {
-    "a list": ("[]", "it is no mapping"),
-    "no figures": (lambda record: record.update(measured=None), "measured is no mapping"),
+    "a list": ("[]", "it is not a mapping"),
+    "no figures": (lambda record: record.update(measured=None), "measured is not a mapping"),
     "a time in words": (lambda record: record["measured"].update(step_s=["1 s"] * 4), "measured.step_s.0 is '1 s'"),
     "too few steps": (lambda record: record["measured"]["step_s"].pop(), "measured.step_s has 3 steps"),
     "no machine": (lambda record: record.pop("environment"), "environment is missing"),
@@ -286,7 +286,7 @@ def test_damaged_record_is_reported_and_its_point_measured_again(name, write_swe
     (out / "results.json").write_text("[]", encoding="utf-8")
     capsys.readouterr()
     sweep(path)
-    assert f"damaged  {file}: no record of a point: {why}" in capsys.readouterr().out
+    assert f"damaged  {file}: not a record of a point: {why}" in capsys.readouterr().out
     assert fake_workers() == ["4 1", "8 1", "4 1"]
     assert rows(out)["all batch_size=4"]["status"] == "ok"
 
@@ -312,7 +312,7 @@ def test_retry_measures_only_the_failed_repeat_again(write_sweep, fake_workers):
 def test_repeats_of_a_failed_point_are_skipped(write_sweep, fake_workers, capsys):
     sweep(write_sweep(variants={"bad": {"train.seed": 5}}, grid={}, repeats=2))
     assert fake_workers() == ["8 5"]
-    assert "[2/2] bad: skipped, as another repeat has not ended well" in capsys.readouterr().out
+    assert "[2/2] bad: skipped, because another repeat failed" in capsys.readouterr().out
 
 
 def test_results_are_written_before_the_charts(write_sweep, fake_workers, tmp_path, monkeypatch):

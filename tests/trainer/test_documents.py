@@ -82,7 +82,7 @@ def test_skipped_rows_are_named_and_good_rows_are_kept(tmp_path):
         assert said.startswith(f"{path}:{2 * number + 2}: ") and message in said
     assert bad.said[-1].startswith(f"{latin}:2: not UTF-8")
     path.write_bytes(b"".join(line for line, _ in BAD_ROWS.values()))
-    with pytest.raises(DataError, match=r"no text in it.*; \d+ rows were left out, the first: .*d\.jsonl:1"):
+    with pytest.raises(DataError, match=r"no text in these files.*; \d+ rows were left out, the first: .*d\.jsonl:1"):
         read([str(path)], "auto", None, BadRows("skip"))
 
 
@@ -106,7 +106,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
     with pytest.raises(DataError, match=r"none\.txt: no such file"):
         read([str(tmp_path / "none.txt")], "auto", None)
     (tmp_path / "empty.txt").write_text(" \n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"empty\.txt: no text in it"):
+    with pytest.raises(DataError, match=r"empty\.txt: no text in these files"):
         read([str(tmp_path / "empty.txt")], "auto", None)
     (tmp_path / "latin.txt").write_bytes(b"one\ntwo \xe9\n")
     with pytest.raises(DataError, match=r"latin\.txt:2: not UTF-8"):
@@ -115,7 +115,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
     with pytest.raises(DataError, match="in this folder"):
         read([str(tmp_path / "folder")], "auto", None)
     (tmp_path / "x.json").write_text("[]", encoding="utf-8")
-    with pytest.raises(DataError, match=r"call it x\.jsonl"):
+    with pytest.raises(DataError, match=r"to x\.jsonl"):
         read([str(tmp_path / "x.json")], "auto", None)
 
 
@@ -176,6 +176,6 @@ def test_file_that_cannot_be_opened_or_read_is_refused_with_the_reason(tmp_path,
         with monkeypatch.context() as patch:
             patch.setattr("tigon.data.documents.open_regular", opened)
             with pytest.raises(
-                DataError, match=rf"{name}: cannot be read: (Permission denied|Input/output error); mend"
+                DataError, match=rf"{name}: cannot be read: (Permission denied|Input/output error); fix"
             ):
                 read([str(path)], "auto", None)

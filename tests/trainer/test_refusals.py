@@ -42,14 +42,14 @@ CASES = {
     "empty evaluation data": (
         {"data": {"eval_source": "empty.txt"}},
         (),
-        r"empty\.txt: no text in it; .* in data\.eval_source",
+        r"empty\.txt: no text in these files; .* in data\.eval_source",
     ),
     "evaluation data that is all dropped": (
         {"data": {"eval_source": "long.jsonl", "too_long": "drop"}},
         (),
         r"data\.eval_source: long\.jsonl: 20 documents, and no row to evaluate on: 20 over data\.sequence_length 32",
     ),
-    "empty data": ({"data": {"source": "empty.txt"}}, (), r"empty\.txt: no text in it"),
+    "empty data": ({"data": {"source": "empty.txt"}}, (), r"empty\.txt: no text in these files"),
     "too little data": (
         {"data": {"source": "short.txt"}},
         (),
@@ -107,7 +107,7 @@ CASES = {
         r"weights, gradients and adamw take \d+ GiB, and cpu has \d+ GiB; choose a smaller model",
     ),
     "no process": ({}, ("--gpus", "0"), r"sharding\.gpus is 0"),
-    "half a character": ({"data": {"source": "half.jsonl"}}, (), r"half\.jsonl:1: text has half a character at 3"),
+    "half a character": ({"data": {"source": "half.jsonl"}}, (), r"half\.jsonl:1: text has half a surrogate pair at 3"),
     "comparison with a package that is not here": (
         {"comparison": {"steps": 2, "kernels": ["liger"]}},
         (),

@@ -330,7 +330,7 @@ def test_output_folder_that_cannot_be_one_is_refused(where, recipe, tigon, here)
     before = set(here.iterdir())
     path = recipe(output={"folder": where})
     line = tigon("train", path).error_line()
-    assert "output.folder" in line or "name another path" in line
+    assert "output.folder" in line or "give another path" in line
     assert {p.name for p in here.iterdir()} <= {p.name for p in before} | {"recipe.yaml", "text.txt", "cache"}
 
 

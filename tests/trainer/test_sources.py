@@ -44,7 +44,7 @@ def test_the_root_and_the_home_folder_are_refused_before_they_are_listed(data, m
     monkeypatch.setenv("HOME", str(data))
     monkeypatch.setattr(os, "scandir", lambda path: pytest.fail(f"{path} was listed"))
     for source, what in (("/", "the root"), (str(data / "a" / ".."), "your home"), ("/proc", "of the kernel")):
-        with pytest.raises(DataError, match=f"{what}.* name the folders with the data"):
+        with pytest.raises(DataError, match=f"{what}.* name the folders with data"):
             read([source], "auto", limit, key="data.eval_source")
 
 
@@ -109,7 +109,7 @@ def test_special_files_and_closed_folders_inside_are_named(data, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", closed)
-    with pytest.raises(DataError, match="b: cannot be read: Permission denied; mend"):
+    with pytest.raises(DataError, match="b: cannot be read: Permission denied; fix"):
         texts(data)
     assert texts(data, BadRows("skip")) == ["a/1.md", "b.txt"]
 

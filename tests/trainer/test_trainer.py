@@ -143,5 +143,5 @@ def test_id_beyond_the_vocabulary_is_refused_or_skipped():
     bad = BadRows("skip")
     (kept,) = encode(documents, tokenizer, vocab_size=limit, bad=bad)
     assert max(kept.tokens) < limit and len(bad.said) == 1
-    with pytest.raises(DataError, match=rf"d:\d: the tokenizer gives id \d+, and the model's vocabulary has {limit}"):
+    with pytest.raises(DataError, match=rf"d:\d: the tokenizer gives id \d+, but the model's vocabulary has {limit}"):
         encode(documents, tokenizer, vocab_size=limit)

@@ -1,13 +1,12 @@
-"""Every op against its peers and the hardware's limit: time, memory and error, in one interleaved run.
+"""Compares every op with other libraries and the hardware's limit: time, memory and error, in one interleaved run.
 
-suites.py    what is measured: rows of op and shape, and what a row must reach
-impls.py     who is measured: tigon, the unfused formula, torch, torch.compile and the other kernel libraries
-inputs.py    a row's tensors, and an implementation bound to them
-accuracy.py  the error of outputs and gradients against fp64, and the rule it must obey
-timing.py    eager and CUDA-graph times, implementations taking turns
-measure.py   one row
-record.py    what is written down, and in which environment
-kernels.py   the command `tigon bench kernels`
-table.py     a record as Markdown
-charts.py    a record as charts
+- `suites.py`: the rows (op and shape) of each suite, with their targets.
+- `impls.py`: the implementations: tigon, the unfused formula, torch, torch.compile and other kernel libraries.
+- `inputs.py`: makes a row's tensors, and binds an implementation to them.
+- `accuracy.py`: errors of outputs and gradients against fp64, and the limit on them.
+- `timing.py`: eager and CUDA-graph times, with implementations taking turns.
+- `measure.py`: measures one row.
+- `record.py`: the JSON record with its environment.
+- `kernels.py`: the command `tigon bench kernels`.
+- `table.py`, `charts.py`: a record as Markdown and as charts.
 """

@@ -1,10 +1,12 @@
-"""How far an implementation errs from fp64, and how far it may.
+"""Measures the error of an implementation against fp64, and sets the limit on it.
 
-The truth is the op's oracle in fp64 on the same rounded inputs; the yardstick is the oracle in the inputs' own dtype.
-An error, the relative Frobenius norm of an output or gradient, may be `Op.error_factor` (2) times the yardstick's, or
-times what rounding the truth costs where that is more, plus as many steps of fp32: the rule of the op tests. For the
-mean loss over N tokens of a linear op, whose logits are rounded and whose error is then a matter of luck, rounding
-costs eps / sqrt(N). tigon is not timed where it breaks the rule. A peer that does is timed and marked.
+The reference result is the op's oracle in fp64 on the same rounded inputs. The baseline is the oracle in the inputs'
+dtype. The error is the relative Frobenius norm of the difference in an output or gradient. The limit is
+`Op.error_factor` (2) times (the larger of the baseline's error and the error of rounding the fp64 result, plus one
+rounding step of fp32). The op tests use the same rule.
+
+The mean loss over N tokens of a linear op has rounded logits, so its error is random. Its rounding error is taken as
+eps / sqrt(N). tigon is not timed on a row where it breaks the rule. Another library is timed and marked.
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ from tigon.ops import Op
 # N tokens, V vocabulary.
 
 Named = dict[str, Tensor]
-# fp64 logits of a loss held at once.
+# Limit on the fp64 logits that a loss holds at once.
 _CHUNK_BYTES = 4 << 30
 _FP32_EPS = torch.finfo(torch.float32).eps
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def name_results(outputs: Sequence[Tensor], names: Sequence[str], grads: Sequence[Tensor]) -> Named:
-    """Outputs and gradients under the names of the record."""
+    """Outputs and gradients, under the names that the record uses."""
     named = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     return named | {f"gradient of {name}": t for name, t in zip(names, grads, strict=True)}
 
 
 def oracle(op: Op, inputs: Inputs, upstream: Sequence[Tensor], dtype: torch.dtype | None = None) -> Named:
-    """Outputs and gradients of the unfused formula, in `dtype` or in the inputs' own.
+    """Outputs and gradients of the unfused formula, in `dtype` or in the dtype of the inputs.
 
-    In fp64 a mean loss is taken in chunks of tokens: its logits would otherwise be several times the memory of a GPU.
+    A mean loss in fp64 is computed in chunks of tokens, because its logits can exceed the memory of a GPU.
     """
     plain = {name: value for name, value in inputs.items() if name not in PERMISSIONS}
     cast = {
@@ -54,7 +56,7 @@ def oracle(op: Op, inputs: Inputs, upstream: Sequence[Tensor], dtype: torch.dtyp
     return name_results(outputs, names, grads)
 
 
-# op -> its inputs with one row a token
+# op -> its inputs that have one row per token
 _BY_TOKENS = {"cross_entropy": ("logits", "target"), "linear_cross_entropy": ("hidden", "target")}
 
 
@@ -84,7 +86,10 @@ def _mean_by_tokens(op: Op, inputs: Inputs) -> Named:
 
 
 def relative_error(got: Tensor, truth: Tensor) -> float:
-    """Frobenius norm of the difference over that of the truth, a slice of rows at a time; inf for a wrong shape."""
+    """Frobenius norm of the difference divided by that of the fp64 result; inf for a wrong shape.
+
+    It is computed on slices of rows to save memory.
+    """
     if got.shape != truth.shape:
         return float("inf")
     difference = scale = 0.0
@@ -105,7 +110,7 @@ def errors_of(got: Named, truth: Named) -> dict[str, float]:
 def allowed_errors(
     op: Op, inputs: Inputs, truth: Named, dtype: torch.dtype, baseline: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """What each result may err; without a baseline (it did not fit) by the errors in the op's record."""
+    """The error limit of each result. Without a baseline (it did not fit) it comes from the errors in the Op record."""
     recorded = op.errors[DTYPE_NAMES[dtype]]
     allowed = {}
     for name, exact in truth.items():
@@ -120,5 +125,5 @@ def allowed_errors(
 
 
 def breaks_rule(errors: Mapping[str, float], allowed: Mapping[str, float]) -> list[str]:
-    """The results that err by more than they may. NaN does."""
+    """The results whose error is over the limit. NaN counts as over the limit."""
     return [name for name, error in errors.items() if not error <= allowed[name]]

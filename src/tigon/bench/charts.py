@@ -1,4 +1,4 @@
-"""A record as SVG charts: per op one of speed and one of memory, lines where one dimension is swept, else bars."""
+"""Draws a record as SVG: one chart of speed and one of memory per op, with lines for a swept dimension, else bars."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tigon.bench.record import Measurement, RowRecord, RunRecord
 from tigon.bench.timing import Spread
 from tigon.profiler.render.figure import GRID, INK, MUTED, new_figure, svg
 
-# One colour an implementation, the same in every chart; settings of one library share a hue.
+# One colour per implementation, the same in every chart. Settings of one library share a hue.
 COLOURS = {
     "tigon": "#c2410c", "tigon new gradient": "#fb923c", "tigon one chunk": "#ea580c", "tigon 16-bit sums": "#fb923c",
     "tigon small chunks": "#fdba74", "eager": "#9ca3af", "compile": "#0f766e", "torch": "#115e59", "liger": "#1d4ed8",
@@ -22,7 +22,7 @@ LABELS = {
     "liger cute": "Liger CuTe", "liger scaled": "Liger scaled", "cce": "CCE", "cce exact": "CCE exact",
     "products": "3 products alone",
 }  # fmt: skip
-# What the dimensions of a row's shape are, per op.
+# Names of the dimensions of a row's shape, per op.
 DIMENSIONS = {
     "rms_norm": ("rows", "hidden size"),
     "add_rms_norm": ("rows", "hidden size"),
@@ -41,7 +41,7 @@ Quantity = Callable[[Measurement, RowRecord], "Spread | None"]
 
 
 def draw(run: RunRecord) -> dict[str, str]:
-    """Name -> SVG: speed-OP and memory-OP for every op with a measured row."""
+    """Draw speed-OP and memory-OP for every op with a measured row: name -> SVG."""
     quantities = {"speed": (_ms, "forward + backward (ms)"), "memory": (_mib, "extra peak (MiB)")}
     charts: dict[str, str] = {}
     for name in chart_names(run):
@@ -61,7 +61,7 @@ def _measured_rows(run: RunRecord, op: str) -> list[RowRecord]:
 
 
 def is_sweep(run: RunRecord, name: str) -> bool:
-    """Whether the chart of that name has lines."""
+    """Whether the named chart has lines instead of bars."""
     return swept_dimension(_measured_rows(run, name.partition("-")[2])) is not None
 
 
@@ -83,7 +83,7 @@ def _chart(name: str, rows: Sequence[RowRecord], quantity: Quantity, unit: str) 
 
 
 def swept_dimension(rows: Sequence[RowRecord]) -> int | None:
-    """The one dimension that differs between three rows or more of the same kind; None if there is no such thing."""
+    """The only dimension that differs among three or more rows of the same kind, or None."""
     if len(rows) < 3 or len({row.logits for row in rows}) > 1:
         return None
     differing = [d for d, sizes in enumerate(zip(*(row.shape for row in rows), strict=True)) if len(set(sizes)) > 1]
@@ -91,7 +91,7 @@ def swept_dimension(rows: Sequence[RowRecord]) -> int | None:
 
 
 def _shown(rows: Sequence[RowRecord]) -> list[str]:
-    """Implementations with a time anywhere, but not tigon on changed problems."""
+    """Implementations that have a time in any row, without the variants (tigon on changed problems)."""
     return list(dict.fromkeys(
         m.impl for row in rows for m in row.measurements if m.role != "variant" and (m.graph_ms or m.eager_ms)
     ))  # fmt: skip
@@ -118,7 +118,7 @@ def _lines(rows: Sequence[RowRecord], dimension: int, quantity: Quantity, unit: 
     if quantity is _ms:
         axes.plot(sizes, [row.limit_ms for row in rows], color=INK, ls=":", lw=1.2, label="limit")
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    # One noisy repetition must not squeeze the medians.
+    # A single noisy repetition must not set the scale.
     axes.set(xlabel=_axis_label(rows[0], dimension), ylabel=unit, ylim=(0, 1.2 * highest or None))
     axes.legend(frameon=False)
     axes.set_title(rows[0].op, loc="left", color=INK)
@@ -138,7 +138,7 @@ def _axis_label(row: RowRecord, dimension: int) -> str:
 
 
 def _bars(rows: Sequence[RowRecord], quantity: Quantity, unit: str) -> Any:
-    """One panel a row, one bar an implementation: their scales differ by orders of magnitude."""
+    """One panel per row, because scales differ by orders of magnitude, and one bar per implementation."""
     lines = -(-len(rows) // _PANELS_A_LINE)
     shown = _shown(rows)
     height = 0.5 + lines * (0.9 + 0.19 * len(shown))

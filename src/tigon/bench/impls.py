@@ -1,12 +1,16 @@
-"""Who is measured. One row an implementation and op: where it is imported from, how it takes the op's inputs.
+"""The implementations that are measured: one `Impl` per implementation and op, with its import and its adapter.
 
-Roles: `ours` computes the row's problem with tigon; `variant` is tigon on a changed problem (a frozen head, half of the
-labels ignored), which has no peer and no error; `baseline` is the unfused formula, eager, the yardstick of errors;
-`peer` is everybody else; `limit` is what no implementation can go without.
+Roles:
 
-An implementation that overwrites its inputs or the incoming gradient gets tensors of its own, and they are put back
-before every run: Liger's norms write dX into dY, its RoPE rotates q and k in place, its losses put the gradient into
-the logits. That is how its patched models call them.
+- `ours`: tigon on the row's problem.
+- `variant`: tigon on a changed problem (a frozen head, half of the labels ignored). Its error is not measured.
+- `baseline`: the unfused formula in eager mode, with which errors are compared.
+- `peer`: another library.
+- `limit`: the work that every implementation must do.
+
+Some implementations overwrite their inputs or the incoming gradient. They get separate tensors, which are restored
+before every run. Liger's norms write dX into dY, its RoPE rotates q and k in place, and its losses write the gradient
+into the logits. The models that Liger patches call them this way.
 """
 
 from __future__ import annotations
@@ -35,21 +39,21 @@ class Impl:
     op: str
     role: Role
     target: str | Callable[..., Any]
-    """"module:function", imported when it is needed, or the function."""
+    """"module:function", imported on first use, or the function itself."""
     adapt: Callable[..., Any] | None = None
-    """Takes the function and the op's inputs by name; inputs its signature has no word for are "not supported". Without
-    it the function takes the inputs itself."""
+    """Called with the function and the op's inputs by name. A row with an input that is not in its signature is "not
+    supported". If None, the function itself takes the inputs."""
     keywords: Mapping[str, Any] = field(default_factory=dict)
-    """What the function itself is always given."""
+    """Keyword arguments bound to the function itself."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Inputs it is always called with."""
+    """Inputs with fixed values."""
     vary: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """Changes the problem."""
     grads: tuple[str, ...] | None = None
-    """Of the op's differentiable inputs only these; () is evaluation."""
+    """The inputs that get a gradient, instead of all differentiable ones. () means evaluation."""
     overwrites: bool = False
     capturable: bool = True
-    """False where the host waits for the device, which no CUDA graph can record."""
+    """False if the host waits for the device, which a CUDA graph cannot record."""
     compiled: bool = False
     """Run through torch.compile."""
 
@@ -63,7 +67,7 @@ class Impl:
         if self.keywords:
             function = functools.partial(function, **self.keywords)
         if self.compiled:
-            # Static shapes: a second row would otherwise make Dynamo give up on sizes it knows.
+            # Static shapes: after a second row Dynamo would otherwise compile with dynamic sizes.
             function = torch.compile(function, dynamic=False)
         return function if self.adapt is None else _Adapted(self.adapt, function)
 
@@ -77,7 +81,7 @@ def _imported(path: str) -> Callable[..., Any]:
 
 
 class _Adapted:
-    """`adapt(function, **inputs)`, with the signature of what is left to pass."""
+    """Calls `adapt(function, **inputs)`. Its signature has the parameters that are not bound yet."""
 
     def __init__(self, adapt: Callable[..., Any], function: Callable[..., Any]) -> None:
         self._adapt, self._function = adapt, function
@@ -101,11 +105,11 @@ def impls_for(op: Op) -> list[Impl]:
 
 
 def impl_names() -> list[str]:
-    """Names that `--impl` takes."""
+    """The names that `--impl` accepts."""
     return list(dict.fromkeys(impl.name for op in OPS.values() for impl in impls_for(op)))
 
 
-# --- tigon on other settings and other problems -----------------------------------------------------------------------
+# --- tigon with other settings and on other problems ------------------------------------------------------------------
 
 
 def _half_ignored(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +194,7 @@ def _mean_of_linear(f: Any, hidden: Tensor, weight: Tensor, target: Tensor) -> A
 
 
 def _peers(name: str, target: str, rows: Mapping[str, tuple[str, Callable[..., Any]]], **fields: Any) -> list[Impl]:
-    """Rows of one library: op -> (function, adapter), with what they have in common."""
+    """Implementations of one library: op -> (function, adapter). `fields` apply to all of them."""
     return [
         Impl(name=name, op=op, role="peer", target=target + function, adapt=adapt, **fields)
         for op, (function, adapt) in rows.items()
@@ -226,7 +230,7 @@ PEERS: Sequence[Impl] = (
     *_peers("liger fp32", _LIGER, {
         "linear_cross_entropy": ("fused_linear_cross_entropy", _linear),
     }, keywords={"accum_dtype": torch.float32}, overwrites=True, capturable=False),
-    # Its CuTe kernels, which need nvidia-cutlass-dsl and a Hopper or newer; opt-in there.
+    # Opt-in CuTe kernels, which need nvidia-cutlass-dsl and a Hopper GPU or newer.
     *_peers("liger cute", _LIGER_DISPATCH, {
         "rms_norm": ("rms_norm", _rms_norm),
         "add_rms_norm": ("fused_add_rms_norm", _add_rms_norm),
@@ -257,7 +261,7 @@ PEERS: Sequence[Impl] = (
     *_peers("quack base", "quack.linear_cross_entropy:", {
         "linear_cross_entropy": ("chunked_linear_cross_entropy", _linear),
     }, keywords={"use_scaled_exp": False}, overwrites=True),
-    # The default skips blocks whose softmax is small: fast, and not the gradient. `cce exact` skips nothing.
+    # The default skips blocks whose softmax is small, which is fast but not the exact gradient. `cce exact` skips none.
     *_peers("cce", "cut_cross_entropy:", {
         "linear_cross_entropy": ("linear_cross_entropy", _linear),
     }, capturable=False),
@@ -271,7 +275,7 @@ PEERS: Sequence[Impl] = (
 
 
 def three_products(hidden: Tensor, weight: Tensor, target: Tensor, *, chunk: int = 8192) -> Tensor:
-    """What linear cross entropy cannot go without: logits, dX and dW of 8192 tokens at a time, no sums kept."""
+    """The matrix products that linear cross entropy needs: logits, dX and dW, 8192 tokens at a time, without sums."""
     hidden_NH = hidden.reshape(-1, hidden.shape[-1])
     dw_VH = hidden
     for start in range(0, hidden_NH.shape[0], chunk):

@@ -1,4 +1,4 @@
-"""A row's tensors, and an implementation bound to them as a function of nothing."""
+"""Makes a row's tensors, and binds an implementation to them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tigon.ops import OPS, Case, Op
 
 Inputs = dict[str, Any]
 
-# Normal logits of this standard deviation, with labels drawn from their softmax, have a loss near log V - σ²/2: 3.8
-# nats at V = 128256, a trained model's. Random rows have labels drawn uniformly, 13.8 nats.
+# Peaked rows: normal logits of this standard deviation, with labels drawn from their softmax, have a loss near
+# log V - σ²/2. That is 3.8 nats at V = 128256, as in a trained model. Random rows have uniform labels: 13.8 nats.
 PEAKED_STD = 4.0
-# Logits of the records' own inputs.
+# Standard deviation of the logits in the ops' own inputs (Op.make).
 _RANDOM_STD = 2.0
-# What an implementation may use or leave.
+# Inputs that an implementation may ignore.
 PERMISSIONS = ("inplace", "chunk_bytes", "fp32_accumulate")
 
 
 def make_inputs(row: Row, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Fresh inputs, the same in every call; parameters that are None are left out."""
+    """New input tensors with the same values in every call. Parameters that are None are left out."""
     torch.manual_seed(20)
     op = OPS[row.op]
     made = op.make(Case(id="bench", shape=row.shape, options=row.options), dtype, device)
@@ -48,7 +48,7 @@ def _peak(inputs: Inputs) -> None:
             z_NV = inputs["logits"].flatten(0, -2)[rows].float()
         else:
             z_NV = (inputs["hidden"].flatten(0, -2)[rows] @ inputs["weight"].t()).float()
-        # The largest of z + Gumbel noise is a draw from softmax(z).
+        # The argmax of z + Gumbel noise is a sample of softmax(z).
         drawn = (z_NV - torch.empty_like(z_NV).exponential_().log()).argmax(-1)
         target[rows] = torch.where(kept[rows], drawn, target[rows])
 
@@ -59,13 +59,13 @@ def differentiable(op: Op, inputs: Mapping[str, Any]) -> list[str]:
 
 
 def outputs_of(result: Any) -> list[Tensor]:
-    """The differentiable outputs of a call: a tensor, or those of a tuple."""
+    """The differentiable outputs of a call that returns a tensor or a tuple."""
     found = (result,) if isinstance(result, Tensor) else tuple(result)
     return [t for t in found if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def make_upstream(op: Op, inputs: Inputs) -> list[Tensor]:
-    """Gradients of the outputs: 1 for a loss, as in training, else random, in the outputs' memory order."""
+    """Upstream gradients: 1 for a loss, as in training, else random with the strides of the outputs."""
     torch.manual_seed(21)
     if "target" in inputs:
         return [torch.ones((), device=inputs["target"].device)]
@@ -79,9 +79,9 @@ def make_upstream(op: Op, inputs: Inputs) -> list[Tensor]:
 
 
 class Bound:
-    """An implementation and its inputs. `forward()` and `both()` take the same tensors every time.
+    """An implementation bound to its inputs. `forward()` and `both()` use the same tensors in every call.
 
-    Tensors that the implementation overwrites are its own, and `restore()` puts the values back.
+    Tensors that the implementation overwrites are copies, and `restore()` resets their values.
     """
 
     def __init__(self, impl: Impl, op: Op, inputs: Inputs, upstream: Sequence[Tensor]) -> None:
@@ -105,12 +105,12 @@ class Bound:
             self._upstream = self._given
 
     def tensors(self) -> list[Tensor]:
-        """Everything that exists before the call and is not the call's."""
+        """The tensors that exist before the call: inputs and upstream gradients."""
         own = [*self._own.values(), *self._pristine.values()]
         return [t for t in (*own, *self._upstream, *self._given) if isinstance(t, Tensor)]
 
     def restore(self) -> None:
-        """Undo what an overwriting implementation did to its inputs."""
+        """Reset the tensors that the implementation overwrote."""
         if not self.impl.overwrites:
             return
         for name, value in self._pristine.items():
@@ -122,7 +122,7 @@ class Bound:
     def _leaves(self) -> Inputs:
         if not self.impl.overwrites:
             return self._own
-        # A leaf that was written to could not be differentiated again.
+        # autograd cannot differentiate a leaf again after an in-place write
         return {
             n: v.detach().requires_grad_(n in self.names) if isinstance(v, Tensor) else v for n, v in self._own.items()
         }
@@ -135,7 +135,7 @@ class Bound:
         return outputs_of(self._call(**self._leaves()))
 
     def both(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs and gradients, in the order of `names`; no gradients where there is nothing to differentiate."""
+        """Outputs and gradients, in the order of `names`. The gradients are empty if no input is differentiable."""
         if not self.impl.differentiates:
             return self.forward(), []
         leaves = self._leaves()

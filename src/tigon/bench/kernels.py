@@ -1,4 +1,4 @@
-"""`tigon bench kernels`: choose rows, measure them, print as it goes, write the record after every row."""
+"""`tigon bench kernels`: choose and measure rows, print each result, and write the record after every row."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def bench_kernels(
 
     Args:
         suite: a name of `suites.SUITES`; "targets" on a GPU and "small" on a CPU if left out.
-        ops, impls: only these; all if empty. without: implementations left out. The limit is always measured.
-        shapes: instead of the suite's rows, such as "16384x4096"; needs one op.
+        ops, impls: measure only these; all if empty. The limit is always measured.
+        without: implementations to leave out.
+        shapes: shapes to use instead of the suite's, such as "16384x4096". Requires exactly one op.
         dtype: "bf16", "fp16" or "fp32"; bf16 on a GPU and fp32 on a CPU if left out.
-        repetitions: rounds in which every implementation runs once. Below 10 the quantiles mean little.
-        time_limit_s: no row is started after this many seconds; rows left out are named in the record.
-        json_path: the record, written anew after every row.
-        resume: keep the rows that the record at `json_path` has, and measure those that it lacks, or of which it lacks
-            an implementation.
-        plot_dir: charts and the table, see `charts.draw`.
+        repetitions: number of rounds. Every implementation runs once per round. Below 10 the quantiles mean little.
+        time_limit_s: start no row after this many seconds. The record names the rows that were left out.
+        json_path: file of the record, which is written again after every row.
+        resume: keep the rows of the record at `json_path`. Measure missing rows, and rows that lack an implementation.
+        plot_dir: folder for charts and the table, see `charts.draw`.
 
     Raises:
-        OptionError, ShapeError: a choice that does not exist. BenchError: tigon was refused a time somewhere, said
-        after everything has been measured and written; nothing could be measured at all; a file at `json_path` is no
-        record; or an implementation took the device down.
+        OptionError, ShapeError: an option value that does not exist.
+        BenchError: tigon has wrong results on a row (raised after everything is measured and written), nothing could
+            be measured, the file at `json_path` is not a record, or an implementation left the device unusable.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     gpu = device.type == "cuda"
@@ -54,7 +54,7 @@ def bench_kernels(
     rows = select(suite, tuple(ops), tuple(shapes))
     torch_dtype = _DTYPES[dtype or ("bf16" if gpu else "fp32")]
     if resume and json_path is None:
-        raise OptionError("--resume goes on with the record that --json names; name it.")
+        raise OptionError("--resume requires --json FILE, the record to continue.")
     if json_path is not None:
         records.check_place(json_path)
         records.check_written_over(json_path)
@@ -105,7 +105,7 @@ def _check(impls: Sequence[str], dtype: str | None, repetitions: int) -> None:
 
 
 def _has_figures(run: RunRecord, chosen: Sequence[str]) -> bool:
-    """Whether an implementation that was asked for, or the limit alone if that was, has times, or errors too large."""
+    """Whether a chosen implementation (or the limit, if only it was chosen) has times, or errors over the limit."""
     return any(
         m.judged_ms(row.graph) is not None or m.status == "refused"
         for row in run.rows
@@ -115,7 +115,7 @@ def _has_figures(run: RunRecord, chosen: Sequence[str]) -> bool:
 
 
 def _refuse_nothing(run: RunRecord, rows: Sequence[Row], chosen: Sequence[str]) -> None:
-    """Raise BenchError where nothing was measured, but for want of time alone: a record of that would look like one."""
+    """Raise BenchError if nothing was measured, unless only the time limit was the reason. An empty record misleads."""
     if _has_figures(run, chosen):
         return
     reasons = [f"{m.impl} on {row.id}: {m.status}: {m.detail}" for row in run.rows for m in row.measurements]
@@ -143,7 +143,7 @@ def _finish(run: RunRecord, json_path: Path | None, plot_dir: Path | None) -> No
         f"{m.impl} on {row.id}: {m.detail}" for row in run.rows for m in row.measurements if m.status == "refused"
     ]
     if refused:
-        raise BenchError("tigon was not timed where it is wrong: " + "; ".join(refused))
+        raise BenchError("tigon has wrong results and was not timed on these rows: " + "; ".join(refused))
 
 
 def _print_header(run: RunRecord) -> None:

@@ -1,7 +1,7 @@
-"""One row: errors first, then memory, then all implementations in turns.
+"""Measures one row: first errors, then memory, then the times of all implementations in turns.
 
-Nothing an implementation does ends the run: what is not installed, cannot take the inputs, fails or runs out of memory
-is recorded as that. tigon is refused a time where it errs by more than the rule of `accuracy.py` allows.
+If an implementation is not installed, does not support the inputs, fails or runs out of memory, the record says so and
+the run continues. tigon is not timed if its error exceeds the limit of `accuracy.py`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tigon.ops import OPS, Op
 from tigon.profiler.recording.peak import PeakMeter
 
 _LEAST_REPETITIONS = 10
-# What one row may spend on repetitions beyond those.
+# Time that one row may spend on further repetitions.
 _ROW_BUDGET_S = 8.0
 
 
-# The dimension of an op's shape that may shrink until fp64 fits; the first unless it is named here.
+# The dimension of an op's shape that shrinks until fp64 fits. It is the first dimension for ops not listed here.
 _TOKENS = {"rope": 2, "multi_head_linear_cross_entropy": 1}
 
 
@@ -57,7 +57,7 @@ class Problem:
         return Bound(impl, self.op, self.inputs, self.upstream)
 
     def with_half_the_tokens(self, dtype: torch.dtype, device: torch.device) -> Problem | None:
-        """The same on fewer tokens, None where there is one."""
+        """The same problem on half the tokens, or None if there is only one token."""
         shape, at = list(self.row.shape), _TOKENS.get(self.row.op, 0)
         if shape[at] == 1:
             return None
@@ -69,7 +69,7 @@ def measure_row(
     row: Row, impls: Collection[str], dtype: torch.dtype, device: torch.device, repetitions: int,
     ceilings: dict[str, float],
 ) -> RowRecord:  # fmt: skip
-    """Measure those of the implementations named that the row is for."""
+    """Measure the named implementations that apply to the row."""
     torch.compiler.reset()
     problem = Problem.of(row, dtype, device)
     record = _blank(problem, dtype, ceilings)
@@ -95,7 +95,7 @@ def measure_row(
 
 
 def implementations(row: Row, impls: Collection[str]) -> set[str]:
-    """Names of those that are measured of a row, out of `impls`; the limit always is."""
+    """Names of the implementations in `impls` that are measured on a row, and always the limit."""
     wanted = set(impls) & set(row.impls) if row.impls else set(impls)
     return {impl.name for impl in impls_for(OPS[row.op]) if impl.name in wanted or impl.role == "limit"}
 
@@ -133,7 +133,7 @@ def _guarded(measurement: Measurement, device: torch.device, work: Callable[[], 
         _write_down(measurement, error)
     finally:
         measurement.prepare_s = round((measurement.prepare_s or 0.0) + time.monotonic() - start_s, 2)
-    # Outside the handler: the exception's traceback holds the tensors of the failed call.
+    # Outside the handler, because the exception's traceback holds the tensors of the failed call.
     timing.release(device)
     _check_device(device, measurement)
     return None
@@ -153,12 +153,12 @@ def _write_down(measurement: Measurement, error: Exception) -> None:
 
 
 def _check_device(device: torch.device, measurement: Measurement) -> None:
-    """An illegal address takes the whole process's CUDA context with it."""
+    """Raise BenchError if the device no longer works. An illegal address ends the CUDA context of the whole process."""
     try:
         timing.synchronize(device)
     except RuntimeError as error:
         raise BenchError(
-            f"{measurement.impl} left the device unusable ({measurement.detail}); run again without it, by --impl."
+            f"{measurement.impl} left the device unusable ({measurement.detail}); leave it out with --without."
         ) from error
 
 
@@ -166,7 +166,7 @@ def _judge_errors(
     record: RowRecord, problem: Problem, bound: dict[str, Bound], by_name: dict[str, Measurement], dtype: torch.dtype,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """Errors of all that compute the row's problem; refuse tigon where it breaks the rule."""
+    """Measure the errors of all implementations of the row's problem. Refuse tigon if it breaks the rule."""
     smaller, truth = _truth(problem, dtype, device)
     record.error_shape = list(smaller.row.shape)
     op, inputs = smaller.op, smaller.inputs
@@ -183,14 +183,14 @@ def _judge_errors(
 
 
 def _truth(problem: Problem, dtype: torch.dtype, device: torch.device) -> tuple[Problem, accuracy.Named]:
-    """The fp64 results, on the row's shape or, where those do not fit, on the most tokens of which they do."""
+    """The fp64 results on the row's shape or, if they do not fit, on half the tokens as often as needed."""
     smaller: Problem | None = problem
     while smaller is not None:
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
             return smaller, accuracy.oracle(smaller.op, smaller.inputs, smaller.upstream, torch.float64)
         timing.release(device)
         smaller = smaller.with_half_the_tokens(dtype, device)
-    raise BenchError(f"fp64 results of {problem.row.id} do not fit on this device, not even of one token.")
+    raise BenchError(f"fp64 results of {problem.row.id} do not fit on this device, even for one token.")
 
 
 def _errors(bound: Bound, measurement: Measurement, truth: accuracy.Named, allowed: dict[str, float]) -> bool:
@@ -202,12 +202,13 @@ def _errors(bound: Bound, measurement: Measurement, truth: accuracy.Named, allow
     if measurement.breaks_rule and measurement.role == "ours":
         worst = measurement.breaks_rule[0]
         measurement.status = "refused"
-        measurement.detail = f"{worst} errs by {measurement.errors[worst]:.1e}, allowed {allowed[worst]:.1e}; not timed"
+        error, limit = measurement.errors[worst], allowed[worst]
+        measurement.detail = f"{worst} has error {error:.1e}, allowed {limit:.1e}; not timed"
     return True
 
 
 def _memory(bound: Bound, measurement: Measurement, device: torch.device) -> bool:
-    """Peak of one eager forward + backward, after one that compiled what compiles; and what the forward keeps."""
+    """Measure the peak of one eager forward + backward and the bytes that the forward keeps, after a compiling run."""
     bound.restore()
     bound.both()
     bound.restore()
@@ -230,7 +231,7 @@ def _memory(bound: Bound, measurement: Measurement, device: torch.device) -> boo
 def _time(
     ready: dict[str, Bound], by_name: dict[str, Measurement], row: Row, repetitions: int, device: torch.device
 ) -> int:
-    """Fill in the times; the repetitions made."""
+    """Fill in the times, and return the number of repetitions."""
     runs: dict[str, Run] = {}
     graphs = Graphs(device) if device.type == "cuda" and row.graph else None
     for name, b in ready.items():
@@ -247,7 +248,7 @@ def _time(
         start_s = time.monotonic()
         times = timing.take_turns(runs, 1, device)
         round_s = time.monotonic() - start_s
-        # The first round tells how many fit into the row's share of time; ten are made in any case.
+        # The first round shows how many repetitions fit into the row's time budget. At least ten are made.
         made = min(repetitions, max(_LEAST_REPETITIONS, int(_ROW_BUDGET_S / max(round_s, 1e-9))))
         for name, more in timing.take_turns(runs, made - 1, device).items():
             first = times[name]
@@ -296,8 +297,10 @@ def _collect(name: str, measurement: Measurement, times: dict[str, list[float] |
 
 
 def _phases(forward: list[float], both: list[float]) -> Times:
-    """Backward alone is the difference within a repetition: timed by itself it would need retain_graph, which
-    implementations that overwrite their inputs do not survive."""
+    """Backward time is the difference of both and forward within a repetition.
+
+    Timing backward directly would need retain_graph, which fails for implementations that overwrite their inputs.
+    """
     backward = [b - f for f, b in zip(forward, both, strict=True)]
     return {"forward": Spread.of(forward), "backward": Spread.of(backward), "both": Spread.of(both)}
 

@@ -1,7 +1,7 @@
-"""What is written down: JSON with the machine, the versions, the ceilings, and one entry a row.
+"""The record of a run: JSON with the machine, the versions, the ceilings and one entry per row.
 
-Read back it is the input of tables and charts, here or on another machine. Times are milliseconds, memory is bytes,
-host time is microseconds; `null` is "not measured", and the entry says why.
+Tables and charts are made from the record, on this or another machine. Times are in milliseconds, memory in bytes and
+host times in microseconds. `null` means "not measured", and the entry says why.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Measurement:
     impl: str
     role: str
     status: str = "ok"
-    """ok, not installed, not supported, out of memory, failed, or refused: tigon, where it errs by more than it may."""
+    """ok, not installed, not supported, out of memory, failed, or refused (tigon with an error over the limit)."""
     detail: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     """Relative Frobenius error against fp64 of each output and gradient."""
     breaks_rule: list[str] = field(default_factory=list)
-    """Results that err by more than twice the unfused op's; timed all the same unless it is tigon."""
+    """Results whose error is over the limit of accuracy.py. Only tigon is then not timed."""
     graph_ms: Times | None = None
     graph_detail: str = ""
     """Why there is no graph time."""
@@ -52,17 +52,17 @@ class Measurement:
     extra_peak_bytes: int | None = None
     """Peak of one eager forward + backward above what was allocated before it, gradients included."""
     kept_bytes: int | None = None
-    """Left by the forward for the backward, beyond inputs and outputs; null on a CPU."""
+    """Bytes that the forward keeps for the backward, beyond inputs and outputs; null on a CPU."""
     gb_per_s: float | None = None
-    """The cost record's bytes over the judged time; null for ops of matrix products, which have TFLOP/s."""
+    """Bytes of the op's cost divided by the judged time; null for ops of matrix products, which have TFLOP/s."""
     tflop_per_s: float | None = None
     fraction: float | None = None
-    """Of the limit: the limit's time over the judged time."""
+    """Fraction of the limit: the limit's time divided by the judged time."""
     prepare_s: float | None = None
-    """Before it was timed: its import, compilation and tuning, its errors and its memory."""
+    """Seconds before timing: import, compilation, tuning, and the measurement of errors and memory."""
 
     def judged_ms(self, graph: bool) -> Spread | None:
-        """Forward + backward: the graph's if the row is judged by it and there is one, else the eager."""
+        """Forward + backward: the CUDA graph's time if `graph` is set and there is one, else the eager time."""
         for times in (self.graph_ms, self.eager_ms) if graph else (self.eager_ms, self.graph_ms):
             if times is not None:
                 return times["both"]
@@ -89,23 +89,23 @@ class RowRecord:
     """moved_bytes at the copy rate or flops at the product rate measured before the row, whichever is longer."""
     tigon_commit: str | None = None
     date: str | None = None
-    """As in the run's environment; another commit or day where the run was resumed."""
+    """Commit and date of this row. A resumed run may have rows of several commits and days."""
     repetitions: int = 0
     error_shape: list[int] = field(default_factory=list)
-    """The shape that the errors were measured on: the row's, or with fewer tokens where fp64 did not fit."""
+    """Shape for which the errors were measured: the row's, or one with fewer tokens if fp64 did not fit."""
     allowed_errors: dict[str, float] = field(default_factory=dict)
     measurements: list[Measurement] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """One run of the command, or one and those that resumed it."""
+    """One run of the command, with the runs that resumed it."""
 
     environment: dict[str, Any]
-    """Of the last run."""
+    """Environment of the last run."""
     suite: str
     repetitions: int
-    """The most a row made; long ones made at least ten."""
+    """The most repetitions of any row. Long rows made at least ten."""
     ceilings: dict[str, float]
     rows: list[RowRecord] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
@@ -147,7 +147,7 @@ def _driver() -> str | None:
 
 
 def _commit() -> str | None:
-    """TIGON_COMMIT, for sources copied to another machine; else the checkout's, with "+" if the sources differ."""
+    """The commit: TIGON_COMMIT if set (for copied sources), else the checkout's, with "+" if the sources differ."""
     here = Path(__file__).parent
     named = os.environ.get("TIGON_COMMIT")
     commit = named or _output_of("git", "rev-parse", "--short=10", "HEAD", cwd=here)
@@ -157,7 +157,7 @@ def _commit() -> str | None:
 
 
 def save(record: RunRecord, path: Path) -> None:
-    """Write the record whole or not at all. Raises BenchError if the folder cannot be written."""
+    """Write the record atomically. Raises BenchError if the folder cannot be written."""
     text = json.dumps(dataclasses.asdict(record), indent=1, allow_nan=True)
     beside = path.with_name(path.name + ".part")
     try:
@@ -169,7 +169,7 @@ def save(record: RunRecord, path: Path) -> None:
 
 
 def check_place(path: Path, flag: str = "--json") -> None:
-    """Raise BenchError, before anything is measured, where `save` would; what is there already stays."""
+    """Raise BenchError if `save` would fail, before anything is measured. Existing files are kept."""
     beside = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ def check_place(path: Path, flag: str = "--json") -> None:
 
 
 def check_written_over(path: Path) -> None:
-    """Raise BenchError where `save` would write over what is no record; an empty file is nothing to lose."""
+    """Raise BenchError if `save` would overwrite a file that is not a record. An empty file may be overwritten."""
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
         return
     try:
@@ -194,7 +194,7 @@ def load(path: Path) -> RunRecord:
     try:
         raw = json.loads(read_text(path))
         if raw["schema"] != SCHEMA:
-            raise BenchError(f"{path} has schema {raw['schema']}, this tigon reads {SCHEMA}; measure anew.")
+            raise BenchError(f"{path} has schema {raw['schema']}, this tigon reads {SCHEMA}; measure again.")
         rows = [_row(r) for r in raw.pop("rows")]
         return RunRecord(**raw, rows=rows)
     except OSError as error:
@@ -204,8 +204,10 @@ def load(path: Path) -> RunRecord:
 
 
 def resumed(run: RunRecord, path: Path, dtype: str) -> list[RowRecord]:
-    """The rows of the record at `path`, each with its own commit and date; none without a file. Raises BenchError where
-    they would stand beside another card, other versions, dtypes or numbers of repetitions."""
+    """The rows of the record at `path`, each with its commit and date. Empty if the file does not exist.
+
+    Raises BenchError if the record has another card, other versions, dtypes or numbers of repetitions.
+    """
     if not path.exists():
         return []
     earlier = load(path)
@@ -237,5 +239,5 @@ def _measurement(raw: dict[str, Any]) -> Measurement:
 
 
 def jsonable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as JSON has them."""
+    """Options converted to JSON types."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}

@@ -27,12 +27,12 @@ def report_file(path: Path, folder: Path | None, document: Path | None = None) -
 
 
 def record_name(path: Path) -> str:
-    """A record's name in the docs: its GPU's folder and itself, without the ending."""
+    """A record's name in the docs: the GPU's folder and the file name without its suffix."""
     return f"{path.parent.name}/{path.stem}"
 
 
 def into_document(run: RunRecord, name: str, document: Path) -> None:
-    """Put table and charts of a record between its markers; charts go to img/benchmarks/NAME beside the document."""
+    """Write a record's table and charts between its markers. Charts go to img/benchmarks/NAME next to the document."""
     try:
         text = document.read_text(encoding="utf-8")
     except OSError as error:
@@ -45,7 +45,7 @@ def into_document(run: RunRecord, name: str, document: Path) -> None:
 
 
 def section(run: RunRecord, name: str) -> str:
-    """The record in the docs: table, every figure, charts. Sweeps are shown, bars are folded."""
+    """The record's section in the docs: table, all figures, charts. Charts of sweeps are shown, bar charts folded."""
     images = {chart: f"![{chart}]({_chart_folder(name)}/{chart}.svg)" for chart in charts.chart_names(run)}
     sweeps = [image for chart, image in images.items() if charts.is_sweep(run, chart)]
     bars = [image for chart, image in images.items() if not charts.is_sweep(run, chart)]
@@ -62,8 +62,8 @@ def _draw(run: RunRecord) -> dict[str, str]:
         return charts.draw(run)
     except ModuleNotFoundError as error:
         raise BenchError(
-            f"charts need {error.name}, not installed here: pip install 'tigon[train]', or draw them elsewhere with "
-            "`tigon bench report FILE.json --plot DIR`."
+            f"charts need {error.name}, which is not installed; run pip install 'tigon[train]', or draw them on "
+            "another machine with `tigon bench report FILE.json --plot DIR`."
         ) from None
 
 

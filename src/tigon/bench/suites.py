@@ -1,7 +1,12 @@
-"""What is measured. A row is an op, a shape and options; `reach` says what tigon must get to there.
+"""The suites of rows. A row is an op, a shape and options, and `reach` has tigon's targets for it.
 
-Shapes are those of the op's own `make`: rows x H for the norms, (B, heads, T, D) for rope, rows x F for the gated
-units, N x V for cross entropy, N x H x V for linear cross entropy, B x T x H x V for several heads.
+Shapes are those of the op's `make`:
+
+- norms: rows x H
+- rope: (B, heads, T, D)
+- gated units: rows x F
+- cross entropy: N x V
+- linear cross entropy: N x H x V, with several heads B x T x H x V
 """
 
 from __future__ import annotations
@@ -19,18 +24,19 @@ Quantity = Literal["fraction", "ms", "ratio", "host_us", "kept_bytes"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """One target. `fraction` of the limit is at least `bound`, every other quantity at most.
+    """One target. `fraction` must be at least `bound`, every other quantity at most `bound`.
 
-    ms       forward + backward, of the kind the row is judged by (graph or eager).
-    ratio    that time over the time of the implementation `vs`.
-    host_us  what one eager forward + backward keeps the host busy.
-    kept_bytes  what the forward leaves behind for backward beyond inputs and outputs, as a share of the inputs' bytes.
+    - fraction: the limit's time divided by tigon's time.
+    - ms: forward + backward, of the kind that the row is judged by (graph or eager).
+    - ratio: that time divided by the time of the implementation `vs`.
+    - host_us: host time of one eager forward + backward.
+    - kept_bytes: memory that the forward keeps for the backward beyond inputs and outputs, as a share of the inputs.
     """
 
     quantity: Quantity
     bound: float
     of: str = ""
-    """An implementation; "" is any of tigon's own that computes the row's problem."""
+    """The implementation that must reach it; "" stands for any of tigon's that computes the row's problem."""
     vs: str = ""
     memory_gib: float | None = None
     """The target holds only for implementations with at most this much extra peak memory."""
@@ -38,21 +44,21 @@ class Reach:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of a suite."""
+    """One row of a suite."""
 
     op: str
     shape: tuple[int, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     logits: Logits = "random"
     graph: bool = True
-    """Judge by CUDA-graph replay. False for what takes tens of milliseconds, where launches do not matter."""
+    """Judge by CUDA-graph replay. False for rows of tens of milliseconds, where launches do not matter."""
     reach: tuple[Reach, ...] = ()
     impls: tuple[str, ...] = ()
-    """Only these; () is all."""
+    """Measure only these implementations; () means all."""
 
     @property
     def id(self) -> str:
-        """Such as "rope 4x32x4096x128" or "cross_entropy 8192x128256 peaked"."""
+        """The row's name, e.g. "rope 4x32x4096x128" or "cross_entropy 8192x128256 peaked"."""
         shape = "x".join(map(str, self.shape))
         return f"{self.op} {shape}{' ' + self.logits if self.logits != 'random' else ''}"
 
@@ -65,7 +71,7 @@ def _over_products(ratio: float, memory_gib: float | None = None) -> Reach:
     return Reach(quantity="ratio", bound=ratio, vs="products", memory_gib=memory_gib)
 
 
-# Options a row of the op has unless it says otherwise: what a training step does.
+# Default options per op: those of a training step.
 USUAL: dict[str, dict[str, Any]] = {
     "rope": {"kv_heads": 8},
     "cross_entropy": {"ignored": 0.0, "inplace": True},
@@ -77,7 +83,7 @@ USUAL: dict[str, dict[str, Any]] = {
 
 
 def row(op: str, *shape: int, **fields: Any) -> Row:
-    """A row with the op's usual options, those in `fields["options"]` on top."""
+    """A row with the op's default options, overridden by `fields["options"]`."""
     options = {**USUAL.get(op, {}), **fields.pop("options", {})}
     return Row(op=op, shape=shape, options=options, **fields)
 
@@ -120,9 +126,9 @@ TARGETS = (
     _linear(8192, 4096, 128256, logits="peaked"),
 )  # fmt: skip
 
-# The sweeps of the kernel benchmarks in the Liger Kernel paper (arXiv 2410.10989), beside the incumbent and the formula
-# of transformers. Only the swept dimension is the paper's; the others are a Llama's: 8192 tokens, or
-# four sequences of T, and F = 11008.
+# The sweeps of the kernel benchmarks in the Liger Kernel paper (arXiv 2410.10989), with Liger and the formula of
+# transformers. Only the swept dimension is the paper's. The others are a Llama's: 8192 tokens, or four sequences of T,
+# and F = 11008.
 _PAPER_IMPLS = ("tigon", "eager", "liger")
 PAPER = (
     *(row("cross_entropy", 8192, V, impls=_PAPER_IMPLS) for V in (40960, 81920, 122880, 163840)),
@@ -175,11 +181,11 @@ SUITES: dict[str, tuple[Row, ...]] = {"targets": TARGETS, "paper": PAPER, "odd":
 
 
 def select(suite: str, ops: tuple[str, ...], shapes: tuple[str, ...]) -> tuple[Row, ...]:
-    """The rows of a suite, of some ops only if any are named; `shapes` such as "16384x4096" replace the suite's own.
+    """The rows of a suite, only those of `ops` if any are named. `shapes`, e.g. "16384x4096", replace the suite's.
 
     Raises:
-        OptionError: an unknown suite or op, or shapes without exactly one op. ShapeError: a shape that does not parse
-            or has the wrong number of dimensions.
+        OptionError: an unknown suite or op, or shapes without exactly one op.
+        ShapeError: a shape that does not parse or has the wrong number of dimensions.
     """
     if suite not in SUITES:
         raise OptionError(f"--suite {suite} is not known; choose one of {', '.join(SUITES)}.")
@@ -188,11 +194,11 @@ def select(suite: str, ops: tuple[str, ...], shapes: tuple[str, ...]) -> tuple[R
             raise OptionError(f"--op {op} is not known; choose from {', '.join(OPS)}.")
     if shapes:
         if len(ops) != 1:
-            raise OptionError("--shape needs exactly one --op, whose shape it is.")
+            raise OptionError("--shape requires exactly one --op.")
         return tuple(_shaped(ops[0], text) for text in shapes)
     rows = tuple(r for r in SUITES[suite] if not ops or r.op in ops)
     if not rows:
-        raise OptionError(f"suite {suite} has no row of {', '.join(ops)}; it has {', '.join(_ops_of(suite))}.")
+        raise OptionError(f"--op {', '.join(ops)} is not in suite {suite}; it has {', '.join(_ops_of(suite))}.")
     return rows
 
 

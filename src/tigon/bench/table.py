@@ -1,6 +1,6 @@
-"""A record as Markdown: one line a row with tigon, its best peer, the limit and the target, and every figure below.
+"""A record as Markdown: one line per row with tigon, its best peer, the limit and the target, then all figures.
 
-The best peer is the fastest one that obeys the rule of errors. One that breaks it and is faster is named behind it.
+The best peer is the fastest one within the error limit. A faster peer over the limit is named after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DETAILS = ("", *PHASES, "eager", "host us", "extra MiB", "rate", "of the limit"
 
 
 def summary(run: RunRecord) -> str:
-    """The table of the docs: times are ms of forward + backward, medians."""
+    """The table for the docs. Times are medians of forward + backward in ms."""
     lines = [_header(_SUMMARY)]
     lines += [_cells(_summary_cells(row)) for row in run.rows]
     return "\n".join(lines)
@@ -29,7 +29,7 @@ def _summary_cells(row: RowRecord) -> list[str]:
     best = own if own and own.judged_ms(row.graph) else None
     peer, wrong = best_of(row, ("peer", "baseline")), _faster_but_wrong(row)
     limit = next((m for m in row.measurements if m.role == "limit" and m.judged_ms(row.graph)), None)
-    # The products alone are the nearer limit where they were measured.
+    # If the matrix products were measured alone, they are the tighter limit.
     fraction = _ms(limit, row) / _ms(best, row) if best and limit else best.fraction if best else None
     return [
         f"{row.op} {'x'.join(map(str, row.shape))}{', peaked' if row.logits == 'peaked' else ''}",
@@ -44,7 +44,7 @@ def _summary_cells(row: RowRecord) -> list[str]:
 
 
 def best_of(row: RowRecord, roles: Sequence[str], memory_gib: float | None = None) -> Measurement | None:
-    """The fastest of these roles that obeys the rule of errors, within a budget of extra memory if one is given."""
+    """The fastest measurement of these roles within the error limit, and within `memory_gib` extra memory if given."""
     fitting = [
         m
         for m in row.measurements
@@ -64,7 +64,7 @@ def _faster_but_wrong(row: RowRecord) -> Measurement | None:
 
 
 def reached(row: RowRecord, target: dict[str, Any]) -> tuple[str, bool | None]:
-    """A target as text with what was measured, and whether it was reached; None where it was not measured."""
+    """The target and its measured value as text, and whether it was reached (None if it was not measured)."""
     quantity, bound = target["quantity"], target["bound"]
     of = _judged(row, target)
     value = None if of is None else _value(row, target, of)
@@ -76,7 +76,7 @@ def reached(row: RowRecord, target: dict[str, Any]) -> tuple[str, bool | None]:
 
 
 def _judged(row: RowRecord, target: dict[str, Any]) -> Measurement | None:
-    """Whom the target is about: the implementation it names, else the fastest of tigon's within its memory."""
+    """The measurement that the target judges: the implementation it names, else tigon's fastest within its memory."""
     if not target["of"]:
         return best_of(row, ("ours",), target["memory_gib"])
     return next((m for m in row.measurements if m.impl == target["of"] and m.judged_ms(row.graph)), None)
@@ -121,7 +121,7 @@ def _shown(quantity: str, value: float) -> str:
 
 
 def details(run: RunRecord) -> str:
-    """Every implementation on every row."""
+    """The figures of every implementation on every row."""
     parts = []
     for row in run.rows:
         errors_on = f", errors on {'x'.join(map(str, row.error_shape))}" if row.error_shape != row.shape else ""
@@ -168,21 +168,24 @@ def provenance(run: RunRecord) -> str:
 
 
 def section(run: RunRecord) -> str:
-    """What stands in the docs between the markers of a record, before its charts."""
+    """The text between the markers of a record in the docs, without its charts."""
     return "\n".join((provenance(run), "", summary(run), "", folded("Every implementation", details(run))))
 
 
 def folded(title: str, text: str) -> str:
-    """Markdown that opens on a click."""
+    """Markdown that is folded until it is clicked."""
     return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
 def replace_section(document: str, name: str, text: str) -> str:
-    """The document with `text` between `<!-- record NAME -->` and `<!-- end -->`. Raises BenchError without those."""
+    """The document with `text` between `<!-- record NAME -->` and `<!-- end -->`.
+
+    Raises BenchError if the document lacks these markers.
+    """
     begin = f"<!-- record {name} -->"
     pattern = re.compile(rf"({re.escape(begin)}\n).*?(\n<!-- end -->)", re.DOTALL)
     if not pattern.search(document):
-        raise BenchError(f"the document has no lines {begin} ... <!-- end -->; add them where the table should stand.")
+        raise BenchError(f"the document has no lines {begin} ... <!-- end -->; add them where the table should go.")
     return pattern.sub(lambda match: match[1] + text + match[2], document, count=1)
 
 

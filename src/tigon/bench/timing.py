@@ -1,10 +1,11 @@
-"""Eager and CUDA-graph times. Implementations take turns, one run each per repetition, so a clock that drifts or
-a power limit that bites meets all of them alike.
+"""Measures eager and CUDA-graph times. Implementations take turns, with one run each per repetition, so that clock
+drift and power limits affect all of them equally.
 
-On a GPU every run starts with a cold L2: a buffer of four times its size is read, not written, because dirty lines
-would have to be written back during the measured run (60 MB, 14 us on an H200). Times are CUDA events around the run.
-A graph replay is queued while the flush still runs, so no launch gap is in it: kernel time. An eager run starts from an
-idle GPU, so its launches are in it. On a CPU the clock is the host's and there are no graphs.
+On a GPU every run starts with a cold L2, because a buffer of four times its size is read first. The buffer is not
+written, because writing back dirty lines would fall into the measured run (60 MB, 14 us on an H200). Times come from
+CUDA events around the run. A graph replay is queued while that buffer is still read, so its time is kernel time without
+launch gaps. An eager run starts on an idle GPU, so its time includes launches. On a CPU the host's clock is used, and
+CUDA-graph times are missing.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from typing import Any
 import torch
 
 HOST_CALLS = 50
-# A call that runs this long needs no more than a few repetitions to know what the host does in it.
+# For a call this long, a few repetitions are enough to measure its host time.
 _HOST_BUDGET_MS = 60.0
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Milliseconds over the repetitions: the median, and the quantiles 0.2 and 0.8."""
+    """Median and the quantiles 0.2 and 0.8 over the repetitions, in milliseconds."""
 
     median: float
     low: float
@@ -43,7 +44,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Run:
-    """One thing to time. `before` is not timed; `idle` waits for the device first, so that launches count."""
+    """One call to time. `before` is not timed. `idle` waits for the device first, so that launches are timed too."""
 
     call: Callable[[], Any]
     before: Callable[[], None]
@@ -57,7 +58,7 @@ def _flush_buffer(device: torch.device) -> torch.Tensor:
 
 
 def flush_cache(device: torch.device) -> None:
-    """Fill the L2 with clean lines of something else."""
+    """Fill the L2 with clean lines of another buffer."""
     _flush_buffer(device).sum()
 
 
@@ -67,7 +68,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def take_turns(runs: Mapping[str, Run], repetitions: int, device: torch.device) -> dict[str, list[float] | Exception]:
-    """Milliseconds of every run, in `repetitions` rounds; an exception instead for one that failed."""
+    """Time every run in `repetitions` rounds, in milliseconds. A run that fails has its exception instead."""
     times: dict[str, list[float] | Exception] = {name: [] for name in runs}
     for _ in range(repetitions):
         pending: list[tuple[list[float], Callable[[], float]]] = []
@@ -78,7 +79,7 @@ def take_turns(runs: Mapping[str, Run], repetitions: int, device: torch.device) 
             try:
                 pending.append((sofar, _timed(run, device)))
             except Exception as error:
-                # Its traceback would keep the tensors of the failed call alive.
+                # The traceback would keep the tensors of the failed call alive.
                 times[name] = error.with_traceback(None)
                 release(device)
         synchronize(device)
@@ -106,7 +107,7 @@ def _timed(run: Run, device: torch.device) -> Callable[[], float]:
 
 
 class Graphs:
-    """CUDA graphs of one row. They share one pool of memory: one runs at a time, and nobody reads their results."""
+    """CUDA graphs of one row. They share a memory pool, because one runs at a time and no result is read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -114,21 +115,21 @@ class Graphs:
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, call: Callable[[], Any]) -> Callable[[], None]:
-        """A replay of `call`. Raises what capturing raises."""
+        """Capture `call` and return its replay. Raises what the capture raises."""
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(2):
                 call()
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        # What the trial runs allocated on this stream is of no use to any other.
+        # Other streams cannot reuse memory that the trial runs allocated on this stream.
         release(self._device)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 call()
         except Exception:
-            # A capture that broke off leaves its pool open: the allocator refuses to free memory, and to record there.
+            # An interrupted capture leaves its pool open. The allocator then refuses to free memory or record there.
             with contextlib.suppress(Exception):
                 torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
             self._pool = torch.cuda.graph_pool_handle()
@@ -137,9 +138,9 @@ class Graphs:
 
 
 def host_us(call: Callable[[], Any], before: Callable[[], None], about_ms: float, device: torch.device) -> float | None:
-    """How long one call keeps the host, in microseconds: the mean over calls that follow each other without waiting.
+    """Host time of one call in microseconds: the mean over consecutive calls without waiting for the device.
 
-    None on a CPU, where it is the whole call.
+    None on a CPU, where the whole call is host time.
     """
     if device.type != "cuda":
         return None
@@ -156,7 +157,7 @@ def host_us(call: Callable[[], Any], before: Callable[[], None], about_ms: float
 
 
 def release(device: torch.device) -> None:
-    """Give memory of what is no longer referenced back."""
+    """Return memory that is no longer referenced to the device."""
     gc.collect()
     if device.type == "cuda":
         with contextlib.suppress(RuntimeError):
@@ -166,8 +167,10 @@ def release(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Python's collector off, so that its pauses land in no measurement. What exists is frozen: `take_turns` collects
-    after every round, and need not walk through all of torch for that."""
+    """Turn Python's garbage collector off, so that its pauses do not affect measurements.
+
+    Existing objects are frozen, so that the collection after every round of `take_turns` does not visit all of torch.
+    """
     was_on = gc.isenabled()
     gc.collect()
     gc.freeze()
@@ -181,9 +184,10 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def ceilings(device: torch.device, repetitions: int) -> dict[str, float]:
-    """What the device reaches here and now: GB/s of a copy, read plus written, and TFLOP/s of a bf16 product.
+    """Measure the device's current ceilings: GB/s of a copy (read plus written) and TFLOP/s of a bf16 product.
 
-    Random data: on zeros an H200's product is 13 % faster. On a CPU the sizes are small and the product fp32.
+    The data are random, because on zeros the product is 13 % faster on an H200. On a CPU the sizes are small and the
+    product is fp32.
     """
     gpu = device.type == "cuda"
     elements, side = (1 << 30, 8192) if gpu else (1 << 22, 512)

@@ -1,5 +1,5 @@
-"""The command line: one file per command, with its flags and the call that they become.
+"""The command line, with one file per command, which declares its flags and calls the library.
 
-`app.py` puts the commands together and turns errors into one line on stderr. Commands import heavy libraries
+`app.py` combines the commands and prints errors as one line on stderr. Commands import heavy libraries
 (transformers, rich, matplotlib) when they run, so that `tigon --help` does not wait for them.
 """

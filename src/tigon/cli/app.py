@@ -1,4 +1,4 @@
-"""The program `tigon`: its commands put together, and every error that the user can act on as one line on stderr."""
+"""The program `tigon`: combines its commands, and prints errors that the user can fix as one line on stderr."""
 
 # No `from __future__ import annotations`: typer reads the annotations of functions made inside `_app`.
 import errno
@@ -8,32 +8,32 @@ from typing import Annotated, Any
 from tigon.errors import TigonError
 from tigon.trainer.guards import console, system_limits
 
-USAGE_EXIT, INTERRUPTED_EXIT, BROKEN_PIPE_EXIT = 2, 130, 141  # the last two as shells have them
-# Of a path that was typed, wherever it is first looked at.
+USAGE_EXIT, INTERRUPTED_EXIT, BROKEN_PIPE_EXIT = 2, 130, 141  # shells use the last two for SIGINT and SIGPIPE
+# Errors of a path that the user gave, in whichever call first uses the path.
 _PATH_ERRORS = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)
 
 
 def main() -> None:
-    """Entry point of `tigon` and `python -m tigon`: what the user can act on is one line on stderr and exit code 2."""
+    """Entry point of `tigon` and `python -m tigon`. An error that the user can fix is one line on stderr and code 2."""
     console.open_closed_streams()
     try:
         import typer
     except ModuleNotFoundError:
-        _fail("the command line needs typer, not installed here: pip install 'tigon[train]'")
+        _fail("the command line needs typer, which is not installed; run pip install 'tigon[train]'")
     try:
         sys.exit(_app()(standalone_mode=False) or 0)
     except TigonError as error:
         _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED_EXIT)
-    except BrokenPipeError:  # `tigon plan ... | head`: the reader has all that it wanted
-        with console.outlived():  # Python would write what it still holds at exit, and fail again
+    except BrokenPipeError:  # `tigon plan ... | head`: the reader has closed the pipe
+        with console.outlived():  # at exit Python would flush its buffer and fail again
             sys.stdout.flush()
         sys.exit(BROKEN_PIPE_EXIT)
     except OSError as error:
         if error.errno not in _PATH_ERRORS or error.filename is None:
             _fail_at_a_limit(error)
-        _fail(f"{error.filename}: {error.strerror}; name another path, or mend this one")
+        _fail(f"{error.filename}: {error.strerror}; give another path, or fix this one")
     except Exception as error:
         _fail_as_typed(error)
 
@@ -45,22 +45,22 @@ def _fail(message: str) -> None:
 
 
 def _fail_at_a_limit(error: Exception) -> None:
-    """One line for an error of the system's limits on a process; any other is a bug and keeps its traceback."""
-    said = system_limits.words(error)
-    if said is None:
+    """Print one line if the error comes from a system limit on processes. Any other error is a bug and is raised."""
+    message = system_limits.words(error)
+    if message is None:
         raise error
-    _fail(said)
+    _fail(message)
 
 
 def _fail_as_typed(error: Any) -> None:
-    """A wrong flag or value in one line, as ours; what typer raises comes from click or from its own copy of it."""
+    """Print one line for a wrong flag or value. typer raises errors of click, or of the copy of click it ships."""
     if not hasattr(error, "format_message"):
         _fail_at_a_limit(error)
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         sys.exit(USAGE_EXIT)
     typed = error.ctx.command_path if getattr(error, "ctx", None) else "tigon"
-    _fail(f"{' '.join(error.format_message().split()).rstrip('.')}; {typed} --help lists what there is.")
+    _fail(f"{' '.join(error.format_message().split()).rstrip('.')}; {typed} --help lists the options.")
 
 
 def _app() -> Any:
@@ -98,7 +98,9 @@ def _app() -> Any:
     app.command("profile")(profile.command)
     app.command("models")(models.command)
     app.command("doctor")(doctor.command)
-    kernels = typer.Typer(help="Measure kernels against their peers and the hardware's limit.", no_args_is_help=True)
+    kernels = typer.Typer(
+        help="Measure kernels against other libraries and the hardware's limit.", no_args_is_help=True
+    )
     kernels.command("kernels")(bench.kernels_command)
     kernels.command("report")(bench.report_command)
     app.add_typer(kernels, name="bench")

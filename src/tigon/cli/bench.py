@@ -11,27 +11,31 @@ import typer
 def kernels_command(
     suite: Annotated[
         str | None,
-        typer.Option(help="targets, paper, odd or small; targets on a GPU and small on a CPU if left out."),
+        typer.Option(help="targets, paper, odd or small. Default: targets on a GPU, small on a CPU."),
     ] = None,
     ops: Annotated[list[str] | None, typer.Option("--op", help="Only this op; may be repeated.")] = None,
     impls: Annotated[
         list[str] | None, typer.Option("--impl", help="Only this implementation; may be repeated.")
     ] = None,
-    without: Annotated[list[str] | None, typer.Option(help="Not this implementation; may be repeated.")] = None,
+    without: Annotated[list[str] | None, typer.Option(help="Leave this implementation out; may be repeated.")] = None,
     shapes: Annotated[
         list[str] | None,
-        typer.Option("--shape", metavar="AxB", help="Instead of the suite's, for one --op; may be repeated."),
+        typer.Option("--shape", metavar="AxB", help="Shape to use instead of the suite's, for one --op; repeatable."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16 (on a GPU), fp16 or fp32 (on a CPU).")] = None,
-    repetitions: Annotated[int, typer.Option(help="Rounds; every implementation runs once in each.")] = 20,
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16 or fp32. Default: bf16 on a GPU, fp32 on a CPU.")
+    ] = None,
+    repetitions: Annotated[int, typer.Option(help="Rounds. Every implementation runs once per round.")] = 20,
     time_limit: Annotated[
-        float | None, typer.Option("--time-limit", metavar="SECONDS", help="Start no row after this long.")
+        float | None, typer.Option("--time-limit", metavar="SECONDS", help="Start no row after this time.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the record, row by row.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Measure what the record at --json lacks.")] = False,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the record to this file after every row.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Measure only what the record at --json lacks.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts and write the table.")] = None,
 ) -> None:
-    """Time, memory and error of every op, against the other libraries installed here."""
+    """Measure time, memory and error of every op, and compare with the other libraries installed here."""
     from tigon.bench.kernels import bench_kernels
 
     bench_kernels(
@@ -44,10 +48,10 @@ def report_command(
     record: Annotated[Path, typer.Argument(metavar="FILE.json", help="A record of `tigon bench kernels --json`.")],
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts and write the table.")] = None,
     into: Annotated[
-        Path | None, typer.Option(metavar="FILE.md", help="Put the table between the record's markers there.")
+        Path | None, typer.Option(metavar="FILE.md", help="Write the table between the record's markers in this file.")
     ] = None,
 ) -> None:
-    """Table and charts of a record, on any machine."""
+    """Print the table of a record and draw its charts, on any machine."""
     from tigon.bench.report import report_file
 
     report_file(record, plot, into)

@@ -21,7 +21,7 @@ def command(
     from tigon.models.loading import hub
     from tigon.techniques.quiet import quiet_packages
 
-    # both of the whole process, so not where a library's caller would have them
+    # both change the whole process, so the command sets them and the library does not
     hub.settle(() if model is None else (model,))
     quiet_packages()
     diagnosis = diagnose(model)

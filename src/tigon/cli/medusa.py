@@ -1,4 +1,4 @@
-"""`tigon medusa`: a recipe with `heads:` to a run."""
+"""`tigon medusa`: train a recipe with `heads:`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from tigon.trainer.guards import console
 
 
 def command(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="YAML with `heads:`; docs/medusa.md.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="YAML with `heads:`; see docs/medusa.md.")],
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key, e.g. --set heads.count=5."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(metavar="N", help="Processes, one a GPU; the same as --set sharding.gpus=N.")
+        int | None,
+        typer.Option(metavar="N", help="Number of GPUs, with one process per GPU; same as --set sharding.gpus=N."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`tigon models`: the table of families, on a terminal, as JSON, or into docs/models.md."""
+"""`tigon models`: print the table of model families, as text or JSON, or write it into docs/models.md."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tigon.models.verification import listing
 
 
 def command(
-    families: Annotated[list[str] | None, typer.Argument(metavar="[FAMILY...]", help="Only these rows.")] = None,
-    verified: Annotated[bool, typer.Option("--verify", help="Prove each row on a small random model.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, each row with its proof.")] = False,
-    device: Annotated[str | None, typer.Option(help="Where the proof runs: cpu (if left out) or cuda.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the proof: fp32 (if left out) or bf16.")] = None,
+    families: Annotated[list[str] | None, typer.Argument(metavar="[FAMILY...]", help="Only these families.")] = None,
+    verified: Annotated[bool, typer.Option("--verify", help="Verify each family on a small random model.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the verification of each family.")] = False,
+    device: Annotated[str | None, typer.Option(help="Device for --verify: cpu (default) or cuda.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Dtype for --verify: fp32 (default) or bf16.")] = None,
     into: Annotated[
-        Path | None, typer.Option(metavar="FILE.md", help="Put the table between the document's markers.")
+        Path | None, typer.Option(metavar="FILE.md", help="Write the table between the markers in this file.")
     ] = None,
     others: Annotated[
-        bool, typer.Option("--others", help="With --into: also the families without a row; takes minutes.")
+        bool, typer.Option("--others", help="With --into: also list families missing from the table; takes minutes.")
     ] = False,
 ) -> None:
-    """What every model family gets, what is left alone and why; exit code 1 when a family differs."""
+    """Show what tigon patches in every model family, what it leaves and why; exit code 1 if a family differs."""
     same = models(
         families or (), as_json=as_json, verified=verified, device=device, dtype=dtype, into=into, others=others
     )
@@ -43,17 +43,17 @@ def models(
     into: Path | None = None,
     others: bool = False,
 ) -> bool:
-    """Print the table, or put it into a document; False where a family differs from the unpatched one.
+    """Print the table or write it into a document. Returns False if a patched family differs from the unpatched one.
 
-    Raises OptionError: a family without a row, an unknown device or dtype, a document without markers, or options that
-    exclude each other.
+    Raises OptionError for a family without a row, an unknown device or dtype, a document without markers, or options
+    that exclude each other.
     """
     if into is not None and (as_json or verified or names):
         raise OptionError("--into writes the whole table; leave the families, --json and --verify out.")
     if (device or dtype) and not (verified or as_json):
-        raise OptionError("--device and --dtype say how to prove a row; add --verify or --json.")
+        raise OptionError("--device and --dtype require --verify or --json; add one of them.")
     if others and into is None:
-        raise OptionError("--others takes minutes and belongs to --into; name a document.")
+        raise OptionError("--others requires --into FILE.md.")
     _silence_transformers()
     if into is not None:
         _write(into, others)
@@ -72,7 +72,7 @@ def models(
 
 
 def _silence_transformers() -> None:
-    """Its advice on configs is about real models, not about those of two layers."""
+    """Silence transformers, whose advice on configs does not apply to the small models used here."""
     import transformers
 
     if "TRANSFORMERS_VERBOSITY" not in os.environ:

@@ -1,4 +1,4 @@
-"""`tigon plan`: flags to a question, the answer to a terminal, JSON or charts."""
+"""`tigon plan`: turns flags into a request to the planner, and prints the answer as text, JSON or charts."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ DEFAULT_BATCH, DEFAULT_SEQ = 8, 1024
 EVALUATED = True
 """The recipe's data.eval_fraction is not 0, so that a recommended recipe evaluates."""
 MOST = 1 << 20
-"""Of rows and micro-batches: sizes of tensors beyond are no longer 64-bit numbers."""
+"""Limit for batch sizes and counts of micro-batches. Beyond it tensor sizes overflow 64 bits."""
 METHODS, POLICIES = ("trace", "study"), ("search", "study")
 ATTENTIONS = ("sdpa", "eager")
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "precision": PRECISIONS, "optimizer": tuple(OPTIMIZERS), "kernels": KERNELS, "attention": ATTENTIONS,
     "offload": OFFLOADS, "method": METHODS, "policy": POLICIES,
 }  # fmt: skip
-# The planner chooses these only where they are asked for: other kernels and attention are slower, adapters train less.
+# The planner changes these only on request: other kernels and attention are slower, and adapters train fewer weights.
 _NEVER_FREE = frozenset({"kernels", "attention", "lora_rank", "lora_targets", "quantized", "gpus", "galore_rank",
                          "reshard"})  # fmt: skip
 
@@ -52,32 +52,34 @@ _NEVER_FREE = frozenset({"kernels", "attention", "lora_rank", "lora_targets", "q
 def command(
     model: Annotated[str, typer.Argument(help="A preset, a checkpoint folder, a config.json or a hub id.")],
     gpu: Annotated[str, typer.Option(help="A GPU's name (h200, rtx-4090) or its memory (24GiB).")],
-    batch: Annotated[int | None, typer.Option(help="Rows of a micro-batch on each GPU.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens in a row.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="How many of them.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences per micro-batch on each GPU.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, amp-bf16, amp-fp16 or bf16.")] = None,
     optimizer: Annotated[str | None, typer.Option(metavar="NAME", help="docs/techniques/optimizers.md")] = None,
     checkpointing: Annotated[str | None, typer.Option(help="none, full, every-N, selective or offload.")] = None,
     kernels: Annotated[str | None, typer.Option(help="none, no-flce, tigon or liger.")] = None,
     attention: Annotated[str | None, typer.Option(help="sdpa or eager.")] = None,
-    zero: Annotated[int | None, typer.Option(help="DeepSpeed's stage: 0, 1, 2 or 3.")] = None,
+    zero: Annotated[int | None, typer.Option(help="DeepSpeed ZeRO stage: 0, 1, 2 or 3.")] = None,
     fsdp: Annotated[bool, typer.Option("--fsdp", help="PyTorch FSDP2.")] = False,
     offload: Annotated[str | None, typer.Option(help="none, cpu or nvme.")] = None,
-    lora: Annotated[int | None, typer.Option(metavar="R", help="Train adapters of rank R.")] = None,
-    qlora: Annotated[bool, typer.Option("--qlora", help="With --lora: the weights in 4 bits.")] = False,
-    accumulate: Annotated[int | None, typer.Option(metavar="N", help="Micro-batches in a step.")] = None,
+    lora: Annotated[int | None, typer.Option(metavar="R", help="Train LoRA adapters of rank R.")] = None,
+    qlora: Annotated[bool, typer.Option("--qlora", help="With --lora: keep the base weights in 4 bits.")] = False,
+    accumulate: Annotated[int | None, typer.Option(metavar="N", help="Micro-batches per step.")] = None,
     effective_batch: Annotated[
-        int | None, typer.Option("--effective-batch", help="Rows of a step over all GPUs that are wanted.")
+        int | None, typer.Option("--effective-batch", help="Sequences per step over all GPUs.")
     ] = None,
-    medusa: Annotated[int | None, typer.Option(metavar="K", help="With K Medusa heads.")] = None,
-    stage: Annotated[int | None, typer.Option(help="With --medusa: 1, only they learn (if left out), or 2.")] = None,
-    method: Annotated[str, typer.Option(help="trace, or the study's formulas.")] = "trace",
-    policy: Annotated[str, typer.Option(help="search, or the study's ladder.")] = "search",
+    medusa: Annotated[int | None, typer.Option(metavar="K", help="Train K Medusa heads.")] = None,
+    stage: Annotated[
+        int | None, typer.Option(help="With --medusa: 1 trains only the heads (default), 2 the model too.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="trace, or study: the formulas of docs/study.md.")] = "trace",
+    policy: Annotated[str, typer.Option(help="search, or study: the ladder of docs/study.md.")] = "search",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say what each number is made of.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show the terms of each number.")] = False,
 ) -> None:
-    """Predict a run's memory and time without a GPU, and what to switch on so that it fits."""
+    """Predict a run's memory and time without a GPU, and recommend options that make it fit."""
     run(
         model, gpu=gpu, batch=batch, seq=seq, gpus=gpus, precision=precision, optimizer=optimizer,
         checkpointing=checkpointing, kernels=kernels, attention=attention, zero=zero, fsdp=fsdp, offload=offload,
@@ -91,16 +93,16 @@ def run(
     policy: str = "search", effective_batch: int | None = None, medusa: int | None = None, stage: int | None = None,
     as_json: bool = False, plot: Path | None = None, explain: bool = False, **given: Any,
 ) -> None:  # fmt: skip
-    """Predict, plan and print. `given`: fields of Choices, None where the flag was left out.
+    """Predict, plan and print. given: fields of Choices, with None for flags that were left out.
 
-    Raises UsageError: a flag has an unknown value or one out of range, or flags exclude each other.
+    Raises UsageError if a flag has an unknown value or a value out of range, or if flags exclude each other.
     """
     _quiet(model)
     given = {name: value for name, value in given.items() if value is not None and value is not False}
     _check_words({**given, "method": method, "policy": policy})
     _check_numbers({"batch": batch, "seq": seq, "effective-batch": effective_batch, **given})
     if plot is not None and plot.exists() and not plot.is_dir():
-        raise UsageError(f"--plot {plot} is a file; name a folder.")
+        raise UsageError(f"--plot {plot} is a file; give a folder.")
     if stage is not None and medusa is None:
         raise UsageError(f"--stage {stage} requires --medusa N; add --medusa 3.")
 
@@ -121,7 +123,7 @@ def run(
 def _request(
     model: str, choices: Choices, batch: int | None, seq: int | None, heads: tuple[int, int] | None
 ) -> Request:
-    """heads: how many Medusa heads, and the stage of their training; None for a model without."""
+    """heads: (number of Medusa heads, stage of their training), or None for a model without heads."""
     config = load_config(model)
     return Request(
         model=model, config=config, batch=DEFAULT_BATCH if batch is None else batch,
@@ -137,8 +139,8 @@ def _print(answer: Plan, as_json: bool, explain: bool, plot: Path | None) -> Non
     from tigon.planner.render import terminal
 
     if as_json:
-        said = {"explanation": explanation.lines(answer)} if explain else {}
-        print(json.dumps(terminal.as_mapping(answer) | said, indent=2))
+        extra = {"explanation": explanation.lines(answer)} if explain else {}
+        print(json.dumps(terminal.as_mapping(answer) | extra, indent=2))
     else:
         console = Console(highlight=False)
         terminal.show(answer, console)
@@ -152,18 +154,18 @@ def _print(answer: Plan, as_json: bool, explain: bool, plot: Path | None) -> Non
             Console(highlight=False).print(f"charts   {', '.join(map(str, written))}", markup=False, soft_wrap=True)
 
 
-def _check_words(said: Mapping[str, Any]) -> None:
+def _check_words(flags: Mapping[str, Any]) -> None:
     for name, known in _WORDS.items():
-        if name in said and said[name] not in known:
-            raise UsageError(f"--{name} is {said[name]!r}; choose one of {', '.join(known)}.")
-    if "checkpointing" in said and not re.fullmatch(CHECKPOINTING_PATTERN, said["checkpointing"]):
+        if name in flags and flags[name] not in known:
+            raise UsageError(f"--{name} is {flags[name]!r}; choose one of {', '.join(known)}.")
+    if "checkpointing" in flags and not re.fullmatch(CHECKPOINTING_PATTERN, flags["checkpointing"]):
         raise UsageError(
-            f"--checkpointing is {said['checkpointing']!r}; choose one of {', '.join(CHECKPOINTINGS)}, with N of 1 to "
-            "9999."
+            f"--checkpointing is {flags['checkpointing']!r}; choose one of {', '.join(CHECKPOINTINGS)}, with N from 1 "
+            "to 9999."
         )
-    if "zero" in said and said["zero"] not in (0, 1, 2, 3):
-        raise UsageError(f"--zero is {said['zero']}; DeepSpeed's stages are 0, 1, 2 and 3.")
-    if said.get("quantized") and "lora_rank" not in said:
+    if "zero" in flags and flags["zero"] not in (0, 1, 2, 3):
+        raise UsageError(f"--zero is {flags['zero']}; DeepSpeed's stages are 0, 1, 2 and 3.")
+    if flags.get("quantized") and "lora_rank" not in flags:
         raise UsageError("--qlora keeps the model's weights in 4 bits, which cannot be trained; add --lora 16.")
 
 
@@ -174,17 +176,17 @@ def _check_numbers(said: Mapping[str, Any]) -> None:
         least, most = LIMITS.get(name, (1, None))
         if value is not None and value < least:
             raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at least {least}.")
-        most = most or (None if name == "seq" else MOST)  # that one has the model's limit
+        most = most or (None if name == "seq" else MOST)  # the model limits --seq
         if value is not None and most is not None and value > most:
             raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at most {most}.")
 
 
 def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate: int | None) -> int | None:
-    """Rows of a micro-batch where both the step's rows and the number of micro-batches were given; else `batch`."""
+    """Sequences per micro-batch if --effective-batch and --accumulate are both given, else `batch`."""
     each = gpus * (accumulate or 1)
     if effective_batch % each:
-        said = f"--gpus {gpus}" + (f" x --accumulate {accumulate}" if accumulate else "")
-        raise UsageError(f"--effective-batch {effective_batch} is no multiple of {said}.")
+        divisor = f"--gpus {gpus}" + (f" x --accumulate {accumulate}" if accumulate else "")
+        raise UsageError(f"--effective-batch {effective_batch} is not a multiple of {divisor}.")
     if accumulate is None:
         return batch
     if batch not in (None, effective_batch // each):
@@ -196,7 +198,7 @@ def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate:
 
 
 def _quiet(model: str) -> None:
-    """No network unless the model is a hub id, and none of the libraries' chatter; before transformers is imported."""
+    """Disable the network unless the model is a hub id, and silence libraries. Call before importing transformers."""
     hub.settle((model,))
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters of its warnings is refused
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # tigon turns the relevant warnings into errors
     quiet_packages()

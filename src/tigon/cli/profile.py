@@ -1,4 +1,4 @@
-"""`tigon profile`: memory and time of a recipe's first steps."""
+"""`tigon profile`: record memory and time of a recipe's first steps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def command(
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", help="Steps whose allocations are recorded.")] = 2,
     beside: Annotated[
-        Path | None, typer.Option(metavar="RECIPE.yaml", help="Profile this one too, side by side.")
+        Path | None, typer.Option(metavar="RECIPE.yaml", help="Profile a second recipe and show both side by side.")
     ] = None,
     beside_assignments: Annotated[
         list[str] | None,
-        typer.Option("--beside-set", metavar="KEY=VALUE", help="Change a key of the one beside only."),
+        typer.Option("--beside-set", metavar="KEY=VALUE", help="Change a key of the --beside recipe only."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Empty or new folder to write to.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="New or empty folder for the results.")] = None,
 ) -> None:
-    """Record what a recipe's first steps do to memory, and where a step's time goes."""
+    """Record every allocation of a recipe's first steps, and the time of each operator."""
     from tigon.trainer.profile import Asked, profile
 
     with console.outlived():

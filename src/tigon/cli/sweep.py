@@ -1,4 +1,4 @@
-"""`tigon sweep`: a recipe over a grid of its keys."""
+"""`tigon sweep`: train a recipe over a grid of its keys."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def command(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key of every point.")
     ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of each process, e.g. 24GiB or rtx-4090.")
+        str | None, typer.Option(metavar="SIZE", help="Memory limit per process, e.g. 24GiB or rtx-4090.")
     ] = None,
     time_limit: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Start no point that would end later, e.g. 500s or 9m.")
+        str | None, typer.Option(metavar="TIME", help="Start no point that would end after this time, e.g. 500s or 9m.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Results; runs/sweeps/NAME if left out.")] = None,
-    only: Annotated[str | None, typer.Option(metavar="REGEX", help="Only points whose name this finds.")] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Measure points again that failed.")] = False,
-    draw: Annotated[bool, typer.Option("--draw", help="Measure nothing; only make the report anew.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Results folder. Default: runs/sweeps/NAME.")] = None,
+    only: Annotated[str | None, typer.Option(metavar="REGEX", help="Only points whose name matches.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure failed points again.")] = False,
+    draw: Annotated[bool, typer.Option("--draw", help="Only write the report again; measure nothing.")] = False,
     earlier: Annotated[
-        Path | None, typer.Option("--from", metavar="RESULTS.json", help="Take over what was finished there.")
+        Path | None, typer.Option("--from", metavar="RESULTS.json", help="Import the finished points of this file.")
     ] = None,
 ) -> None:
-    """Train a recipe over a grid of its keys; what its folder holds already is not measured again."""
+    """Train a recipe over a grid of its keys. Points that are already in the results folder are not measured again."""
     from tigon.sweep.run import sweep
 
     with console.outlived():

@@ -1,4 +1,4 @@
-"""`tigon train`: a recipe to a run."""
+"""`tigon train`: train a model as a recipe says."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ def command(
         typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key, e.g. --set train.batch_size=8."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(metavar="N", help="Processes, one a GPU; the same as --set sharding.gpus=N.")
+        int | None,
+        typer.Option(metavar="N", help="Number of GPUs, with one process per GPU; same as --set sharding.gpus=N."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
     auto: Annotated[
-        bool, typer.Option("--auto", help="Change what the recipe leaves free to the fastest that fits the GPU.")
+        bool,
+        typer.Option("--auto", help="Set the keys that the recipe leaves out to the fastest options that fit the GPU."),
     ] = False,
 ) -> None:
     """Train a model as a recipe says, with a report at the end."""

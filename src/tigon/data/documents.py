@@ -1,8 +1,8 @@
-"""Text and JSONL files as documents, each with the file and line it came from.
+"""Reads text and JSONL files as documents, each with the file and line it came from.
 
-A document is a list of segments, and a segment is either learned (a loss is computed on its tokens) or only read (a
-prompt). Plain text is one learned segment. The layouts of JSONL rows are rows of `LAYOUTS`: the keys they need and how
-they become segments. Chat messages stay messages here, because their wording is the tokenizer's chat template.
+A document is a list of segments. A segment is either learned (its tokens count in the loss) or only read (a prompt).
+Plain text is one learned segment. `LAYOUTS` lists the layouts of JSONL rows, with the keys that each needs and how the
+row becomes segments. Chat messages stay messages here, because the tokenizer's chat template turns them into text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tigon.data import sources as named
 from tigon.data.sources import BUILT_IN, unreadable
 from tigon.errors import DataError
 
-MAX_ROW_BYTES = 2**28  # a row is one document; a longer line is no JSONL, or text for `.txt`
+MAX_ROW_BYTES = 2**28  # a row is one document; a longer line is not JSONL, or is text that belongs into a .txt file
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant",
          "tool": "tool", "observation": "tool", "function_call": "assistant"}  # fmt: skip
 
@@ -46,33 +46,33 @@ class Message:
 
 @dataclass(frozen=True)
 class Document:
-    """Segments, or messages still to be worded by a chat template; `origin` is `file` or `file:line`."""
+    """Segments, or messages that a chat template will turn into text. `origin` is `file` or `file:line`."""
 
     origin: str
     segments: tuple[Segment, ...] = ()
     messages: tuple[Message, ...] = ()
     at_least_bytes: int = 0
-    """Of text, in a file that was not read because that is over the limit; 0 for a document that was read."""
+    """Bytes of text in a file that was not read because it is over the limit; 0 for a document that was read."""
 
     @property
     def is_text(self) -> bool:
-        """Plain text, which may be cut anywhere; a prompt and its answer may not."""
+        """Whether this is plain text, which may be cut anywhere. A prompt and its answer may not be cut."""
         return not self.messages and all(segment.learned for segment in self.segments)
 
     @property
     def text(self) -> str:
-        """Everything written in it, for counting and for training a tokenizer."""
+        """All text of the document, for counting and for training a tokenizer."""
         return "".join([s.text for s in self.segments] + [m.content for m in self.messages])
 
 
 @dataclass
 class BadRows:
-    """What is done about a row that cannot be used: the run is refused, or the row left out and counted."""
+    """Handles a row that cannot be used: refuses the run, or leaves the row out and counts it."""
 
     policy: str = "error"
-    """The word of `data.bad_rows`."""
+    """The value of `data.bad_rows`."""
     said: list[str] = field(default_factory=list)
-    """What is wrong with the rows left out, each with its file and line."""
+    """One message per row left out, with its file and line."""
 
     def take(self, error: DataError) -> None:
         if self.policy == "error":
@@ -84,9 +84,10 @@ def read(
     sources: Sequence[str], layout: str, max_text_mib: float | None, bad: BadRows | None = None,
     key: str = "data.source",
 ) -> list[Document]:  # fmt: skip
-    """The documents of `sources` in order, up to `max_text_mib` of text. Raises DataError naming file and line.
+    """Read the documents of `sources` in order, up to `max_text_mib` of text.
 
-    key: the recipe's, for messages.
+    key: the recipe key that names the sources, for messages. Raises DataError with file and line for a row or file that
+    cannot be read, and for sources without any text.
     """
     budget_bytes = math.inf if max_text_mib is None else max_text_mib * 2**20
     documents: list[Document] = []
@@ -103,19 +104,19 @@ def read(
             at_least = "at least " if document.at_least_bytes else ""
             raise DataError(
                 f"{document.origin}: the first document has {at_least}{size_bytes / 2**20:.3g} MiB of text, over "
-                f"data.max_text_mib {max_text_mib:g}, and documents are read whole; raise it, or split the file"
+                f"data.max_text_mib {max_text_mib:g}, and a document is read whole; raise it, or split the file"
             )
         documents.append(document)
     if not documents:
         why = f"; {len(bad.said)} rows were left out, the first: {bad.said[0]}" if bad.said else ""
-        raise DataError(f"{', '.join(sources)}: no text in it; name files that are not empty in {key}{why}")
+        raise DataError(f"{', '.join(sources)}: no text in these files; name files that are not empty in {key}{why}")
     return documents
 
 
 def hold_out(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """(kept, held out): whole documents, evenly spaced, so that both parts hold every kind of text.
+    """(training, evaluation) documents. Whole documents are held out at even spacing, so both parts have every kind.
 
-    A single text document has its tail, from a line break on, held out instead.
+    If there is only one text document, its end is held out instead, from a line break on.
     """
     if fraction == 0:
         return list(documents), []
@@ -147,13 +148,13 @@ def _all(sources: Sequence[str], layout: str, max_text_mib: float | None, bad: B
 
 
 def _python_docs() -> Iterator[Document]:
-    """The language reference that `help()` prints, then the standard library's sources, both in sorted order."""
+    """The language reference that `help()` prints, then the sources of the standard library, both sorted."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
         yield Document(f"pydoc_data.topics[{name}]", (Segment(topics[name], True),))
     root = Path(sysconfig.get_path("stdlib"))
-    # tests repeat one another, and the two package folders are other people's code
+    # tests repeat one another, and the two package folders contain third-party code
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
     for folder, names, files in os.walk(root):
         names[:] = sorted(name for name in names if name not in skipped)
@@ -162,7 +163,7 @@ def _python_docs() -> Iterator[Document]:
             if path.suffix != ".py" or not path.is_file():
                 continue
             try:
-                with tokenize.open(path) as handle:  # honours the file's own coding line
+                with tokenize.open(path) as handle:  # honours the file's coding line
                     text = handle.read()
             except (SyntaxError, UnicodeDecodeError, OSError):  # a few are broken on purpose
                 continue
@@ -175,15 +176,15 @@ def _file(path: Path, layout: str, max_text_mib: float | None, bad: BadRows) -> 
         yield from _jsonl(path, layout, bad)
         return
     if path.suffix == ".json":
-        raise DataError(f"{path}: one JSON value is not read; write one object a line and call it {path.stem}.jsonl")
+        raise DataError(f"{path}: JSON files are not supported; write one object per line to {path.stem}.jsonl")
     try:
         with open_regular(path) as handle:
             size_bytes = os.fstat(handle.fileno()).st_size
-            # the newlines of Windows, which are no part of the text, take half of a file at most
+            # Windows newlines do not count as text; at most half of a file can be such newlines
             if max_text_mib is not None and size_bytes // 2 > max_text_mib * 2**20:
                 yield Document(str(path), at_least_bytes=size_bytes // 2)
                 return
-            content = handle.read(size_bytes)  # no more than that of a file that grows
+            content = handle.read(size_bytes)  # the limit also holds for a file that is still growing
     except OSError as error:
         raise unreadable(path, error) from None
     try:
@@ -197,7 +198,7 @@ def _file(path: Path, layout: str, max_text_mib: float | None, bad: BadRows) -> 
 
 
 def _jsonl(path: Path, layout: str, bad: BadRows) -> Iterator[Document]:
-    """One document a row; blank lines are allowed."""
+    """One document per row. Blank lines are allowed."""
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
@@ -214,7 +215,7 @@ def _jsonl(path: Path, layout: str, bad: BadRows) -> Iterator[Document]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines that the file has as it is opened: one that grows meanwhile would have no end."""
+    """The lines of the file up to its size at opening. A file that grows while it is read might never end."""
     try:
         with open_regular(path) as handle:
             left_bytes = os.fstat(handle.fileno()).st_size
@@ -238,11 +239,11 @@ def _parse_row(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 text (byte {error.start} of the line); convert the file") from None
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON at column {error.colno}: {error.msg}; mend or remove it") from None
+        raise DataError(f"{where}: not valid JSON at column {error.colno}: {error.msg}; fix or remove it") from None
     except RecursionError:
         raise DataError(f"{where}: JSON nested too deeply; fix or remove the row") from None
-    except ValueError as error:  # a number of more digits than Python reads
-        raise DataError(f"{where}: not a JSON row: {str(error)[:120]}; mend or remove it") from None
+    except ValueError as error:  # a number with more digits than Python reads
+        raise DataError(f"{where}: not a JSON row: {str(error)[:120]}; fix or remove the row") from None
     if not isinstance(row, dict):
         raise DataError(f'{where}: a row is a JSON object such as {{"text": ...}}, not {type(row).__name__}')
     return row
@@ -261,7 +262,7 @@ def _detect(row: dict[str, Any], where: str) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """A JSONL layout: sets of keys, any of which makes a row of this kind, and how the row becomes a document."""
+    """A JSONL layout: sets of keys, any of which identifies it, and how a row becomes a document."""
 
     needs: tuple[tuple[str, ...], ...]
     segments: Callable[[dict[str, Any], str], Document]
@@ -273,7 +274,9 @@ class Layout:
         learned = [s.text for s in document.segments if s.learned]
         learned += [m.content for m in document.messages if m.role == "assistant"]
         if not any(text.strip() for text in learned):
-            raise DataError(f"{where}: nothing to learn from, the answer is empty; fill it in or remove the row")
+            raise DataError(
+                f"{where}: nothing to learn from, because the answer is empty; fill it in or remove the row"
+            )
         return document
 
 
@@ -289,7 +292,7 @@ def _string(row: dict[str, Any], key: str, where: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:  # "\ud83d" alone, half of a character
         raise DataError(
-            f"{where}: {key} has half a character at {error.start}; write the whole one, or drop it"
+            f"{where}: {key} has half a surrogate pair at {error.start}; write the whole character, or remove it"
         ) from None
     return value
 

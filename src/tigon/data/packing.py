@@ -1,13 +1,14 @@
-"""Encoded documents as rows of `sequence_length` tokens, and the collator that makes batches of them.
+"""Packs encoded documents into sequences of `sequence_length` tokens. The collator makes batches of them.
 
-Text is a stream: documents follow one another and are cut where a row ends, so every row but the last is full and no
-token is lost. A prompt and its answer stay together: best-fit packing puts each into the fullest row it fits.
+Plain text is a stream: documents follow one another and are cut where a sequence ends. Every sequence except the last
+is full, and no token is lost. A prompt and its answer stay together: best-fit packing puts each pair into the fullest
+sequence that has room.
 
-Attention does not cross documents (unless `cross_document_attention`): every document, and every piece of one that
-continues in the next row, restarts `position_ids` at 0, from which transformers builds the block mask. The first token
-of such a piece has nothing before it to predict it from, so its label is IGNORE_INDEX.
+Attention does not cross documents unless `cross_document_attention` is set. Every document, and every piece that
+continues in the next sequence, restarts `position_ids` at 0. transformers builds the block mask from these positions.
+The first token of a piece cannot be predicted from anything, so its label is IGNORE_INDEX.
 
-Legend: N rows, B batch, T tokens in a row.
+Legend: N sequences (`Row`), B batch, T tokens per sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tigon.errors import DataError
 
 @dataclass(frozen=True)
 class Row:
-    """One row: (T,) int32 tensors of tokens, labels, and positions that restart at every piece."""
+    """One sequence: (T,) int32 tensors of tokens, labels, and positions that restart at every piece."""
 
     tokens_T: Tensor
     labels_T: Tensor
@@ -36,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Packed:
-    """The rows of a data set and what happened on the way."""
+    """The sequences of a data set, and counts of what packing changed."""
 
     rows: list[Row]
     n_tokens: int
@@ -45,7 +46,7 @@ class Packed:
 
 
 class RowDataset(Dataset[Row]):
-    """Rows for a DataLoader."""
+    """Sequences as a Dataset for a DataLoader."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
@@ -58,9 +59,10 @@ class RowDataset(Dataset[Row]):
 
 
 def pack(documents: Sequence[Encoded], length: int, *, packing: bool, cross_document: bool, too_long: str) -> Packed:
-    """Rows of at most `length` tokens: text first, then prompt-and-answer rows.
+    """Pack documents into sequences of at most `length` tokens: text first, then prompts with answers.
 
-    too_long: error, truncate or drop, for a prompt and answer of more than `length` tokens; DataError names the first.
+    too_long: error, truncate or drop, for a prompt and answer of more than `length` tokens. With error, DataError names
+    the first of them.
     """
     text = [d for d in documents if d.is_text]
     prompted, n_truncated, n_dropped = _shorten([d for d in documents if not d.is_text], length, too_long)
@@ -88,7 +90,7 @@ def _shorten(documents: Sequence[Encoded], length: int, too_long: str) -> tuple[
                 "are); raise it, or set data.too_long to truncate or drop"
             )
         cut = _slice(document, 0, length)
-        if too_long == "drop" or all(label == IGNORE_INDEX for label in cut.labels):  # only prompt would be left
+        if too_long == "drop" or all(label == IGNORE_INDEX for label in cut.labels):  # only prompt is left
             n_dropped += 1
         else:
             n_truncated += 1
@@ -101,7 +103,7 @@ def _slice(document: Encoded, start: int, stop: int) -> Encoded:
 
 
 def _stream(documents: Sequence[Encoded], length: int) -> Iterable[list[Encoded]]:
-    """Pieces of consecutive documents, `length` tokens at a time; the last row may be shorter."""
+    """Pieces of consecutive documents, `length` tokens at a time. The last sequence may be shorter."""
     row: list[Encoded] = []
     free = length
     for document in documents:
@@ -119,7 +121,7 @@ def _stream(documents: Sequence[Encoded], length: int) -> Iterable[list[Encoded]
 
 
 def _best_fit(documents: Sequence[Encoded], length: int) -> list[list[Encoded]]:
-    """Longest first, each into the row with the least room that still takes it; O(N log N) by bisection."""
+    """Best fit, longest first: each goes into the sequence with the least sufficient room. O(N log N) by bisection."""
     rows: list[list[Encoded]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for document in sorted(documents, key=lambda d: -len(d.tokens)):
@@ -150,12 +152,12 @@ def _row(pieces: Sequence[Encoded], cross_document: bool) -> Row:
 
 @dataclass(frozen=True)
 class Collator:
-    """Rows -> the model's keyword arguments, int64 on the CPU.
+    """Turns sequences into the model's keyword arguments, int64 on the CPU.
 
-    packed:  input_ids, labels, position_ids of shape (B, T). No attention mask: positions carry the documents. A short
-             row is filled up with pieces of padding that restart their positions, so nothing attends to them.
-    padded:  input_ids, labels, attention_mask of shape (B, T), T the longest row, padding on the right.
-    flatten: packed, as one row (1, B*T): the variable-length flash kernels read documents from one row only.
+    - packed: input_ids, labels, position_ids of shape (B, T). An attention mask is not needed, because the positions
+      mark the documents. Padding of short sequences restarts the positions, so no token attends to it.
+    - padded: input_ids, labels, attention_mask of shape (B, T). T is the longest sequence; padding is on the right.
+    - flatten: packed into one sequence (1, B*T), as the variable-length flash kernels require.
     """
 
     pad_id: int
@@ -184,7 +186,7 @@ def _stack(rows: Sequence[Tensor], padding: Sequence[int], fill: int) -> Tensor:
 
 
 def unigram_entropy(rows: Iterable[Row]) -> float:
-    """Nats per learned token of the best predictor that ignores all context: H = -sum_v p_v ln p_v on these rows."""
+    """Entropy in nats per learned token of the best predictor without context: H = -sum_v p_v ln p_v."""
     labels = torch.cat([row.labels_T[row.labels_T != IGNORE_INDEX] for row in rows]).long()
     counts = torch.bincount(labels)
     p = counts[counts > 0].double() / labels.numel()
@@ -192,7 +194,7 @@ def unigram_entropy(rows: Iterable[Row]) -> float:
 
 
 def fingerprint(rows: Iterable[Row]) -> str:
-    """SHA-256 of tokens and labels: a resumed run must see the same ones."""
+    """SHA-256 of tokens and labels. A resumed run must see the same data."""
     import hashlib
 
     digest = hashlib.sha256()

@@ -1,7 +1,7 @@
-"""What `data.source` and `data.eval_source` name, as the regular files that are read.
+"""Lists the regular files that `data.source` and `data.eval_source` name.
 
-A folder is walked in the order of its names, and only as far as its files are asked for. Links that lead out of it are
-refused by name: they would have the run read what nobody named, or leave out what somebody meant.
+A folder is walked in the order of its names, and lazily. Links that lead out of the folder are refused by name.
+Following them would read files that the recipe does not name, and skipping them could leave out wanted data.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tigon.units import in_bytes
 BUILT_IN = "python-docs"
 SUFFIXES = (".jsonl", ".md", ".py", ".rst", ".txt")
 MAX_ENTRIES = 1_000_000
-"""Of one folder with its subfolders. `/` of a small server has about as many, a large corpus of one file per document
-fewer; listing them takes a few seconds."""
+"""Limit on the entries of a folder with its subfolders. `/` of a small server has about as many. A large corpus with
+one file per document has fewer. Listing this many takes a few seconds."""
 
 Refuse = Callable[[DataError], None]
 
 
 def check(sources: Sequence[str], key: str = "data.source") -> None:
-    """Refuse what is missing or can never be read, before anything is read. Raises DataError.
+    """Raise DataError for a source that is missing or can never be read, before anything is read.
 
-    key: the recipe's, for messages.
+    key: the recipe key that names the sources, for messages.
     """
     for source in sources:
         if source != BUILT_IN:
@@ -58,7 +58,7 @@ def _check_folder(path: Path, key: str) -> None:
         whole = "a folder of the kernel"
     if whole:
         raise DataError(
-            f"{path}: {key} is {whole}, which holds much that is no training data; name the folders with the data"
+            f"{path}: {key} is {whole}, which has many files that are not training data; name the folders with data"
         )
 
 
@@ -70,8 +70,10 @@ def _home() -> Path | None:
 
 
 def files(source: str, refuse: Refuse) -> Iterator[Path]:
-    """The files to read of `source`, in order. refuse: told of what cannot be read in a folder; it raises, or the walk
-    goes on without it."""
+    """The files of `source` to read, in order.
+
+    refuse: called with an error for each entry of a folder that cannot be read. If it returns, the entry is skipped.
+    """
     path = Path(source)
     if not path.is_dir():
         yield path
@@ -85,8 +87,10 @@ def files(source: str, refuse: Refuse) -> Iterator[Path]:
 
 
 def check_memory(sources: Sequence[str], refuse: Refuse) -> None:
-    """Refuse files that are together larger than the machine's memory, before any is read: text is held whole, and its
-    tokens beside it. Raises DataError."""
+    """Raise DataError if the files together are larger than the machine's memory, before any file is read.
+
+    All text is held in memory, together with its tokens.
+    """
     total_bytes = _memory_bytes()
     size_bytes = 0
     for source in sources:
@@ -99,7 +103,7 @@ def check_memory(sources: Sequence[str], refuse: Refuse) -> None:
                 raise unreadable(file, error) from None
             if total_bytes is not None and size_bytes > total_bytes:
                 raise DataError(
-                    f"{file}: the files up to this one have {in_bytes(size_bytes)}, and this machine has "
+                    f"{file}: the files up to this one have {in_bytes(size_bytes)}, but this machine has "
                     f"{in_bytes(total_bytes)} of memory; set data.max_text_mib, or name fewer files"
                 )
 
@@ -107,13 +111,13 @@ def check_memory(sources: Sequence[str], refuse: Refuse) -> None:
 def _memory_bytes() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # no such thing on this system
+    except (AttributeError, ValueError, OSError):  # not available on this system
         return None
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """An OSError in the words of a data file."""
-    fix = "" if ";" in (error.strerror or "") else "; mend that, or name another file"
+    """Turn an OSError into a DataError."""
+    fix = "" if ";" in (error.strerror or "") else "; fix that, or name another file"
     return DataError(f"{path}: cannot be read: {error.strerror}{fix}")
 
 
@@ -126,10 +130,10 @@ class _Walk:
         self.refuse = refuse
         self.n_entries = 0
         self.linked: set[Path] = set()
-        """Targets of links that were read under the link's name."""
+        """Targets of links that were already read under the link's name."""
 
     def files(self) -> Iterator[Path]:
-        """Depth first by a stack: folders may be nested deeper than Python calls."""
+        """Walk depth first with a stack, because folders may be nested deeper than Python's recursion limit."""
         stack = [iter(self._sorted(self.root))]
         while stack:
             entry = next(stack[-1], None)
@@ -145,7 +149,7 @@ class _Walk:
                 yield path
 
     def _sorted(self, folder: Path) -> list[os.DirEntry[str]]:
-        """The entries of `folder` by name; none where it cannot be read, which is refused."""
+        """The entries of `folder` by name. A folder that cannot be read is refused and gives an empty list."""
         entries = []
         try:
             with os.scandir(folder) as found:
@@ -171,7 +175,7 @@ class _Walk:
         return True
 
     def _of_link(self, path: Path) -> Iterator[Path]:
-        """The file behind a link to one in this folder, unless the walk comes to that file itself."""
+        """The target of a link to a file in this folder, unless the walk reaches that file directly."""
         fix = "name its target in the recipe, or remove the link"
         try:
             target = path.resolve(strict=True)
@@ -187,7 +191,7 @@ class _Walk:
             if target.is_dir() or path.suffix in SUFFIXES:
                 self.refuse(DataError(f"{path}: a link out of the folder {self.root}, to {target}; {fix}"))
             return
-        # a folder inside, and a file of a suffix that is read, come by themselves
+        # the walk reaches folders inside, and files with a known suffix, without the link
         if target.is_dir() or target.suffix in SUFFIXES or path.suffix not in SUFFIXES:
             return
         if target not in self.linked and self._is_regular(path):
@@ -196,8 +200,10 @@ class _Walk:
 
 
 def _hub_blobs(folder: Path) -> Path | None:
-    """The folder of the files of a download in the Hugging Face hub's cache, if `folder` is one: all of a snapshot's
-    files are links to `blobs`, beside `snapshots`."""
+    """The `blobs` folder, if `folder` is a snapshot in the Hugging Face hub's cache.
+
+    The files of a snapshot are links to `blobs`, which is next to `snapshots`.
+    """
     for snapshot in (folder, *folder.parents):
         if snapshot.parent.name == "snapshots":
             return snapshot.parent.parent / "blobs"

@@ -1,7 +1,7 @@
-"""The tokenizer of a run: the checkpoint's own, a folder, or a byte-level BPE trained on the data and cached.
+"""The tokenizer of a run: the checkpoint's, one from a folder, or a byte-level BPE trained on the data and cached.
 
-The BPE has all 256 bytes in its vocabulary, so every text round-trips exactly. Segments of a document are tokenised one
-by one: no token straddles the border between a prompt and its answer, which makes the loss mask exact.
+The BPE has all 256 bytes in its vocabulary, so every text round-trips exactly. The segments of a document are tokenised
+separately. No token then crosses the border between a prompt and its answer, which makes the loss mask exact.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tigon.errors import DataError, RecipeError
 
 END_OF_TEXT, PADDING = "<|end|>", "<|pad|>"
 IGNORE_INDEX = -100
-CACHE_FORMAT = 1  # part of the cache key: raise it when train_bpe changes
+CACHE_FORMAT = 1  # part of the cache key; increase it when train_bpe changes
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document as tokens; labels equal the tokens where they are learned and IGNORE_INDEX elsewhere."""
+    """One document as tokens. Labels equal the learned tokens and are IGNORE_INDEX elsewhere."""
 
     tokens: list[int]
     labels: list[int]
@@ -33,9 +33,9 @@ class Encoded:
 
 
 def train_bpe(texts: Sequence[str], vocab_size: int, cache_folder: Path | None = None) -> Any:
-    """A byte-level BPE of at most `vocab_size` tokens as a transformers tokenizer.
+    """Train a byte-level BPE of at most `vocab_size` tokens, as a transformers tokenizer.
 
-    cache_folder: where it is kept under a hash of texts and size; a damaged or unwritable cache costs only time.
+    cache_folder: stores it under a hash of texts and size. With a damaged or unwritable cache it is trained again.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -68,7 +68,7 @@ def default_cache_folder() -> Path:
 
 
 def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) -> Any:
-    """The tokenizer in a folder or of a hub id. Raises RecipeError when there is none."""
+    """Load the tokenizer from a folder or a hub id. Raises RecipeError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     _check_files(Path(name))
@@ -82,13 +82,15 @@ def load_tokenizer(name: str, *, revision: str | None, trust_remote_code: bool) 
 
 
 def _check_files(folder: Path) -> None:
-    """Refuse what transformers would wait for, or read without end: a path that is no folder, and special files in it.
-    Raises RecipeError."""
+    """Raise RecipeError for a path that is not a folder, or a folder with special files.
+
+    transformers would wait for special files, or read them without end.
+    """
     if not folder.exists():  # a hub id
         return
     fix = "set data.tokenizer to a folder with a tokenizer"
     if not folder.is_dir():
-        raise RecipeError(f"{folder}: a tokenizer is a folder, and this is none; {fix}")
+        raise RecipeError(f"{folder}: a tokenizer is a folder, and this is not a folder; {fix}")
     try:
         for path in sorted(folder.iterdir()):
             if path.exists() and not path.is_dir():
@@ -100,13 +102,13 @@ def _check_files(folder: Path) -> None:
 def encode(
     documents: Sequence[Document], tokenizer: Any, *, vocab_size: int | None = None, bad: BadRows | None = None
 ) -> list[Encoded]:
-    """Tokens and labels of every document, closed by the end-of-text token, which is learned.
+    """Tokenise every document and append the end-of-text token, which is learned.
 
-    vocab_size: the model's, if ids beyond it are to be refused.
+    vocab_size: the model's vocabulary; ids beyond it are refused. None allows any id.
     """
     bad = bad or BadRows()
     documents, segments = _worded(documents, tokenizer, bad)
-    # A chat template writes special tokens as text; anywhere else "<|end|>" in a file is just those characters.
+    # A chat template writes special tokens as text. In other documents "<|end|>" is plain text.
     encoded: dict[bool, list[list[int]]] = {}
     for chat in (False, True):
         same = (parts for d, parts in zip(documents, segments, strict=True) if bool(d.messages) == chat)
@@ -130,7 +132,7 @@ def encode(
         if vocab_size is not None and (largest := max(tokens, default=0)) >= vocab_size:
             bad.take(
                 DataError(
-                    f"{document.origin}: the tokenizer gives id {largest}, and the model's vocabulary has "
+                    f"{document.origin}: the tokenizer gives id {largest}, but the model's vocabulary has "
                     f"{vocab_size}; use the model's own tokenizer"
                 )
             )
@@ -142,7 +144,7 @@ def encode(
 def _worded(
     documents: Sequence[Document], tokenizer: Any, bad: BadRows
 ) -> tuple[list[Document], list[tuple[Segment, ...]]]:
-    """The documents whose text can be made, and their segments."""
+    """The documents that the chat template accepts, and their segments."""
     kept, segments = [], []
     for document in documents:
         try:
@@ -154,9 +156,9 @@ def _worded(
 
 
 def chat_segments(document: Document, tokenizer: Any) -> tuple[Segment, ...]:
-    """Messages worded by the tokenizer's chat template, or by a plain one if it has none.
+    """Render messages with the tokenizer's chat template, or with a plain one if it has none.
 
-    Only what the assistant says is learned, with the template's closing mark; headers and other turns are read.
+    Only the assistant's turns are learned, with the template's closing mark. Headers and other turns are only read.
     """
     messages = [{"role": m.role, "content": m.content} for m in document.messages]
 
@@ -174,7 +176,7 @@ def chat_segments(document: Document, tokenizer: Any) -> tuple[Segment, ...]:
         try:
             before = render(i, True) if message["role"] == "assistant" else done
             after = render(i + 1, False)
-        except Exception as error:  # templates raise their own rules, as jinja errors
+        except Exception as error:  # templates report violations of their rules as jinja errors
             raise DataError(f"{document.origin}: the chat template refuses message {i}: {error}") from None
         if not (before.startswith(done) and after.startswith(before)):
             raise DataError(
@@ -201,7 +203,7 @@ def _read_cache(path: Path | None) -> Any:
         return None
     try:
         return Tokenizer.from_file(str(path))
-    except Exception:  # the library raises bare Exception for a damaged file; training again replaces it
+    except Exception:  # the library raises bare Exceptions for a damaged file; the BPE is then trained again
         return None
 
 

@@ -1,4 +1,4 @@
-"""`torch.nn` modules that call `tigon.ops`, for your own models, which `tigon.patch` does not know."""
+"""`torch.nn` modules that call `tigon.ops`, for custom models that `tigon.patch` does not support."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
         offset: added to the weight; 1 for Gemma, whose weight then starts at 0.
         casting: where the normalised value is rounded; see `tigon.rms_norm`.
         elementwise_affine: False for a norm without weight.
-        device, dtype: of the weight.
+        device, dtype: device and dtype of the weight.
 
     Raises:
         ShapeError, DtypeError, OptionError: in forward, under the conditions of `tigon.rms_norm`.
@@ -75,7 +75,7 @@ class LayerNorm(nn.Module):
         eps: added to the variance.
         elementwise_affine: False for a norm without weight and bias.
         bias: False for a norm without bias.
-        device, dtype: of weight and bias.
+        device, dtype: device and dtype of weight and bias.
 
     Raises:
         ShapeError, DtypeError, OptionError: in forward, under the conditions of `tigon.layer_norm`.
@@ -153,7 +153,7 @@ class SwiGLUMLP(_GatedMLP):
         hidden_size: H.
         intermediate_size: F, the width of gate and up.
         bias: whether the three projections have a bias.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
     """
 
     def gated(self, gate: Tensor, up: Tensor, inplace: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""The losses as modules: they hold the options, and the class weight in a buffer like `torch.nn.CrossEntropyLoss`."""
+"""The losses as modules. They hold the options, and the class weight in a buffer like `torch.nn.CrossEntropyLoss`."""
 
 from __future__ import annotations
 

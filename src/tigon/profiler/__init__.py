@@ -1,6 +1,6 @@
-"""What a training step does to memory, and where its time goes.
+"""Profiles the memory and time of training steps.
 
-recording/   every allocation with the operator and the line that made it, on the CPU and on CUDA
-timeline/    from a recording to what was alive when
-render/      tables, charts and profile.html
+- `recording/`: records every allocation with its operator and Python line, on the CPU and on CUDA.
+- `timeline/`: turns a recording into a timeline of the live memory.
+- `render/`: tables, charts and profile.html.
 """

@@ -1,14 +1,14 @@
-"""`tigon sweep`: one recipe over a grid of its keys and a list of variants, every point trained in its own process.
+"""`tigon sweep`: train one recipe over a grid of its keys and a list of variants, each point in its own process.
 
-definition.py   the sweep file: base recipe, grid, variants, what is measured
-points.py       its points: a resolved recipe each, or the reason why there is none
-run.py          the loop: order, time limit, resuming, progress
-processes.py    the processes of the points, and their end; worker.py is one of them
-self_test.py    the kernels tried, once for all points
-measure.py      the training that it watches; rows.py the rows, limit.py the memory limit, prediction.py the planner
-failures.py     out of memory, or another failure: from an exception, or from what a process left behind
-folder.py       the results folder; results.py what a point's repeats come to; taken.py rows of earlier results
-forms.py        what is read back, checked
-report.py       report.md and report.html; charts.py bars and lines
-study.py        docs/study.md from the committed records; blocks.py its tables, published.py the figures of others
+- `definition.py`: reads the sweep file (base recipe, grid, variants, what is measured).
+- `points.py`: expands it into points. A point has a resolved recipe, or the reason why the recipe is refused.
+- `run.py`: the loop over the points, with order, time limit, resuming and progress.
+- `processes.py`: starts and ends the points' processes. `worker.py` is the program that each process runs.
+- `self_test.py`: tests the kernels once for all points.
+- `measure.py`: measures one training run. `rows.py` makes its samples, `limit.py` sets the memory limit.
+- `prediction.py`: the planner's prediction for a point.
+- `failures.py`: tells out of memory from other failures, by the exception or by the exit code and log.
+- `folder.py`: the results folder. `results.py` combines the repeats of a point.
+- `import_results.py`: imports points from an earlier results.json. `schema.py` checks every JSON file that is read.
+- `report.py`: report.md and report.html. `charts.py` draws the bars and lines.
 """

@@ -1,7 +1,7 @@
 """The charts of a sweep as SVG: grouped bars of peak memory, lines of memory and throughput along an axis of the grid.
 
-What has no figure is marked where it would stand: OOM, or what else became of it. Names come from the sweep file, so
-nothing in them is read as mathematics, and matplotlib escapes them in the SVG.
+A point without a figure is marked with its status, such as OOM, at its place. Names come from the sweep file, so
+mathematics in them is not parsed, and matplotlib escapes them in the SVG.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tigon.sweep.points import short
 
 Row = Mapping[str, Any]
 
-# Colour, hatch and marker by variant, so that the colour is not needed to tell them apart. The kernels' usual names
-# look the same in every sweep; other names take the looks that are left, in their order.
+# Colour, hatch and marker per variant: readers can tell variants apart without colour. The usual names of the kernels
+# look the same in every sweep. Other names get the remaining looks in order.
 LOOKS = (
     ("#6b7280", "", "o"), ("#0f766e", "//", "s"), ("#c2410c", "", "^"), ("#1d4ed8", "\\\\", "D"),
     ("#7e22ce", "xx", "v"), ("#a16207", "..", "<"), ("#be185d", "--", ">"), ("#4d7c0f", "++", "P"),
@@ -28,10 +28,10 @@ _OWN_LOOKS = {"unpatched": 0, "all but linear CE": 1, "tigon": 2, "Liger": 3}
 LIMIT = "#b91c1c"
 GIB = 1 << 30
 MOST_CHARTS = 12
-# Of what fits beside each other at the charts' width and size of letters; the table has every name whole.
+# How many letters fit at the charts' width and font size. Longer names are shortened; the table has them in full.
 _LEGEND_LINE, _LEGEND_NAME, _LEGEND_KEY = 112, 90, 7
 _ROW_NAME, _TICKS, _TITLE = 60, 96, 110
-_NEAR = 0.16  # of a line chart's axis: numbers of six digits that are nearer than this touch
+_NEAR = 0.16  # fraction of a line chart's axis: numbers of six digits overlap at a smaller distance
 _LEGEND_LINE_INCHES = 0.17
 _AXIS_WORDS = {
     "train.batch_size": "rows in a micro-batch", "data.sequence_length": "tokens in a row", "model.name": "model",
@@ -41,7 +41,7 @@ _AXIS_WORDS = {
 
 @dataclass(frozen=True)
 class Slice:
-    """The points along one axis, the other axes fixed."""
+    """The points along one axis, with the other axes fixed."""
 
     axis: str
     fixed: Mapping[str, Any]
@@ -64,7 +64,7 @@ def axis_words(key: str) -> str:
 
 
 def slices(results: Mapping[str, Any]) -> Iterator[Slice]:
-    """Every axis with at least two values, once for each combination of the others'."""
+    """One slice per axis with at least two values and per combination of the other axes' values."""
     for axis in results["axes"]:
         groups: dict[tuple[tuple[str, Any], ...], list[Row]] = {}
         for row in results["points"]:
@@ -84,12 +84,12 @@ def _hashable(value: Any) -> Any:
 
 
 def names(results: Mapping[str, Any]) -> list[str]:
-    """The charts that there are figures for."""
+    """The names of the charts that have figures."""
     return [name for name, _ in _planned(results)]
 
 
 def draw(results: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> SVG of each."""
+    """Draw every chart: name -> SVG."""
     import matplotlib
 
     with matplotlib.rc_context({"text.parse_math": False}):
@@ -114,7 +114,7 @@ def _planned(results: Mapping[str, Any]) -> list[tuple[str, Callable[[str], str]
 
 
 def bars(results: Mapping[str, Any], part: Slice, name: str) -> str:
-    """Peak memory, and tokens/s, a group of bars for each value, a bar for each variant."""
+    """Peak memory and tokens/s: one group of bars per value, one bar per variant."""
     figure, panels = new_figure(2, columns=1, height=5.6)
     quantities: tuple[tuple[str, Callable[[Row], float | None]], ...] = (
         ("peak memory (GiB)", peak_gib), ("tokens/s", lambda row: row.get("tokens_per_s")),
@@ -140,14 +140,14 @@ def _group(axes: Any, results: Mapping[str, Any], part: Slice, value_of: Callabl
         for group, value in enumerate(part.values):
             row = part.rows.get((variant, value))
             place = group + (number - (len(variants) - 1) / 2) * width
-            found = value_of(row) if row is not None and row["status"] == failures.OK else None
-            if found is not None:
+            height = value_of(row) if row is not None and row["status"] == failures.OK else None
+            if height is not None:
                 places.append(place)
-                heights.append(found)
+                heights.append(height)
             elif row is not None:
                 axes.text(place, 0.015 * top, failures.mark(row["status"]), rotation=90, ha="center", va="bottom",
                           fontsize=7, color=color, fontweight="bold")  # fmt: skip
-        # a variant without a bar keeps its colour in the legend by one of no height
+        # a variant without figures gets a bar of height 0, so that the legend shows its colour
         axes.bar(places or [0], heights or [0], width * 0.92, color=color, hatch=hatch, edgecolor="white", lw=0.4,
                  label=_label(variant))  # fmt: skip
     room = max(6, _TICKS // len(part.values))
@@ -160,7 +160,7 @@ def _group(axes: Any, results: Mapping[str, Any], part: Slice, value_of: Callabl
 
 
 def lines(results: Mapping[str, Any], part: Slice, name: str) -> str:
-    """Peak memory with the planner's prediction, and tokens/s, along a numeric axis."""
+    """Peak memory (measured and predicted) and tokens/s along a numeric axis."""
     figure, (memory, speed) = new_figure(2, columns=2, height=3.5)
     predicted = False
     for variant in _variants(results, part):
@@ -170,13 +170,14 @@ def lines(results: Mapping[str, Any], part: Slice, name: str) -> str:
         look: dict[str, Any] = {"color": color, "marker": marker, "ms": 4, "lw": 1.6}
         memory.plot([v for v, _ in ok], [peak_gib(row) for _, row in ok], label=_label(variant), **look)
         speed.plot([v for v, _ in ok], [row["tokens_per_s"] for _, row in ok], **look)
-        told = [(value, row["predicted_allocated_bytes"]) for value, row in own if row["predicted_allocated_bytes"]]
-        if told:
+        forecast = [(value, row["predicted_allocated_bytes"]) for value, row in own if row["predicted_allocated_bytes"]]
+        if forecast:
             predicted = True
-            memory.plot([v for v, _ in told], [b / GIB for _, b in told], color=color, ls=":", lw=1)
-        out = [value for value, row in own if row["status"] in (failures.OUT_OF_MEMORY, failures.SKIPPED)]
-        if out:
-            memory.plot(out, [0] * len(out), color=color, marker="x", ls="", ms=6, mew=1.6, clip_on=False)
+            memory.plot([v for v, _ in forecast], [b / GIB for _, b in forecast], color=color, ls=":", lw=1)
+        ran_out_at = [value for value, row in own if row["status"] in (failures.OUT_OF_MEMORY, failures.SKIPPED)]
+        if ran_out_at:
+            zeros = [0] * len(ran_out_at)
+            memory.plot(ran_out_at, zeros, color=color, marker="x", ls="", ms=6, mew=1.6, clip_on=False)
     for axes, label in ((memory, "peak memory (GiB)"), (speed, "tokens/s")):
         _number_axis(axes, part)
         axes.set_ylabel(label, color=INK)
@@ -203,7 +204,7 @@ def _number_axis(axes: Any, part: Slice) -> None:
     def apart(a: float, b: float) -> bool:
         return min(a, b) <= 0.8 * max(a, b) if logarithmic else abs(a - b) > _NEAR * (most - least)
 
-    shown: list[float] = []  # the ends, and from the largest down what is not too near to another
+    shown: list[float] = []  # both ends, then from the largest down every value that would not overlap another
     for value in (most, least, *reversed(values)):
         if all(apart(value, other) for other in shown):
             shown.append(value)
@@ -215,11 +216,11 @@ def _number_axis(axes: Any, part: Slice) -> None:
     axes.set_xlabel(axis_words(part.axis), color=INK)
 
 
-# --- one bar a point -------------------------------------------------------------------------------------------------
+# --- one bar per point -----------------------------------------------------------------------------------------------
 
 
 def ranking(results: Mapping[str, Any], rows: Sequence[Row], name: str) -> str:
-    """Peak memory and tokens/s of every point, one line each; for sweeps without an axis."""
+    """Peak memory and tokens/s of every point, one bar per point. For sweeps without an axis."""
     height = max(2.4, 0.8 + 0.26 * len(rows))
     figure, (memory, speed) = new_figure(2, columns=2, height=height)
     labels = [_label(shortened(row["id"], _ROW_NAME)) for row in rows]
@@ -227,8 +228,8 @@ def ranking(results: Mapping[str, Any], rows: Sequence[Row], name: str) -> str:
         (memory, "peak memory (GiB)", peak_gib), (speed, "tokens/s", lambda row: row.get("tokens_per_s")),
     ):  # fmt: skip
         values = [value_of(row) if row["status"] == failures.OK else None for row in rows]
-        told = [row["predicted_allocated_bytes"] / GIB for row in rows if row["predicted_allocated_bytes"]]
-        top = max([value for value in values if value is not None] + (told if axes is memory else []), default=1)
+        forecast = [row["predicted_allocated_bytes"] / GIB for row in rows if row["predicted_allocated_bytes"]]
+        top = max([value for value in values if value is not None] + (forecast if axes is memory else []), default=1)
         axes.barh(range(len(rows)), [value or 0 for value in values], color=LOOKS[2][0], height=0.7)
         for place, (row, value) in enumerate(zip(rows, values, strict=True)):
             shown = failures.mark(row["status"]) if value is None else f"{value:,.{1 if value < 1000 else 0}f}"
@@ -251,9 +252,9 @@ def ranking(results: Mapping[str, Any], rows: Sequence[Row], name: str) -> str:
 
 
 def peak_gib(row: Row) -> float | None:
-    """GiB that PyTorch had allocated at most."""
-    found = row.get("peak_allocated_bytes")
-    return None if found is None else found / GIB
+    """Peak of the memory that PyTorch allocated, in GiB."""
+    peak_bytes = row.get("peak_allocated_bytes")
+    return None if peak_bytes is None else peak_bytes / GIB
 
 
 def _variants(results: Mapping[str, Any], part: Slice) -> list[str]:
@@ -264,8 +265,8 @@ def _look(results: Mapping[str, Any], variant: str) -> tuple[str, str, str]:
     """(colour, hatch, marker)"""
     if variant in _OWN_LOOKS:
         return LOOKS[_OWN_LOOKS[variant]]
-    taken = {_OWN_LOOKS[name] for name in results["variants"] if name in _OWN_LOOKS}
-    free = [look for number, look in enumerate(LOOKS) if number not in taken]
+    used = {_OWN_LOOKS[name] for name in results["variants"] if name in _OWN_LOOKS}
+    free = [look for number, look in enumerate(LOOKS) if number not in used]
     others = [name for name in results["variants"] if name not in _OWN_LOOKS]
     return free[others.index(variant) % len(free)]
 
@@ -281,7 +282,7 @@ def _limit(axes: Any, results: Mapping[str, Any]) -> None:
 
 
 def _legend(figure: Any, axes: Any) -> None:
-    """Below the panels, in as many columns as fit; the figure grows by the lines that come of long names."""
+    """Draw the legend below the panels, in as many columns as fit. The figure grows by the lines that this adds."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) < 2:
         return
@@ -294,30 +295,30 @@ def _legend(figure: Any, axes: Any) -> None:
 
 
 def _legend_width(labels: Sequence[str], ncols: int) -> int:
-    """In letters; a legend fills its columns one after the other."""
+    """Width in letters of a legend of `ncols` columns, which matplotlib fills one after the other."""
     lines = -(-len(labels) // ncols)
     return sum(max(map(_width, labels[first : first + lines])) + _LEGEND_KEY for first in range(0, len(labels), lines))
 
 
 def shortened(text: str, columns: int) -> str:
-    """At most that wide, with the middle left out: names often differ at their ends."""
+    """Shorten text to `columns` letters by cutting out the middle, because names often differ at their ends."""
     if _width(text) <= columns:
         return text
     return _beginning(text, 2 * columns // 3) + "…" + _beginning(text[::-1], columns // 3 - 1)[::-1]
 
 
 def _beginning(text: str, columns: int) -> str:
-    """As many letters as are not wider than that."""
+    """The longest prefix that is at most `columns` wide."""
     return next(text[:n] for n in range(min(len(text), columns), -1, -1) if _width(text[:n]) <= columns)
 
 
 def _width(text: str) -> int:
-    """In Latin letters: Chinese and Japanese ones, for instance, are twice as wide."""
+    """Width in Latin letters. Wide characters, such as Chinese and Japanese ones, count as two."""
     return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def _label(text: str) -> str:
-    """A leading underscore would hide a line from its legend."""
+    """Protect a leading underscore, with which matplotlib would leave the line out of the legend."""
     return f"\u200b{text}" if text.startswith("_") else text
 
 

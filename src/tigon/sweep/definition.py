@@ -1,13 +1,13 @@
-"""The sweep file: a base recipe, what is varied, and how it is measured.
+"""The sweep file: a base recipe, the keys that vary, and how each point is measured.
 
 name: quick
-recipe: ../quickstart.yaml             # a file, or a recipe written out here
-grid:                                  # every combination; a list of such mappings is their union
+recipe: ../quickstart.yaml             # a file, or the recipe itself as a mapping
+grid:                                  # every combination; a list of mappings gives their union
   train.batch_size: [4, 8]
-variants:                              # beside each point of the grid; a few keys each
+variants:                              # every variant is measured at every point of the grid
   unpatched: {model.kernels: none}
   tigon: {model.kernels: tigon}
-recipes: ../techniques/*.yaml          # or instead of them: one recipe file a variant
+recipes: ../techniques/*.yaml          # instead of variants: one recipe file per variant
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_SWEEP_BYTES = 64 * 1024
 NAME_CHARACTERS = 60
 ROWS = ("recipe", "random", "alpaca")
 UNCHECKED = "unchecked"
-# What the sweep decides for every point; a sweep file that sets one of these would be ignored without a word.
+# Keys that the sweep sets for every point. A sweep file may not set them, because its values would be ignored.
 OWN_KEYS: Mapping[str, str] = {
     "train.steps": "steps: in the sweep file",
     "train.epochs": "steps: in the sweep file",
@@ -45,27 +45,27 @@ OWN_KEYS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A named change of the base recipe, or a recipe of its own."""
+    """A named change to the base recipe, or a separate recipe file."""
 
     name: str
     keys: Mapping[str, Any]
     recipe: Path | None = None
     unchecked: bool = False
-    """Measured even where `tigon train` refuses the combination: for baselines."""
+    """Measure it even if `tigon train` refuses the combination. Meant for baselines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A sweep file, read."""
+    """The contents of a sweep file."""
 
     path: Path
     name: str
     title: str
     about: str
     recipe: Path | Mapping[str, Any] | None
-    """None where every variant brings its own."""
+    """None if every variant has its own recipe file."""
     change: Mapping[str, Any]
-    """`set`: changes to every recipe, dotted."""
+    """The file's `set`: changes to every recipe, with dotted keys."""
     grids: tuple[Mapping[str, tuple[Any, ...]], ...]
     variants: tuple[Variant, ...]
     rows: str
@@ -76,15 +76,14 @@ class Sweep:
     memory_limit: str | None
     timeout_s: float
     baseline: str
-    """The variant that the others are compared with."""
+    """The variant that the other variants are compared with."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every key that a grid varies, in the file's order."""
+        """Every key that a grid varies, in the order of the file."""
         return tuple(dict.fromkeys(key for grid in self.grids for key in grid))
 
 
-# Keys of the file: (what it is when left out, what it must be, a check of it)
 _TEXT, _NUMBER = "text", "a whole number of at least {least}"
 _KEYS = (
     "name", "title", "about", "recipe", "set", "grid", "variants", "recipes", "rows", "steps", "warmup", "repeats",
@@ -93,7 +92,7 @@ _KEYS = (
 
 
 def load(path: Path) -> Sweep:
-    """Read and check a sweep file. Raises RecipeError naming the file, the key, the limit and what to write."""
+    """Read and check a sweep file. Raises RecipeError for a file that cannot be read or has a bad key or value."""
     raw = _read(path)
     for key in raw:
         if key not in _KEYS:
@@ -103,7 +102,7 @@ def load(path: Path) -> Sweep:
     name = raw.get("name", path.stem)
     wrong = folder_name_problem(name, NAME_CHARACTERS) if isinstance(name, str) else "it must be text"
     if wrong:
-        raise RecipeError(f"{path}: name is {name!r}, and names a folder: {wrong}")
+        raise RecipeError(f"{path}: name is {name!r}, which names a folder: {wrong}")
     variants = _variants(raw, path)
     sweep = Sweep(
         path=path,
@@ -151,11 +150,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def check_key(dotted: Any, where: str) -> str:
-    """`dotted` if it is a recipe key (or one inside model.config) that a sweep may set. Raises RecipeError."""
+    """Return `dotted` if it is a recipe key, or a key inside model.config, that a sweep may set.
+
+    Raises RecipeError for an unknown key and for a key in OWN_KEYS.
+    """
     known = [f"{section}.{field.name}" for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)]
     text = str(dotted)
     if text in OWN_KEYS:
-        raise RecipeError(f"{where}: {text} is the sweep's own; write {OWN_KEYS[text]}")
+        raise RecipeError(f"{where}: {text} is set by the sweep; write {OWN_KEYS[text]}")
     if text not in known and not re.fullmatch(r"model\.config\.[A-Za-z0-9_]+", text):
         near = difflib.get_close_matches(text, known, n=1)
         hint = f"the nearest is {near[0]}" if near else "docs/train.md lists them"
@@ -176,7 +178,7 @@ def _grids(raw: Any, path: Path) -> tuple[Mapping[str, tuple[Any, ...]], ...]:
         for key, value in values.items():
             values[key] = tuple(value) if isinstance(value, list) else (value,)
             if not values[key]:
-                raise RecipeError(f"{path}: grid: {key} has no values; give a list such as [4, 8]")
+                raise RecipeError(f"{path}: grid: {key} has an empty list; give values such as [4, 8]")
         grids.append(values)
     return tuple(grids)
 
@@ -203,10 +205,10 @@ def _recipe_files(pattern: Any, path: Path) -> tuple[Variant, ...]:
     patterns = pattern if isinstance(pattern, list) else [pattern]
     files: dict[Path, None] = {}
     for text in patterns:
-        found = sorted(path.parent.glob(str(text)))
-        if not found:
-            raise RecipeError(f"{path}: recipes: {text} matches no file beside the sweep file")
-        files |= dict.fromkeys(found)
+        matches = sorted(path.parent.glob(str(text)))
+        if not matches:
+            raise RecipeError(f"{path}: recipes: {text} matches no file in the sweep file's folder")
+        files |= dict.fromkeys(matches)
     return tuple(Variant(file.stem, {}, recipe=file) for file in files)
 
 
@@ -245,7 +247,7 @@ def _count(raw: Mapping[str, Any], key: str, default: int, least: int, path: Pat
 def _seconds(raw: Mapping[str, Any], path: Path) -> float:
     value = raw.get("timeout", 1800)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        raise RecipeError(f"{path}: timeout is {value!r}; it is the seconds a point may take, above 0")
+        raise RecipeError(f"{path}: timeout is {value!r}; give the time limit of a point in seconds, above 0")
     return float(value)
 
 
@@ -257,7 +259,7 @@ def _axis(raw: Mapping[str, Any], path: Path) -> str | None:
 def _check_together(sweep: Sweep) -> None:
     path = sweep.path
     if sweep.warmup >= sweep.steps:
-        raise RecipeError(f"{path}: warmup is {sweep.warmup} of {sweep.steps} steps, which leaves none to time")
+        raise RecipeError(f"{path}: warmup is {sweep.warmup} of {sweep.steps} steps, which leaves no step to time")
     names = [variant.name for variant in sweep.variants]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise RecipeError(f"{path}: two variants are called {repeated[0]}")

@@ -1,8 +1,8 @@
-"""What became of a point that did not end well: out of memory, which is a result, or a failure with its reason.
+"""Classifies points that did not finish: out of memory, which is a result, or a failure with its reason.
 
-Running out of memory shows in many ways: PyTorch's allocator and DeepSpeed, which uses it, raise OutOfMemoryError;
-cuBLAS and cuDNN return a status when they cannot allocate; the CPU allocator raises a RuntimeError; Linux kills a
-process when the host's memory is gone.
+Running out of memory shows in several ways. PyTorch's allocator, which DeepSpeed uses too, raises OutOfMemoryError.
+cuBLAS and cuDNN return a status when they cannot allocate. The CPU allocator raises a RuntimeError. Linux kills a
+process when the host's memory is full.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def mark(status: str) -> str:
-    """What stands in tables and charts where there is no measurement; in brackets what a smaller size has ruled out."""
+    """Text for tables and charts instead of a figure. "(OOM)" marks a point skipped because a smaller one ran out."""
     return _MARKS.get(status, status)
 
 
 def line(text: object, limit: int = 300) -> str:
-    """One line, its paths and its length as they are needed in a table."""
+    """The text as one line of at most `limit` characters."""
     words = " ".join(str(text).split())
     return words if len(words) <= limit else words[: limit - 1] + "…"
 
 
 def of_exception(error: BaseException) -> tuple[str, str]:
-    """(status, reason) of an exception in the process itself, its causes included."""
+    """(status, reason) of an exception in this process. Its causes are searched too."""
     import torch
 
     seen: BaseException | None = error
@@ -50,40 +50,39 @@ def of_exception(error: BaseException) -> tuple[str, str]:
 
 
 def _sentence(text: str) -> str:
-    """What was asked for: the rest of such a message is where in the source, and advice."""
-    said = re.sub(r"^\[enforce fail[^\]]*\][^.]*\.\s*", "", text.strip())
-    return re.split(r"\s(?:GPU \d|Error code|CUDA kernel errors)", said)[0]
+    """The part of an out-of-memory message about the allocation, without source location and advice."""
+    message = re.sub(r"^\[enforce fail[^\]]*\][^.]*\.\s*", "", text.strip())
+    return re.split(r"\s(?:GPU \d|Error code|CUDA kernel errors)", message)[0]
 
 
 def of_exit(code: int, log: Path, kills_before: int | None) -> tuple[str, str]:
-    """(status, reason) of a process that ended with `code` and left no result: its log is what there is."""
+    """(status, reason) of a process that ended with `code` and left no result, from its exit code and log."""
     text = _tail(log)
-    if found := _MEMORY.search(text):
-        start = text.rfind("\n", 0, found.start()) + 1
+    if match := _MEMORY.search(text):
+        start = text.rfind("\n", 0, match.start()) + 1
         return OUT_OF_MEMORY, line(text[start:].splitlines()[0])
     if killed := of_kill(code, kills_before):
         return killed
-    said = next(
+    message = next(
         (words for words in reversed(text.splitlines()) if re.match(r"\w*(Error|Exception|tigon)\b", words)), ""
     )
     ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return FAILED, line(f"{ended}{': ' + said if said else ''}")
+    return FAILED, line(f"{ended}{': ' + message if message else ''}")
 
 
 def of_kill(code: int, kills_before: int | None) -> tuple[str, str] | None:
-    """(status, reason) where SIGKILL ended the process; None where it did not. kills_before: `kernel_kills` of the time
-    when it began.
+    """(status, reason) if SIGKILL ended the process, else None. kills_before: `kernel_kills()` when the process began.
 
-    SIGKILL is how Linux ends a process when the host's memory is gone, and how others end one for reasons of their own.
+    Linux sends SIGKILL when the host's memory is full, but users and schedulers send it too.
     """
     if code != -signal.SIGKILL:
         return None
     kills = kernel_kills()
     if kills is None or kills_before is None:
-        return FAILED, "killed by SIGKILL, perhaps for want of host memory: Linux does not count such kills here"
+        return FAILED, "killed by SIGKILL, perhaps because host memory was full: Linux does not count such kills here"
     if kills > kills_before:
         return OUT_OF_MEMORY, "killed by Linux: the host's memory was full"
-    return FAILED, "killed by SIGKILL, and not by Linux for want of host memory"
+    return FAILED, "killed by SIGKILL, but not by Linux for lack of host memory"
 
 
 def _tail(log: Path) -> str:
@@ -91,21 +90,26 @@ def _tail(log: Path) -> str:
 
 
 def kernel_kills() -> int | None:
-    """How often Linux has killed a process for want of memory, in this control group or else on this machine; None
-    where it does not say."""
+    """How many processes Linux has killed for lack of memory, in this control group or else on this machine.
+
+    None if Linux has no such counter here.
+    """
     for counter in _counters():
         try:
-            found = re.search(r"^oom_kill (\d+)", counter.read_text(encoding="ascii"), re.MULTILINE)
+            match = re.search(r"^oom_kill (\d+)", counter.read_text(encoding="ascii"), re.MULTILINE)
         except OSError:
             continue
-        if found:
-            return int(found[1])
+        if match:
+            return int(match[1])
     return None
 
 
 def _counters() -> Iterator[Path]:
-    """Where the kills may be counted, the narrowest first: this process's control group or the nearest around it (the
-    counter of version 2 covers the groups inside), and the machine, whose other kills count there too."""
+    """Files that may count the kills, the narrowest scope first.
+
+    They are those of this process's control group, of the groups around it, and of the machine. In version 2 a group's
+    counter includes the groups inside it. The machine's counter includes unrelated kills.
+    """
     try:
         lines = (_PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -116,5 +120,5 @@ def _counters() -> Iterator[Path]:
             yield from (_CGROUPS / part / "memory.events" for part in (group, *group.parents))
         elif "memory" in controllers.split(","):
             yield _CGROUPS / "memory" / group / "memory.oom_control"
-            yield _CGROUPS / "memory" / "memory.oom_control"  # what a container sees as its own
+            yield _CGROUPS / "memory" / "memory.oom_control"  # a container's own group, as it is mounted inside
     yield _PROC / "vmstat"

@@ -1,11 +1,11 @@
-"""The results folder of a sweep. A finished point is one file of its own, written whole: a kill loses none of them.
+"""The results folder of a sweep. Each measurement is one file, written atomically, so that a kill loses none of them.
 
-points/ID.N.json   one measurement: repeat N of a point
-taken.json         rows of an earlier results.json (taken.py)
-logs/ID.N.log      what its processes said
-results.json       all of it together, with card, versions, commits, dates and the command; made anew each time
-results.csv        the same as a table
-report.html, report.md, charts/
+- points/ID.N.json: one measurement, repeat N of a point.
+- taken.json: rows imported from an earlier results.json (import_results.py).
+- logs/ID.N.log: the output of its processes.
+- results.json: every point, with card, versions, commits, dates and the command. Each call writes it again.
+- results.csv: the points as a table.
+- report.html, report.md, charts/
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ _SAME = ("device", "driver", "versions")
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """A folder that is this sweep's, or may become it."""
+    """A folder that belongs to this sweep or can be used for it."""
 
     path: Path
 
     def make(self) -> bool:
-        """Make what of it is not there yet; whether none of it was. Raises RunFolderError."""
+        """Create the folder and its subfolders. Returns whether the folder is new.
+
+        Raises RunFolderError if the file system refuses.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            new = _make_new(self.path)  # two sweeps that start at once must not both count it as theirs
+            new = _make_new(self.path)  # if two sweeps start at once, only one may count the folder as new
             for part in (POINTS, LOGS, SCRATCH):
                 (self.path / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -50,19 +53,19 @@ class SweepFolder:
         return new
 
     def remove_if_empty(self) -> None:
-        """Remove what `make` made, unless another sweep has written into it since. Call it with the folder locked."""
+        """Remove the folder that `make` created, unless another sweep has written into it. Hold its lock."""
         known = {POINTS, LOGS, SCRATCH, LOCK}
         if {path.name for path in self.path.iterdir()} <= known and not self._files():
             shutil.rmtree(self.path)
 
     @property
     def scratch(self) -> Path:
-        """For orders, results on their way, and what techniques write; empty when a sweep begins."""
+        """For the workers' orders and unfinished results. It is empty when a sweep begins."""
         return self.path / SCRATCH
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """With this folder to itself, its scratch empty at first. Raises RunFolderError where another sweep has it."""
+        """Lock this folder and empty its scratch folder. Raises RunFolderError if another sweep holds the lock."""
         try:
             (self.path / LOCK).touch()
         except OSError as error:  # another sweep that was refused has removed the folder
@@ -73,12 +76,12 @@ class SweepFolder:
             yield
 
     def machine(self) -> dict[str, Any] | None:
-        """The environment of any measurement that is here; None: there is none yet."""
+        """The environment of any measurement in this folder, or None if there is no measurement yet."""
         found = (_read(file)[0] for file in self._files())
         return next((dict(record["environment"]) for record in found if record is not None), None)
 
     def damaged(self) -> dict[Path, str]:
-        """Files that are no record, and why: their measurements count as not done."""
+        """Files in points/ that are not valid records, and why. Their points count as not measured."""
         return {file: why for file in self._files() if (why := _read(file)[1])}
 
     def _files(self) -> list[Path]:
@@ -88,7 +91,7 @@ class SweepFolder:
         return self.path / LOGS / f"{point.file}.{repeat}.log"
 
     def records(self, points: Sequence[Point]) -> dict[str, list[dict[str, Any]]]:
-        """Point id -> its measurements, by repeat, but for those with other settings."""
+        """Point id -> its measurements by repeat, without those of other settings."""
         found: dict[str, list[dict[str, Any]]] = {}
         for point in points:
             own = [record for record in self._of(point) if record["key"] == point.key]
@@ -97,11 +100,11 @@ class SweepFolder:
         return found
 
     def of_other_settings(self, points: Sequence[Point]) -> int:
-        """How many records here have the name of one of these points and were measured with other settings."""
+        """How many records have the name of one of these points but were measured with other settings."""
         return sum(record["key"] != point.key for point in points for record in self._of(point))
 
     def _of(self, point: Point) -> Iterator[dict[str, Any]]:
-        """Every record with this point's name."""
+        """Every record that has this point's name."""
         for file in (self.path / POINTS).glob(f"{glob_escape(point.file)}.*.json"):
             record, _ = _read(file)
             if record is not None and record["id"] == point.id:
@@ -116,7 +119,7 @@ class SweepFolder:
 
 
 def _make_new(path: Path) -> bool:
-    """Whether the folder was made in this call."""
+    """Create the folder. Returns False if it exists."""
     try:
         path.mkdir()
     except FileExistsError:
@@ -125,25 +128,28 @@ def _make_new(path: Path) -> bool:
 
 
 def glob_escape(text: str) -> str:
-    """`[` in a glob opens a class of characters."""
+    """Escape `[`, which opens a character class in a glob."""
     return text.replace("[", "[[]")
 
 
 def _read(file: Path) -> tuple[dict[str, Any] | None, str]:
-    """(a record, nothing), or (None, why it is none)."""
+    """(record, "") for a valid record, else (None, what is wrong)."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         return None, str(error.strerror)
     except ValueError:
-        return None, "no JSON"
+        return None, "not JSON"
     if wrong := schema.misfit_of_record(record):
         return None, wrong
     return (record, "") if record.get("schema") == SCHEMA else (None, f"schema is {record.get('schema')!r}")
 
 
 def find(path: Path, name: str) -> SweepFolder:
-    """The folder, whether or not it exists; nothing is made yet. Raises RunFolderError for one of something else."""
+    """The sweep's folder, which need not exist yet; creates nothing.
+
+    Raises RunFolderError if the folder holds another sweep or other files.
+    """
     try:
         if path.exists() and any(path.iterdir()) and not (path / POINTS).is_dir():
             raise RunFolderError(f"{path}: not a folder of `tigon sweep`; choose another with --out")
@@ -155,13 +161,16 @@ def find(path: Path, name: str) -> SweepFolder:
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be used: {error.strerror}; choose another with --out") from None
     except (ValueError, KeyError, TypeError):
-        pass  # results.json is made anew
+        pass  # results.json is damaged; this call writes it again
     return SweepFolder(path)
 
 
 def check_machine(environments: Iterable[Mapping[str, Any]], here: Mapping[str, Any], path: Path, way: str) -> None:
-    """Refuse to mix points of two machines in one table. path: whose these environments are; way: what to do instead.
-    Raises RunFolderError."""
+    """Refuse to mix points of two machines in one table.
+
+    path: the folder or file that the environments come from. way: the message's next step. Raises RunFolderError if an
+    environment has another device, driver or versions.
+    """
     for environment in environments:
         for name in _SAME:
             if environment[name] != here[name]:
@@ -184,7 +193,7 @@ COLUMNS = (
 
 
 def as_csv(results: Mapping[str, Any]) -> str:
-    """One line a point, an axis of the grid a column."""
+    """One line per point, with one column per axis of the grid."""
     axes = results["axes"]
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
@@ -196,12 +205,12 @@ def as_csv(results: Mapping[str, Any]) -> str:
 
 
 def _plain(cell: Any) -> Any:
-    """A spreadsheet runs what begins like a formula."""
+    """Quote text that a spreadsheet would run as a formula."""
     return f"'{cell}" if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@") else cell
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write the file atomically: a reader sees the old text or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(text, encoding="utf-8")

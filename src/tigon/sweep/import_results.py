@@ -1,9 +1,9 @@
-"""Points taken over from an earlier results.json: `tigon sweep --from`.
+"""Imports points from an earlier results.json: `tigon sweep --from`.
 
-A sweep of hours is measured in several goes, and what is left of one is its results.json. A row of it
-that finished, with the settings that its point has here, is a row of this sweep too: its medians, as they are. They are
-kept in the folder, so that they are still there when the earlier file is not named again. A point that is measured here
-counts for itself; one whose row has fewer repeats than the sweep wants is measured here, and its row counts until then.
+A sweep of several hours is measured in several calls, and often only the results.json of a call is kept. A finished row
+of that file becomes a row of this sweep, with its medians unchanged, if its point has the same settings here. Imported
+rows are stored in the folder, so that later calls need not name the earlier file. A measurement in this folder replaces
+the imported row. A row with fewer repeats than the sweep asks for counts until its point is measured here.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ _KEPT: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Taken:
-    """A row that was measured elsewhere."""
+    """A row imported from an earlier results.json."""
 
     row: Mapping[str, Any]
     environment: Mapping[str, Any]
-    """As in results.json, with the row's commits and dates, or all of the file's where the row does not say."""
+    """As in results.json, with the commits and dates of the row, or those of the whole file if the row has none."""
     key: str
-    """Of its point."""
+    """The key of its point."""
     warmup: int
-    """No part of a point's key, as records have every step; a row has medians."""
+    """A point's key leaves the warmup out, because records have every step. A row has medians, so it must match."""
 
     def fits(self, point: Point, sweep: Sweep) -> bool:
         return self.key == point.key and self.warmup == sweep.warmup
 
     def complete(self, sweep: Sweep) -> bool:
-        """Whether there is nothing left to measure."""
+        """Whether the row has every repeat that the sweep asks for."""
         return self.n_counted(sweep) == sweep.repeats
 
     def n_counted(self, sweep: Sweep) -> int:
-        """Of the repeats that the sweep wants, how many it has; out of memory needs no second time."""
-        out = self.row["status"] == failures.OUT_OF_MEMORY
-        return sweep.repeats if out else min(int(self.row["repeats"]), sweep.repeats)
+        """How many of the sweep's repeats the row covers. One out-of-memory result covers all of them."""
+        ran_out = self.row["status"] == failures.OUT_OF_MEMORY
+        return sweep.repeats if ran_out else min(int(self.row["repeats"]), sweep.repeats)
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,20 @@ class Earlier:
 
     @property
     def environment(self) -> Mapping[str, Any] | None:
-        found: Mapping[str, Any] | None = self.results["environment"]
-        return found
+        environment: Mapping[str, Any] | None = self.results["environment"]
+        return environment
 
     def offer(
         self, points: Sequence[Point], sweep: Sweep, limit_bytes: int | None, measured: Collection[str],
         kept: Mapping[str, Taken] = MappingProxyType({}),
     ) -> tuple[dict[str, Taken], dict[str, list[str]]]:  # fmt: skip
-        """(point id -> what is taken over, reason -> ids of the finished rows that are not).
+        """(point id -> imported row, reason -> ids of the finished rows that are not imported).
 
-        measured: ids of the points that were measured here. kept: point id -> what was taken over before.
+        measured: ids of the points that were measured here. kept: point id -> row imported by an earlier call.
         """
         points_by_id = {point.id: point for point in points}
         other = _other_settings(self.results, sweep, limit_bytes)
-        taken: dict[str, Taken] = {}
+        imported: dict[str, Taken] = {}
         left: dict[str, list[str]] = {}
         for row in self.results["points"]:
             if row["status"] not in failures.FINISHED:
@@ -88,18 +88,18 @@ class Earlier:
                 continue
             one = self._take(row, point)
             if point.id in kept and kept[point.id].n_counted(sweep) > one.n_counted(sweep):
-                left.setdefault("taken over with more repeats before", []).append(point.id)
+                left.setdefault("imported earlier with more repeats", []).append(point.id)
             else:
-                taken[point.id] = one
-        return taken, left
+                imported[point.id] = one
+        return imported, left
 
     def _take(self, row: Mapping[str, Any], point: Point) -> Taken:
         assert self.environment is not None, "it has measured rows"
         own = {
             name: row.get(name) or self.environment[name] for name in ("tigon_commits", "dates")
-        }  # rows did not always say
-        said = {name: values for name, values in own.items() if len(values) == 1 or name in row}
-        return Taken({**row, **said}, {**self.environment, **own}, point.key, int(self.results["warmup"]))
+        }  # rows of older files have neither
+        known = {name: values for name, values in own.items() if len(values) == 1 or name in row}
+        return Taken({**row, **known}, {**self.environment, **own}, point.key, int(self.results["warmup"]))
 
 
 def _other_settings(results: Mapping[str, Any], sweep: Sweep, limit_bytes: int | None) -> str:
@@ -108,12 +108,12 @@ def _other_settings(results: Mapping[str, Any], sweep: Sweep, limit_bytes: int |
 
 
 def _why_not(row: Mapping[str, Any], point: Point | None) -> str:
-    """Empty where nothing speaks against it."""
+    """Why the row cannot be imported; empty if it can."""
     if point is None:
         return "no such point here"
     if point.recipe is None:
         return "refused here"
-    keys = json.loads(json.dumps(changed_keys(point.recipe)))  # as a file has them
+    keys = json.loads(json.dumps(changed_keys(point.recipe)))  # JSON's types, as in the file
     return _differences(row["keys"], keys) if keys != row["keys"] else ""
 
 
@@ -133,20 +133,20 @@ def _shown(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> Earlier:
-    """An earlier results.json. Raises UsageError for a file that is none."""
+    """Read an earlier results.json. Raises UsageError if the file cannot be read or is not a valid results.json."""
     try:
         results = json.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"--from {path}: cannot be read: {error.strerror}; give a results.json.") from None
     except (ValueError, RecursionError):
-        raise UsageError(f"--from {path}: no JSON; give the results.json of an earlier sweep.") from None
+        raise UsageError(f"--from {path}: not JSON; give the results.json of an earlier sweep.") from None
     wrong = schema.misfit_of_results(results)
     if wrong is None and results.get("schema") != folder.SCHEMA:
-        wrong = f"schema is {results.get('schema')!r}, and this tigon reads {folder.SCHEMA}"
+        wrong = f"schema is {results.get('schema')!r}, but this tigon reads {folder.SCHEMA}"
     if wrong is None and results["environment"] is None and _any_finished(results):
         wrong = "environment is null"
     if wrong:
-        raise UsageError(f"--from {path}: no results.json of `tigon sweep`: {wrong}; give one of an earlier sweep.")
+        raise UsageError(f"--from {path}: not a results.json of `tigon sweep`: {wrong}; give one of an earlier sweep.")
     return Earlier(path, results)
 
 
@@ -158,24 +158,26 @@ def _any_finished(results: Mapping[str, Any]) -> bool:
 
 
 def load(own: Path) -> dict[str, Taken]:
-    """Point id -> what its folder was given before. Raises RunFolderError for a damaged file, whose rows would else be
-    measured again without a word."""
+    """Point id -> row that earlier calls imported into this folder.
+
+    Raises RunFolderError for a damaged file, because its points would otherwise be measured again without a warning.
+    """
     path = own / FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError):
-        found = None
-    wrong = schema.misfit(found, _KEPT)
-    wrong = wrong or schema.first(schema.misfit_of_row(one["row"], name) for name, one in found["rows"].items())
+        stored = None
+    wrong = schema.misfit(stored, _KEPT)
+    wrong = wrong or schema.first(schema.misfit_of_row(one["row"], name) for name, one in stored["rows"].items())
     if wrong:
         raise RunFolderError(f"{path}: damaged ({wrong}); remove it, and name the earlier results with --from again")
-    return {name: Taken(**told) for name, told in found["rows"].items()}
+    return {name: Taken(**fields) for name, fields in stored["rows"].items()}
 
 
 def keep(own: Path, taken: Mapping[str, Taken]) -> None:
-    """Write what was taken into the folder, whole or not at all."""
+    """Write the imported rows into the folder, atomically."""
     worker.write(
         own / FILE,
         {"schema": folder.SCHEMA, "rows": {name: dataclasses.asdict(one) for name, one in taken.items()}},
@@ -183,11 +185,12 @@ def keep(own: Path, taken: Mapping[str, Taken]) -> None:
 
 
 def words(earlier: Earlier, taken: Mapping[str, Taken], left: Mapping[str, Sequence[str]], sweep: Sweep) -> list[str]:
-    """What was taken over and what was not, and why, in lines."""
+    """Lines that say which points were imported, and which were not and why."""
     finished = len(taken) + sum(map(len, left.values()))
     some = [name for name, one in taken.items() if not one.complete(sweep)]
-    again = f"; {len(some)} of them again, from {some[0]}: fewer than {sweep.repeats} repeats there" if some else ""
-    lines = [f"taken    {len(taken)} of {finished} finished points of {earlier.path}, not measured again{again}"]
+    fewer = f"fewer than {sweep.repeats} repeats there"
+    again = f"; {len(some)} of them are measured again, from {some[0]}: {fewer}" if some else ", not measured again"
+    lines = [f"imported {len(taken)} of {finished} finished points of {earlier.path}{again}"]
     for why, ids in left.items():
-        lines.append(f"left     {len(ids)} of them, from {ids[0]}: {why}")
+        lines.append(f"left out {len(ids)} of them, from {ids[0]}: {why}")
     return lines

@@ -1,4 +1,4 @@
-"""A limit to a process's memory, so that a large card behaves like a small one."""
+"""Limits a process's memory, so that a large GPU behaves like a small one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tigon.techniques.choices import Choices
 
 
 def gpu_row(name: str, total_bytes: int) -> Gpu:
-    """The planner's row of a GPU by the driver's name for it, else of one with as much memory."""
+    """The planner's row for a GPU by the driver's name, or a generic row with as much memory."""
     try:
         return find_gpu(name)
     except UsageError:
@@ -19,11 +19,11 @@ def gpu_row(name: str, total_bytes: int) -> Gpu:
 
 
 def cap(device: torch.device, limit_bytes: int | None, choices: Choices) -> None:
-    """Let this process have `limit_bytes` and no more.
+    """Limit this process to `limit_bytes`.
 
-    GPU: PyTorch's allocator may reserve the limit less what a process that trains with these choices holds beside it
-    (planner/simulate/non_allocator_memory.py). CPU (Linux): the process's data segment, heap and private mappings
-    together, which counts memory when it is asked for rather than when it is first used.
+    GPU: PyTorch's allocator may reserve the limit minus the memory outside the allocator that the planner expects for
+    these choices (planner/simulate/non_allocator_memory.py). CPU (Linux): the limit is on the data segment, which is
+    heap plus private mappings. Linux counts that memory when it is requested, not when it is first used.
     """
     if limit_bytes is None:
         return

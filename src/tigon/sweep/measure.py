@@ -1,9 +1,9 @@
-"""One point measured: the training of `tigon train`, its model, techniques, arguments and Trainer, and a watch on it.
+"""Measures one point with the model, techniques, arguments and Trainer of `tigon train`.
 
-On a GPU the peaks are the allocator's, of the whole process from the model's first tensor to the check of the weights
-after the last step. A CPU keeps none: there one more step is trained, in which PyTorch's allocations and releases are
-summed up, and the peak is that step's; the process's resident set is recorded beside it. Steps are timed between
-synchronisations. Reading data, evaluation, saving and the report are left out.
+On a GPU the peaks are those of PyTorch's allocator, from the model's first tensor to the check of the weights after the
+last step. The CPU allocator keeps no peak. On a CPU the run therefore trains one more step and sums up PyTorch's
+allocations and releases in it; the peak is that of this step. The peak resident set of the process is recorded too.
+Step times are taken between synchronisations. Reading data, evaluation, saving and the report are not measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PACKAGES = ("accelerate", "peft", "deepspeed", "bitsandbytes", "torchao")
 
 
 class TrainingStopped(Exception):
-    """The training refused to go on, for a loss that is not finite for instance: no refusal of the recipe."""
+    """Training stopped with a TigonError, e.g. a loss that is not finite. This counts as failed, not as refused."""
 
 
 class _CountingTrainer(WatchedTrainer):
@@ -47,7 +47,7 @@ class _CountingTrainer(WatchedTrainer):
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
-    """Times every step; on a CPU the step after the last timed one is the one whose memory is summed up."""
+    """Times every step. On a CPU, memory is metered in one more step after the last timed one."""
 
     def __init__(self, watch: Watch, trainer: Any, metered_step: int | None) -> None:
         self._watch, self._trainer, self._metered_step = watch, trainer, metered_step
@@ -74,13 +74,13 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
             self.losses.append(float(logs["loss"]))
 
     def stop(self) -> None:
-        """End the metering, also when the step failed."""
+        """Stop the memory meter, also if the step failed."""
         if self._meter is not None:
             self._watch.allocated_bytes, self._meter = self._meter.stop().peak_bytes, None
 
 
 def _alive(model: Any, optimizer: Any) -> list[torch.Tensor]:
-    """What outlives a step; DeepSpeed's states hang on the optimizer that it wraps."""
+    """Tensors that outlive a step. DeepSpeed keeps optimizer states on the optimizer that it wraps."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return list(training_state(model, inner if hasattr(inner, "state") else optimizer))
 
@@ -89,11 +89,15 @@ def measure(
     recipe: Recipe, *, how_rows: str, unchecked: bool, limit_bytes: int | None, folder: Path,
     wrong_ops: Mapping[str, str],
 ) -> dict[str, Any]:  # fmt: skip
-    """Train `recipe` and return what was seen. Raises what the training raises.
+    """Train `recipe` and return its peaks, times and losses. Raises what the training raises.
 
-    unchecked: even where `tigon train` refuses the combination of techniques. limit_bytes: of the process on its GPU,
-    what is not the allocator's counted. folder: for what is written on the way (checkpoints, quantised weights).
-    wrong_ops: op -> why it is left out of the patch.
+    Args:
+        recipe: the point's recipe.
+        how_rows: the sweep's `rows`: recipe, random or alpaca.
+        unchecked: train even if `tigon train` refuses the combination of techniques.
+        limit_bytes: memory limit of the process, including memory outside PyTorch's allocator; None for no limit.
+        folder: for temporary files (checkpoints, quantised weights).
+        wrong_ops: op -> why it is left out of the patch.
     """
     begin_s = time.perf_counter()
     device = preflight.check_device(recipe)
@@ -167,7 +171,7 @@ def _choices(recipe: Recipe, device: torch.device, *, unchecked: bool) -> Choice
 
 
 def _outside_bytes(device: torch.device) -> int | None:
-    """What the GPU has given away beyond this process's allocator: its CUDA context, and other processes."""
+    """Used GPU memory outside this process's allocator: its CUDA context, and other processes."""
     if device.type != "cuda":
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -178,13 +182,13 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Card, memory, driver, versions, commit and date."""
     import importlib.metadata
 
-    found = record.environment(device)
+    machine = record.environment(device)
     for package in PACKAGES:
         try:
-            found["versions"][package] = importlib.metadata.version(package)
+            machine["versions"][package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found["versions"][package] = None
+            machine["versions"][package] = None
     gpu = device.type == "cuda"
-    found["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory if gpu else None
-    found["gpus"] = torch.cuda.device_count() if gpu else 0
-    return found
+    machine["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory if gpu else None
+    machine["gpus"] = torch.cuda.device_count() if gpu else 0
+    return machine

@@ -1,4 +1,4 @@
-"""The points of a sweep: a resolved recipe each, or the reason why `tigon train` would refuse it."""
+"""The points of a sweep. Each has a resolved recipe, or the reason why `tigon train` would refuse it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tigon.recipe import recipe_file
 from tigon.recipe.keys import Recipe
 from tigon.sweep.definition import Sweep, Variant, check_key
 
-# Every point trains, and does nothing else.
+# Points only train: they do not evaluate, save or compare.
 _TRAINING_ALONE: Mapping[str, Any] = {
     "train.epochs": None, "train.log_steps": 1, "train.eval_steps": None, "train.save_steps": None,
     "data.eval_fraction": 0, "data.eval_source": [], "comparison.steps": 0, "output.save_model": False,
@@ -26,30 +26,30 @@ _TRAINING_ALONE: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One combination."""
+    """One variant at one combination of grid values."""
 
     variant: str
     axes: Mapping[str, Any]
     recipe: Recipe | None
     refused: str = ""
-    """Why there is no recipe."""
+    """Why the recipe was refused; empty if `recipe` is set."""
     unchecked: bool = False
     key: str = ""
-    """A hash of all that the measurement depends on: a record with another key is of another point."""
+    """Hash of everything that the measurement depends on. A record with another key has other settings."""
 
     @property
     def id(self) -> str:
-        """Variant and axes in words, unique in the sweep."""
+        """Variant and axis values as text, unique in the sweep."""
         return " ".join([self.variant, *(f"{short(name)}={value}" for name, value in self.axes.items())])
 
     @property
     def file(self) -> str:
-        """The id as the beginning of a file name."""
+        """The id as a prefix for file names."""
         return f"{re.sub(r'[^A-Za-z0-9._=-]+', '-', self.id)[:80]}-{_digest(self.id)[:8]}"
 
 
 def short(key: str) -> str:
-    """A recipe key without its section; a `name` is called after it."""
+    """A recipe key without its section, or the section if the key is `name`."""
     section, _, name = key.rpartition(".")
     return section if name == "name" else name
 
@@ -62,56 +62,63 @@ def expand(
     sweep: Sweep, assignments: Sequence[str], *, memory_limit_bytes: int | None, gpu_present: Callable[[], bool],
     scratch: Path,
 ) -> list[Point]:  # fmt: skip
-    """Every point in the order it is measured: the grid's order, the variants of a grid point next to each other.
+    """Every point in measuring order: the order of the grid, with all variants of a grid point next to each other.
 
-    assignments: `--set`, on every recipe. scratch: a folder for a recipe that the sweep file writes out. Raises
-    RecipeError for a base recipe that cannot be read, and when every point is refused.
+    Args:
+        sweep: the sweep file.
+        assignments: the `--set` options, which apply to every recipe.
+        memory_limit_bytes: limit per process; part of each point's key.
+        gpu_present: whether the recipes' `on_gpu` values apply.
+        scratch: a folder for a base recipe that is written out in the sweep file.
+
+    Raises:
+        RecipeError: the base recipe cannot be read, two points have one name, or every point is refused.
     """
-    asked = _assignments(sweep, assignments)
+    assigned = _assignments(sweep, assignments)
     base = _base_file(sweep, scratch)
     points: dict[str, Point] = {}
     for axes, variant in _combinations(sweep):
-        keys = {**sweep.change, **variant.keys, **asked, **axes, **_TRAINING_ALONE, "train.steps": sweep.steps}
-        if sweep.rows == "random":  # one document a row: there is no border to mask, which the planner is told so
+        keys = {**sweep.change, **variant.keys, **assigned, **axes, **_TRAINING_ALONE, "train.steps": sweep.steps}
+        if sweep.rows == "random":  # one document per sequence needs no block mask; these keys tell the planner
             keys |= {"data.packing": True, "data.cross_document_attention": True}
-        words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+        overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
         file = variant.recipe or base
         assert file is not None, "a sweep without a base recipe has one for each variant"
         point = Point(variant=variant.name, axes=axes, recipe=None, unchecked=variant.unchecked)
         try:
-            recipe = recipe_file.load(file, words, gpu_present=gpu_present, checked=not variant.unchecked)
+            recipe = recipe_file.load(file, overrides, gpu_present=gpu_present, checked=not variant.unchecked)
         except RecipeError as error:
             point = replace(point, refused=_reason(error, file))
         else:
-            # what differs from the defaults alone: a new recipe key with its default changes no measurement
+            # only the keys that differ from the defaults, so that a new recipe key does not invalidate old records
             settings = (changed_keys(recipe), sweep.steps, sweep.rows, memory_limit_bytes)
             point = replace(point, recipe=recipe, key=_digest(json.dumps(settings, sort_keys=True))[:16])
         _refuse_namesake(points.setdefault(point.id, point), point, sweep)
-    found = list(points.values())
-    if all(point.refused for point in found):
-        raise RecipeError(f"{sweep.path}: no point can be trained; {found[0].id}: {found[0].refused}")
-    return found
+    expanded = list(points.values())
+    if all(point.refused for point in expanded):
+        raise RecipeError(f"{sweep.path}: no point can be trained; {expanded[0].id}: {expanded[0].refused}")
+    return expanded
 
 
 def _refuse_namesake(first: Point, second: Point, sweep: Sweep) -> None:
-    """Places that several grids of a union share are one point; two points of one name would lose one of them."""
+    """Refuse two different points that would have one id. A place that several grids share is one point."""
     places = [f"variant {p.variant} at {json.dumps(p.axes, default=str)}" for p in (first, second)]
     if places[0] != places[1]:
         raise RecipeError(
             f"{sweep.path}: two points would be called {first.id!r}: {' and '.join(places)}; rename a variant, or put "
-            "one of them into a variant of its own"
+            "one of them into a separate variant"
         )
 
 
 def _reason(error: RecipeError, file: Path) -> str:
-    """Without the file and `--set`, which is not what the user typed here."""
+    """The message without the file or `--set` at its start, because the user typed neither here."""
     return re.sub(rf"^({re.escape(str(file))}(:\d+)?|--set): ", "", str(error))
 
 
 def _assignments(sweep: Sweep, texts: Sequence[str]) -> dict[str, Any]:
     import yaml
 
-    asked = {}
+    assigned = {}
     for text in texts:
         key, separator, value = text.partition("=")
         if not separator:
@@ -119,10 +126,10 @@ def _assignments(sweep: Sweep, texts: Sequence[str]) -> dict[str, Any]:
         if check_key(key.strip(), "--set") in sweep.axes:
             raise RecipeError(f"--set {text}: {key} is an axis of {sweep.path}'s grid; change it there")
         try:
-            asked[key.strip()] = yaml.safe_load(value)
+            assigned[key.strip()] = yaml.safe_load(value)
         except (yaml.YAMLError, *recipe_file.OF_VALUES):
             raise RecipeError(f"--set {text[:200]}: the value is not valid YAML; quote it") from None
-    return asked
+    return assigned
 
 
 def _base_file(sweep: Sweep, scratch: Path) -> Path | None:
@@ -143,11 +150,11 @@ def _combinations(sweep: Sweep) -> Iterator[tuple[dict[str, Any], Variant]]:
 
 
 def changed_keys(recipe: Recipe) -> dict[str, Any]:
-    """What a recipe says beyond the defaults, dotted; `train.steps` and the sweep's own keys left out."""
-    default, said = Recipe().as_mapping(), recipe.as_mapping()
+    """Dotted keys whose values differ from the defaults, without `train.steps` and the keys that the sweep sets."""
+    default, resolved = Recipe().as_mapping(), recipe.as_mapping()
     return {
         f"{section}.{name}": value
-        for section, values in said.items()
+        for section, values in resolved.items()
         for name, value in values.items()
         if value != default[section][name] and f"{section}.{name}" not in (*_TRAINING_ALONE, "train.steps")
         and section != "output"

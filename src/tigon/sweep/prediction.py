@@ -1,4 +1,4 @@
-"""What the planner says about a point."""
+"""The planner's prediction for a point."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from tigon.trainer.guards import prediction
 
 
 def predict(recipe: Recipe, device: str, memory_bytes: int) -> dict[str, Any]:
-    """Peaks and step time of a recipe on a GPU of that name with that much memory. Raises TigonError."""
+    """Predict a recipe's memory peaks and step time on a GPU.
+
+    device: the driver's name of the GPU. memory_bytes: its memory, or the sweep's limit if that is lower. Raises
+    TigonError if the planner refuses the recipe.
+    """
     config = models.load_config(recipe.model)
     precision = AUTO_PRECISION if recipe.train.precision == "auto" else recipe.train.precision
     gpu = replace(gpu_row(device, memory_bytes), memory_bytes=memory_bytes)
-    found = prediction.predict(recipe, config, recipe.choices(precision=precision), gpu, evaluated=False)
-    return found.as_mapping()
+    predicted = prediction.predict(recipe, config, recipe.choices(precision=precision), gpu, evaluated=False)
+    return predicted.as_mapping()

@@ -1,9 +1,9 @@
-"""The processes that points run in: started, given their order, ended with all their children.
+"""Starts the processes that points run in, sends them their orders, and ends them with all their children.
 
-Importing PyTorch and transformers takes longer than many a point. Where there is a GPU several processes are therefore
-started at once, and wait when they have imported; each then carries out one point, or its share of one, and ends. They
-import before the first of them begins, so that nothing runs beside a measurement, and have touched no GPU by then.
-That is also why no launcher starts the processes of a point with several GPUs: it could not have them wait.
+Importing PyTorch and transformers takes longer than many points. On a machine with a GPU, several processes therefore
+start together, import, and wait. Each then runs one point, or one rank of a point, and ends. All finish importing
+before the first of them gets its order, so that nothing runs during a measurement. Until then they do not touch the
+GPU. A launcher such as torchrun could not make the ranks of a point with several GPUs wait, so none is used.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from tigon.trainer.distributed import launch
 
 WORKER = ("-m", "tigon.sweep.worker")
 AHEAD = 4
-"""Processes that import at a time, where there is a GPU; more only for a point that takes more."""
+"""How many processes import at a time on a machine with a GPU. A point with more GPUs starts more."""
 _IMPORT_TIMEOUT_S = 120.0
 _GRACE_S = 5.0
-"""For the others when one has failed: they may be failing too, and say of what; or wait for it in a collective."""
+"""Time that the other ranks get after one failed: they may be writing their own error, or hang in a collective."""
 
 Member = tuple[subprocess.Popen[bytes], Path]
 
 
 class Group:
-    """The processes at work on one point, by rank."""
+    """The processes that run one point, by rank."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
 
     def wait(self, timeout_s: float) -> int | None:
-        """0 when all have ended well, or else the exit code of one that has not, of a killed one before others; None
-        if it takes longer than `timeout_s`."""
+        """Wait for the processes. Returns 0 if all succeed, None after `timeout_s`, else the exit code of a failed one.
+
+        -SIGKILL takes precedence over other codes.
+        """
         until_s = time.perf_counter() + timeout_s
         while None in (codes := self._codes()) and not any(codes):
             if time.perf_counter() > until_s:
@@ -56,18 +58,20 @@ class Group:
         return [process.poll() for process, _ in self._members]
 
     def end(self, log: Path) -> None:
-        """End what still runs, with its children; what the others have said goes into the first one's log."""
+        """Kill the remaining processes and their children, and append the other ranks' logs to that of rank 0."""
         for process, _ in self._members:
             _end(process)
         for rank, (_, own) in enumerate(self._members[1:], 1):
-            with log.open("a", encoding="utf-8") as said:
-                said.write(f"\n--- process {rank}\n{own.read_text(encoding='utf-8', errors='replace')}")
+            with log.open("a", encoding="utf-8") as handle:
+                handle.write(f"\n--- process {rank}\n{own.read_text(encoding='utf-8', errors='replace')}")
             own.unlink()
 
 
 class Workers:
-    """The processes of a sweep. Each has a standard input that stays open as long as it should live: a killed sweep
-    leaves none behind."""
+    """The processes of a sweep.
+
+    Each process ends when its standard input closes, so that a killed sweep leaves no process behind.
+    """
 
     def __init__(self, folder: SweepFolder) -> None:
         self._folder = folder
@@ -75,7 +79,7 @@ class Workers:
         self._number = 0
 
     def prepare(self, count: int) -> None:
-        """Start `count` processes, and come back when all have imported what a point needs."""
+        """Start `count` processes, and return when all have imported what a point needs."""
         waiting = []
         for _ in range(count):
             sign = self._folder.path / LOGS / f".ready-{os.getpid()}-{self._number + 1}"
@@ -90,9 +94,9 @@ class Workers:
     def _start(self, environment: Mapping[str, str]) -> Member:
         self._number += 1
         log = self._folder.path / LOGS / f".worker-{os.getpid()}-{self._number}.log"
-        with log.open("wb") as said:
+        with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, *WORKER], stdin=subprocess.PIPE, stdout=said, stderr=subprocess.STDOUT,
+                [sys.executable, *WORKER], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True, env={**os.environ, **environment},
             )  # fmt: skip
         return process, log
@@ -103,7 +107,7 @@ class Workers:
 
     @contextlib.contextmanager
     def carry_out(self, order: Mapping[str, Any], log: Path, *, processes: int = 1) -> Iterator[Group]:
-        """As many processes at work on `order`; ended when the block is left."""
+        """Run `order` in this many processes, which are killed at the end of the block."""
         file = self._folder.scratch / "order.json"
         file.write_text(json.dumps(order), encoding="utf-8")
         members = [self._ready.pop(0) if self._ready else self._start({}) for _ in range(processes)]
@@ -122,7 +126,7 @@ class Workers:
                 group.end(log)
 
     def close(self) -> None:
-        """End what waits."""
+        """End the processes that have no order yet."""
         while self._ready:
             process, log = self._ready.pop()
             _end(process)
@@ -130,7 +134,7 @@ class Workers:
 
 
 def _environments(processes: int, meeting: Mapping[str, str]) -> list[dict[str, str]]:
-    """What a launcher tells each process of one machine."""
+    """The environment variables that a launcher sets for each process of one machine."""
     size = str(processes)
     return [
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, **meeting}

@@ -1,7 +1,8 @@
-"""report.md and report.html of a sweep, from its results alone.
+"""Writes report.md and report.html of a sweep from its results.json.
 
-Every string of the sweep file is escaped where it is printed: HTML by Jinja2's autoescape, Markdown by the finalizer.
-report.html is one file: charts are inlined as SVG, and its content security policy forbids scripts and all loading.
+Strings from the sweep file are escaped when they are printed. Jinja2's autoescape does this for HTML, and the finalizer
+for Markdown. report.html is a single file with charts as inline SVG. Its content security policy forbids scripts and
+all loading.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def write(results: Mapping[str, Any], path: Path) -> None:
 def _view(results: Mapping[str, Any]) -> dict[str, Any]:
     rows, environment = results["points"], results["environment"]
     on_gpu = bool(environment and environment["memory_bytes"])
-    said = columns(results)
+    shown = columns(results)
     return {
         "title": results["title"],
         "about": results["about"],
         "tiles": [{"name": name, "value": value} for name, value in _tiles(results)],
-        "columns": [column.title for column in said],
-        "numeric": [column.numeric for column in said],
-        "rows": [[column.of(row) for column in said] for row in rows],
+        "columns": [column.title for column in shown],
+        "numeric": [column.numeric for column in shown],
+        "rows": [[column.of(row) for column in shown] for row in rows],
         "notes": notes(results, on_gpu),
         "failures": [(row["id"], f"{row['status']}. {row['detail']}") for row in rows
                      if row["status"] in (failures.FAILED, failures.REFUSED, failures.TIMED_OUT)],
@@ -81,35 +82,35 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 class Column:
-    """A column: its title, whether it holds numbers, and a row's cell."""
+    """A column of the table. `of` maps a row to its cell; `numeric` aligns the column to the right."""
 
     def __init__(self, title: str, of: Any, *, numeric: bool = True) -> None:
         self.title, self.of, self.numeric = title, of, numeric
 
 
 def columns(results: Mapping[str, Any]) -> list[Column]:
-    """What the table of these results shows; a column that would be empty is left out."""
+    """The columns of the table, without those that would be empty."""
     rows = results["points"]
     repeated = len(results["variants"]) > 1
-    found = [Column(axis_words(axis), lambda row, a=axis: str(row["axes"].get(a, NONE))) for axis in results["axes"]]
+    shown = [Column(axis_words(axis), lambda row, a=axis: str(row["axes"].get(a, NONE))) for axis in results["axes"]]
     if repeated:
-        found.append(Column("variant", lambda row: row["variant"], numeric=False))
-    found += [
+        shown.append(Column("variant", lambda row: row["variant"], numeric=False))
+    shown += [
         Column("peak allocated", _peak),
         Column("reserved", lambda row: _bytes(row, "peak_reserved_bytes")),
         Column("predicted", _predicted),
         Column("tokens/s", lambda row: _number(row, "tokens_per_s", "{:,.0f}")),
-        Column("ms a step", _step),
+        Column("ms per step", _step),
         Column("predicted ms", lambda row: _number(row, "predicted_step_s", "{:,.0f}", 1e3)),
         Column("last loss", lambda row: _number(row, "last_loss", "{:.4f}")),
     ]
     if repeated:
         base = {_place(row): row for row in rows if row["variant"] == results["baseline"]}
-        found += [
+        shown += [
             Column(f"memory against {results['baseline']}", lambda row: _against(row, base, "peak_allocated_bytes")),
             Column(f"tokens/s against {results['baseline']}", lambda row: _against(row, base, "tokens_per_s")),
         ]
-    return [column for column in found if any(column.of(row) != NONE for row in rows)]
+    return [column for column in shown if any(column.of(row) != NONE for row in rows)]
 
 
 def _place(row: Row) -> tuple[tuple[str, str], ...]:
@@ -135,10 +136,10 @@ def _step(row: Row) -> str:
 
 
 def _predicted(row: Row) -> str:
-    told, found = row.get("predicted_allocated_bytes"), row.get("peak_allocated_bytes")
-    if not told:
+    predicted, measured = row.get("predicted_allocated_bytes"), row.get("peak_allocated_bytes")
+    if not predicted:
         return NONE
-    return in_bytes(told) + (f" ({told / found - 1:+.1%})" if found else "")
+    return in_bytes(predicted) + (f" ({predicted / measured - 1:+.1%})" if measured else "")
 
 
 def _against(row: Row, base: Mapping[Any, Row], name: str) -> str:
@@ -148,79 +149,80 @@ def _against(row: Row, base: Mapping[Any, Row], name: str) -> str:
     return f"{row[name] / other[name] - 1:+.0%}"
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
+# --- notes -----------------------------------------------------------------------------------------------------------
 
 ROWS_WORDS = {
-    "recipe": "Rows are the recipe's.",
-    "random": "Rows are random tokens of exactly the given length, all learned: memory and time do not depend on what "
-    "they say, and the loss means nothing.",
-    "alpaca": "Rows have Alpaca's form, made from the text that every Python carries: only the answers are learned.",
+    "recipe": "The samples are those of the recipe's `data`.",
+    "random": "Each sequence is random tokens of exactly the given length, and every token is learned. Memory and time "
+    "do not depend on the tokens, and the loss has no meaning.",
+    "alpaca": "The samples have Alpaca's layout and are made from Python's built-in documentation and standard "
+    "library. Only the answers are learned.",
 }
 
 
 def notes(results: Mapping[str, Any], on_gpu: bool) -> list[str]:
-    """How it was measured."""
+    """Sentences that say how the points were measured."""
     timed = results["steps"] - results["warmup"]
-    said = [
-        f"Each point is a training run in a process of its own: {results['steps']} steps, of which the first "
-        f"{results['warmup']} warm up; the time is the median of the other {timed}"
+    texts = [
+        f"Each point is a training run of {results['steps']} steps in a separate process. The first "
+        f"{results['warmup']} steps warm up. The time is the median of the other {timed}"
         + in_processes(results)
         + ", with the lowest and the highest. Nothing is evaluated or saved.",
         ROWS_WORDS[results["rows"]],
     ]
     if on_gpu:
-        said.append(
-            "Peak allocated and reserved are what PyTorch's allocator kept of the whole run; the CUDA context and what "
-            "libraries allocate past it come on top."
+        texts.append(
+            "Peak allocated and reserved are the peaks of PyTorch's allocator over the whole run. The CUDA context and "
+            "memory that libraries allocate themselves come on top."
         )
     else:
-        said.append(
-            "Peak allocated on a CPU: every allocation and release of PyTorch's during one more step, and the weights, "
-            "gradients and optimizer states alive before it."
+        texts.append(
+            "Peak allocated on a CPU is the highest sum of PyTorch's allocations and releases during one more step, "
+            "including the weights, gradients and optimizer states alive before it."
         )
     if limit := results["memory_limit_bytes"]:
         how = (
-            "PyTorch's allocator may reserve that less what lies beside it by the plan (CUDA context, NCCL, DeepSpeed)"
+            "PyTorch's allocator may reserve that minus the memory planned outside it (CUDA context, NCCL, DeepSpeed)"
             if on_gpu else "the data segment of the process (heap and private mappings), Python and libraries included"
         )  # fmt: skip
-        said.append(f"Limited to {limit / GIB:.1f} GiB: {how}.")
+        texts.append(f"Limited to {limit / GIB:.1f} GiB: {how}.")
     if any(row["unchecked"] for row in results["points"]):
         names = sorted({row["variant"] for row in results["points"] if row["unchecked"]})
-        said.append(f"Measured although `tigon train` would refuse the combination: {', '.join(names)}.")
+        texts.append(f"Measured although `tigon train` would refuse the combination: {', '.join(names)}.")
     if wrong := left_out(results):
-        said.append(wrong)
-    return said
+        texts.append(wrong)
+    return texts
 
 
 def left_out(results: Mapping[str, Any]) -> str:
-    """What the kernels' self-test took out of the patch of these points, or nothing."""
+    """A sentence on the ops that the self-test left out of the patch of these points; empty if there are none."""
     names = sorted({row["variant"] for row in results["points"] if row.get("wrong_ops")})
     if not names:
         return ""
     wrong = self_test.words(results["environment"]["wrong_ops"])
     return (
-        f"Left out of the patch, for wrong results in the kernels' self-test on this machine: {'; '.join(wrong)}. The "
-        f"model's own code was used there in the points of {', '.join(names)}."
+        f"Left out of the patch because the kernels' self-test gave wrong results on this machine: {'; '.join(wrong)}. "
+        f"The points of {', '.join(names)} used the model's own code instead."
     )
 
 
 def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Card, versions, commits and dates, one a row."""
-    found = [("device", environment["device"])]
+    """(name, value) rows for card, versions, commits and dates."""
+    rows = [("device", environment["device"])]
     if environment["memory_bytes"]:
-        found.append(("memory", in_bytes(environment["memory_bytes"])))
+        rows.append(("memory", in_bytes(environment["memory_bytes"])))
     if environment["driver"]:
-        found.append(("driver", environment["driver"]))
+        rows.append(("driver", environment["driver"]))
     if environment["threads"]:
-        found.append(("threads", str(environment["threads"])))
-    found += [(name, version) for name, version in environment["versions"].items() if version]
-    found.append(("tigon at commit", ", ".join(environment["tigon_commits"])))
-    found.append(("measured on", ", ".join(environment["dates"])))
-    return found
+        rows.append(("threads", str(environment["threads"])))
+    rows += [(name, version) for name, version in environment["versions"].items() if version]
+    rows.append(("tigon at commit", ", ".join(environment["tigon_commits"])))
+    rows.append(("measured on", ", ".join(environment["dates"])))
+    return rows
 
 
 def markdown_table(titles: Sequence[str], numeric: Sequence[bool], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, every cell escaped."""
+    """A Markdown table with escaped cells."""
     lines = [titles, ["---:" if right else "---" for right in numeric]]
     cells = [[str(escape_markdown(cell)) for cell in row] for row in rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in [*lines, *cells])

@@ -1,4 +1,4 @@
-"""What the measurements of a sweep come to: one row a point, medians over the timed steps of its repeats."""
+"""Combines the measurements of a sweep: one row per point, with medians over the timed steps of its repeats."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def collect(
 
 
 def of_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The environment of one measurement as that of several is written: with lists of commits and dates."""
+    """The environment of one measurement, with its commit and date as lists, as results.json has them."""
     environment = dict(record["environment"])
     commit, date = str(environment.pop("tigon_commit")), str(environment.pop("date"))
     return {**environment, "tigon_commits": [commit], "dates": [date]}
 
 
 def _environment(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The machine of all, with every commit and date that they were measured at, and every op that was wrong there."""
+    """The common machine, with the commits, dates and wrong ops of every measurement."""
     if not parts:
         return None
-    # sweeps did not always try the kernels: a record without wrong ops is one of those
+    # records of older sweeps have no wrong_ops, because those sweeps did not test the kernels
     wrong = self_test.merged(part.get("wrong_ops", {}) for part in parts)
     return {**parts[0], **_origin(parts), "wrong_ops": wrong}
 
@@ -70,7 +70,7 @@ def row_of(
     point: Point, own: Sequence[Mapping[str, Any]], sweep: Sweep, predicted: Mapping[str, Any],
     taken: Taken | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A point of results.json: of its measurements, or where there are none, as it was taken over."""
+    """A point of results.json, from its measurements or, if there are none, from its imported row."""
     if taken is not None and not own:
         return dict(taken.row)
     row: dict[str, Any] = {
@@ -96,7 +96,7 @@ def row_of(
 
 
 def _figures(measured: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, Any]:
-    """Peaks are the highest of the repeats, times the median of all timed steps with their lowest and highest."""
+    """The highest peaks of all repeats, and the median, lowest and highest time of all timed steps."""
     timed = [step_s for one in measured for step_s in timed_steps(one, warmup)]
     step_s = statistics.median(timed)
     first = measured[0]
@@ -119,14 +119,16 @@ def _figures(measured: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, An
 
 
 def timed_steps(measured: Mapping[str, Any], warmup: int) -> list[float]:
-    """Seconds of the steps after the warm-up that changed the weights: fp16 loss scaling skips a few at first, and
-    those are quicker. All of them where none did."""
+    """Seconds of the steps after the warm-up that updated the weights, or of all of them if no step did.
+
+    fp16 loss scaling skips the first few updates, and steps without an update are faster.
+    """
     steps = list(zip(measured["step_s"], measured["updated"], strict=True))[warmup:]
     return [step_s for step_s, updated in steps if updated] or [step_s for step_s, _ in steps]
 
 
 def with_skipped(rows: Sequence[dict[str, Any]], sweep: Sweep) -> list[dict[str, Any]]:
-    """Rows not measured because a smaller one ran out of memory say so."""
+    """Mark the rows that were skipped because a smaller one ran out of memory."""
     return [
         row | {"status": failures.SKIPPED, "detail": f"after {why} ran out of memory"}
         if row["status"] == failures.NOT_MEASURED and (why := skipped_after(row, rows, sweep.stop_after_oom))
@@ -150,15 +152,15 @@ def skipped_after(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], axi
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds, with hours where there are any."""
+    """Format as minutes:seconds, or hours:minutes:seconds from one hour on."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
 def in_processes(results: Mapping[str, Any]) -> str:
-    """How often each point was measured, where that is more than once, and which were not as often yet."""
+    """How often each point was measured, and the points with fewer repeats so far. Empty for one repeat."""
     wanted = results["repeats"]
     if wanted == 1:
         return ""
     fewer = [row["id"] for row in results["points"] if row["status"] == failures.OK and row["repeats"] < wanted]
-    return f", in each of {wanted} processes" + (f" (in fewer as yet: {'; '.join(fewer)})" if fewer else "")
+    return f", in each of {wanted} processes" + (f" (in fewer so far: {'; '.join(fewer)})" if fewer else "")

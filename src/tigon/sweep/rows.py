@@ -1,10 +1,10 @@
-"""The rows of a point, at least as many as its steps take.
+"""Makes the sequences of a point, at least as many as its steps take.
 
-recipe   what the recipe's `data` says, all of it, so that the steps see what they would in `tigon train`
-random   rows of exactly `data.sequence_length` tokens, drawn from the whole vocabulary, one document each, all learned:
-         memory and time do not depend on what the tokens say, and nothing has to be read or tokenised
-alpaca   instruction, input and output made of the text that every Python carries, in Alpaca's form: only the output is
-         learned, rows are packed as the recipe says, and the text is learned by nobody's standard
+- recipe: all data that the recipe's `data` names, so that the steps see the same sequences as in `tigon train`.
+- random: sequences of exactly `data.sequence_length` tokens drawn from the whole vocabulary. Each is one document, and
+  every token is learned. Memory and time do not depend on the tokens, and nothing has to be read or tokenised.
+- alpaca: samples in Alpaca's layout (instruction, input, output), made from Python's built-in documentation and
+  standard library. Only the output is learned, and samples are packed as the recipe says. The text is no real task.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ from tigon.trainer.guards import preflight
 ALPACA_FILE = "alpaca.jsonl"
 _INPUT_CHARACTERS, _ALPACA_ROWS = 100, 12_000
 _ANSWER_CHARACTERS = (120, 240, 480)
-"""In turns: several such rows fit into one of 512 tokens, as of Alpaca's."""
+"""Used in turns. Several such samples fit into a sequence of 512 tokens, as with Alpaca's."""
 
 
 def make(recipe: Recipe, config: Any, how: str, *, processes: int, folder: Path) -> tuple[RowDataset, Collator]:
-    """(rows, their collator). folder: where the Alpaca rows are written. Raises RecipeError as `tigon train` does."""
+    """(data set, its collator) of a point.
+
+    how: recipe, random or alpaca. processes: number of ranks. folder: where the Alpaca samples are written. Raises
+    RecipeError as `tigon train` does.
+    """
     train = recipe.train
     assert train.steps is not None, "a sweep counts steps"
     count = train.steps * train.batch_size * train.gradient_accumulation * processes
@@ -48,7 +52,7 @@ def make(recipe: Recipe, config: Any, how: str, *, processes: int, folder: Path)
         data = replace(recipe.data, source=(str(source),), format="alpaca", too_long="truncate")
         recipe = replace(recipe, data=data)
     rows, pad_id = _of_recipe(recipe, config)
-    if len(rows) < count:  # repeated, so that no batch of an epoch's end is smaller than the others
+    if len(rows) < count:  # repeated, because the last batch of an epoch could be smaller than the others
         rows = (rows * math.ceil(count / len(rows)))[:count]
     return RowDataset(rows), Collator(pad_id, recipe.data.packing, flatten)
 
@@ -60,7 +64,7 @@ def _random(count: int, length: int, vocab_size: int) -> list[Row]:
     for _ in range(count):
         tokens_T = torch.randint(vocab_size, (length,), generator=generator, dtype=torch.int32)
         labels_T = tokens_T.clone()
-        labels_T[0] = IGNORE_INDEX  # nothing before it predicts it
+        labels_T[0] = IGNORE_INDEX  # no token before it can predict it
         rows.append(Row(tokens_T, labels_T, positions_T))
     return rows
 
@@ -84,12 +88,14 @@ def _of_recipe(recipe: Recipe, config: Any) -> tuple[list[Row], int]:
         cross_document=data.cross_document_attention, too_long=data.too_long,
     )  # fmt: skip
     if not packed.rows:
-        raise RecipeError(f"{', '.join(data.source)}: no row of {data.sequence_length} tokens; name more text")
+        raise RecipeError(
+            f"{', '.join(data.source)}: not enough text for one sequence of {data.sequence_length} tokens; name more"
+        )
     return packed.rows, tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
 
 
 def alpaca_file(folder: Path) -> Path:
-    """Rows in Alpaca's form from the built-in text, in `folder`; made once."""
+    """The file of samples in Alpaca's layout, made from the built-in text on the first call."""
     path = folder / ALPACA_FILE
     if not path.exists():
         lines = [json.dumps(row) for row, _ in zip(_alpaca_rows(), range(_ALPACA_ROWS), strict=False)]
@@ -100,7 +106,7 @@ def alpaca_file(folder: Path) -> Path:
 
 
 def _alpaca_rows() -> Iterator[dict[str, str]]:
-    """Each document in pieces: the beginning of a piece is the input, the rest the output."""
+    """Cut each document into pieces. The beginning of a piece is the input, the rest is the output."""
     lengths = itertools.cycle(_ANSWER_CHARACTERS)
     for document in documents.read((BUILT_IN,), "auto", 8.0):
         start = 0

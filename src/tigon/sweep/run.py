@@ -1,7 +1,7 @@
-"""`tigon sweep`, in order: read, expand, look at the machine, measure point after point, write the report.
+"""The steps of `tigon sweep`: read the file, expand the grid, probe the machine, measure each point, write the report.
 
-Every point is a process of its own, or as many as it has GPUs: nothing of one point is left for the next, and what
-takes the process down takes only the point. The planner predicts a point while it is measured.
+Each point runs in a new process, or in one process per GPU. A point therefore inherits nothing from the one before,
+and a crash ends only that point. The planner predicts a point while it is measured.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tigon.units import in_bytes
 LEAST_LIMIT_BYTES = 1 << 30
 PREDICTIONS = "predictions.json"
 PROBE_TIMEOUT_S = 600.0
-"""Looking at the machine and compiling the kernels that are tried takes a minute; a kernel may also never end."""
+"""Probing the machine and compiling the kernels for the self-test takes a minute. A broken kernel may never end."""
 DEFAULT_OUT = Path("runs") / "sweeps"
 
 
 @dataclass
 class Run:
-    """A sweep under way."""
+    """The state of a running sweep."""
 
     sweep: Sweep
     points: list[Point]
@@ -54,17 +54,17 @@ class Run:
     records: dict[str, list[dict[str, Any]]]
     workers: Workers
     taken: dict[str, Taken]
-    """Point id -> its row in earlier results; what is measured here counts before it."""
+    """Point id -> its row in earlier results. A measurement in this folder takes precedence."""
     new: bool
-    """Whether the folder was made in this call."""
+    """Whether this call created the folder."""
     earlier: Earlier | None = None
-    """Results that this call takes rows from."""
+    """The results.json named with --from."""
     anew: frozenset[str] = frozenset()
-    """Ids of points that are measured although they were taken over."""
+    """Ids of imported points that are measured again."""
     wall_s: list[tuple[str, float]] = field(default_factory=list)
-    """(variant, seconds) of one measurement each: of what there was before, then of this call's."""
+    """(variant, seconds) per measurement: first the earlier ones, then those of this call."""
     self_tests: dict[Kind, dict[str, Any]] = field(default_factory=dict)
-    """What the kernels' self-test found for each kind of point measured in this call."""
+    """Result of the kernels' self-test for each kind of point measured in this call."""
 
     def row(self, point: Point) -> dict[str, Any]:
         return results.row_of(
@@ -73,7 +73,7 @@ class Run:
         )  # fmt: skip
 
     def has_taken(self, point: Point) -> bool:
-        """Whether there is nothing left to measure of it, as earlier results have it whole."""
+        """Whether the imported row has every repeat, so that the point needs no measurement."""
         one = self.taken.get(point.id)
         return one is not None and one.complete(self.sweep) and point.id not in {*self.anew, *self.records}
 
@@ -92,10 +92,22 @@ def sweep(
     out: Path | None = None, only: str | None = None, retry: bool = False, draw: bool = False,
     earlier: Path | None = None,
 ) -> Path:  # fmt: skip
-    """Carry out the sweep file, or what of it is not in its folder yet; returns the folder.
+    """Measure every point of the sweep file that its folder does not have yet, and return the folder.
 
-    draw: measure nothing, only make the report of what is there. retry: failed points again. earlier: a results.json
-    whose finished points are taken over. Raises RecipeError and UsageError before anything is measured or written.
+    Args:
+        path: the sweep file.
+        assignments: `section.key=value` changes to every recipe.
+        memory_limit: limit per process, a size or a GPU's name.
+        time_limit: start no point that would probably end later than this, e.g. "9m".
+        out: the results folder; runs/sweeps/NAME if left out.
+        only: regular expression; measure only the points whose id it matches.
+        retry: measure failed points again.
+        draw: measure nothing, only write the report.
+        earlier: a results.json whose finished points are imported.
+
+    Raises:
+        RecipeError, UsageError: a bad sweep file or option, before anything is measured or written.
+        RunFolderError: the folder belongs to another sweep, another machine or other settings.
     """
     preflight.check_packages()
     preflight.check_process()
@@ -109,13 +121,13 @@ def sweep(
     with tempfile.TemporaryDirectory(prefix="tigon-sweep-") as scratch:
         every = points.expand(
             read, assignments, memory_limit_bytes=limit_bytes, scratch=Path(scratch),
-            # results of a GPU are drawn anywhere: what the recipes say `on_gpu` holds for them there too
+            # results of a GPU can be drawn on a machine without one: `on_gpu` in the recipes must still apply
             gpu_present=lambda: preflight.gpu_present() or (before is not None and before["memory_bytes"] is not None),
         )  # fmt: skip
     wanted = _chosen(every, only, path)
     new = chosen.make()
     with chosen.alone():
-        folder.find(chosen.path, read.name)  # another sweep may have begun in it meanwhile
+        folder.find(chosen.path, read.name)  # again, because another sweep may have started in it meanwhile
         run = Run(
             sweep=read, points=every, folder=chosen, environment=before or {}, limit_bytes=limit_bytes,
             command=_command(path, assignments, memory_limit), predictions=_read_predictions(chosen, every),
@@ -134,7 +146,7 @@ def sweep(
 
 @contextlib.contextmanager
 def _reported(run: Run) -> Iterator[None]:
-    """Results and report at the end, also after an interruption; a folder refused is left as it was."""
+    """Write results and report at the end, also after an interruption. A refused folder is left unchanged."""
     refused = False
     with signals.sigterm_interrupts():
         try:
@@ -145,7 +157,7 @@ def _reported(run: Run) -> Iterator[None]:
                 run.folder.remove_if_empty()
             raise
         except KeyboardInterrupt:
-            _say(run, "interrupted; what was measured is kept, and the same command goes on")
+            _say(run, "interrupted; the finished measurements are kept, run the same command to continue")
             raise
         finally:
             run.workers.close()
@@ -165,13 +177,13 @@ def _limit(text: str | None) -> int | None:
 
 
 def _time_limit(text: str | None) -> float | None:
-    """Seconds of `500`, `500s` or `9m`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)?", (text or "").strip())
+    """Parse `500`, `500s`, `9m` or `1h` into seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)?", (text or "").strip())
     if text is None:
         return None
-    if not found:
+    if not match:
         raise UsageError(f"--time-limit {text}: give seconds, minutes or hours, e.g. 500s, 9m or 1h.")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2] or "s"]
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2] or "s"]
 
 
 def _command(path: Path, assignments: Sequence[str], memory_limit: str | None) -> str:
@@ -184,25 +196,25 @@ def _chosen(every: Sequence[Point], only: str | None, path: Path) -> list[Point]
     if only is None:
         return list(every)
     try:
-        found = [point for point in every if re.search(only, point.id)]
+        matching = [point for point in every if re.search(only, point.id)]
     except re.error as error:
         raise UsageError(f"--only {only}: not a regular expression: {error}.") from None
-    if not found:
+    if not matching:
         raise UsageError(f"--only {only} finds no point of {path}; the first is called {every[0].id!r}.")
-    return found
+    return matching
 
 
-# --- what is there already -------------------------------------------------------------------------------------------
+# --- earlier measurements --------------------------------------------------------------------------------------------
 
 
 def _machine(chosen: SweepFolder, offered: Earlier | None) -> Mapping[str, Any] | None:
-    """The environment of anything that was measured before; None where nothing was."""
+    """The environment of the earlier measurements, or None if there are none yet."""
     kept = next((one.environment for one in import_results.load(chosen.path).values()), None)
     return chosen.machine() or kept or (None if offered is None else offered.environment)
 
 
 def _check_settings(run: Run) -> None:
-    """Refuse what would leave measurements out of the results; say which files are no measurements."""
+    """Refuse a folder that has measurements of other settings, which the results would omit. List damaged files."""
     others = run.folder.of_other_settings(run.points)
     others += sum(not run.taken[point.id].fits(point, run.sweep) for point in run.points if point.id in run.taken)
     if others:
@@ -211,21 +223,21 @@ def _check_settings(run: Run) -> None:
             "folder with --out"
         )
     for file, why in run.folder.damaged().items():
-        _say(run, f"damaged  {file}: no record of a point: {why}; it counts as not measured")
+        _say(run, f"damaged  {file}: not a record of a point: {why}; the point counts as not measured")
 
 
 def _take_over(run: Run, offered: Earlier, anew: Sequence[Point]) -> None:
-    """Add what earlier results have of these points. anew: points that are measured all the same."""
+    """Import these points from earlier results. anew: points that are measured even if they are imported."""
     here = run.folder.machine() or next((one.environment for one in run.taken.values()), None)
     if here is not None:
         _check_offer(offered, here)
-    found, left = offered.offer(run.points, run.sweep, run.limit_bytes, run.records, run.taken)
-    run.earlier, run.taken = offered, {**run.taken, **found}
+    imported, left = offered.offer(run.points, run.sweep, run.limit_bytes, run.records, run.taken)
+    run.earlier, run.taken = offered, {**run.taken, **imported}
     run.anew = frozenset(point.id for point in anew if point.id in run.taken and point.id not in run.records)
-    for line in import_results.words(offered, found, left, run.sweep):
+    for line in import_results.words(offered, imported, left, run.sweep):
         _say(run, line)
     if run.anew:
-        _say(run, f"anew     {len(run.anew)} points that --only finds, though they were taken over")
+        _say(run, f"again    {len(run.anew)} imported points are measured again, because --only finds them")
 
 
 def _check_offer(offered: Earlier, here: Mapping[str, Any]) -> None:
@@ -234,17 +246,17 @@ def _check_offer(offered: Earlier, here: Mapping[str, Any]) -> None:
 
 
 def _check_machine(run: Run) -> None:
-    """Refuse to measure beside what was measured on another machine."""
+    """Refuse to add measurements to those of another machine."""
     if run.earlier is not None:
         _check_offer(run.earlier, run.environment)
     there = [record["environment"] for own in run.records.values() for record in own]
     there += [one.environment for one in run.taken.values()]
-    way = "--draw shows what is there, --out begins another"
+    way = "draw the existing results with --draw, or choose another folder with --out"
     folder.check_machine(there, run.environment, run.folder.path, way)
 
 
 def _keep_taken(run: Run) -> None:
-    """Once nothing speaks against this machine any more."""
+    """Write imported points into the folder. Called after the check of the machine, which may refuse them."""
     if run.earlier is not None:
         import_results.keep(run.folder.path, run.taken)
 
@@ -275,8 +287,8 @@ def _measure(run: Run, chosen: Sequence[Point], *, time_limit_s: float | None, r
     _keep_taken(run)
     if todo:
         _say(run, f"device   {run.environment['device']}{_limit_words(run)}")
-        for said in self_test.words(run.environment["wrong_ops"]):
-            _say(run, f"warning  wrong results here: {said}; the model's own code is used, see `tigon doctor`")
+        for wrong_op in self_test.words(run.environment["wrong_ops"]):
+            _say(run, f"warning  wrong results here: {wrong_op}; the model's own code is used, see `tigon doctor`")
         _measure_all(run, todo, began_s, time_limit_s)
 
 
@@ -302,9 +314,9 @@ def _measure_all(run: Run, todo: Sequence[tuple[Point, int]], began_s: float, ti
 
 
 def _why_skipped(run: Run, point: Point, failed: set[str]) -> str:
-    """Empty for a point that is measured. failed: ids of those that have just not ended well."""
+    """Why a point is skipped; empty if it is measured. failed: ids of the points that failed in this call."""
     if point.id in failed:
-        return "as another repeat has not ended well"
+        return "because another repeat failed"
     why = results.skipped_after(run.row(point), run.rows(), run.sweep.stop_after_oom)
     return f"after {why} ran out of memory" if why else ""
 
@@ -314,14 +326,14 @@ def _finished(row: Mapping[str, Any]) -> bool:
 
 
 def _prepare(run: Run, ahead: Sequence[tuple[Point, int]]) -> None:
-    """Have processes import for the next points, where there is a GPU and too few are ready for the first of them."""
+    """On a GPU, start processes for the next points if fewer are ready than the next point needs."""
     gpus = [point.recipe.sharding.gpus for point, _ in ahead if point.recipe is not None]
     if run.environment["memory_bytes"] and run.workers.n_ready < gpus[0]:
         run.workers.prepare(max(gpus[0], min(AHEAD, sum(gpus))) - run.workers.n_ready)
 
 
 def _todo(run: Run, chosen: Sequence[Point], *, retry: bool) -> list[tuple[Point, int]]:
-    """What is not measured yet: a first time for all, then a second. A failed point is not measured further."""
+    """Missing measurements: the first repeat of every point, then the second. Failed points get no more repeats."""
     todo = []
     for repeat in range(run.sweep.repeats):
         for point in chosen:
@@ -340,7 +352,7 @@ def _remember(run: Run, point: Point, record: dict[str, Any]) -> None:
 
 
 def _expected_s(run: Run, point: Point) -> float:
-    """How long a point may take, by the longest of the last ones: of its own variant, if there was one."""
+    """Expected seconds of a point: the longest of the last three, of the same variant if it was measured before."""
     own = [seconds for variant, seconds in run.wall_s if variant == point.variant]
     return max((own or [seconds for _, seconds in run.wall_s])[-3:], default=0.0)
 
@@ -354,7 +366,7 @@ def _eta(run: Run, ahead: Sequence[tuple[Point, int]]) -> str:
 
 
 def _measure_one(run: Run, point: Point, repeat: int) -> dict[str, Any]:
-    """Carry out one repeat of a point in its own processes: a record, whatever became of them."""
+    """Run one repeat of a point in new processes and return its record, also if they fail."""
     import yaml
 
     assert point.recipe is not None, "refused points are not measured"
@@ -368,13 +380,13 @@ def _measure_one(run: Run, point: Point, repeat: int) -> dict[str, Any]:
     }  # fmt: skip
     kills = failures.kernel_kills()
     began_s = time.perf_counter()
-    # what techniques write can be as large as the model: not into the results
+    # techniques may write files as large as the model, which do not belong into the results folder
     with tempfile.TemporaryDirectory(prefix="tigon-sweep-") as room:
         code = _run(run, {**order, "folder": room}, point, log)
     wall_s = time.perf_counter() - began_s
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(scratch.glob("result.*"))]
+    outputs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(scratch.glob("result.*"))]
     _empty(scratch)
-    status, detail, measured = _judge(found, code, point, log, kills, run.sweep.timeout_s)
+    status, detail, measured = _judge(outputs, code, point, log, kills, run.sweep.timeout_s)
     return {
         "schema": folder.SCHEMA, "id": point.id, "key": point.key, "variant": point.variant, "axes": dict(point.axes),
         "repeat": repeat, "status": status, "detail": detail, "measured": measured, "wall_s": wall_s,
@@ -384,7 +396,7 @@ def _measure_one(run: Run, point: Point, repeat: int) -> dict[str, Any]:
 
 
 def _run(run: Run, order: Mapping[str, Any], point: Point, log: Path) -> int | None:
-    """The exit code of the point's processes, or None when they took too long; the planner works meanwhile."""
+    """The exit code of the point's processes, or None after the timeout. The planner predicts the point meanwhile."""
     assert point.recipe is not None
     with run.workers.carry_out(order, log, processes=point.recipe.sharding.gpus) as group:
         began_s = time.perf_counter()
@@ -393,8 +405,10 @@ def _run(run: Run, order: Mapping[str, Any], point: Point, log: Path) -> int | N
 
 
 def _probe(run: Run, todo: Sequence[tuple[Point, int]]) -> None:
-    """Have a worker look at the machine, and try the kernels that the points to come use. Raises RecipeError when no
-    worker can run."""
+    """Have a worker describe the machine and test the kernels that the remaining points use.
+
+    Raises RecipeError if no worker can run.
+    """
     own = run.folder
     kinds = list(dict.fromkeys(self_test.kind_of(point.recipe) for point, _ in todo if point.recipe))
     answer, log = own.scratch / "probe.json", own.path / folder.LOGS / "probe.log"
@@ -402,14 +416,14 @@ def _probe(run: Run, todo: Sequence[tuple[Point, int]]) -> None:
     with run.workers.carry_out({"probe": str(answer), "kinds": kinds}, log) as group:
         code = group.wait(PROBE_TIMEOUT_S)
     if not answer.exists():
-        slow = f"looking at the machine and trying its kernels took longer than {PROBE_TIMEOUT_S:g} s"
+        slow = f"the probe of the machine and its kernels took longer than {PROBE_TIMEOUT_S:g} s"
         detail = slow if code is None else failures.of_exit(code, log, kills)[1]
-        raise RecipeError(f"a point cannot be started: {detail}; {log} has all of it")
-    found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        raise RecipeError(f"a point cannot be started: {detail}; the full output is in {log}")
+    probe: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     _empty(own.scratch)
-    run.self_tests = dict(zip(kinds, found["self_tests"], strict=True))
-    wrong = self_test.merged({one["dtype"]: one["wrong_ops"]} for one in found["self_tests"] if one["wrong_ops"])
-    run.environment = {**found["environment"], "wrong_ops": wrong}
+    run.self_tests = dict(zip(kinds, probe["self_tests"], strict=True))
+    wrong = self_test.merged({one["dtype"]: one["wrong_ops"]} for one in probe["self_tests"] if one["wrong_ops"])
+    run.environment = {**probe["environment"], "wrong_ops": wrong}
 
 
 def _empty(scratch: Path) -> None:
@@ -418,76 +432,76 @@ def _empty(scratch: Path) -> None:
 
 
 def _judge(
-    found: Sequence[Mapping[str, Any]], code: int | None, point: Point, log: Path, kills: int | None, timeout_s: float
+    outputs: Sequence[Mapping[str, Any]], code: int | None, point: Point, log: Path, kills: int | None, timeout_s: float
 ) -> tuple[str, str, dict[str, Any] | None]:
-    """(status, reason, figures) from what the processes wrote, or from how they ended."""
+    """(status, reason, figures) from the processes' result files, or from their exit code if one is missing."""
     assert point.recipe is not None
 
-    def told(*statuses: str) -> tuple[str, str] | None:
-        return next(((s, str(one["detail"])) for s in statuses for one in found if one["status"] == s), None)
+    def reported(*statuses: str) -> tuple[str, str] | None:
+        return next(((s, str(one["detail"])) for s in statuses for one in outputs if one["status"] == s), None)
 
     ended = None
-    if len(found) < point.recipe.sharding.gpus:
+    if len(outputs) < point.recipe.sharding.gpus:
         if code is None:
-            ended = told(failures.FAILED) or (failures.TIMED_OUT, f"longer than {timeout_s:g} s")
-        else:  # a kill first: the others fail as well then, for their connection to the one that is gone
-            ended = failures.of_kill(code, kills) or told(failures.FAILED) or failures.of_exit(code, log, kills)
-    bad = told(failures.OUT_OF_MEMORY, failures.REFUSED) or ended or told(failures.FAILED)
-    return (*bad, None) if bad else (failures.OK, "", _together(found))
+            ended = reported(failures.FAILED) or (failures.TIMED_OUT, f"longer than {timeout_s:g} s")
+        else:  # a kill first: the other processes then fail too, because they lose the connection to the killed one
+            ended = failures.of_kill(code, kills) or reported(failures.FAILED) or failures.of_exit(code, log, kills)
+    bad = reported(failures.OUT_OF_MEMORY, failures.REFUSED) or ended or reported(failures.FAILED)
+    return (*bad, None) if bad else (failures.OK, "", _combined(outputs))
 
 
-def _together(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One set of figures for all processes: the first one's, with the highest peaks of any."""
-    measured = {name: value for name, value in found[0].items() if name not in ("status", "detail")}
+def _combined(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One set of figures for all processes: those of the first, with the highest peak of any process."""
+    measured = {name: value for name, value in outputs[0].items() if name not in ("status", "detail")}
     for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes"):
-        values = [one[name] for one in found if one[name] is not None]
+        values = [one[name] for one in outputs if one[name] is not None]
         measured[name] = max(values, default=None)
-    return measured | {"processes": len(found)}
+    return measured | {"processes": len(outputs)}
 
 
 # --- predictions -----------------------------------------------------------------------------------------------------
 
 
 def _predict(run: Run, point: Point) -> None:
-    """Ask the planner about a point once; a point that it cannot predict has no prediction. It predicts GPUs only."""
+    """Predict a point once. The planner predicts GPUs only; if it refuses a point, its reason is stored instead."""
     total_bytes = run.environment.get("memory_bytes")
     if total_bytes is None or point.id in run.predictions or point.recipe is None:
         return
     from tigon.sweep.prediction import predict
 
     try:
-        found = predict(point.recipe, run.environment["device"], min(total_bytes, run.limit_bytes or total_bytes))
+        predicted = predict(point.recipe, run.environment["device"], min(total_bytes, run.limit_bytes or total_bytes))
     except TigonError as error:
-        found = {"reason": failures.line(error)}
-    run.predictions[point.id] = {**found, "key": point.key}
+        predicted = {"reason": failures.line(error)}
+    run.predictions[point.id] = {**predicted, "key": point.key}
 
 
 def _read_predictions(own: SweepFolder, every: Sequence[Point]) -> dict[str, dict[str, Any]]:
-    """What was predicted before of points that are still the same."""
+    """Earlier predictions of the points whose settings have not changed."""
     try:
-        found: dict[str, dict[str, Any]] = json.loads((own.path / PREDICTIONS).read_text(encoding="utf-8"))
+        stored: dict[str, dict[str, Any]] = json.loads((own.path / PREDICTIONS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    if schema.misfit(found, schema.PREDICTIONS):
+    if schema.misfit(stored, schema.PREDICTIONS):
         return {}
     keys = {point.id: point.key for point in every}
-    return {name: told for name, told in found.items() if told.get("key") == keys.get(name)}
+    return {name: predicted for name, predicted in stored.items() if predicted.get("key") == keys.get(name)}
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def _finish(run: Run) -> None:
-    """Results and report of what is there, also after an interruption."""
+    """Write results and report, also after an interruption."""
     if run.predictions:
         worker.write(run.folder.path / PREDICTIONS, run.predictions)
-    found = run.results()
-    run.folder.write_results(found)  # before all that takes seconds: whoever ends a sweep may not wait
+    written = run.results()
+    run.folder.write_results(written)  # before the report, which takes seconds: the sweep may be killed meanwhile
     from tigon.sweep import report  # matplotlib
 
-    report.write(found, run.folder.path)
-    done = sum(map(_finished, found["points"]))
-    _say(run, f"results  {done} of {len(found['points'])} points measured, {run.folder.path / folder.RESULTS}")
+    report.write(written, run.folder.path)
+    done = sum(map(_finished, written["points"]))
+    _say(run, f"results  {done} of {len(written['points'])} points measured, {run.folder.path / folder.RESULTS}")
     _say(run, f"report   {run.folder.path / 'report.html'}")
 
 
@@ -498,7 +512,7 @@ def _say(run: Run, text: str) -> None:
 def _limit_words(run: Run) -> str:
     if run.limit_bytes is None:
         return ""
-    how = "CUDA context and NCCL counted" if run.environment["memory_bytes"] else "of the process's data segment"
+    how = "CUDA context and NCCL included" if run.environment["memory_bytes"] else "of the process's data segment"
     return f", limited to {run.limit_bytes / 2**30:.1f} GiB, {how}"
 
 
@@ -508,5 +522,5 @@ def _result_words(run: Run, point: Point, record: Mapping[str, Any]) -> str:
     row = results.row_of(point, [record], run.sweep, {})
     return (
         f"peak {in_bytes(row['peak_allocated_bytes'])}, {row['tokens_per_s']:,.0f} tokens/s, "
-        f"{1e3 * row['step_s']:,.0f} ms a step"
+        f"{1e3 * row['step_s']:,.0f} ms per step"
     )

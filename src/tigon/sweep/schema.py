@@ -1,8 +1,11 @@
-"""The forms of what a sweep reads back from its folder, or from another's: JSON that a hand or a full disk may have
-changed since.
+"""Checks the JSON that a sweep reads from results folders, which an edit or a full disk may have damaged.
 
-A form is a type, a tuple of forms of which one fits, a list of the form of every entry, or a mapping of keys to forms:
-`key?` may be missing, `*` is every key. None is null.
+A form is one of these:
+
+- a type, or None for null;
+- a tuple of forms, of which one must fit;
+- a list with one form, which every entry must have;
+- a mapping of keys to forms, in which `key?` may be missing and `*` stands for every key.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ ENVIRONMENT: Mapping[str, Any] = {
     "threads": (int, None), "wrong_ops?": {"*": _WRONG},
 }  # fmt: skip
 MACHINE: Mapping[str, Any] = {**ENVIRONMENT, "tigon_commits": [str], "dates": [str]}
-"""Of several records."""
+"""The environment of several records."""
 RECORD: Mapping[str, Any] = {
     "id": str, "key": str, "repeat": int, "status": str, "detail": str, "wall_s": NUMBER, "wrong_ops?": _WRONG,
     "recipe": {"train": {"steps": int}}, "environment": {**ENVIRONMENT, "tigon_commit": (str, None), "date": str},
@@ -43,7 +46,7 @@ ROW: Mapping[str, Any] = {
 DONE: Mapping[str, Any] = {
     "repeats": int, "wall_s": NUMBER, "predicted_allocated_bytes": BYTES, "predicted_step_s": (*NUMBER, None),
 }  # fmt: skip
-"""What a row has beside ROW when its point was measured."""
+"""Further keys of a row whose point was measured."""
 PREDICTIONS: Mapping[str, Any] = {"*": {
     "key": str, "peak_allocated_bytes?": BYTES, "peak_reserved_bytes?": BYTES, "device_bytes?": BYTES,
     "step_s?": (*NUMBER, None),
@@ -52,25 +55,25 @@ FIGURES: Mapping[str, Any] = {
     "peak_allocated_bytes": int, "peak_reserved_bytes": BYTES, "step_s": NUMBER, "step_s_low": NUMBER,
     "step_s_high": NUMBER, "tokens_per_s": NUMBER, "last_loss": (*NUMBER, None),
 }  # fmt: skip
-"""And when it ran to its end."""
+"""Further keys of a row whose point finished all steps."""
 
 
 def misfit(value: Any, form: Any, name: str = "") -> str | None:
-    """Where `value` has not this form, dotted, and what is wrong there; None where it fits."""
+    """None if `value` has this form, else the dotted place of the first error and what is wrong there."""
     if isinstance(form, tuple):
-        found = [misfit(value, one, name) for one in form]
-        return None if None in found else found[0]
+        problems = [misfit(value, one, name) for one in form]
+        return None if None in problems else problems[0]
     if isinstance(form, Mapping):
         if not isinstance(value, dict):
-            return f"{name or 'it'} is no mapping"
+            return f"{name or 'it'} is not a mapping"
         return first(_misfit_at(value, key, part, f"{name}." if name else "") for key, part in form.items())
     if isinstance(form, list):
         if not isinstance(value, list):
-            return f"{name or 'it'} is no list"
+            return f"{name or 'it'} is not a list"
         return first(misfit(one, form[0], f"{name}.{number}".lstrip(".")) for number, one in enumerate(value))
     if form is None:
         return None if value is None else f"{name} is {_shown(value)}"
-    # JSON's true and false are numbers to Python
+    # Python counts JSON's true and false as numbers
     fits = isinstance(value, form) and (form is bool or not isinstance(value, bool))
     return None if fits else f"{name or 'it'} is {_shown(value)}"
 
@@ -85,10 +88,10 @@ def _misfit_at(value: Mapping[str, Any], key: str, form: Any, before: str) -> st
 
 
 def misfit_of_record(value: Any) -> str | None:
-    """`misfit` of a file in points/."""
-    found = misfit(value, RECORD)
-    if found is not None or value["status"] != failures.OK:
-        return found
+    """`misfit` for a file in points/."""
+    problem = misfit(value, RECORD)
+    if problem is not None or value["status"] != failures.OK:
+        return problem
     return misfit(value, {"measured": MEASURED}) or first(
         f"measured.{name} has {len(value['measured'][name])} steps"
         for name in ("step_s", "updated", "positions")
@@ -97,25 +100,25 @@ def misfit_of_record(value: Any) -> str | None:
 
 
 def misfit_of_results(value: Any) -> str | None:
-    """`misfit` of a results.json."""
+    """`misfit` for a results.json."""
     return misfit(value, RESULTS) or first(
         misfit_of_row(row, f"points.{number}") for number, row in enumerate(value["points"])
     )
 
 
 def misfit_of_row(row: Any, name: str) -> str | None:
-    """`misfit` of a point in a results.json."""
-    found = misfit(row, ROW, name)
-    if found is None and row["status"] in failures.FINISHED:
-        found = misfit(row, DONE, name)
-    if found is None and row["status"] == failures.OK:
-        found = misfit(row, FIGURES, name)
-    return found
+    """`misfit` for a point in a results.json."""
+    problem = misfit(row, ROW, name)
+    if problem is None and row["status"] in failures.FINISHED:
+        problem = misfit(row, DONE, name)
+    if problem is None and row["status"] == failures.OK:
+        problem = misfit(row, FIGURES, name)
+    return problem
 
 
-def first(found: Iterable[str | None]) -> str | None:
-    """The first that is something."""
-    return next((one for one in found if one is not None), None)
+def first(problems: Iterable[str | None]) -> str | None:
+    """The first problem that is not None."""
+    return next((one for one in problems if one is not None), None)
 
 
 def _shown(value: Any) -> str:

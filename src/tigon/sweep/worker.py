@@ -1,8 +1,8 @@
 """One process of one point: `python -m tigon.sweep.worker`.
 
-It imports what a point needs, says so where it was started ahead, and reads a line from its standard input: where its
-order is, and which of several processes it is. Each process writes its own result beside the others'. It ends when the
-sweep does, however that ended: the sweep holds the other end of its standard input.
+The process imports what a point needs and creates the ready file if it was started ahead. It then reads one line from
+standard input, with the path of its order and its rank. Each process writes a separate result file. The process ends
+when the sweep ends or dies, because the sweep holds the other end of its standard input.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def main() -> None:
     result = _carry_out(order)
     write(target, result)
     if result["status"] != "ok":
-        os._exit(1)  # other processes may wait for this one in a collective, and so may their goodbye
+        os._exit(1)  # a normal exit may hang: other processes may still wait for this one in a collective
     _leave()
 
 
 def take_order() -> dict[str, Any]:
-    """Say that this process is ready, if it was asked to, and wait for what it shall do and as which of several."""
-    if sign := os.environ.get("TIGON_SWEEP_READY"):
-        Path(sign).touch()
-    told = json.loads(sys.stdin.readline() or sys.exit(1))
+    """Create the ready file if the environment names one, then wait for the order on standard input and return it."""
+    if ready_file := os.environ.get("TIGON_SWEEP_READY"):
+        Path(ready_file).touch()
+    message = json.loads(sys.stdin.readline() or sys.exit(1))
     _end_with_the_sweep()
-    os.environ.update(told["environment"])
-    order: dict[str, Any] = json.loads(Path(told["order"]).read_text(encoding="utf-8"))
+    os.environ.update(message["environment"])
+    order: dict[str, Any] = json.loads(Path(message["order"]).read_text(encoding="utf-8"))
     return order
 
 
@@ -54,7 +54,7 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
         from tigon.sweep.measure import measure
         from tigon.trainer.checkpoint import nvme_swap
 
-        if "OMP_NUM_THREADS" not in os.environ:  # a share of the cores each, not all of them
+        if "OMP_NUM_THREADS" not in os.environ:  # divide the cores among the processes of the point
             torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
@@ -63,15 +63,15 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
             raise KernelError(tried["refused"])
         recipe = recipe_file.load(Path(order["recipe"]), gpu_present=lambda: False, checked=not order["unchecked"])
         with nvme_swap.own_files(recipe.sharding.nvme_folder):
-            found = measure(
+            measured = measure(
                 recipe, how_rows=order["rows"], unchecked=order["unchecked"], limit_bytes=order["limit_bytes"],
                 folder=Path(order["folder"]), wrong_ops=tried["wrong_ops"],
             )  # fmt: skip
-        return {"status": failures.OK, "detail": "", **found}
+        return {"status": failures.OK, "detail": "", **measured}
     except TigonError as error:
         print(error, file=sys.stderr)
         return {"status": failures.REFUSED, "detail": failures.line(error)}
-    except BaseException as error:  # whatever it is, it is this point's result, and must not be lost
+    except BaseException as error:  # any error is the result of this point and must be recorded
         import traceback
 
         traceback.print_exc()
@@ -80,19 +80,19 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _probe(order: dict[str, Any]) -> dict[str, Any]:
-    """What the machine is, and which kernels are wrong on it. In a process of its own, because both take GPU memory."""
+    """The machine's environment and the result of the self-test. A separate process, because both take GPU memory."""
     import torch
 
     from tigon.sweep.measure import environment
     from tigon.sweep.self_test import Kind, try_ops
 
-    # the machine first: a kernel that fails badly leaves a GPU that answers this process no more
+    # the environment first: after a kernel fails badly, the GPU no longer answers this process
     machine = environment(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     return {"environment": machine, "self_tests": [try_ops(Kind(*kind)) for kind in order["kinds"]]}
 
 
 def write(path: Path, value: Any) -> None:
-    """Whole or not at all, and on the disk when this returns."""
+    """Write JSON atomically, and return when it is on the disk."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with scratch.open("w", encoding="utf-8") as handle:
         json.dump(value, handle, indent=1)
@@ -104,7 +104,7 @@ def write(path: Path, value: Any) -> None:
 
 def _end_with_the_sweep() -> None:
     def wait() -> None:
-        os.read(0, 1)  # returns when the sweep closes its end, or dies
+        os.read(0, 1)  # returns when the sweep closes its end or dies
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -1,7 +1,9 @@
-"""Every allocation with the operator and the line that made it.
+"""Records every allocation with the operator and the Python line that made it.
 
-cpu.py, cuda.py   the recorders                  frames.py    Python frames as readers see them
-journal.py        phases and categories          watch.py     the hooks that fill it
-device.py         how much a device holds        peak.py      the peak of a stretch of code
-quiet.py          standard error without PyTorch's warnings
+- `cpu.py`, `cuda.py`: the recorders.
+- `journal.py`: phases and categories. `watch.py` has the hooks that fill the journal.
+- `frames.py`: shortens Python frames for readers.
+- `peak.py`: the peak memory of a section of code.
+- `device.py`: the total and used memory of a device.
+- `quiet.py`: drops PyTorch's log lines from standard error.
 """

@@ -1,13 +1,13 @@
-"""Every allocation on the CPU, with the operator and the line of Python that made it.
+"""Records every allocation on the CPU, with the operator and the Python line that made it.
 
-PyTorch's profiler is told of each allocation and release with its address and size, scratch memory inside operators
-included. Its own Python tracer would name the lines, at 80 times the events (717 thousand for two steps of a 4-layer
-model, and 15 s to read them). A dispatch mode sees each operator once instead, notes the frames above it and opens a
-profiler range with their number; the allocations inside the range are that line's. Neither allocates, frees or keeps
-anything: the peak is the same byte for byte as without the mode, which a test compares.
+PyTorch's profiler receives each allocation and release with its address and size, including scratch memory inside
+operators. Its Python tracer could name the lines, but with 80 times as many events (717 thousand for two steps of a
+4-layer model, and 15 s to read them). Here a dispatch mode sees each operator once, notes the frames above it and opens
+a profiler range with their number. The allocations inside that range belong to that line. Neither the profiler nor the
+mode allocates, frees or keeps tensors: a test checks that the peak is byte for byte the same without the mode.
 
-Left out: memory that is not PyTorch's (oneDNN's packed weights, files mapped into memory; weights that come from those
-are added when they are known to be weights).
+Memory outside PyTorch is left out: oneDNN's packed weights and memory-mapped files. Weights in a mapped file are added
+when the journal tags them as weights.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tigon.profiler.timeline.timeline import Call
 _MARK, _CALL = "tigon.mark ", "tigon.call "
 _NODE = "autograd::engine::evaluate_function: "
 _DEPTH = 48
-"""Frames looked at above an operator."""
+"""How many frames above an operator are examined."""
 
 
 class _Calls(TorchDispatchMode):
-    """Opens a range with the number of its Python frames around every operator."""
+    """Opens a profiler range around every operator, named by the number of its Python frames."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -54,7 +54,7 @@ class _Calls(TorchDispatchMode):
 
 
 class CpuRecorder(Recorder):
-    """Of the calling thread and those it starts; autograd's backward runs in the calling thread."""
+    """Records the calling thread and the threads it starts. On the CPU, backward runs in the calling thread."""
 
     device_type = "cpu"
 
@@ -86,7 +86,7 @@ class CpuRecorder(Recorder):
 
 
 class _Tree:
-    """The profiler's events, nested as the calls were, read into allocations and positions."""
+    """Reads the profiler's tree of events into allocations and positions."""
 
     def __init__(self, frames: list[tuple[str, ...]]) -> None:
         self._frames = frames
@@ -109,7 +109,7 @@ class _Tree:
                 self._marks[int(name[len(_MARK) :])] = event.start_time_ns
                 continue
             if name.startswith(_CALL):
-                # the operator inside is the one that the frames called
+                # the frames called the operator inside this range
                 call, is_op_known = Call("", call.node, self._frames[int(name[len(_CALL) :])]), False
             elif name.startswith(_NODE):
                 call, is_op_known = Call("", name[len(_NODE) :], call.frames), False
@@ -126,6 +126,6 @@ class _Tree:
                 i += 1
             positions.append(i)
         return Recording("cpu", events, positions, notes=[
-            "Memory that is not PyTorch's (Python, libraries, oneDNN's packed weights) is not in it.",
-            "Recording slows a CPU down: the times between events are not those of a run.",
+            "Memory outside PyTorch (Python, libraries, oneDNN's packed weights) is not recorded.",
+            "Recording slows a CPU down, so the times between events are longer than in a normal run.",
         ])  # fmt: skip

@@ -1,11 +1,12 @@
-"""Every allocation on a CUDA device, from the caching allocator's own history.
+"""Records every allocation on a CUDA device, from the history of the caching allocator.
 
-`torch.cuda.memory._record_memory_history` notes each allocation and release with its Python frames (2 us each);
-C++ frames would take minutes to name. Backward runs in C++ and has none, so `watch.py` says which autograd node runs.
+`torch.cuda.memory._record_memory_history` notes each allocation and release with its Python frames (2 us each).
+Resolving C++ frames would take minutes. Backward runs in C++ without Python frames, so `watch.py` records which
+autograd node runs.
 
-The history keeps the bytes that were asked for, while torch.cuda.memory_allocated() counts them in units of 512: here
-they count so too. Where the allocator hands out a block with up to 1 MiB more than that, because the rest would be too
-small to split off, `allocator_peak_bytes` is larger than the timeline's peak by it.
+The history has the requested bytes. This module rounds them up to multiples of 512, as torch.cuda.memory_allocated()
+does. The allocator may also return a block that is up to 1 MiB larger, because it does not split off small remainders.
+`allocator_peak_bytes` exceeds the timeline's peak by these remainders.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from tigon.profiler.timeline.timeline import Call
 # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
 _ROUND_BYTES = 512
 _MAX_ENTRIES = 2_000_000
-"""Of a few KB each in host memory. A run of 32 layers makes some 20 thousand a step."""
+"""Limit on the history. An event takes a few KB of host memory; 32 layers make about 20 thousand per step."""
 
 
 class CudaRecorder(Recorder):
-    """Of one device, in this process. `snapshot` is where the history goes for PyTorch's own viewer."""
+    """Records one device in this process. The history is written to `snapshot` for PyTorch's memory viewer."""
 
     device_type = "cuda"
 
@@ -42,7 +43,7 @@ class CudaRecorder(Recorder):
     def start(self) -> None:
         backend = torch.cuda.get_allocator_backend()
         if backend != "native":
-            raise UsageError(f"the allocator {backend} keeps no history: unset PYTORCH_CUDA_ALLOC_CONF's backend")
+            raise UsageError(f"the allocator {backend} records no history; unset backend in PYTORCH_CUDA_ALLOC_CONF")
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         torch.cuda.memory._record_memory_history(
@@ -56,8 +57,10 @@ class CudaRecorder(Recorder):
         return len(self._counts) - 1
 
     def _count(self) -> int:
-        """Allocations and releases so far: the same events that the history keeps, counted by the allocator, so that
-        no clock is needed to place something between two of them."""
+        """Allocations and releases so far, counted by the allocator.
+
+        These are the events of the history, so that the count gives a place between two events without a clock.
+        """
         counts = torch.cuda.memory_stats_as_nested_dict(self._device)["allocation"]["all"]
         return int(counts["allocated"]) + int(counts["freed"])
 
@@ -77,16 +80,16 @@ class CudaRecorder(Recorder):
         return Recording(
             str(self._device), events, [count - self._first for count in self._counts], self._base_bytes, peak_bytes,
             [
-                "Memory that is not the caching allocator's (CUDA context, NCCL) is not in it.",
-                "Times are the host's, which is ahead of the device.",
+                "Memory outside the caching allocator (CUDA context, NCCL) is not recorded.",
+                "Times are those of the host, which runs ahead of the device.",
             ],
         )  # fmt: skip
 
 
 def read_snapshot(snapshot: Mapping[str, Any], device: int) -> list[RawEvent]:
-    """The allocations and releases of one device in what `torch.cuda.memory._snapshot()` returned.
+    """The allocations and releases of one device in a `torch.cuda.memory._snapshot()`.
 
-    A release counts when it is asked for, as in memory_allocated(); another stream may use the block a little longer.
+    A release counts when it is requested, as in memory_allocated(). Another stream may use the block a little longer.
     """
     known: dict[tuple[tuple[str, int, str], ...], Call] = {}
     found = []

@@ -10,14 +10,14 @@ import torch
 
 
 def total_bytes(device: torch.device) -> int:
-    """What the device was built with."""
+    """The total memory of the device."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(_psutil().virtual_memory().total)
 
 
 def used_bytes(device: torch.device) -> tuple[int, int]:
-    """(now, peak): allocated by PyTorch on CUDA; the process's resident set on the CPU."""
+    """(now, peak) in bytes: PyTorch's allocations on CUDA, the process's resident set on the CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     import resource
@@ -27,10 +27,10 @@ def used_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def host_free_bytes() -> int:
-    """What the machine's processes could still have of its memory."""
+    """Host memory that processes can still allocate."""
     return int(_psutil().virtual_memory().available)
 
 
 def _psutil() -> Any:
-    """psutil comes with accelerate; it carries no types."""
+    """Import psutil, which accelerate installs. It has no type annotations."""
     return importlib.import_module("psutil")

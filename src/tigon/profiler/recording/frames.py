@@ -1,4 +1,4 @@
-"""Python frames as readers see them: files from their package on, without what every call passes through."""
+"""Python frames for readers: paths relative to their package, without frames that every call passes through."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import re
 from collections.abc import Iterable
 
 KEPT_FRAMES = 8
-# Between a model's line and PyTorch's operator: call machinery that says nothing about where memory went.
+# Call machinery between a model's line and PyTorch's operator. It does not say what the memory is for.
 _MACHINERY = re.compile(
     r"^(torch/(_dynamo/|_compile\.py|_ops\.py|_library/|nn/modules/module\.py|utils/_contextlib\.py|"
     r"utils/_python_dispatch\.py|utils/_device\.py|autograd/|_tensor\.py|overrides\.py)|"
     r"tigon/(profiler/|ops/_dispatch\.py)|accelerate/|contextlib\.py|functools\.py|<)"
 )
-# The training loop: what it allocates itself is its own, and who called it says nothing.
+# The training loop. Frames above it are left out, because its callers do not say what the memory is for.
 _LOOP = ("transformers/trainer.py", "tigon/trainer/", "tigon/cli/")
 _ROOTS = re.compile(r"^.*/(?:site-packages|dist-packages|src|lib/python3\.\d+)/")
 
 
 @functools.lru_cache(maxsize=4096)
 def short_path(filename: str) -> str:
-    """From the package on; of a file in none, its folder and name."""
+    """The path relative to the package, or folder and name for a file outside any package."""
     path = filename.replace("\\", "/")
     rooted = _ROOTS.sub("", path)
     return rooted if rooted != path else "/".join(path.split("/")[-2:])
 
 
 def readable(frames: Iterable[tuple[str, int, str]]) -> tuple[str, ...]:
-    """(file, line, function), innermost first -> `file.py:12 function` of those that say something."""
+    """(file, line, function), innermost first -> `file.py:12 function` for the informative frames."""
     said: list[str] = []
     in_backward = False
     for filename, line, function in frames:

@@ -1,7 +1,7 @@
-"""What is known while a run is recorded: which phase it is in, and what some tensors are.
+"""Notes phases and known tensors while a run is recorded.
 
-The recorder knows allocations by address and order, the model's hooks know phases and tensors. Both meet through
-`Recorder.position`, a place between two allocations that is resolved when the recording has ended.
+The recorder sees allocations with their address and order. The model's hooks know phases and tensors. Both are joined
+by `Recorder.position`, a place between two allocations that is resolved at the end of the recording.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class RawEvent:
 
 @dataclass
 class Recording:
-    """What a recorder hands over."""
+    """The output of a recorder."""
 
     device: str
     events: list[RawEvent]
     positions: list[int]
-    """The number of events before each position, in the order in which they were asked for."""
+    """The number of events before each position, in the order of the calls of `Recorder.position`."""
     base_bytes: int = 0
-    """Alive before the recording began."""
+    """Bytes that were alive before the recording began."""
     allocator_peak_bytes: int | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -52,7 +52,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def position(self) -> int:
-        """The index in `Recording.positions` of the place that the run has come to."""
+        """The index in `Recording.positions` of the current place of the run."""
 
     @abstractmethod
     def stop(self) -> Recording: ...
@@ -71,7 +71,7 @@ class Enter:
 
 @dataclass(frozen=True)
 class Tag:
-    """The memory at `address` is of this category."""
+    """The memory at `address` has this category."""
 
     position: int
     address: int
@@ -81,7 +81,7 @@ class Tag:
 
 @dataclass(frozen=True)
 class Node:
-    """Autograd begins to compute this node."""
+    """Autograd starts to compute this node."""
 
     position: int
     name: str
@@ -103,7 +103,7 @@ class Journal:
         self.entries.append(Node(self._recorder.position(), name))
 
     def tag(self, tensors: Iterable[Tensor], category: str) -> None:
-        """These tensors' memory is of this category, for as long as it lives."""
+        """Give the memory of these tensors a category until it is freed."""
         here: int | None = None
         for tensor in tensors:
             for part in plain_tensors(tensor):
@@ -115,7 +115,7 @@ class Journal:
 
 
 def plain_tensors(value: Any) -> Iterable[Tensor]:
-    """The tensors with memory of their own in a value: itself, a tensor subclass's parts, a container's."""
+    """The plain tensors in a value: a tensor, the inner tensors of a subclass, or the items of a container."""
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, torch.nn.Parameter) and hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:

@@ -1,10 +1,11 @@
-"""Peak memory of a stretch of code, on the CPU and on CUDA alike.
+"""Measures the peak memory of a section of code, on the CPU and on CUDA.
 
-On CUDA the caching allocator keeps its peak. The CPU allocator keeps none, but tells PyTorch's profiler of every
-allocation and release with its size; the running sum of those is what is alive, and its maximum the peak. That includes
-what operators allocate inside themselves: counting only the tensors they return, in a TorchDispatchMode, gave 12% less
-for a step with chunked cross entropy (165 MiB instead of 187). It leaves out memory that is not PyTorch's, such
-as oneDNN's packed weights. Process RSS has that, but moves with the C library's caching by more than is measured here.
+On CUDA the caching allocator keeps its peak. The CPU allocator keeps no peak but reports every allocation and release
+with its size to PyTorch's profiler. The running sum of these is the live memory, and its maximum is the peak. The sum
+includes memory that operators allocate internally. Counting only the tensors that operators return, in a
+TorchDispatchMode, gave 12% less for a step with chunked cross entropy (165 MiB instead of 187). The sum leaves out
+memory outside PyTorch, such as oneDNN's packed weights. Process RSS includes that memory, but the C library's caching
+changes RSS by more than the differences measured here.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from tigon.profiler.recording.quiet import library_log_lines_dropped
 
 @dataclass(frozen=True)
 class Peak:
-    """at_rest_bytes: tensors alive at the start (weights, optimizer). peak_bytes: the most at once, those included."""
+    """at_rest_bytes: tensors alive at the start (weights, optimizer). peak_bytes: the peak, including those."""
 
     at_rest_bytes: int
     peak_bytes: int
 
     @property
     def step_bytes(self) -> int:
-        """What the measured code itself needed at its worst moment."""
+        """The peak of the measured code alone, without the tensors that were alive at the start."""
         return self.peak_bytes - self.at_rest_bytes
 
 
 class PeakMeter:
-    """`start(alive)` ... `stop()` around the code to measure, both in the same thread.
+    """Call `start(alive)` before and `stop()` after the code to measure, in the same thread.
 
-    alive: on the CPU, the tensors that exist already (parameters, gradients, optimizer state) and should count; should
-    one of them be freed meanwhile, the peak is that much too high. CUDA knows its own. On the CPU the profiler slows
-    the measured code down, so it is not the place to take times.
+    alive: on the CPU, the existing tensors that should count (parameters, gradients, optimizer state). If one of them
+    is freed during the measurement, the peak is too high by its size. On CUDA the allocator knows them. The profiler
+    slows CPU code down, so take its times separately.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +76,7 @@ class PeakMeter:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes behind these tensors; views of one storage count once."""
+    """Bytes of the storages of these tensors. A storage with several views counts once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 

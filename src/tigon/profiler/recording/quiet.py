@@ -1,4 +1,4 @@
-"""Standard error without what PyTorch's C++ writes to it."""
+"""Drops the log lines that PyTorch's C++ code writes to standard error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 
 @contextlib.contextmanager
 def library_log_lines_dropped() -> Iterator[None]:
-    """The profiler and the CPU allocator write C++ log lines to file descriptor 2: when profiling starts and ends, and
-    for memory older than that. Their log levels are read when torch is imported, long before this. What Python itself
-    writes to stderr still arrives."""
+    """Drop C++ log lines that the profiler and the CPU allocator write to file descriptor 2.
+
+    They log when profiling starts and ends, and for memory older than the profiling. Their log levels cannot be changed
+    here, because they are read when torch is imported. Python's own output to stderr still arrives.
+    """
     python = sys.stderr
     python.flush()
     kept = os.dup(2)
@@ -34,5 +36,5 @@ def library_log_lines_dropped() -> Iterator[None]:
 def _is_descriptor_2(stream: Any) -> bool:
     try:
         return bool(stream.fileno() == 2)
-    except (OSError, ValueError):  # a test's or a notebook's own stream
+    except (OSError, ValueError):  # a stream that a test or a notebook has put in its place
         return False

@@ -1,7 +1,7 @@
-"""Hooks that tell the journal what a model is doing: which phase, which layer, which tensors are what.
+"""Hooks that note in the journal the phase and layer of a running model, and the category of its tensors.
 
-Phases are the planner's: `loss` lasts from the call of the head until the gradient of the last layer's output is
-there, so both directions of the head and the loss are in it. The hooks look at tensors and keep none.
+Phases are those of the planner. `loss` lasts from the call of `lm_head` until the gradient of the last layer's output
+is computed. It includes forward and backward of the head and the loss. The hooks keep no reference to tensors.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from tigon.profiler.recording.journal import Journal
 
 
 class Watch:
-    """`with Watch(...)` around the recorded steps."""
+    """Context manager that installs the hooks around the recorded steps."""
 
     def __init__(
         self, journal: Journal, model: nn.Module, layers: Sequence[nn.Module], *,
         checkpointed: Callable[[nn.Module], bool], name_nodes: bool,
     ) -> None:  # fmt: skip
-        """layers: the repeated ones. checkpointed: whether of a layer only its input is kept. name_nodes: tell the
-        journal of every autograd node, where the recorder does not know them."""
+        """layers: the decoder layers. checkpointed: whether a layer keeps only its input (activation checkpointing).
+
+        name_nodes: note every autograd node in the journal, for recorders that do not know the nodes.
+        """
         self._journal, self._model, self._layers = journal, model, layers
         self._checkpointed, self._name_nodes = checkpointed, name_nodes
         self._handles: list[Any] = []
@@ -38,7 +40,7 @@ class Watch:
         for number, layer in enumerate(self._layers):
             self._bracket_recomputation(number, layer)
             add(layer.register_forward_pre_hook(functools.partial(self._enter_layer, number), with_kwargs=True))
-            # also when a recomputation stops early, which it does by raising
+            # always called: a recomputation that stops early does so by raising
             add(layer.register_forward_hook(functools.partial(self._leave_layer, number), always_call=True))
         head = _head(model)
         if head is not None:
@@ -49,7 +51,7 @@ class Watch:
         self.close()
 
     def close(self) -> None:
-        """Take the hooks away. Those on tensors go with their graph."""
+        """Remove the hooks. Hooks on tensors disappear with their graph."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -57,10 +59,10 @@ class Watch:
             setattr(layer, name, function)
         self._bracketed.clear()
 
-    # --- what the training loop says ---------------------------------------------------------------------------------
+    # --- calls from the training loop --------------------------------------------------------------------------------
 
     def begin_step(self, model: nn.Module) -> None:
-        """model: as the loop has it, which may hold its weights otherwise than when it was loaded."""
+        """model: the training loop's model. Its weights may have another form than after loading (ZeRO-3 shards)."""
         self._weights_are_there(model)
         self._journal.step += 1
         self._journal.enter("forward")
@@ -106,14 +108,16 @@ class Watch:
             self._journal.enter("loss")
 
     def _bracket_recomputation(self, number: int, layer: nn.Module) -> None:
-        """By what the layer hands to its checkpointing function: from transformers 5.23 on, hooks on a layer do not run
-        again in a recomputation."""
+        """Wrap the function that the layer passes to its checkpointing function.
+
+        From transformers 5.23 on, hooks on a layer do not run again in a recomputation.
+        """
 
         def bracketed(function: Callable[..., Any], *args: Any) -> Any:
             if not _in_backward():
                 return function(*args)
             self._journal.enter("backward", number, recomputed=True)
-            try:  # it stops early, by raising
+            try:  # an early stop of the recomputation raises
                 return function(*args)
             finally:
                 self._journal.enter("backward", number)
@@ -157,8 +161,11 @@ def _in_backward() -> bool:
 
 
 def _hook_nodes(root: Any, journal: Journal) -> None:
-    """Before each node of the graph is computed, the journal hears its name. Not before those that put gradients into
-    `.grad`: a hook there holds the gradient, which is then copied instead of taken over."""
+    """Note the name of each node of the graph in the journal before the node is computed.
+
+    AccumulateGrad nodes get no hook. A hook would hold a reference to the gradient, and autograd would then copy it
+    into `.grad` instead of moving it.
+    """
     seen, todo = {root}, [root]
     while todo:
         node = todo.pop()

@@ -1,3 +1,6 @@
-"""Profiles for readers: tables.py, op_table.py and peak_report.py make text, page.py makes profile.html, figure.py sets
-the look of every chart, result.py reads and writes profile.json.
+"""Output of profiles.
+
+- `tables.py`, `op_table.py`, `peak_report.py`: text tables.
+- `page.py`: profile.html. `figure.py`: the look of every chart.
+- `result.py`: reads and writes profile.json.
 """

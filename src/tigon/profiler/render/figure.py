@@ -1,4 +1,4 @@
-"""The look of every chart, and a chart as SVG text."""
+"""Sets the look of every chart, and turns a chart into SVG text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 
 
 def new_figure(panels: int, *, columns: int, height: float = 3.2) -> tuple[Any, Any]:
-    """A matplotlib figure of `height` inches and its `panels` axes, `columns` to a line."""
+    """A matplotlib figure of `height` inches with `panels` axes in rows of `columns`."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    # Text stays text: small files, readable by a screen reader, the same on every machine.
+    # Keep text as text: files are small, the same on every machine, and readable by a screen reader.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "tigon", "font.family": "sans-serif",
                                 "font.size": 9})  # fmt: skip
     figure = Figure(figsize=(8.4, height), layout="constrained")
@@ -37,7 +37,7 @@ def svg(figure: Any, name: str) -> str:
     """
     buffer = io.StringIO()
     with warnings.catch_warnings():
-        # matplotlib's own font lacks most scripts; it only measures here, and whoever shows the text uses their own
+        # matplotlib's font lacks most scripts; it only measures text here, and the viewer shows it in another font
         warnings.filterwarnings("ignore", r"Glyph \d+ .*missing from font")
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()

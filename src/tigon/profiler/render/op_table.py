@@ -1,8 +1,8 @@
-"""Where a step's time goes: each operator with its time, its share, its launches and the FLOP/s of its products.
+"""Lists each operator of a step with its time, share, launches and the FLOP/s of its matrix products.
 
-On CUDA an operator's time is that of the kernels that it launched; a kernel launched by no operator (Triton's, called
-without the dispatcher) has a row of its own, so the rows sum to the device's busy time. On the CPU it is the time
-spent in the operator itself and not in those it calls.
+On CUDA an operator's time is that of the kernels that it launched. A kernel that no operator launched (Triton's, called
+without the dispatcher) has a separate row, so the rows sum to the device's busy time. On the CPU the time is that of
+the operator itself, without the operators that it calls.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def _product(a: Shape, b: Shape) -> int:
 
 
 def _attention(q_BHTD: Shape, k_BHTD: Shape, v_BHTD: Shape) -> int:
-    """Scores and their product with the values; the half that a causal mask leaves out is counted."""
+    """Scores and their product with the values. The half that a causal mask skips is counted too."""
     return 2 * math.prod(q_BHTD[:3]) * k_BHTD[2] * (q_BHTD[3] + v_BHTD[3])
 
 
 def _attention_backward(q_BHTD: Shape, k_BHTD: Shape, v_BHTD: Shape) -> int:
-    """The scores again, and the gradients of values, scores, queries and keys."""
+    """The recomputed scores, and the gradients of values, scores, queries and keys."""
     return 2 * math.prod(q_BHTD[:3]) * k_BHTD[2] * (3 * q_BHTD[3] + 2 * v_BHTD[3])
 
 
-# Operators that multiply matrices, as the profiler names them: the work, and the first and last argument it depends on.
+# The profiler's names of operators that multiply matrices -> (FLOPs, first and end of the arguments they depend on).
 _PRODUCTS: Mapping[str, tuple[Callable[..., int], int, int]] = {
     "aten::mm": (_product, 0, 2),
     "aten::bmm": (_product, 0, 2),
@@ -51,16 +51,16 @@ _PRODUCTS: Mapping[str, tuple[Callable[..., int], int, int]] = {
 
 @dataclass(frozen=True)
 class OpRow:
-    """One operator, over the whole step."""
+    """One operator, summed over the whole step."""
 
     name: str
     time_ms: float
     share: float
-    """Of all rows' time."""
+    """Share of the time of all rows."""
     launches: int
     """Kernels on CUDA, calls on the CPU."""
     flops: float
-    """Floating-point operations; 0 where it multiplies no matrices."""
+    """Floating-point operations; 0 for operators other than matrix products."""
 
     @property
     def flops_per_s(self) -> float:
@@ -115,12 +115,12 @@ def op_table(events: Iterable[Any], *, on_cuda: bool) -> list[OpRow]:
 
 
 def _is_op(name: str) -> bool:
-    """An operator or an autograd function, not the runtime's own calls, a step's range or the engine's bookkeeping."""
+    """Whether this is an operator or autograd function, not a runtime call, a step's range or engine bookkeeping."""
     return not name.startswith(("cuda", "cu", "hip", "ProfilerStep", "autograd::engine", "Optimizer.", "enumerate("))
 
 
 def _flops(event: Any) -> float:
-    """From the shapes of its arguments; 0 for what multiplies no matrices."""
+    """FLOPs from the shapes of the arguments; 0 for operators other than matrix products."""
     if event.name not in _PRODUCTS:
         return 0.0
     work, first, end = _PRODUCTS[event.name]

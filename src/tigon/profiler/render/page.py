@@ -1,8 +1,8 @@
-"""profile.html: one file that shows everything, interactive, and asks nothing of the network.
+"""Makes profile.html, one interactive file that needs no network.
 
-Its content security policy forbids all loading and every script but the one of page.js, by its hash. What the user
-named (model, recipe, files) goes through Jinja2's autoescape into the page, and into the data as JSON whose `<`, `>`
-and `&` are escaped, so that no string can end the element it is in; the script puts texts in as text only.
+Its content security policy forbids all loading, and every script except page.js, which it allows by hash. Jinja2's
+autoescape escapes names from the user (model, recipe, files) in the page. In the JSON data `<`, `>` and `&` are
+escaped, so that no string can end the script element. The script inserts strings as text only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HERE = Path(__file__).parent
 
 
 def render(profiles: Sequence[Profile]) -> str:
-    """The page of one profile, or of two side by side."""
+    """The HTML page of one profile, or of two side by side."""
     from jinja2 import Environment
     from markupsafe import Markup
 
@@ -37,7 +37,7 @@ def render(profiles: Sequence[Profile]) -> str:
         runs=[_run(number, profile, len(profiles)) for number, profile in enumerate(profiles)],
         joint=[tables.components(profiles), tables.phases(profiles)],
         categories=[(name, title(name), *CATEGORIES[name]) for name in CATEGORIES],
-        script=Markup(script),  # ours, as is the hash of it; the data below is escaped for a script element
+        script=Markup(script),  # page.js and its hash need no escaping; the data below is escaped
         script_hash=digest,
         data=Markup(
             _json(
@@ -51,7 +51,7 @@ def render(profiles: Sequence[Profile]) -> str:
 
 
 def _run(number: int, profile: Profile, n: int) -> dict[str, Any]:
-    found = [tables.pieces(profile), tables.operators(profile)]
+    candidates = [tables.pieces(profile), tables.operators(profile)]
     timeline = profile.timeline
     notes = list(timeline.notes)
     if profile.predicted is not None:
@@ -61,18 +61,18 @@ def _run(number: int, profile: Profile, n: int) -> dict[str, Any]:
     if timeline.allocator_peak_bytes is not None:
         own, ours = timeline.allocator_peak_bytes, profile.peak.nbytes
         notes.append(
-            f"The allocator's own peak is {own:,} bytes, the timeline's {ours:,}: blocks that it did not split are "
-            "up to 1 MiB larger than what was asked for."
+            f"The allocator counts a peak of {own:,} bytes, the timeline {ours:,}. Blocks that the allocator did not "
+            "split are up to 1 MiB larger than requested."
         )
     return {
         "name": f"{'AB'[number]}: {timeline.label}" if n > 1 else timeline.label,
-        "peak": tables.peak_line(profile), "tables": [table for table in found if table is not None],
+        "peak": tables.peak_line(profile), "tables": [table for table in candidates if table is not None],
         "facts": list(profile.facts.items()), "notes": notes,
     }  # fmt: skip
 
 
 def _data(profile: Profile) -> dict[str, Any]:
-    """What the script draws from."""
+    """The data that the script draws."""
     timeline, names = profile.timeline, list(CATEGORIES)
     return {
         "label": timeline.label,
@@ -91,6 +91,6 @@ def _data(profile: Profile) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-    """JSON that may stand in a script element."""
+    """JSON that is safe inside a script element."""
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

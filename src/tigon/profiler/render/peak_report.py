@@ -1,4 +1,4 @@
-"""What the memory is made of at its highest, and which calls made the largest pieces of it."""
+"""Finds the memory peak: its categories, and the calls that made its largest pieces."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tigon.profiler.timeline.timeline import CATEGORIES, PHASES, Phase, Timeline
 
 @dataclass(frozen=True)
 class Piece:
-    """Blocks of one category that one call made and that are alive together."""
+    """Blocks of one category that one call allocated and that are alive at the peak."""
 
     category: str
     call: int
     phase: str
-    """In which they were born."""
+    """The phase in which they were allocated."""
     nbytes: int
     count: int
 
@@ -31,13 +31,13 @@ class PeakReport:
     components: Mapping[str, int]
     """Bytes of each category; they sum to nbytes."""
     pieces: tuple[Piece, ...]
-    """Largest first; they too sum to nbytes."""
+    """Largest first. They also sum to nbytes."""
     reached_by: Piece
-    """The latest allocation of a hundredth of the peak or more, alone."""
+    """The last allocation before the peak that is at least a hundredth of it."""
 
 
 def peak_of(timeline: Timeline, *, start: int = 0, end: int | None = None) -> PeakReport | None:
-    """The peak among the events from `start` to before `end`; None where there are none."""
+    """The peak among the events from `start` to before `end`; None for an empty range."""
     totals = timeline.totals()
     window = range(start, len(totals) if end is None else end)
     if not window:
@@ -71,14 +71,14 @@ def phase_peaks(timeline: Timeline) -> dict[str, int]:
     totals = timeline.totals()
     found = dict.fromkeys(PHASES, 0)
     for phase in timeline.phases:
-        # what is alive when it begins counts too, as in the planner's
+        # memory alive at the phase's start counts too, as in the planner's phases
         window = totals[max(0, phase.start - 1) : phase.end] if phase.start < phase.end else []
         found[phase.name] = max([found[phase.name], *window])
     return found
 
 
 def _births(timeline: Timeline) -> list[str]:
-    """The phase that each block was born in."""
+    """The phase in which each block was allocated."""
     found = [""] * len(timeline.sizes)
     for phase in timeline.phases:
         name = f"{phase.name}, recomputed" if phase.recomputed else phase.name

@@ -1,4 +1,4 @@
-"""One profiled run, as profile.json keeps it."""
+"""One profiled run, as stored in profile.json."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FILE = "profile.json"
 
 @dataclass(frozen=True)
 class Predicted:
-    """What was expected of the run, from whoever can say."""
+    """Predicted memory of the run."""
 
     source: str
-    """Whose word it is, and for which device."""
+    """Who predicted it, and for which device."""
     phases: Mapping[str, int]
     """The peak of each of timeline.PHASES, bytes."""
     components: Mapping[str, int]
-    """Bytes of each of timeline.CATEGORIES at the peak of all."""
+    """Bytes of each of timeline.CATEGORIES at the overall peak."""
 
     @property
     def peak_bytes(self) -> int:
@@ -36,13 +36,13 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Profile:
-    """Memory, operators, prediction and what was run. Without operators where the run did not get that far."""
+    """Memory, operators, prediction and facts of a run. `ops` is empty if the run stopped before the timed step."""
 
     timeline: Timeline
     ops: tuple[OpRow, ...]
     predicted: Predicted | None
     facts: Mapping[str, str]
-    """For the reader: model, rows, device, versions."""
+    """Facts shown to the reader: model, batch, device, versions."""
 
     @functools.cached_property
     def peak(self) -> PeakReport:
@@ -62,7 +62,7 @@ class Profile:
 
 
 def read(path: Path) -> Profile:
-    """What `as_mapping` wrote. Raises UsageError for a file that cannot be read or is none."""
+    """Read the output of `as_mapping`. Raises UsageError if the file cannot be read or is not a profile."""
     try:
         mapping = json.loads(read_text(path))
         return Profile(

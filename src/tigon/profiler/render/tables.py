@@ -1,4 +1,4 @@
-"""Profiles as tables of text, for the terminal and the page: what the peak is made of, phases, pieces, operators."""
+"""Profiles as text tables for the terminal and the page: the peak's components, phases, pieces and operators."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SHOWN_PIECES, SHOWN_OPS, SHOWN_LINES = 12, 25, 8
-"""On the page; of either in the terminal."""
+"""Rows shown on the page, and rows of either table in the terminal."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A heading, the columns' titles, rows of as many cells. The first column is text, `texts` names further ones."""
+    """A heading, column titles and rows. The first column is text; `texts` gives the further text columns."""
 
     title: str
     columns: tuple[str, ...]
@@ -31,7 +31,7 @@ class Table:
 
 
 def peak_line(profile: Profile) -> str:
-    """The peak, where it is, and what reached it."""
+    """The peak's size and phase, and the allocation that reached it."""
     peak = profile.peak
     call = profile.timeline.call_table[peak.reached_by.call]
     return (
@@ -41,7 +41,7 @@ def peak_line(profile: Profile) -> str:
 
 
 def components(profiles: Sequence[Profile]) -> Table:
-    """What the peak is made of, each run beside its prediction."""
+    """The components of the peak, with each run next to its prediction."""
     columns, predicted = ["at the peak"], [each.predicted for each in profiles]
     for number, expected in enumerate(predicted):
         columns += [_named("measured", number, len(profiles))]
@@ -61,7 +61,7 @@ def components(profiles: Sequence[Profile]) -> Table:
 
 
 def phases(profiles: Sequence[Profile]) -> Table:
-    """The peak of each phase, each run beside its prediction."""
+    """The peak of each phase, with each run next to its prediction."""
     columns = ["phase"]
     for number, profile in enumerate(profiles):
         columns += [_named("measured", number, len(profiles))]
@@ -95,7 +95,7 @@ def pieces(profile: Profile) -> Table:
 
 
 def operators(profile: Profile, shown: int = SHOWN_OPS) -> Table | None:
-    """The slowest operators of the timed step; None where the run did not come to it."""
+    """The slowest operators of the timed step; None if the run stopped before it."""
     if not profile.ops:
         return None
     on_cuda = profile.timeline.device.startswith("cuda")
@@ -112,16 +112,16 @@ def operators(profile: Profile, shown: int = SHOWN_OPS) -> Table | None:
     whole_flops = sum(row.flops for row in profile.ops)
     rows.append(("all", in_ms(whole_ms), "100%", f"{launches:,}", in_flops(1000 * whole_flops / whole_ms)))
     note = (
-        "Time is that of the kernels an operator launched; a kernel that no operator launched has its own row."
+        "Time is that of the kernels an operator launched. A kernel that no operator launched has its own row."
         if on_cuda
-        else "Time is spent in the operator itself, not in those that it calls."
+        else "Time is that of the operator itself, without the operators that it calls."
     )
     columns = ("operator", "time", "share", "kernels" if on_cuda else "calls", "products")
     return Table("Where a step's time goes", columns, tuple(rows), note=f"{note} FLOP/s count matrix products only.")
 
 
 def show(profiles: Sequence[Profile], console: Console) -> None:
-    """On a terminal: the tables that compare, and of each run the largest of the others."""
+    """Print the comparing tables, and for each run the largest rows of its other tables."""
     for number, profile in enumerate(profiles):
         console.print(f"\n{_named(profile.timeline.label, number, len(profiles))}", markup=False, style="bold",
                       soft_wrap=True)  # fmt: skip
@@ -152,5 +152,5 @@ def _print(table: Table, console: Console) -> None:
 
 
 def _named(word: str, number: int, n: int) -> str:
-    """With the letter of its run, where there are two."""
+    """The word with its run's letter (A or B), if there are two runs."""
     return f"{'AB'[number]}: {word}" if n > 1 else word

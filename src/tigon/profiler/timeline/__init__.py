@@ -1,3 +1,3 @@
-"""From a recording and its journal to what was alive when (assemble.py, timeline.py), and as a drawing
+"""Turns a recording and its journal into a timeline of live memory (assemble.py, timeline.py), and draws it
 (timeline_chart.py).
 """

@@ -1,9 +1,14 @@
-"""From a recording and the journal kept beside it to a timeline: every block gets a category.
+"""Assembles a timeline from a recording and its journal, and gives every block a category.
 
-Known tensors say theirs: parameters and buffers, `.grad`, optimizer states, inputs of checkpointed layers. What is left
-goes by the frames that allocated it, where they tell, and else by the phase it was born in: what the forward makes is
-activations, what lies between head and loss is logits, the backward works in workspace but for what it recomputes. What
-outlives the phase is at rest: weights of the load, optimizer states of an update, workspace of the rest (cuBLAS's).
+The journal tags known tensors: parameters and buffers, `.grad`, optimizer states, inputs of checkpointed layers. Other
+blocks get their category from the allocating frames, if these are listed below, and otherwise from the phase:
+
+- forward: activations, also in a recomputation;
+- between `lm_head` and loss: logits;
+- the rest of backward: workspace.
+
+Blocks at rest: a block from loading that is never freed counts as weights, and a block from an update that outlives the
+update counts as optimizer states. Any other block that is never freed is workspace (cuBLAS's).
 """
 
 from __future__ import annotations
@@ -13,8 +18,8 @@ from dataclasses import dataclass, field
 from tigon.profiler.recording.journal import Enter, Journal, Node, Recording, Tag
 from tigon.profiler.timeline.timeline import PHASES, Call, Phase, Timeline
 
-# What tells a category wherever it runs, by a part of a frame or of a node's name: the loss, where it is computed
-# outside the head's phase, layers' inputs that come back from the host, and weights that ZeRO-3 has gathered.
+# Parts of frames or node names that give a category in any phase. They cover a loss computed outside the head's phase,
+# layer inputs that return from the host, and weights that ZeRO-3 has gathered.
 _BY_FRAME = (
     ("tigon/ops/losses/linear_cross_entropy.py:", "logits"),
     ("tigon/ops/losses/cross_entropy.py:", "logits"),
@@ -32,11 +37,11 @@ class _Block:
     phase: int
     category: str | None = None
     died: int | None = None
-    """The phase it died in."""
+    """The phase in which it was freed."""
 
 
 def assemble(recording: Recording, journal: Journal, label: str) -> Timeline:
-    """`label`: what the page calls this run."""
+    """Assemble the timeline. label: the run's name on the page."""
     return _Assembly(recording, journal).run(label)
 
 
@@ -50,7 +55,7 @@ class _Assembly:
     alive: dict[int, int] = field(default_factory=dict)
     """Address -> block."""
     entered: list[tuple[Enter, int]] = field(default_factory=list)
-    """Phases, and the event each begins with."""
+    """Phases, each with its first event."""
     node: str = ""
 
     def run(self, label: str) -> Timeline:
@@ -87,7 +92,7 @@ class _Assembly:
             if entry.address not in self.alive:
                 if entry.category not in ("weights", "optimizer"):
                     return  # made before the recording
-                # at rest, and not from the allocator: weights in a file that is mapped into memory
+                # at rest, but not from the allocator: weights in a memory-mapped file
                 self._born(entry.address, entry.nbytes, Call("mapped from a file, or made elsewhere"), now_ns)
             block = self.blocks[self.alive[entry.address]]
             block.category = block.category or entry.category
@@ -129,7 +134,7 @@ class _Assembly:
         ]
 
     def _category(self, block: _Block) -> str:
-        """Of a block that no tensor of the model or the optimizer was known to be in."""
+        """The category of a block that no known tensor of the model or the optimizer is in."""
         entry = self.entered[block.phase][0]
         assert entry.name in PHASES, entry.name
         if entry.name == "load":
@@ -149,5 +154,5 @@ class _Assembly:
         return "activations" if entry.name == "forward" or entry.recomputed else "workspace"
 
     def _outlives(self, block: _Block) -> bool:
-        """Whether it is alive when its phase ends."""
+        """Whether the block is alive when its phase ends."""
         return block.died is None or block.died > block.phase

@@ -1,8 +1,8 @@
-"""What was alive when: every allocation and release of a run, each with its category and the call that made it.
+"""The timeline of a run: every allocation and release, each with its category and the call that made it.
 
-One format whatever was recorded (an allocator's history on CUDA, PyTorch's profiler on the CPU), so that all that
-follows (the peak, the charts, the page) is written and tested once. An event is a block that is born, `b`, or dies,
-`~b`; the bytes alive after it are the sum of the blocks born and not dead.
+Both recorders (the allocator's history on CUDA, PyTorch's profiler on the CPU) give this one format, so that the peak,
+the charts and the page are written and tested once. An event is `b` if block b is allocated and `~b` if it is freed.
+The live bytes after an event are the sum of the blocks that are allocated and not freed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from tigon.errors import UsageError
 
-# What memory is for, in the order in which charts stack it, with its colour on light and on dark paper. At rest in
-# blues, what grows with the rows warm. The planner's components have the same names.
+# Memory categories in the order in which charts stack them, with their colours for the light and the dark theme. Memory
+# at rest is blue. Memory that grows with the batch has warm colours. The planner's components have the same names.
 CATEGORIES: Mapping[str, tuple[str, str]] = {
     "weights": ("#1e3a8a", "#5b7fe0"),
     "gradients": ("#3b82f6", "#3b82f6"),
@@ -25,22 +25,22 @@ CATEGORIES: Mapping[str, tuple[str, str]] = {
     "workspace": ("#9ca3af", "#8a93a1"),
 }
 TITLES = {"logits": "logits and loss"}
-"""Of a category that is not called by its name."""
+"""Titles of categories whose title differs from their name."""
 PHASES = ("load", "forward", "loss", "backward", "optimizer")
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Call:
-    """What allocated: operator, autograd node, and Python frames, innermost first; what is not known is empty."""
+    """An allocating call: operator, autograd node and Python frames, innermost first. Unknown parts are empty."""
 
     op: str = ""
     node: str = ""
     frames: tuple[str, ...] = ()
-    """`file.py:12 function`, files named from their package on."""
+    """`file.py:12 function`, with paths relative to their package."""
 
     def __str__(self) -> str:
-        """On one line: the operator or node, and the first line of Python outside PyTorch."""
+        """One line with the operator or node, and the first Python line outside PyTorch."""
         what = self.op or self.node
         if self.op and self.node:
             what = f"{self.op} ({self.node})"
@@ -50,15 +50,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Phase:
-    """Consecutive events of one part of the run: those from `start` to before `end`."""
+    """Consecutive events of one part of the run, from `start` to before `end`."""
 
     name: str
-    """One of PHASES. `loss` is what lies between the last layer's forward and its backward."""
+    """One of PHASES. `loss` lasts from the end of the last layer's forward to the start of its backward."""
     step: int
     """Counted from 1; 0 while loading."""
     layer: int | None
     recomputed: bool
-    """Whether it is a checkpointed layer's second forward, which runs inside its backward."""
+    """Whether this is the second forward of a checkpointed layer, which runs inside its backward."""
     start: int
     end: int
 
@@ -71,22 +71,22 @@ class Timeline:
     device: str
     events: list[int] = field(default_factory=list)
     times_ms: list[float] = field(default_factory=list)
-    """Of each event, since the first."""
+    """Time of each event since the first event."""
     sizes: list[int] = field(default_factory=list)
     """Bytes of each block."""
     categories: list[str] = field(default_factory=list)
     """Of each block."""
     calls: list[int] = field(default_factory=list)
-    """Of each block, into call_table."""
+    """Index of each block's call in call_table."""
     call_table: list[Call] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     allocator_peak_bytes: int | None = None
-    """What the allocator itself says the peak was; None where it says nothing."""
+    """The peak as the allocator counts it; None if it keeps no peak."""
     notes: list[str] = field(default_factory=list)
-    """What the recording leaves out."""
+    """Notes on memory and times that the recording does not cover."""
 
     def live_bytes(self) -> Iterator[dict[str, int]]:
-        """After each event, the bytes alive by category: one dict, changed in place."""
+        """The live bytes by category after each event. Yields one dict that changes in place."""
         live = dict.fromkeys(CATEGORIES, 0)
         for event in self.events:
             block = event if event >= 0 else ~event
@@ -94,7 +94,7 @@ class Timeline:
             yield live
 
     def totals(self) -> list[int]:
-        """Bytes alive after each event."""
+        """Live bytes after each event."""
         total, found = 0, []
         for event in self.events:
             total += self.sizes[event] if event >= 0 else -self.sizes[~event]
@@ -102,8 +102,11 @@ class Timeline:
         return found
 
     def places(self) -> list[float]:
-        """Where along a drawing each event is. Blocks smaller than a thousandth of the peak take a fiftieth of the
-        width of others: thousands of them come and go where nothing can be seen of it."""
+        """The horizontal place of each event in a drawing.
+
+        Blocks smaller than a thousandth of the peak take a fiftieth of the width of other blocks. There are thousands
+        of them, and they are too small to see.
+        """
         least = max(self.totals(), default=0) / 1000
         place, found = 0.0, []
         for event in self.events:
@@ -116,7 +119,7 @@ class Timeline:
         return next((phase for phase in self.phases if phase.start <= event < phase.end), None)
 
     def bands(self) -> list[Phase]:
-        """The phases with layers and recomputation joined, and empty ones left out."""
+        """The phases with layers and recomputation merged, without empty phases."""
         joined: list[Phase] = []
         for phase in self.phases:
             if phase.start == phase.end:
@@ -129,12 +132,12 @@ class Timeline:
         return joined
 
     def as_mapping(self) -> dict[str, Any]:
-        """For JSON; `from_mapping` reads it."""
+        """The timeline as JSON values, which `from_mapping` reads."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Timeline:
-        """Raises UsageError for what `as_mapping` did not write."""
+        """Read the output of `as_mapping`. Raises UsageError for any other format."""
         values = dict(mapping)
         if values.pop("format", None) != FORMAT:
             raise UsageError(f"not a profile of this version (format {mapping.get('format')}, {FORMAT} is read)")

@@ -1,7 +1,7 @@
-"""The timeline as a drawing that stands alone: one panel a run, side by side, on one scale.
+"""Draws timelines as one SVG, with one panel per run, side by side on one scale.
 
-Along it run the allocations in order, not time (`Timeline.places`): a step is as wide as it allocates, so nothing is
-too short to be seen and loading the model does not fill the page. profile.html shows time as well.
+The horizontal axis is the order of allocations, not time (`Timeline.places`). A step is as wide as the memory it
+allocates: short steps stay visible, and loading the model does not fill the page. profile.html shows time too.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tigon.profiler.timeline.timeline import CATEGORIES, Phase, Timeline, title
 from tigon.units import in_bytes
 
 COLUMNS = 400
-"""Places along a panel; at each the least and the most of the events there are drawn."""
+"""Number of columns in a panel. Each shows the lowest and the highest of its events."""
 BAND_COLOURS = {
     "load": "#f3f4f6", "forward": "#eff6ff", "loss": "#fff1e6", "backward": "#f0fdf4", "optimizer": "#faf5ff",
 }  # fmt: skip
 _LINE_CHARACTERS, _PANEL_CHARACTERS = 96, 130
-"""Under a panel, and of the bands' names across it."""
+"""Letters per line under a panel, and for the names of the bands across it."""
 
 
 def draw(profiles: Sequence[Profile]) -> str:
-    """The SVG. Texts are the user's: none is read as mathematics, and matplotlib escapes what SVG would read."""
+    """The SVG. Texts come from the user, so mathematics in them is not parsed, and matplotlib escapes SVG markup."""
     figure, panels = new_figure(len(profiles), columns=len(profiles), height=5.2)
     figure.set_size_inches(8.4 if len(profiles) == 1 else 14, 5.2)
     top = 1.25 * max(_highest(profile) for profile in profiles)
@@ -44,7 +44,7 @@ def draw(profiles: Sequence[Profile]) -> str:
 
 
 def _legend(figure: Any, panels: Sequence[Any]) -> None:
-    """Everything that any panel shows, once: the categories from the lowest, then the prediction."""
+    """One legend for all panels: the categories from the lowest, then the prediction."""
     known: dict[str, Any] = {}
     for axes in panels:
         known.update(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
@@ -56,12 +56,12 @@ def _legend(figure: Any, panels: Sequence[Any]) -> None:
 
 
 def _rounded(drawing: str) -> str:
-    """With hundredths of a point in its paths, instead of millionths: a third of the size."""
+    """Round the paths to hundredths of a point instead of millionths, which gives a third of the size."""
     return re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), drawing)
 
 
 def sampled(totals: Sequence[int], columns: int) -> list[int]:
-    """The events that are drawn, in order: of each of `columns` stretches the lowest, the highest, and the ends."""
+    """The events to draw, in order: the lowest, the highest and both ends of each of `columns` sections."""
     n = len(totals)
     kept = {0, n - 1} if n else set()
     width = max(1, n / columns)
@@ -77,11 +77,11 @@ def _highest(profile: Profile) -> int:
     return highest
 
 
-# `places` below: of the beginning, and after each event.
+# `places` below has one entry for the beginning and one after each event.
 
 
 def _stack(axes: Any, timeline: Timeline, places: Sequence[float], size: int) -> None:
-    """Each category's outline down to zero, the highest first, so that those below cover it."""
+    """Fill each category down to zero, the highest first, so that the lower categories cover it."""
     totals = timeline.totals()
     wanted = set(sampled(totals, COLUMNS))
     rows = [list(live.values()) for i, live in enumerate(timeline.live_bytes()) if i in wanted]
@@ -94,7 +94,7 @@ def _stack(axes: Any, timeline: Timeline, places: Sequence[float], size: int) ->
 
 
 def _outline(xs: Sequence[float], heights: Sequence[float], *, least: float) -> list[tuple[float, float]]:
-    """The corners of steps that begin at each of `xs`, without changes below `least`, closed along zero."""
+    """Corners of a step outline closed along zero, with a step at each of `xs` but no changes below `least`."""
     corners = [(xs[0], 0.0), (xs[0], heights[0])]
     for x, height in zip(xs, heights, strict=True):
         if abs(height - corners[-1][1]) >= least:
@@ -103,7 +103,7 @@ def _outline(xs: Sequence[float], heights: Sequence[float], *, least: float) -> 
 
 
 def _bands(axes: Any, profile: Profile, places: Sequence[float], *, top: float, size: int) -> None:
-    """The phases behind the stack, their names over it, and what each was predicted to need."""
+    """Draw the phases behind the stack, their names above it, and the predicted peak of each phase."""
     labelled = False
     for band in profile.timeline.bands():
         start, end = places[band.start], places[band.end]
@@ -146,7 +146,7 @@ def _caption(profile: Profile) -> str:
 
 
 def said(phase: Phase | None) -> str:
-    """A phase in words."""
+    """A phase as text."""
     if phase is None:
         return "before the run"
     layer = "" if phase.layer is None else f", layer {phase.layer}"
@@ -155,7 +155,7 @@ def said(phase: Phase | None) -> str:
 
 
 def _wrapped(text: str) -> str:
-    """On two lines where one is too short: what tells two runs apart often stands last."""
+    """Wrap to two lines instead of cutting, because the difference between two runs is often at the end."""
     return "\n".join(textwrap.wrap(text, _LINE_CHARACTERS, max_lines=2, placeholder="…"))
 
 
