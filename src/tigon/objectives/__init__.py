@@ -4,7 +4,7 @@ base.py         the protocol, and what the trainer hands to it
 causal_lm.py    the next token
 medusa.py       the tokens further ahead, by heads on the model
 choose.py       the objective that a recipe asks for
-asked.py        what a recipe asks of it, read before PyTorch is imported
+asked.py        what a recipe asks of it, read before transformers is imported
 """
 
 from __future__ import annotations

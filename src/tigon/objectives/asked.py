@@ -1,4 +1,4 @@
-"""What a recipe asks of its objective; without PyTorch and transformers, whose settings follow from the recipe."""
+"""What a recipe asks of its objective; without transformers, whose settings follow from the recipe."""
 
 from __future__ import annotations
 

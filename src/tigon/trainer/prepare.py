@@ -98,6 +98,7 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
 
 
 def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
+    # imports transformers, which quiet_libraries has to come before
     from tigon.data import tokenizer
     from tigon.data.packing import Collator, fingerprint, unigram_entropy
     from tigon.objectives.choose import objective_of

@@ -213,6 +213,7 @@ def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequen
 
 def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     """(model, patch report or None)"""
+    # imports transformers, which quiet_libraries has to come before
     from tigon.trainer import engine
     from tigon.trainer.guards import self_test
 
@@ -229,6 +230,7 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
     """Train, compare, report. A signal is answered where nothing is half-written: until the final weights are being
     saved with a checkpoint, which --resume goes on from; afterwards the comparison alone is left out. Raises Stopped.
     """
+    # imports transformers, which quiet_libraries has to come before
     from tigon.trainer.report import report
 
     with signals.Stop(speaks=launch.rank() == 0) as stop:
@@ -251,6 +253,7 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
 
 def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: signals.Stop) -> dict[str, Any]:
     """What the run found, but for the comparison. Raises Stopped before the final weights are saved."""
+    # imports transformers, which quiet_libraries has to come before
     from tigon.trainer import engine, model
     from tigon.trainer.first_phase import train_phase
     from tigon.trainer.report.progress import ProgressDisplay
@@ -292,6 +295,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
 
 def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) -> None:
     """The final weights, if they are wanted. Every process calls it; adapters may be part of the weights afterwards."""
+    # imports transformers, which quiet_libraries has to come before
     from tigon.objectives.base import FinalSave
     from tigon.trainer import engine
 
@@ -318,6 +322,7 @@ def _train(
     weights are saved before the evaluation, as one that runs out of memory ends all processes."""
     from torch.utils.tensorboard import SummaryWriter
 
+    # imports transformers, which quiet_libraries has to come before
     from tigon.data.packing import RowDataset
     from tigon.trainer import engine
     from tigon.trainer import trainer as trainers
@@ -384,6 +389,7 @@ def _end_if_asked(prepared: Prepared, trainer: Any) -> None:
 def _final_eval_loss(trainer: Any) -> float | None:
     """The held-out loss after the last step, from the records when that step was an evaluation's anyway; None where
     evaluation does not fit into memory, which is no reason to lose what was trained, and where a signal ends it."""
+    # imports transformers, which quiet_libraries has to come before
     from tigon.trainer.trainer import EvaluationFailed
 
     for record in reversed(trainer.state.log_history):
@@ -398,6 +404,7 @@ def _final_eval_loss(trainer: Any) -> float | None:
 
 
 def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals.Stop) -> list[Repeat]:
+    # imports transformers, which quiet_libraries has to come before
     from tigon.data.packing import RowDataset
     from tigon.trainer.report.comparison import compare
 
