@@ -245,7 +245,6 @@ def measure(case: Case, watch: Watch, device: torch.device, folder: Path) -> flo
     facts = engine.facts_of(recipe, config, shapes, device)
     built, _ = engine.build(
         recipe.model, config, choices, facts, device=device, seed=1, kernels=case.kernels, base=folder / key,
-        heads=False,
     )  # fmt: skip
     watch.mark("load")
     args = trainers.arguments(recipe.train, choices, facts, folder=folder, device=device, evaluate=case.evaluated)

@@ -26,6 +26,7 @@ LINES = (
     ("bench", "trainer", "compat"),
     ("planner",),
     ("profiler",),
+    ("objectives",),
     ("recipe",),
     ("medusa", "data"),
     ("models", "techniques"),
@@ -82,6 +83,20 @@ def test_imports_point_down(path: Path) -> None:
         assert room not in LEAVES, f"{room} is a leaf, but imports {other}"
         assert other in LEVEL, f"{other} has no place in LINES"
         assert LEVEL[other] > LEVEL[room], f"{room} imports {other}"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """In a package or across, imports in functions and for types included."""
+    names = {
+        ".".join(("tigon", *p.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): p for p in FILES
+    }
+    left = {
+        name: {found if found in names else found.rpartition(".")[0] for found in imports(path)} & names.keys() - {name}
+        for name, path in names.items()
+    }
+    while free := {name for name, below in left.items() if not below & left.keys()}:
+        left = {name: below for name, below in left.items() if name not in free}
+    assert not left, f"in a circle, or above one: {sorted(left)}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))

@@ -56,8 +56,9 @@ def test_planner_and_recipe_refuse_the_same_heads(stage: int, kind: str, tmp_pat
 
 
 def test_planned_heads_are_those_of_a_recipe_that_gives_only_their_count() -> None:
+    from tigon.objectives.medusa import check
     from tigon.recipe.keys import DataConfig, HeadsConfig, ModelConfig, Recipe, TrainConfig
-    from tigon.trainer import heads, model
+    from tigon.trainer import model
 
     for name in ("llama-3.2-1b", "llama-3.1-8b"):
         for count in (1, 5):
@@ -66,7 +67,7 @@ def test_planned_heads_are_those_of_a_recipe_that_gives_only_their_count() -> No
                 model=ModelConfig(name=name), data=DataConfig(), train=TrainConfig(steps=1),
                 heads=HeadsConfig(stage=1, count=count),
             )  # fmt: skip
-            assert planned(name, config, count, 1).spec == heads.check(recipe, config, model.parameter_shapes(config))
+            assert planned(name, config, count, 1).spec == check(recipe, config, model.parameter_shapes(config))
 
 
 def test_search_recommends_nothing_that_the_heads_exclude() -> None:

@@ -12,9 +12,10 @@ from trainer_helpers import SMALL, TINY_MODEL, small_trainer
 
 from tigon.data.packing import Row, RowDataset
 from tigon.medusa.spec import HeadsSpec
+from tigon.objectives.medusa import MedusaTraining
 from tigon.profiler.recording.cpu import CpuRecorder
 from tigon.recipe.keys import HeadsConfig, LoraConfig, Recipe, TrainConfig
-from tigon.trainer.heads import HeadsTrainer, attach
+from tigon.trainer.trainer import TigonTrainer
 
 VOCAB, ROWS, TOKENS = 8192, 4, 256
 LOGITS_BYTES = 4 * ROWS * TOKENS * VOCAB
@@ -40,8 +41,10 @@ def trainer_of(kind: str, folder: Path, kernels: str, precision: str = "fp32") -
     if not kind.startswith("heads"):
         return trainer
     heads = HeadsConfig(stage=1 if kind == "heads alone" else 2, count=2)
-    model = attach(trainer.model, heads, HeadsSpec(count=2, shared=True))
-    return HeadsTrainer(heads, model, trainer.args, trainer.data_collator, data, data)
+    recipe = replace(recipe, heads=heads)
+    objective = MedusaTraining(recipe.model, recipe=recipe, spec=HeadsSpec(count=2, shared=True))
+    model = objective.put_on(trainer.model)
+    return TigonTrainer(model, trainer.args, trainer.data_collator, data, data, objective=objective)
 
 
 def largest_allocation(trainer: Any) -> int:

@@ -14,10 +14,11 @@ from trainer_helpers import SMALL, records, rows, small_trainer, tree
 
 from forks import forks, in_forks
 from tigon.medusa import HeadsSpec, load_heads
+from tigon.objectives.base import FinalSave
+from tigon.objectives.medusa import MedusaTraining, split_groups
 from tigon.recipe.keys import DataConfig, HeadsConfig, Recipe, TrainConfig
-from tigon.techniques.choices import Choices
 from tigon.trainer.distributed import launch
-from tigon.trainer.heads import HeadsTrainer, attach, save, split_groups
+from tigon.trainer.trainer import TigonTrainer
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -258,13 +259,24 @@ def test_keys_of_medusa_heads_are_refused_for_mtp(asked: dict[str, Any], here: P
     assert f"heads.{next(iter(asked))}" in tigon("medusa", path).error_line()
 
 
+def heads_of(recipe: Recipe) -> MedusaTraining:
+    return MedusaTraining(recipe.model, recipe=recipe, spec=HeadsSpec(count=2, shared=True))
+
+
+def with_heads(trainer: Any, recipe: Recipe, held_out: Any = None) -> TigonTrainer:
+    """A trainer of the same model with heads on it."""
+    objective = heads_of(recipe)
+    model = objective.put_on(trainer.model)
+    return TigonTrainer(model, trainer.args, trainer.data_collator, rows(), held_out, objective=objective)
+
+
 def test_heads_have_their_own_learning_rate(tmp_path: Path) -> None:
     recipe_of = Recipe(
         model=SMALL, train=TrainConfig(steps=2, batch_size=4, learning_rate=0.01), heads=HeadsConfig(stage=2, count=2)
     )
     trainer = small_trainer(tmp_path, recipe_of)
-    model = attach(trainer.model, recipe_of.heads, HeadsSpec(count=2, shared=True))
-    ours = HeadsTrainer(recipe_of.heads, model, trainer.args, trainer.data_collator, rows())
+    ours = with_heads(trainer, recipe_of)
+    model = ours.model
     ours.create_optimizer()
     rates = {
         name: group["lr"]
@@ -283,8 +295,7 @@ def evaluate_as_rank(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo")
     recipe_of = Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=4), heads=HeadsConfig(stage=1, count=2))
     trainer = small_trainer(folder / str(rank), recipe_of)
-    model = attach(trainer.model, recipe_of.heads, HeadsSpec(count=2, shared=True))
-    ours = HeadsTrainer(recipe_of.heads, model, trainer.args, trainer.data_collator, rows(), rows(3))
+    ours = with_heads(trainer, recipe_of, rows(3))
     ours.evaluate()
     (folder / f"{rank}.json").write_text(json.dumps(ours.state.log_history[-1]), encoding="utf-8")
     torch.distributed.barrier()
@@ -301,8 +312,7 @@ def test_process_without_sequences_to_evaluate_takes_part_in_evaluation(tmp_path
 def test_batch_that_another_process_could_not_evaluate_counts_once(tmp_path: Path, monkeypatch: Any) -> None:
     recipe_of = Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=8), heads=HeadsConfig(stage=1, count=2))
     trainer = small_trainer(tmp_path, recipe_of)
-    model = attach(trainer.model, recipe_of.heads, HeadsSpec(count=2, shared=True))
-    ours = HeadsTrainer(recipe_of.heads, model, trainer.args, trainer.data_collator, rows(), rows())
+    ours = with_heads(trainer, recipe_of, rows())
     ours.evaluate()
     others = iter([0, 1])
     monkeypatch.setattr(launch, "everyone", lambda value, patience_s: [value, next(others, 0)])
@@ -314,16 +324,16 @@ def test_batch_that_another_process_could_not_evaluate_counts_once(tmp_path: Pat
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_process_that_gets_no_weights_saves_nothing_without_an_error(
-    stage: int, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_process_that_gets_no_weights_saves_nothing_without_an_error(stage: int, tmp_path: Path) -> None:
     """ZeRO-3 gathers them for the first process alone."""
     recipe_of = Recipe(model=SMALL, train=TrainConfig(steps=1, batch_size=4), heads=HeadsConfig(stage=stage, count=2))
     trainer = small_trainer(tmp_path, recipe_of)
-    model = attach(trainer.model, recipe_of.heads, HeadsSpec(count=2, shared=True))
-    monkeypatch.setattr(launch, "rank", lambda: 1)
-    monkeypatch.setattr(trainer.accelerator, "get_state_dict", lambda wrapped: None)
-    assert save(model, trainer, recipe_of, Choices(zero=3, gpus=2), tmp_path / "run")
+    objective = heads_of(recipe_of)
+    final = FinalSave(
+        folder=tmp_path / "run", sharded=True, is_first=False, gathered_state=lambda: None,
+        save_model=lambda: pytest.fail("sharded weights are saved as they were gathered"),
+    )  # fmt: skip
+    assert objective.save(objective.put_on(trainer.model), final)
     assert not (tmp_path / "run").exists()
 
 

@@ -67,7 +67,7 @@ def test_profile_has_the_peak_of_a_run(recipe, tigon, here):
     configured = prepared.recipe
     built, _ = engine.build(
         configured.model, prepared.config, prepared.choices, prepared.facts, device=prepared.device, seed=1,
-        kernels="tigon", base=here / "base", heads=False,
+        kernels="tigon", base=here / "base",
     )  # fmt: skip
     args = trainers.arguments(configured.train, prepared.choices, prepared.facts, folder=here / "c",
                               device=prepared.device, evaluate=False)  # fmt: skip

@@ -47,7 +47,7 @@ def small_trainer(
     facts = engine.facts_of(recipe, config, model.parameter_shapes(config), device)
     built, _ = engine.build(
         recipe.model, config, choices, facts, device=device, seed=1, kernels=kernels or recipe.model.kernels,
-        base=folder / "base", heads=False,
+        base=folder / "base",
     )  # fmt: skip
     data = data or rows()
     args = trainer.arguments(recipe.train, choices, facts, folder=folder / "c", device=device, evaluate=evaluate)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tigon.cli.shared import gpus_as_override
+from tigon.objectives.asked import require_heads
 from tigon.trainer.guards import console
 
 
@@ -24,7 +25,7 @@ def command(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
 ) -> None:
     """Train heads that predict several tokens ahead (Medusa, MTP), with a report at the end."""
-    from tigon.trainer.heads import train_with_heads
+    from tigon.trainer import run  # with what it imports too slow for --help
 
     with console.outlived():
-        train_with_heads(recipe, [*(assignments or ()), *gpus_as_override(gpus)], resume=resume)
+        run.train(recipe, [*(assignments or ()), *gpus_as_override(gpus)], resume=resume, require=require_heads)

@@ -19,12 +19,13 @@ from transformers import TrainerCallback
 
 from tigon.bench import record
 from tigon.errors import TigonError
+from tigon.objectives.choose import objective_of
 from tigon.profiler.recording.device import used_bytes
 from tigon.profiler.recording.peak import PeakMeter, training_state
 from tigon.recipe.keys import Recipe
 from tigon.sweep import limit, rows
 from tigon.techniques.choices import Choices
-from tigon.trainer import engine, heads
+from tigon.trainer import engine
 from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed import extension_lock, launch
@@ -120,12 +121,13 @@ def measure(
         data, collator = rows.make(recipe, config, how_rows, processes=launch.processes(), folder=folder)
     watch = Watch(device)
     load_s = time.perf_counter()
+    objective = objective_of(recipe, config, lambda: shapes)
     built, _ = engine.build(
         recipe.model, config, choices, facts, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
-        base=folder / "base", ops=self_test.without(wrong_ops), heads=recipe.heads.stage is not None,
+        base=folder / "base", ops=self_test.without(wrong_ops), reads_whole_weights=objective.reads_whole_weights,
     )  # fmt: skip
     engine.refuse_nonfinite(built, recipe.model)
-    built = heads.put_on(built, recipe, config, shapes)
+    built = objective.put_on(built)
     watch.mark("load")
     args = trainers.arguments(
         recipe.train, choices, facts, folder=folder / "checkpoints", device=device, evaluate=False

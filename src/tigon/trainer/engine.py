@@ -63,12 +63,13 @@ def make_optimizer(train: TrainConfig, choices: Choices) -> MakeOptimizer | None
 
 def build(
     model: ModelConfig, config: Any, choices: Choices, facts: Facts, *, device: torch.device, seed: int, kernels: str,
-    base: Path, heads: bool, ops: Mapping[str, bool] | None = None,
+    base: Path, reads_whole_weights: bool = False, ops: Mapping[str, bool] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """(model, what patching it did): loaded, patched (without the ops that are False), changed as the techniques say.
 
     A checkpoint whose weights an engine divides is not on `device` afterwards, but on the host, from where FSDP2 takes
-    layer by layer, or in ZeRO-3's partitions. heads: whether the caller will put some on it.
+    layer by layer, or in ZeRO-3's partitions. reads_whole_weights: whether the caller's objective
+    does (`Objective.reads_whole_weights`).
 
     base: where a preset's random weights are written first when they are quantised, which happens while loading, or
     when adapters will be merged into them from there.
@@ -87,7 +88,7 @@ def build(
     elif models.is_preset(model.name):
         stays = _stays_on(device, choices, facts, dtype)
         built = load(device=device) if stays else load(device=None, through=device)
-    elif are_read_in_parts(choices, heads=heads):
+    elif are_read_in_parts(choices, heads=reads_whole_weights):
         with partitioned_loading(choices, facts):
             built = load(device=None)
         models.make_buffers_anew(built, model, config, dtype=dtype)

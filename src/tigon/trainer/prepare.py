@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from tigon.data.packing import Collator, Packed, Row
-    from tigon.medusa import HeadsSpec
+    from tigon.objectives.base import Objective
     from tigon.techniques.choices import Choices
     from tigon.techniques.technique import Facts
     from tigon.trainer.guards.prediction import Prediction
@@ -59,6 +59,7 @@ class Prepared:
     device: torch.device
     choices: Choices
     facts: Facts
+    objective: Objective
     config: Any
     n_parameters: int
     tokenizer: Any
@@ -77,7 +78,6 @@ class Prepared:
     """Tensors in the checkpoint's files that the model does not have."""
     command: str = ""
     prediction: Prediction | None = None
-    heads: HeadsSpec | None = None
 
 
 def prepare(recipe: Recipe, device: torch.device) -> Prepared:
@@ -98,10 +98,12 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
 
 
 def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
+    # imports transformers, which quiet_libraries has to come before
     from tigon.data import tokenizer
     from tigon.data.packing import Collator, fingerprint, unigram_entropy
+    from tigon.objectives.choose import objective_of
     from tigon.techniques import head_groups
-    from tigon.trainer import engine, heads, model
+    from tigon.trainer import engine, model
     from tigon.trainer.guards import self_test
 
     config = model.load_config(recipe.model)
@@ -110,7 +112,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     choices = preflight.check_techniques(recipe, device)
     head_groups.check_groups(config, choices.attention_groups)
-    spec = heads.check(recipe, config, shapes)
+    objective = objective_of(recipe, config, lambda: shapes)
     preflight.check_disk(recipe, choices, shapes)
     preflight.check_memory(recipe, choices, device, shapes)
     unused_tensors = model.check_weights(recipe.model, config)
@@ -149,8 +151,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         "fingerprint": fingerprint([*train.rows, *eval_rows]),
     }
     return Prepared(
-        recipe, device, choices, engine.facts_of(recipe, config, shapes, device), config, n_parameters, tok, train,
-        eval_rows, Collator(pad_id, data.packing, flatten), prompt, facts, heads=spec,
+        recipe, device, choices, engine.facts_of(recipe, config, shapes, device), objective, config, n_parameters, tok,
+        train, eval_rows, Collator(pad_id, data.packing, flatten), prompt, facts,
         bad_rows=tuple(bad.said[:3]),
         warnings=warnings_of(
             recipe, Extent(len(train.rows), len(eval_rows), choices.gpus), trains_tokenizer=_trains_tokenizer(recipe)

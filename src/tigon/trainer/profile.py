@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from tigon.data import sources
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
+from tigon.objectives.asked import without_phases
 from tigon.recipe import recipe_file
 from tigon.recipe.keys import ComparisonConfig, Recipe
 from tigon.trainer import prepare
@@ -105,8 +106,7 @@ def _short(recipe: Recipe, steps: int) -> Recipe:
         log_steps=steps + TRACED_STEPS,
     )  # fmt: skip
     output = replace(recipe.output, save_model=False, sample_tokens=0)
-    heads = replace(recipe.heads, base_steps=0)
-    return replace(recipe, train=train, heads=heads, output=output, comparison=ComparisonConfig())
+    return without_phases(replace(recipe, train=train, output=output, comparison=ComparisonConfig()))
 
 
 # --- the folder ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tigon.profiler.recording.watch import Watch
 from tigon.profiler.render.op_table import OpRow, op_table
 from tigon.profiler.timeline.assemble import assemble
 from tigon.profiler.timeline.timeline import Timeline
-from tigon.trainer import engine, heads
+from tigon.trainer import engine
 from tigon.trainer import trainer as trainers
 from tigon.trainer.checkpoint import nvme_swap
 from tigon.trainer.guards import self_test
@@ -51,16 +50,14 @@ def record(prepared: Prepared, steps: int, folder: Path, label: str) -> tuple[Ti
 
 
 def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
-    recipe, device = prepared.recipe, prepared.device
+    recipe, device, objective = prepared.recipe, prepared.device, prepared.objective
     built, _ = engine.build(
         recipe.model, prepared.config, prepared.choices, prepared.facts, device=device, seed=recipe.train.seed,
         kernels=recipe.model.kernels, base=folder / "base", ops=self_test.without(prepared.wrong_ops),
-        heads=prepared.heads is not None,
+        reads_whole_weights=objective.reads_whole_weights,
     )  # fmt: skip
     engine.refuse_nonfinite(built, recipe.model)
-    make: Any = trainers.TigonTrainer
-    if prepared.heads is not None:
-        built, make = heads.attach(built, recipe.heads, prepared.heads), partial(heads.HeadsTrainer, recipe.heads)
+    built = objective.put_on(built)
     # the allocator's frames end where autograd's C++ begins, and the CPU's profiler names the nodes itself
     name_nodes = device.type == "cuda"
     args = trainers.arguments(
@@ -70,7 +67,7 @@ def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
     rows = RowDataset(prepared.train.rows)
     with Watch(steps.journal, built, decoder_layers(built), checkpointed=_is_checkpointed, name_nodes=name_nodes) as it:
         steps.watch = it
-        trainer = make(built, args, prepared.collator, rows, None, optimizer)
+        trainer = trainers.TigonTrainer(built, args, prepared.collator, rows, None, optimizer, objective=objective)
         trainer.add_callback(steps)
         try:
             trainer.train()

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -33,16 +33,22 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from tigon.objectives.base import Objective
     from tigon.trainer.report.comparison import Repeat
 
 
-def train(path: Path, overrides: Sequence[str] = (), *, resume: bool = False, auto: bool = False) -> Path:
-    """Carry out the recipe at `path`; returns the run folder. auto: first change it to what fits the GPU. Raises
-    RecipeError and its kinds before anything is written, or, when the run itself fails, after leaving the folder ready
-    for --resume."""
+def train(
+    path: Path, overrides: Sequence[str] = (), *, resume: bool = False, auto: bool = False,
+    require: Callable[[Path, Recipe], None] | None = None,
+) -> Path:  # fmt: skip
+    """Carry out the recipe at `path`; returns the run folder. auto: first change it to what fits the GPU. require:
+    refuses a recipe that is not of the caller's kind. Raises RecipeError and its kinds before anything is written, or,
+    when the run itself fails, after leaving the folder ready for --resume."""
     preflight.check_packages()
     command = shlex.join(["tigon", "train", str(path), *(word for text in overrides for word in ("--set", text))])
     recipe = recipe_file.load(path, overrides, gpu_present=preflight.gpu_present)
+    if require is not None:
+        require(path, recipe)
     preflight.check_process(recipe.train.workers)
     sources.check(recipe.data.source)
     sources.check(recipe.data.eval_source, "data.eval_source")
@@ -168,10 +174,8 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         f"device   {prepared.device}, {prepared.choices.precision}, {tokens:,} tokens a step",
         f"memory   {techniques}",
     ]
-    if prepared.heads is not None:
-        from tigon.trainer import heads
-
-        lines.append(f"heads    {heads.describe(recipe.heads, prepared.heads)}")
+    if said := prepared.objective.announcement():
+        lines.append(said)
     if data["truncated_rows"] or data["dropped_rows"]:
         counts = f"{data['truncated_rows']} rows truncated, {data['dropped_rows']} dropped"
         lines.append(f"warning  {counts} (data.too_long: {recipe.data.too_long})")
@@ -209,22 +213,24 @@ def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequen
 
 def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     """(model, patch report or None)"""
-    from tigon.trainer import engine, heads
+    # imports transformers, which quiet_libraries has to come before
+    from tigon.trainer import engine
     from tigon.trainer.guards import self_test
 
-    recipe = prepared.recipe
+    recipe, objective = prepared.recipe, prepared.objective
     built, patched = engine.build(
-        heads.model_of(recipe, run.path), prepared.config, prepared.choices, prepared.facts, device=prepared.device,
+        objective.model(run.path), prepared.config, prepared.choices, prepared.facts, device=prepared.device,
         seed=recipe.train.seed, kernels=kernels, base=run.path / "base",
-        ops=self_test.without(prepared.wrong_ops), heads=prepared.heads is not None,
+        ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.reads_whole_weights,
     )  # fmt: skip
-    return (built if prepared.heads is None else heads.attach(built, recipe.heads, prepared.heads)), patched
+    return objective.put_on(built), patched
 
 
 def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
     """Train, compare, report. A signal is answered where nothing is half-written: until the final weights are being
     saved with a checkpoint, which --resume goes on from; afterwards the comparison alone is left out. Raises Stopped.
     """
+    # imports transformers, which quiet_libraries has to come before
     from tigon.trainer.report import report
 
     with signals.Stop(speaks=launch.rank() == 0) as stop:
@@ -236,9 +242,9 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
         summary["comparison"] = [repeat.as_mapping() for repeat in repeats]
         result = {name: value for name, value in summary.items() if name != "sample"}
         run.append({"event": "result", "step": _last_step(run), **result})
-        report.write(run, summary)
+        report.write(run, summary, prepared.objective)
         run.write_json(run_folder.SUMMARY, summary)
-        _conclude(console, run, summary)
+        _conclude(console, run, summary, prepared.objective)
         if stop.number:
             cut = any(repeat.stopped for repeat in repeats)
             kept = f"the run is complete{', but for its comparison' if cut else ''}"
@@ -247,12 +253,14 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
 
 def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: signals.Stop) -> dict[str, Any]:
     """What the run found, but for the comparison. Raises Stopped before the final weights are saved."""
-    from tigon.trainer import engine, heads, model
+    # imports transformers, which quiet_libraries has to come before
+    from tigon.trainer import engine, model
+    from tigon.trainer.first_phase import train_phase
     from tigon.trainer.report.progress import ProgressDisplay
 
-    recipe, tok = prepared.recipe, prepared.tokenizer
-    if heads.needs_base(recipe, run.path):
-        heads.train_base(prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
+    recipe, tok, objective = prepared.recipe, prepared.tokenizer, prepared.objective
+    if phase := objective.phase(prepared.choices, run.path):
+        train_phase(phase, prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
     with fault_messages.memory_watched(run, prepared):
         built, patched = _build(run, prepared, recipe.model.kernels)
     engine.refuse_nonfinite(built, recipe.model)
@@ -260,8 +268,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     alone = launch.rank() == 0 and not weights_are_sharded(prepared.choices)
     n_sample, seed = recipe.output.sample_tokens if alone else 0, recipe.train.seed
     if launch.rank() == 0 and recipe.output.sample_tokens and not alone:
-        text = "text sample" if prepared.heads is None else "text sample, nothing decoded with the heads"
-        console.print(f"sample   no {text}: the weights are sharded", markup=False)
+        console.print(f"sample   {objective.no_sample_line()}: the weights are sharded", markup=False)
     sample = {"prompt": tok.decode(prepared.prompt), "before": "", "after": ""}
     if n_sample:
         sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
@@ -270,11 +277,11 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     if n_sample:
         sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
     decoded = None
-    if n_sample and prepared.heads is not None:
-        decoded = heads.decoded(built, recipe, prepared.eval_rows or prepared.train.rows, tok.eos_token_id)
+    if n_sample:
+        decoded = objective.sampled(built, prepared.eval_rows or prepared.train.rows, tok.eos_token_id)
     _end_if_asked(prepared, trainer)
     if not weights_are_sharded(prepared.choices):
-        _save_model(run, prepared, built, trainer)  # which takes the heads off
+        _save_model(run, prepared, built, trainer)  # which may take off what the objective has put on
     return {
         **found,
         "unigram_entropy": prepared.data["unigram_entropy"],
@@ -288,17 +295,23 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
 
 def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) -> None:
     """The final weights, if they are wanted. Every process calls it; adapters may be part of the weights afterwards."""
-    from tigon.trainer import engine, heads
+    # imports transformers, which quiet_libraries has to come before
+    from tigon.objectives.base import FinalSave
+    from tigon.trainer import engine
 
-    recipe, target = prepared.recipe, run.path / "model"
-    if not recipe.output.save_model:
+    target, objective = run.path / "model", prepared.objective
+    if not prepared.recipe.output.save_model:
         return
-    written = True
-    if prepared.heads is not None:
-        written = heads.save(built, trainer, recipe, prepared.choices, run.path)
-    else:
-        engine.save(built, trainer, prepared.choices, target, model=recipe.model, base=run.path / "base")
-    if launch.rank() == 0 and written:
+    final = FinalSave(
+        folder=run.path, sharded=weights_are_sharded(prepared.choices), is_first=launch.rank() == 0,
+        gathered_state=trainer.gathered_state,
+        save_model=partial(
+            engine.save, built, trainer, prepared.choices, target, model=objective.model(run.path),
+            base=run.path / "base",
+        ),
+    )  # fmt: skip
+    written = objective.save(built, final)
+    if final.is_first and written:
         prepared.tokenizer.save_pretrained(target)
 
 
@@ -309,8 +322,9 @@ def _train(
     weights are saved before the evaluation, as one that runs out of memory ends all processes."""
     from torch.utils.tensorboard import SummaryWriter
 
+    # imports transformers, which quiet_libraries has to come before
     from tigon.data.packing import RowDataset
-    from tigon.trainer import engine, heads
+    from tigon.trainer import engine
     from tigon.trainer import trainer as trainers
     from tigon.trainer.guards import prediction
     from tigon.trainer.report.progress import MetricsWriter, ProgressDisplay
@@ -321,13 +335,13 @@ def _train(
         evaluate=bool(prepared.eval_rows),
     )  # fmt: skip
     eval_rows = RowDataset(prepared.eval_rows) if prepared.eval_rows else None
-    make = trainers.TigonTrainer if prepared.heads is None else partial(heads.HeadsTrainer, recipe.heads)
-    trainer = make(
+    trainer = trainers.TigonTrainer(
         built, args, prepared.collator, RowDataset(prepared.train.rows), eval_rows,
         engine.make_optimizer(recipe.train, prepared.choices),
         trainers.Safeguards(
             stop=stop, max_skipped_steps=recipe.train.max_skipped_steps, facts=fault_messages.facts(prepared),
         ),
+        prepared.objective,
     )  # fmt: skip
     started_s = time.perf_counter()
     purge_step = checkpoint.step_of(run.checkpoint) + 1 if run.checkpoint else None
@@ -375,6 +389,7 @@ def _end_if_asked(prepared: Prepared, trainer: Any) -> None:
 def _final_eval_loss(trainer: Any) -> float | None:
     """The held-out loss after the last step, from the records when that step was an evaluation's anyway; None where
     evaluation does not fit into memory, which is no reason to lose what was trained, and where a signal ends it."""
+    # imports transformers, which quiet_libraries has to come before
     from tigon.trainer.trainer import EvaluationFailed
 
     for record in reversed(trainer.state.log_history):
@@ -389,6 +404,7 @@ def _final_eval_loss(trainer: Any) -> float | None:
 
 
 def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals.Stop) -> list[Repeat]:
+    # imports transformers, which quiet_libraries has to come before
     from tigon.data.packing import RowDataset
     from tigon.trainer.report.comparison import compare
 
@@ -415,7 +431,7 @@ def _last_step(run: RunFolder) -> int:
     return max((int(record["step"]) for record in run.records()), default=0)
 
 
-def _conclude(console: Console, run: RunFolder, summary: dict[str, Any]) -> None:
+def _conclude(console: Console, run: RunFolder, summary: dict[str, Any], objective: Objective) -> None:
     from rich.table import Table
 
     from tigon.trainer.guards.prediction import comparison_line
@@ -427,9 +443,7 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any]) -> None
         line = f"held-out loss {summary['eval_loss']:.4f} nats, {abs(gap):.2f} {side} the unigram entropy"
         console.print(line, markup=False)
     if summary["decoded"]:
-        from tigon.trainer import heads
-
-        console.print(f"heads    {heads.decoding_line(summary['decoded'])}", markup=False, soft_wrap=True)
+        console.print(f"heads    {objective.sampled_line(summary['decoded'])}", markup=False, soft_wrap=True)
     if summary["evaluation_error"]:
         console.print(f"warning  {summary['evaluation_error']}", markup=False, soft_wrap=True)
     if summary["skipped_steps"]:

@@ -21,7 +21,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,9 +33,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from tigon.data.packing import Collator, Row, RowDataset
-from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import RecipeError, RunFolderError
-from tigon.models.seams.loss import without_logits
+from tigon.objectives.base import Objective, Step
+from tigon.objectives.causal_lm import CausalLM
 from tigon.profiler.recording.device import used_bytes
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques import TECHNIQUES
@@ -128,13 +129,17 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
     def __init__(
         self, model: Any, args: Any, collator: Collator, train_rows: RowDataset, eval_rows: RowDataset | None = None,
         make_optimizer: MakeOptimizer | None = None, safeguards: Safeguards | None = None,
+        objective: Objective | None = None,
     ) -> None:  # fmt: skip
-        """make_optimizer: (model, names of decayed parameters) -> optimizer, where the Trainer has no name for it."""
+        """make_optimizer: (model, names of decayed parameters) -> optimizer, where the Trainer has no name for it.
+        objective: what is minimised; None: the model's own loss."""
         super().__init__(
             model=model, args=args, data_collator=collator, train_dataset=train_rows, eval_dataset=eval_rows
         )
         self._make_optimizer = make_optimizer
         self.safeguards = safeguards or Safeguards()
+        self.objective: Objective = objective or CausalLM()
+        self._grouped = False
         self.gate = FiniteGate(self.args.device, self.safeguards.max_skipped_steps)
         self.evaluation_error: str | None = None
         self._saved_step = 0
@@ -169,10 +174,11 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
     def counted(self) -> dict[str, Any]:
         """What has been counted and summed since the run began or the last record, in this process: for a checkpoint
         between two records, so that the next is the one of a run that was never interrupted."""
-        return {"gate": self.gate.state()}
+        return {"gate": self.gate.state(), **self.objective.counted(self.model)}
 
     def resume_counting(self, counted: Mapping[str, Any]) -> None:
         self.gate.resume(counted["gate"])
+        self.objective.resume_counting(self.model, counted, self.args.device)
 
     def asked_to_stop(self) -> bool:
         """Whether a signal came, in any process; all of them ask at once."""
@@ -203,15 +209,22 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         if self.optimizer is None and self._make_optimizer is not None:
             self.optimizer: Any = self._make_optimizer(self.model, self.get_decay_parameter_names(self.model))
-        return super().create_optimizer(*args, **kwargs)
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if not self._grouped:
+            self.objective.group(self.model, optimizer)
+            self._grouped = True
+        return optimizer
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        step = Step(done=self.state.global_step, total=self.state.max_steps, log_every=int(self.args.logging_steps))
+        self.objective.begin_step(self.model, step)
         self.n_micro_steps += 1
         self.tokens_since_mark += inputs["input_ids"].numel()
         return self.gate.add(super().training_step(model, inputs, *args, **kwargs))
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return self.gate.poisoned(super().compute_loss(*args, **kwargs))
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        of_model = partial(super().compute_loss, model, inputs, *args, **kwargs)
+        return self.gate.poisoned(self.objective.loss(model, inputs, of_model))
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Called once a step, between the backward pass and the optimizer; with DeepSpeed after its step, which leaves
@@ -245,6 +258,10 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
+            logs.update(self.objective.metrics(self.model, self.accelerator.reduce))
+        if "eval_loss" in logs:
+            logs.update(self.objective.evaluation_metrics(self.accelerator.reduce))
+        if "loss" in logs:
             self._put_losses(logs)
             seconds = time.perf_counter() - self.mark_s
             logs["tokens_per_s"] = self.tokens_since_mark * self.args.world_size / seconds
@@ -272,6 +289,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         Raises EvaluationFailed, or EvaluationBroken, in all processes alike.
         """
         rows, first, was_training = eval_dataset or self.eval_dataset, 0, self.model.training
+        self.objective.begin_evaluation()
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         try:
@@ -314,7 +332,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         patience_s = launch.ALONE_S if together and error is not None else launch.PATIENCE_S
         said = launch.everyone(int(error is not None), patience_s=patience_s)
         if said is not None and not any(said):
-            self._batch_counts()
+            self.objective.count_batch()
             return sums
         short = [rank for rank, failed in enumerate(said or ()) if failed] or [self.args.process_index]
         where = f" in process {short[0]} of {self.args.world_size}" if self.args.world_size > 1 else ""
@@ -331,19 +349,14 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         return None
 
     def _forward_sums(self, rows: Sequence[Row], counts: bool) -> torch.Tensor:
-        """Zeros where the rows do not count. On the device, and not waited for: where another process has run out of
-        memory in a pass that takes all, this one's would never end."""
         inputs = self._prepare_inputs(self.data_collator(rows))
-        # one item: the model then returns the sum over its tokens (the Trainer's own loss contract)
-        one = torch.ones((), dtype=torch.long, device=inputs["labels"].device)
-        # only the loss is wanted: whole logits would take more memory than a training step
-        with torch.no_grad(), without_logits(), self.compute_loss_context_manager(), self.accelerator.autocast():
-            loss = self.model(**inputs, num_items_in_batch=one).loss
-        n_learned = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
-        return torch.stack([loss.double(), n_learned.double()]) * counts
+        return self.objective.evaluation_sums(self.model, inputs, counts, self._in_precision)
 
-    def _batch_counts(self) -> None:
-        """The batch that was evaluated last has fit everywhere, and is not tried again."""
+    @contextmanager
+    def _in_precision(self) -> Iterator[None]:
+        """Around a forward pass."""
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            yield
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Between steps: training goes on without an evaluation that does not fit."""
@@ -353,6 +366,21 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
             self.evaluation_error = str(error)
             self.control.should_evaluate = False
             return {}
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        super()._save(output_dir, self.objective.checkpoint_state(self.model, state_dict))
+        self.objective.save_beside(self.model, Path(output_dir or self.args.output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.objective.load_beside(self.model, Path(resume_from_checkpoint))
+
+    def gathered_state(self) -> dict[str, torch.Tensor] | None:
+        """The whole of weights that are divided among processes, all of which call it; None with ZeRO-3 but for the
+        first."""
+        wrapped = self.deepspeed if self.is_deepspeed_enabled else self.model
+        state: dict[str, torch.Tensor] | None = self.accelerator.get_state_dict(wrapped)
+        return state
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._writing) if self._writing is not None else str(super()._get_output_dir(trial))

@@ -90,6 +90,7 @@ def _worker_is_lost(error: Exception) -> bool:
 @contextmanager
 def memory_watched(run: RunFolder, prepared: Prepared) -> Iterator[None]:
     """Running out of memory in the block is said with what was needed, and how the run can go on."""
+    # imports transformers, which quiet_libraries has to come before
     from tigon.trainer.guards import prediction
     from tigon.trainer.trainer import EvaluationBroken
 

@@ -10,10 +10,12 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon.errors import RecipeError, TigonError
+from tigon.objectives.choose import objective_of
 from tigon.planner.gpus import GIB, GPUS, Gpu, find_gpu, size_bytes
 from tigon.planner.render import as_recipe
 from tigon.planner.render.terminal import gib, seconds
@@ -25,7 +27,9 @@ from tigon.planner.simulate.non_allocator_memory import group_bytes, outside_byt
 from tigon.profiler.recording.device import host_free_bytes
 from tigon.recipe.keys import Recipe
 from tigon.techniques.choices import Choices
+from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
+from tigon.trainer.guards import preflight
 
 if TYPE_CHECKING:
     import torch
@@ -112,24 +116,13 @@ def predict(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu, *, evaluate
 def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool) -> Request:
     """The question that a recipe is."""
     data, train = recipe.data, recipe.train
+    objective = objective_of(recipe, config, partial(models.parameter_shapes, config))
     flash = recipe.model.attention.startswith("flash")
     return Request(
         model=recipe.model.name, config=config, batch=train.batch_size, seq=data.sequence_length, choices=choices,
         masked=not flash and not (data.packing and data.cross_document_attention), clipped=train.max_grad_norm > 0,
-        evaluated=evaluated, heads=heads_of(recipe, config),
+        evaluated=evaluated, heads=objective.attachment(),
     )  # fmt: skip
-
-
-def heads_of(recipe: Recipe, config: Any) -> Any:
-    """What puts the recipe's heads on the model that is traced; None without."""
-    if recipe.heads.stage is None:
-        return None
-    from tigon.medusa import Attachment
-    from tigon.trainer import heads, model
-
-    spec = heads.check(recipe, config, model.parameter_shapes(config))
-    assert spec is not None
-    return Attachment(spec, heads.objective_of(recipe.heads))
 
 
 def free_in(recipe: Recipe) -> frozenset[str]:
@@ -204,16 +197,13 @@ def with_auto(recipe: Recipe, overrides: Sequence[str], device: torch.device, *,
     """`overrides` and what --auto adds to them, which is printed. Raises RecipeError."""
     from rich.console import Console
 
-    from tigon.trainer import model
-    from tigon.trainer.guards import preflight
-
     if launch.joined():  # the process that started this one has chosen
         return list(overrides)
     if resume:
         raise RecipeError("--auto with --resume: a run goes on with the techniques it began with; leave --auto out")
     if device.type != "cuda":
         raise RecipeError("--auto chooses for a GPU, and this run is on the CPU; leave it out, or ask `tigon plan`")
-    config = model.load_config(recipe.model)
+    config = models.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
     choices = preflight.check_techniques(recipe, device)
     assignments, said = choose(recipe, config, choices, gpu_here(device, choices))

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tigon.objectives.base import Objective
 from tigon.recipe import recipe_file
 from tigon.trainer import run_folder
 from tigon.trainer.guards.prediction import comparison_line
-from tigon.trainer.heads import decoding_line
 from tigon.trainer.report import charts
 from tigon.trainer.report.progress import format_bytes, format_seconds
 from tigon.trainer.run_folder import RunFolder
@@ -24,7 +24,7 @@ from tigon.trainer.run_folder import RunFolder
 COMPARISON_COLUMNS = ("last loss", "largest difference", "peak memory", "of it the step itself", "saved", "tokens/s")
 
 
-def write(run: RunFolder, summary: Mapping[str, Any]) -> None:
+def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> None:
     """Write charts/*.svg, report.md and report.html."""
     from jinja2 import Environment
     from markupsafe import Markup
@@ -32,7 +32,7 @@ def write(run: RunFolder, summary: Mapping[str, Any]) -> None:
     drawn = charts.draw(run.records(), summary)
     for name, svg in drawn.items():
         run.write_text(f"charts/{name}.svg", svg)
-    view = _view(run, summary)
+    view = _view(run, summary, objective)
     here = Path(__file__).parent
     html = Environment(autoescape=True).from_string((here / "report.html.j2").read_text(encoding="utf-8"))
     # the charts are our own markup; nothing else is exempt from escaping
@@ -43,7 +43,7 @@ def write(run: RunFolder, summary: Mapping[str, Any]) -> None:
     run.write_text("report.md", re.sub(r"\n{3,}", "\n\n", re.sub(r"\|\n\n\|", "|\n|", markdown)))
 
 
-def _view(run: RunFolder, summary: Mapping[str, Any]) -> dict[str, Any]:
+def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> dict[str, Any]:
     recipe_text = (run.path / run_folder.RECIPE).read_text(encoding="utf-8")
     recipe = recipe_file.loads_saved(run.path / run_folder.RECIPE)
     data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
@@ -55,7 +55,7 @@ def _view(run: RunFolder, summary: Mapping[str, Any]) -> dict[str, Any]:
         "lead": f"{recipe.model.name}, {millions:,.1f} M parameters, on {sources}",
         "tiles": _tiles(train, summary),
         "heads": _head_rows(run.records()),
-        "decoded": decoding_line(summary["decoded"]) if summary.get("decoded") else None,
+        "decoded": objective.sampled_line(summary["decoded"]) if summary.get("decoded") else None,
         "comparison": _comparison_rows(summary["comparison"]),
         "comparison_columns": COMPARISON_COLUMNS,
         "comparison_note": _comparison_note(recipe.comparison.steps, on_gpu),

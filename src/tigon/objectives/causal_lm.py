@@ -1,0 +1,105 @@
+"""The next token, by the model's own loss: nothing is added to the model, its records or its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tigon.data.packing import Row
+from tigon.data.tokenizer import IGNORE_INDEX
+from tigon.models.seams.loss import without_logits
+from tigon.objectives.base import FinalSave, Phase, Reduce, Step
+from tigon.recipe.keys import ModelConfig
+from tigon.techniques.choices import Choices
+
+
+@dataclass
+class CausalLM:
+    """See `tigon.objectives.base.Objective` for what each method is."""
+
+    config: ModelConfig = field(default_factory=ModelConfig)
+    """The recipe's model."""
+
+    @property
+    def reads_whole_weights(self) -> bool:
+        return False
+
+    def attachment(self) -> Any:
+        return None
+
+    def announcement(self) -> str | None:
+        return None
+
+    def no_sample_line(self) -> str:
+        return "no text sample"
+
+    def phase(self, choices: Choices, run: Path) -> Phase | None:
+        return None
+
+    def model(self, run: Path) -> ModelConfig:
+        return self.config
+
+    def put_on(self, built: Any) -> Any:
+        return built
+
+    def group(self, model: Any, optimizer: Any) -> None:
+        pass
+
+    def begin_step(self, model: Any, step: Step) -> None:
+        pass
+
+    def loss(self, model: Any, inputs: Mapping[str, Any], of_model: Callable[[], Any]) -> Any:
+        return of_model()
+
+    def metrics(self, model: Any, reduce: Reduce) -> dict[str, float]:
+        return {}
+
+    def counted(self, model: Any) -> dict[str, Any]:
+        return {}
+
+    def resume_counting(self, model: Any, counted: Mapping[str, Any], device: torch.device) -> None:
+        pass
+
+    def begin_evaluation(self) -> None:
+        pass
+
+    def evaluation_sums(
+        self, model: Any, inputs: Mapping[str, Any], counts: bool, precision: Callable[[], AbstractContextManager[Any]]
+    ) -> torch.Tensor:
+        # one item: the model then returns the sum over its tokens (the Trainer's own loss contract)
+        one = torch.ones((), dtype=torch.long, device=inputs["labels"].device)
+        # only the loss is wanted: whole logits would take more memory than a training step
+        with torch.no_grad(), without_logits(), precision():
+            loss = model(**inputs, num_items_in_batch=one).loss
+        n_learned = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
+        return torch.stack([loss.double(), n_learned.double()]) * counts
+
+    def count_batch(self) -> None:
+        pass
+
+    def evaluation_metrics(self, reduce: Reduce) -> dict[str, float]:
+        return {}
+
+    def checkpoint_state(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+        return state
+
+    def save_beside(self, model: Any, folder: Path) -> None:
+        pass
+
+    def load_beside(self, model: Any, folder: Path) -> None:
+        pass
+
+    def save(self, built: Any, final: FinalSave) -> bool:
+        final.save_model()
+        return True
+
+    def sampled(self, built: Any, rows: Sequence[Row], eos: int | None) -> dict[str, Any] | None:
+        return None
+
+    def sampled_line(self, found: Mapping[str, Any]) -> str:
+        raise NotImplementedError("nothing is decoded beside the text sample")

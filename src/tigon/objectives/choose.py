@@ -1,0 +1,21 @@
+"""From a recipe to its objective: the one place where a recipe is asked which it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tigon.objectives import medusa
+from tigon.objectives.base import Objective
+from tigon.objectives.causal_lm import CausalLM
+from tigon.recipe.keys import Recipe
+
+
+def objective_of(recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]) -> Objective:
+    """The objective of a run, checked against its model. Raises RecipeError.
+
+    config: the model's. shapes: gives those of its parameters, by name; only asked where they matter.
+    """
+    if recipe.heads.stage is None:
+        return CausalLM(recipe.model)
+    return medusa.MedusaTraining(recipe.model, recipe=recipe, spec=medusa.check(recipe, config, shapes()))

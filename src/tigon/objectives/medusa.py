@@ -1,0 +1,312 @@
+"""Heads on the model that predict several tokens ahead: their checks, schedule, records, checkpoints and decoding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tigon import medusa
+from tigon.data.packing import Row
+from tigon.errors import RecipeError, UsageError
+from tigon.medusa.attach import NAME, check_fits, scoring
+from tigon.medusa.heads import decoder_layers, make_heads
+from tigon.medusa.record import HeadRecord
+from tigon.medusa.spec import HeadsSpec, scheduled, shares_head
+from tigon.models.loading.config import build_on_meta
+from tigon.models.loading.presets import PRESETS
+from tigon.models.patch import unwrap
+from tigon.objectives.base import FinalSave, Phase, Reduce, Step
+from tigon.objectives.causal_lm import CausalLM
+from tigon.recipe.keys import HeadsConfig, ModelConfig, Recipe
+from tigon.techniques.choices import Choices
+
+HEADS, CHECKPOINTED = "heads", "heads.safetensors"
+PROMPTS, PROMPT_TOKENS = 4, 24
+
+
+# --- before the model -------------------------------------------------------------------------------------------------
+
+
+def check(recipe: Recipe, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> HeadsSpec:
+    """The heads of a run; refuses a file that is none, and steps for a base that is trained already.
+    config: the model's. shapes: of its parameters, by name."""
+    heads = recipe.heads
+    if heads.base_steps and recipe.model.name not in PRESETS:
+        raise RecipeError(
+            f"heads.base_steps is {heads.base_steps}, but {recipe.model.name} is no preset: its weights are trained; "
+            "set it to 0"
+        )
+    text = config.get_text_config()
+    if heads.start is not None:
+        spec, state = _read(heads.start)
+        wide, width = _width(state), text.hidden_size
+        if wide != width:
+            raise RecipeError(
+                f"heads.start: {heads.start} has heads for hidden states of {wide}, and {recipe.model.name} has "
+                f"{width}; give the heads that were trained on this model"
+            )
+        _check_agrees(heads, spec)
+        try:
+            check_fits(make_heads(spec, build_on_meta(recipe.model.name, config)), state)
+        except UsageError as error:
+            raise RecipeError(f"heads.start: {heads.start}: {error}") from None
+        return spec
+    asked = {name: getattr(heads, name) for name in ("kind", "count", "layers")}
+    new = HeadsSpec(**{name: value for name, value in asked.items() if value is not None})
+    model = sum(math.prod(shape) for shape in shapes.values())
+    shared = shares_head(heads.output, new.kind, new.count, model, text.vocab_size * text.hidden_size)
+    if shared and new.kind == "medusa" and new.layers == 0:
+        raise RecipeError("heads.layers is 0 and heads share the model's lm_head: nothing would learn; set layers: 1")
+    return replace(new, shared=shared)
+
+
+def _check_agrees(heads: HeadsConfig, spec: HeadsSpec) -> None:
+    """Refuse a key that asks for other heads than those in the folder."""
+    output = "shared" if spec.shared else "separate"
+    found = {"kind": spec.kind, "count": spec.count, "layers": spec.layers, "output": output}
+    for name, is_there in found.items():
+        wanted = getattr(heads, name)
+        if wanted not in (None, "auto", is_there):
+            raise RecipeError(
+                f"heads.{name} is {wanted}, but the heads in {heads.start} have {name} {is_there}; leave heads.{name} "
+                "out, or leave heads.start out to begin with new ones"
+            )
+
+
+def _width(state: Mapping[str, torch.Tensor]) -> int:
+    """Of the hidden states that heads take: of MTP modules (H, 2H) joins two, of others a block is (H, H), or without
+    blocks an output layer (V, H)."""
+    joins = [tensor.shape[0] for name, tensor in state.items() if name.endswith("eh_proj.weight")]
+    return int(joins[0] if joins else next(iter(state.values())).shape[-1])
+
+
+def _read(start: str) -> tuple[HeadsSpec, dict[str, torch.Tensor]]:
+    try:
+        return medusa.load_heads(Path(start))
+    except UsageError as error:
+        raise RecipeError(f"heads.start: {' '.join(str(error).split())[:240]}") from None
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class MedusaTraining(CausalLM):
+    """Medusa heads or MTP modules, trained on a frozen model (stage 1) or with it (stage 2)."""
+
+    recipe: Recipe = field(kw_only=True)
+    spec: HeadsSpec = field(kw_only=True)
+    _held_out: HeadRecord | None = field(default=None, init=False)
+    _scored: HeadRecord | None = field(default=None, init=False)
+
+    @property
+    def heads(self) -> HeadsConfig:
+        return self.recipe.heads
+
+    @property
+    def reads_whole_weights(self) -> bool:
+        return True
+
+    def attachment(self) -> medusa.Attachment:
+        return medusa.Attachment(self.spec, self._minimised())
+
+    def _minimised(self) -> medusa.Objective:
+        heads = self.heads
+        assert heads.stage is not None
+        return medusa.Objective(stage=heads.stage, decay=heads.decay, coefficient=heads.coefficient)
+
+    def announcement(self) -> str:
+        spec = self.spec
+        what = "MTP modules" if spec.kind == "mtp" else f"Medusa heads of {spec.layers} residual blocks"
+        output = "the model's lm_head" if spec.shared else "an output weight each"
+        learning = "the heads learn, the model is frozen" if self.heads.stage == 1 else "model and heads learn"
+        return f"heads    {spec.count} {what}, {output}; stage {self.heads.stage}: {learning}"
+
+    def no_sample_line(self) -> str:
+        return "no text sample, nothing decoded with the heads"
+
+    def phase(self, choices: Choices, run: Path) -> Phase | None:
+        """Ordinary training of a preset before it gets heads, into `base/`, unless it is there (a resumed run)."""
+        if not self.heads.base_steps or self.model(run) is not self.recipe.model:
+            return None
+        return Phase(
+            train=replace(
+                self.recipe.train, steps=self.heads.base_steps, epochs=None, eval_steps=None, save_steps=None,
+                checkpointing="none",
+            ),
+            choices=replace(choices, lora_rank=None, quantized=False, checkpointing="none"),
+            folder=run / "base",
+        )  # fmt: skip
+
+    def model(self, run: Path) -> ModelConfig:
+        base = run / "base"
+        if not self.heads.base_steps or not (base / "config.json").is_file():
+            return self.recipe.model
+        return replace(self.recipe.model, name=str(base), config=None)
+
+    def put_on(self, built: Any) -> Any:
+        start = self.heads.start
+        state = _read(start)[1] if start is not None else None
+        try:
+            medusa.attach(built, self.spec, self._minimised(), state)
+        except UsageError as error:
+            raise RecipeError(f"heads.start: {start}: {error}") from None
+        return built
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def group(self, model: Any, optimizer: Any) -> None:
+        if self.heads.stage == 2:
+            own = {id(p) for name, p in model.named_parameters() if f"{NAME}." in name}
+            split_groups(optimizer, own, self.heads.learning_rate_multiplier)
+
+    def begin_step(self, model: Any, step: Step) -> None:
+        state = _heads_of(model).state
+        state.scheduled = scheduled(self.heads.schedule, step.done + 1, step.total, self.heads.ramp)
+        state.ranked = step.done == 0 or (step.done + 1) % step.log_every == 0
+
+    def metrics(self, model: Any, reduce: Reduce) -> dict[str, float]:
+        found: dict[str, float] = _heads_of(model).state.record.take(reduce)
+        return found
+
+    def counted(self, model: Any) -> dict[str, Any]:
+        return {"heads": _heads_of(model).state.record.state()}
+
+    def resume_counting(self, model: Any, counted: Mapping[str, Any], device: torch.device) -> None:
+        _heads_of(model).state.record.resume(counted["heads"], device)
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def begin_evaluation(self) -> None:
+        self._held_out = None
+
+    def evaluation_sums(
+        self, model: Any, inputs: Mapping[str, Any], counts: bool, precision: Callable[[], AbstractContextManager[Any]]
+    ) -> torch.Tensor:
+        sums = super().evaluation_sums(model, inputs, counts, precision)
+        with scoring(model) as record, precision():
+            model(**inputs)
+        self._scored = record if counts else record.blank()  # else it was run for the collectives in it
+        return sums
+
+    def count_batch(self) -> None:
+        assert self._scored is not None, "a batch was evaluated"
+        if self._held_out is None:
+            self._held_out = self._scored
+        else:
+            self._held_out.join(self._scored)
+
+    def evaluation_metrics(self, reduce: Reduce) -> dict[str, float]:
+        return self._held_out.take(reduce) if self._held_out is not None else {}
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def checkpoint_state(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+        if self.heads.stage == 2:
+            return state
+        whole = model.state_dict() if state is None else state  # stage 1: the model is where it came from
+        return {name: tensor for name, tensor in whole.items() if name.startswith(f"{NAME}.")}
+
+    def save_beside(self, model: Any, folder: Path) -> None:
+        if hasattr(model, "get_base_model"):  # PEFT writes the adapters alone
+            save_file(dict(_heads_of(model).state_dict()), folder / CHECKPOINTED)
+
+    def load_beside(self, model: Any, folder: Path) -> None:
+        if (folder / CHECKPOINTED).is_file():
+            _heads_of(model).load_state_dict(load_file(folder / CHECKPOINTED))
+
+    def save(self, built: Any, final: FinalSave) -> bool:
+        """Heads to `heads/`, the model to `model/`; a checkpoint that stage 1 has left as it was is not written."""
+        writes_model = self.heads.stage == 2 or self.recipe.model.name in PRESETS
+        target = final.folder / "model"
+        inner: Any = unwrap(built)
+        spec, n_layers = medusa.heads_of(inner).spec, len(decoder_layers(inner))
+        head_name = next(name for name, m in inner.named_modules() if m is inner.get_output_embeddings()) + ".weight"
+        # gathered by all; None with ZeRO-3 but for the first
+        state: Any = final.gathered_state() if final.sharded else inner.state_dict()
+        if final.is_first:
+            own = {n.removeprefix(f"{NAME}."): t for n, t in state.items() if n.startswith(f"{NAME}.")}
+            base = str(target) if writes_model else self.recipe.model.name
+            medusa.save_heads(spec, own, final.folder / HEADS, head=state[head_name], base=base, n_layers=n_layers)
+        if not writes_model:
+            return False
+        if not final.sharded:
+            medusa.detach(inner)
+            final.save_model()
+        elif final.is_first:
+            rest = {name: tensor for name, tensor in state.items() if not name.startswith(f"{NAME}.")}
+            inner.save_pretrained(target, state_dict=rest)
+        return True
+
+    # --- after training ----------------------------------------------------------------------------------------------
+
+    def sampled(self, built: Any, rows: Sequence[Row], eos: int | None) -> dict[str, Any]:
+        return decoded(built, self.recipe.output.sample_tokens, rows, eos)
+
+    def sampled_line(self, found: Mapping[str, Any]) -> str:
+        return decoding_line(found)
+
+
+def _heads_of(model: Any) -> Any:
+    return medusa.heads_of(model)
+
+
+def split_groups(optimizer: Any, own: set[int], multiplier: float) -> None:
+    """Move the parameters in `own` (by id) to groups of their own, with `multiplier` times the learning rate."""
+    for group in list(optimizer.param_groups):
+        heads = [p for p in group["params"] if id(p) in own]
+        if not heads:
+            continue
+        if len(heads) == len(group["params"]):  # DeepSpeed takes no empty groups
+            group["lr"] *= multiplier
+            continue
+        group["params"] = [p for p in group["params"] if id(p) not in own]
+        options = {name: value for name, value in group.items() if name != "params"}
+        optimizer.add_param_group({**options, "params": heads, "lr": group["lr"] * multiplier})
+
+
+def decoded(built: Any, n_tokens: int, rows: Sequence[Row], eos: int | None) -> dict[str, Any]:
+    """Greedy decoding of held-out beginnings with the heads and without: tokens, forward passes, and whether the texts
+    are the same."""
+    device = next(built.parameters()).device
+    beginnings = [row.tokens_T[:PROMPT_TOKENS].long().unsqueeze(0).to(device) for row in rows[:PROMPTS]]
+    tokens = passes = plain_passes = same = 0
+    try:
+        for ids in beginnings:
+            ours, plain = (
+                medusa.medusa_generate(built, ids, max_new_tokens=n_tokens, tree=tree, eos_token_id=eos)
+                for tree in (None, ())
+            )
+            same += ours.tokens == plain.tokens
+            tokens += len(ours.tokens)
+            passes += ours.forward_passes
+            plain_passes += plain.forward_passes
+    except UsageError as error:
+        return {"error": str(error)}
+    except Exception as error:  # a demonstration must not cost the heads, which are saved after it
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    n = len(beginnings)
+    return {
+        "prompts": n, "tokens": tokens, "forward_passes": passes, "forward_passes_without": plain_passes,
+        "acceptance_length": (tokens - n) / max(1, passes - n), "same_text": same,
+    }  # fmt: skip
+
+
+def decoding_line(found: Mapping[str, Any]) -> str:
+    """One line for the console and the report."""
+    if "error" in found:
+        return f"no decoding with the heads: {found['error']}"
+    same = "the text of greedy decoding" if found["same_text"] == found["prompts"] else (
+        f"{found['prompts'] - found['same_text']} of {found['prompts']} texts differ from greedy decoding"
+    )  # fmt: skip
+    return (
+        f"{found['tokens']} tokens in {found['forward_passes']} forward passes instead of "
+        f"{found['forward_passes_without']}, {found['acceptance_length']:.2f} tokens a pass; {same}"
+    )

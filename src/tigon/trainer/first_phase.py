@@ -1,0 +1,41 @@
+"""Ordinary training that makes the model which an objective starts from, before the run's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from tigon.data.packing import RowDataset
+from tigon.objectives.base import Phase
+from tigon.trainer import engine
+from tigon.trainer import trainer as trainers
+from tigon.trainer.distributed import launch
+from tigon.trainer.prepare import Prepared
+
+
+def train_phase(phase: Phase, prepared: Prepared, run: Path, callbacks: Sequence[Any]) -> None:
+    """Train the recipe's model as `phase` says; its folder has the name of a complete model or is not there."""
+    recipe, choices, partial = prepared.recipe, phase.choices, phase.folder.with_name(f"{phase.folder.name}-partial")
+    built, _ = engine.build(
+        recipe.model, prepared.config, choices, prepared.facts, device=prepared.device, seed=phase.train.seed,
+        kernels=recipe.model.kernels, base=partial,
+    )  # fmt: skip
+    args = trainers.arguments(
+        phase.train, choices, prepared.facts, folder=run / "checkpoints", device=prepared.device, evaluate=False
+    )
+    rows = RowDataset(prepared.train.rows)
+    make_optimizer = engine.make_optimizer(phase.train, choices)
+    trainer = trainers.TigonTrainer(built, args, prepared.collator, rows, None, make_optimizer)
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    trainer.train()
+    engine.save(built, trainer, choices, partial, model=recipe.model, base=partial)
+    trainer.accelerator.wait_for_everyone()
+    if launch.rank() == 0:
+        partial.rename(phase.folder)
+    trainer.accelerator.wait_for_everyone()
+    if choices.zero:
+        unset_hf_deepspeed_config()  # with stage 3 alive, from_pretrained would partition the weights as it loads them
