@@ -43,7 +43,7 @@ DECLARATION = Declaration(
     ),
 )
 '''
-CHECKS = '''
+CHECKS = """
 from pathlib import Path
 
 import technique_pages
@@ -85,7 +85,7 @@ assert "[`ring`](ring.md)" in technique_pages.generated("README")
 page = technique_pages.written("ring", Path("."))
 assert page.startswith("# Ring attention") and "made-up reason" in page and "train: {ring_size: 2}" in page
 print("reached")
-'''
+"""
 
 
 def test_a_technique_in_one_file_reaches_recipe_flag_search_checks_and_pages(tmp_path: Path):
@@ -112,4 +112,4 @@ def test_a_setting_without_its_field_is_refused_on_import(tmp_path: Path):
         [sys.executable, "-c", "import tigon.techniques"], env={**os.environ, "PYTHONPATH": str(source)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert "ring_size has no field in Choices" in done.stderr
+    assert "Choices lacks it" in done.stderr

@@ -45,12 +45,13 @@ def _with_technique_flags(function: Callable[..., None]) -> Callable[..., None]:
             is_switch = setting.hint is bool
             flags.append(
                 inspect.Parameter(
-                    setting.field, inspect.Parameter.KEYWORD_ONLY, default=False if is_switch else None,
+                    setting.field, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False if is_switch else None,
                     annotation=Annotated[bool if is_switch else setting.hint | None, option],
                 )
             )  # fmt: skip
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    setattr(function, "__signature__", signature.replace(parameters=[*own, *flags]))  # noqa: B010
+    place = 1 + [p.name for p in own].index("seq")
+    setattr(function, "__signature__", signature.replace(parameters=[*own[:place], *flags, *own[place:]]))  # noqa: B010
     return function
 
 
@@ -171,6 +172,9 @@ def _check_settings(given: Mapping[str, Any]) -> None:
             problem = f"it must be at most {MOST}"
         if problem is not None:
             raise UsageError(f"--{flag.name} is {value!r}; {problem}.")
+        other = SETTINGS[flag.requires].flag if flag.requires is not None and flag.requires not in given else None
+        if other is not None:
+            raise UsageError(f"--{flag.name} requires --{other.name} {other.metavar or ''}".rstrip() + ".")
 
 
 def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate: int | None) -> int | None:

@@ -38,7 +38,7 @@ def _declarations() -> list[Declaration]:
         names = names or [technique.chosen[0].field for technique in declaration.techniques]
         for name in names:
             if name not in places:
-                raise TypeError(f"{name} has no field in Choices; add it to techniques/choices.py")
+                raise TypeError(f"{name} is declared, but Choices lacks it; add it to techniques/choices.py")
         return min(places[name] for name in names)
 
     modules = [

@@ -1,4 +1,4 @@
-"""What a run chooses: one typed field per setting. The recipe, the trainer and the planner share these names.
+"""The values that a run chooses, one typed field per setting. Recipe, trainer and planner share these names.
 
 A field's line here gives its name, type and default, and its place in every list. All else about a setting stands in
 the file of its technique: the recipe key, the flag, the values it takes, and what the planner does with it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Least and most of the sizes that a recipe and a plan share and that no technique declares; None: no limit of its own.
+# Size -> (minimum, maximum or None), for sizes that recipes and plans share and that belong to no technique.
 LIMITS: Mapping[str, tuple[int, int | None]] = {"batch": (1, None), "seq": (8, None), "heads": (1, 16)}
 
 

@@ -84,7 +84,7 @@ _TARGETS = Setting(
 _QUANTIZED = Setting(
     field="quantized", key="lora.quantize",
     help="QLoRA: keep the frozen weights in 4 bits (NF4, with double quantisation).",
-    flag=Flag(name="qlora", help="With --lora: the weights in 4 bits."), traced=True,
+    flag=Flag(name="qlora", help="With --lora: the weights in 4 bits.", requires="lora_rank"), traced=True,
 )  # fmt: skip
 
 DECLARATION = Declaration(
@@ -119,7 +119,7 @@ DECLARATION = Declaration(
         ),
         Exclusion(
             when=(Condition("quantized", "is", True), Condition("lora_rank", "is", None)),
-            reason="4-bit weights have no gradient, so nothing would be trained",
+            reason="4-bit weights get no gradient, so nothing would be trained",
             instead="lora.rank: 16",
             source="arXiv 2305.14314", untraceable=True,
         ),

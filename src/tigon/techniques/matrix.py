@@ -1,7 +1,7 @@
 """Checks of choices: values that are not allowed, choices that exclude each other, and packages that are missing.
 
-A run is refused before anything is loaded, because most excluded pairs do not fail: they train something else than
-what was asked for, or fail hours later at the first save.
+A run is refused before anything is loaded. Most excluded pairs would not fail at once: they would train something else
+than requested, or fail hours later at the first save.
 """
 
 from __future__ import annotations

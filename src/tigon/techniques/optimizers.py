@@ -89,7 +89,7 @@ class Optimizer:
     step_sm_s: Callable[[Parameter], float] = lambda parameter: 0.0
     """Seconds that one multiprocessor computes for a parameter's update, beyond the time for its bytes."""
     precision: str
-    """What it does to the result, compared with AdamW with fp32 states."""
+    """Its effect on the result, compared with AdamW with fp32 states."""
     source: str
     searched: bool = False
     """The planner tries it if the optimizer is free. The rows are in the order of their change of the numbers."""
@@ -373,7 +373,7 @@ _ROWS = (
         trainer_name="adamw_torch_8bit", package="torchao", needs_compiler=True, states=_torchao(8),
         step_bytes=_torchao_step(8), step_moves=_torchao_moves(8), step_sm_s=_torchao_sm_s(8),
         step_calls=_COMPILED_CALLS,
-        precision="As `adamw-8bit`; a parameter whose size is no multiple of 256 keeps moments of its own dtype.",
+        precision="As `adamw-8bit`. If a parameter's size is not divisible by 256, its moments keep its dtype.",
         source="torchao.optim.AdamW8bit; arXiv 2110.02861",
     ),
     Optimizer(
@@ -475,7 +475,7 @@ _EXCLUSIONS = (
     ),
     Exclusion(
         when=(Condition("optimizer", "is one of", _BITSANDBYTES), _FSDP),
-        reason="bitsandbytes' operators have no rule for the sharded tensors of FSDP2: the first step fails",
+        reason="bitsandbytes' ops do not support the sharded tensors of FSDP2: the first step fails",
         instead="train.optimizer: adamw-torchao-8bit, or sharding.zero: 2 instead of sharding.fsdp",
         source="bitsandbytes 0.50.2 with PyTorch 2.13, run on two processes",
     ),

@@ -2,7 +2,7 @@
 
 The tensors that the function's ops save are not kept. When the backward pass needs the first of them, the function runs
 again, until all of them are saved again. PyTorch's version spends as long on bookkeeping as small layers do on kernel
-launches: it copies the states of the random number generators, searches all arguments for the kind of device, and calls
+launches. It copies the states of the random number generators, searches all arguments for the kind of device, and calls
 a wrapper of the compiler for each tensor. Here the generators are touched only if one has advanced since the forward
 pass, and a tensor costs one list entry.
 """

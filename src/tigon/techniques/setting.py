@@ -13,7 +13,7 @@ from typing import Any, Literal
 from tigon.techniques.choices import Choices
 
 Search = Literal["run", "placement", "recomputation", "long rows", "split"]
-"""What the planner does with a setting that was left free.
+"""How the planner treats a setting that was left free.
 
 run             tries every candidate with every candidate of the other `run` settings
 placement       tries the rows of `sharding.PLACEMENTS`, which set several such settings together
@@ -33,6 +33,8 @@ class Flag:
     metavar: str | None = None
     words: tuple[str, ...] = ()
     """The values that the planner can predict, if they are fewer than the recipe's."""
+    requires: str | None = None
+    """The field of another setting, whose flag has to be given too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,8 +148,8 @@ def partitioned_loading(choices: Choices, facts: Facts) -> Iterator[None]:
     GPU.
 
     The host may hold all weights in each process, because transformers merges the files first. transformers looks for
-    a live configuration, and that needs numbers which the Trainer would fill in. DeepSpeed checks them against the
-    number of processes, which it takes for one until its own communication has started.
+    a live configuration. Its numbers have to be set here, because the Trainer fills them in later. DeepSpeed checks
+    them against the number of processes, which it takes for one until its own communication has started.
     """
     from deepspeed import init_distributed
     from transformers.integrations import HfDeepSpeedConfig
@@ -186,7 +186,7 @@ PLACEMENTS: tuple[Mapping[str, Any], ...] = (
     {"zero": 0, "fsdp": True, "offload": "cpu"},
     {"zero": 3, "fsdp": False, "offload": "nvme"},
 )
-"""Where the planner may put weights and states, least traffic first: values of the settings that it places."""
+"""The placements of weights and states that the planner tries, least traffic first."""
 
 _SETTINGS = (
     Setting(

@@ -21,7 +21,7 @@ SAME = "None: the same numbers to rounding."
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a technique needs to know about a run besides its choices."""
+    """Properties of a run, besides its choices, that techniques use."""
 
     device: str = "cuda"
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Technique:
     saves: str
     costs: str
     precision: str = SAME
-    """What it does to the result."""
+    """Its effect on the result."""
     needs: tuple[str, ...] = ()
     """Packages beyond PyTorch and transformers."""
     tools: tuple[str, ...] = ()
