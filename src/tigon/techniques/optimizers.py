@@ -343,7 +343,7 @@ _ROWS = (
         name="adamw-8bit", help="AdamW with 8-bit blockwise moments.", searched=True, change_rank=1,
         trainer_name="adamw_bnb_8bit", package="bitsandbytes", states=_bnb(2, bits=8, paged=False),
         shared_bytes=2 * 256 * FP32, step_sm_s=_bnb_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
-        precision="Moments quantised in blocks of 256; fp32 for embeddings and for parameters below 4,096 elements.",
+        precision="Moments quantised in blocks of 256; fp32 for embeddings and parameters below 4,096 elements.",
         source="bitsandbytes; arXiv 2110.02861",
     ),
     Optimizer(

@@ -223,9 +223,7 @@ _SETTINGS = (
 _CPU_ADAM_TOOLS = ("a C++ compiler", "nvcc if there is a GPU")
 _CPU, _NVME = (Condition("offload", "is", place) for place in ("cpu", "nvme"))
 _ZERO, _OFFLOADED = Condition("zero", "is at least", 1), Condition("offload", "is not", "none")
-_ZERO_PRECISION = (
-    "Weights are bf16 with an fp32 copy in the optimizer. Norms run in bf16 too; under autocast they run in fp32."
-)
+_ZERO_PRECISION = "Weights are bf16 with an fp32 copy in the optimizer: norms run in bf16 too, unlike under autocast."
 
 
 def _stage(stage: int, saves: str, costs: str) -> Technique:
