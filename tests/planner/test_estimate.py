@@ -320,7 +320,8 @@ def test_an_evaluation_with_heads_counts_the_heads_losses(stage: int) -> None:
         ({"optimizer": "adam"}, "optimizer is 'adam'"),
         ({"accumulate": 0}, "accumulate is 0"),
         ({"lora_rank": 0}, "lora_rank is 0"),
-        ({"quantized": True}, "lora_rank"),
+        ({"lora_rank": 4097}, "at most 4096"),
+        ({"quantized": True}, r"lora\.rank: none"),
     ],
     ids=str,
 )
@@ -374,11 +375,11 @@ def test_small_device_reserves_less_than_a_large_one() -> None:
     assert estimate(request, gpu=small).peak_reserved_bytes < estimate(request, gpu=H200).peak_reserved_bytes
 
 
-def test_model_without_layers_is_refused_and_a_huge_lora_rank_is_estimated() -> None:
+def test_model_without_layers_is_refused_and_the_largest_lora_rank_is_estimated() -> None:
     with pytest.raises(UsageError, match="num_hidden_layers 0"):
         estimate(request_of(shape={"num_hidden_layers": 0}), gpu=H200)
-    held = estimate(request_of(lora_rank=1 << 20), gpu=H200).components
-    assert held["weights"] > 4 * (1 << 20) * 64 * 7 * 5, "adapters of no memory of this machine"
+    held = estimate(request_of(lora_rank=4096), gpu=H200).components
+    assert held["weights"] > 4 * 4096 * 64 * 7 * 5, "adapters of no memory of this machine"
 
 
 def test_logits_bytes_are_those_of_the_loss_wherever_the_peak_is() -> None:

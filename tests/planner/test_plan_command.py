@@ -122,7 +122,7 @@ WRONG = {
     "optimizer": ({"optimizer": "adam"}, "--optimizer is 'adam'"),
     "checkpointing": ({"checkpointing": "every-0"}, "--checkpointing is 'every-0'"),
     "zero": ({"zero": 4}, "--zero is 4"),
-    "qlora": ({"quantized": True}, "add --lora"),
+    "qlora": ({"quantized": True}, "--qlora requires --lora R"),
     "lora": ({"lora_rank": 0}, "--lora is 0"),
     "gpus": ({"gpus": -1}, "--gpus is -1"),
     "rows that do not agree": ({"batch": 8, "accumulate": 2, "effective_batch": 24}, "leave one of them out"),

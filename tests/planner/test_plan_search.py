@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import shlex
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
 from tests.planner.planner_helpers import H200, config_of, small_gpu
-from tigon.cli.plan import _NEVER_FREE
 from tigon.errors import UsageError
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB
@@ -20,9 +19,10 @@ from tigon.planner.search import recommend, space
 from tigon.planner.search.recommend import look, plan, search
 from tigon.planner.search.space import Asked
 from tigon.recipe import recipe_file
-from tigon.techniques import matrix
+from tigon.techniques import SEARCHED, SETTINGS, matrix, tiling
 from tigon.techniques.choices import Choices
 
+CHECKPOINTINGS = SETTINGS["checkpointing"].candidates(None)
 SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704}
 
 
@@ -30,7 +30,7 @@ def asked_of(
     memory_mib: float, *, batch: int = 8, seq: int = 512, effective_batch: int | None = None, **given
 ) -> Asked:
     """A question about a small model on a small GPU."""
-    free = frozenset(f.name for f in fields(Choices)) - set(given) - _NEVER_FREE
+    free = SEARCHED - set(given)
     config = config_of("llama", **SHAPE)
     request = Request(model="tigon-demo", config=config, batch=batch, seq=512, choices=Choices(**given))
     return Asked(request=request, free=free, gpu=small_gpu(memory_mib), effective_batch=effective_batch)
@@ -99,7 +99,7 @@ def test_recommended_recipe_is_the_fastest_of_its_kind(memory_mib):
     asked = asked_of(memory_mib, batch=4, precision="amp-bf16", optimizer="adamw", zero=0, fsdp=False, offload="none")
     (best,) = search(asked)[0]
     speeds = []
-    for checkpointing, (batch, accumulate) in itertools.product(space.CHECKPOINTINGS, space.splits(asked)):
+    for checkpointing, (batch, accumulate) in itertools.product(CHECKPOINTINGS, space.splits(asked)):
         choices = replace(asked.request.choices, checkpointing=checkpointing, accumulate=accumulate)
         option = look(space.as_request(asked.request, choices, batch), asked.gpu)
         if option.fits(asked.gpu):
@@ -109,7 +109,7 @@ def test_recommended_recipe_is_the_fastest_of_its_kind(memory_mib):
 
 
 def test_layers_are_tiled_and_grouped_only_if_nothing_else_fits(monkeypatch):
-    monkeypatch.setattr(space, "TILE_TOKENS", 512)
+    monkeypatch.setattr(tiling, "TILE_TOKENS", 512)
     config = config_of("llama", intermediate_size=1024, max_position_embeddings=4096, num_hidden_layers=3)
     fixed = Choices(optimizer="sgd", precision="bf16")
     request = Request(model="tigon-demo", config=config, batch=2, seq=4096, choices=fixed)
@@ -127,11 +127,11 @@ def test_layers_are_tiled_and_grouped_only_if_nothing_else_fits(monkeypatch):
 
 def test_search_goes_on_past_a_model_whose_mlps_cannot_be_tiled(monkeypatch):
     """The last rung before tiles needs one byte too many, so tiles are tried in every placement."""
-    monkeypatch.setattr(space, "TILE_TOKENS", 64)
+    monkeypatch.setattr(tiling, "TILE_TOKENS", 64)
     asked = asked_of(4000, optimizer="sgd", precision="bf16", accumulate=1)
     experts = config_of("llama", model_type="mixtral", num_local_experts=2, num_hidden_layers=2)
     asked = replace(asked, request=replace(asked.request, config=experts))
-    kept = replace(asked.request.choices, checkpointing=space.CHECKPOINTINGS[-1])
+    kept = replace(asked.request.choices, checkpointing=CHECKPOINTINGS[-1])
     needs = look(space.as_request(asked.request, kept, asked.request.batch), asked.gpu).estimate.device_bytes
     seen, consider = [], recommend._Search.consider
 

@@ -14,23 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tigon.techniques import TECHNIQUES
+from tigon.techniques import EXCLUSIONS, PAGES, TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.condition import yaml_word
-from tigon.techniques.matrix import EXCLUSIONS, exclusion_table
-from tigon.techniques.optimizers import OPTIMIZERS, bytes_a_parameter
+from tigon.techniques.matrix import condition_text, exclusion_table
+from tigon.techniques.optimizers import OPTIMIZERS, bytes_per_parameter
 from tigon.techniques.technique import Technique
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "techniques"
 SWEEPS = ("techniques", "techniques-two-gpus")  # records of recipes/techniques, each beside the first of its kind
 BEGIN, END = "<!-- from the records -->", "<!-- end of the records -->"
-TITLES = {
-    "precision": "Number formats", "checkpointing": "Activation checkpointing",
-    "tiling": "Layers in pieces, for long rows", "accumulation": "Gradient accumulation", "optimizers": "Optimizers",
-    "ddp": "Data parallelism", "zero": "DeepSpeed ZeRO", "offload": "DeepSpeed offload", "fsdp2": "PyTorch FSDP2",
-    "lora": "LoRA and QLoRA",
-}  # fmt: skip
 
 
 def recipe_lines(recipe: Mapping[str, Any]) -> str:
@@ -49,7 +43,7 @@ def excludes(technique: Technique) -> list[str]:
     for row in EXCLUSIONS:
         touching = [condition for condition in row.when if condition.field in own]
         if touching and all(condition.holds(_chosen(technique)) for condition in touching):
-            others = [str(condition) for condition in row.when if condition.field not in own]
+            others = [condition_text(condition) for condition in row.when if condition.field not in own]
             if others:
                 found.append(f"with {' and '.join(others)}: {row.reason}. Instead: {row.instead}.")
     return found
@@ -80,8 +74,8 @@ def measured() -> dict[str, str]:
             made = f"tigon at {', '.join(commits)}, {', '.join(dates)}"
             beside = f" ({record['baseline']}: {base['last_loss']:.3f})" if base and base is not row else ""
             found[name] = (
-                f"{row['peak_allocated_bytes'] / 2**30:.2f} GiB a GPU, {row['tokens_per_s']:,.0f} tokens/s, a loss of "
-                f"{row['last_loss']:.3f} after {record['steps']} steps{beside}: `{record['command']}` on "
+                f"{row['peak_allocated_bytes'] / 2**30:.2f} GiB per GPU, {row['tokens_per_s']:,.0f} tokens/s, a loss "
+                f"of {row['last_loss']:.3f} after {record['steps']} steps{beside}: `{record['command']}` on "
                 f"{f'{gpus} x ' if gpus > 1 else ''}{where['device']}, {made}; versions and predictions in "
                 "[the study](../study.md)"
             )
@@ -108,12 +102,12 @@ def section(technique: Technique) -> str:
 
 def optimizer_table() -> str:
     lines = [
-        "| `train.optimizer` | what it is | bytes of state a parameter | result | needs |",
+        "| `train.optimizer` | what it is | bytes of state per parameter | result | needs |",
         "|---|---|---|---|---|",
     ]
     for row in OPTIMIZERS.values():
         needs = ", ".join(filter(None, (row.package, "a GPU" if row.devices == ("cuda",) else ""))) or "-"
-        lines.append(f"| `{row.name}` | {row.help} | {bytes_a_parameter(row):.3g} | {row.precision} | {needs} |")
+        lines.append(f"| `{row.name}` | {row.help} | {bytes_per_parameter(row):.3g} | {row.precision} | {needs} |")
     notes = [f"- `{name}`: {measured()[name]}." for name in OPTIMIZERS if name in measured()]
     note = "Bytes are the state of a 4096 x 4096 fp32 matrix, GaLore's at rank 128; `state_tensors` of a row is exact."
     return "\n".join([*lines, "", note, *(["", "Measured:", "", *notes] if notes else [])])
@@ -137,10 +131,16 @@ def with_generated(page: str, text: str) -> str:
 
 
 def pages() -> list[str]:
-    return ["README", *TITLES]
+    return ["README", *PAGES]
+
+
+def written(page: str, folder: Path = FOLDER) -> str:
+    """A page with its generated part renewed; a new page has only its title and that part."""
+    path = folder / f"{page}.md"
+    text = path.read_text(encoding="utf-8") if path.exists() else f"# {PAGES[page]}\n\n{BEGIN}\n{END}\n"
+    return with_generated(page, text)
 
 
 if __name__ == "__main__":
     for page in pages():
-        path = FOLDER / f"{page}.md"
-        path.write_text(with_generated(page, path.read_text(encoding="utf-8")), encoding="utf-8")
+        (FOLDER / f"{page}.md").write_text(written(page), encoding="utf-8")

@@ -172,7 +172,7 @@ def test_model_of_the_old_format_keeps_its_own_checkpointing():
     old = Old(transformers.LlamaConfig())
     TECHNIQUES["checkpointing-full"].model(old, Choices(checkpointing="full"), Facts())
     assert old.gradient_checkpointing
-    with pytest.raises(RecipeError, match="offload finds no layer of Old"):
+    with pytest.raises(RecipeError, match="offload cannot replace the checkpointing function of any layer of Old"):
         TECHNIQUES["checkpointing-offload"].model(
             Old(transformers.LlamaConfig()), Choices(checkpointing="offload"), Facts()
         )

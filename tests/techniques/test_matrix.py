@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import technique_pages
 
 from tigon.errors import RecipeError
-from tigon.techniques import TECHNIQUES
-from tigon.techniques.choices import RECIPE_KEYS, Choices, every_n_layers
-from tigon.techniques.condition import Condition
-from tigon.techniques.matrix import EXCLUSIONS, Exclusion, check, exclusion_table, refusals
+from tigon.techniques import EXCLUSIONS, PAGES, TECHNIQUES
+from tigon.techniques.checkpointing import every_n_layers
+from tigon.techniques.choices import Choices
+from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.matrix import check, exclusion_table, refusals
 from tigon.techniques.optimizers import OPTIMIZERS
 
 # values that a negative condition holds for
@@ -61,10 +62,6 @@ def test_missing_package_is_named_with_its_install_command(monkeypatch: pytest.M
         check(Choices(optimizer="adamw-8bit"), device="cuda")
 
 
-def test_every_field_of_choices_has_a_recipe_key():
-    assert set(RECIPE_KEYS) == {field.name for field in fields(Choices)}
-
-
 def test_every_n_is_read_only_from_its_own_word():
     assert [every_n_layers(word) for word in ("every-3", "full", "none")] == [3, None, None]
 
@@ -78,7 +75,7 @@ def test_pages_of_techniques_are_current(page):
 
 
 def test_every_technique_has_a_page():
-    assert {technique.page for technique in TECHNIQUES.values()} == set(technique_pages.TITLES)
+    assert {technique.page for technique in TECHNIQUES.values()} == set(PAGES)
     assert exclusion_table() in technique_pages.generated("README")
 
 

@@ -26,7 +26,8 @@ from tigon.models import DeferredLogits
 from tigon.models.loading.presets import PRESETS
 from tigon.recipe.keys import LoraConfig, ModelConfig, Recipe, TrainConfig
 from tigon.recipe.recipe_file import load
-from tigon.techniques.choices import KERNELS, Choices
+from tigon.techniques import SETTINGS
+from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.technique import Facts
 from tigon.trainer import engine
@@ -517,7 +518,7 @@ def test_fsdp2_with_adapters_or_autocast_trains_as_a_plain_run(recipe, tigon, he
 def test_choices_and_model_have_the_same_names_for_kernels():
     from tigon.trainer.model import KERNELS as appliers
 
-    assert set(appliers) == set(KERNELS)
+    assert set(appliers) == set(SETTINGS["kernels"].words)
 
 
 TECHNIQUE_RECIPES = sorted((ROOT / "recipes" / "techniques").glob("*.yaml"))

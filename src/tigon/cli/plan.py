@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
-import re
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,15 +20,8 @@ from tigon.planner.gpus import find_gpu
 from tigon.planner.request import Request
 from tigon.planner.search.recommend import Plan, plan
 from tigon.planner.search.space import Asked
-from tigon.techniques.choices import (
-    CHECKPOINTING_PATTERN,
-    CHECKPOINTINGS,
-    KERNELS,
-    LIMITS,
-    OFFLOADS,
-    PRECISIONS,
-    Choices,
-)
+from tigon.techniques import SEARCHED, SETTINGS
+from tigon.techniques.choices import LIMITS, Choices
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.quiet import quiet_packages
 
@@ -39,33 +32,35 @@ EVALUATED = True
 MOST = 1 << 20
 """Limit for batch sizes and counts of micro-batches. Beyond it tensor sizes overflow 64 bits."""
 METHODS, POLICIES = ("trace", "study"), ("search", "study")
-ATTENTIONS = ("sdpa", "eager")
-_WORDS: Mapping[str, tuple[str, ...]] = {
-    "precision": PRECISIONS, "optimizer": tuple(OPTIMIZERS), "kernels": KERNELS, "attention": ATTENTIONS,
-    "offload": OFFLOADS, "method": METHODS, "policy": POLICIES,
-}  # fmt: skip
-# The planner changes these only on request: other kernels and attention are slower, and adapters train fewer weights.
-_NEVER_FREE = frozenset({"kernels", "attention", "lora_rank", "lora_targets", "quantized", "gpus", "galore_rank",
-                         "reshard"})  # fmt: skip
 
 
+def _with_technique_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """Replaces `**given` in the signature, which typer reads, by the flags that the techniques declare."""
+    signature = inspect.signature(function, eval_str=True)
+    flags = []
+    for setting in SETTINGS.values():
+        flag = setting.flag
+        if flag is not None:
+            option = typer.Option(f"--{flag.name}", help=flag.help, metavar=flag.metavar)
+            is_switch = setting.hint is bool
+            flags.append(
+                inspect.Parameter(
+                    setting.field, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False if is_switch else None,
+                    annotation=Annotated[bool if is_switch else setting.hint | None, option],
+                )
+            )  # fmt: skip
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    place = 1 + [p.name for p in own].index("seq")
+    setattr(function, "__signature__", signature.replace(parameters=[*own[:place], *flags, *own[place:]]))  # noqa: B010
+    return function
+
+
+@_with_technique_flags
 def command(
     model: Annotated[str, typer.Argument(help="A preset, a checkpoint folder, a config.json or a hub id.")],
     gpu: Annotated[str, typer.Option(help="A GPU's name (h200, rtx-4090) or its memory (24GiB).")],
     batch: Annotated[int | None, typer.Option(help="Sequences per micro-batch on each GPU.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="Number of GPUs.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32, amp-bf16, amp-fp16 or bf16.")] = None,
-    optimizer: Annotated[str | None, typer.Option(metavar="NAME", help="docs/techniques/optimizers.md")] = None,
-    checkpointing: Annotated[str | None, typer.Option(help="none, full, every-N, selective or offload.")] = None,
-    kernels: Annotated[str | None, typer.Option(help="none, no-flce, tigon or liger.")] = None,
-    attention: Annotated[str | None, typer.Option(help="sdpa or eager.")] = None,
-    zero: Annotated[int | None, typer.Option(help="DeepSpeed ZeRO stage: 0, 1, 2 or 3.")] = None,
-    fsdp: Annotated[bool, typer.Option("--fsdp", help="PyTorch FSDP2.")] = False,
-    offload: Annotated[str | None, typer.Option(help="none, cpu or nvme.")] = None,
-    lora: Annotated[int | None, typer.Option(metavar="R", help="Train LoRA adapters of rank R.")] = None,
-    qlora: Annotated[bool, typer.Option("--qlora", help="With --lora: keep the base weights in 4 bits.")] = False,
-    accumulate: Annotated[int | None, typer.Option(metavar="N", help="Micro-batches per step.")] = None,
     effective_batch: Annotated[
         int | None, typer.Option("--effective-batch", help="Sequences per step over all GPUs.")
     ] = None,
@@ -78,13 +73,12 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the terms of each number.")] = False,
+    **given: Any,
 ) -> None:
     """Predict a run's memory and time without a GPU, and recommend options that make it fit."""
     run(
-        model, gpu=gpu, batch=batch, seq=seq, gpus=gpus, precision=precision, optimizer=optimizer,
-        checkpointing=checkpointing, kernels=kernels, attention=attention, zero=zero, fsdp=fsdp, offload=offload,
-        lora_rank=lora, quantized=qlora, accumulate=accumulate, effective_batch=effective_batch, medusa=medusa,
-        stage=stage, method=method, policy=policy, as_json=as_json, plot=plot, explain=explain,
+        model, gpu=gpu, batch=batch, seq=seq, effective_batch=effective_batch, medusa=medusa, stage=stage,
+        method=method, policy=policy, as_json=as_json, plot=plot, explain=explain, **given,
     )  # fmt: skip
 
 
@@ -99,8 +93,9 @@ def run(
     """
     _quiet(model)
     given = {name: value for name, value in given.items() if value is not None and value is not False}
-    _check_words({**given, "method": method, "policy": policy})
-    _check_numbers({"batch": batch, "seq": seq, "effective-batch": effective_batch, **given})
+    _check_words({"method": method, "policy": policy})
+    _check_sizes({"batch": batch, "seq": seq, "effective-batch": effective_batch})
+    _check_settings(given)
     if plot is not None and plot.exists() and not plot.is_dir():
         raise UsageError(f"--plot {plot} is a file; give a folder.")
     if stage is not None and medusa is None:
@@ -112,11 +107,11 @@ def run(
     choices = replace(Choices(), **given)
     if effective_batch is not None:
         batch = _micro_batch(effective_batch, batch, choices.gpus, given.get("accumulate"))
-    free = {f.name for f in fields(Choices)} - set(given) - _NEVER_FREE
+    free = SEARCHED - set(given)
     if policy == "study" and "kernels" not in given:
-        free.add("kernels")
+        free |= {"kernels"}
     request = _request(model, choices, batch, seq, None if medusa is None else (medusa, stage or 1))
-    asked = Asked(request=request, free=frozenset(free), gpu=find_gpu(gpu), effective_batch=effective_batch)
+    asked = Asked(request=request, free=free, gpu=find_gpu(gpu), effective_batch=effective_batch)
     _print(plan(asked, method="study" if method == "study" else "trace", by=policy), as_json, explain, plot)
 
 
@@ -127,7 +122,7 @@ def _request(
     config = load_config(model)
     return Request(
         model=model, config=config, batch=DEFAULT_BATCH if batch is None else batch,
-        seq=DEFAULT_SEQ if seq is None else seq, choices=choices, clipped=choices.optimizer != "galore-layerwise",
+        seq=DEFAULT_SEQ if seq is None else seq, choices=choices, clipped=not OPTIMIZERS[choices.optimizer].in_backward,
         heads=None if heads is None else planned(model, config, *heads), evaluated=EVALUATED,
     )  # fmt: skip
 
@@ -154,31 +149,34 @@ def _print(answer: Plan, as_json: bool, explain: bool, plot: Path | None) -> Non
             Console(highlight=False).print(f"charts   {', '.join(map(str, written))}", markup=False, soft_wrap=True)
 
 
-def _check_words(flags: Mapping[str, Any]) -> None:
-    for name, known in _WORDS.items():
-        if name in flags and flags[name] not in known:
-            raise UsageError(f"--{name} is {flags[name]!r}; choose one of {', '.join(known)}.")
-    if "checkpointing" in flags and not re.fullmatch(CHECKPOINTING_PATTERN, flags["checkpointing"]):
-        raise UsageError(
-            f"--checkpointing is {flags['checkpointing']!r}; choose one of {', '.join(CHECKPOINTINGS)}, with N from 1 "
-            "to 9999."
-        )
-    if "zero" in flags and flags["zero"] not in (0, 1, 2, 3):
-        raise UsageError(f"--zero is {flags['zero']}; DeepSpeed's stages are 0, 1, 2 and 3.")
-    if flags.get("quantized") and "lora_rank" not in flags:
-        raise UsageError("--qlora keeps the model's weights in 4 bits, which cannot be trained; add --lora 16.")
+def _check_words(words: Mapping[str, str]) -> None:
+    for name, known in (("method", METHODS), ("policy", POLICIES)):
+        if words[name] not in known:
+            raise UsageError(f"--{name} is {words[name]!r}; choose one of {', '.join(known)}.")
 
 
-def _check_numbers(said: Mapping[str, Any]) -> None:
-    flags = {"lora_rank": "lora"}
-    for name in ("batch", "seq", "effective-batch", "gpus", "accumulate", "lora_rank"):
-        value = said.get(name)
-        least, most = LIMITS.get(name, (1, None))
+def _check_sizes(sizes: Mapping[str, int | None]) -> None:
+    for name, value in sizes.items():
+        least, _ = LIMITS.get(name, (1, None))
         if value is not None and value < least:
-            raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at least {least}.")
-        most = most or (None if name == "seq" else MOST)  # the model limits --seq
-        if value is not None and most is not None and value > most:
-            raise UsageError(f"--{flags.get(name, name)} is {value}; it must be at most {most}.")
+            raise UsageError(f"--{name} is {value}; it must be at least {least}.")
+        if value is not None and value > MOST and name != "seq":  # that one has the model's limit
+            raise UsageError(f"--{name} is {value}; it must be at most {MOST}.")
+
+
+def _check_settings(given: Mapping[str, Any]) -> None:
+    """The same check as everywhere, by the names of the flags."""
+    for name, value in given.items():
+        setting, flag = SETTINGS[name], SETTINGS[name].flag
+        assert flag is not None
+        problem = (replace(setting, words=flag.words) if flag.words else setting).problem(value)
+        if problem is None and isinstance(value, int) and value > MOST:
+            problem = f"it must be at most {MOST}"
+        if problem is not None:
+            raise UsageError(f"--{flag.name} is {value!r}; {problem}.")
+        other = SETTINGS[flag.requires].flag if flag.requires is not None and flag.requires not in given else None
+        if other is not None:
+            raise UsageError(f"--{flag.name} requires --{other.name} {other.metavar or ''}".rstrip() + ".")
 
 
 def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate: int | None) -> int | None:

@@ -33,6 +33,7 @@ from tigon.planner.simulate.non_allocator_memory import outside_bytes, room_byte
 from tigon.planner.simulate.statics import Statics, managed_bytes, state_tensors, statics, step_tensors, update_work
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import Trace, trace, weight_itemsize
+from tigon.techniques import SETTINGS
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.sharding import fit_whole, weights_are_sharded
 
@@ -113,10 +114,7 @@ def _estimate(request: Request, gpu: Gpu, evaluation: bool) -> Estimate:
 
 # --- traces, cached because a search needs each one several times -----------------------------------------------------
 
-_TRACE_FIELDS = (
-    "precision", "checkpointing", "mlp_tile_tokens", "kernels", "attention", "attention_groups", "lora_rank",
-    "lora_targets", "quantized",
-)  # fmt: skip
+_TRACE_FIELDS = tuple(name for name, setting in SETTINGS.items() if setting.traced)
 
 
 class _Key:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,16 +11,7 @@ from typing import Any, Protocol
 from tigon.errors import UsageError
 from tigon.models.loading.config import build_on_meta
 from tigon.techniques import matrix
-from tigon.techniques.choices import (
-    ATTENTIONS,
-    CHECKPOINTING_PATTERN,
-    CHECKPOINTINGS,
-    KERNELS,
-    OFFLOADS,
-    PRECISIONS,
-    Choices,
-)
-from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.choices import Choices
 
 
 class Heads(Protocol):
@@ -85,32 +75,12 @@ def refusals(request: Request, choices: Choices) -> tuple[str, ...]:
 
 
 def check(request: Request) -> None:
-    """Raise UsageError for a request without meaning. What does not go together is `techniques.matrix`'s to say."""
-    choices = request.choices
-    for name, value, least in (
-        ("batch", request.batch, 1), ("seq", request.seq, 1), ("gpus", choices.gpus, 1),
-        ("accumulate", choices.accumulate, 1),
-        ("lora_rank", 1 if choices.lora_rank is None else choices.lora_rank, 1),
-    ):  # fmt: skip
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UsageError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
-    words: dict[str, Iterable[str]] = {
-        "optimizer": OPTIMIZERS, "precision": PRECISIONS, "kernels": KERNELS, "attention": ATTENTIONS,
-        "offload": OFFLOADS,
-    }  # fmt: skip
-    for name, known in words.items():
-        value = getattr(choices, name)
-        if value not in known:
-            raise UsageError(f"{name} is {value!r}; choose one of {', '.join(known)}.")
-    if not re.fullmatch(CHECKPOINTING_PATTERN, choices.checkpointing):
-        raise UsageError(
-            f"checkpointing is {choices.checkpointing!r}; choose one of {', '.join(CHECKPOINTINGS)}, with a whole N of "
-            "at least 1."
-        )
-    if choices.zero not in (0, 1, 2, 3):
-        raise UsageError(f"zero is {choices.zero!r}; DeepSpeed's stages are 0, 1, 2 and 3.")
-    if choices.quantized and choices.lora_rank is None:
-        raise UsageError("quantized weights are frozen, so nothing would be trained; give lora_rank too.")
+    """Raise UsageError for a request that cannot be estimated. Choices that only exclude each other can be."""
+    for name, value in (("batch", request.batch), ("seq", request.seq)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+    for reason in (*matrix.wrong_values(request.choices), *matrix.untraceable(request.choices)):
+        raise UsageError(f"{reason}.")
     text = text_config(request.config)
     if text.num_hidden_layers < 1:
         depth = text.num_hidden_layers

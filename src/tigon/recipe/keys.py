@@ -1,7 +1,8 @@
 """The recipe of a run: frozen dataclasses, one field per key.
 
 A key is declared once, with its help, limits and choices; the loader (recipe_file.py), the error messages and the table
-in docs/train.md are generated from that declaration.
+in docs/train.md are generated from that declaration. The keys of techniques are declared in tigon.techniques. A section
+names such a key only if code reads it by name; the others are added at its end.
 """
 
 from __future__ import annotations
@@ -11,25 +12,16 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from tigon.errors import RecipeError
-from tigon.techniques.choices import (
-    ATTENTIONS,
-    CHECKPOINTING_PATTERN,
-    CHECKPOINTINGS,
-    KERNELS,
-    LIMITS,
-    LORA_TARGETS,
-    OFFLOADS,
-    PRECISIONS,
-    Choices,
-)  # fmt: skip
+from tigon.techniques import SETTINGS
+from tigon.techniques.choices import LIMITS, Choices
 from tigon.techniques.matrix import refusals
-from tigon.techniques.optimizers import OPTIMIZERS
 
+T = TypeVar("T")
 NAME_CHARACTERS = 80
 # Folder names that Windows reserves, with any extension.
 RESERVED_NAMES = r"(?i:con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?"
@@ -57,7 +49,34 @@ def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | 
     return field(default=default, metadata=metadata)
 
 
+def technique_key(name: str) -> Any:
+    """The key of a field of Choices, as its technique declares it."""
+    setting = SETTINGS[name]
+    default, words, maximum = setting.default, setting.words, setting.maximum
+    if setting.recipe_word is not None:
+        default, words = setting.recipe_word, (setting.recipe_word, *words)
+    if setting.minimum is not None and maximum is None:
+        maximum = MAX_COUNT
+    return key(default, setting.help, choices=words, pattern=setting.pattern, renamed=setting.renamed,
+               minimum=setting.minimum, maximum=maximum)  # fmt: skip
+
+
+def with_technique_keys(section: str) -> Callable[[type[T]], type[T]]:
+    """Class decorator, to be applied before `dataclass`: adds the keys of techniques that the section does not name."""
+
+    def extend(cls: type[T]) -> type[T]:
+        for setting in SETTINGS.values():
+            where, _, name = setting.key.partition(".")
+            if where == section and name not in cls.__annotations__:
+                cls.__annotations__[name] = setting.hint
+                setattr(cls, name, technique_key(setting.field))
+        return cls
+
+    return extend
+
+
 @dataclass(frozen=True)
+@with_technique_keys("model")
 class ModelConfig:
     """The model to train."""
 
@@ -65,20 +84,13 @@ class ModelConfig:
     config: Mapping[str, Any] | None = key(
         None, "Changes to a preset's shape, by the keys of its transformers config, e.g. `{num_hidden_layers: 2}`."
     )
-    kernels: str = key(
-        "tigon", "`tigon`: patch every op; `no-flce`: patch all ops except the linear cross entropy; `none`: do not "
-        "patch; `liger`: use Liger Kernel instead, for comparison.",
-        choices=KERNELS, renamed={"no-linear-ce": "no-flce"},
-    )  # fmt: skip
+    kernels: str = technique_key("kernels")
     self_test: str = key(
         "fallback", "On a GPU, test every op on small inputs first. If an op gives wrong results: `fallback`: warn and "
         "use the model's own code for that op; `strict`: stop. `off`: do not test.",
         choices=("fallback", "strict", "off"),
     )  # fmt: skip
-    attention: str = key(
-        "sdpa", "Attention implementation. The flash implementations need their package and a GPU.",
-        choices=ATTENTIONS,
-    )  # fmt: skip
+    attention: str = technique_key("attention")
     revision: str | None = key(None, "Commit, tag or branch of a hub model.")
     trust_remote_code: bool = key(False, "Run Python code that comes with a checkpoint. Only for authors you trust.")
 
@@ -124,39 +136,27 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+@with_technique_keys("train")
 class TrainConfig:
     """The training loop: batch, optimizer, precision and memory techniques."""
 
     steps: int | None = key(None, "Optimizer steps; give this or `epochs`.", minimum=1, maximum=MAX_COUNT)
     epochs: float | None = key(None, "Passes over the rows; give this or `steps`.", above=0, maximum=1_000_000)
     batch_size: int = key(8, "Rows per micro-batch, in each process.", limits="batch")
-    gradient_accumulation: int = key(1, "Micro-batches per optimizer step.", limits="accumulate")
+    gradient_accumulation: int = technique_key("accumulate")
     learning_rate: float = key(3e-4, "Peak learning rate.", above=0)
     schedule: str = key("cosine", "Learning rate schedule after the warm-up.", choices=("cosine", "linear", "constant"))
     warmup_steps: int = key(0, "Steps of linear warm-up.", minimum=0, maximum=MAX_COUNT)
     weight_decay: float = key(0.1, "Decoupled weight decay.", minimum=0)
     adam_beta1: float = key(0.9, "AdamW's decay of the first moment.", minimum=0, maximum=0.9999)
     adam_beta2: float = key(0.95, "AdamW's decay of the second moment.", minimum=0, maximum=0.99999)
-    optimizer: str = key("adamw", "Optimizer; docs/techniques/optimizers.md compares them.", choices=tuple(OPTIMIZERS))
-    galore_rank: int = key(128, "Rank of the gradients' subspace, for the galore optimizers.", limits="galore_rank")
+    optimizer: str = technique_key("optimizer")
+    galore_rank: int = technique_key("galore_rank")
     galore_gap: int = key(200, "Steps between updates of that subspace.", minimum=1, maximum=MAX_COUNT)
     max_grad_norm: float = key(1.0, "Clip the gradient's norm to this; 0: no clipping.", minimum=0)
-    precision: str = key(
-        "auto", "`amp-bf16`, `amp-fp16`: autocast over fp32 weights; `bf16`: weights, gradients and optimizer in bf16 "
-        "too; `auto`: amp-bf16 on a GPU that supports bf16, otherwise fp32.",
-        choices=("auto", *PRECISIONS), renamed={"pure-bf16": "bf16", "fp16": "amp-fp16"},
-    )  # fmt: skip
+    precision: str = technique_key("precision")
     tf32: bool = key(False, "Let the GPU round the inputs of fp32 matmuls to 10 mantissa bits. Faster.")
-    checkpointing: str = key(
-        "none", "Activation checkpointing: `full`: recompute every layer in the backward pass; `every-N`: one layer in "
-        "N, e.g. `every-2`; `selective`: everything except the matmuls; `offload`: every layer, with its input kept on "
-        "the host.",
-        choices=CHECKPOINTINGS, pattern=CHECKPOINTING_PATTERN,
-    )  # fmt: skip
-    mlp_tile_tokens: int = key(0, "Tokens that a layer's MLP processes at a time, forward and backward; 0: all.",
-                               minimum=0, maximum=MAX_COUNT)  # fmt: skip
-    attention_groups: int = key(1, "Attention computes its heads in this many groups; must divide the key heads.",
-                                minimum=1, maximum=MAX_COUNT)  # fmt: skip
+    checkpointing: str = technique_key("checkpointing")
     seed: int = key(1, "Random seed for weights, row order and dropout.", minimum=0, maximum=2**32 - 1)
     device: str = key("auto", "`auto`: the GPU if there is one.", choices=("auto", "cpu", "cuda"))
     workers: int = key(0, "DataLoader worker processes; 0: load in the training process.", minimum=0, maximum=64)
@@ -176,36 +176,25 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+@with_technique_keys("lora")
 class LoraConfig:
     """LoRA: train small adapters beside the frozen weights of the model, and merge them into these at the end."""
 
-    rank: int | None = key(None, "Rank of the adapters; none: full fine-tuning.", limits="lora_rank")
+    rank: int | None = technique_key("lora_rank")
     alpha: float | None = key(None, "The adapters' output is scaled by alpha / rank; none: 2 x rank.", above=0)
-    targets: tuple[str, ...] = key(
-        ("linear",), "Modules with adapters: `linear` (the linear modules of the layers), `head` (`lm_head`), "
-        "`embeddings`.",
-        choices=LORA_TARGETS,
-    )  # fmt: skip
-    quantize: bool = key(False, "QLoRA: keep the frozen weights in 4 bits (NF4, with double quantisation).")
+    targets: tuple[str, ...] = technique_key("lora_targets")
+    quantize: bool = technique_key("quantized")
 
 
 @dataclass(frozen=True)
+@with_technique_keys("sharding")
 class ShardingConfig:
     """Training on several GPUs, and where weights and optimizer states are stored."""
 
-    gpus: int = key(1, "Processes, one per GPU; also `--gpus`. Without a GPU they run on the CPU.", limits="gpus")
-    zero: int = key(
-        0, "DeepSpeed ZeRO stage: 1 partitions the optimizer states over the GPUs, 2 also the gradients, 3 also the "
-        "weights.",
-        minimum=0, maximum=3,
-    )  # fmt: skip
-    fsdp: bool = key(False, "PyTorch FSDP2: shard weights, gradients and optimizer states over the GPUs.")
-    reshard: bool = key(True, "FSDP2: free a layer's gathered weights after its forward pass.")
-    offload: str = key(
-        "none", "Offload partitioned states: `cpu`: optimizer states to host memory, and with `zero: 3` or `fsdp` the "
-        "weights too; `nvme`: both to files, requires `zero: 3`.",
-        choices=OFFLOADS,
-    )  # fmt: skip
+    gpus: int = technique_key("gpus")
+    zero: int = technique_key("zero")
+    fsdp: bool = technique_key("fsdp")
+    offload: str = technique_key("offload")
     nvme_folder: str | None = key(None, "Folder for those files, on a fast local disk.")
 
 
@@ -264,7 +253,7 @@ class ComparisonConfig:
     batch_size: int | None = key(None, "Rows per micro-batch; none: `train.batch_size`.", minimum=1, maximum=MAX_COUNT)
     kernels: tuple[str, ...] = key(
         ("none", "no-flce", "tigon"), "Kernel choices to compare; the values of `model.kernels`.",
-        choices=KERNELS, renamed={"no-linear-ce": "no-flce"},
+        choices=SETTINGS["kernels"].words, renamed=SETTINGS["kernels"].renamed,
     )  # fmt: skip
 
 
@@ -310,16 +299,13 @@ class Recipe:
 
     def choices(self, *, precision: str | None = None) -> Choices:
         """The techniques as the planner's `Choices`. precision: what `auto` resolves to on this machine."""
-        train, lora, sharding = self.train, self.lora, self.sharding
-        said = AUTO_PRECISION if train.precision == "auto" else train.precision
-        return Choices(
-            precision=precision or said, optimizer=train.optimizer, galore_rank=train.galore_rank,
-            checkpointing=train.checkpointing, mlp_tile_tokens=train.mlp_tile_tokens, kernels=self.model.kernels,
-            attention=self.model.attention, attention_groups=train.attention_groups, lora_rank=lora.rank,
-            lora_targets=lora.targets, quantized=lora.quantize, gpus=sharding.gpus,
-            zero=sharding.zero, fsdp=sharding.fsdp, reshard=sharding.reshard, offload=sharding.offload,
-            accumulate=train.gradient_accumulation,
-        )  # fmt: skip
+        values = {}
+        for name, setting in SETTINGS.items():
+            section, _, key_name = setting.key.partition(".")
+            values[name] = getattr(getattr(self, section), key_name)
+        if precision is not None or values["precision"] == "auto":
+            values["precision"] = precision or AUTO_PRECISION
+        return Choices(**values)
 
 
 SECTIONS: dict[str, type[Any]] = {
@@ -365,7 +351,7 @@ def folder_name_problem(name: str, most: int) -> str | None:
 
 
 # Excluded pairs in which at least one key is not a technique; `refusals` covers pairs of techniques.
-_WRONG_PAIRS: tuple[tuple[typing.Callable[[Recipe], bool], str], ...] = (
+_WRONG_PAIRS: tuple[tuple[Callable[[Recipe], bool], str], ...] = (
     (
         lambda r: r.train.optimizer == "galore-layerwise" and r.train.max_grad_norm > 0,
         "train.optimizer: galore-layerwise frees each gradient before the total norm is known, so it cannot clip; set "
@@ -435,7 +421,7 @@ class Switch:
 
     keys: tuple[str, ...]
     key: str
-    on: typing.Callable[[Recipe], bool]
+    on: Callable[[Recipe], bool]
     instead: str
     """The setting that makes the keys take effect."""
 
@@ -457,7 +443,7 @@ SWITCHES = (
 )  # fmt: skip
 
 
-def check_effects(recipe: Recipe, said: typing.Collection[str], where: typing.Callable[[str], str]) -> None:
+def check_effects(recipe: Recipe, said: typing.Collection[str], where: Callable[[str], str]) -> None:
     """Refuse keys in `said` (the keys that the user gave) that would do nothing.
 
     If the switch is given too, the keys are accepted, so that one key can turn a technique off. Raises RecipeError.

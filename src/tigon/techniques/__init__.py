@@ -1,37 +1,64 @@
-"""Whole-run techniques: what a training run does, beyond its model and its rows, to fit and to be fast.
+"""Whole-run techniques: what a training run does, beyond its model and its data, to fit and to be fast.
 
-choices.py        one value a technique: what a recipe chooses, and what the planner searches over
-technique.py      what a technique is: the record, and what it may ask about a run
-condition.py      conditions on choices, as data
-matrix.py         the choices that exclude each other, with reason, alternative and source
-optimizers.py     the optimizers: bytes of state and of the step, package, precision
-galore.py         GaLore, the one optimizer of our own
-tiling.py         MLPs that take a tile of tokens at a time
-head_groups.py    attention whose backward takes a group of heads at a time
-precision.py, checkpointing.py, accumulation.py, sharding.py, lora.py    the records
-host_offload.py   what autograd saves, in host memory beside the computation
+choices.py        the values that a run chooses, one typed field per setting
+setting.py        the record of a setting: recipe key, flag, allowed values, what the planner does with it
+technique.py      the record of a technique: memory, time, result, hooks; and `Declaration`, what one file declares
+condition.py      conditions on choices, and exclusions, as data
+matrix.py         checks of choices: allowed values, exclusions, packages
+galore.py         the GaLore optimizer
+host_offload.py   moves the tensors that autograd saves to host memory
+recompute.py      recomputes a function in the backward pass
 
-`TECHNIQUES` is the registry: the trainer, the documents and the tests go through it.
+Every other file declares techniques. To add one, write a file with a `DECLARATION`, which is found by itself, and give
+each new setting its line in `Choices`. Recipe keys, the flags of `tigon plan`, the search, the checks and the pages
+follow from the declaration.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import pkgutil
 from collections.abc import Mapping
 
-from tigon.techniques import (
-    accumulation,
-    checkpointing,
-    head_groups,
-    lora,
-    optimizers,
-    precision,
-    sharding,
-    tiling,
-)
-from tigon.techniques.technique import Technique
+from tigon.techniques.choices import Choices
+from tigon.techniques.condition import Exclusion
+from tigon.techniques.setting import Setting
+from tigon.techniques.technique import Declaration, Technique
 
+_READS_THE_REGISTRY = "matrix"  # imported after it
+
+
+def _declarations() -> list[Declaration]:
+    """The declarations of this folder's files, in the order of the fields of Choices."""
+    places = {f.name: place for place, f in enumerate(dataclasses.fields(Choices))}
+
+    def first_field(declaration: Declaration) -> int:
+        names = [setting.field for setting in declaration.settings]
+        names = names or [technique.chosen[0].field for technique in declaration.techniques]
+        for name in names:
+            if name not in places:
+                raise TypeError(f"{name} is declared, but Choices lacks it; add it to techniques/choices.py")
+        return min(places[name] for name in names)
+
+    modules = [
+        importlib.import_module(f"{__name__}.{info.name}")
+        for info in pkgutil.iter_modules(__path__)
+        if info.name != _READS_THE_REGISTRY
+    ]
+    return sorted((m.DECLARATION for m in modules if hasattr(m, "DECLARATION")), key=first_field)
+
+
+_DECLARATIONS = _declarations()
+_BY_FIELD = {setting.field: setting for declaration in _DECLARATIONS for setting in declaration.settings}
+
+SETTINGS: Mapping[str, Setting] = {f.name: _BY_FIELD[f.name] for f in dataclasses.fields(Choices)}
+"""Field of Choices -> its setting, in the order of the fields."""
 TECHNIQUES: Mapping[str, Technique] = {
-    technique.name: technique
-    for room in (precision, checkpointing, tiling, head_groups, accumulation, optimizers, sharding, lora)
-    for technique in room.TECHNIQUES
+    technique.name: technique for declaration in _DECLARATIONS for technique in declaration.techniques
 }
+EXCLUSIONS: tuple[Exclusion, ...] = tuple(row for declaration in _DECLARATIONS for row in declaration.exclusions)
+PAGES: Mapping[str, str] = {page: title for declaration in _DECLARATIONS for page, title in declaration.pages.items()}
+"""Pages of docs/techniques -> their titles."""
+SEARCHED = frozenset(name for name, setting in SETTINGS.items() if setting.search is not None)
+"""The settings that the planner may change if they were left free."""

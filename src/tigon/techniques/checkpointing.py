@@ -1,21 +1,23 @@
-"""Activation checkpointing: what of a layer is kept for the backward pass, and where (arXiv 1604.06174).
+"""Activation checkpointing: which tensors of a layer are kept for the backward pass, and where (arXiv 1604.06174).
 
-All of it goes through the checkpointing of transformers' layers; this file only chooses the function that they call.
+Every kind uses the checkpointing of transformers' layers. This file only chooses the function that they call.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
 from tigon.errors import RecipeError
-from tigon.techniques.choices import Choices, every_n_layers
+from tigon.techniques.choices import Choices
 from tigon.techniques.condition import Condition
 from tigon.techniques.recompute import recomputed
-from tigon.techniques.technique import Facts, Technique
+from tigon.techniques.setting import Flag, Setting
+from tigon.techniques.technique import Declaration, Facts, Technique
 
-# Products and attention: what costs time to compute again. Everything else in a layer is bound by memory.
+# Matmuls and attention, which take long to recompute. All other ops in a layer are memory-bound.
 KEPT_OPS = (
     "aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_efficient_attention",
@@ -24,14 +26,20 @@ KEPT_OPS = (
 
 
 def enable(model: Any, every: int = 1, **options: Any) -> None:
-    """transformers' own switch, which 5.23 calls activation_checkpointing_enable; options: of `checkpoint`.
+    """Switch transformers' checkpointing on. options: arguments for `torch.utils.checkpoint.checkpoint`.
 
-    Below 5.17 it has no `every_n_layers`.
+    transformers 5.23 renamed the method to activation_checkpointing_enable. Before 5.17 it lacks `every_n_layers`.
     """
     switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     known = inspect.signature(switch).parameters
     name = next(name for name in known if name.endswith("checkpointing_kwargs"))
     switch(**{name: {"use_reentrant": False, **options}}, **({"every_n_layers": every} if every > 1 else {}))
+
+
+def every_n_layers(checkpointing: str) -> int | None:
+    """Returns N of `every-N`, or None for the other kinds."""
+    match = re.fullmatch(r"every-(\d+)", checkpointing)
+    return int(match[1]) if match else None
 
 
 def _recompute(model: Any, choices: Choices, facts: Facts) -> Any:
@@ -46,7 +54,10 @@ def _selective(model: Any, choices: Choices, facts: Facts) -> Any:
 
 
 def selective_contexts() -> Any:
-    """(forward, recompute) contexts that keep the results of `KEPT_OPS`. A function, so that it can be pickled."""
+    """Returns the (forward, recompute) contexts that keep the results of `KEPT_OPS`.
+
+    A top-level function, because it has to be pickled.
+    """
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     kept = set(KEPT_OPS)
@@ -59,7 +70,10 @@ def selective_contexts() -> Any:
 
 
 def _offload(model: Any, choices: Choices, facts: Facts) -> Any:
-    """transformers has an `offload` of its own, which copies on the compute stream; this one copies beside it."""
+    """Recompute every layer and keep its input on the host.
+
+    transformers' own `offload` copies on the compute stream. This one copies on a second stream.
+    """
     from tigon.techniques.host_offload import HostOffload
 
     enable(model)
@@ -71,15 +85,17 @@ def _offload(model: Any, choices: Choices, facts: Facts) -> Any:
 
     if not replace_function(model, offloaded):
         raise RecipeError(
-            f"train.checkpointing: offload finds no layer of {type(model).__name__} whose checkpointing can be "
-            "replaced; use full"
+            f"train.checkpointing: offload cannot replace the checkpointing function of any layer of "
+            f"{type(model).__name__}; use full"
         )
     return model
 
 
 def replace_function(model: Any, function: Callable[..., Any]) -> int:
-    """Let every layer that is checkpointed call `function(layer, *inputs)`; how many do. None of a model whose own code
-    keeps to transformers' old format, which calls PyTorch's `checkpoint`."""
+    """Let every checkpointed layer call `function(layer, *inputs)`, and return the number of these layers.
+
+    Returns 0 for a model whose own code uses transformers' old format, which calls PyTorch's `checkpoint`.
+    """
     n_replaced = 0
     for module in model.modules():
         for name in [name for name in vars(module) if name.endswith("checkpointing_func")]:
@@ -88,35 +104,61 @@ def replace_function(model: Any, function: Callable[..., Any]) -> int:
     return n_replaced
 
 
-_EACH_LAYER = "The layer's input is kept: tokens x hidden x bytes of the autocast dtype, a layer."
+_EACH_LAYER = "Each layer's input is kept: tokens x hidden x bytes of the autocast dtype."
 
-TECHNIQUES = (
-    Technique(
-        name="checkpointing-full", page="checkpointing",
-        saves=f"All activations of the layers but one. {_EACH_LAYER}",
-        costs="A second forward pass of the layers, beside one forward and a backward of twice its work.",
-        recipe={"train.checkpointing": "full"}, chosen=(Condition("checkpointing", "is", "full"),), model=_recompute,
-        source="torch.utils.checkpoint; arXiv 1604.06174",
+_CHECKPOINTING = Setting(
+    field="checkpointing", key="train.checkpointing",
+    help="Activation checkpointing: `full`: recompute every layer in the backward pass; `every-N`: one layer in N, "
+    "e.g. `every-2`; `selective`: everything except the matmuls; `offload`: every layer, with its input kept on the "
+    "host.",
+    words=("none", "full", "selective", "offload", "every-N"),
+    pattern=r"none|full|selective|offload|every-[1-9][0-9]{0,3}", words_note="with N of 1 to 9999",
+    flag=Flag(name="checkpointing", help="none, full, every-N, selective or offload."),
+    traced=True, search="recomputation", always_written=True,
+    candidates=lambda config: ("none", "selective", "every-2", "full", "offload"),
+    label=lambda choices: (
+        "no checkpointing" if choices.checkpointing == "none" else f"checkpointing {choices.checkpointing}"
     ),
-    Technique(
-        name="checkpointing-every-n", page="checkpointing",
-        saves="The activations of one layer in N.", costs="The second forward pass of those layers.",
-        recipe={"train.checkpointing": "every-2"}, chosen=(Condition("checkpointing", "starts with", "every-"),),
-        model=_recompute, source="transformers 5.17 modeling_utils.py: gradient_checkpointing_enable",
-    ),
-    Technique(
-        name="checkpointing-selective", page="checkpointing",
-        saves="Activations of norms, gated units and rotations; results of products and of attention are kept.",
-        costs="A second pass of the layers without their products.",
-        recipe={"train.checkpointing": "selective"}, chosen=(Condition("checkpointing", "is", "selective"),),
-        model=_selective, source="torch.utils.checkpoint.create_selective_checkpoint_contexts; arXiv 2205.05198",
-    ),
-    Technique(
-        name="checkpointing-offload", page="checkpointing",
-        saves="As `full`, and the layers' inputs wait in pinned host memory.",
-        costs="As `full`; the copies run beside the computation, so they cost time only when a layer is shorter than "
-        "its copy. Pinned host memory of layers x tokens x hidden.",
-        recipe={"train.checkpointing": "offload"}, chosen=(Condition("checkpointing", "is", "offload"),),
-        model=_offload, source="torch.autograd.graph.saved_tensors_hooks",
+)  # fmt: skip
+
+# Llama's steps took 1.07 (selective), 1.11 (every-2) and 1.21 (full) times as long as without checkpointing; the
+# least costs below stay under these. Selective kept 0.55 to 0.68 of Llama's activations; its share stays well under.
+DECLARATION = Declaration(
+    pages={"checkpointing": "Activation checkpointing"},
+    settings=(_CHECKPOINTING,),
+    techniques=(
+        Technique(
+            name="checkpointing-full", page="checkpointing",
+            saves=f"The activations of all layers except one. {_EACH_LAYER}",
+            costs="A second forward pass of the layers. A step without it is one forward pass and a backward pass of "
+            "twice that work.",
+            recipe={"train.checkpointing": "full"}, chosen=(Condition("checkpointing", "is", "full"),),
+            model=_recompute, least_cost=1.15, kept_share=0.0,
+            source="torch.utils.checkpoint; arXiv 1604.06174",
+        ),
+        Technique(
+            name="checkpointing-every-n", page="checkpointing",
+            saves="The activations of one layer in N.", costs="The second forward pass of those layers.",
+            recipe={"train.checkpointing": "every-2"}, chosen=(Condition("checkpointing", "starts with", "every-"),),
+            model=_recompute, least_cost=1.07, kept_share=0.5,  # of every-2, which the search tries
+            source="transformers 5.17 modeling_utils.py: gradient_checkpointing_enable",
+        ),
+        Technique(
+            name="checkpointing-selective", page="checkpointing",
+            saves="Activations of norms, gated units and rotations. Results of matmuls and attention are kept.",
+            costs="A second forward pass of the layers without their matmuls.",
+            recipe={"train.checkpointing": "selective"}, chosen=(Condition("checkpointing", "is", "selective"),),
+            model=_selective, least_cost=1.02, kept_share=0.35,
+            source="torch.utils.checkpoint.create_selective_checkpoint_contexts; arXiv 2205.05198",
+        ),
+        Technique(
+            name="checkpointing-offload", page="checkpointing",
+            saves="As `full`, and the layers' inputs wait in pinned host memory.",
+            costs="As `full`. The copies run beside the computation, so they cost time only if a layer is shorter than "
+            "its copy. Pinned host memory of layers x tokens x hidden.",
+            recipe={"train.checkpointing": "offload"}, chosen=(Condition("checkpointing", "is", "offload"),),
+            model=_offload, least_cost=1.15, kept_share=0.0,
+            source="torch.autograd.graph.saved_tensors_hooks",
+        ),
     ),
 )  # fmt: skip

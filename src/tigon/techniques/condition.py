@@ -1,4 +1,4 @@
-"""A condition on Choices, as data: the check and the documents read the same words."""
+"""Conditions on choices, and choices that exclude each other, as data: the checks and the documents read them alike."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.techniques.choices import RECIPE_KEYS, Choices
+from tigon.techniques.choices import Choices
 
 _TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
     "is": lambda value, wanted: bool(value == wanted),
@@ -20,7 +20,7 @@ _TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True)
 class Condition:
-    """`field` of Choices, compared with `wanted` by one of the words of `_TESTS`."""
+    """Compares a field of Choices with `wanted`. `test` is a key of `_TESTS`."""
 
     field: str
     test: str
@@ -29,13 +29,32 @@ class Condition:
     def holds(self, choices: Choices) -> bool:
         return _TESTS[self.test](getattr(choices, self.field), self.wanted)
 
-    def __str__(self) -> str:
+    def text(self, name: str) -> str:
+        """The condition as Markdown, with the field called `name`."""
         wanted = self.wanted if isinstance(self.wanted, tuple) else (self.wanted,)
-        return f"`{RECIPE_KEYS[self.field]}` {self.test} {', '.join(f'`{yaml_word(value)}`' for value in wanted)}"
+        return f"`{name}` {self.test} {', '.join(f'`{yaml_word(value)}`' for value in wanted)}"
+
+    def __str__(self) -> str:
+        return self.text(self.field)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion:
+    """Refuses choices for which every condition in `when` holds."""
+
+    when: tuple[Condition, ...]
+    reason: str
+    instead: str
+    source: str
+    untraceable: bool = False
+    """The planner cannot predict such a run either, because there would be nothing to train."""
+
+    def applies(self, choices: Choices) -> bool:
+        return all(condition.holds(choices) for condition in self.when)
 
 
 def yaml_word(value: Any) -> str:
-    """A value as a recipe writes it."""
+    """Formats a value as a recipe writes it."""
     if value is None:
         return "none"
     if isinstance(value, tuple):

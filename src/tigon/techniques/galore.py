@@ -1,11 +1,12 @@
 """GaLore: AdamW in a low-rank subspace of each linear layer's gradient (arXiv 2403.03507).
 
-For a weight W of m x n with m <= n and its gradient G, every `gap` steps P becomes an orthonormal basis of the r
-leading left singular vectors of G (equation 6); AdamW's moments live in R = P^T G, r x n, and W moves by alpha P N(R)
-(algorithm 2, alpha = 0.25). With m > n the other side is projected. Moments are kept when the subspace changes.
+Let W be an m x n weight with m <= n, and G its gradient. Every `gap` steps, P becomes an orthonormal basis of the r
+leading left singular vectors of G (equation 6). AdamW's moments have the shape of R = P^T G, r x n. W moves by
+alpha P N(R) (algorithm 2, alpha = 0.25). If m > n, the other side is projected. Moments stay when the subspace changes.
 
-Unlike galore-torch 1.0 the whole state is plain tensors and integers, so that checkpoints load with weights_only=True
-and a resumed run is the uninterrupted one; the range finder is random but seeded by the step, so it needs no state.
+Unlike galore-torch 1.0, the whole state is plain tensors and integers. Therefore checkpoints load with
+weights_only=True, and a resumed run equals the uninterrupted one. The range finder is random but seeded by the step, so
+it needs no state.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from torch import Tensor, nn
 from tigon.techniques.optimizers import GALORE_ELEMENTS, GALORE_OVERSAMPLING, Parameter, galore_projects
 
 SCALE = 0.25  # alpha of the paper's experiments (§5)
-POWER_ITERATIONS = 2  # arXiv 0909.4061 §4.5: more change the basis below rounding
+POWER_ITERATIONS = 2  # more would change the basis by less than rounding (arXiv 0909.4061 §4.5)
 
 
 class GaLoreAdamW(torch.optim.Optimizer):
-    """AdamW; parameters of groups with a `rank` are updated within a subspace of that rank.
+    """AdamW that updates the parameters of groups with a `rank` within a subspace of that rank.
 
-    layerwise: update each parameter as soon as the backward pass has its gradient, and free that gradient (§4.4);
-    step() then does nothing, and neither accumulation nor clipping is possible. A gradient that is not finite changes
-    nothing; each weight's is looked at by itself, which waits for the GPU.
+    layerwise: Update each parameter as soon as the backward pass has its gradient, and free that gradient (§4.4).
+        step() then does nothing, and neither accumulation nor clipping is possible. A gradient that is not finite
+        changes nothing. The check of each gradient waits for the GPU.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
                     parameter.register_post_accumulate_grad_hook(self._hook(index))
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
-        def update(parameter: Tensor) -> None:  # the group is looked up late: load_state_dict replaces it
+        def update(parameter: Tensor) -> None:  # looks the group up late, because load_state_dict replaces it
             gradient = parameter.grad
             if gradient is not None and not _is_finite(gradient):
                 self._n_refused += 1
@@ -56,9 +57,9 @@ class GaLoreAdamW(torch.optim.Optimizer):
         return update
 
     def take_refused(self) -> bool:
-        """Whether `layerwise` left out an update since the last call, because its gradient was not finite."""
-        found, self._n_refused = self._n_refused > 0, 0
-        return found
+        """Returns whether `layerwise` skipped an update since the last call because its gradient was not finite."""
+        refused, self._n_refused = self._n_refused > 0, 0
+        return refused
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -96,12 +97,12 @@ class GaLoreAdamW(torch.optim.Optimizer):
 
 
 def _is_finite(gradient: Tensor) -> bool:
-    """One reading: `isfinite` makes |x| and three masks, which beside all activations would be the peak of the step."""
+    """Reads the gradient once. `isfinite` makes |x| and three masks, which would become the peak of the step."""
     return not gradient.numel() or math.isfinite(torch.linalg.vector_norm(gradient, math.inf))
 
 
 def _turns(weight: Tensor) -> Iterator[Any]:
-    """Indices of some rows at a time: fp32 temporaries of a whole embedding would be the peak of the step."""
+    """Yields row indices in parts, because fp32 temporaries of a whole embedding would become the peak of the step."""
     if not weight.ndim:
         return iter((...,))
     rows = max(1, GALORE_ELEMENTS * len(weight) // max(weight.numel(), 1))
@@ -109,10 +110,10 @@ def _turns(weight: Tensor) -> Iterator[Any]:
 
 
 def _adam(gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, group: dict[str, Any]) -> Tensor:
-    """AdamW's update without its learning rate, fp32; the moments go on."""
+    """Advance the moments and return AdamW's update in fp32, without its learning rate."""
     beta1, beta2 = group["betas"]
     gradient = gradient.float()
-    # in fp32, and rounded to the states' dtype once: bf16 states would lose small updates in place
+    # Computed in fp32 and rounded once, because in-place updates of bf16 states would lose small changes.
     first = torch.lerp(exp_avg.float(), gradient, 1 - beta1)
     second = (exp_avg_sq.float() * beta2).addcmul_(gradient, gradient, value=1 - beta2)
     exp_avg.copy_(first)
@@ -127,59 +128,60 @@ def _move(weight: Tensor, update: Tensor, group: dict[str, Any]) -> None:
 
 
 def basis(gradient: Tensor, rank: int, *, seed: int) -> Tensor:
-    """Orthonormal basis of the leading singular directions of an (m, n) gradient on its shorter side, fp32.
+    """Returns an orthonormal basis of the leading singular directions of an (m, n) gradient on its shorter side, fp32.
 
-    (m, r) when m <= n, else (n, r). Randomised range finder with power iterations (arXiv 0909.4061, algorithm 4.4),
-    then an exact decomposition within the range found.
+    Its shape is (m, r) if m <= n, else (n, r). A randomised range finder with power iterations (arXiv 0909.4061,
+    algorithm 4.4) finds a range, and an exact decomposition within it gives the basis.
     """
     short = gradient.float() if gradient.shape[0] <= gradient.shape[1] else gradient.float().T
     width = min(rank + GALORE_OVERSAMPLING, short.shape[0])
     draw = torch.Generator(device=short.device).manual_seed(seed)
     probe = torch.randn(short.shape[1], width, device=short.device, generator=draw)
     with torch.autocast(short.device.type, enabled=False):
-        found = torch.linalg.qr(short @ probe).Q
+        span = torch.linalg.qr(short @ probe).Q
         for _ in range(POWER_ITERATIONS):
-            found = torch.linalg.qr(short @ torch.linalg.qr(short.T @ found).Q).Q
-        inner = found.T @ short
-        directions = torch.linalg.eigh(inner @ inner.T).eigenvectors  # of ascending eigenvalues
-        leading: Tensor = found @ directions[:, -rank:].flip(-1)
+            span = torch.linalg.qr(short @ torch.linalg.qr(short.T @ span).Q).Q
+        inner = span.T @ short
+        directions = torch.linalg.eigh(inner @ inner.T).eigenvectors  # eigenvalues ascend
+        leading: Tensor = span @ directions[:, -rank:].flip(-1)
         return leading
 
 
 def project(gradient: Tensor, projection: Tensor) -> Tensor:
-    """(m, n) -> (r, n) or, when m > n, (m, r)."""
+    """Projects (m, n) to (r, n) or, if m > n, to (m, r)."""
     projection = projection.to(gradient.dtype)
     return projection.T @ gradient if gradient.shape[0] <= gradient.shape[1] else gradient @ projection
 
 
 def back(update: Tensor, projection: Tensor, shape: Sequence[int], rows: Any) -> Tensor:
-    """(r, n) -> `rows` of (m, n), or (m, r) -> the same when m > n."""
+    """Returns `rows` of the (m, n) update from its projection: (r, n) or, if m > n, (m, r)."""
     projection = projection.to(update.dtype)
     return projection[rows] @ update if shape[0] <= shape[1] else update[rows] @ projection.T
 
 
 def projected_names(model: nn.Module, rank: int) -> set[str]:
-    """The weights that GaLore projects: those of linear modules other than the head, wider and higher than `rank`."""
+    """Returns the names of the weights that GaLore projects: of linear modules other than the head, with both sides
+    longer than `rank`."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    found = set()
+    names = set()
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
             shape = Parameter(tuple(module.weight.shape), module.weight.element_size(), projected=True)
             if galore_projects(shape, rank):
-                found.add(f"{path}.weight" if path else "weight")
-    return found
+                names.add(f"{path}.weight" if path else "weight")
+    return names
 
 
 def build(
     model: nn.Module, decayed: Iterable[str], *, lr: float, betas: tuple[float, float], weight_decay: float, rank: int,
     gap: int, layerwise: bool,
 ) -> GaLoreAdamW:  # fmt: skip
-    """The optimizer of a model; `decayed` are the names of the parameters that weight decay is for."""
+    """Returns the optimizer of a model. decayed: names of the parameters that get weight decay."""
     return GaLoreAdamW(groups(model, decayed, weight_decay, rank), lr=lr, betas=betas, gap=gap, layerwise=layerwise)
 
 
 def groups(model: nn.Module, decayed: Iterable[str], weight_decay: float, rank: int) -> list[dict[str, Any]]:
-    """Parameter groups: projected or not, decayed or not."""
+    """Returns the parameter groups: projected or not, decayed or not."""
     projected, decayed = projected_names(model, rank), set(decayed)
     sorted_out: dict[tuple[int, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():

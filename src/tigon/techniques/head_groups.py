@@ -1,12 +1,12 @@
-"""Attention whose backward pass takes one group of heads after another.
+"""Attention whose backward pass processes one group of heads after another.
 
-A fused kernel's memory is linear in the sequence, but its backward adds an fp32 copy of dQ and, where query heads share
-key heads, a dK and a dV for each query head: 8 GiB beside 2 GiB of Q for Llama-3.2-1B at 524,288 tokens. Heads do not
-meet, so groups of them may take turns, and the scratch is a group's.
+A fused kernel's memory grows linearly with the sequence. Its backward pass adds an fp32 copy of dQ and, if query heads
+share key heads, a dK and a dV for each query head. For Llama-3.2-1B at 524,288 tokens this is 8 GiB beside 2 GiB of Q.
+Heads are independent, so groups of heads can take turns, and only one group needs scratch memory at a time.
 
-The forward stays one call, because its output is one tensor; the backward calls PyTorch's own kernel on slices of what
-the forward saved, and writes slices of dQ, dK and dV. Where that kernel does not serve (a mask, fp32), the whole
-function is called group by group, whose outputs a copy puts together.
+The forward pass stays one call, because its output is one tensor. The backward pass calls PyTorch's kernel on slices
+of the saved tensors and writes slices of dQ, dK and dV. If that kernel cannot be used (a mask, fp32), the whole
+function is called for each group, and a copy joins the outputs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch.nn.attention import SDPBackend
 
 from tigon.errors import RecipeError
 from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition
-from tigon.techniques.technique import Facts, Technique
+from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.setting import Setting
+from tigon.techniques.technique import Declaration, Facts, Technique
 
 # B batch, h query heads, k key heads, T tokens, D head width.
 
@@ -34,7 +35,7 @@ class _Kernel(NamedTuple):
     """One of PyTorch's causal attentions."""
 
     forward: Callable[..., Any]
-    """(q, k, v, scale) -> (out, log-sum-exp (B, h, T, ...), what else its backward takes)"""
+    """(q, k, v, scale) -> (out, log-sum-exp (B, h, T, ...), further arguments of its backward)"""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     """(dout, q, k, v, out, lse, rest, scale) -> (dq, dk, dv)"""
     shares_key_heads: bool
@@ -89,7 +90,7 @@ _KERNELS: Mapping[tuple[str, SDPBackend], _Kernel] = {
 
 
 class _Grouped(torch.autograd.Function):
-    """Causal attention; saves q, k, v, out and the log-sum-exp as PyTorch's does."""
+    """Causal attention. Like PyTorch's, it saves q, k, v, the output and the log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: _Kernel, groups: int, scale: float | None) -> Tensor:
@@ -112,7 +113,7 @@ class _Grouped(torch.autograd.Function):
 
 
 def in_groups(attend: Attend, groups: int) -> Attend:
-    """`attend` with the scratch of one group of key heads, and their query heads, at a time."""
+    """Returns `attend` with scratch memory for one group of key heads and their query heads at a time."""
     by_parts = one_by_one(attend, groups)
 
     def grouped(
@@ -120,7 +121,7 @@ def in_groups(attend: Attend, groups: int) -> Attend:
         scaling: float | None = None, is_causal: bool | None = None, **options: Any,
     ) -> tuple[Tensor, Any]:  # fmt: skip
         rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **options}
-        if not torch.is_grad_enabled():  # the forward has no scratch
+        if not torch.is_grad_enabled():  # the forward pass needs no scratch memory
             return attend(module, query, key, value, attention_mask, **rest)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         plain = attention_mask is None and causal and dropout == 0 and options.get("position_bias") is None
@@ -137,7 +138,8 @@ def in_groups(attend: Attend, groups: int) -> Attend:
 
 
 def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> _Kernel | None:
-    """The one that PyTorch takes for these: from Hopper on cuDNN's, the faster there (docs/LOG.md, "cuDNN's")."""
+    """Returns the kernel that PyTorch chooses for these tensors: on Hopper and later cuDNN's, which is faster there
+    (docs/LOG.md, "cuDNN's")."""
     width, shared = query.shape[-1], query.shape[1] != key.shape[1]
     if not query.shape[2] == key.shape[2] > 1 or value.shape[-1] != width or width % 8:
         return None
@@ -149,7 +151,7 @@ def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> _Kernel | None:
 
 
 def one_by_one(attend: Attend, groups: int) -> Attend:
-    """`attend` called for each group in turn."""
+    """Returns a function that calls `attend` for each group in turn."""
 
     def grouped(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
@@ -161,7 +163,7 @@ def one_by_one(attend: Attend, groups: int) -> Attend:
 
 
 def _group(model: Any, choices: Choices, facts: Facts) -> Any:
-    """Under a name of its own in transformers' registries, for this model's configs alone."""
+    """Register the grouped function with transformers under its own name, and set that name in this model's configs."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -176,23 +178,46 @@ def _group(model: Any, choices: Choices, facts: Facts) -> Any:
     return model
 
 
-def check_groups(config: Any, groups: int) -> None:
-    """Raise RecipeError unless the key heads of a transformers config fall into so many groups."""
+def key_heads(config: Any) -> int:
+    """Returns the number of key heads of a transformers config."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if key_heads % groups:
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+
+
+def check_groups(config: Any, groups: int) -> None:
+    """Raise RecipeError unless `groups` divides the number of key heads of a transformers config."""
+    n_heads = key_heads(config)
+    if n_heads % groups:
         raise RecipeError(
-            f"train.attention_groups is {groups}, and the model has {key_heads} key heads; choose a divisor of that"
+            f"train.attention_groups is {groups}, and the model has {n_heads} key heads; choose a divisor of {n_heads}"
         )
 
 
-TECHNIQUES = (
-    Technique(
-        name="grouped-attention", page="tiling",
-        saves="Scratch of attention's backward pass for all but one group of heads: of a flash kernel 4 bytes an "
-        "element of Q, and 4 more where query heads share key heads.",
-        costs="As many launches as groups, which short rows notice; with a mask also a copy of the output and of dQ.",
-        recipe={"train.attention_groups": 4}, chosen=(Condition("attention_groups", "is at least", 2),), model=_group,
-        source="PyTorch 2.11 flash_api.cpp: mha_bwd",
+_GROUPS = Setting(
+    field="attention_groups", key="train.attention_groups",
+    help="Attention computes its heads in this many groups; must divide the key heads.", minimum=1,
+    traced=True, search="long rows", candidates=lambda config: (key_heads(config),),
+    label=lambda choices: f"attention in {choices.attention_groups} groups" if choices.attention_groups > 1 else "",
+)  # fmt: skip
+
+DECLARATION = Declaration(
+    settings=(_GROUPS,),
+    techniques=(
+        Technique(
+            name="grouped-attention", page="tiling",
+            saves="Scratch memory of attention's backward pass for all but one group of heads. A flash kernel takes 4 "
+            "bytes per element of Q, and 4 more if query heads share key heads.",
+            costs="One launch per group, which slows short rows. A mask adds a copy of the output and of dQ.",
+            recipe={"train.attention_groups": 4}, chosen=(Condition("attention_groups", "is at least", 2),),
+            model=_group, source="PyTorch 2.11 flash_api.cpp: mha_bwd",
+        ),
+    ),
+    exclusions=(
+        Exclusion(
+            when=(Condition("attention_groups", "is at least", 2), Condition("attention", "is not", "sdpa")),
+            reason="the groups are calls of the sdpa function",
+            instead="model.attention: sdpa",
+            source="tigon.techniques.head_groups",
+        ),
     ),
 )  # fmt: skip

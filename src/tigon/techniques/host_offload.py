@@ -1,7 +1,7 @@
-"""What autograd saves, waiting in pinned host memory, with the copies on a stream of their own.
+"""Keeps the tensors that autograd saves in pinned host memory, and copies them on a second stream.
 
-A copy to the host starts when a tensor is saved and runs beside the layer that comes next; the copy back starts one
-tensor ahead of its use. On devices without streams tensors are left where they are.
+A copy to the host starts when a tensor is saved, and runs beside the next layer. The copy back starts one tensor before
+it is used. On devices without streams, tensors stay on the device.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MIN_BYTES = 2**20  # below, a copy costs more than it frees
-MAX_LEAVING = 2  # tensors on their way out; the compute stream waits for the oldest before a third
+MIN_BYTES = 2**20  # copying smaller tensors costs more than it frees
+MAX_LEAVING = 2  # tensors being copied to the host; before a third, the compute stream waits for the oldest
 
 
 class _Waiting:
-    """A tensor on the host, and the one saved before it: the next that the backward pass will ask for."""
+    """A tensor on the host, and the tensor saved before it, which the backward pass will need next."""
 
     __slots__ = ("__weakref__", "arrived", "device", "earlier", "host", "returned")
 
@@ -30,7 +30,7 @@ class _Waiting:
 
 
 class HostOffload:
-    """`with offload.saving():` around code whose saved tensors shall wait on the host."""
+    """Use `with offload.saving():` around code whose saved tensors should wait on the host."""
 
     def __init__(self) -> None:
         self._stream: Any = None
@@ -52,8 +52,8 @@ class HostOffload:
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
             left = self._stream.record_event()
-        # The reference is dropped only behind the copy on the compute stream, so that nothing overwrites the memory
-        # early. record_stream would do so too, but frees late by an unknown number of layers.
+        # The reference is dropped only after the compute stream has waited for the copy, so that nothing overwrites
+        # the memory early. record_stream would also do this, but it frees an unknown number of layers later.
         self._leaving.append((left, tensor))
         while len(self._leaving) > MAX_LEAVING:
             computing.wait_event(self._leaving.popleft()[0])
@@ -77,7 +77,7 @@ class HostOffload:
         return tensor
 
     def _fetch(self, waiting: _Waiting) -> None:
-        """Start the copy back, unless it has started. Allocated on the compute stream, where it will be used."""
+        """Start the copy back, unless it has started. The tensor is allocated on the compute stream, which uses it."""
         if waiting.returned is not None:
             return
         waiting.returned = torch.empty_like(waiting.host, device=waiting.device)

@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition
-from tigon.techniques.technique import Facts, Technique
+from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.setting import Flag, Setting
+from tigon.techniques.technique import Declaration, Facts, Technique
 
-# The dtype that 4-bit weights are multiplied in, by the word of `train.precision`.
+# `train.precision` -> the dtype of matmuls with 4-bit weights.
 _COMPUTE_DTYPES: Mapping[str, str] = {
     "fp32": "float32", "amp-bf16": "bfloat16", "amp-fp16": "float16", "bf16": "bfloat16",
 }  # fmt: skip
 
 
 def target_modules(model: Any, targets: tuple[str, ...]) -> list[str]:
-    """The paths of the modules that get adapters."""
+    """Returns the paths of the modules that get adapters."""
     from torch import nn
 
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
@@ -37,7 +38,7 @@ def _adapters(model: Any, choices: Choices, facts: Facts) -> Any:
         target_modules=target_modules(model, choices.lora_targets), task_type="CAUSAL_LM",
     )  # fmt: skip
     wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=choices.precision != "bf16")
-    # checkpointed layers with frozen weights would see no input that wants a gradient
+    # Otherwise no input of a checkpointed layer with frozen weights would require a gradient.
     model.enable_input_require_grads()
     return wrapped
 
@@ -56,8 +57,10 @@ def _nf4(choices: Choices, facts: Facts) -> Mapping[str, Any]:
 
 
 def _without_cpu_packing(model: Any, choices: Choices, facts: Facts) -> Any:
-    """On a CPU with bf16 instructions, bitsandbytes repacks the weights at the first forward pass of an evaluation and
-    leaves them so; training after it goes through an operator without a derivative (0.50.2, nn/modules.py: Linear4bit).
+    """Keep bitsandbytes from repacking 4-bit weights on a CPU with bf16 instructions.
+
+    It repacks them in the first evaluation, and training after that fails at an operator without a derivative
+    (0.50.2, nn/modules.py: Linear4bit).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -65,22 +68,60 @@ def _without_cpu_packing(model: Any, choices: Choices, facts: Facts) -> Any:
     return model
 
 
-TECHNIQUES = (
-    Technique(
-        name="lora", page="lora",
-        saves="Gradients and optimizer states of all but the adapters: about 12 of 16 bytes a parameter.",
-        costs="Two thin products beside each adapted one. Activations are needed as before.",
-        precision="Updates of rank `lora.rank`; merged into the weights at the end.", needs=("peft",),
-        recipe={"lora.rank": 16}, chosen=(Condition("lora_rank", "is at least", 1),), model=_adapters,
-        source="peft; arXiv 2106.09685",
+# The planner adds no adapters that were not asked for, because they train less than the whole model.
+_RANK = Setting(
+    field="lora_rank", key="lora.rank", help="Rank of the adapters; none: full fine-tuning.", minimum=1, maximum=4096,
+    flag=Flag(name="lora", metavar="R", help="Train LoRA adapters of rank R."), traced=True,
+    label=lambda choices: (
+        "" if choices.lora_rank is None else f"{'QLoRA' if choices.quantized else 'LoRA'} {choices.lora_rank}"
     ),
-    Technique(
-        name="qlora", page="lora",
-        saves="As LoRA, and the frozen weights of the layers' linear modules take 0.516 bytes instead of 2 or 4.",
-        costs="Weights are dequantised before each product.",
-        precision="The frozen weights are rounded to 16 levels (NF4, blocks of 64, scales in 8 bits).",
-        needs=("peft", "bitsandbytes"), recipe={"lora.rank": 16, "lora.quantize": True},
-        chosen=(Condition("quantized", "is", True),), loading=_nf4, model=_without_cpu_packing,
-        source="bitsandbytes; arXiv 2305.14314",
+)  # fmt: skip
+_TARGETS = Setting(
+    field="lora_targets", key="lora.targets",
+    help="Modules with adapters: `linear` (the linear modules of the layers), `head` (`lm_head`), `embeddings`.",
+    words=("linear", "head", "embeddings"), traced=True,
+)  # fmt: skip
+_QUANTIZED = Setting(
+    field="quantized", key="lora.quantize",
+    help="QLoRA: keep the frozen weights in 4 bits (NF4, with double quantisation).",
+    flag=Flag(name="qlora", help="With --lora: keep the base weights in 4 bits.", requires="lora_rank"), traced=True,
+)  # fmt: skip
+
+DECLARATION = Declaration(
+    pages={"lora": "LoRA and QLoRA"},
+    settings=(_RANK, _TARGETS, _QUANTIZED),
+    techniques=(
+        Technique(
+            name="lora", page="lora",
+            saves="Gradients and optimizer states of all weights except the adapters: about 12 of 16 bytes per "
+            "parameter.",
+            costs="Two thin matmuls beside each adapted one. Activations are needed as before.",
+            precision="Updates of rank `lora.rank`; merged into the weights at the end.", needs=("peft",),
+            recipe={"lora.rank": 16}, chosen=(Condition("lora_rank", "is at least", 1),), model=_adapters,
+            change_rank=6, source="peft; arXiv 2106.09685",
+        ),
+        Technique(
+            name="qlora", page="lora",
+            saves="As LoRA, and the frozen weights of the layers' linear modules take 0.516 bytes instead of 2 or 4.",
+            costs="Weights are dequantised before each matmul.",
+            precision="The frozen weights are rounded to 16 levels (NF4, blocks of 64, scales in 8 bits).",
+            needs=("peft", "bitsandbytes"), recipe={"lora.rank": 16, "lora.quantize": True},
+            chosen=(Condition("quantized", "is", True),), loading=_nf4, model=_without_cpu_packing,
+            change_rank=7, source="bitsandbytes; arXiv 2305.14314",
+        ),
+    ),
+    exclusions=(
+        Exclusion(
+            when=(Condition("quantized", "is", True), Condition("fsdp", "is", True)),
+            reason="Accelerate leaves 4-bit weights out of the sharding, so FSDP2 would save nothing",
+            instead="sharding.fsdp: false with sharding.gpus, which copies the 4-bit weights to each GPU",
+            source="accelerate 1.15 utils/fsdp_utils.py: fsdp2_prepare_model",
+        ),
+        Exclusion(
+            when=(Condition("quantized", "is", True), Condition("lora_rank", "is", None)),
+            reason="4-bit weights get no gradient, so nothing would be trained",
+            instead="lora.rank: 16",
+            source="arXiv 2305.14314", untraceable=True,
+        ),
     ),
 )  # fmt: skip

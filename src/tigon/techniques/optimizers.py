@@ -1,8 +1,8 @@
-"""The optimizers a run can choose: one row each, with the exact bytes of state and of the step's own temporaries.
+"""The optimizers that a run can choose: one row each, with the exact bytes of its state and of its temporaries.
 
 Sizes are functions of a parameter's shape and dtype, read from the source of the package named in the row (PyTorch 2.11
-to 2.13, bitsandbytes 0.50.2, torchao 0.18, transformers 5.17) and checked against the optimizers themselves in
-tests/techniques/test_optimizers.py. They are bytes of tensors: the CUDA allocator rounds each tensor up to 512.
+to 2.13, bitsandbytes 0.50.2, torchao 0.18, transformers 5.17). tests/techniques/test_optimizers.py checks them against
+the optimizers. They are bytes of tensors; the CUDA allocator rounds each tensor up to a multiple of 512.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tigon.techniques.condition import Condition
-from tigon.techniques.technique import Technique
+from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.setting import Flag, Setting
+from tigon.techniques.technique import Declaration, Technique
 
 BNB_MIN_8BIT = 4096  # elements below which bitsandbytes keeps fp32 states
 BNB_MIN_PAGED = 100_000  # elements below which its paged optimizers allocate on the device after all
-BLOCK = 256  # elements that share a scale: bitsandbytes, and torchao as Trainer constructs it
+BLOCK = 256  # elements that share a scale in bitsandbytes, and in torchao as Trainer constructs it
 FP32 = 4
 
 
 class Parameter(NamedTuple):
-    """A trained parameter, as far as an optimizer's size depends on it."""
+    """The properties of a trained parameter on which an optimizer's size depends."""
 
     shape: tuple[int, ...]
     itemsize: int
-    """Bytes of an element: 4 under `fp32`, `amp-bf16` and `amp-fp16`, 2 under `bf16`."""
+    """Bytes per element: 4 under `fp32`, `amp-bf16` and `amp-fp16`, 2 under `bf16`."""
     projected: bool = False
-    """The weight of a linear layer other than the head: what GaLore projects."""
+    """It is the weight of a linear layer other than the head. GaLore projects these."""
     embedding: bool = False
-    """The weight of an embedding, tied to the head or not: Trainer tells bitsandbytes to keep its states in fp32."""
+    """It is the weight of an embedding, tied or not. Trainer tells bitsandbytes to keep its states in fp32."""
 
     @property
     def numel(self) -> int:
@@ -46,12 +47,12 @@ class StateTensor(NamedTuple):
 
     nbytes: int
     place: str = "device"
-    """`device`: from PyTorch's allocator; `managed`: CUDA unified memory, which moves to the host under pressure and
-    which PyTorch's statistics do not count."""
+    """`device`: PyTorch's allocator; `managed`: CUDA unified memory, which moves to the host under pressure and does
+    not appear in PyTorch's statistics."""
 
 
 States = Callable[[Parameter, int], tuple[StateTensor, ...]]
-"""(parameter, GaLore's rank) -> the tensors of its state; only GaLore looks at the rank."""
+"""(parameter, GaLore's rank) -> the tensors of its state. Only GaLore uses the rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,48 +62,54 @@ class Optimizer:
     name: str
     help: str
     trainer_name: str | None
-    """What transformers' TrainingArguments call it; None: tigon's own, given to the Trainer as a class."""
+    """Its name in transformers' TrainingArguments; None: tigon's own, given to the Trainer as a class."""
     package: str | None = None
     """The package it needs beyond PyTorch and transformers: a key of PACKAGE_EXTRAS."""
     devices: tuple[str, ...] = ("cpu", "cuda")
     in_backward: bool = False
-    """Updates each weight in the backward pass: no accumulation, no clipping."""
+    """It updates each weight in the backward pass, so it can neither accumulate nor clip."""
     needs_compiler: bool = False
-    """Goes through torch.compile: on a CPU a C++ compiler has to be there."""
+    """It uses torch.compile, which needs a C++ compiler on a CPU."""
     states: States
     shared_bytes: int = 0
-    """State that all parameters share, such as quantisation maps."""
+    """Bytes of state that all parameters share, such as quantisation maps."""
     step_bytes: Callable[[Parameter, int], int] = lambda parameter, rank: 0
-    """Temporaries of one parameter's update."""
+    """(parameter, rank) -> bytes of temporaries in one parameter's update."""
     step_leaves: Callable[[Parameter, int], int] = lambda parameter, rank: 0
-    """What of them is still held when the next parameter's are highest."""
+    """(parameter, rank) -> bytes of them that are still held at the peak of the next parameter's update."""
     step_holds_all: bool = False
-    """The temporaries of all parameters live at once (foreach); otherwise one parameter's at a time."""
+    """The temporaries of all parameters live at once (foreach). Otherwise one parameter's do."""
     step_moves: Callable[[Parameter, int], int] | None = None
-    """Bytes of device memory that one parameter's update reads and writes, counted over its operators; None: a single
-    pass over weight, gradient and states."""
+    """(parameter, rank) -> bytes of device memory that one parameter's update reads and writes, summed over its ops;
+    None: a single pass over weight, gradient and states."""
     step_calls: int = 0
-    """Operators that the host launches for each parameter, if one by one."""
+    """Ops that the host launches per parameter, if it updates parameters one by one."""
     step_waits: bool = False
-    """The host waits for the GPU after each parameter, so that the time of both adds up."""
+    """The host waits for the GPU after each parameter, so the times of both add up."""
     step_sm_s: Callable[[Parameter], float] = lambda parameter: 0.0
-    """Seconds that one multiprocessor computes for a parameter's update beyond what its bytes take."""
+    """Seconds that one multiprocessor computes for a parameter's update, beyond the time for its bytes."""
     precision: str
-    """What it does to the result, against AdamW with fp32 states."""
+    """Its effect on the result, compared with AdamW with fp32 states."""
     source: str
+    searched: bool = False
+    """The planner tries it if the optimizer is free. The rows are in the order of their change of the numbers."""
+    change_rank: int = 0
+    last_resort: bool = False
+    searched_with: tuple[Condition, ...] = ()
+    """As in Technique."""
 
     def state_tensors(self, parameter: Parameter, *, rank: int = 0) -> tuple[StateTensor, ...]:
-        """The state of one parameter, tensor by tensor."""
+        """Returns the state of one parameter, tensor by tensor."""
         return self.states(parameter, rank)
 
     def state_bytes(self, parameters: Iterable[Parameter], *, rank: int = 0, place: str = "device") -> int:
-        """State of all `parameters` at `place`, shared tables included."""
+        """Returns the bytes of state of all `parameters` at `place`, including shared tables."""
         shared = self.shared_bytes if place == "device" else 0
         tensors = (tensor for parameter in parameters for tensor in self.states(parameter, rank))
         return shared + sum(tensor.nbytes for tensor in tensors if tensor.place == place)
 
     def step_peak_bytes(self, parameters: Iterable[Parameter], *, rank: int = 0) -> int:
-        """The most that the step itself adds to weights, gradients and states."""
+        """Returns the most bytes that the step adds to weights, gradients and states."""
         parameters = list(parameters)
         each = [self.step_bytes(parameter, rank) for parameter in parameters]
         if self.step_holds_all:
@@ -115,7 +122,7 @@ class Optimizer:
 
 
 def _moments(count: int, *, itemsize: int | None = None, step_on_device: bool = False) -> States:
-    """`count` tensors like the parameter, in its dtype or in `itemsize` bytes an element."""
+    """`count` tensors of the parameter's shape, in its dtype or in `itemsize` bytes per element."""
 
     def states(parameter: Parameter, rank: int) -> tuple[StateTensor, ...]:
         moment = StateTensor(parameter.numel * (itemsize or parameter.itemsize))
@@ -129,7 +136,7 @@ def _bnb_quantises(parameter: Parameter) -> bool:
 
 
 def _bnb(count: int, *, bits: int, paged: bool) -> States:
-    """bitsandbytes: `count` moments in `bits`, with an fp32 absolute maximum for every 256 elements of 8-bit ones.
+    """bitsandbytes: `count` moments in `bits`; 8-bit ones have an fp32 absolute maximum per 256 elements.
 
     bitsandbytes==0.50.2 optim/optimizer.py: init_state, get_state_buffer; transformers==5.17 Trainer.create_optimizer
     registers every embedding with 32 bits.
@@ -167,7 +174,7 @@ def _torchao(bits: int) -> States:
 
 
 def _adafactor(parameter: Parameter, rank: int) -> tuple[StateTensor, ...]:
-    """A row and a column of second moments for a matrix, a whole one for a vector; fp32 whatever the parameter's."""
+    """Second moments in fp32, whatever the parameter's dtype: a row and a column for a matrix, all for a vector."""
     *rows, columns = parameter.shape or (1,)
     rms = StateTensor(FP32)
     if not rows:
@@ -176,12 +183,12 @@ def _adafactor(parameter: Parameter, rank: int) -> tuple[StateTensor, ...]:
 
 
 def galore_projects(parameter: Parameter, rank: int) -> bool:
-    """A projection that is no smaller than the matrix saves nothing."""
+    """Returns whether GaLore projects a parameter. A projection as large as the matrix would save nothing."""
     return parameter.projected and len(parameter.shape) == 2 and min(parameter.shape) > rank
 
 
 def _galore(parameter: Parameter, rank: int) -> tuple[StateTensor, ...]:
-    """For (m, n): min(m, n) x r of projection, two moments of r x max(m, n), in its dtype (arXiv 2403.03507 §4.2)."""
+    """For (m, n) in its dtype: a min(m, n) x r projection and two r x max(m, n) moments (arXiv 2403.03507 §4.2)."""
     if not galore_projects(parameter, rank):
         return (StateTensor(parameter.nbytes),) * 2
     short, long = sorted(parameter.shape)
@@ -199,9 +206,9 @@ def _like_parameter(parameter: Parameter, rank: int) -> int:
 
 
 def _adafactor_step(parameter: Parameter, rank: int) -> int:
-    """The gradient's square and its sum with epsilon, in fp32; below fp32 copies of gradient and weight too.
+    """The gradient's square and its sum with epsilon, in fp32; below fp32 also copies of gradient and weight.
 
-    transformers==5.17 optimization.py, Adafactor.step: the update of the parameter before is bound until then.
+    transformers==5.17 optimization.py, Adafactor.step: the variable for the previous parameter's update is still bound.
     """
     return parameter.numel * FP32 * (2 if parameter.itemsize == FP32 else 4)
 
@@ -211,23 +218,23 @@ def _fp32_copy(parameter: Parameter, rank: int) -> int:
 
 
 def _foreach_moves(parameter: Parameter, rank: int) -> int:
-    """torch.optim.adam: _multi_tensor_adam, an operator at a time: decay 2 reads and writes, lerp 3, mul 2, addcmul 3,
-    sqrt 2, two divisions and sums of 2, addcdiv 4."""
+    """torch.optim.adam: _multi_tensor_adam. Reads and writes per op: decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, two
+    divisions and sums of 2 each, addcdiv 4."""
     return 20 * parameter.nbytes
 
 
 def _sgd_moves(parameter: Parameter, rank: int) -> int:
-    """torch.optim.sgd: _multi_tensor_sgd: the decay's sum into a copy, and the update: 3 each."""
+    """torch.optim.sgd: _multi_tensor_sgd. Weight decay, added into a copy, and the update: 3 each."""
     return 6 * parameter.nbytes
 
 
 def _adafactor_moves(parameter: Parameter, rank: int) -> int:
-    """21 reads and writes in fp32; in 16 bits the casts of gradient and weight and the copy back besides."""
+    """21 reads and writes in fp32. In 16 bits, casts of gradient and weight and the copy back are added."""
     return parameter.numel * (21 * FP32 if parameter.itemsize == FP32 else 26 * FP32)
 
 
 def _galore_moves(parameter: Parameter, rank: int) -> int:
-    """31 reads and writes of what Adam works on, in fp32; a projected weight's gradient and update are 9 more."""
+    """31 reads and writes of Adam's tensors in fp32. A projected weight's gradient and update add 9."""
     if not galore_projects(parameter, rank):
         return parameter.numel * 31 * FP32
     whole = 9 * FP32 if parameter.itemsize == FP32 else 30
@@ -235,13 +242,13 @@ def _galore_moves(parameter: Parameter, rank: int) -> int:
 
 
 def _layerwise_moves(parameter: Parameter, rank: int) -> int:
-    """And the look for what is not finite, a reading."""
+    """`_galore_moves`, and one read of the gradient to find values that are not finite."""
     return _galore_moves(parameter, rank) + parameter.nbytes
 
 
-# The blockwise 8-bit kernel looks each new state up in a table of 256 (bitsandbytes, csrc/kernels.cu): it computes
-# longer than it waits for memory. Two steps measured on an H200, of 1.0 and 7.5 thousand million 8-bit elements, took
-# 25 and 178 ms longer than their bytes; times its 132 multiprocessors.
+# The blockwise 8-bit kernel looks each new state up in a table of 256 values (bitsandbytes, csrc/kernels.cu), so it is
+# compute-bound. On an H200, steps with 1.0e9 and 7.5e9 8-bit elements took 25 and 178 ms longer than their bytes. The
+# constant is for one of its 132 multiprocessors.
 _BNB_8BIT_SM_S = 24e-12 * 132
 
 
@@ -253,15 +260,17 @@ def _lion_8bit_sm_s(parameter: Parameter) -> float:
     return _bnb_8bit_sm_s(parameter) / 2  # one state instead of two
 
 
-# techniques/galore.py: elements of a weight that are updated at a time; columns of the range finder beyond the rank,
-# more of which change the basis below rounding (arXiv 0909.4061 §4.5).
+# For techniques/galore.py: elements of a weight that are updated at a time, and columns of the range finder beyond the
+# rank. More columns would change the basis by less than rounding (arXiv 0909.4061 §4.5).
 GALORE_ELEMENTS, GALORE_OVERSAMPLING = 1 << 23, 8
 
 
 def _galore_step(parameter: Parameter, rank: int) -> int:
-    """Of the elements that are updated at a time both moments in fp32, below fp32 with copies of their old values. In a
-    subspace the most of: these, beside the projected gradient; what moves the weight, beside gradient and update; an
-    fp32 copy of the whole gradient where the subspace is chosen, with the range finder's products."""
+    """Both moments in fp32 of the elements that are updated at a time, below fp32 with copies of their old values.
+
+    In a subspace, the largest of three: the moments and the projected gradient; the weight's change, the gradient and
+    the update; and, when the subspace is chosen, an fp32 copy of the whole gradient with the range finder's products.
+    """
     below_fp32 = parameter.itemsize < FP32
     turn = min(parameter.numel, GALORE_ELEMENTS)
     moments = 2 * FP32 * (2 if below_fp32 else 1)
@@ -275,8 +284,11 @@ def _galore_step(parameter: Parameter, rank: int) -> int:
 
 
 def _torchao_step(bits: int) -> Callable[[Parameter, int], int]:
-    """What torch.compile keeps between its kernels of each of two moments: its values in fp32, scaled, and in 4 bits,
-    which are packed in pairs, the codes as 64-bit integers (torchao 0.18 optim/quant_utils.py, torch 2.13's code)."""
+    """The tensors that torch.compile keeps between its kernels for each of two moments: the scaled values in fp32.
+
+    For 4 bits it also keeps the codes as 64-bit integers, because they are packed in pairs (torchao 0.18
+    optim/quant_utils.py, code generated by torch 2.13).
+    """
 
     def step(parameter: Parameter, rank: int) -> int:
         return parameter.numel * 2 * (FP32 + 8 * (bits == 4)) if _torchao_quantises(parameter) else 0
@@ -285,7 +297,7 @@ def _torchao_step(bits: int) -> Callable[[Parameter, int], int]:
 
 
 def _torchao_moves(bits: int) -> Callable[[Parameter, int], int]:
-    """Weight and gradient, states, and what is kept between the kernels, written and read."""
+    """Weight and gradient, states, and the tensors between the kernels, which are written and read."""
 
     def moves(parameter: Parameter, rank: int) -> int:
         states = sum(tensor.nbytes for tensor in _torchao(bits)(parameter, rank))
@@ -294,9 +306,9 @@ def _torchao_moves(bits: int) -> Callable[[Parameter, int], int]:
     return moves
 
 
-# Each new state is looked up in a table of 2**bits by halving: `bits` dependent reads, and two for the rounding, in
-# kernels that torch.compile made. Two steps measured on an H200 took beyond their bytes 9.4 ps an element and read
-# (Qwen3-0.6B in 8 bits) and 7.7 (Llama-3.2-1B in 4); times its 132 multiprocessors.
+# The compiled kernels look each new state up in a table of 2**bits values by binary search: `bits` dependent reads, and
+# two for the rounding. On an H200, steps took 9.4 ps (Qwen3-0.6B in 8 bits) and 7.7 ps (Llama-3.2-1B in 4 bits) per
+# element and read longer than their bytes. The constant is for one of its 132 multiprocessors.
 _TORCHAO_READ_SM_S = 8.5e-12 * 132
 
 
@@ -304,13 +316,13 @@ def _torchao_sm_s(bits: int) -> Callable[[Parameter], float]:
     return lambda parameter: _TORCHAO_READ_SM_S * (bits + 2) * parameter.numel * _torchao_quantises(parameter)
 
 
-# torch.compile's wrapper around one parameter's update with its three-part states: 0.2 ms of the host, which is the
-# time of so many operators.
+# torch.compile's wrapper around one parameter's update, with three tensors per state, takes 0.2 ms on the host. This is
+# the time for launching so many ops.
 _COMPILED_CALLS = 65
-# bitsandbytes' own way around one parameter's kernel, until the GPU is done: what `paged-adamw` and `lion-8bit` of
-# Llama-3.2-1B took on an H200 beyond their bytes (and half of `adamw-8bit`'s arithmetic), 0.08 ms.
+# bitsandbytes' host code for one parameter, until the GPU is done, takes 0.08 ms. This is the time that `paged-adamw`
+# and `lion-8bit` of Llama-3.2-1B took on an H200 beyond their bytes and their arithmetic.
 _BNB_CALLS = 25
-# GaLore's own operators, the look for what is not finite, and the wait for its answer.
+# GaLore's own ops, the search for values that are not finite, and the wait for its result.
 _LAYERWISE_CALLS = 27
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -318,17 +330,17 @@ _LAYERWISE_CALLS = 27
 _ROWS = (
     Optimizer(
         name="adamw", help="AdamW, one fused pass over weights, gradients and moments.",
-        trainer_name="adamw_torch_fused", states=_moments(2, step_on_device=True),
+        trainer_name="adamw_torch_fused", states=_moments(2, step_on_device=True), searched=True,
         precision="The reference. Under `bf16` the moments are bf16 too.",
         source="torch.optim.AdamW(fused=True); arXiv 1711.05101",
     ),
     Optimizer(
-        name="adamw-foreach", help="AdamW by multi-tensor operations; on a GPU it holds one more copy of the weights.",
+        name="adamw-foreach", help="AdamW by multi-tensor ops; on a GPU it holds one more copy of the weights.",
         trainer_name="adamw_torch", states=_moments(2), step_bytes=_like_parameter, step_holds_all=True,
         step_moves=_foreach_moves, precision="As `adamw`, to rounding.", source="torch.optim.AdamW: _multi_tensor_adam",
     ),
     Optimizer(
-        name="adamw-8bit", help="AdamW with 8-bit blockwise moments.",
+        name="adamw-8bit", help="AdamW with 8-bit blockwise moments.", searched=True, change_rank=1,
         trainer_name="adamw_bnb_8bit", package="bitsandbytes", states=_bnb(2, bits=8, paged=False),
         shared_bytes=2 * 256 * FP32, step_sm_s=_bnb_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
         precision="Moments quantised in blocks of 256; fp32 for embeddings and parameters below 4,096 elements.",
@@ -341,13 +353,14 @@ _ROWS = (
         precision="As `adamw` with fp32 moments.", source="bitsandbytes; arXiv 2305.14314 §3",
     ),
     Optimizer(
-        name="paged-adamw-8bit", help="`adamw-8bit` with the moments in unified memory.",
+        name="paged-adamw-8bit", help="`adamw-8bit` with the moments in unified memory.", change_rank=1,
         devices=("cuda",), trainer_name="paged_adamw_8bit", package="bitsandbytes", states=_bnb(2, bits=8, paged=True),
         shared_bytes=2 * 256 * FP32, step_sm_s=_bnb_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
         precision="As `adamw-8bit`.", source="bitsandbytes; arXiv 2110.02861, 2305.14314",
     ),
     Optimizer(
-        name="lion-8bit", help="Lion: one 8-bit moment, and updates of one size; wants a tenth of AdamW's rate.",
+        name="lion-8bit", help="Lion: one 8-bit moment, and updates of one size; needs a tenth of AdamW's rate.",
+        change_rank=4,
         trainer_name="lion_8bit", package="bitsandbytes", states=_bnb(1, bits=8, paged=False), shared_bytes=256 * FP32,
         step_sm_s=_lion_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
         precision="Another optimizer: the sign of a moment, quantised in blocks of 256.",
@@ -355,14 +368,17 @@ _ROWS = (
     ),
     Optimizer(
         name="adamw-torchao-8bit", help="AdamW with 8-bit blockwise moments, compiled by PyTorch.",
+        # elsewhere `adamw-8bit` has the same bytes without a compiler
+        searched=True, searched_with=(Condition("fsdp", "is", True),), change_rank=1,
         trainer_name="adamw_torch_8bit", package="torchao", needs_compiler=True, states=_torchao(8),
         step_bytes=_torchao_step(8), step_moves=_torchao_moves(8), step_sm_s=_torchao_sm_s(8),
         step_calls=_COMPILED_CALLS,
-        precision="As `adamw-8bit`; a parameter whose size is no multiple of 256 keeps moments of its own dtype.",
+        precision="As `adamw-8bit`. If a parameter's size is not divisible by 256, its moments keep its dtype.",
         source="torchao.optim.AdamW8bit; arXiv 2110.02861",
     ),
     Optimizer(
         name="adamw-torchao-4bit", help="AdamW with 4-bit blockwise moments, compiled by PyTorch.",
+        searched=True, last_resort=True, change_rank=2,
         trainer_name="adamw_torch_4bit", package="torchao", needs_compiler=True, states=_torchao(4),
         step_bytes=_torchao_step(4), step_moves=_torchao_moves(4), step_sm_s=_torchao_sm_s(4),
         step_calls=_COMPILED_CALLS,
@@ -370,6 +386,7 @@ _ROWS = (
     ),
     Optimizer(
         name="adafactor", help="Adafactor with the recipe's learning rate: second moments as a row and a column.",
+        searched=True, last_resort=True, change_rank=4,
         trainer_name="adafactor", states=_adafactor, step_bytes=_adafactor_step, step_leaves=_fp32_copy,
         step_moves=_adafactor_moves, step_calls=27,
         precision="Another optimizer: no first moment, a rank-1 second one, updates clipped to unit RMS.",
@@ -377,20 +394,21 @@ _ROWS = (
     ),
     Optimizer(
         name="sgd", help="Gradient descent without momentum: no state.", trainer_name="sgd", states=_moments(0),
+        change_rank=5,
         step_bytes=_like_parameter, step_holds_all=True,  # weight decay is added to a copy of the gradients
         step_moves=_sgd_moves,
         precision="Another optimizer; weight decay is an L2 term.", source="torch.optim.SGD",
     ),
     Optimizer(
-        name="galore",
+        name="galore", searched=True, last_resort=True, change_rank=4,
         help="AdamW in a subspace of each linear layer's gradient, chosen anew every `train.galore_gap` steps.",
         trainer_name=None, states=_galore, step_bytes=_galore_step, step_moves=_galore_moves, step_calls=16,
         precision="Updates of rank `train.galore_rank` in linear layers; AdamW elsewhere.",
         source="tigon.techniques.galore; arXiv 2403.03507",
     ),
     Optimizer(
-        name="galore-layerwise", in_backward=True,
-        help="`galore`, each weight updated in the backward pass and its gradient freed.",
+        name="galore-layerwise", in_backward=True, searched=True, last_resort=True, change_rank=5,
+        help="`galore` that updates each weight in the backward pass and frees its gradient.",
         trainer_name=None, states=_galore, step_bytes=_galore_step, step_moves=_layerwise_moves,
         step_calls=_LAYERWISE_CALLS, step_waits=True,
         precision="As `galore`, without clipping of the gradient's norm.",
@@ -401,8 +419,8 @@ _ROWS = (
 OPTIMIZERS: Mapping[str, Optimizer] = {row.name: row for row in _ROWS}
 
 
-def bytes_a_parameter(row: Optimizer) -> float:
-    """State of one element of a large fp32 matrix, the place aside; for tables, not for plans."""
+def bytes_per_parameter(row: Optimizer) -> float:
+    """Returns the bytes of state per element of a large fp32 matrix, at all places; for tables, not for plans."""
     matrix = Parameter((4096, 4096), FP32, projected=True)
     return sum(tensor.nbytes for tensor in row.states(matrix, 128)) / matrix.numel
 
@@ -410,12 +428,92 @@ def bytes_a_parameter(row: Optimizer) -> float:
 def _technique(row: Optimizer) -> Technique:
     return Technique(
         name=row.name, page="optimizers",
-        saves=f"{bytes_a_parameter(row):.3g} bytes of state a parameter instead of AdamW's 8.",
+        saves=f"{bytes_per_parameter(row):.3g} bytes of state per parameter (AdamW: 8).",
         costs=row.help, precision=row.precision, needs=(row.package,) if row.package else (), devices=row.devices,
         recipe={"train.optimizer": row.name} | ({"train.max_grad_norm": 0} if row.in_backward else {}),
         chosen=(Condition("optimizer", "is", row.name),),
         arguments=lambda choices, facts: {"optim": row.trainer_name} if row.trainer_name else {}, source=row.source,
+        change_rank=row.change_rank, last_resort=row.last_resort, searched_with=row.searched_with,
     )  # fmt: skip
 
 
-TECHNIQUES = tuple(_technique(row) for row in _ROWS)
+_OPTIMIZER = Setting(
+    field="optimizer", key="train.optimizer", help="Optimizer; docs/techniques/optimizers.md compares them.",
+    words=tuple(OPTIMIZERS), flag=Flag(name="optimizer", metavar="NAME", help="docs/techniques/optimizers.md"),
+    search="run", candidates=lambda config: tuple(row.name for row in _ROWS if row.searched), always_written=True,
+    label=lambda choices: choices.optimizer,
+)  # fmt: skip
+_GALORE_RANK = Setting(
+    field="galore_rank", key="train.galore_rank", help="Rank of the gradients' subspace, for the galore optimizers.",
+    minimum=1,
+)  # fmt: skip
+
+_GALORE = Condition("optimizer", "is one of", ("galore", "galore-layerwise"))
+_LAYERWISE, _ADAFACTOR = (Condition("optimizer", "is", name) for name in ("galore-layerwise", "adafactor"))
+_ZERO, _FSDP = Condition("zero", "is at least", 1), Condition("fsdp", "is", True)
+_BITSANDBYTES = tuple(row.name for row in _ROWS if row.package == "bitsandbytes")
+
+_EXCLUSIONS = (
+    Exclusion(
+        when=(_GALORE, _ZERO),
+        reason="ZeRO hands the optimizer flat slices of all parameters, and GaLore projects whole matrices",
+        instead="sharding.zero: 0, or train.optimizer: adamw-8bit with ZeRO",
+        source="deepspeed 0.19.8 runtime/zero/stage_1_and_2.py; github.com/jiaweizzhao/GaLore/issues/2",
+    ),
+    Exclusion(
+        when=(_ADAFACTOR, _ZERO),
+        reason="ZeRO hands the optimizer flat slices, and Adafactor keeps whole second moments for these: this saves "
+        "nothing, and the updates differ from those without ZeRO",
+        instead="train.optimizer: adamw-8bit, or sharding.zero: 0",
+        source="transformers 5.17 optimization.py: Adafactor._get_options; losses of both compared on a small model",
+    ),
+    Exclusion(
+        when=(_GALORE, _FSDP),
+        reason="FSDP2 hands the optimizer a slice of each matrix, and GaLore projects whole matrices",
+        instead="sharding.fsdp: false, or train.optimizer: adamw-torchao-8bit with FSDP2",
+        source="tigon.techniques.galore; torch.distributed.fsdp.fully_shard",
+    ),
+    Exclusion(
+        when=(Condition("optimizer", "is one of", _BITSANDBYTES), _FSDP),
+        reason="bitsandbytes' ops do not support the sharded tensors of FSDP2: the first step fails",
+        instead="train.optimizer: adamw-torchao-8bit, or sharding.zero: 2 instead of sharding.fsdp",
+        source="bitsandbytes 0.50.2 with PyTorch 2.13, run on two processes",
+    ),
+    Exclusion(
+        when=(_ADAFACTOR, _FSDP),
+        reason="Adafactor mixes sharded and whole tensors: the first step fails",
+        instead="train.optimizer: adamw-torchao-4bit",
+        source="transformers 5.17 optimization.py with PyTorch 2.13, run on two processes",
+    ),
+    Exclusion(
+        when=(_GALORE, Condition("lora_rank", "is at least", 1)),
+        reason="LoRA's matrices are no larger than a projection, so GaLore would be plain AdamW",
+        instead="train.optimizer: adamw",
+        source="arXiv 2403.03507 §4.2",
+    ),
+    Exclusion(
+        when=(_LAYERWISE, Condition("accumulate", "is at least", 2)),
+        reason="each micro-batch's gradient is used and freed at once, so there is nothing to accumulate",
+        instead="train.gradient_accumulation: 1, or train.optimizer: galore",
+        source="transformers 5.17 trainer_optimizer.py; arXiv 2403.03507 §4.4",
+    ),
+    Exclusion(
+        when=(_LAYERWISE, Condition("gpus", "is at least", 2)),
+        reason="each weight is updated before its gradient has been summed over the GPUs",
+        instead="sharding.gpus: 1, or train.optimizer: galore",
+        source="transformers 5.17 trainer_optimizer.py",
+    ),
+    Exclusion(
+        when=(_LAYERWISE, Condition("precision", "is", "amp-fp16")),
+        reason="each weight is updated in the backward pass, before the loss scale is divided out of its gradient",
+        instead="train.precision: amp-bf16, or train.optimizer: galore",
+        source="torch.amp.GradScaler",
+    ),
+)
+
+DECLARATION = Declaration(
+    pages={"optimizers": "Optimizers"},
+    settings=(_OPTIMIZER, _GALORE_RANK),
+    techniques=tuple(_technique(row) for row in _ROWS),
+    exclusions=_EXCLUSIONS,
+)

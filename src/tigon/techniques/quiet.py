@@ -1,13 +1,13 @@
-"""Silence of the techniques' packages, whose loggers warn on import of what a run never uses."""
+"""Silences packages whose loggers warn, on import, about features that a run never uses."""
 
 from __future__ import annotations
 
 import logging
 
-_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes")  # the second about the first's classes
+_LOGGERS = ("torchao", "torch.utils._pytree", "bitsandbytes")  # _pytree warns about torchao's classes
 
 
 def quiet_packages() -> None:
-    """Before any of them is imported, which transformers does."""
+    """Call this before transformers is imported, because transformers imports these packages."""
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,10 +1,10 @@
-"""Recomputing a function in the backward pass, as `torch.utils.checkpoint(use_reentrant=False)`, with less host time.
+"""Recomputes a function in the backward pass, like `torch.utils.checkpoint(use_reentrant=False)`, in less host time.
 
-What the function's operations save is not kept; the first of them to be asked for runs the function again, which ends
-as soon as all of it has been saved again. PyTorch's own spends as long on bookkeeping as small layers on launching
-their kernels: it copies the states of the random number generators out and in, asks for the kind of device in a walk
-over all arguments, and goes through a wrapper of the compiler's for each tensor. Here the generators are touched only
-where one has moved since, and a tensor costs a list entry.
+The tensors that the function's ops save are not kept. When the backward pass needs the first of them, the function runs
+again, until all of them are saved again. PyTorch's version spends as long on bookkeeping as small layers do on kernel
+launches. It copies the states of the random number generators, searches all arguments for the kind of device, and calls
+a wrapper of the compiler for each tensor. Here the generators are touched only if one has advanced since the forward
+pass, and a tensor costs one list entry.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 
 def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, whose saved tensors are made again when the backward pass asks for them.
+    """Returns `function(*args, **kwargs)` and recomputes its saved tensors when the backward pass needs them.
 
-    Gradients, hooks and a graph that is kept behave as with `torch.utils.checkpoint`, which serves where tensors are of
-    several or other devices or of other classes, or a mode watches the operators. Tensors among `args` are saved as an
-    operator saves its inputs; those that the function reaches in other ways are held. A node that reads its saved
-    tensors twice costs another run of the function, where PyTorch refuses. Not for `torch.func`.
+    Gradients, hooks and `retain_graph` behave as with `torch.utils.checkpoint`. That function is called instead if the
+    tensors are on several devices or on another kind of device, have another class, or if a dispatch mode is active.
+    Tensors among `args` are saved as an op saves its inputs. Tensors that the function reaches in other ways are held.
+    If a node reads its saved tensors twice, the function runs once more; PyTorch raises an error. Not for `torch.func`.
 
     Raises:
-        torch.utils.checkpoint.CheckpointError: in the backward pass, if the function saves other tensors the second
+        torch.utils.checkpoint.CheckpointError: In the backward pass, if the function saves different tensors the second
             time.
     """
     if kwargs:
@@ -45,28 +45,30 @@ def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """The one device of the tensors given, but for those on the CPU; None where there are several, or others than
-    CUDA's, or a tensor's class is not PyTorch's own."""
-    found = torch.device("cpu")
+    """Returns the one CUDA device of the tensors, or the CPU if all are there.
+
+    Returns None if there are several CUDA devices, another kind of device, or a tensor subclass.
+    """
+    device = torch.device("cpu")
     for value in (*args, *kwargs.values()):
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
             if not isinstance(tensor, Tensor):
                 continue
             if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type not in ("cpu", "cuda"):
                 return None
-            if tensor.device != found and tensor.device.type == "cuda":
-                if found.type == "cuda":
+            if tensor.device != device and tensor.device.type == "cuda":
+                if device.type == "cuda":
                     return None
-                found = tensor.device
-    return found
+                device = tensor.device
+    return device
 
 
-class _Enough(Exception):  # no error: all that is wanted has been saved
+class _Enough(Exception):  # ends the recomputation when all tensors are saved
     pass
 
 
 class _Inputs(torch.autograd.Function):
-    """A node that saves what it is given, so that hooks around the whole (offloading) see it as any saved tensor."""
+    """A node that saves its inputs, so that outer hooks (offloading) see them like any saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -79,7 +81,7 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Frame:
-    """One call of the function: how to repeat it, and what its operations saved."""
+    """One call of the function: its inputs, and the tensors that its ops saved."""
 
     __slots__ = ("again", "args", "autocast", "found", "function", "inputs", "rng", "saved", "task")
 
@@ -88,16 +90,16 @@ class _Frame:
         self.function = function
         self.args = [None if isinstance(a, Tensor) else a for a in args]
         self.again = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-        # the output, not the node: until PyTorch 2.11 a node of Python's loses what it saved with its last output
+        # Holds the output, not the node: until PyTorch 2.11 a Python node loses its saved tensors with its last output.
         self.inputs = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
         self.autocast = {kind: _autocast(kind) for kind in {device.type, "cpu"}}
         self.rng = _Generators(device)
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
-        """Of each tensor that an operation saved, in order."""
+        """Shape and dtype of each tensor that an op saved, in order."""
         self.found: list[Tensor | None] = []
-        """The tensors themselves, from the recomputation to their use."""
+        """The recomputed tensors, until they are used."""
         self.task = -1
-        """The backward pass that `found` is of."""
+        """The backward pass in which `found` was computed."""
 
     def pack(self, tensor: Tensor) -> int:
         self.saved.append((tensor.shape, tensor.dtype))
@@ -123,7 +125,7 @@ class _Frame:
             found.append(tensor.detach())
             if len(found) == wanted:
                 raise _Enough
-            return tensor.detach()  # for a backward pass inside the function
+            return tensor.detach()  # a backward pass inside the function may need it
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.suppress(_Enough))
@@ -139,13 +141,13 @@ class _Frame:
         got = [(tensor.shape, tensor.dtype) for tensor in found if tensor is not None]
         if got != self.saved:
             raise CheckpointError(
-                f"{self.function} saved {_told(self.saved)} in the forward pass and {_told(got)} when it was computed "
-                "again; it must do the same twice"
+                f"{self.function} saved {_summary(self.saved)} in the forward pass and {_summary(got)} when it was "
+                "recomputed; it must save the same tensors both times"
             )
         self.found = found
 
 
-def _told(saved: list[tuple[torch.Size, torch.dtype]]) -> str:
+def _summary(saved: list[tuple[torch.Size, torch.dtype]]) -> str:
     return f"{len(saved)} tensors ({', '.join(f'{tuple(shape)} {dtype}' for shape, dtype in saved[:4])}, ...)"
 
 
@@ -154,7 +156,7 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
 
 
 class _Generators:
-    """Where the random number generators stood: the host's, and the device's if it is a GPU."""
+    """The states of the random number generators: the host's, and the device's if it is a GPU."""
 
     __slots__ = ("generator", "host", "place")
 

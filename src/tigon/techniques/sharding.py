@@ -1,6 +1,6 @@
-"""Several GPUs, and states that live elsewhere: DDP, DeepSpeed ZeRO (arXiv 1910.02054, 2101.06840, 2104.07857), FSDP2.
+"""Several GPUs, and offload of states: DDP, FSDP2, DeepSpeed ZeRO (arXiv 1910.02054, 2101.06840, 2104.07857).
 
-Everything here is configuration, computed from the model: the engines are DeepSpeed's and PyTorch's.
+This file only computes configurations from the model. The engines are DeepSpeed's and PyTorch's.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition
-from tigon.techniques.technique import Facts, Technique
+from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.setting import Flag, Setting
+from tigon.techniques.technique import Declaration, Facts, Technique
 
-AIO_BLOCK_BYTES = 2**20  # parameters below a block are not swapped
-AIO_THREADS = 8  # of one read or write, each with its share of the bytes
-AIO_ALIGNED_BYTES = 1024  # a thread's share is a multiple of it
-ADAM_TENSORS = 4  # weight, gradient and two moments: what DeepSpeed's optimizer swapper holds at a time
+AIO_BLOCK_BYTES = 2**20  # smaller parameters are not swapped
+AIO_THREADS = 8  # threads per read or write; each takes a share of the bytes
+AIO_ALIGNED_BYTES = 1024  # a thread's share is a multiple of this
+ADAM_TENSORS = 4  # DeepSpeed's optimizer swapper holds weight, gradient and two moments at a time
 
 
 def deepspeed_config(choices: Choices, facts: Facts) -> dict[str, Any]:
-    """The whole DeepSpeed configuration. Sizes are elements, as DeepSpeed has them.
+    """Returns the whole DeepSpeed configuration. Sizes are numbers of elements, as DeepSpeed expects.
 
-    Buckets are a product of the hidden size as transformers' `auto` makes them, so that small models get small ones.
+    Bucket sizes follow from the hidden size, like those of transformers' `auto`, so that small models get small ones.
     """
     square = max(facts.hidden_size**2, 2**16)
     zero: dict[str, Any] = {
@@ -43,7 +44,7 @@ def deepspeed_config(choices: Choices, facts: Facts) -> dict[str, Any]:
     pure = choices.precision == "bf16"
     config: dict[str, Any] = {
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,  # any torch.optim.Optimizer; the excluded ones are refused before
+        "zero_allow_untested_optimizer": True,  # any torch.optim.Optimizer; excluded ones are refused earlier
         "bf16": {"enabled": choices.precision in ("amp-bf16", "bf16")},
         "fp16": {"enabled": choices.precision == "amp-fp16"},
         "train_micro_batch_size_per_gpu": "auto",
@@ -72,22 +73,24 @@ def _offloads(choices: Choices, facts: Facts) -> dict[str, Any]:
     if choices.offload == "nvme":
         optimizer |= {"nvme_path": facts.nvme_folder, "buffer_count": ADAM_TENSORS}
         weights |= {"nvme_path": facts.nvme_folder, "max_in_cpu": 0, **nvme_buffers(choices, facts)}
-        # The optimizer's buffers hold a sub-group: DeepSpeed's 1e9 elements would be 16 GB of pinned memory. Weights
-        # that are used again within its 1e9 elements would stay, each in a buffer, until none is left.
+        # The optimizer's buffers hold a sub-group. DeepSpeed's default of 1e9 elements would take 16 GB of pinned
+        # memory. Weights that are used again within its default reuse distance of 1e9 elements would stay in their
+        # buffers, until no buffer is left.
         extra |= {"sub_group_size": nvme_group_size(facts), "stage3_max_reuse_distance": 0}
     return {"offload_optimizer": optimizer, **({"offload_param": weights} if choices.zero == 3 else {}), **extra}
 
 
 def nvme_group_size(facts: Facts) -> int:
-    """Elements that the optimizer updates at a time, and reads from files before."""
+    """Returns the number of elements that the optimizer reads from files and updates at a time."""
     return max(10**8, facts.largest())
 
 
 def nvme_buffers(choices: Choices, facts: Facts) -> dict[str, int]:
-    """Buffers of swapped weights: each as large as the largest partition, and as many as can be in flight.
+    """Returns size and number of the buffers for swapped weights.
 
-    DeepSpeed 0.19.8 fails at the first layer with fewer than a layer's parameters and what it prefetches, and with
-    smaller ones than the largest parameter (1e8 elements unless told; Llama-3.2-1B's embedding has 262.7e6).
+    Each is as large as the largest partition, and there are as many as can be in use at a time. DeepSpeed 0.19.8 fails
+    at the first layer if there are fewer buffers than the layer's parameters and those it prefetches. It also fails if
+    a buffer is smaller than the largest parameter (default 1e8 elements; Llama-3.2-1B's embedding has 262.7e6).
     """
     itemsize = 4 if choices.precision == "fp32" else 2
 
@@ -107,35 +110,46 @@ def _zero(choices: Choices, facts: Facts) -> Mapping[str, Any]:
 
 
 def weights_are_sharded(choices: Choices) -> bool:
-    """Whether a process holds only a part of the weights between steps."""
+    """Returns whether a process holds only a part of the weights between steps."""
     return choices.zero == 3 or choices.fsdp
 
 
 def are_drawn_in_place(choices: Choices) -> bool:
-    """Whether a preset's random weights are drawn where the run wants them; else they are files first, which are
-    quantised while they are read, or read a second time to be merged with adapters."""
+    """Returns whether a preset's random weights are drawn on their device.
+
+    Otherwise they are written to files first: to be quantised while they are read, or to be read a second time when
+    adapters are merged.
+    """
     return not choices.quantized and not (weights_are_sharded(choices) and choices.lora_rank is not None)
 
 
 def fit_whole(weights_bytes: Iterable[int], room_bytes: int | None) -> bool:
-    """Whether all weights, and a head that is not tied to its embedding yet, are on the GPU at a time while they are
-    drawn; else they wait on the host to be divided. room_bytes: None for no end."""
+    """Returns whether all weights fit the GPU at one time while they are drawn; otherwise the host holds them until
+    they are divided.
+
+    A head that is not tied to its embedding yet counts too. room_bytes: None for no limit.
+    """
     sizes = list(weights_bytes)
     return room_bytes is None or sum(sizes) + max(sizes) <= room_bytes
 
 
 def are_read_in_parts(choices: Choices, *, heads: bool) -> bool:
-    """Whether files go into stage 3's partitions as they are read. Adapters and heads want whole weights to look at,
-    and DeepSpeed one dtype of all that is partitioned: with them it moves the model to the GPU, in 16 bits, first."""
+    """Returns whether files are read directly into stage 3's partitions.
+
+    Adapters and heads need whole weights, and DeepSpeed needs one dtype for all partitioned weights. With them it first
+    moves the model to the GPU in 16 bits.
+    """
     return choices.zero == 3 and choices.lora_rank is None and not choices.quantized and not heads
 
 
 @contextlib.contextmanager
 def partitioned_loading(choices: Choices, facts: Facts) -> Iterator[None]:
-    """What from_pretrained reads goes into stage 3's partitions, and the GPU has one weight at a time. The host may
-    hold all, in each process: transformers merges the files first. It asks a configuration that is alive, which wants
-    numbers where the Trainer would fill them in; DeepSpeed checks them by the number of processes, which it takes for
-    one as long as its own communication has not begun.
+    """Context in which from_pretrained reads weights into stage 3's partitions, with one whole weight at a time on the
+    GPU.
+
+    The host may hold all weights in each process, because transformers merges the files first. transformers looks for
+    a live configuration. Its numbers have to be set here, because the Trainer fills them in later. DeepSpeed checks
+    them against the number of processes, which it takes for one until its own communication has started.
     """
     from deepspeed import init_distributed
     from transformers.integrations import HfDeepSpeedConfig
@@ -162,9 +176,53 @@ def _fsdp(choices: Choices, facts: Facts) -> Mapping[str, Any]:
     }
 
 
-# DeepSpeedCPUAdam is compiled at its first use (op_builder/cpu_adam.py, async_io.py).
-_CPU_ADAM_TOOLS = ("a C++ compiler", "nvcc where there is a GPU")
-_NO_OFFLOAD, _CPU, _NVME = (Condition("offload", "is", place) for place in ("none", "cpu", "nvme"))
+PLACEMENTS: tuple[Mapping[str, Any], ...] = (
+    {"zero": 0, "fsdp": False, "offload": "none"},
+    {"zero": 2, "fsdp": False, "offload": "none"},
+    {"zero": 3, "fsdp": False, "offload": "none"},
+    {"zero": 0, "fsdp": True, "offload": "none"},
+    {"zero": 2, "fsdp": False, "offload": "cpu"},
+    {"zero": 3, "fsdp": False, "offload": "cpu"},
+    {"zero": 0, "fsdp": True, "offload": "cpu"},
+    {"zero": 3, "fsdp": False, "offload": "nvme"},
+)
+"""The placements of weights and states that the planner tries, least traffic first."""
+
+_SETTINGS = (
+    Setting(
+        field="gpus", key="sharding.gpus",
+        help="Processes, one per GPU; also `--gpus`. Without a GPU they run on the CPU.", minimum=1, maximum=64,
+        flag=Flag(name="gpus", help="Number of GPUs."),
+    ),
+    Setting(
+        field="zero", key="sharding.zero",
+        help="DeepSpeed ZeRO stage: 1 partitions the optimizer states over the GPUs, 2 also the gradients, 3 also the "
+        "weights.",
+        minimum=0, maximum=3, flag=Flag(name="zero", help="DeepSpeed ZeRO stage: 0, 1, 2 or 3."), search="placement",
+        label=lambda choices: f"ZeRO-{choices.zero}" if choices.zero else "",
+    ),
+    Setting(
+        field="fsdp", key="sharding.fsdp",
+        help="PyTorch FSDP2: shard weights, gradients and optimizer states over the GPUs.",
+        flag=Flag(name="fsdp", help="PyTorch FSDP2."), search="placement",
+        label=lambda choices: "FSDP2" if choices.fsdp else "",
+    ),
+    Setting(
+        field="reshard", key="sharding.reshard", help="FSDP2: free a layer's gathered weights after its forward pass.",
+    ),
+    Setting(
+        field="offload", key="sharding.offload",
+        help="Offload partitioned states: `cpu`: optimizer states to host memory, and with `zero: 3` or `fsdp` the "
+        "weights too; `nvme`: both to files, requires `zero: 3`.",
+        words=("none", "cpu", "nvme"), flag=Flag(name="offload", help="none, cpu or nvme."), search="placement",
+        label=lambda choices: f"offload {choices.offload}" if choices.offload != "none" else "",
+    ),
+)  # fmt: skip
+
+# DeepSpeed compiles its CPU Adam at the first use (op_builder/cpu_adam.py, async_io.py).
+_CPU_ADAM_TOOLS = ("a C++ compiler", "nvcc if there is a GPU")
+_CPU, _NVME = (Condition("offload", "is", place) for place in ("cpu", "nvme"))
+_ZERO, _OFFLOADED = Condition("zero", "is at least", 1), Condition("offload", "is not", "none")
 _ZERO_PRECISION = "Weights are bf16 with an fp32 copy in the optimizer: norms run in bf16 too, unlike under autocast."
 
 
@@ -172,43 +230,44 @@ def _stage(stage: int, saves: str, costs: str) -> Technique:
     return Technique(
         name=f"zero-{stage}", page="zero", saves=saves, costs=costs, precision=_ZERO_PRECISION, needs=("deepspeed",),
         recipe={"sharding.gpus": 2, "sharding.zero": stage},
-        chosen=(Condition("zero", "is", stage),), arguments=_zero,
+        chosen=(Condition("zero", "is", stage),), arguments=_zero, change_rank=1,
         source="DeepSpeed; arXiv 1910.02054 §5",
     )  # fmt: skip
 
 
-TECHNIQUES = (
+_TECHNIQUES = (
     Technique(
         name="ddp", page="ddp",
         saves="Nothing: every GPU holds everything. It divides time.",
-        costs="A sum of all gradients over the GPUs each step, beside the backward pass.",
+        costs="A sum of all gradients over the GPUs in each step, beside the backward pass.",
         recipe={"sharding.gpus": 2},
         chosen=(
             Condition("gpus", "is at least", 2), Condition("zero", "is", 0), Condition("fsdp", "is", False),
         ),
         source="torch.nn.parallel.DistributedDataParallel",
     ),
-    _stage(1, "Optimizer states, divided by the GPUs.", "Weights are gathered once a step: little more than DDP."),
+    _stage(1, "Optimizer states, divided by the GPUs.",
+           "Weights are gathered once per step: little more traffic than DDP."),
     _stage(2, "Optimizer states and gradients, divided by the GPUs.", "As stage 1."),
-    _stage(3, "Weights too, divided by the GPUs: a layer is gathered for its forward and its backward pass.",
-           "Half again as much traffic as DDP, as the weights are gathered twice."),
+    _stage(3, "Weights too, divided by the GPUs. A layer's weights are gathered for its forward and its backward pass.",
+           "1.5 times the traffic of DDP, because the weights are gathered twice."),
     Technique(
         name="zero-offload-cpu", page="offload",
         saves="12 bytes per parameter of the GPU's memory: the optimizer's states and their fp32 weights move to the "
         "host. With stage 3 the bf16 weights move too.",
-        costs="AdamW runs on the CPU, gradients go there and weights come back each step.",
+        costs="AdamW runs on the CPU. In each step gradients are copied to the host and weights back.",
         precision="DeepSpeedCPUAdam: fp32 states.", needs=("deepspeed",), tools=_CPU_ADAM_TOOLS,
-        recipe={"sharding.zero": 2, "sharding.offload": "cpu"}, chosen=(Condition("zero", "is at least", 1), _CPU),
+        recipe={"sharding.zero": 2, "sharding.offload": "cpu"}, chosen=(_ZERO, _CPU), rough_time=True,
         source="arXiv 2101.06840",
     ),
     Technique(
         name="zero-offload-nvme", page="offload",
-        saves="Weights and optimizer states move to files; on the host stay buffers.",
-        costs="12 bytes a parameter are read and written each step, at the speed of the disk. Wears an SSD.",
+        saves="Weights and optimizer states move to files. The host keeps only buffers.",
+        costs="Each step reads and writes 12 bytes per parameter at the speed of the disk. This wears an SSD.",
         precision="DeepSpeedCPUAdam: fp32 states.", needs=("deepspeed",),
         tools=(*_CPU_ADAM_TOOLS, "libaio with its headers"),
         recipe={"sharding.zero": 3, "sharding.offload": "nvme", "sharding.nvme_folder": "nvme"},
-        chosen=(Condition("zero", "is", 3), _NVME), source="arXiv 2104.07857",
+        chosen=(Condition("zero", "is", 3), _NVME), rough_time=True, source="arXiv 2104.07857",
     ),
     Technique(
         name="fsdp2", page="fsdp2",
@@ -221,9 +280,53 @@ TECHNIQUES = (
     ),
     Technique(
         name="fsdp2-offload", page="fsdp2",
-        saves="Weights, gradients and states of FSDP2 live on the host; the optimizer runs there.",
-        costs="Each layer's weights are copied in for each pass, gradients out.", devices=("cuda",),
+        saves="FSDP2's weights, gradients and states stay on the host, and the optimizer runs there.",
+        costs="Each layer's weights are copied to the GPU for each pass, and gradients to the host.", devices=("cuda",),
         recipe={"sharding.gpus": 2, "sharding.fsdp": True, "sharding.offload": "cpu"},
-        chosen=(Condition("fsdp", "is", True), _CPU), source="torch.distributed.fsdp.CPUOffloadPolicy",
+        chosen=(Condition("fsdp", "is", True), _CPU), rough_time=True, source="torch.distributed.fsdp.CPUOffloadPolicy",
     ),
+)  # fmt: skip
+
+_EXCLUSIONS = (
+    Exclusion(
+        when=(_ZERO, _OFFLOADED, Condition("optimizer", "is not one of", ("adamw", "adamw-foreach"))),
+        reason="with offload, Accelerate and DeepSpeed replace every optimizer by DeepSpeedCPUAdam, which has fp32 "
+        "states and, unless AdamW was asked for, L2 regularisation instead of decoupled weight decay",
+        instead="train.optimizer: adamw, or sharding.offload: none",
+        source="accelerate 1.15 utils/deepspeed.py: map_pytorch_optim_to_deepspeed",
+    ),
+    Exclusion(
+        when=(_ZERO, _OFFLOADED, Condition("precision", "is", "bf16")),
+        reason="bf16 states on the host need a DeepSpeedCPUAdam made for bf16, and Accelerate makes it for fp32, so "
+        "DeepSpeed refuses it",
+        instead="train.precision: amp-bf16, or sharding.offload: none",
+        source="deepspeed 0.19.8 runtime/base_optimizer.py: _configure_master_weights",
+    ),
+    Exclusion(
+        when=(Condition("fsdp", "is", True), _ZERO),
+        reason="both partition the same states",
+        instead="one of sharding.fsdp and sharding.zero",
+        source="transformers 5.17 training_args.py",
+    ),
+    Exclusion(
+        when=(_OFFLOADED, Condition("zero", "is", 0), Condition("fsdp", "is", False)),
+        reason="offload moves the states that ZeRO or FSDP2 manage, and neither is on",
+        instead="sharding.zero: 2 (states) or 3 (weights too), or train.checkpointing: offload for activations",
+        source="deepspeed.ai/docs/config-json; torch.distributed.fsdp.CPUOffloadPolicy",
+    ),
+    Exclusion(
+        when=(_NVME, Condition("zero", "is not", 3)),
+        reason="only DeepSpeed's stage 3 swaps to files",
+        instead="sharding.zero: 3, or sharding.offload: cpu",
+        source="deepspeed.ai/docs/config-json, offload_optimizer and offload_param",
+    ),
+)
+
+DECLARATION = Declaration(
+    pages={
+        "ddp": "Data parallelism", "zero": "DeepSpeed ZeRO", "offload": "DeepSpeed offload", "fsdp2": "PyTorch FSDP2",
+    },
+    settings=_SETTINGS,
+    techniques=_TECHNIQUES,
+    exclusions=_EXCLUSIONS,
 )  # fmt: skip

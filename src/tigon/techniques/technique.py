@@ -1,4 +1,4 @@
-"""What a technique is: a record that says what it does to memory, time and result, and how it reaches the engine."""
+"""The records that a technique's file declares: what it does to memory, time and result, and how it is switched on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition
+from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.setting import Setting
 
 # The extra of tigon that installs a package.
 PACKAGE_EXTRAS: Mapping[str, str] = {
@@ -20,11 +21,11 @@ SAME = "None: the same numbers to rounding."
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a technique asks about a run besides its choices."""
+    """Properties of a run, besides its choices, that techniques use."""
 
     device: str = "cuda"
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Every parameter of the model by name, tied ones once."""
+    """Parameter name -> shape. A tied weight is listed once."""
     hidden_size: int = 0
     processes: int = 1
     tf32: bool = False
@@ -32,11 +33,11 @@ class Facts:
     nvme_folder: str | None = None
 
     def largest(self) -> int:
-        """Elements of the largest parameter."""
+        """Returns the number of elements of the largest parameter."""
         return max((math.prod(shape) for shape in self.shapes.values()), default=0)
 
     def by_layer(self) -> dict[str, list[int]]:
-        """Elements of the parameters of each layer, by the layer's path; those outside every layer under ""."""
+        """Returns layer path -> element count of each parameter. Parameters outside every layer are under ""."""
         found: dict[str, list[int]] = {}
         for name, shape in self.shapes.items():
             layer = re.match(r".*?\.\d+(?=\.)", name)
@@ -44,17 +45,17 @@ class Facts:
         return found
 
 
-def _nothing(choices: Choices, facts: Facts) -> Mapping[str, Any]:
+def _no_arguments(choices: Choices, facts: Facts) -> Mapping[str, Any]:
     return {}
 
 
-def _as_it_is(model: Any, choices: Choices, facts: Facts) -> Any:
+def _same_model(model: Any, choices: Choices, facts: Facts) -> Any:
     return model
 
 
 @dataclass(frozen=True, kw_only=True)
 class Technique:
-    """One technique. The hooks say how it reaches transformers, PEFT or the Trainer; most need only `arguments`."""
+    """One technique. The hooks pass it to transformers, PEFT or the Trainer; most techniques need only `arguments`."""
 
     name: str
     page: str
@@ -62,6 +63,7 @@ class Technique:
     saves: str
     costs: str
     precision: str = SAME
+    """Its effect on the result."""
     needs: tuple[str, ...] = ()
     """Packages beyond PyTorch and transformers."""
     tools: tuple[str, ...] = ()
@@ -71,13 +73,39 @@ class Technique:
     """The recipe lines that switch it on, as dotted keys."""
     chosen: tuple[Condition, ...]
     """A run uses it when all of these hold."""
-    arguments: Callable[[Choices, Facts], Mapping[str, Any]] = _nothing
-    """Values of transformers' TrainingArguments."""
-    loading: Callable[[Choices, Facts], Mapping[str, Any]] = _nothing
-    """Options of from_pretrained."""
-    model: Callable[[Any, Choices, Facts], Any] = _as_it_is
-    """What is done to the model once it is loaded and patched."""
+    arguments: Callable[[Choices, Facts], Mapping[str, Any]] = _no_arguments
+    """Values for transformers' TrainingArguments."""
+    loading: Callable[[Choices, Facts], Mapping[str, Any]] = _no_arguments
+    """Options for from_pretrained."""
+    model: Callable[[Any, Choices, Facts], Any] = _same_model
+    """Changes the model after it is loaded and patched."""
     source: str
+
+    change_rank: int = 0
+    """How far it takes a run's numbers from AdamW under autocast: our order, not a measurement. The planner compares
+    sums of ranks to decide which of two runs changes less. 0: it changes nothing."""
+    rough_time: bool = False
+    """The planner models its time only roughly, so it counts as one more rank."""
+    last_resort: bool = False
+    """The planner tries it only if nothing that changes less fits: its trace takes seconds, its time is rough."""
+    searched_with: tuple[Condition, ...] = ()
+    """The planner tries it only if these hold, because elsewhere another technique does the same for less."""
+    least_cost: float = 1.0
+    """With it, a step takes at least this many times as long as without recomputation."""
+    kept_share: float = 1.0
+    """With it, at least this share of the layers' activations stays in memory. It rules out runs without a trace, so it
+    may be too low, but never too high."""
 
     def used_by(self, choices: Choices) -> bool:
         return all(condition.holds(choices) for condition in self.chosen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """All that one file of this folder declares. A module offers it under the name `DECLARATION`."""
+
+    settings: tuple[Setting, ...] = ()
+    techniques: tuple[Technique, ...] = ()
+    exclusions: tuple[Exclusion, ...] = ()
+    pages: Mapping[str, str] = field(default_factory=dict)
+    """Pages of docs/techniques -> their titles."""

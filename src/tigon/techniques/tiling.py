@@ -1,12 +1,12 @@
-"""MLPs that take a tile of tokens at a time (as TiledMLP of arXiv 2506.13996, §3.1).
+"""MLPs that process a tile of tokens at a time (like TiledMLP in arXiv 2506.13996, §3.1).
 
-An MLP looks at each token by itself, so tokens may take turns. Of a whole MLP only its input is kept; a tile's inner
-activations exist while that tile is computed, and are made again in the backward pass. Beside checkpointing, which
-keeps one layer's inner activations at a time, this leaves a tile's: they no longer grow with the sequence.
+An MLP treats each token by itself, so it can process tokens in turns. The MLP keeps only its input. A tile's inner
+activations exist only while that tile is computed, and the backward pass computes them again. Checkpointing leaves one
+layer's inner activations in memory. With tiles, one tile's remain, and they do not grow with the sequence.
 
-A weight's gradient is the sum over the tiles. It is added up in fp32 and rounded once, where autograd would add the
-tiles' rounded gradients in the weight's dtype (64 tiles in bf16: 8 times the rounding error). That sum is why this is
-an autograd function, and not a checkpoint a tile.
+A weight's gradient is the sum over the tiles. It is added up in fp32 and rounded once. Autograd would add the tiles'
+rounded gradients in the weight's dtype, which for 64 tiles in bf16 gives 8 times the rounding error. Because of this
+sum, this is an autograd function instead of one checkpoint per tile.
 """
 
 from __future__ import annotations
@@ -22,39 +22,42 @@ from torch import Tensor, nn
 from tigon.errors import RecipeError
 from tigon.techniques.choices import Choices
 from tigon.techniques.condition import Condition
-from tigon.techniques.technique import Facts, Technique
+from tigon.techniques.setting import Setting
+from tigon.techniques.technique import Declaration, Facts, Technique
 
 # N tokens of all rows, H hidden.
 
-# What transformers calls the MLP of a decoder layer.
+TILE_TOKENS = 8192
+"""The tile that the planner tries if rows are longer: a Llama MLP of this many tokens fills a GPU."""
+# transformers' names for the MLP of a decoder layer.
 _MLP = re.compile(r".*\.\d+\.(mlp|feed_forward|ffn)")
-# Routed experts choose among all tokens, and return what the router found beside the sum.
+# Modules with these children are left alone: a router chooses among all tokens, and returns its scores too.
 _ROUTED = ("experts", "router", "gate")
 
 
 def tile(model: nn.Module, tokens: int) -> None:
-    """Let every dense MLP of the decoder layers take `tokens` tokens at a time, on this instance only.
+    """Let every dense MLP of the decoder layers process `tokens` tokens at a time, on this instance only.
 
-    Raises RecipeError where there is none.
+    Raises RecipeError if the model has no dense MLP.
     """
-    found = dense_mlps(model)
-    if not found:
+    mlps = dense_mlps(model)
+    if not mlps:
         raise RecipeError(
-            f"train.mlp_tile_tokens: {type(model).__name__} has no dense MLP of its own in its decoder layers (routed "
-            "experts are left alone); set it to 0"
+            f"train.mlp_tile_tokens: {type(model).__name__} has no dense MLP in its decoder layers (routed experts are "
+            "left alone); set it to 0"
         )
-    for mlp in found:
+    for mlp in mlps:
         mlp.forward = _Tiles(mlp, tokens)
 
 
 def dense_mlps(model: nn.Module) -> list[nn.Module]:
-    """The MLPs of the decoder layers but those with routed experts."""
+    """Returns the MLPs of the decoder layers, without those that have routed experts."""
     named = [module for name, module in model.named_modules() if _MLP.fullmatch(name)]
     return [mlp for mlp in named if not any(name in _ROUTED for name, _ in mlp.named_children())]
 
 
 class _Tiles:
-    """The forward of an MLP, called tile by tile."""
+    """Replaces an MLP's forward and calls it for each tile."""
 
     def __init__(self, mlp: nn.Module, tokens: int) -> None:
         self.mlp, self.tokens = mlp, tokens
@@ -67,7 +70,7 @@ class _Tiles:
         return out
 
     def trained(self) -> list[nn.Parameter]:
-        """Read at each use: adapters come later, and engines that shard put other tensors in their place."""
+        """Returns the trained weights, read at each use: adapters are added later, and sharding replaces tensors."""
         return [weight for weight in self.mlp.parameters() if weight.requires_grad]
 
     def draws(self) -> bool:
@@ -118,7 +121,7 @@ class _TiledMLP(torch.autograd.Function):
 
 
 def _add(sums: list[Tensor | None], grads: list[Tensor | None]) -> None:
-    """Add one tile's gradients to the sums, in fp32 (fp64 for fp64)."""
+    """Add one tile's gradients to the sums, in fp32, or in fp64 if they are fp64."""
     for i, grad in enumerate(grads):
         if grad is not None:
             total = sums[i]
@@ -127,7 +130,7 @@ def _add(sums: list[Tensor | None], grads: list[Tensor | None]) -> None:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(1, N, H): an MLP sees three dimensions, as ever."""
+    """Returns x as (1, N, H). MLPs expect three dimensions."""
     return x.reshape(1, -1, x.shape[-1])
 
 
@@ -141,7 +144,7 @@ def _rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
 
 @contextlib.contextmanager
 def _rng_of(state: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
-    """The generators as they were before the forward pass, so that dropout draws the same masks again."""
+    """Restores the random number generators to their state before the forward pass, so dropout draws equal masks."""
     if state is None:
         yield
         return
@@ -152,24 +155,36 @@ def _rng_of(state: tuple[Tensor, Tensor | None] | None, device: torch.device) ->
         yield
 
 
+_TILE = Setting(
+    field="mlp_tile_tokens", key="train.mlp_tile_tokens",
+    help="Tokens that a layer's MLP processes at a time, forward and backward; 0: all.", minimum=0,
+    traced=True, search="long rows", candidates=lambda config: (TILE_TOKENS,),
+    label=lambda choices: f"MLP tiles of {choices.mlp_tile_tokens}" if choices.mlp_tile_tokens else "",
+)  # fmt: skip
+
+
 def _tile(model: Any, choices: Choices, facts: Facts) -> Any:
     tile(model, choices.mlp_tile_tokens)
     if choices.zero == 3:
-        # Stage 3 gathers a module's weights around its call: here around the MLP, not around each product of a tile.
+        # Stage 3 gathers a module's weights when it is called. As a leaf, the MLP gathers once, not once per tile.
         from deepspeed.utils import set_z3_leaf_modules
 
         set_z3_leaf_modules(model, list({type(mlp) for mlp in dense_mlps(model)}))
     return model
 
 
-TECHNIQUES = (
-    Technique(
-        name="tiled-mlp", page="tiling",
-        saves="Inner activations of an MLP for all but one tile of tokens: with checkpointing, what a layer's gate, up "
-        "and their product take for the whole sequence, and their gradients.",
-        costs="A second forward pass of the MLPs, beyond the one of checkpointing; fp32 sums of one MLP's weight "
-        "gradients. Tiles of fewer than some thousand tokens leave a GPU idle.",
-        recipe={"train.mlp_tile_tokens": 8192}, chosen=(Condition("mlp_tile_tokens", "is at least", 1),), model=_tile,
-        source="arXiv 2506.13996 §3.1",
+DECLARATION = Declaration(
+    pages={"tiling": "Layers in pieces, for long rows"},
+    settings=(_TILE,),
+    techniques=(
+        Technique(
+            name="tiled-mlp", page="tiling",
+            saves="The inner activations of an MLP for all but one tile of tokens. With checkpointing these are a "
+            "layer's gate, up and their product for the whole sequence, and their gradients.",
+            costs="A second forward pass of the MLPs, beyond the one of checkpointing, and fp32 sums of one MLP's "
+            "weight gradients. Tiles of less than a few thousand tokens leave a GPU idle.",
+            recipe={"train.mlp_tile_tokens": 8192}, chosen=(Condition("mlp_tile_tokens", "is at least", 1),),
+            model=_tile, source="arXiv 2506.13996 §3.1",
+        ),
     ),
 )  # fmt: skip

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tigon.planner.request import Request
-from tigon.techniques.choices import RECIPE_KEYS, Choices
+from tigon.techniques import SETTINGS, TECHNIQUES
+from tigon.techniques.choices import Choices
 from tigon.techniques.condition import yaml_word
 
 RECIPE_FILE = "recipe.yaml"
-_ALWAYS = ("precision", "optimizer", "checkpointing", "kernels", "accumulate")
-"""Always written, even if they equal the defaults, so that they override the values in the command's recipe."""
 
 
 def keys(request: Request) -> dict[str, Any]:
@@ -23,18 +22,20 @@ def keys(request: Request) -> dict[str, Any]:
         "data.sequence_length": request.seq,
         "train.batch_size": request.batch,
     }
-    for field, key in RECIPE_KEYS.items():
+    for field, setting in SETTINGS.items():
         value = getattr(choices, field)
-        if field in _ALWAYS or value != getattr(default, field):
-            said[key] = list(value) if isinstance(value, tuple) else value
+        if setting.always_written or value != getattr(default, field):
+            said[setting.key] = list(value) if isinstance(value, tuple) else value
     if request.heads is not None:
         said |= request.heads.recipe_keys()
     if not request.masked:
         said["data.cross_document_attention"] = True
     if not request.clipped:
         said["train.max_grad_norm"] = 0
-    if choices.offload == "nvme":
-        said["sharding.nvme_folder"] = "nvme"
+    of_choices = {setting.key for setting in SETTINGS.values()}
+    for technique in TECHNIQUES.values():
+        if technique.used_by(choices):
+            said |= {key: value for key, value in technique.recipe.items() if key not in of_choices}
     order = ("model", "data", "train", "lora", "heads", "sharding")
     return dict(sorted(said.items(), key=lambda item: order.index(item[0].partition(".")[0])))
 

@@ -10,7 +10,6 @@ batch, does not say already that the micro-batch cannot fit.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tigon.errors import RecipeError, UsageError
 from tigon.planner.estimate import Estimate, Method, estimate
@@ -21,7 +20,7 @@ from tigon.planner.search.largest_batch import Extents, extents
 from tigon.planner.search.pool import Beside
 from tigon.planner.search.space import Asked, Rung
 from tigon.planner.simulate.non_allocator_memory import outside_bytes
-from tigon.techniques import matrix
+from tigon.techniques import SETTINGS, matrix
 from tigon.techniques.choices import Choices
 
 WORTH = 1.05
@@ -131,11 +130,10 @@ class _Search:
         unchecked: Option | None = None  # the whole batch without checkpointing, which bounds what others keep
         best: Option | None = None
         for kept in space.recomputations(asked, choices):
-            checkpointing = kept["checkpointing"]
             for number, (batch, accumulate) in enumerate(space.splits(asked)):
-                if best is not None and not _may_be_faster(best, unchecked, checkpointing, batch):
-                    break
                 tried = replace(choices, **kept, accumulate=accumulate)
+                if best is not None and not _may_be_faster(best, unchecked, tried, batch):
+                    break
                 reasons = refusals(asked.request, tried)
                 if reasons:
                     self.refused |= dict.fromkeys(reasons)
@@ -144,7 +142,7 @@ class _Search:
                 if isinstance(found, Rejected):
                     rejected.append(found)
                     continue
-                if checkpointing == "none" and unchecked is None:
+                if space.keeps_all(kept) and unchecked is None:
                     unchecked = found
                 if self.beaten(found):  # and so are smaller micro-batches, and more recomputation of this one
                     if number == 0:
@@ -198,17 +196,17 @@ class _Search:
         return any(_beats(found.option, option) for found in self.fitting)
 
 
-def _may_be_faster(best: Option, unchecked: Option | None, checkpointing: str, batch: int) -> bool:
+def _may_be_faster(best: Option, unchecked: Option | None, choices: Choices, batch: int) -> bool:
     """Whether more recomputation can beat `best`: only by launching larger micro-batches, where the host is slow."""
     if unchecked is None or batch <= best.request.batch:
         return False
-    return _speed(unchecked) / space.LEAST_COST[checkpointing] > _speed(best)
+    return _speed(unchecked) / space.least_cost(choices) > _speed(best)
 
 
 def _at_least(unchecked: Option, choices: Choices, batch: int) -> int:
     """Bytes that a configuration allocates at least, from the same one with the whole batch and no checkpointing."""
     parts = unchecked.estimate.components
-    kept = space.KEPT_SHARE.get(choices.checkpointing, 0.0) * batch / unchecked.request.batch
+    kept = space.kept_share(choices) * batch / unchecked.request.batch
     lower = parts["weights"] + parts["optimizer"] + kept * parts["activations"]
     if choices.accumulate > 1 and _whole_gradients(choices):
         lower += parts["weights"]  # gradients of the micro-batches before
@@ -224,7 +222,7 @@ def search(asked: Asked) -> tuple[list[Recommendation], tuple[str, ...]]:
     """(recommendations, fastest first; why combinations were not looked at)"""
     found = _Search(asked, [], {})
     for choices in space.walks(asked):
-        if found.fitting and "optimizer" in asked.free and choices.optimizer in space.LAST_RESORTS:
+        if found.fitting and space.is_last_resort(asked, choices):
             continue
         reasons = refusals(asked.request, choices) or (_missing_here(choices) if asked.runnable_here else ())
         if reasons:
@@ -359,36 +357,19 @@ def _enlarge(option: Option, asked: Asked) -> tuple[Option, list[Step]]:
 
 def rung(choices: Choices, batch: int) -> str:
     """What the search varies within a class, in a few words."""
-    kind = "no checkpointing" if choices.checkpointing == "none" else f"checkpointing {choices.checkpointing}"
-    return f"{kind}, {batch} x {choices.accumulate} rows"
+    kept = [setting.label(choices) for setting in SETTINGS.values() if setting.search == "recomputation"]
+    return f"{', '.join(filter(None, kept))}, {batch} x {choices.accumulate} rows"
 
 
 def against(choices: Choices, other: Choices, batch: int) -> str:
     """`other` as far as it is not `choices`: of the same class by what the search varies, else in full."""
-    varied: dict[str, Any] = {"checkpointing": "", "accumulate": 1, "mlp_tile_tokens": 0, "attention_groups": 1}
-    if replace(choices, **varied) == replace(other, **varied):
+    within = [s.field for s in SETTINGS.values() if s.search in ("recomputation", "long rows", "split")]
+    varied = {name: getattr(choices, name) for name in within}
+    if choices == replace(other, **varied):
         return rung(other, batch)
     return f"{label(other)}, {batch} x {other.accumulate} rows"
 
 
 def label(choices: Choices) -> str:
     """A configuration in a few words."""
-    said = [choices.precision, choices.optimizer]
-    said.append("no checkpointing" if choices.checkpointing == "none" else f"checkpointing {choices.checkpointing}")
-    if choices.mlp_tile_tokens:
-        said.append(f"MLP tiles of {choices.mlp_tile_tokens}")
-    if choices.attention_groups > 1:
-        said.append(f"attention in {choices.attention_groups} groups")
-    if choices.kernels != "tigon":
-        said.append(f"kernels {choices.kernels}")
-    if choices.lora_rank is not None:
-        said.append(f"{'QLoRA' if choices.quantized else 'LoRA'} {choices.lora_rank}")
-    if choices.zero:
-        said.append(f"ZeRO-{choices.zero}")
-    if choices.fsdp:
-        said.append("FSDP2")
-    if choices.offload != "none":
-        said.append(f"offload {choices.offload}")
-    if choices.accumulate > 1:
-        said.append(f"{choices.accumulate} micro-batches")
-    return ", ".join(said)
+    return ", ".join(filter(None, (setting.label(choices) for setting in SETTINGS.values())))

@@ -1,62 +1,31 @@
-"""What the planner may change, and in which order: the search's space and the study's ladder, as data."""
+"""What the planner may change, and in which order: the search's space and the study's ladder.
+
+The candidates and their costs stand in the files of the techniques (tigon.techniques).
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tigon.planner.gpus import Gpu
-from tigon.planner.request import Request, text_config
-from tigon.techniques import TECHNIQUES
+from tigon.planner.request import Request
+from tigon.techniques import SETTINGS, TECHNIQUES, tiling
 from tigon.techniques.choices import Choices
+from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.setting import Search, Setting
+from tigon.techniques.sharding import PLACEMENTS
+from tigon.techniques.technique import Technique
 
 HEADROOM = 0.02
 """Share of a GPU's memory that a recommended recipe leaves free: what the prediction of reserved memory may miss."""
 
 # --- the search ------------------------------------------------------------------------------------------------------
 
-PRECISIONS = ("amp-bf16", "bf16")
-"""fp32 is slower and larger than amp-bf16, and every GPU of the table has bf16."""
-CHECKPOINTINGS = ("none", "selective", "every-2", "full", "offload")
-"""Fastest first."""
-TILE_TOKENS = 8192
-"""Tokens of an MLP's tile, the last resort where rows are longer: a Llama MLP of this many fills a GPU."""
-OPTIMIZERS = (
-    "adamw", "adamw-8bit", "adamw-torchao-8bit", "adamw-torchao-4bit", "adafactor", "galore", "galore-layerwise",
-)  # fmt: skip
-"""What trains like AdamW, from the least change of its numbers to the most."""
-LAST_RESORTS = frozenset({"adamw-torchao-4bit", "adafactor", "galore", "galore-layerwise"})
-"""Tried only where nothing that changes less fits: their traces take seconds, and their time is modelled roughly."""
-PLACEMENTS: tuple[Mapping[str, Any], ...] = (
-    {"zero": 0, "fsdp": False, "offload": "none"},
-    {"zero": 2, "fsdp": False, "offload": "none"},
-    {"zero": 3, "fsdp": False, "offload": "none"},
-    {"zero": 0, "fsdp": True, "offload": "none"},
-    {"zero": 2, "fsdp": False, "offload": "cpu"},
-    {"zero": 3, "fsdp": False, "offload": "cpu"},
-    {"zero": 0, "fsdp": True, "offload": "cpu"},
-    {"zero": 3, "fsdp": False, "offload": "nvme"},
-)
-"""Where weights and states live, least traffic first."""
 MAX_SPLITS = 5
-
-LEAST_COST: Mapping[str, float] = {"none": 1.0, "selective": 1.02, "every-2": 1.07, "full": 1.15, "offload": 1.15}
-"""A step takes at least so many times as long as without checkpointing; Llama's layers 1.07, 1.11 and 1.21."""
-
-KEPT_SHARE: Mapping[str, float] = {"none": 1.0, "every-2": 0.5, "selective": 0.35}
-"""At least this share of the layers' activations stays with a kind of checkpointing; nothing with the others.
-
-every-N: the layers that are not recomputed. selective: the products' outputs, 0.55 to 0.68 in Llama's layers; less is
-said here, because what it is for is to rule out without a trace."""
-
-CHANGE_RANKS: Mapping[str, int] = {
-    "zero-1": 1, "zero-2": 1, "zero-3": 1, "adamw-8bit": 1, "paged-adamw-8bit": 1, "adamw-torchao-8bit": 1,
-    "adamw-torchao-4bit": 2, "bf16": 3, "adafactor": 4, "lion-8bit": 4, "galore": 4, "galore-layerwise": 5, "sgd": 5,
-    "lora": 6, "qlora": 7,
-}  # fmt: skip
-"""How far a technique takes a run from AdamW under autocast: an order of ours, not a measurement. Sums of them decide
-which of two recipes changes less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,36 +57,63 @@ def with_headroom(gpu: Gpu) -> Gpu:
 
 def as_request(request: Request, choices: Choices, batch: int) -> Request:
     """`request` with these choices. What is updated in the backward pass cannot be clipped."""
-    clipped = request.clipped and choices.optimizer != "galore-layerwise"
+    clipped = request.clipped and not OPTIMIZERS[choices.optimizer].in_backward
     return replace(request, choices=choices, batch=batch, clipped=clipped)
 
 
+def used(choices: Choices) -> list[Technique]:
+    """The techniques of a run."""
+    return [technique for technique in TECHNIQUES.values() if technique.used_by(choices)]
+
+
 def changes(choices: Choices) -> Mapping[str, str]:
-    """The techniques that change a run's numbers against AdamW under autocast: name -> what they do to them."""
-    return {
-        name: TECHNIQUES[name].precision
-        for name in CHANGE_RANKS
-        if name in TECHNIQUES and TECHNIQUES[name].used_by(choices)
-    }
+    """The techniques that change a run's numbers against AdamW under autocast, smallest change first: name -> what they
+    do to them."""
+    changing = [technique for technique in reversed(used(choices)) if technique.change_rank]
+    return {t.name: t.precision for t in sorted(changing, key=lambda technique: technique.change_rank)}
 
 
 def change_rank(choices: Choices) -> int:
-    """The sum of CHANGE_RANKS; and 1 for states on the host, whose time is modelled more roughly than a GPU's."""
-    return sum(CHANGE_RANKS[name] for name in changes(choices)) + (choices.offload != "none")
+    """How far the techniques of a run change its numbers, and 1 for each whose time is modelled roughly."""
+    return sum(technique.change_rank + technique.rough_time for technique in used(choices))
+
+
+def least_cost(choices: Choices) -> float:
+    """A step takes at least this many times as long as without recomputation."""
+    return math.prod(technique.least_cost for technique in used(choices))
+
+
+def kept_share(choices: Choices) -> float:
+    """At least this share of the layers' activations stays in memory."""
+    return math.prod(technique.kept_share for technique in used(choices))
+
+
+def is_last_resort(asked: Asked, choices: Choices) -> bool:
+    """Whether a technique that the search chose is only for when nothing that changes less fits."""
+    return any(technique.last_resort and _is_free(asked, technique) for technique in used(choices))
+
+
+def _is_free(asked: Asked, technique: Technique) -> bool:
+    return technique.chosen[0].field in asked.free
+
+
+def _searched(search: Search) -> list[Setting]:
+    return [setting for setting in SETTINGS.values() if setting.search == search]
+
+
+def _values(asked: Asked, choices: Choices, setting: Setting) -> tuple[Any, ...]:
+    """What the search tries for a setting: its candidates, or the value that was given."""
+    if setting.field in asked.free:
+        return setting.candidates(asked.request.config)
+    return (getattr(choices, setting.field),)
 
 
 def walks(asked: Asked) -> list[Choices]:
-    """Every precision, optimizer and placement that is free to choose, fewest changes of the numbers first."""
-    base = asked.request.choices
-    precisions = PRECISIONS if "precision" in asked.free else (base.precision,)
-    optimizers = OPTIMIZERS if "optimizer" in asked.free else (base.optimizer,)
-    found = [
-        placed
-        for optimizer in optimizers
-        for precision in precisions
-        for placed in placements(asked, replace(base, precision=precision, optimizer=optimizer))
-    ]
-    return sorted(found, key=change_rank)
+    """Every value of the free `run` settings with every placement, fewest changes of the numbers first."""
+    found = [asked.request.choices]
+    for setting in reversed(_searched("run")):
+        found = [replace(c, **{setting.field: value}) for c in found for value in _values(asked, c, setting)]
+    return sorted((placed for choices in found for placed in placements(asked, choices)), key=change_rank)
 
 
 def placements(asked: Asked, choices: Choices) -> Iterator[Choices]:
@@ -132,24 +128,27 @@ def placements(asked: Asked, choices: Choices) -> Iterator[Choices]:
             found = [row for row in found if row["offload"] == "none"]
     for row in found or [fixed]:
         placed = replace(choices, **row)
-        if placed.optimizer != "adamw-torchao-8bit" or placed.fsdp or "optimizer" not in asked.free:
-            yield placed  # elsewhere bitsandbytes has the same bytes without a compiler
+        needed = [c for technique in used(placed) if _is_free(asked, technique) for c in technique.searched_with]
+        if all(condition.holds(placed) for condition in needed):
+            yield placed
 
 
 def recomputations(asked: Asked, choices: Choices) -> list[Mapping[str, Any]]:
     """What of a layer may be kept, fastest first: fields of Choices. Last comes a layer in pieces, if rows are long."""
-    kinds = CHECKPOINTINGS if "checkpointing" in asked.free else (choices.checkpointing,)
-    found: list[Mapping[str, Any]] = [{"checkpointing": kind} for kind in kinds]
-    pieces = {"mlp_tile_tokens": TILE_TOKENS, "attention_groups": _key_heads(asked.request.config)}
-    pieces = {name: value for name, value in pieces.items() if name in asked.free}
-    if pieces and asked.request.seq > TILE_TOKENS and choices.attention == "sdpa" and kinds[-1] != "none":
+    values = {setting.field: _values(asked, choices, setting) for setting in _searched("recomputation")}
+    found: list[Mapping[str, Any]] = [
+        dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())
+    ]
+    config = asked.request.config
+    pieces = {s.field: s.candidates(config)[0] for s in _searched("long rows") if s.field in asked.free}
+    if pieces and asked.request.seq > tiling.TILE_TOKENS and choices.attention == "sdpa" and not keeps_all(found[-1]):
         found.append({**found[-1], **pieces})
     return found
 
 
-def _key_heads(config: Any) -> int:
-    text = text_config(config)
-    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+def keeps_all(kept: Mapping[str, Any]) -> bool:
+    """Whether one of `recomputations` recomputes nothing."""
+    return all(value == SETTINGS[name].default for name, value in kept.items())
 
 
 def splits(asked: Asked) -> list[tuple[int, int]]:

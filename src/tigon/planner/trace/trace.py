@@ -32,8 +32,7 @@ from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, Recorder
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
 from tigon.techniques import checkpointing, head_groups, tiling
-from tigon.techniques.checkpointing import KEPT_OPS
-from tigon.techniques.choices import every_n_layers
+from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
 
 # What each word of `kernels` asks of the patcher; None: nothing. Of Liger's ops those inside the layers are traced as
 # ours, writing in place where its do; its loss is in `liger`.

@@ -26,6 +26,7 @@ from tigon.planner.search.space import Asked
 from tigon.planner.simulate.non_allocator_memory import group_bytes, outside_bytes
 from tigon.profiler.recording.device import host_free_bytes
 from tigon.recipe.keys import Recipe
+from tigon.techniques import SEARCHED
 from tigon.techniques.choices import Choices
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
@@ -42,11 +43,6 @@ ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
 # What PyTorch's OutOfMemoryError says of the request, and of what it has reserved and not given out.
 _ASKED = re.compile(r"Tried to allocate ([\d.]+ [KMGT]iB)")
 _IDLE = re.compile(r"([\d.]+ [KMGT]iB) is reserved by PyTorch but unallocated")
-# What --auto and the next rung may change, where the recipe says nothing else.
-_FREE = (
-    "precision", "optimizer", "checkpointing", "mlp_tile_tokens", "attention_groups", "zero", "fsdp", "offload",
-    "accumulate",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +122,9 @@ def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool
 
 
 def free_in(recipe: Recipe) -> frozenset[str]:
-    """The techniques that a recipe leaves at their defaults."""
-    default, said = Choices(), recipe.choices()
-    free = {name for name in _FREE if getattr(said, name) == getattr(default, name)}
+    """The settings that a recipe leaves at their defaults and that --auto and the next rung may change."""
+    default, choices = Choices(), recipe.choices()
+    free = {name for name in SEARCHED if getattr(choices, name) == getattr(default, name)}
     if recipe.train.precision != "auto":
         free.discard("precision")
     return frozenset(free)

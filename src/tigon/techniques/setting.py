@@ -1,0 +1,110 @@
+"""A setting: all that recipes, `tigon plan`, the planner and the documents need to know about one field of Choices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tigon.techniques.choices import Choices
+
+Search = Literal["run", "placement", "recomputation", "long rows", "split"]
+"""How the planner treats a setting that was left free.
+
+run             tries every candidate with every candidate of the other `run` settings
+placement       tries the rows of `sharding.PLACEMENTS`, which set several such settings together
+recomputation   tries the candidates within one run, fastest first, until a batch fits
+long rows       takes the first candidate after the last recomputation, if rows are long
+split           divides the batch into micro-batches
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """The flag of `tigon plan` for a setting."""
+
+    name: str
+    """Without the dashes."""
+    help: str
+    metavar: str | None = None
+    words: tuple[str, ...] = ()
+    """The values that the planner can predict, if they are fewer than the recipe's."""
+    requires: str | None = None
+    """The field of another setting, whose flag has to be given too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One field of Choices."""
+
+    field: str
+    key: str
+    """The recipe key, `section.name`."""
+    help: str
+    """The key's meaning in docs/train.md."""
+    words: tuple[str, ...] = ()
+    """The values that it takes, if they can be listed."""
+    pattern: str | None = None
+    """A regular expression for the values, if `words` holds a placeholder such as `every-N`."""
+    words_note: str = ""
+    """The limits of that placeholder, for messages."""
+    minimum: int | None = None
+    maximum: int | None = None
+    recipe_word: str | None = None
+    """A further value that only recipes know; it is their default, and the trainer replaces it by one of `words`."""
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Former values -> new ones."""
+    flag: Flag | None = None
+    traced: bool = False
+    """A trace of the model depends on it."""
+    search: Search | None = None
+    """None: the planner changes it only if it was asked to."""
+    candidates: Callable[[Any], tuple[Any, ...]] = lambda config: ()
+    """(transformers config) -> the values that the search tries, best first."""
+    always_written: bool = False
+    """A plan's recipe names it even if it has its default, to replace the value of the recipe it is applied to."""
+    label: Callable[[Choices], str] = lambda choices: ""
+    """Its part of the few words that describe a run; empty if it changes nothing."""
+
+    @property
+    def default(self) -> Any:
+        return _fields()[self.field].default
+
+    @property
+    def hint(self) -> Any:
+        """Its type."""
+        return _hints()[self.field]
+
+    def problem(self, value: Any) -> str | None:
+        """Returns what the value should have been, as the end of a sentence, or None if it is allowed."""
+        if value is None and self.default is None:
+            return None
+        if self.words:
+            allowed = re.fullmatch(self.pattern, value) if self.pattern else _all_in(value, self.words)
+            note = f", {self.words_note}" if self.words_note else ""
+            return None if allowed else f"choose one of {', '.join(self.words)}{note}"
+        if self.minimum is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool):
+            return "it must be a whole number"
+        if value < self.minimum:
+            return f"it must be at least {self.minimum}"
+        return f"it must be at most {self.maximum}" if self.maximum is not None and value > self.maximum else None
+
+
+def _all_in(value: Any, words: tuple[str, ...]) -> bool:
+    return all(item in words for item in (value if isinstance(value, tuple) else (value,)))
+
+
+@functools.cache
+def _fields() -> Mapping[str, dataclasses.Field[Any]]:
+    return {f.name: f for f in dataclasses.fields(Choices)}
+
+
+@functools.cache
+def _hints() -> Mapping[str, Any]:
+    return typing.get_type_hints(Choices)

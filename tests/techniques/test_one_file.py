@@ -1,0 +1,115 @@
+"""A technique is one file: a made-up one reaches recipes, flags, the search and the pages without another edit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import tigon
+
+ROOT = Path(__file__).parents[2]
+FIELD_LINE = "    ring_size: int = 1\n"
+FILE = '''
+"""A made-up technique."""
+
+from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.setting import Flag, Setting
+from tigon.techniques.technique import Declaration, Technique
+
+DECLARATION = Declaration(
+    pages={"ring": "Ring attention"},
+    settings=(
+        Setting(
+            field="ring_size", key="train.ring_size", help="Ranks of the ring.", minimum=1, maximum=8,
+            flag=Flag(name="ring-size", help="How many ranks the ring has."), traced=True, search="run",
+            candidates=lambda config: (1, 2),
+            label=lambda choices: f"ring of {choices.ring_size}" if choices.ring_size > 1 else "",
+        ),
+    ),
+    techniques=(
+        Technique(
+            name="ring", page="ring", saves="Made-up memory.", costs="Made-up time.", recipe={"train.ring_size": 2},
+            chosen=(Condition("ring_size", "is at least", 2),), change_rank=9, source="made up",
+        ),
+    ),
+    exclusions=(
+        Exclusion(
+            when=(Condition("ring_size", "is at least", 2), Condition("fsdp", "is", True)),
+            reason="made-up reason", instead="train.ring_size: 1", source="made up",
+        ),
+    ),
+)
+'''
+CHECKS = """
+from pathlib import Path
+
+import technique_pages
+import typer.main
+from tigon.cli import app
+from tigon.planner.estimate import _TRACE_FIELDS
+from tigon.planner.gpus import find_gpu
+from tigon.planner.render import as_recipe
+from tigon.planner.request import Request
+from tigon.planner.search import recommend, space
+from tigon.models.loading.config import load_config
+from tigon.recipe import recipe_file
+from tigon.recipe.keys import reference_table
+from tigon.techniques import SEARCHED, TECHNIQUES, matrix
+from tigon.techniques.choices import Choices
+
+path = Path("recipe.yaml")
+path.write_text("train: {steps: 1, ring_size: 2}")
+choices = recipe_file.load(path, gpu_present=lambda: False).choices()
+assert choices.ring_size == 2 and "`train.ring_size`" in reference_table()
+
+commands = typer.main.get_command(app._app()).commands
+assert "--ring-size" in [option for parameter in commands["plan"].params for option in parameter.opts]
+
+assert matrix.wrong_values(Choices(ring_size=9)) == ("ring_size is 9; it must be at most 8",)
+(reason,) = matrix.refusals(Choices(ring_size=2, fsdp=True))
+assert reason == "train.ring_size: 2 with sharding.fsdp: true: made-up reason; use train.ring_size: 1"
+
+request = Request(model="tigon-demo", config=load_config("tigon-demo"), batch=1, seq=8, choices=Choices())
+asked = space.Asked(request=request, free=SEARCHED, gpu=find_gpu("24GiB"))
+walks = space.walks(asked)
+assert {walk.ring_size for walk in walks} == {1, 2} and walks[0].ring_size == 1
+assert "ring_size" in _TRACE_FIELDS and "ring" in space.changes(choices)
+assert "ring of 2" in recommend.label(choices)
+tried = space.as_request(request, choices, 1)
+assert as_recipe.keys(tried)["train.ring_size"] == 2
+
+assert "[`ring`](ring.md)" in technique_pages.generated("README")
+page = technique_pages.written("ring", Path("."))
+assert page.startswith("# Ring attention") and "made-up reason" in page and "train: {ring_size: 2}" in page
+print("reached")
+"""
+
+
+def test_a_technique_in_one_file_reaches_recipe_flag_search_checks_and_pages(tmp_path: Path):
+    """In a copy of the package: the file, and the line that gives its setting a name, a type and a default."""
+    source = tmp_path / "src"
+    shutil.copytree(Path(tigon.__file__).parent, source / "tigon", ignore=shutil.ignore_patterns("__pycache__"))
+    folder = source / "tigon" / "techniques"
+    (folder / "ring.py").write_text(FILE, encoding="utf-8")
+    choices = folder / "choices.py"
+    choices.write_text(choices.read_text(encoding="utf-8") + FIELD_LINE, encoding="utf-8")
+    path = os.pathsep.join([str(source), str(ROOT / "tests" / "techniques")])
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKS], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "reached", done.stderr[-2000:]
+
+
+def test_a_setting_without_its_field_is_refused_on_import(tmp_path: Path):
+    source = tmp_path / "src"
+    shutil.copytree(Path(tigon.__file__).parent, source / "tigon", ignore=shutil.ignore_patterns("__pycache__"))
+    (source / "tigon" / "techniques" / "ring.py").write_text(FILE, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", "import tigon.techniques"], env={**os.environ, "PYTHONPATH": str(source)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "Choices lacks it" in done.stderr
