@@ -31,7 +31,7 @@ class Gpu:
     """The device's total as CUDA reports it; the context comes out of this."""
     context_bytes: int
     """The CUDA context with the kernels of a training run loaded, outside the caching allocator
-    (simulate/non_allocator_memory.py)."""
+    (engines/non_allocator_memory.py)."""
     lone_group_bytes: int
     """NCCL's memory for a group of one process."""
     group_bytes: int

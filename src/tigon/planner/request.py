@@ -67,6 +67,11 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def ties_embeddings(config: Any) -> bool:
+    """Whether the head and the embeddings share one weight."""
+    return bool(getattr(text_config(config), "tie_word_embeddings", False))
+
+
 def build(name: str, config: Any) -> Any:
     """The model of a config without memory for its weights; `name` is for the message. Raises UsageError, also where
     some of them would be empty."""

@@ -6,7 +6,7 @@ import torch
 
 from tigon.errors import UsageError
 from tigon.planner.gpus import Gpu, find_gpu
-from tigon.planner.simulate.non_allocator_memory import outside_bytes
+from tigon.planner.engines.non_allocator_memory import outside_bytes
 from tigon.techniques.choices import Choices
 
 
@@ -22,7 +22,7 @@ def cap(device: torch.device, limit_bytes: int | None, choices: Choices) -> None
     """Let this process have `limit_bytes` and no more.
 
     GPU: PyTorch's allocator may reserve the limit less what a process that trains with these choices holds beside it
-    (planner/simulate/non_allocator_memory.py). CPU (Linux): the process's data segment, heap and private mappings
+    (planner/engines/non_allocator_memory.py). CPU (Linux): the process's data segment, heap and private mappings
     together, which counts memory when it is asked for rather than when it is first used.
     """
     if limit_bytes is None:

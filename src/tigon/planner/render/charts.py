@@ -9,12 +9,13 @@ from typing import Any
 
 from tigon.errors import UsageError
 from tigon.planner import closed_form
-from tigon.planner.estimate import Estimate, at_rest, estimate, logits_bytes
+from tigon.planner.estimate import Estimate, estimate, logits_bytes
 from tigon.planner.gpus import GIB
 from tigon.planner.render.terminal import COLOURS
 from tigon.planner.request import Request, text_config
 from tigon.planner.search.recommend import Plan, label
 from tigon.planner.simulate.ledger import COMPONENTS
+from tigon.planner.simulate.statics import at_rest
 from tigon.profiler.render.figure import INK, MUTED, new_figure, svg
 
 LIMIT = "#b91c1c"

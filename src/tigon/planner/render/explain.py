@@ -6,15 +6,14 @@ import textwrap
 from collections.abc import Iterator
 
 from tigon.planner import closed_form
-from tigon.planner.estimate import at_rest
+from tigon.planner.engines.non_allocator_memory import outside_bytes
 from tigon.planner.gpus import GIB
 from tigon.planner.render.terminal import gib, seconds
 from tigon.planner.request import Request, text_config
 from tigon.planner.search import space
 from tigon.planner.search.recommend import Plan
-from tigon.planner.simulate.non_allocator_memory import outside_bytes
 from tigon.planner.simulate.roofline import COPY_SHARE, HOST_S, PRODUCT_SHARE
-from tigon.planner.simulate.statics import Statics, state_tensors
+from tigon.planner.simulate.statics import Statics, at_rest, state_tensors
 from tigon.techniques.optimizers import OPTIMIZERS
 
 _WIDTH = 100

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from tigon.planner.engines.non_allocator_memory import outside_bytes
 from tigon.planner.estimate import PHASES, Estimate
 from tigon.planner.gpus import GIB, Gpu
 from tigon.planner.render import as_recipe
@@ -13,7 +14,6 @@ from tigon.planner.search import space
 from tigon.planner.search.largest_batch import Extents
 from tigon.planner.search.recommend import Option, Plan, Recommendation, Rejected, against, label
 from tigon.planner.simulate.ledger import COMPONENTS
-from tigon.planner.simulate.non_allocator_memory import outside_bytes
 from tigon.techniques import TECHNIQUES
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tigon.planner.engines.non_allocator_memory import room_bytes
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, text_config
 from tigon.planner.search.pool import Beside
-from tigon.planner.simulate.non_allocator_memory import room_bytes
 
 MAX_LOOKS = 10
 FRAGMENTS = 0.98

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tigon.errors import RecipeError, UsageError
+from tigon.planner.engines.non_allocator_memory import outside_bytes
 from tigon.planner.estimate import Estimate, Method, estimate
 from tigon.planner.gpus import GIB, Gpu
 from tigon.planner.request import Request, refusals
@@ -20,7 +21,6 @@ from tigon.planner.search import space
 from tigon.planner.search.largest_batch import Extents, extents
 from tigon.planner.search.pool import Beside
 from tigon.planner.search.space import Asked, Rung
-from tigon.planner.simulate.non_allocator_memory import outside_bytes
 from tigon.techniques import matrix
 from tigon.techniques.choices import Choices
 

@@ -61,6 +61,16 @@ class Tape:
     sizes: list[int] = field(default_factory=list)
     components: list[str] = field(default_factory=list)
 
+    def peak_bytes(self, component: str) -> int:
+        """The most bytes of one component that are held at one time."""
+        live = peak = 0
+        for event in (event for segment in self.segments for event in segment.events):
+            block = event if event >= 0 else ~event
+            if self.components[block] == component:
+                live += self.sizes[block] if event >= 0 else -self.sizes[block]
+                peak = max(peak, live)
+        return peak
+
 
 def unrollable(layers: int, period: int) -> int:
     """How many layers to trace: one, the pattern, and at least one more that ends as the deep model does."""

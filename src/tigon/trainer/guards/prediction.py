@@ -21,7 +21,7 @@ from tigon.planner.request import Request
 from tigon.planner.search import space
 from tigon.planner.search.recommend import Option, label, look, search
 from tigon.planner.search.space import Asked
-from tigon.planner.simulate.non_allocator_memory import group_bytes, outside_bytes
+from tigon.planner.engines.non_allocator_memory import group_bytes, outside_bytes
 from tigon.profiler.recording.device import host_free_bytes
 from tigon.recipe.keys import Recipe
 from tigon.techniques.choices import Choices
