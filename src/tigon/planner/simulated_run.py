@@ -26,7 +26,7 @@ _FINITE_MASKS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RunMemory:
-    """What the simulation found."""
+    """The result of the simulation."""
 
     peak_bytes: int
     peak_phase: str

@@ -23,7 +23,7 @@ from tigon.techniques.sharding import are_drawn_in_place, fit_whole
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """What the engine does with gradients after the backward pass has computed them."""
+    """How the engine treats gradients after the backward pass has computed them."""
 
     nbytes: int = 0
     """Bytes in addition to the gradients that the backward pass makes: reduced gradients, or buckets of them."""
@@ -125,15 +125,13 @@ class Loading:
     def load_whole(self, *, for_the_host: bool = False) -> list[list[Allocation | None]]:
         """Allocate the whole weights and buffers; returns the tensors of each weight. for_the_host: the weights are
         initialized on the host."""
-        ledger, model = self.ledger, self.model
-        loaded = [
-            [ledger.alloc(self.widening * size, "weights") for size in weight.tensors] for weight in model.weights
-        ]
+        ledger, model, times = self.ledger, self.model, self.widening
+        loaded = [[ledger.alloc(times * nbytes, "weights") for nbytes in weight.tensors] for weight in model.weights]
         ledger.alloc(model.buffer_bytes, "weights")
         if is_drawn(self.request) and ties_embeddings(self.request.config) and not for_the_host:
             # A model built on the device has a separate lm_head weight until transformers ties it (post_init), and the
             # allocator keeps that block. A model read from files is built without memory.
-            ledger.alloc_briefly(math.prod(model.head_shape) * self.widening * model.weights[0].itemsize)
+            ledger.alloc_briefly(math.prod(model.head_shape) * times * model.weights[0].itemsize)
         return loaded
 
 
@@ -163,7 +161,7 @@ class Engine(ABC):
         loading.load_whole()
 
     def notes(self, request: Request, model: Statics) -> tuple[str, ...]:
-        """What a reader of the estimate should know about this engine."""
+        """Limits of the estimate under this engine, one sentence each."""
         return ("Partitions and buckets are computed by formula; only part of their fragmentation is simulated.",)
 
 

@@ -99,8 +99,8 @@ class Fsdp(Engine):
             link=link,
             peers=passes * model.weight_bytes + sum(weight.nbytes for weight in model.trained),
             peers_last=embedding_grad_bytes(model),
-            copied=6
-            * model.weight_bytes,  # gathered weights are copied out twice, gradients into the reduction's input
+            # gathered weights are copied out twice, gradients into the reduction's input
+            copied=6 * model.weight_bytes,
             host_calls=host_calls,
         )
 

@@ -18,7 +18,7 @@ _ALWAYS = ("precision", "optimizer", "checkpointing", "kernels", "accumulate")
 def keys(request: Request) -> dict[str, Any]:
     """Dotted recipe keys of a run, in the recipe's order, without those that name the user's data."""
     choices, default = request.choices, Choices()
-    said = {
+    values = {
         "model.name": model_name(request.model),
         "data.sequence_length": request.seq,
         "train.batch_size": request.batch,
@@ -26,17 +26,17 @@ def keys(request: Request) -> dict[str, Any]:
     for field, key in RECIPE_KEYS.items():
         value = getattr(choices, field)
         if field in _ALWAYS or value != getattr(default, field):
-            said[key] = list(value) if isinstance(value, tuple) else value
+            values[key] = list(value) if isinstance(value, tuple) else value
     if request.heads is not None:
-        said |= request.heads.recipe_keys()
+        values |= request.heads.recipe_keys()
     if not request.masked:
-        said["data.cross_document_attention"] = True
+        values["data.cross_document_attention"] = True
     if not request.clipped:
-        said["train.max_grad_norm"] = 0
+        values["train.max_grad_norm"] = 0
     if choices.offload == "nvme":
-        said["sharding.nvme_folder"] = "nvme"
+        values["sharding.nvme_folder"] = "nvme"
     order = ("model", "data", "train", "lora", "heads", "sharding")
-    return dict(sorted(said.items(), key=lambda item: order.index(item[0].partition(".")[0])))
+    return dict(sorted(values.items(), key=lambda item: order.index(item[0].partition(".")[0])))
 
 
 def model_name(name: str) -> str:

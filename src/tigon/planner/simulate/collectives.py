@@ -85,7 +85,7 @@ class GatheringPlan:
 
 @dataclass
 class GatheredWeights:
-    """The weights of a GatheringPlan over time, on a stream of their own.
+    """The weights of a GatheringPlan over time, on the stream GATHERING.
 
     The forward pass gathers one layer after another and keeps as many as fit. The backward pass frees each layer when
     it is done.
