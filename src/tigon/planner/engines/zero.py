@@ -79,8 +79,8 @@ class _Zero(Engine):
     @property
     def _optimizer_itemsize(self) -> int:
         """The optimizer works on a flat copy of this GPU's slice at every stage. The copy is bf16 if the whole run is
-        bf16, else fp32 (stage_1_and_2.py: single_partition_of_fp32_groups). stage3.py has a case without a copy. It never takes
-        that case, because it compares a device with a device's name."""
+        bf16, else fp32 (stage_1_and_2.py: single_partition_of_fp32_groups). stage3.py has a case without a copy, but
+        never takes it, because it compares a device with a device's name."""
         return 2 if self.choices.precision == "bf16" else FP32
 
     @property

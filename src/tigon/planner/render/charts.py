@@ -81,10 +81,10 @@ def _draw_limit(axes: Any, plan: Plan, top: float) -> None:
 def _components(plan: Plan) -> Any:
     figure, panels = new_figure(2, columns=2, height=3.8)
     for axes, (title, values, at) in zip(panels, _axes_of(plan), strict=True):
-        found = [estimate(at(n), gpu=plan.gpu, evaluation=False) for n in values]
-        _stack(axes, values, found)
-        axes.plot(values, [e.device_bytes / GIB for e in found], color=INK, lw=1, ls=":", label="on the device")
-        _draw_limit(axes, plan, max(e.device_bytes for e in found) / GIB)
+        predictions = [estimate(at(n), gpu=plan.gpu, evaluation=False) for n in values]
+        _stack(axes, values, predictions)
+        axes.plot(values, [e.device_bytes / GIB for e in predictions], color=INK, lw=1, ls=":", label="on the device")
+        _draw_limit(axes, plan, max(e.device_bytes for e in predictions) / GIB)
         axes.set(xlabel=title, ylabel="GiB at the peak", xlim=(values[0], values[-1]))
         _whole_numbers(axes)
     shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
@@ -94,10 +94,10 @@ def _components(plan: Plan) -> Any:
     return figure
 
 
-def _stack(axes: Any, values: Sequence[int], found: Sequence[Estimate]) -> None:
-    shown = [name for name in COMPONENTS if any(e.components[name] for e in found)]
+def _stack(axes: Any, values: Sequence[int], predictions: Sequence[Estimate]) -> None:
+    shown = [name for name in COMPONENTS if any(e.components[name] for e in predictions)]
     axes.stackplot(
-        values, [[e.components[name] / GIB for e in found] for name in shown], labels=shown,
+        values, [[e.components[name] / GIB for e in predictions] for name in shown], labels=shown,
         colors=[COLOURS[name] for name in shown], lw=0,
     )  # fmt: skip
 
