@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tigon.errors import UsageError
-from tigon.planner.gpus import Gpu, find_gpu
 from tigon.planner.engines.non_allocator_memory import outside_bytes
+from tigon.planner.gpus import Gpu, find_gpu
 from tigon.techniques.choices import Choices
 
 

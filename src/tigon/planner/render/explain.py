@@ -70,7 +70,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"workspace    {gib(parts['workspace'])}: temporaries of the backward pass, and cuBLAS's two workspaces."
     yield (
         f"reserved     {gib(result.peak_reserved_bytes)}: memory that PyTorch's caching allocator takes from the "
-        "device for these allocations in this order. The excess over allocated is cached blocks that could not be reused."
+        "device for these allocations in this order. The excess over allocated is cached blocks that could not be "
+        "reused."
     )
     if request.evaluated:
         yield (

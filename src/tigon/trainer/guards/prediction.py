@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon.errors import RecipeError, TigonError
+from tigon.planner.engines.non_allocator_memory import group_bytes, outside_bytes
 from tigon.planner.gpus import GIB, GPUS, Gpu, find_gpu, size_bytes
 from tigon.planner.render import as_recipe
 from tigon.planner.render.terminal import gib, seconds
@@ -21,7 +22,6 @@ from tigon.planner.request import Request
 from tigon.planner.search import space
 from tigon.planner.search.recommend import Option, label, look, search
 from tigon.planner.search.space import Asked
-from tigon.planner.engines.non_allocator_memory import group_bytes, outside_bytes
 from tigon.profiler.recording.device import host_free_bytes
 from tigon.recipe.keys import Recipe
 from tigon.techniques.choices import Choices
