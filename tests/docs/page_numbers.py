@@ -12,9 +12,10 @@ from benchmarks.pages import sweep_accuracy
 from benchmarks.pages.planner_accuracy import QUANTITIES, Comparison
 from tigon.models.loading.config import load_config
 from tigon.models.loading.presets import PRESETS
-from tigon.planner.estimate import at_rest, estimate
+from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
+from tigon.planner.simulate.statics import at_rest
 from tigon.techniques.choices import Choices
 
 ROOT = Path(__file__).parents[2]

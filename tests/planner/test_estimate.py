@@ -13,10 +13,10 @@ from tigon.medusa import Attachment, HeadsSpec, Objective
 from tigon.models import MODELS
 from tigon.models.loading.config import load_config
 from tigon.models.verification.tiny import tiny_config
+from tigon.planner.engines.non_allocator_memory import outside_bytes
 from tigon.planner.estimate import COMPONENTS, PHASES, estimate, logits_bytes
 from tigon.planner.gpus import GPUS, Gpu, find_gpu
 from tigon.planner.request import Request
-from tigon.planner.simulate.non_allocator_memory import outside_bytes
 from tigon.planner.trace.attention import product_share
 from tigon.techniques.choices import Choices
 

@@ -8,8 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from tests.planner.planner_helpers import H200
+from tigon.planner.engines.non_allocator_memory import outside_bytes
 from tigon.planner.gpus import MIB
-from tigon.planner.simulate.non_allocator_memory import outside_bytes
 from tigon.techniques.choices import Choices
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from torch import nn
 from tests.planner.planner_helpers import BARE, request_of
 from tigon.medusa.attach import NAME
 from tigon.models.loading.config import load_config
-from tigon.planner.engines import sharded
-from tigon.planner.estimate import at_rest, estimate
+from tigon.planner.engines.base import Placement
+from tigon.planner.engines.choose import engine_of
+from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
-from tigon.planner.simulate.ledger import Gathered, Gathering, Ledger
-from tigon.planner.simulate.statics import Statics, Weight
+from tigon.planner.simulate.collectives import GatheredWeights, GatheringPlan
+from tigon.planner.simulate.ledger import Ledger
+from tigon.planner.simulate.statics import Statics, Weight, at_rest
 from tigon.planner.trace.tape import Where
 from tigon.techniques.choices import Choices
 from tigon.trainer.distributed import launch
@@ -79,7 +82,7 @@ def _predicted(stage: int, precision: str, optimizer: str) -> int:
         for name, shape, numel in (("weight", (64, 64), 64 * 64), ("bias", (64,), 64))
     ]
     request: Request = request_of(zero=stage, precision=precision, optimizer=optimizer)
-    return sharded.placement(request, Statics(tuple(weights), 0, (64, 64))).optimizer
+    return engine_of(request.choices).placement(request, Statics(tuple(weights), 0, (64, 64))).optimizer
 
 
 def test_planned_optimizer_of_a_zero_stage_holds_what_deepspeed_holds() -> None:
@@ -96,10 +99,10 @@ def test_planned_optimizer_of_a_zero_stage_holds_what_deepspeed_holds() -> None:
     assert [_predicted(*case) for case in _CASES] == pytest.approx(held, rel=0.02)
 
 
-def _placed(**choices: object) -> sharded.Placement:
+def _placed(**choices: object) -> Placement:
     request = request_of(shape={"hidden_size": 256, "intermediate_size": 704}, **choices)
-    inner = sharded.traced_choices(request.choices)
-    return sharded.placement(request, at_rest(Request(**{**vars(request), "choices": inner})))
+    engine = engine_of(request.choices)
+    return engine.placement(request, at_rest(replace(request, choices=engine.traced_choices())))
 
 
 @pytest.mark.parametrize("sharding", [{"zero": 2}, {"zero": 3}], ids=str)
@@ -124,7 +127,9 @@ def test_8_bit_states_of_fsdp2_do_not_depend_on_the_weights_dtype() -> None:
 
 @pytest.mark.parametrize("sharding", [{"zero": 1}, {"zero": 2}, {"fsdp": True}], ids=str)
 def test_temporaries_of_the_step_are_those_of_one_partition(sharding: dict[str, object]) -> None:
-    two, eight = (_placed(gpus=gpus, precision="bf16", optimizer="sgd", **sharding).step for gpus in (2, 8))
+    two, eight = (
+        sum(_placed(gpus=gpus, precision="bf16", optimizer="sgd", **sharding).step_tensors) for gpus in (2, 8)
+    )
     assert two == pytest.approx(4 * eight, rel=0.01) and eight > 0
 
 
@@ -164,7 +169,7 @@ def test_offload_of_zero_2_keeps_a_buffer_on_the_gpu() -> None:
 def test_gathered_layers_are_freed_after_their_backward() -> None:
     ledger = Ledger()
     sizes: dict[str, Any] = {"outside": [300], "layer": [100], "last": [300], "most_bytes": 500, "beyond_bytes": 200}
-    gathered = Gathered(ledger, Gathering(layers=4, head_stays=False, **sizes))
+    gathered = GatheredWeights(ledger, GatheringPlan(layers=4, head_stays=False, **sizes))
     held = []
     places = [("forward", None), ("forward", 0), ("forward", 3), ("loss", None), ("backward", 3), ("backward", 2)]
     for phase, layer in [*places, ("backward", 0), ("backward", None)]:
@@ -233,6 +238,9 @@ def test_draft_heads_are_planned_outside_the_layers() -> None:
     found = at_rest(request_of(fsdp=True, gpus=2, heads=heads))
     new = {weight.name: weight.layer for weight in found.weights} | {w.name: None for w in plain.weights}
     assert len(new) > len(plain.weights) and set(new.values()) == {None}
-    sizes = [sharded.placement(request_of(fsdp=True, gpus=2, heads=h), m) for h, m in ((None, plain), (heads, found))]
+    engine = engine_of(Choices(fsdp=True, gpus=2))
+    placements = [
+        engine.placement(request_of(fsdp=True, gpus=2, heads=h), m) for h, m in ((None, plain), (heads, found))
+    ]
     more = sum(weight.nbytes for weight in found.weights) - sum(weight.nbytes for weight in plain.weights)
-    assert sizes[1].gathered - sizes[0].gathered == more
+    assert placements[1].gathered.both_passes - placements[0].gathered.both_passes == more

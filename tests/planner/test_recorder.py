@@ -8,7 +8,8 @@ from planner_helpers import H200, config_of, request_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
-from tigon.planner.simulate.ledger import Ledger, play, play_evaluation
+from tigon.planner.simulate.ledger import Ledger
+from tigon.planner.simulate.playback import GradientRules, play, play_evaluation
 from tigon.planner.trace.dispatch_recorder import Recorder
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import trace, weight_dtype
@@ -17,7 +18,7 @@ from tigon.profiler.recording.peak import PeakMeter, training_state
 
 def _live_peak(tape: Tape) -> int:
     ledger = Ledger()
-    play(ledger, tape, keep_gradients=True)
+    play(ledger, tape, GradientRules(keep=True))
     return max(ledger.phases.values())
 
 

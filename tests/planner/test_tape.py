@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 from planner_helpers import H200, request_of
 
-from tigon.planner.simulate.ledger import Ledger, offloaded, play
+from tigon.planner.simulate.ledger import Ledger
+from tigon.planner.simulate.playback import GradientRules, offloaded, play
 from tigon.planner.trace.tape import BACKWARD, FORWARD, NotPeriodic, Segment, Tape, Where, unrollable, unrolled
 from tigon.planner.trace.trace import trace
 
 
 def _played(tape: Tape) -> tuple[dict[str, int], dict[str, dict[str, int]], int]:
     ledger = Ledger()
-    play(ledger, tape, keep_gradients=True)
+    play(ledger, tape, GradientRules(keep=True))
     return ledger.phases, ledger.peaks, ledger.allocator.peak_reserved_bytes
 
 
@@ -69,6 +70,5 @@ def test_offloaded_inputs_leave_the_device_and_come_back() -> None:
     assert peaks["loss"]["checkpoints"] == 2 * one
     # everything that left came back, and was freed
     ledger = Ledger()
-    for held in play(ledger, offloaded(tape, leaving=2), keep_gradients=True):
-        ledger.give(held)
+    ledger.free_all(play(ledger, offloaded(tape, leaving=2), GradientRules(keep=True)))
     assert ledger.live_bytes == 0

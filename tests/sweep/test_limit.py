@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tigon.planner.engines.non_allocator_memory import outside_bytes
 from tigon.planner.gpus import find_gpu
-from tigon.planner.simulate.non_allocator_memory import outside_bytes
 from tigon.sweep.limit import cap
 from tigon.techniques.choices import Choices
 

@@ -1,11 +1,15 @@
 """How much memory and time a training run will take, without a GPU.
 
-request.py    the question          estimate.py      the answer: trace, then simulate
-gpus.py       GPUs as data          closed_form.py   the three formulas of the Liger study (docs/study.md), to compare
+request.py         the input: a model, a batch and the run's techniques
+gpus.py            GPUs as data
+estimate.py        the pipeline, and its result
+simulated_run.py   memory of a run over three steps
+step_time.py       seconds of a step
+closed_form.py     the formulas of the Liger study (docs/study.md), to compare
 
-trace/       one micro-batch of the real model code on fake tensors: what it allocates and computes
-simulate/    the run over time: memory by component, the caching allocator, milliseconds
-engines/     what each of several GPUs holds, and what DeepSpeed puts on the host
-search/      which recipes fit, fastest first
-render/      the answer as text, JSON, charts or a recipe
+trace/             one micro-batch of the real model code on fake tensors
+simulate/          memory by component, the caching allocator, the roofline
+engines/           what one rank holds under DDP, ZeRO and FSDP2
+search/            which recipes fit, fastest first
+render/            the result as text, JSON, charts or a recipe
 """

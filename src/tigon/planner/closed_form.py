@@ -31,7 +31,7 @@ def components(request: Request, model: Statics) -> dict[str, int]:
 
 
 def step_flops(request: Request, model: Statics) -> float:
-    """FLOPs of an optimizer step if there is no trace: 6 per parameter and token, 8 if layers are recomputed."""
+    """FLOPs of an optimizer step without a trace: 6 per parameter and token, 8 if layers are recomputed."""
     tokens = request.batch * request.seq * request.choices.accumulate
     return (6.0 if request.choices.checkpointing == "none" else 8.0) * model.numel * tokens
 

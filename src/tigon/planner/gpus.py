@@ -1,8 +1,8 @@
 """The known GPUs: usable memory and speed of each.
 
 Rates are those that a large bf16 matmul and a device copy reach, not the data sheet's. The H200's were measured (8192³
-matmul of random data, torch 2.11, driver 580). For the others, the data sheet's rates are scaled by the share of its
-data sheet that the H200 reached: 0.69 of the tensor cores and 0.89 of the bandwidth.
+matmul of random data, torch 2.11, driver 580). The H200 reached 0.69 of its data sheet's tensor rate and 0.89 of its
+bandwidth. The rates of the other GPUs are those of their data sheets times these shares.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Gpu:
     """The device's total as CUDA reports it; the context comes out of this."""
     context_bytes: int
     """The CUDA context with the kernels of a training run loaded, outside the caching allocator
-    (simulate/non_allocator_memory.py)."""
+    (engines/non_allocator_memory.py)."""
     lone_group_bytes: int
     """NCCL's memory for a group of one process."""
     group_bytes: int

@@ -1,4 +1,4 @@
-"""What is asked of the estimator: a model, the rows a GPU takes at a time, and the run's techniques."""
+"""The input of an estimate: a model, the samples of a micro-batch per GPU, and the run's techniques."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tigon.techniques.choices import Choices
 
 
 class Heads(Protocol):
-    """Heads of `tigon.medusa`; hashable, equal where the heads are, and in words as a string."""
+    """Heads of `tigon.medusa`. Hashable; equal if the heads are equal. `str()` describes them."""
 
     def __call__(self, model: Any) -> Any:
-        """Put them on a model."""
+        """Put the heads on a model."""
 
     def scoring(self, model: Any) -> AbstractContextManager[Any]:
-        """While it is open, `model` called in evaluation with labels computes their losses instead of its own."""
+        """While the context is open, an evaluation call of `model` with labels computes the losses of the heads."""
 
     def refusals(self, choices: Choices) -> tuple[str, ...]:
-        """Why they cannot be trained with these choices."""
+        """The reasons why these choices cannot train the heads."""
 
     def recipe_keys(self) -> Mapping[str, Any]:
-        """Dotted recipe keys that give them."""
+        """Dotted recipe keys that set the heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One configuration whose memory and time are wanted, per GPU."""
+    """One configuration to estimate, per GPU."""
 
     model: str
     """The model's name, for messages."""
@@ -47,9 +47,9 @@ class Request:
     """Rows hold several documents, and attention needs a block mask."""
     heads: Heads | None = None
     clipped: bool = True
-    """Gradients are clipped by their norm, as the Trainer does unless max_grad_norm is 0."""
+    """Gradients are clipped by their norm, which the Trainer does unless max_grad_norm is 0."""
     evaluated: bool = False
-    """The run evaluates on held-out rows, in batches of the same size; then that counts for the peak too."""
+    """The run evaluates, in batches of the same size. Then the evaluation counts in the peak too."""
 
 
 def text_config(config: Any) -> Any:
@@ -57,9 +57,16 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def ties_embeddings(config: Any) -> bool:
+    """Whether the head and the embeddings share one weight."""
+    return bool(getattr(text_config(config), "tie_word_embeddings", False))
+
+
 def build(name: str, config: Any) -> Any:
-    """The model of a config without memory for its weights; `name` is for the message. Raises UsageError, also where
-    some of them would be empty."""
+    """The model of a config, without memory for its weights. `name` is for messages.
+
+    Raises UsageError if the config cannot be built or gives a weight a size of 0.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
         model: Any = build_on_meta(name, config)
@@ -70,12 +77,12 @@ def build(name: str, config: Any) -> Any:
 
 
 def refusals(request: Request, choices: Choices) -> tuple[str, ...]:
-    """Why `request` cannot be carried out with these choices instead of its own, a sentence each."""
+    """The reasons why `request` cannot run with these choices, one sentence each."""
     return (*matrix.refusals(choices), *(request.heads.refusals(choices) if request.heads is not None else ()))
 
 
 def check(request: Request) -> None:
-    """Raise UsageError for a request that cannot be estimated. Choices that only exclude each other can be."""
+    """Raise UsageError for a value out of range. `techniques.matrix` checks which choices exclude each other."""
     for name, value in (("batch", request.batch), ("seq", request.seq)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1.")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tigon.errors import UsageError
+from tigon.planner.engines.non_allocator_memory import outside_bytes
 from tigon.planner.gpus import Gpu, find_gpu
-from tigon.planner.simulate.non_allocator_memory import outside_bytes
 from tigon.techniques.choices import Choices
 
 
@@ -22,7 +22,7 @@ def cap(device: torch.device, limit_bytes: int | None, choices: Choices) -> None
     """Limit this process to `limit_bytes`.
 
     GPU: PyTorch's allocator may reserve the limit minus the memory outside the allocator that the planner expects for
-    these choices (planner/simulate/non_allocator_memory.py). CPU (Linux): the limit is on the data segment, which is
+    these choices (planner/engines/non_allocator_memory.py). CPU (Linux): the limit is on the data segment, which is
     heap plus private mappings. Linux counts that memory when it is requested, not when it is first used.
     """
     if limit_bytes is None:

@@ -21,14 +21,14 @@ def pinned(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
-def of_zero(choices: Choices, model: Statics, slices: Sequence[Parameter], moments: int) -> tuple[int, int]:
-    """Returns (bytes on the host, bytes in files). slices: the optimizer's flat slices; moments: bytes of its state."""
+def of_zero(choices: Choices, model: Statics, slices: Sequence[Parameter], moments_bytes: int) -> tuple[int, int]:
+    """Returns (bytes on the host, bytes in files). slices: the optimizer's flat slices; moments_bytes: its state."""
     itemsize, flat = model.weights[0].itemsize, sum(piece.nbytes for piece in slices)
     computed_with = [piece.numel * itemsize for piece in slices]
     if choices.zero < 3:  # stage_1_and_2.py: weights and gradients in the optimizer's dtype, weights in the GPU's
         largest = max((weight.numel for weight in model.trained), default=0)
         copies = sum(2 * pinned(piece.nbytes) for piece in slices) + sum(map(pinned, computed_with))
-        return moments + copies + pinned(largest * itemsize), 0
+        return moments_bytes + copies + pinned(largest * itemsize), 0
     gradients = pinned(sum(computed_with))  # stage3.py: grad_partitions_flat_buffer
     parts = [_part(weight, choices) * weight.itemsize for weight in model.weights]
     widest = slices[0].itemsize if slices else 0
@@ -38,11 +38,11 @@ def of_zero(choices: Choices, model: Statics, slices: Sequence[Parameter], momen
         group = max(_groups(choices, model, nvme_group_size(facts)), default=0)
         weights = buffers["buffer_size"] * buffers["buffer_count"] * itemsize
         host = weights + group * (ADAM_TENSORS * widest + itemsize) + gradients
-        return host, moments + 2 * flat + sum(parts)
+        return host, moments_bytes + 2 * flat + sum(parts)
     # partition_parameters.py: each weight has a pinned tensor, which is copied into one flat tensor; its block stays.
     weights = sum(map(pinned, computed_with)) + sum(map(pinned, parts))
     waiting = sum(pinned(numel * widest) for numel in _groups(choices, model, GROUP_ELEMENTS))
-    return weights + moments + flat + waiting + gradients, 0
+    return weights + moments_bytes + flat + waiting + gradients, 0
 
 
 def _part(weight: Weight, choices: Choices) -> int:
@@ -51,16 +51,16 @@ def _part(weight: Weight, choices: Choices) -> int:
 
 
 def _groups(choices: Choices, model: Statics, wanted: int) -> list[int]:
-    """Elements of this process's part of each sub-group. Weights that decay come first, then the others; a group is
+    """Elements of this process's part of each sub-group. Weights that decay come first, then the others. A group is
     closed when it reaches `wanted` elements (stage3.py: _create_fp16_sub_groups)."""
-    found = []
+    groups = []
     for decays in (True, False):
         group = 0
         for weight in model.trained:
             if (len(weight.shape) >= 2) == decays:
                 group += _part(weight, choices)
                 if group >= wanted:
-                    found.append(group)
+                    groups.append(group)
                     group = 0
-        found.append(group)
-    return [group for group in found if group]
+        groups.append(group)
+    return [group for group in groups if group]

@@ -17,7 +17,7 @@ RECIPE_FILE = "recipe.yaml"
 def keys(request: Request) -> dict[str, Any]:
     """Dotted recipe keys of a run, in the recipe's order, without those that name the user's data."""
     choices, default = request.choices, Choices()
-    said = {
+    values = {
         "model.name": model_name(request.model),
         "data.sequence_length": request.seq,
         "train.batch_size": request.batch,
@@ -25,19 +25,19 @@ def keys(request: Request) -> dict[str, Any]:
     for field, setting in SETTINGS.items():
         value = getattr(choices, field)
         if setting.always_written or value != getattr(default, field):
-            said[setting.key] = list(value) if isinstance(value, tuple) else value
+            values[setting.key] = list(value) if isinstance(value, tuple) else value
     if request.heads is not None:
-        said |= request.heads.recipe_keys()
+        values |= request.heads.recipe_keys()
     if not request.masked:
-        said["data.cross_document_attention"] = True
+        values["data.cross_document_attention"] = True
     if not request.clipped:
-        said["train.max_grad_norm"] = 0
+        values["train.max_grad_norm"] = 0
     of_choices = {setting.key for setting in SETTINGS.values()}
     for technique in TECHNIQUES.values():
         if technique.used_by(choices):
-            said |= {key: value for key, value in technique.recipe.items() if key not in of_choices}
+            values |= {key: value for key, value in technique.recipe.items() if key not in of_choices}
     order = ("model", "data", "train", "lora", "heads", "sharding")
-    return dict(sorted(said.items(), key=lambda item: order.index(item[0].partition(".")[0])))
+    return dict(sorted(values.items(), key=lambda item: order.index(item[0].partition(".")[0])))
 
 
 def model_name(name: str) -> str:

@@ -9,12 +9,13 @@ from typing import Any
 
 from tigon.errors import UsageError
 from tigon.planner import closed_form
-from tigon.planner.estimate import Estimate, at_rest, estimate, logits_bytes
+from tigon.planner.estimate import Estimate, estimate, logits_bytes
 from tigon.planner.gpus import GIB
 from tigon.planner.render.terminal import COLOURS
 from tigon.planner.request import Request, text_config
 from tigon.planner.search.recommend import Plan, label
 from tigon.planner.simulate.ledger import COMPONENTS
+from tigon.planner.simulate.statics import at_rest
 from tigon.profiler.render.figure import INK, MUTED, new_figure, svg
 
 LIMIT = "#b91c1c"
@@ -80,10 +81,10 @@ def _draw_limit(axes: Any, plan: Plan, top: float) -> None:
 def _components(plan: Plan) -> Any:
     figure, panels = new_figure(2, columns=2, height=3.8)
     for axes, (title, values, at) in zip(panels, _axes_of(plan), strict=True):
-        found = [estimate(at(n), gpu=plan.gpu, evaluation=False) for n in values]
-        _stack(axes, values, found)
-        axes.plot(values, [e.device_bytes / GIB for e in found], color=INK, lw=1, ls=":", label="on the device")
-        _draw_limit(axes, plan, max(e.device_bytes for e in found) / GIB)
+        predictions = [estimate(at(n), gpu=plan.gpu, evaluation=False) for n in values]
+        _stack(axes, values, predictions)
+        axes.plot(values, [e.device_bytes / GIB for e in predictions], color=INK, lw=1, ls=":", label="on the device")
+        _draw_limit(axes, plan, max(e.device_bytes for e in predictions) / GIB)
         axes.set(xlabel=title, ylabel="GiB at the peak", xlim=(values[0], values[-1]))
         _whole_numbers(axes)
     shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
@@ -93,10 +94,10 @@ def _components(plan: Plan) -> Any:
     return figure
 
 
-def _stack(axes: Any, values: Sequence[int], found: Sequence[Estimate]) -> None:
-    shown = [name for name in COMPONENTS if any(e.components[name] for e in found)]
+def _stack(axes: Any, values: Sequence[int], predictions: Sequence[Estimate]) -> None:
+    shown = [name for name in COMPONENTS if any(e.components[name] for e in predictions)]
     axes.stackplot(
-        values, [[e.components[name] / GIB for e in found] for name in shown], labels=shown,
+        values, [[e.components[name] / GIB for e in predictions] for name in shown], labels=shown,
         colors=[COLOURS[name] for name in shown], lw=0,
     )  # fmt: skip
 

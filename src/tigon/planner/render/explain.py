@@ -6,15 +6,14 @@ import textwrap
 from collections.abc import Iterator
 
 from tigon.planner import closed_form
-from tigon.planner.estimate import at_rest
+from tigon.planner.engines.non_allocator_memory import outside_bytes
 from tigon.planner.gpus import GIB
 from tigon.planner.render.terminal import gib, seconds
 from tigon.planner.request import Request, text_config
 from tigon.planner.search import space
 from tigon.planner.search.recommend import Plan
-from tigon.planner.simulate.non_allocator_memory import outside_bytes
 from tigon.planner.simulate.roofline import COPY_SHARE, HOST_S, PRODUCT_SHARE
-from tigon.planner.simulate.statics import Statics, state_tensors
+from tigon.planner.simulate.statics import Statics, at_rest, state_tensors
 from tigon.techniques.optimizers import OPTIMIZERS
 
 _WIDTH = 100
@@ -34,10 +33,10 @@ def lines(plan: Plan) -> list[str]:
 
 
 def _lines(plan: Plan) -> Iterator[str]:
-    request, found, gpu = plan.option.request, plan.option.estimate, plan.gpu
+    request, result, gpu = plan.option.request, plan.option.estimate, plan.gpu
     model, config = at_rest(request), text_config(request.config)
-    parts = found.components
-    yield f"What the numbers consist of, at the moment of the peak, which is in the {found.peak_phase} phase."
+    parts = result.components
+    yield f"What the numbers consist of, at the moment of the peak, which is in the {result.peak_phase} phase."
     yield f"weights      {gib(parts['weights'])}: {_weights(request, model)}"
     trained = sum(weight.grad_bytes for weight in model.trained)
     yield (
@@ -70,23 +69,24 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     yield f"workspace    {gib(parts['workspace'])}: temporaries of the backward pass, and cuBLAS's two workspaces."
     yield (
-        f"reserved     {gib(found.peak_reserved_bytes)}: memory that PyTorch's caching allocator takes from the device "
-        "for these allocations in this order. The excess over allocated is cached blocks that could not be reused."
+        f"reserved     {gib(result.peak_reserved_bytes)}: memory that PyTorch's caching allocator takes from the "
+        "device for these allocations in this order. The excess over allocated is cached blocks that could not be "
+        "reused."
     )
     if request.evaluated:
         yield (
-            f"evaluation   {gib(found.phases['eval'])}: the peak of an evaluation batch. The fused loss evaluates "
+            f"evaluation   {gib(result.phases['eval'])}: the peak of an evaluation batch. The fused loss evaluates "
             "without logits; kernels none, no-flce and liger evaluate with all logits of the batch. It counts in the "
             "peak because a recipe evaluates unless it sets data.eval_fraction to 0."
         )
     outside = outside_bytes(gpu, request.choices)
     yield (
-        f"device       {gib(found.device_bytes)} = reserved + {gib(outside)} outside the allocator (CUDA's context, "
+        f"device       {gib(result.device_bytes)} = reserved + {gib(outside)} outside the allocator (CUDA's context, "
         f"kernels, NCCL). It fits if this is at most {gib(gpu.memory_bytes)}. Recommended recipes are simulated with "
         f"{space.HEADROOM:.0%} less."
     )
     yield (
-        f"step         {seconds(found.step_s)}: matmuls at {PRODUCT_SHARE:.0%} of {gpu.matmul_flops / 1e12:.0f} "
+        f"step         {seconds(result.step_s)}: matmuls at {PRODUCT_SHARE:.0%} of {gpu.matmul_flops / 1e12:.0f} "
         f"TFLOP/s and other bytes at {COPY_SHARE:.0%} of {gpu.copy_bytes_s / 1e9:.0f} GB/s, or {HOST_S * 1e6:.0f} µs "
         f"of host time per operator if that is longer. Clipping and the update are added. Rates: {gpu.source}."
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from tigon.planner.engines.non_allocator_memory import outside_bytes
 from tigon.planner.estimate import PHASES, Estimate
 from tigon.planner.gpus import GIB, Gpu
 from tigon.planner.render import as_recipe
@@ -13,7 +14,6 @@ from tigon.planner.search import space
 from tigon.planner.search.largest_batch import Extents
 from tigon.planner.search.recommend import Option, Plan, Recommendation, Rejected, against, label
 from tigon.planner.simulate.ledger import COMPONENTS
-from tigon.planner.simulate.non_allocator_memory import outside_bytes
 from tigon.techniques import TECHNIQUES
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ def _extent(plan: Plan, name: str) -> dict[str, int | None]:
 
 
 def _recommendation(one: Recommendation) -> dict[str, Any]:
-    request, found = one.option.request, one.option.estimate
+    request, result = one.option.request, one.option.estimate
     return {
         "label": label(request.choices), "batch": request.batch, "choices": asdict(request.choices),
-        "peak_allocated_bytes": found.peak_allocated_bytes, "peak_reserved_bytes": found.peak_reserved_bytes,
-        "device_bytes": found.device_bytes, "host_bytes": found.host_bytes, "nvme_bytes": found.nvme_bytes,
-        "step_s": found.step_s, "tokens_per_s": found.tokens_per_s, "components": dict(found.components),
+        "peak_allocated_bytes": result.peak_allocated_bytes, "peak_reserved_bytes": result.peak_reserved_bytes,
+        "device_bytes": result.device_bytes, "host_bytes": result.host_bytes, "nvme_bytes": result.nvme_bytes,
+        "step_s": result.step_s, "tokens_per_s": result.tokens_per_s, "components": dict(result.components),
         "precision_cost": dict(space.changes(request.choices)), "needs": needs(one.option),
         "cheaper": [_rejected(other) for other in one.cheaper], "command": as_recipe.command(request),
         "yaml": as_recipe.yaml_text(request),
@@ -121,30 +121,30 @@ def gib(n_bytes: float) -> str:
 
 
 def _asked(option: Option, gpu: Gpu, console: Console) -> None:
-    found = option.estimate
+    result = option.estimate
     heads = "" if option.request.heads is None else f", {option.request.heads}"
     console.print(f"as asked: {label(option.request.choices)}{heads}", markup=False)
-    console.print(_table(found))
-    console.print(bar(found, gpu))
+    console.print(_table(result))
+    console.print(bar(result, gpu))
     console.print(verdict(option, gpu), markup=False, soft_wrap=True)
-    for note in found.notes:
+    for note in result.notes:
         console.print(f"note: {note}", markup=False)
 
 
 def verdict(option: Option, gpu: Gpu) -> str:
     """One line: peak, whether it fits, time."""
-    found, left = option.estimate, gpu.memory_bytes - option.estimate.device_bytes
+    result, left = option.estimate, gpu.memory_bytes - option.estimate.device_bytes
     fits = f"fits, {gib(left)} to spare" if left >= 0 else f"does not fit: {gib(-left)} too much"
     if 0 <= left < space.HEADROOM * gpu.memory_bytes:
         fits += ", less than a prediction may miss"
     elsewhere = "".join(
-        f", {gib(size)} {where}" for size, where in ((found.host_bytes, "on the host"), (found.nvme_bytes, "on NVMe"))
+        f", {gib(size)} {where}" for size, where in ((result.host_bytes, "on the host"), (result.nvme_bytes, "on NVMe"))
         if size
     )  # fmt: skip
     return (
-        f"{fits}. Peak {gib(found.peak_allocated_bytes)} allocated ({found.peak_phase}), "
-        f"{gib(found.peak_reserved_bytes)} reserved, {gib(found.device_bytes)} on the device{elsewhere}; "
-        f"{seconds(found.step_s)} a step, {found.tokens_per_s:,.0f} tokens/s"
+        f"{fits}. Peak {gib(result.peak_allocated_bytes)} allocated ({result.peak_phase}), "
+        f"{gib(result.peak_reserved_bytes)} reserved, {gib(result.device_bytes)} on the device{elsewhere}; "
+        f"{seconds(result.step_s)} a step, {result.tokens_per_s:,.0f} tokens/s"
     )
 
 
@@ -152,7 +152,7 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
 
 
-def _table(found: Estimate) -> Table:
+def _table(result: Estimate) -> Table:
     """Components at the peak beside the phases' peaks."""
     from rich.table import Table
 
@@ -161,21 +161,21 @@ def _table(found: Estimate) -> Table:
         table.add_column(title, justify=side)  # type: ignore[arg-type]
     for i in range(max(len(COMPONENTS), len(PHASES))):
         component, phase = COMPONENTS[i], PHASES[i]
-        mark = " <" if phase == found.peak_phase else ""
+        mark = " <" if phase == result.peak_phase else ""
         table.add_row(
-            f"[{COLOURS[component]}]█[/] {component}", f"{found.components[component] / GIB:.2f}", f"  {phase}{mark}",
-            f"{found.phases[phase] / GIB:.2f}",
+            f"[{COLOURS[component]}]█[/] {component}", f"{result.components[component] / GIB:.2f}", f"  {phase}{mark}",
+            f"{result.phases[phase] / GIB:.2f}",
         )  # fmt: skip
     return table
 
 
-def bar(found: Estimate, gpu: Gpu) -> Text:
+def bar(result: Estimate, gpu: Gpu) -> Text:
     """The components as one stacked bar, with the GPU's limit as a line through it."""
     from rich.text import Text
 
-    parts = [(COLOURS[name], found.components[name]) for name in COMPONENTS]
-    parts.append(("#d1d5db", found.device_bytes - found.peak_allocated_bytes))  # cached, and not the allocator's
-    scale = _BAR_WIDTH / max(gpu.memory_bytes, found.device_bytes)
+    parts = [(COLOURS[name], result.components[name]) for name in COMPONENTS]
+    parts.append(("#d1d5db", result.device_bytes - result.peak_allocated_bytes))  # cached, and not the allocator's
+    scale = _BAR_WIDTH / max(gpu.memory_bytes, result.device_bytes)
     limit = min(_BAR_WIDTH - 1, round(gpu.memory_bytes * scale))
     cells: list[str] = []
     total = 0.0
@@ -202,23 +202,23 @@ def _recommendations(plan: Plan, console: Console) -> None:
     for title in ("#", "recipe", "batch", "GPU GiB", "host GiB", "step", "tokens/s"):
         table.add_column(title, justify="left" if title == "recipe" else "right")
     for number, one in enumerate(plan.recommended, 1):
-        found, request = one.option.estimate, one.option.request
+        result, request = one.option.estimate, one.option.request
         table.add_row(
             str(number), label(request.choices), f"{request.batch} x {request.choices.accumulate}",
-            f"{found.device_bytes / GIB:.2f}", f"{found.host_bytes / GIB:.2f}", seconds(found.step_s),
-            f"{found.tokens_per_s:,.0f}",
+            f"{result.device_bytes / GIB:.2f}", f"{result.host_bytes / GIB:.2f}", seconds(result.step_s),
+            f"{result.tokens_per_s:,.0f}",
         )  # fmt: skip
     console.print(table)
     for number, one in enumerate(plan.recommended, 1):
-        said = [f"{name}: {cost}" for name, cost in space.changes(one.option.request.choices).items()]
+        details = [f"{name}: {cost}" for name, cost in space.changes(one.option.request.choices).items()]
         packages = needs(one.option)
         if packages:
-            said.append(f"needs {', '.join(packages)}")
+            details.append(f"needs {', '.join(packages)}")
         rejected = sorted(one.cheaper, key=lambda other: other.device_bytes)[:_SHOWN_REJECTED]
         chosen = one.option.request.choices
-        said += [f"not {against(chosen, other.choices, other.batch)}: {other.reason}" for other in rejected]
+        details += [f"not {against(chosen, other.choices, other.batch)}: {other.reason}" for other in rejected]
         console.print(f"\n{number}. {label(one.option.request.choices)}", markup=False, style="bold")
-        for line in said:
+        for line in details:
             console.print(f"   {line}", markup=False, soft_wrap=True)
         console.print(f"   {as_recipe.command(one.option.request)}", markup=False, soft_wrap=True)
     console.print(f"\nwith the first as {as_recipe.RECIPE_FILE}, data and steps to taste:", markup=False)
@@ -236,9 +236,9 @@ def _ladder_table(plan: Plan) -> Table:
     for title, side in (("rung", "left"), ("GPU GiB", "right"), ("step", "right"), ("", "left")):
         table.add_column(title, justify=side)  # type: ignore[arg-type]
     for step in plan.ladder:
-        found = step.option.estimate if step.option else None
-        size = f"{found.device_bytes / GIB:.2f}" if found else ""
-        table.add_row(step.rung, size, seconds(found.step_s) if found else "", step.reason)
+        result = step.option.estimate if step.option else None
+        size = f"{result.device_bytes / GIB:.2f}" if result else ""
+        table.add_row(step.rung, size, seconds(result.step_s) if result else "", step.reason)
     return table
 
 
@@ -247,9 +247,9 @@ def _reach(plan: Plan, console: Console) -> None:
     lines = [("as asked", plan.extents)]
     if plan.best_extents is not None:
         lines.append(("recipe 1", plan.best_extents))
-    for name, found in lines:
-        batch = _rows(found.largest_batch) if found.largest_batch else "none"
-        seq = f"{found.longest_sequence:,} tokens" if found.longest_sequence else "none"
+    for name, reach in lines:
+        batch = _rows(reach.largest_batch) if reach.largest_batch else "none"
+        seq = f"{reach.longest_sequence:,} tokens" if reach.longest_sequence else "none"
         rows = plan.recommended[0].option.request.batch if name == "recipe 1" else request.batch
         console.print(
             f"{name}: largest batch of {request.seq:,} tokens: {batch}; longest sequence with {_rows(rows)}: {seq}",

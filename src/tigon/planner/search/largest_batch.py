@@ -1,7 +1,7 @@
-"""How far a configuration reaches: the largest batch at its sequence, the longest sequence at its batch.
+"""The largest batch of a configuration at its sequence length, and its longest sequence at its batch size.
 
-Allocated memory is piecewise affine in either, so a straight line through two points finds the next place to look; the
-answer is always a place that was looked at.
+Allocated memory is piecewise linear in both, so a straight line through two estimates leads to the next guess. The
+result is always a size that was estimated.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tigon.planner.engines.non_allocator_memory import room_bytes
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, text_config
-from tigon.planner.search.pool import Beside
-from tigon.planner.simulate.non_allocator_memory import room_bytes
+from tigon.planner.search.pool import ForkedCall
 
 MAX_LOOKS = 10
 FRAGMENTS = 0.98
@@ -24,7 +24,7 @@ SHORTEST = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Extents:
-    """Predicted to fit; 0 where not even the smallest does."""
+    """The largest sizes that are predicted to fit; 0 if the smallest does not fit."""
 
     largest_batch: int
     """Rows of a micro-batch, at the request's sequence: exact up to 50 rows, then to 4%."""
@@ -33,9 +33,9 @@ class Extents:
 
 
 def extents(request: Request, gpu: Gpu) -> Extents:
-    """Solve for both, with a few traces each: the batch in a process beside this one, where processes can be forked."""
-    beside = Beside(largest_batch, request, gpu)
-    return Extents(longest_sequence=longest_sequence(request, gpu), largest_batch=beside.result())
+    """Search for both with a few traces each; a forked process searches for the batch, where the system can fork."""
+    batch_call = ForkedCall(largest_batch, request, gpu)
+    return Extents(longest_sequence=longest_sequence(request, gpu), largest_batch=batch_call.result())
 
 
 def largest_batch(request: Request, gpu: Gpu) -> int:
@@ -55,9 +55,11 @@ def longest_sequence(request: Request, gpu: Gpu) -> int:
 
 
 def _room(request: Request, gpu: Gpu, **changes: Any) -> tuple[bool, int]:
-    asked = replace(request, choices=replace(request.choices, accumulate=1), **changes)
-    found = estimate(asked, gpu=gpu, evaluation=False)
-    return found.device_bytes <= gpu.memory_bytes, room_bytes(gpu, request.choices) - found.peak_allocated_bytes
+    changed = replace(request, choices=replace(request.choices, accumulate=1), **changes)
+    prediction = estimate(changed, gpu=gpu, evaluation=False)
+    return prediction.device_bytes <= gpu.memory_bytes, room_bytes(
+        gpu, request.choices
+    ) - prediction.peak_allocated_bytes
 
 
 def _empty(request: Request, gpu: Gpu) -> int:
@@ -67,11 +69,11 @@ def _empty(request: Request, gpu: Gpu) -> int:
 
 
 def largest(room: Callable[[int], tuple[bool, int]], *, start: int, limit: int, empty: int) -> int:
-    """The largest n from 1 to `limit` that fits; beyond 50 to 4%. 0: not even 1.
+    """The largest n from 1 to `limit` that fits, to 4% beyond 50; 0 if 1 does not fit.
 
-    room(n): whether n fits, and the bytes that what is allocated leaves of the device, which fall with n and at n = 0
-    are `empty`. The two differ by what the caching allocator cannot reuse, so that a straight line through the bytes
-    leads close to the answer, and halving the rest of the way leads there.
+    room(n) returns whether n fits, and the bytes of the device that allocated memory leaves. These bytes fall with n;
+    at n = 0 they are `empty`. A straight line through them leads close to the result. The last steps halve the range,
+    because the caching allocator cannot reuse some memory.
     """
     known = {0: empty}
     low, high, halve = 0, limit + 1, False
@@ -96,8 +98,10 @@ def _between(low: int, high: int) -> int:
 
 
 def _end_of_line(known: dict[int, int], low: int, high: int) -> int:
-    """Where a line through the last place that fits and the first that does not, or through the last two that fit,
-    meets no room, less what fragments take as a rule."""
+    """The n at which a line through two known sizes leaves no room, less what fragmentation usually takes.
+
+    The two are the largest size that fits and the smallest that does not, or the two largest that fit.
+    """
     a, b = (low, high) if high in known else sorted(known)[-2:]
     slope = (known[b] - known[a]) / (b - a)
     return int(FRAGMENTS * (a - known[a] / slope)) if slope < 0 else 2 * b

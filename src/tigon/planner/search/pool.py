@@ -1,4 +1,9 @@
-"""A computation in a forked process, while this one goes on: a plan takes seconds, and a machine has two cores."""
+"""Runs a function in a forked process while this process goes on, because a plan takes seconds on one core.
+
+`concurrent.futures.ProcessPoolExecutor` is not used. It starts a thread in this process, and a plan forks a second time
+while the first child still runs. A fork of a process with threads can deadlock; Python 3.12 warns of it. The executor
+also delays the end of the program until its child is done, even after an error.
+"""
 
 from __future__ import annotations
 
@@ -11,41 +16,40 @@ from typing import Any
 import torch
 
 
-class Beside:
-    """`function(*arguments)`, started at once; `result()` waits for it.
+class ForkedCall:
+    """`function(*arguments)` in a child process that starts at once; `result()` waits for it.
 
-    The child inherits the traces made so far. Where this process cannot be forked, or the child fails, the computation
-    is made in `result()`, and raises there what it raises.
+    The child inherits the traces made so far. If this process cannot be forked or the child fails, `result()` calls the
+    function in this process and raises what it raises.
     """
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self._work = function, arguments
+        self._function, self._arguments = function, arguments
         self._from_child: Connection | None = None
         if not _can_fork():
             return
         context = multiprocessing.get_context("fork")
         self._from_child, to_parent = context.Pipe(duplex=False)
-        self._process = context.Process(target=_work, args=(to_parent, function, arguments), daemon=True)
+        self._process = context.Process(target=_call_and_send, args=(to_parent, function, arguments), daemon=True)
         self._process.start()
         to_parent.close()
 
     def result(self) -> Any:
-        function, arguments = self._work
         if self._from_child is not None:
-            with contextlib.suppress(EOFError):  # the child ended without a word
-                found: Any = self._from_child.recv()
+            with contextlib.suppress(EOFError):  # the child failed and sent nothing
+                value: Any = self._from_child.recv()
                 self._process.join()
-                return found
-        return function(*arguments)
+                return value
+        return self._function(*self._arguments)
 
 
 def _can_fork() -> bool:
-    """autograd starts threads for each GPU, which a fork does not survive; children have none of their own."""
-    unforked = not multiprocessing.current_process().daemon
-    return unforked and "fork" in multiprocessing.get_all_start_methods() and torch.cuda.device_count() == 0
+    """autograd starts a thread per GPU, and threads do not survive a fork. A daemon cannot have children."""
+    is_daemon = multiprocessing.current_process().daemon
+    return not is_daemon and "fork" in multiprocessing.get_all_start_methods() and torch.cuda.device_count() == 0
 
 
-def _work(to_parent: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _call_and_send(to_parent: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)  # libgomp's pool does not survive a fork either
-    with contextlib.suppress(Exception):  # the parent finds out for itself
+    with contextlib.suppress(Exception):  # the parent calls the function again and gets the error itself
         to_parent.send(function(*arguments))

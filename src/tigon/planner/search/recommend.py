@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tigon.errors import RecipeError, UsageError
+from tigon.planner.engines.non_allocator_memory import outside_bytes
 from tigon.planner.estimate import Estimate, Method, estimate
 from tigon.planner.gpus import GIB, Gpu
 from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
 from tigon.planner.search.largest_batch import Extents, extents
-from tigon.planner.search.pool import Beside
+from tigon.planner.search.pool import ForkedCall
 from tigon.planner.search.space import Asked, Rung
-from tigon.planner.simulate.non_allocator_memory import outside_bytes
 from tigon.techniques import SETTINGS, matrix
 from tigon.techniques.choices import Choices
 
@@ -97,7 +97,7 @@ def plan(asked: Asked, *, method: Method = "trace", by: str = "search") -> Plan:
         raise UsageError(f"{reason}.")
     option = Option(request=asked.request, estimate=estimate(asked.request, gpu=asked.gpu, method=method))
     gpu, asked = asked.gpu, replace(asked, gpu=space.with_headroom(asked.gpu))
-    reach = Beside(extents, asked.request, asked.gpu)
+    reach = ForkedCall(extents, asked.request, asked.gpu)
     ladder: tuple[Step, ...] = ()
     if by == "study":
         ladder, recommended, refused = _climb(asked)

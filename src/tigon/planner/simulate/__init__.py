@@ -1,6 +1,9 @@
-"""The run over time.
+"""Parts of the simulation.
 
-statics.py      weights, gradients, optimizer states       ledger.py      memory by component and phase
-allocator.py    PyTorch's caching allocator                roofline.py    milliseconds
-non_allocator_memory.py    the CUDA context, loaded kernels, NCCL's buffers
+statics.py       weights, gradients, optimizer states
+ledger.py        memory by component and phase
+allocator.py     PyTorch's caching allocator
+playback.py      plays a tape into a ledger
+collectives.py   gathered weights and reduced gradients
+roofline.py      seconds of a micro-batch and of an update
 """

@@ -1,8 +1,8 @@
 """PyTorch's caching allocator, by its rules, over a sequence of allocations and frees: how much it reserves.
 
 Rules and constants are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.11) with default settings: no expandable
-segments, no limit on splitting. Blocks are found best fit among those of the stream that asks; segments that are wholly
-free, of any stream, are given back only where a new one would not fit on the device any more.
+segments, no limit on splitting. A request gets the best-fitting free block of its stream. Free segments of any stream
+go back to the device only if a new segment would not fit otherwise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Block:
 class CachingAllocator:
     """`allocate` returns a handle for `free`; `reserved_bytes` and `peak_reserved_bytes` are its statistics.
 
-    limit_bytes: what the device has for it; None: no end. A request that fits nowhere is granted all the same.
+    limit_bytes: the device's memory for the allocator; None: no limit. A request that does not fit is granted too.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -48,7 +48,7 @@ class CachingAllocator:
         self._next_address = 0
 
     def allocate(self, nbytes: int, *, stream: int = 0) -> Block:
-        """Take `nbytes` (more than 0) from a pool of the stream's."""
+        """Take `nbytes` (more than 0) from a pool of the stream."""
         size = max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
         small = size <= SMALL
         pool = self._pools[stream, small]
@@ -72,14 +72,14 @@ class CachingAllocator:
         pool = self._pools[block.stream, small]
         before, after = block.before, block.after
         if before is not None and before.free:
-            self._take(pool, before)
+            self._remove(pool, before)
             before.size += block.size
             before.after = after
             if after is not None:
                 after.before = before
             block = before
         if after is not None and after.free:
-            self._take(pool, after)
+            self._remove(pool, after)
             block.size += after.size
             block.after = after.after
             if after.after is not None:
@@ -113,7 +113,7 @@ class CachingAllocator:
         bisect.insort(self._pools[block.stream, small], (block.size, block.address, block))
 
     @staticmethod
-    def _take(pool: list[tuple[int, int, Block]], block: Block) -> None:
+    def _remove(pool: list[tuple[int, int, Block]], block: Block) -> None:
         del pool[bisect.bisect_left(pool, (block.size, block.address))]
 
 

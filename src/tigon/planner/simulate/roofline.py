@@ -10,16 +10,15 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.trace.tape import Cost, Tape
 
 HOST_S = 3e-6
-"""Host time of an operator with its autograd, eager PyTorch: of the machine whose runs are in
-benchmarks/results/nvidia-h200/planner/runs.json, where Llama-3.2-1B on 512 tokens leaves the GPU idle; its rows of
-2,048 and QLoRA's allow at most 5e-6. Two rows of 4 x 1024 tokens that were measured on another day are predicted too
-fast with it; 8e-6 fitted those."""
+"""Host time of an operator with its autograd, in eager PyTorch. Fitted to Llama-3.2-1B on 512 tokens, which leaves the
+GPU idle (benchmarks/results/nvidia-h200/planner/runs.json). The runs with 2,048 tokens and QLoRA's allow at most 5e-6.
+Two runs of 4 x 1024 tokens from another day are predicted too fast with it; 8e-6 fitted those."""
 LAUNCH_S = 2e-6
 """From the end of one kernel to the start of the next."""
 PRODUCT_SHARE = 0.93
 """Products in a model are smaller than the 8192³ one that the rate was measured with."""
 COPY_SHARE = 0.80
-"""Of the bandwidth of a large copy that elementwise kernels reach."""
+"""Elementwise kernels reach this share of the bandwidth of a large copy."""
 
 
 def micro_s(tape: Tape, gpu: Gpu, *, copied_bytes: int = 0, host_calls: int = 0) -> float:

@@ -1,16 +1,19 @@
-"""What a run holds whatever its batch: weights, gradients and optimizer states, from the model without data."""
+"""Weights, gradients and optimizer states of a run, which do not depend on its batch; from the model without data."""
 
 from __future__ import annotations
 
+import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from tigon.planner.request import Request, build
 from tigon.planner.trace import adapters
+from tigon.planner.trace.cache import TracedParts
 from tigon.planner.trace.dispatch_recorder import rounded
+from tigon.planner.trace.trace import weight_itemsize
 from tigon.techniques.optimizers import FP32, OPTIMIZERS, Parameter
 
 # The first number in a parameter's path: `model.layers.7.mlp...`, `transformer.h.7.attn...`.
@@ -20,13 +23,13 @@ _HEADS = "draft_heads."
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of the model; tied ones are one."""
+    """One parameter of the model; tied parameters are one weight."""
 
     name: str
     shape: tuple[int, ...]
     numel: int
     itemsize: int
-    """Bytes of an element while the run holds it."""
+    """Bytes per element while the run holds it."""
     trained: bool
     projected: bool
     """A matrix of a layer, which GaLore projects."""
@@ -35,9 +38,12 @@ class Weight:
 
     @property
     def layer(self) -> int | None:
-        """None outside of the model's own layers, as in draft heads, which count theirs from 0 again."""
-        found = None if self.name.startswith(_HEADS) else _LAYER.search(self.name)
-        return int(found[1]) if found else None
+        """The number of the model's layer that holds it; None outside the layers.
+
+        Draft heads are outside: they number their own layers from 0 again.
+        """
+        match = None if self.name.startswith(_HEADS) else _LAYER.search(self.name)
+        return int(match[1]) if match else None
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -46,7 +52,7 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """As the caching allocator counts it."""
+        """Bytes as the caching allocator counts them."""
         return sum(rounded(nbytes) for nbytes in self.tensors)
 
     @property
@@ -76,9 +82,16 @@ class Statics:
         return sum(weight.numel for weight in self.weights)
 
 
-def statics(request: Request, itemsize: int) -> Statics:
-    """The model of `request` with floats of `itemsize` bytes, at its full depth."""
-    choices = request.choices
+def at_rest(request: Request) -> Statics:
+    """Weights and states of a request at the model's full depth. Cached: they depend on neither the batch, the kernels
+    nor checkpointing."""
+    choices = replace(request.choices, checkpointing="none", mlp_tile_tokens=0, kernels="none", attention="sdpa")
+    return _at_rest(TracedParts(replace(request, batch=1, seq=1, masked=False, choices=choices)))
+
+
+@functools.lru_cache(maxsize=64)
+def _at_rest(parts: TracedParts) -> Statics:
+    request, choices = parts.request, parts.request.choices
     model: Any = build(request.model, request.config)
     if choices.quantized:
         adapters.quantize(model)
@@ -87,28 +100,34 @@ def statics(request: Request, itemsize: int) -> Statics:
     if request.heads is not None:
         request.heads(model)
     head = model.get_output_embeddings()
+    buffer_bytes = sum(rounded(buffer.numel() * buffer.itemsize) for buffer in model.buffers())
+    return Statics(_weights(model, choices.precision), buffer_bytes, (head.out_features, head.in_features))
+
+
+def _weights(model: Any, precision: str) -> tuple[Weight, ...]:
     quantized = {id(m.weight) for m in model.modules() if isinstance(m, adapters.Nf4Linear)}
     layers = {id(p) for name, m in model.named_modules() if _LAYER.search(f"{name}.") for p in m.parameters(False)}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    itemsize = weight_itemsize(precision)
     # PEFT keeps adapters in fp32 unless the whole run is in 16 bits.
-    adapter_itemsize = 2 if choices.precision == "bf16" else 4
+    adapter_itemsize = 2 if precision == "bf16" else 4
     weights = []
     for name, p in model.named_parameters():
         bytes_each = adapter_itemsize if "lora_" in name else itemsize if p.is_floating_point() else p.itemsize
-        projected = id(p) in layers and p.ndim == 2
         weights.append(
             Weight(
-                name, tuple(p.shape), p.numel(), bytes_each, p.requires_grad, projected, nf4=id(p) in quantized,
-                embedding=id(p) in embeddings,
+                name, tuple(p.shape), p.numel(), bytes_each, trained=p.requires_grad,
+                projected=id(p) in layers and p.ndim == 2, nf4=id(p) in quantized, embedding=id(p) in embeddings,
             )
         )  # fmt: skip
-    buffer_bytes = sum(rounded(buffer.numel() * buffer.itemsize) for buffer in model.buffers())
-    return Statics(tuple(weights), buffer_bytes, (head.out_features, head.in_features))
+    return tuple(weights)
 
 
 def optimizer_parameters(weights: tuple[Weight, ...]) -> list[Parameter]:
-    """The trained weights as the optimizer table wants them, in the order of the Trainer's groups: those that decay,
-    which are all but norms and biases (transformers 5.17, Trainer.create_optimizer), then the others."""
+    """The trained weights as parameters of the optimizer, in the order of the Trainer's groups.
+
+    Weights that decay come first: all but norms and biases (transformers 5.17, Trainer.create_optimizer).
+    """
     return [
         Parameter(weight.shape, weight.itemsize, weight.projected, weight.embedding)
         for weight in sorted(weights, key=lambda weight: len(weight.shape) < 2)
@@ -117,26 +136,37 @@ def optimizer_parameters(weights: tuple[Weight, ...]) -> list[Parameter]:
 
 
 def state_tensors(request: Request, weights: tuple[Weight, ...]) -> list[int]:
-    """Bytes of each tensor of optimizer state on the GPU, in the order in which the first step makes them."""
+    """Bytes of each tensor of optimizer state on the GPU, in the order in which the first step allocates them."""
     optimizer = OPTIMIZERS[request.choices.optimizer]
     tensors = [optimizer.shared_bytes] if optimizer.shared_bytes else []
     for parameter in optimizer_parameters(weights):
-        found = optimizer.state_tensors(parameter, rank=request.choices.galore_rank)
-        tensors += [tensor.nbytes for tensor in found if tensor.place == "device"]
+        states = optimizer.state_tensors(parameter, rank=request.choices.galore_rank)
+        tensors += [state.nbytes for state in states if state.place == "device"]
     return tensors
 
 
-def update_work(request: Request, weights: tuple[Weight, ...]) -> tuple[int, int, float]:
-    """One optimizer step: (bytes that weights, gradients and states on the GPU, managed memory among it, are read and
-    written with, operators that the host launches, seconds of one multiprocessor besides)."""
+@dataclass(frozen=True)
+class UpdateWork:
+    """What one optimizer step costs on the GPU."""
+
+    moved_bytes: int
+    """Bytes of weights, gradients and states that are read and written, managed memory included."""
+    host_calls: int = 0
+    """Operators that the host launches."""
+    sm_s: float = 0.0
+    """Seconds that one multiprocessor computes in addition."""
+
+
+def update_work(request: Request, weights: tuple[Weight, ...]) -> UpdateWork:
+    """The work of one optimizer step on all `weights`."""
     optimizer, rank = OPTIMIZERS[request.choices.optimizer], request.choices.galore_rank
     parameters = optimizer_parameters(weights)
     if optimizer.step_moves is None:
         states = sum(state_tensors(request, weights)) + managed_bytes(request, weights)
-        moved = sum(3 * parameter.nbytes for parameter in parameters) + 2 * states
+        moved_bytes = sum(3 * parameter.nbytes for parameter in parameters) + 2 * states
     else:
-        moved = sum(optimizer.step_moves(parameter, rank) for parameter in parameters)
-    return moved, optimizer.step_calls * len(parameters), sum(map(optimizer.step_sm_s, parameters))
+        moved_bytes = sum(optimizer.step_moves(parameter, rank) for parameter in parameters)
+    return UpdateWork(moved_bytes, optimizer.step_calls * len(parameters), sum(map(optimizer.step_sm_s, parameters)))
 
 
 def managed_bytes(request: Request, weights: tuple[Weight, ...]) -> int:
@@ -147,7 +177,7 @@ def managed_bytes(request: Request, weights: tuple[Weight, ...]) -> int:
 
 
 def step_tensors(request: Request, weights: tuple[Weight, ...]) -> list[int]:
-    """The most that the optimizer's step adds to weights, gradients and states: bytes of each tensor."""
+    """Bytes of each temporary tensor at the moment when the optimizer's step holds the most of them."""
     optimizer, rank = OPTIMIZERS[request.choices.optimizer], request.choices.galore_rank
     parameters = optimizer_parameters(weights)
     if optimizer.step_holds_all:

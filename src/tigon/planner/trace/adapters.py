@@ -15,8 +15,8 @@ from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.technique import Facts
 
-# bitsandbytes 0.50.2 with double quantisation: half a byte a weight, an 8-bit scale for 64 of them, an fp32 scale for
-# 256 of those, and two tables of 16 and 256 fp32 values.
+# bitsandbytes 0.50.2 with double quantisation: half a byte per weight, an 8-bit scale per 64 weights, and an fp32 scale
+# per 256 scales. Two tables hold 16 and 256 fp32 values.
 NF4_BLOCK, NF4_OUTER_BLOCK, NF4_TABLE_BYTES = 64, 256, 4 * (16 + 256)
 
 
@@ -69,8 +69,10 @@ def quantize(model: Any, multiplied: Callable[[], None] = lambda: None) -> None:
 
 
 def _adapted(layer: Any, x: Tensor) -> Tensor:
-    """PEFT's layer around a 4-bit one (PEFT 0.21, tuners/lora/bnb.py, Linear4bit.forward): the product is cloned, and
-    the input goes to the adapter as it is where autocast will cast it; a dense layer's is cast to fp32 first."""
+    """PEFT's layer around a 4-bit one (PEFT 0.21, tuners/lora/bnb.py, Linear4bit.forward).
+
+    The product is cloned. Under autocast the adapter gets the input unchanged; else the input is cast to its dtype.
+    """
     result: Tensor = layer.base_layer(x).clone()
     for name in layer.active_adapters:
         a, b = layer.lora_A[name], layer.lora_B[name]

@@ -1,7 +1,7 @@
-"""Attention as CUDA runs it, on fake tensors: what each kernel saves, and what its backward needs besides.
+"""Attention as CUDA runs it, on fake tensors: what each kernel saves, and what its backward pass needs in addition.
 
-On the CPU, scaled_dot_product_attention takes other kernels, so it is not traced but replaced. What is allocated here
-was read in PyTorch's source; the constants below name the file.
+On the CPU, scaled_dot_product_attention uses other kernels, so it is replaced instead of traced. The allocations follow
+PyTorch's source; the constants below name the files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 # Backward's five products against the forward's two; of a causal square half.
 _BACKWARD_PRODUCTS, _FORWARD_PRODUCTS = 5, 2
 
-# An operator of its own for the forward, so that a policy of selective checkpointing can keep what it returns.
+# The forward is a separate operator, so that a policy of selective checkpointing can keep what it returns.
 _LIBRARY = torch.library.Library("tigon_memory", "DEF")
 _LIBRARY.define("attention(Tensor q, int width, int lse_rows) -> (Tensor, Tensor)")
 OPERATOR = "tigon_memory::attention"
@@ -47,9 +47,9 @@ def _round_up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-# Of the rate of a model's other products, what causal attention without a mask reaches on Hopper and later: width of
-# a head, at most -> share of cuDNN's kernels, which PyTorch prefers there, whole and in groups of heads. Fitted to
-# two steps of 131,072 tokens (15.97 and 15.73 s; H200, Llama-3.2-1B, torch 2.11.0+cu130, tigon 75aa43a, 2026-11-22).
+# Width of a head, at most -> share of the rate of a model's other products that causal attention without a mask
+# reaches. For cuDNN's kernels, which PyTorch prefers on Hopper and later, whole and in groups of heads. Fitted to two
+# steps of 131,072 tokens (15.97 and 15.73 s; H200, Llama-3.2-1B, torch 2.11.0+cu130, tigon 75aa43a, 2026-11-22).
 # The steps in benchmarks/results/nvidia-h200/study/longest-sequence.json, up to 393,216 tokens, came after it and are
 # within 3 %. With heads 128 wide Llama-3-8B's steps of up to 65,536 tokens need no share. Older GPUs have
 # FlashAttention 2, and were not measured.
@@ -58,14 +58,14 @@ _MEASURED_ARCH = (9, 0)
 
 
 def product_share(head_width: int, arch: tuple[int, int]) -> float:
-    """Of the rate of a model's other products: attention without a mask."""
+    """The share of the rate of a model's other products that attention without a mask reaches."""
     if arch < _MEASURED_ARCH:
         return 1.0
     return next((share for width, share in _SHARES.items() if head_width <= width), 1.0)
 
 
 def _products(recorder: Recorder, q: Tensor, count: int, causal: bool, share: float = 1.0) -> None:
-    """share: of the rate of a model's other products."""
+    """share: attention reaches this share of the rate of a model's other products."""
     B, h, T, D = q.shape
     recorder.count(flops=2.0 * count * B * h * T * T * D * (0.5 if causal else 1.0) / share, dtype=q.dtype)
 

@@ -1,8 +1,8 @@
 """CUDA's autocast on fake CPU tensors.
 
 `torch.autocast` has a list of operators for each device. CUDA's computes powers, norms, softmax and sums in fp32; the
-CPU's leaves them in 16 bits. The difference is memory: GPT-2's `gelu_new` calls `torch.pow`, so on a GPU its
-intermediates are fp32, 120 MiB more for each layer of GPT-2-large at 4 x 1024 tokens.
+CPU's leaves them in 16 bits. This changes memory: GPT-2's `gelu_new` calls `torch.pow`, so on a GPU its intermediates
+are fp32. At 4 x 1024 tokens that is 120 MiB more per layer of GPT-2-large.
 """
 
 from __future__ import annotations

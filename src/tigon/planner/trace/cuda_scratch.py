@@ -1,4 +1,4 @@
-"""What CUDA does that fake CPU tensors do not show: the plans of tigon's ops on a GPU, and the kernels' scratch.
+"""Allocations of CUDA that fake CPU tensors do not show: tigon's ops on a GPU, and the kernels' scratch.
 
 Shapes ride as suffixes: S rows of tokens sorted by expert, E experts, I the width in, O the width out.
 """
@@ -47,11 +47,12 @@ class _ExpertsProduct(torch.autograd.Function):
 
 @contextlib.contextmanager
 def planned_for_cuda(recorder: Recorder, *, arch: tuple[int, int], ignored: int) -> Iterator[None]:
-    """tigon's ops plan as on a GPU of `arch` where `ignored` of a micro-batch's labels count for nothing.
+    """tigon's ops plan as on a GPU of `arch`. `ignored` labels of a micro-batch are ignored.
 
-    Three functions of the losses ask their tensors rather than the plan: for values, for a GPU, for being real. They
-    are replaced. So is dropout, whose mask has the input's dtype on a CPU and takes one byte per element on CUDA,
-    and the product of experts, whose fake refuses fp32, which CUDA multiplies expert by expert.
+    Replaced while the context is open:
+    - three functions of the losses, which read values, the device or the realness of their tensors;
+    - dropout, whose mask has the input's dtype on a CPU and one byte per element on CUDA;
+    - the product of experts, whose fake rejects fp32, which CUDA multiplies expert by expert.
     """
     plain_dropout, plain_grouped_mm = functional.dropout, getattr(functional, "grouped_mm", None)
 

@@ -22,12 +22,12 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def rounded(nbytes: int) -> int:
-    """What an allocation of `nbytes` counts for in torch.cuda.memory_allocated()."""
+    """Bytes that torch.cuda.memory_allocated() counts for an allocation of `nbytes`."""
     return -(-nbytes // ROUND_BYTES) * ROUND_BYTES
 
 
-# The host's time for one of tigon's operators with its autograd, in PyTorch's: forward and backward of a small norm
-# take it 0.08 ms.
+# The host's time for one of tigon's operators with its autograd, as a number of PyTorch's operators. The forward and
+# backward passes of a small norm take the host 0.08 ms.
 HOST_CALLS = 5
 
 Scratch = Callable[[tuple[Any, ...]], int]
@@ -58,12 +58,12 @@ class Recorder(TorchDispatchMode):
         self.mark(Where("forward"), "activations")
 
     def mark(self, where: Where, component: str) -> None:
-        """What follows belongs to `where`, and is a part of `component`."""
+        """Later events belong to `where`, later allocations to `component`."""
         self.where, self.component = where, component
         self.tape.segments.append(Segment(where))
 
     def close(self) -> None:
-        """What is counted, and what dies, from here on is not recorded."""
+        """Stop recording: later costs and frees do not count."""
         self._storages.clear()
         self._closed = True
 
@@ -187,8 +187,8 @@ class Recorder(TorchDispatchMode):
 
 def _written(func: Any, args: Any) -> tuple[Any, ...]:
     """The arguments that an operator writes to: all the result of one that returns nothing."""
-    said = zip(args, func._schema.arguments, strict=False)
-    return tuple(arg for arg, word in said if word.alias_info is not None and word.alias_info.is_write)
+    pairs = zip(args, func._schema.arguments, strict=False)
+    return tuple(arg for arg, declared in pairs if declared.alias_info is not None and declared.alias_info.is_write)
 
 
 _FIRST: Inplace = {0: 0}

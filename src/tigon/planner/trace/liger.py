@@ -24,8 +24,8 @@ INPLACE: Mapping[str, Inplace] = {
 }
 
 
-# Host calls that a launch of one of its kernels counts as: 0.09 ms with roofline.HOST_S, fitted to what a step of 4 x
-# 1024 tokens takes longer than its kernels do. A small norm's forward and backward alone were measured as 0.24 to 0.6.
+# Host calls per launch of one of its kernels: 0.09 ms with roofline.HOST_S. Fitted to a step of 4 x 1024 tokens, which
+# takes longer than its kernels. A small norm's forward and backward passes alone were measured as 0.24 to 0.6 ms.
 HOST_CALLS = 30
 
 
@@ -45,8 +45,8 @@ class _FusedLoss(torch.autograd.Function):
         grads = torch.empty_like(hidden_NH), torch.empty_like(weight_VH)
         losses, logits_CV = hidden_NH.new_empty(N, dtype=torch.float32), hidden_NH.new_empty((rows, V))
         recorder.count(flops=6.0 * math.prod(hidden_NH.shape) * V, dtype=hidden_NH.dtype, launches=5 * -(-N // rows))
-        # Its loss kernel reads the logits twice and writes them once; dW is read and written by every chunk, and the
-        # weight read by two products of too few rows to hide it.
+        # Its loss kernel reads the logits twice and writes them once. Every chunk reads and writes dW. Two products per
+        # chunk read the weight, and have too few rows to hide that.
         recorder.count(moved_bytes=3.0 * N * V * logits_CV.itemsize + 4.0 * -(-N // rows) * grads[1].nbytes, launches=0)
         del logits_CV
         ctx.save_for_backward(*grads)
@@ -58,7 +58,7 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def fuse_loss(model: Any, recorder: Recorder) -> None:
-    """Let the model's loss be Liger's: the head hands its input on, and the loss reads the head's weight."""
+    """Replace the model's loss by Liger's: the head returns its input, and the loss reads the head's weight."""
     head = model.get_output_embeddings()
     project, unfused = head.forward, model.loss_function
 

@@ -1,10 +1,9 @@
-"""What a step allocates and frees, in order: recorded from a shallow model, unrolled to the depth of the real one.
+"""The allocations and frees of a step, in order: recorded from a shallow model, unrolled to the real model's depth.
 
-A `Tape` is a list of segments (one decoder layer's forward or backward, or what lies between), each with its events and
-its cost. Layers repeat, so a model of L layers does what a shallow one does, with the events of the repeated layers as
-often as there are more of them: `unrolled` copies them, block by block, and finds for every free the block of the right
-copy. That is exact, not an extrapolation, and it keeps the order, which an allocator's fragmentation depends on. Where
-the shallow trace does not repeat, `NotPeriodic` is raised and the caller traces all layers.
+A `Tape` is a list of segments, each with its events and its cost. A segment is one decoder layer's forward or backward
+pass, or the work between layers. Layers repeat, so `unrolled` copies the events of the repeated layers, block by block.
+For every free it finds the block of the right copy. The result is exact and keeps the order, on which an allocator's
+fragmentation depends. If the shallow trace does not repeat, `NotPeriodic` is raised and the caller traces all layers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class NotPeriodic(Exception):
 
 
 class Where(NamedTuple):
-    """A segment's place: the direction, and the layer; layer None is what belongs to none."""
+    """A segment's place: the direction, and the layer; None for work outside the layers."""
 
     phase: str
     layer: int | None = None
@@ -29,7 +28,7 @@ class Where(NamedTuple):
 
 @dataclass
 class Cost:
-    """What a segment computes: 16-bit and fp32 product operations, and bytes of everything else."""
+    """The work of a segment: 16-bit and fp32 product operations, and bytes of everything else."""
 
     flops: float = 0.0
     fp32_flops: float = 0.0
@@ -37,7 +36,7 @@ class Cost:
     launches: int = 0
     """Kernels."""
     host_calls: int = 0
-    """Operators, views among them: what the host has to get through."""
+    """Operators that the host runs, views included."""
 
     def add(self, other: Cost) -> None:
         for name, value in vars(other).items():
@@ -60,6 +59,16 @@ class Tape:
     segments: list[Segment] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     components: list[str] = field(default_factory=list)
+
+    def peak_bytes(self, component: str) -> int:
+        """The most bytes of one component that are held at one time."""
+        live = peak = 0
+        for event in (event for segment in self.segments for event in segment.events):
+            block = event if event >= 0 else ~event
+            if self.components[block] == component:
+                live += self.sizes[block] if event >= 0 else -self.sizes[block]
+                peak = max(peak, live)
+        return peak
 
 
 def unrollable(layers: int, period: int) -> int:

@@ -34,8 +34,8 @@ from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrol
 from tigon.techniques import checkpointing, head_groups, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
 
-# What each word of `kernels` asks of the patcher; None: nothing. Of Liger's ops those inside the layers are traced as
-# ours, writing in place where its do; its loss is in `liger`.
+# Value of `kernels` -> options of the patcher; None: no patch. Liger's ops inside the layers are traced as tigon's, and
+# write in place where Liger's do. Liger's loss is in liger.py.
 PATCH_FLAGS: Mapping[str, Mapping[str, bool] | None] = {
     "none": None,
     "no-flce": {"linear_cross_entropy": False},
@@ -43,8 +43,8 @@ PATCH_FLAGS: Mapping[str, Mapping[str, bool] | None] = {
     "liger": {"linear_cross_entropy": False, "cross_entropy": False},
 }
 SELECTIVE_CALLS = 3
-"""Host time that selective checkpointing's own dispatch modes add to each operator of a layer, in operators, in the
-forward and in the recomputation: 16 tiny layers on a CPU took 3.4 times an ordinary operator's more."""
+"""Host time, in operators, that selective checkpointing's dispatch modes add to each operator of a layer, both in the
+forward pass and in the recomputation. With 16 tiny layers on a CPU it was 3.4 times an ordinary operator's."""
 NF4_CALLS = 55
 """The host's time for one product with a 4-bit weight (bitsandbytes 0.50.2: MatMul4Bit and its nested scales, Python),
 in operators: 0.17 ms, fitted to Llama-3.2-1B's and Qwen3-0.6B's step on an H200."""
@@ -72,9 +72,9 @@ def weight_dtype(precision: str) -> torch.dtype:
 def trace(
     request: Request, gpu: Gpu, *, accumulating: bool = False, whole: bool = False, evaluating: bool = True
 ) -> Trace:
-    """Trace one micro-batch of `request`; `accumulating`: gradients of an earlier one are there already.
+    """Trace one micro-batch of `request`. accumulating: gradients of an earlier micro-batch exist already.
 
-    whole: trace every layer, rather than few of them as often as there are layers. evaluating: trace an evaluation too.
+    whole: trace every layer instead of repeating a few. evaluating: trace an evaluation batch too.
     Raises UsageError for a model whose forward cannot be traced without data.
     """
     layers = int(text_config(request.config).num_hidden_layers)
@@ -170,17 +170,17 @@ def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluati
 
 @contextlib.contextmanager
 def _foreign_code(name: str) -> Iterator[None]:
-    """The model's code is somebody else's: it may read values that a fake tensor does not have, or call an operator
-    that PyTorch cannot fake. PyTorch logs a traceback of its own then, besides what it raises."""
+    """Turn errors of the model's code into a UsageError. That code may read values that a fake tensor does not have, or
+    call an operator that PyTorch cannot fake. PyTorch would also log a traceback; this silences it."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.level
     log.setLevel(logging.CRITICAL)
     try:
         yield
     except Exception as error:
-        said = (RuntimeError, DataDependentOutputException, DynamicOutputShapeException)
+        untraceable = (RuntimeError, DataDependentOutputException, DynamicOutputShapeException)
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if not isinstance(error, said) and "transformers" not in Path(frame.f_code.co_filename).parts:
+        if not isinstance(error, untraceable) and "transformers" not in Path(frame.f_code.co_filename).parts:
             raise  # ours
         raise UsageError(
             f"{name}: its step cannot be traced without data ({type(error).__name__}: "
@@ -386,7 +386,7 @@ def _is_checkpointed(layer: nn.Module) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers: the longest list of modules in the model's trunk; heads beside it may have longer ones."""
+    """The repeated layers: the longest list of modules in the model's trunk. Heads are outside the trunk."""
     trunk = getattr(model, "base_model", model)
     stacks = [list(module) for module in trunk.modules() if isinstance(module, nn.ModuleList)]
     return max(stacks, key=len)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tigon.errors import RecipeError, TigonError
 from tigon.objectives.choose import objective_of
+from tigon.planner.engines.non_allocator_memory import group_bytes, outside_bytes
 from tigon.planner.gpus import GIB, GPUS, Gpu, find_gpu, size_bytes
 from tigon.planner.render import as_recipe
 from tigon.planner.render.terminal import gib, seconds
@@ -23,7 +24,6 @@ from tigon.planner.request import Request
 from tigon.planner.search import space
 from tigon.planner.search.recommend import Option, label, look, search
 from tigon.planner.search.space import Asked
-from tigon.planner.simulate.non_allocator_memory import group_bytes, outside_bytes
 from tigon.profiler.recording.device import host_free_bytes
 from tigon.recipe.keys import Recipe
 from tigon.techniques import SEARCHED

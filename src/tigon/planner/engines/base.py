@@ -1,0 +1,216 @@
+"""The protocol of a training engine, and what one rank holds as data.
+
+Memory is computed in closed form from the model's statics. The engines themselves are DeepSpeed's and PyTorch's.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from tigon.models.loading.presets import PRESETS
+from tigon.planner.gpus import Gpu
+from tigon.planner.request import Request, ties_embeddings
+from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
+from tigon.planner.simulate.ledger import Allocation, Ledger
+from tigon.planner.simulate.statics import Statics, UpdateWork, Weight
+from tigon.techniques.choices import Choices
+from tigon.techniques.sharding import are_drawn_in_place, fit_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """How the engine treats gradients after the backward pass has computed them."""
+
+    nbytes: int = 0
+    """Bytes in addition to the gradients that the backward pass makes: reduced gradients, or buckets of them."""
+    allocated: Literal["at the start", "with the first", "with each"] = "at the start"
+    """When `nbytes` are allocated. At the start: once, for the whole run. With the first reduced gradient: all of
+    them. With each reduced gradient: its share. The last two are freed after the step."""
+    kept: bool = True
+    """True: every gradient stays until the step. False: each is reduced and freed as soon as it is computed."""
+    copies: tuple[GradientCopy, ...] = ()
+    """Copies of each gradient when it is reduced."""
+    whole_until_last_micro_batch: bool = False
+    """Gradients accumulate whole, and are reduced after the last micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """Whole weights that the engine holds during the forward and backward passes."""
+
+    by_layer: GatheringPlan | None = None
+    """Weights that are gathered and freed layer by layer."""
+    both_passes: int = 0
+    """Bytes that are held through both passes."""
+    backward: int = 0
+    """Bytes in addition to `both_passes` during the layers' backward pass."""
+    before_copy: int = 0
+    """The most bytes that a gather on its own stream holds before they are copied out."""
+    registered: tuple[int, ...] = ()
+    """Tensors that exist at the same time, once, before the first forward pass, while hooks are registered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes that the engine moves, and the host time that it needs."""
+
+    link: int = 0
+    """Bytes to and from the host or NVMe in a step."""
+    peers: int = 0
+    """Bytes to and from other GPUs in a step."""
+    peers_last: int = 0
+    """The part of `peers` that no backward computation can hide, because it comes last."""
+    copied: int = 0
+    """Bytes of device memory that a micro-batch's collectives read and write to fill and empty their buckets."""
+    host_calls: int = 0
+    """Host time in a micro-batch and its step, as a number of operators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What one rank holds: bytes on its GPU, on its share of the host, and on NVMe."""
+
+    weights: int
+    optimizer_tensors: tuple[int, ...]
+    """Optimizer states on the GPU, bytes of each tensor, allocated in the first step."""
+    update: UpdateWork
+    step_tensors: tuple[int, ...]
+    """Temporaries of the optimizer step, bytes of each tensor."""
+    gradients: Gradients = field(default_factory=Gradients)
+    gathered: Gathered = field(default_factory=Gathered)
+    traffic: Traffic = field(default_factory=Traffic)
+    buckets: int = 0
+    """Buffers of collectives, during the forward and backward passes."""
+    buffers: int = 0
+    """Buffers that the engine keeps for the whole run."""
+    shard_itemsize: int = 0
+    """Bytes per element of a weight at rest if the GPU holds a shard of each weight; else 0."""
+    loaded_itemsize: int = 0
+    """Bytes per element of the whole weights that the GPU holds until the engine shards them; 0 if it holds none."""
+    managed: int = 0
+    """Optimizer state in unified memory, which moves to the host during the forward and backward passes."""
+    host: int = 0
+    """Host bytes in addition to `managed`."""
+    nvme: int = 0
+
+    @property
+    def optimizer(self) -> int:
+        """Optimizer states on the GPU."""
+        return sum(self.optimizer_tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """A model that is loaded into a ledger."""
+
+    ledger: Ledger
+    request: Request
+    model: Statics
+    placement: Placement
+
+    @property
+    def widening(self) -> int:
+        """How many times wider the weights are loaded than layers compute with them."""
+        return max(self.placement.loaded_itemsize // self.model.weights[0].itemsize, 1)
+
+    def fits_whole(self) -> bool:
+        """Whether the whole weights fit on the GPU as they are loaded."""
+        sizes = (self.widening * weight.nbytes for weight in self.model.weights)
+        return fit_whole(sizes, self.ledger.allocator.limit_bytes)
+
+    def load_whole(self, *, for_the_host: bool = False) -> list[list[Allocation | None]]:
+        """Allocate the whole weights and buffers; returns the tensors of each weight. for_the_host: the weights are
+        initialized on the host."""
+        ledger, model, times = self.ledger, self.model, self.widening
+        loaded = [[ledger.alloc(times * nbytes, "weights") for nbytes in weight.tensors] for weight in model.weights]
+        ledger.alloc(model.buffer_bytes, "weights")
+        if is_drawn(self.request) and ties_embeddings(self.request.config) and not for_the_host:
+            # A model built on the device has a separate lm_head weight until transformers ties it (post_init), and the
+            # allocator keeps that block. A model read from files is built without memory.
+            ledger.alloc_briefly(math.prod(model.head_shape) * times * model.weights[0].itemsize)
+        return loaded
+
+
+class Engine(ABC):
+    """Spreads a run over GPUs."""
+
+    joins_a_group = True
+    """Whether a run on one GPU joins a process group too."""
+
+    def __init__(self, choices: Choices) -> None:
+        self.choices = choices
+
+    def traced_choices(self) -> Choices:
+        """The choices for the trace of one GPU's forward and backward passes."""
+        return self.choices
+
+    def library_bytes(self, gpu: Gpu) -> int:
+        """GPU memory of the engine's own streams and kernels, outside PyTorch's allocator."""
+        return 0
+
+    @abstractmethod
+    def placement(self, request: Request, model: Statics) -> Placement:
+        """What one rank holds. `model` counts floats in the dtype that layers compute in."""
+
+    def load(self, loading: Loading) -> None:
+        """Simulate how the weights reach the GPU. By default they are loaded whole and stay."""
+        loading.load_whole()
+
+    def notes(self, request: Request, model: Statics) -> tuple[str, ...]:
+        """Limits of the estimate under this engine, one sentence each."""
+        return ("Partitions and buckets are computed by formula; only part of their fragmentation is simulated.",)
+
+
+def is_drawn(request: Request) -> bool:
+    """Whether the weights are random and initialized on the device that the run uses."""
+    return request.model in PRESETS and are_drawn_in_place(request.choices)
+
+
+def drawn_whole(request: Request) -> bool:
+    """Whether the GPU has the whole weights before stage 3 or FSDP2 shards them. Random weights without offload stay on
+    the GPU if they fit; a checkpoint's weights are read into partitions or to the host (trainer/engine.py)."""
+    return is_drawn(request) and request.choices.offload == "none"
+
+
+def computed_in_16_bits(choices: Choices) -> Choices:
+    """ZeRO and FSDP2 run layers on 16-bit weights without autocast."""
+    return replace(choices, precision="bf16") if choices.precision in ("amp-bf16", "amp-fp16") else choices
+
+
+def share(nbytes: int, gpus: int) -> int:
+    """One rank's part of something that is divided by the GPUs, rounded up."""
+    return -(-nbytes // gpus)
+
+
+def layers_of(model: Statics) -> list[list[Weight]]:
+    """The weights of each layer."""
+    layers: dict[int, list[Weight]] = defaultdict(list)
+    for weight in model.weights:
+        if weight.layer is not None:
+            layers[weight.layer].append(weight)
+    return list(layers.values())
+
+
+def largest_layer_bytes(model: Statics) -> int:
+    """Bytes of the largest layer's weights."""
+    return max((sum(weight.nbytes for weight in layer) for layer in layers_of(model)), default=0)
+
+
+def grad_bytes(model: Statics) -> int:
+    """Bytes of all gradients."""
+    return sum(weight.grad_bytes for weight in model.trained)
+
+
+def embedding_grad_bytes(model: Statics) -> int:
+    """Bytes of the embeddings' gradients, which the backward pass makes last."""
+    return sum(weight.grad_bytes for weight in model.weights if weight.embedding)
+
+
+def sharded_update(model: Statics, *, gpus: int, optimizer_bytes: int, sm_s: float = 0.0) -> UpdateWork:
+    """The work of a rank's step: its share of the weights and its states are read and written, gradients are read."""
+    weights = sum(weight.nbytes for weight in model.trained)
+    return UpdateWork(2 * (weights // gpus + optimizer_bytes) + grad_bytes(model), 0, sm_s)

@@ -1,0 +1,31 @@
+"""torch.nn.parallel.DistributedDataParallel: every GPU holds everything, and gradients are summed over the GPUs."""
+
+from __future__ import annotations
+
+from tigon.planner.engines.base import (
+    Engine,
+    Gradients,
+    Placement,
+    Traffic,
+    embedding_grad_bytes,
+    grad_bytes,
+    sharded_update,
+)
+from tigon.planner.request import Request
+from tigon.planner.simulate.statics import Statics, managed_bytes, state_tensors, step_tensors
+
+
+class Ddp(Engine):
+    """DDP on several GPUs."""
+
+    def placement(self, request: Request, model: Statics) -> Placement:
+        grads, states = grad_bytes(model), state_tensors(request, model.weights)
+        return Placement(
+            weights=model.weight_bytes,
+            gradients=Gradients(nbytes=grads),  # the buckets are a second copy, not views of the gradients
+            optimizer_tensors=tuple(states),
+            update=sharded_update(model, gpus=self.choices.gpus, optimizer_bytes=sum(states)),
+            step_tensors=tuple(step_tensors(request, model.weights)),
+            traffic=Traffic(peers=2 * grads, peers_last=2 * embedding_grad_bytes(model), copied=4 * grads),
+            managed=managed_bytes(request, model.weights),
+        )

@@ -1,0 +1,145 @@
+"""PyTorch's FSDP2 as accelerate sets it up: weights, gradients and states are divided by the GPUs."""
+
+from __future__ import annotations
+
+from tigon.models.loading.presets import PRESETS
+from tigon.planner.engines.base import (
+    Engine,
+    Gathered,
+    Gradients,
+    Loading,
+    Placement,
+    Traffic,
+    computed_in_16_bits,
+    drawn_whole,
+    embedding_grad_bytes,
+    largest_layer_bytes,
+    sharded_update,
+    share,
+)
+from tigon.planner.request import Request
+from tigon.planner.simulate.collectives import GradientCopy
+from tigon.planner.simulate.statics import Statics, managed_bytes, state_tensors
+from tigon.planner.trace.trace import weight_itemsize
+from tigon.techniques.choices import Choices
+from tigon.techniques.optimizers import OPTIMIZERS, Parameter
+
+HOST_CALLS = 130
+"""Host time per trained weight (forward, backward and step), as a number of operators. Measured on Llama-3.2-1B, 4 x
+1024 on each of two H200s: step time minus the time of the operators. FSDP2's own Python accounts for 60 of them (16
+tiny layers on a CPU with no-op collectives). The cause of the rest is unknown."""
+
+
+class Fsdp(Engine):
+    """FSDP2, with or without offload to the host."""
+
+    def traced_choices(self) -> Choices:
+        return computed_in_16_bits(self.choices)
+
+    @property
+    def _widening(self) -> int:
+        """Shards and gradients have the dtype that the weights were loaded in, which is fp32 for amp precisions."""
+        return 2 if self.choices.precision.startswith("amp") else 1
+
+    def placement(self, request: Request, model: Statics) -> Placement:
+        choices, gpus, widening = self.choices, self.choices.gpus, self._widening
+        weights = share(widening * model.weight_bytes, gpus)
+        grads = share(widening * sum(weight.grad_bytes for weight in model.trained), gpus)
+        shards = [
+            Parameter((share(rows, gpus), *columns), widening * weight.itemsize)
+            for weight in model.trained
+            for rows, *columns in (weight.shape or (1,),)
+        ]
+        optimizer = OPTIMIZERS[choices.optimizer]
+        states, step = optimizer.state_bytes(shards), optimizer.step_peak_bytes(shards)
+        host, link, itemsize = 0, 0, widening * model.weights[0].itemsize
+        loaded = itemsize if drawn_whole(request) else 0
+        if choices.offload != "none":
+            itemsize = 0
+            host, link = weights + grads + states, 3 * weights + grads
+            weights = grads = states = step = 0
+        return Placement(
+            weights=weights,
+            optimizer_tensors=_allocated_as(states, state_tensors(request, model.weights)),
+            update=sharded_update(model, gpus=gpus, optimizer_bytes=states),
+            step_tensors=(step,),
+            gradients=Gradients(
+                nbytes=grads, allocated="with each", kept=False, copies=self._copies(),
+                # accelerate reduces only in the last micro-batch (no_sync)
+                whole_until_last_micro_batch=choices.accumulate > 1,
+            ),
+            gathered=self._gathered(model), traffic=self._traffic(model, link),
+            shard_itemsize=itemsize, loaded_itemsize=loaded, managed=managed_bytes(request, model.weights), host=host,
+        )  # fmt: skip
+
+    def _gathered(self, model: Statics) -> Gathered:
+        # Accelerate makes one unit of the last norm and lm_head, which stays gathered through forward and backward. The
+        # embeddings are their own unit, or part of the first one if they are tied (fsdp2_prepare_model). In addition:
+        # - forward: a layer's weights, or the buffer they were gathered into until the next layer is gathered;
+        # - backward: a layer, the buffer of the next one, and a reduction's input (FSDPParamGroup: wait_for_unshard,
+        #   post_backward).
+        # Gathered weights, reduced weights and gradients are allocated on separate streams.
+        layer, outside = largest_layer_bytes(model), [weight for weight in model.weights if weight.layer is None]
+        untied = any(weight.shape == model.head_shape and not weight.embedding for weight in outside)
+        tail = sum(weight.nbytes for weight in outside if not (untied and weight.embedding))
+        reshard = self.choices.reshard
+        return Gathered(
+            both_passes=min(tail + layer if reshard else model.weight_bytes, model.weight_bytes),
+            backward=2 * layer if reshard else layer,
+            before_copy=tail + layer if self.choices.gpus > 1 else 0,
+        )
+
+    def _traffic(self, model: Statics, link: int) -> Traffic:
+        host_calls = HOST_CALLS * len(model.trained)
+        if self.choices.gpus == 1:
+            return Traffic(link=link, host_calls=host_calls)
+        # Weights below the first trained one are not gathered for backward, so heads on a frozen model gather once.
+        passes = 2 if any(weight.layer is not None for weight in model.trained) else 1
+        return Traffic(
+            link=link,
+            peers=passes * model.weight_bytes + sum(weight.nbytes for weight in model.trained),
+            peers_last=embedding_grad_bytes(model),
+            # gathered weights are copied out twice, gradients into the reduction's input
+            copied=6 * model.weight_bytes,
+            host_calls=host_calls,
+        )
+
+    def _copies(self) -> tuple[GradientCopy, ...]:
+        """The output of a reduction, and a copy in the shard's dtype if the dtypes differ. The last of them is the
+        gradient, which stays unless it goes to the host (_fsdp_collectives.py: foreach_reduce)."""
+        made = [GradientCopy(share=1 / self.choices.gpus, stays=True)]
+        if self._widening > 1:
+            made.append(GradientCopy(share=self._widening / self.choices.gpus))
+        return tuple(made if self.choices.offload != "none" else made[:-1])
+
+    def load(self, loading: Loading) -> None:
+        ledger, placement, model = loading.ledger, loading.placement, loading.model
+        if not (placement.loaded_itemsize and loading.fits_whole()):
+            # Upper bound: one unit comes from the host to be sharded.
+            ledger.alloc_briefly(placement.gathered.both_passes, component="weights")
+            ledger.alloc(placement.weights, "weights")
+            return
+        whole = loading.load_whole()
+        # accelerate's fsdp2_prepare_model holds the whole weights until all are sharded
+        for weight in model.weights:
+            ledger.alloc(share(loading.widening * weight.nbytes, self.choices.gpus), "weights")
+        for tensors in whole:
+            ledger.free_all(tensors)
+
+    def notes(self, request: Request, model: Statics) -> tuple[str, ...]:
+        notes = super().notes(request, model)
+        if request.model in PRESETS:
+            return notes
+        gpus = self.choices.gpus
+        whole_gib = gpus * weight_itemsize(self.choices.precision) * sum(w.numel for w in model.weights) / 2**30
+        return (
+            *notes,
+            f"Each of {gpus} processes reads the whole model to the host before FSDP2 shards it: "
+            f"{whole_gib:.0f} GiB of host memory during loading.",
+        )
+
+
+def _allocated_as(nbytes: int, tensors: list[int]) -> tuple[int, ...]:
+    """The tensors of optimizer state: each weight's on one GPU, which divides nothing; else one block stands for all
+    shards."""
+    return tuple(tensors) if nbytes == sum(tensors) else (nbytes,)

@@ -1,0 +1,38 @@
+"""GPU memory of a process outside PyTorch's allocator: the CUDA context, loaded kernels, NCCL's buffers.
+
+Read at the end of 225 training runs on H200s (driver 580.159.04, torch 2.11.0+cu130, deepspeed 0.19.8). The records in
+benchmarks/results/nvidia-h200 have it as `outside_bytes`. Medians in GiB:
+
+    one GPU, no engine            0.75
+    FSDP2's group of one process  1.34
+    FSDP2 or DDP on two GPUs      1.57
+    DeepSpeed on one GPU          1.71
+    DeepSpeed on two GPUs         2.05
+
+Copies to the host and GaLore take up to 0.16 GiB more, which is left out. Paged optimizers keep memory on the GPU while
+there is room (4 and 9 GiB), which is left out too. Nine of the runs read 0.84 GiB more than others of their kind, as if
+another process had a context on the GPU.
+"""
+
+from __future__ import annotations
+
+from tigon.planner.engines.choose import engine_of
+from tigon.planner.gpus import Gpu
+from tigon.techniques.choices import Choices
+
+
+def outside_bytes(gpu: Gpu, choices: Choices) -> int:
+    """Memory outside the allocator of one process that trains with these choices."""
+    return gpu.context_bytes + group_bytes(gpu, choices) + engine_of(choices).library_bytes(gpu)
+
+
+def room_bytes(gpu: Gpu, choices: Choices) -> int:
+    """The part of the GPU's memory that is left for the allocator."""
+    return gpu.memory_bytes - outside_bytes(gpu, choices)
+
+
+def group_bytes(gpu: Gpu, choices: Choices) -> int:
+    """NCCL's part of the memory outside the allocator."""
+    if choices.gpus > 1:
+        return gpu.group_bytes
+    return gpu.lone_group_bytes if engine_of(choices).joins_a_group else 0

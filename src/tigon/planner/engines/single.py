@@ -1,0 +1,25 @@
+"""One GPU without an engine: it holds everything."""
+
+from __future__ import annotations
+
+from tigon.planner.engines.base import Engine, Placement
+from tigon.planner.request import Request
+from tigon.planner.simulate.statics import Statics, managed_bytes, state_tensors, step_tensors, update_work
+
+
+class SingleGpu(Engine):
+    """The Trainer alone, on one GPU."""
+
+    joins_a_group = False
+
+    def placement(self, request: Request, model: Statics) -> Placement:
+        return Placement(
+            weights=model.weight_bytes,
+            optimizer_tensors=tuple(state_tensors(request, model.weights)),
+            update=update_work(request, model.weights),
+            step_tensors=tuple(step_tensors(request, model.weights)),
+            managed=managed_bytes(request, model.weights),
+        )
+
+    def notes(self, request: Request, model: Statics) -> tuple[str, ...]:
+        return ()

@@ -1,0 +1,278 @@
+"""DeepSpeed 0.19.8's ZeRO-1 to 3, with the bucket sizes of techniques/sharding.py (arXiv 1910.02054)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from tigon.planner.engines import deepspeed_host_memory
+from tigon.planner.engines.base import (
+    Engine,
+    Gathered,
+    Gradients,
+    Loading,
+    Placement,
+    Traffic,
+    computed_in_16_bits,
+    drawn_whole,
+    embedding_grad_bytes,
+    grad_bytes,
+    is_drawn,
+    largest_layer_bytes,
+    layers_of,
+    sharded_update,
+    share,
+)
+from tigon.planner.gpus import Gpu
+from tigon.planner.request import Request
+from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
+from tigon.planner.simulate.ledger import Allocation, Ledger
+from tigon.planner.simulate.statics import Statics
+from tigon.techniques.choices import Choices
+from tigon.techniques.optimizers import OPTIMIZERS, Parameter
+from tigon.techniques.sharding import are_read_in_parts
+
+FP32, FP64 = 4, 8
+# deepspeed/runtime/zero/config.py: elements of gathered weights that stage 3 may hold (stage3_max_live_parameters).
+MAX_LIVE_ELEMENTS = 10**9
+# deepspeed/runtime/zero/stage3.py, _constant_buffered_norm2: elements that are converted to fp64 at a time.
+NORM_ELEMENTS = 250_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OptimizerMemory:
+    """The optimizer of one rank, before offload."""
+
+    slices: list[Parameter]
+    """One flat slice of the weights that decay, and one of the others."""
+    moments_bytes: int
+    """The optimizer's own states on the device."""
+    managed_bytes: int
+    """Its states in unified memory."""
+    step_bytes: int
+    """Temporaries of its step."""
+    step_sm_s: float
+
+    @property
+    def state_bytes(self) -> int:
+        """The flat copy of the slices, and the optimizer's own states."""
+        return sum(piece.nbytes for piece in self.slices) + self.moments_bytes
+
+
+class _Zero(Engine):
+    """What all stages share: the optimizer works on flat slices of this GPU's part."""
+
+    host_calls = 180
+    """Host time per trained weight (forward, backward and step), as a number of operators. Measured on Llama-3.2-1B, 4
+    x 1024 on each of two H200s: step time minus the time of the operators. Its cause is unknown."""
+
+    def traced_choices(self) -> Choices:
+        return computed_in_16_bits(self.choices)
+
+    def library_bytes(self, gpu: Gpu) -> int:
+        return gpu.deepspeed_bytes
+
+    @property
+    def _mixed(self) -> bool:
+        return self.choices.precision.startswith("amp")
+
+    @property
+    def _optimizer_itemsize(self) -> int:
+        """The optimizer works on a flat copy of this GPU's slice at every stage. The copy is bf16 if the whole run is
+        bf16, else fp32 (stage_1_and_2.py: single_partition_of_fp32_groups). stage3.py has a case without a copy, but
+        never takes it, because it compares a device with a device's name."""
+        return 2 if self.choices.precision == "bf16" else FP32
+
+    @property
+    def _offloads(self) -> bool:
+        return self.choices.offload != "none"
+
+    def _optimizer_memory(self, model: Statics) -> _OptimizerMemory:
+        optimizer, rank, gpus = OPTIMIZERS[self.choices.optimizer], self.choices.galore_rank, self.choices.gpus
+        elements = [
+            sum(weight.numel for weight in model.trained if (len(weight.shape) >= 2) == decays)
+            for decays in (True, False)
+        ]
+        slices = [Parameter((share(numel, gpus),), self._optimizer_itemsize) for numel in elements if numel]
+        # With mixed precision, the step first converts this GPU's gradients to fp32.
+        converted = share(FP32 * sum(weight.numel for weight in model.trained), gpus) if self._mixed else 0
+        return _OptimizerMemory(
+            slices=slices,
+            moments_bytes=optimizer.state_bytes(slices, rank=rank),
+            managed_bytes=optimizer.state_bytes(slices, rank=rank, place="managed"),
+            step_bytes=converted + optimizer.step_peak_bytes(slices, rank=rank),
+            step_sm_s=sum(map(optimizer.step_sm_s, slices)),
+        )
+
+    def placement(self, request: Request, model: Statics) -> Placement:
+        optimizer = self._optimizer_memory(model)
+        states, step, sm_s = optimizer.state_bytes, optimizer.step_bytes, optimizer.step_sm_s
+        host, nvme = optimizer.managed_bytes, 0
+        if self._offloads:
+            states, step, sm_s = 0, 0, 0.0
+            host, nvme = deepspeed_host_memory.of_zero(self.choices, model, optimizer.slices, optimizer.moments_bytes)
+        return Placement(
+            weights=self._weights_bytes(model),
+            optimizer_tensors=(states,),
+            update=sharded_update(model, gpus=self.choices.gpus, optimizer_bytes=states, sm_s=sm_s),
+            step_tensors=(step,),
+            gradients=self._gradients(model), gathered=self._gathered(model), traffic=self._traffic(model),
+            buckets=2 * self._bucket_bytes(model), buffers=self._buffer_bytes(model),
+            loaded_itemsize=self._loaded_itemsize(request, model), host=host, nvme=nvme,
+        )  # fmt: skip
+
+    def _weights_bytes(self, model: Statics) -> int:
+        return model.weight_bytes
+
+    @abstractmethod
+    def _gradients(self, model: Statics) -> Gradients: ...
+
+    def _gathered(self, model: Statics) -> Gathered:
+        return Gathered()
+
+    def _bucket_bytes(self, model: Statics) -> int:
+        hidden = model.head_shape[1]
+        return max(hidden**2, 2**16) * (4 if self.choices.precision == "fp32" else 2)
+
+    def _buffer_bytes(self, model: Statics) -> int:
+        # temp_grad_buffer_for_gpu_offload: as long as the largest weight
+        return max(weight.numel * weight.itemsize for weight in model.trained) if self._offloads else 0
+
+    def _loaded_itemsize(self, request: Request, model: Statics) -> int:
+        return FP32 if self._mixed else self._optimizer_itemsize
+
+    def _traffic(self, model: Statics) -> Traffic:
+        grads, gpus = grad_bytes(model), self.choices.gpus
+        return Traffic(
+            link=self._link_bytes(model) if self._offloads else 0,
+            peers=self._peer_bytes(model) if gpus > 1 else 0,
+            peers_last=embedding_grad_bytes(model) if gpus > 1 else 0,
+            copied=2 * grads + 2 * share(grads, gpus),
+            host_calls=self.host_calls * len(model.trained),
+        )
+
+    def _link_bytes(self, model: Statics) -> int:
+        """Bytes to and from the host in a step with offload: gradients out and weights in."""
+        return 2 * share(grad_bytes(model), self.choices.gpus)
+
+    def _peer_bytes(self, model: Statics) -> int:
+        return 2 * grad_bytes(model)
+
+    def load(self, loading: Loading) -> None:
+        whole = loading.load_whole()
+        self._cast(loading, whole)
+        self._flatten(loading.ledger, loading.model, whole)
+
+    @staticmethod
+    def _cast(loading: Loading, whole: list[list[Allocation | None]]) -> None:
+        """DeepSpeed's engine casts wider weights to 16 bits, one by one."""
+        if loading.widening == 1:
+            return
+        for number, weight in enumerate(loading.model.weights):
+            wide, whole[number] = whole[number], [loading.ledger.alloc(weight.nbytes, "weights")]
+            loading.ledger.free_all(wide)
+
+    @staticmethod
+    def _flatten(ledger: Ledger, model: Statics, whole: list[list[Allocation | None]]) -> None:
+        """One flat tensor of weights per parameter group of the optimizer (stage_1_and_2.py)."""
+        for decays in (True, False):
+            group = [number for number, weight in enumerate(model.weights) if (len(weight.shape) >= 2) == decays]
+            ledger.allocator.release()
+            ledger.alloc(sum(model.weights[number].nbytes for number in group), "weights")
+            for number in group:
+                ledger.free_all(whole[number])
+        ledger.allocator.release()
+
+
+class Zero1(_Zero):
+    """Divides the optimizer states. Gradients stay where the backward pass makes them."""
+
+    def _gradients(self, model: Statics) -> Gradients:
+        return Gradients(allocated="with the first", kept=True)
+
+
+class Zero2(_Zero):
+    """Divides gradients too."""
+
+    def _gradients(self, model: Statics) -> Gradients:
+        # grads_in_partition: this GPU's slice is copied into one tensor when the first bucket is reduced.
+        nbytes = 0 if self._offloads else share(grad_bytes(model), self.choices.gpus)
+        return Gradients(nbytes=nbytes, allocated="with the first", kept=False)
+
+
+class Zero3(_Zero):
+    """Divides weights too, and gathers them layer by layer."""
+
+    host_calls = 680  # the hooks gather and release each weight; also fits one H200 with states on the host
+
+    def _weights_bytes(self, model: Statics) -> int:
+        return 0 if self._offloads else share(model.weight_bytes, self.choices.gpus)
+
+    def _gradients(self, model: Statics) -> Gradients:
+        if self._offloads:
+            return Gradients(kept=False, copies=self._copies(model))
+        # grad_partitions_flat_buffer is there from the start
+        return Gradients(nbytes=share(grad_bytes(model), self.choices.gpus), kept=False)
+
+    def _copies(self, model: Statics) -> tuple[GradientCopy, ...]:
+        """Copies of a gradient with states off the GPU. This GPU's part goes to the host and back. It is converted to
+        fp64 for its norm, a part at a time, and to fp32 for the optimizer (stage3.py: partition_grads,
+        _constant_buffered_norm2, _offload_grad_partition_at_boundary)."""
+        itemsize, gpus = model.weights[0].itemsize, self.choices.gpus
+        return (
+            GradientCopy(share=1 / gpus, stays=True),
+            GradientCopy(share=FP64 / itemsize / gpus, most_bytes=FP64 * NORM_ELEMENTS),
+            GradientCopy(share=FP32 / itemsize / gpus),
+        )
+
+    def _gathered(self, model: Statics) -> Gathered:
+        choices, layers = self.choices, layers_of(model)
+        outside = [weight for weight in model.weights if weight.layer is None]
+        outside_bytes = sum(weight.nbytes for weight in outside)
+        largest = max(layers, key=lambda weights: sum(weight.nbytes for weight in weights), default=[])
+        largest_weight = max(weight.nbytes for weight in model.weights)
+        # The NVMe configuration sets stage3_max_reuse_distance to 0, so no weights stay gathered for later layers.
+        keeps = choices.offload != "nvme"
+        live = MAX_LIVE_ELEMENTS * model.weights[0].itemsize if keeps else 0
+        plan = GatheringPlan(
+            outside=[weight.nbytes for weight in outside],
+            layer=[weight.nbytes for weight in largest],
+            layers=len(layers),
+            # at least the largest unit that is gathered at once: a layer, or all weights outside the layers
+            most_bytes=min(model.weight_bytes, max(live, outside_bytes, largest_layer_bytes(model))),
+            # The embeddings are the last weight to be prefetched. With tiled MLPs there is already room for them, as
+            # the peaks show in benchmarks/results/nvidia-h200/study/largest-batch.json.
+            beyond_bytes=largest_weight if keeps and not choices.mlp_tile_tokens else 0,
+            last=[weight.nbytes for weight in outside if weight.embedding],
+            head_stays=choices.kernels == "liger",  # its loss reads lm_head's weight outside the lm_head module
+        )
+        # To register a hook on its gradient, stage 3 gathers each weight once: its partition and the whole weight.
+        return Gathered(by_layer=plan, registered=(largest_weight // choices.gpus, largest_weight))
+
+    def _buffer_bytes(self, model: Statics) -> int:
+        return 0
+
+    def _loaded_itemsize(self, request: Request, model: Statics) -> int:
+        if drawn_whole(request):
+            return super()._loaded_itemsize(request, model)
+        # DeepSpeed moves weights that it did not load to the GPU in 16 bits before it partitions any of them.
+        in_parts = are_read_in_parts(self.choices, heads=request.heads is not None) and not is_drawn(request)
+        return 0 if in_parts or self.choices.quantized else model.weights[0].itemsize
+
+    def _link_bytes(self, model: Statics) -> int:
+        return super()._link_bytes(model) + 3 * share(model.weight_bytes, self.choices.gpus)
+
+    def _peer_bytes(self, model: Statics) -> int:
+        return 3 * grad_bytes(model)
+
+    def load(self, loading: Loading) -> None:
+        ledger, placement, model = loading.ledger, loading.placement, loading.model
+        if placement.loaded_itemsize and loading.fits_whole():
+            whole = loading.load_whole(for_the_host=self._offloads)
+            self._cast(loading, whole)
+            for tensors in whole:
+                ledger.free_all(tensors)
+        elif placement.loaded_itemsize:
+            # DeepSpeed moves all weights before it partitions any.
+            ledger.alloc_briefly(*(weight.nbytes for weight in model.weights), component="weights")
+        ledger.alloc(placement.weights, "weights")

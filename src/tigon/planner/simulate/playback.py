@@ -1,0 +1,121 @@
+"""Plays a tape into a ledger: each recorded allocation and free, and what an engine does between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tigon.planner.simulate.collectives import GatheredWeights, ReducedGradients
+from tigon.planner.simulate.ledger import Allocation, Ledger
+from tigon.planner.trace.tape import Segment, Tape, Where
+
+# The phase of a tape's segment -> the phase of the run.
+_PHASES = {"forward": "forward", "loss": "loss", "backward": "backward", "end": "backward"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientRules:
+    """What happens to each gradient of a micro-batch when it is computed."""
+
+    keep: bool
+    """True: every gradient stays until the step. False: a layer-wise optimizer's update or a reduction frees each."""
+    tied: bool = False
+    """The head's gradient waits for the embedding's gradient, even if gradients are not kept."""
+    reduced: ReducedGradients | None = None
+    """Receives the gradients that are not kept; None: their partition is already allocated."""
+    update_bytes: int = 0
+    """Temporaries of an update that uses up one gradient."""
+
+
+def play(
+    ledger: Ledger, tape: Tape, rules: GradientRules, *, gathered: GatheredWeights | None = None,
+    backward_bytes: int = 0,
+) -> list[Allocation | None]:  # fmt: skip
+    """Simulates one micro-batch and returns the gradients that it leaves.
+
+    gathered: weights that are gathered and freed layer by layer. backward_bytes: further weights that the GPU holds
+    while the layers' backward pass runs.
+    """
+    left: list[Allocation | None] = []
+    live: dict[int, Allocation | None] = {}
+    weights: Allocation | None = None
+    for segment in tape.segments:
+        ledger.enter(_PHASES[segment.where.phase])
+        if gathered is not None:
+            gathered.enter(segment.where)
+        if segment.where.phase == "backward" and weights is None:
+            weights = ledger.alloc(backward_bytes, "weights")
+        gradients = _play_segment(ledger, tape, segment, live)
+        waits = rules.tied and segment.where.phase == "loss"
+        for block in gradients:
+            if rules.keep:
+                left.append(live.pop(block))
+            elif not waits:
+                ledger.alloc_briefly(rules.update_bytes)
+                _reduce_and_free(ledger, live.pop(block), rules.reduced)
+    for block, allocation in live.items():
+        _reduce_and_free(ledger, allocation, rules.reduced if tape.components[block] == "gradients" else None)
+    ledger.free(weights)
+    return left
+
+
+def _play_segment(ledger: Ledger, tape: Tape, segment: Segment, live: dict[int, Allocation | None]) -> list[int]:
+    """Updates `live` (block -> its allocation); returns the blocks of gradients that the segment leaves."""
+    gradients = []
+    for event in segment.events:
+        if event >= 0:
+            live[event] = ledger.alloc(tape.sizes[event], tape.components[event])
+            if tape.components[event] == "gradients":
+                gradients.append(event)
+        elif ~event in live:
+            ledger.free(live.pop(~event))
+    return [block for block in gradients if block in live]
+
+
+def _reduce_and_free(ledger: Ledger, gradient: Allocation | None, reduced: ReducedGradients | None) -> None:
+    if reduced is not None and gradient is not None:
+        reduced.add(gradient.tensor_bytes)
+    ledger.free(gradient)
+
+
+def play_evaluation(ledger: Ledger, tape: Tape) -> None:
+    """Simulates an evaluation batch, all of it in the phase `eval`."""
+    ledger.enter("eval")
+    live: dict[int, Allocation | None] = {}
+    for segment in tape.segments:
+        _play_segment(ledger, tape, segment, live)
+    ledger.free_all(live.values())
+
+
+def offloaded(tape: Tape, *, leaving: int) -> Tape:
+    """The tape with each layer's input on the host between its two uses (techniques/host_offload.py).
+
+    An input leaves the GPU when `leaving` later inputs are being copied out. It returns one layer ahead of its backward
+    pass.
+    """
+    out = Tape(sizes=list(tape.sizes), components=list(tape.components))
+    inputs = [block for block, component in enumerate(tape.components) if component == "checkpoints"]
+    returned: dict[int, int] = {}  # an input's block -> the block it returns to
+    for segment in tape.segments:
+        where, events = segment.where, list(segment.events)
+        if where.layer is not None and where.phase == "forward":
+            gone = where.layer - leaving
+            if 0 <= gone < len(inputs) - leaving:
+                events.insert(0, ~inputs[gone])
+        if where.phase == "backward":
+            early = [] if where.layer is None else _returns(out, inputs, returned, where.layer, leaving)
+            events = early + [~returned[~e] if e < 0 and ~e in returned else e for e in events]
+        out.segments.append(Segment(Where(*where), events, segment.cost))
+    return out
+
+
+def _returns(out: Tape, inputs: list[int], returned: dict[int, int], layer: int, leaving: int) -> list[int]:
+    """Events at the start of a layer's backward pass: inputs that still leave, and inputs that return for this layer
+    and the next one. Adds the new blocks to `out` and `returned`."""
+    events = [~block for block in inputs[-leaving:]] if layer == len(inputs) - 1 else []
+    for number in (layer, layer - 1):
+        if 0 <= number < len(inputs) and inputs[number] not in returned:
+            returned[inputs[number]] = len(out.sizes)
+            events.append(len(out.sizes))
+            out.sizes.append(out.sizes[inputs[number]])
+            out.components.append("checkpoints")
+    return events

@@ -1,0 +1,162 @@
+"""Simulates the memory of a run: loading, three optimizer steps, a save, and an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tigon.planner.engines.base import Engine, Loading, Placement
+from tigon.planner.engines.non_allocator_memory import room_bytes
+from tigon.planner.gpus import Gpu
+from tigon.planner.request import Request, ties_embeddings
+from tigon.planner.simulate.allocator import CachingAllocator
+from tigon.planner.simulate.collectives import GATHERING, GatheredWeights, ReducedGradients
+from tigon.planner.simulate.ledger import Allocation, Ledger
+from tigon.planner.simulate.playback import GradientRules, play, play_evaluation
+from tigon.planner.simulate.statics import Statics, step_tensors
+from tigon.planner.trace.cache import StepTapes
+from tigon.techniques.optimizers import OPTIMIZERS
+
+# The third step is the first that reuses cached blocks of a step with optimizer states.
+STEPS = 3
+# Bytes per element that the check for finite weights adds before a save: `isfinite` makes |x| and three masks for one
+# parameter at a time.
+_FINITE_MASKS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMemory:
+    """The result of the simulation."""
+
+    peak_bytes: int
+    peak_phase: str
+    components: Mapping[str, int]
+    """Bytes of each component at the peak."""
+    phases: Mapping[str, int]
+    """The peak of each phase that was simulated."""
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRun:
+    """A run on one GPU. The stages before the simulation computed its fields."""
+
+    request: Request
+    """With the choices that the GPU computes with, which are not always those of the user (Engine.traced_choices)."""
+    gpu: Gpu
+    engine: Engine
+    model: Statics
+    placement: Placement
+    tapes: StepTapes
+
+    def memory(self) -> RunMemory:
+        """Simulate the run."""
+        ledger = Ledger(allocator=CachingAllocator(room_bytes(self.gpu, self.engine.choices)))
+        self._load(ledger)
+        for step in range(STEPS):
+            self._step(ledger, first=step == 0)
+        self._save(ledger)
+        reserved_bytes = ledger.allocator.peak_reserved_bytes
+        if self.tapes.evaluation is not None:
+            play_evaluation(ledger, self.tapes.evaluation)
+        if self.request.evaluated:
+            reserved_bytes = ledger.allocator.peak_reserved_bytes
+        phase, peak_bytes, components = ledger.peak(except_phase=None if self.request.evaluated else "eval")
+        return RunMemory(
+            peak_bytes=peak_bytes, peak_phase=phase, components=components, phases=ledger.phases,
+            reserved_bytes=reserved_bytes,
+        )  # fmt: skip
+
+    def _load(self, ledger: Ledger) -> None:
+        placement = self.placement
+        self.engine.load(Loading(ledger=ledger, request=self.request, model=self.model, placement=placement))
+        ledger.alloc(placement.buffers, "workspace")
+        if placement.gradients.allocated == "at the start":
+            ledger.alloc(placement.gradients.nbytes, "gradients")
+
+    def _step(self, ledger: Ledger, *, first: bool) -> None:
+        placement = self.placement
+        ledger.enter("forward")
+        if first:
+            ledger.alloc_briefly(*placement.gathered.registered, component="weights")
+            # Two cuBLAS handles: one for the thread that runs the forward pass and one for autograd's.
+            for _ in range(2):
+                ledger.alloc(self.gpu.cublas_workspace_bytes, "workspace")
+        gradients = self._micro_batches(ledger)
+        ledger.enter("optimizer")
+        if first:
+            for nbytes in placement.optimizer_tensors:
+                ledger.alloc(nbytes, "optimizer")
+        temporaries = [*placement.step_tensors]
+        if self._updates_in_backward and ties_embeddings(self.request.config):
+            # A tied weight's hook runs while the second gradient, already added to the first, is still held.
+            temporaries.append(sum(weight.grad_bytes for weight in self.model.weights if weight.embedding))
+        ledger.alloc_briefly(*temporaries)
+        ledger.free_all(gradients)
+
+    @property
+    def _updates_in_backward(self) -> bool:
+        return OPTIMIZERS[self.request.choices.optimizer].in_backward
+
+    def _micro_batches(self, ledger: Ledger) -> list[Allocation | None]:
+        """The micro-batches of one step; the third and later ones repeat the second. Returns the gradients they
+        leave."""
+        placement, tapes = self.placement, self.tapes.micro_batches
+        gathered_plan, rules = placement.gathered, placement.gradients
+        ledger.alloc_briefly(gathered_plan.before_copy, component="weights", stream=GATHERING)
+        moving = [ledger.alloc(gathered_plan.both_passes, "weights"), ledger.alloc(placement.buckets, "workspace")]
+        gathered = GatheredWeights(ledger, gathered_plan.by_layer) if gathered_plan.by_layer is not None else None
+        reduced = self._reduced_gradients(ledger)
+        update_bytes = sum(step_tensors(self.request, self.model.weights)) if self._updates_in_backward else 0
+        waits_whole = rules.whole_until_last_micro_batch
+        gradients: list[Allocation | None] = []
+        for number in range(min(self.request.choices.accumulate, 2)):
+            gradients += play(
+                ledger,
+                tapes[min(number, len(tapes) - 1)],
+                GradientRules(
+                    keep=waits_whole or (rules.kept and not self._updates_in_backward),
+                    tied=ties_embeddings(self.request.config),
+                    reduced=reduced if number == 0 else None,
+                    update_bytes=update_bytes,
+                ),
+                gathered=gathered,
+                backward_bytes=gathered_plan.backward,
+            )
+        if gathered is not None:
+            gathered.close()
+        if waits_whole and reduced is not None:
+            gradients = _reduce_all(ledger, gradients, reduced)
+        ledger.free_all(moving)
+        return gradients + (reduced.allocations if reduced is not None else [])
+
+    def _reduced_gradients(self, ledger: Ledger) -> ReducedGradients | None:
+        """The gradients that reductions leave on this GPU in one step; None if they leave none."""
+        rules = self.placement.gradients
+        if rules.allocated == "at the start" or not rules.nbytes:
+            return ReducedGradients(ledger, copies=rules.copies) if rules.copies else None
+        tape = self.tapes.micro_batches[0]
+        sizes = zip(tape.sizes, tape.components, strict=True)
+        made_bytes = sum(size for size, component in sizes if component == "gradients")
+        share = rules.nbytes / made_bytes if rules.allocated == "with each" else 0.0
+        return ReducedGradients(ledger, rules.nbytes, share=share, copies=rules.copies)
+
+    def _save(self, ledger: Ledger) -> None:
+        """The check for finite weights before a save, one weight at a time. The largest weight, or this GPU's shard of
+        it, sets the peak."""
+        ledger.enter("save")
+        itemsize = self.placement.shard_itemsize
+        largest = max(self.model.weights, key=lambda weight: weight.numel)
+        if largest.nbytes <= self.placement.weights:
+            numel = -(-largest.numel // self.request.choices.gpus) if itemsize else largest.numel
+            ledger.alloc_briefly(numel * (itemsize or largest.itemsize), *(numel,) * _FINITE_MASKS)
+
+
+def _reduce_all(
+    ledger: Ledger, gradients: Sequence[Allocation | None], reduced: ReducedGradients
+) -> list[Allocation | None]:
+    """Reduce accumulated gradients after the last micro-batch, then free them."""
+    for gradient in gradients:
+        reduced.add(gradient.tensor_bytes if gradient is not None else 0)
+    ledger.free_all(gradients)
+    return []

@@ -1,0 +1,59 @@
+"""How long one optimizer step takes: micro-batches, the update, copies to the host and traffic between GPUs."""
+
+from __future__ import annotations
+
+from tigon.planner.engines.base import Placement
+from tigon.planner.gpus import Gpu
+from tigon.planner.request import Request
+from tigon.planner.simulate import roofline
+from tigon.planner.simulate.statics import Statics
+from tigon.planner.trace.tape import Tape
+from tigon.techniques.optimizers import OPTIMIZERS
+
+# Host memory bandwidth of DeepSpeed's AdamW on 16 cores, from Llama-3.2-1B's step on one machine with an H200.
+HOST_BYTES_S = 74e9
+# The host's overflow check on fp16's gradients, which are fp32 there: the extra time over bf16 in the study on an H200.
+HOST_OVERFLOW_BYTES_S = 8.4e9
+# Up to this part of the micro-batches hides collectives.
+_HIDING_SHARE = 0.5
+
+
+def step_seconds(
+    request: Request, gpu: Gpu, model: Statics, placement: Placement, tape: Tape, *, overlapped_bytes: int
+) -> float:
+    """Seconds of one optimizer step with all its micro-batches.
+
+    tape: one micro-batch. overlapped_bytes: bytes that a micro-batch copies to the host and back during its passes.
+    """
+    choices, traffic = request.choices, placement.traffic
+    micro_s = roofline.micro_s(tape, gpu, copied_bytes=traffic.copied, host_calls=traffic.host_calls)
+    if choices.checkpointing == "offload":
+        # Copies overlap with computation, so they cost time only if they take longer.
+        micro_s = max(micro_s, 2 * overlapped_bytes / gpu.link_bytes_s)
+    # The embeddings' gradient comes last, so no computation hides its traffic.
+    hidden_s = _HIDING_SHARE * micro_s
+    peers_s = max(traffic.peers_last / gpu.peer_bytes_s, traffic.peers / gpu.peer_bytes_s - hidden_s)
+    update_s, link_s = _update_s(request, gpu, model, placement), _link_s(request, gpu, model, placement)
+    return micro_s * choices.accumulate + update_s + link_s + peers_s
+
+
+def _update_s(request: Request, gpu: Gpu, model: Statics, placement: Placement) -> float:
+    """Clipping and the optimizer's step on the GPU."""
+    # Clipping reads the gradients for the norm, then reads and writes them.
+    clipped_bytes = 3 * sum(weight.grad_bytes for weight in model.trained) if request.clipped else 0
+    work = placement.update
+    waits = OPTIMIZERS[request.choices.optimizer].step_waits
+    return roofline.update_s(work.moved_bytes + clipped_bytes, work.host_calls, work.sm_s, gpu, waits=waits)
+
+
+def _link_s(request: Request, gpu: Gpu, model: Statics, placement: Placement) -> float:
+    """Copies to and from the host, and the optimizer's step there."""
+    choices = request.choices
+    seconds = placement.traffic.link / gpu.link_bytes_s
+    if choices.offload != "none":
+        # The CPU's AdamW moves 7 fp32 values per parameter through host memory.
+        numel = sum(weight.numel for weight in model.trained) / choices.gpus
+        seconds += 28 * numel / HOST_BYTES_S
+        if choices.precision == "amp-fp16":
+            seconds += 4 * numel / HOST_OVERFLOW_BYTES_S
+    return seconds

@@ -1,0 +1,73 @@
+"""The engines: which one a run gets, what each holds, and that nothing else in an estimate asks which one it is."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.planner.planner_helpers import BARE, request_of
+from tigon.planner import estimate as pipeline
+from tigon.planner.engines.choose import engine_of
+from tigon.planner.simulate.statics import at_rest
+from tigon.techniques.choices import Choices
+
+PLANNER = Path(pipeline.__file__).parent
+STAGES = ("engine_of", "at_rest", "step_tapes", "SimulatedRun", "step_seconds")
+
+
+@pytest.mark.parametrize(
+    ("choices", "name"),
+    [
+        ({}, "SingleGpu"), ({"gpus": 2}, "Ddp"), ({"zero": 1}, "Zero1"), ({"zero": 2, "gpus": 2}, "Zero2"),
+        ({"zero": 3}, "Zero3"), ({"fsdp": True}, "Fsdp"),
+    ],
+)  # fmt: skip
+def test_run_gets_the_engine_of_its_choices(choices, name):
+    assert type(engine_of(Choices(**choices))).__name__ == name
+
+
+def test_stage_3_divides_the_weights_and_earlier_stages_do_not():
+    model = at_rest(request_of(precision="bf16"))
+    one, two, three = (
+        engine_of(request.choices).placement(request, model).weights
+        for request in (request_of(zero=stage, gpus=4) for stage in (1, 2, 3))
+    )
+    assert one == two == model.weight_bytes and three == -(-model.weight_bytes // 4)
+
+
+@pytest.mark.parametrize(
+    ("choices", "kept"),
+    [({}, True), ({"gpus": 2}, True), ({"zero": 1}, True), ({"zero": 2}, False), ({"zero": 3}, False),
+     ({"fsdp": True}, False)],
+    ids=str,
+)  # fmt: skip
+def test_gradients_stay_until_the_step_unless_the_engine_reduces_them(choices, kept):
+    request = request_of(**choices)
+    placement = engine_of(request.choices).placement(request, at_rest(request_of(precision="bf16")))
+    assert placement.gradients.kept == kept
+
+
+def test_estimate_calls_each_stage_once(monkeypatch):
+    calls = []
+
+    def counted(name, stage):
+        def call(*args, **kwargs):
+            calls.append(name)
+            return stage(*args, **kwargs)
+
+        return call
+
+    for name in STAGES:
+        monkeypatch.setattr(pipeline, name, counted(name, getattr(pipeline, name)))
+    pipeline.estimate(request_of(zero=2, gpus=2, accumulate=2), gpu=BARE)
+    assert sorted(calls) == sorted(STAGES)
+
+
+def test_only_engines_read_which_engine_a_run_has():
+    files = [PLANNER / "estimate.py", PLANNER / "simulated_run.py", PLANNER / "step_time.py"]
+    files += [*(PLANNER / "simulate").glob("*.py"), *(PLANNER / "trace").glob("*.py")]
+    for path in files:
+        read = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert not read & {"zero", "fsdp", "reshard"}, path.name
