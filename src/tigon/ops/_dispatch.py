@@ -153,6 +153,9 @@ class Primitive:
         _LIBRARY.impl(name, self.run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"tigon::{name}", fake, lib=_LIBRARY)
         self._operator = getattr(torch.ops.tigon, name).default
+        is_tensor = ["Tensor" in str(a.type) and "List" not in str(a.type) for a in self._operator._schema.arguments]
+        # Only tensors decide whether a call needs the dispatcher; what comes after the last one is not looked at.
+        self._tensors_end = len(is_tensor) - is_tensor[::-1].index(True)
         PRIMITIVES[f"tigon::{name}"] = self
 
     @functools.cached_property
@@ -169,7 +172,7 @@ class Primitive:
         return (self._kernel if uses_kernel(args[0]) else self._reference)(*args, **extra)
 
     def __call__(self, *args: Any) -> Any:
-        return self.run(*args) if unwatched(args) else self._operator(*args)
+        return self.run(*args) if unwatched(args[: self._tensors_end]) else self._operator(*args)
 
 
 class Differentiable:
