@@ -37,7 +37,15 @@ from tigon.ops import _dispatch
 from tigon.ops._dispatch import Differentiable, check_dtype, first_order, unwatched
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.losses import common
-from tigon.ops.losses.chunk_loop import chunk_loop, exp_hidden_grad, exp_weight_grad, no_autocast, product_into
+from tigon.ops.losses.chunk_loop import (
+    ChunkOptions,
+    ChunkTensors,
+    chunk_loop,
+    exp_hidden_grad,
+    exp_weight_grad,
+    no_autocast,
+    product_into,
+)
 from tigon.ops.losses.common import LossOptions, LossOutput
 from tigon.ops.losses.cross_entropy import (
     LOSS_OPTIONS,
@@ -258,9 +266,17 @@ class LinearCrossEntropy(torch.autograd.Function):
         plan = _plan_for(hidden_NH, weight_VH, per_row, want, chunk_bytes, fp32_accumulate)
         stored, left = gradient_scales(hidden_NH.dtype, inv_denominator, token_weight, class_weight, options)
         in_forward = plan.mode in ("keep", "stream")
+        want_hidden, want_weight, want_bias = (w and in_forward for w in want)
         loss_N, stats, entropies, argmax, dx, dw, db, kept, factors = chunk_loop(
-            hidden_NH, weight_VH, bias, target, class_weight, token_weight, stored, *options, plan.chunk,
-            plan.mode == "keep", plan.fp32_accumulate, *(w and in_forward for w in want), entropy, predicted,
+            ChunkTensors(
+                hidden_NH=hidden_NH, weight_VH=weight_VH, bias=bias, target=target, class_weight=class_weight,
+                token_weight=token_weight, grad_scale=stored,
+            ),
+            ChunkOptions(
+                loss=options, chunk=plan.chunk, keep=plan.mode == "keep", fp32_accumulate=plan.fp32_accumulate,
+                want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias, entropy=entropy,
+                predicted=predicted,
+            ),
         )  # fmt: skip
         ctx.plan, ctx.options, ctx.want, ctx.rows = plan, options, want, rows
         ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
@@ -375,10 +391,17 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         per_token = per_token * token_weight
     stored, left = gradient_scales(x_dtype, inv_denominator, per_token, class_weight, ctx.options)
     left = torch.ones_like(stored) if left is None else left
-    _, _, _, _, dx, dw, db, _, _ = chunk_loop(
-        x_NH, weight_VH, bias, target, class_weight, per_token, stored, *ctx.options, ctx.plan.chunk,
-        False, ctx.plan.fp32_accumulate, want_hidden, want_weight, want_bias, False, False,
+    results = chunk_loop(
+        ChunkTensors(
+            hidden_NH=x_NH, weight_VH=weight_VH, bias=bias, target=target, class_weight=class_weight,
+            token_weight=per_token, grad_scale=stored,
+        ),
+        ChunkOptions(
+            loss=ctx.options, chunk=ctx.plan.chunk, fp32_accumulate=ctx.plan.fp32_accumulate,
+            want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias,
+        ),
     )  # fmt: skip
+    dx, dw, db = results.dx_NH, results.dw_VH, results.db_V
     return (
         common.scale_rows(dx, left, index, ctx.rows, x_dtype) if want_hidden else None,
         common.scale_rows(dw, left, None, dw.shape[0], w_dtype) if want_weight else None,
