@@ -1,9 +1,10 @@
-"""Three ways to run an op, of which a machine has two: the PyTorch reference on the CPU, and the kernels, on the GPU if
-there is one and else in Triton's interpreter.
+"""The ways to run an op: the PyTorch reference on the CPU, and the kernels on a GPU or in Triton's interpreter.
+
+A machine without a GPU uses the interpreter.
 
 Triton decides when a kernel is decorated whether it will be interpreted. So on a machine without a GPU every kernel
-module is imported here, before any test, under TRITON_INTERPRET=1; afterwards the variable is what it was, and ops run
-their reference until a test asks for `backend`.
+module is imported here, before any test, under TRITON_INTERPRET=1. The variable is then restored, and ops run their
+reference until a test asks for `backend`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ def _interpreter_chosen() -> Iterator[None]:
 
 
 def _patching_once(module: Any) -> None:
-    """Have Triton's interpreter put its own functions in place of the language's once a launch, instead of in every
-    call of a function in a kernel, which is most of the Python calls that a kernel takes (docs/LOG.md)."""
+    """Make Triton's interpreter replace the language's functions once per launch instead of in every function call.
+
+    The replacements are most of the Python calls of an interpreted kernel (docs/LOG.md).
+    """
     patch, restore, done = module._patch_lang, module._LangPatchScope.restore, set[Any]()
 
     def patch_once(function: Any) -> Any:
@@ -76,7 +79,7 @@ _dispatch.INTERPRET = False
 
 @dataclass(frozen=True)
 class Backend:
-    """Where an op runs in a test."""
+    """The device and the implementation with which a test runs an op."""
 
     name: str
     """"reference" or "kernel"."""

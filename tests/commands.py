@@ -10,7 +10,7 @@ import pytest
 
 
 class Outcome(NamedTuple):
-    """What a command left: exit code, the lines of both streams."""
+    """The exit code of a command and the lines of both streams."""
 
     code: int
     out: str

@@ -25,8 +25,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The interpreter is numpy, which remarks on what a GPU does in silence: exp(-x) that overflows, so that
-    # 1 / (1 + inf) is the 0 that is wanted, and arithmetic on masked lanes. The third is about its own code.
+    # The interpreter uses numpy, which warns where a GPU is silent: about overflows of exp(-x), whose 1 / (1 + inf)
+    # is correctly 0, and about arithmetic on masked lanes. The third warning concerns the interpreter's own code.
     config.addinivalue_line("filterwarnings", "ignore:overflow encountered:RuntimeWarning:triton")
     config.addinivalue_line("filterwarnings", "ignore:invalid value encountered:RuntimeWarning:triton")
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton")

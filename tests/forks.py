@@ -1,5 +1,7 @@
-"""Copies of this process, at work beside it: a copy costs no imports, which are most of what a process of a test costs,
-and what it does to itself goes with it."""
+"""Forks of this process. A fork needs no imports, which take most of the time of a test process.
+
+Changes that a fork makes to itself end with it.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,9 @@ def in_forks(
 ) -> list[int]:  # fmt: skip
     """Run `action(rank)` in copies of this process at once, and give their wait statuses.
 
-    With more than one the copies find each other as the ranks of a launcher do. said, printed: where their stderr goes,
-    else nowhere, and their stdout. fresh: without what Accelerate knows of this process, which a trainer made before
-    needs.
+    With more than one, the forks find each other as the ranks of a launcher do. said, printed: the files for their
+    stderr and stdout, which are dropped by default. fresh: without Accelerate's state of this process, which a
+    trainer made before needs.
     """
     if torch.cuda.is_initialized():
         pytest.skip("a copy of a process that has used a GPU cannot run a backward pass; run these alone")

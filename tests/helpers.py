@@ -1,12 +1,12 @@
-"""What the tests of the ops share: running an op with its gradients, the rule for its error, and hostile memory.
+"""Helpers for the tests of the ops: running an op with its gradients, the rule for its error, and hostile memory.
 
 The rule. The truth is the oracle in fp64 on the same (rounded) inputs, the baseline is the oracle in the inputs' own
-dtypes. An op's error in the Frobenius norm may be `factor` (2) times the baseline's, or times what rounding the truth
-alone would err where that is more (a baseline may be exact by luck), plus `factor` fp32 rounding steps, the
-arithmetic's own. The largest error of an element obeys the same, with one rounding step of the result's dtype added: in
-tensors of a hundred elements it is a matter of luck too. No tolerance is written by hand, so none can be too loose to
-fail. Triton's interpreter rounds fp32 to bf16 by cutting off, which errs by up to twice as much as
-rounding and without cancelling: its bf16 factor is 4.
+dtypes. An op's error in the Frobenius norm may be `factor` (2) times the baseline's error. If rounding the truth alone
+errs more, that error counts instead, because a baseline may be exact by luck. `factor` fp32 rounding steps are added
+for the arithmetic. The largest error of an element has the same limit plus one rounding step of the result's dtype,
+because it also depends on luck in tensors of a hundred elements. No tolerance is written by hand, so none can be too
+loose to fail. Triton's interpreter rounds fp32 to bf16 by cutting off, which errs by up to twice as much as rounding
+and without cancelling: its bf16 factor is 4.
 """
 
 from __future__ import annotations
@@ -182,8 +182,10 @@ def truth_and_baseline(op: Op, inputs: Inputs, upstream: Sequence[Tensor]) -> tu
 def assert_within(
     got: Tensor, truth: Tensor, baseline: Tensor, factor: float, what: str, beside: Tensor | None = None
 ) -> None:
-    """The rule at the top of this file. With `beside`, the truth of inputs half a rounding step away, `factor` times
-    the distance to it comes on top: what no arithmetic of that precision can be asked to avoid."""
+    """The rule at the top of this file. `beside` is the truth of inputs half a rounding step away.
+
+    `factor` times the distance to it is allowed too, because no arithmetic of that precision can avoid it.
+    """
     assert got.dtype == baseline.dtype, f"{what}: {got.dtype}, the unfused op gives {baseline.dtype}"
     assert got.shape == baseline.shape, f"{what}: {tuple(got.shape)}, the unfused op gives {tuple(baseline.shape)}"
     if got.dtype == torch.float64:

@@ -34,7 +34,7 @@ LINES = (
     ("kernels",),
 )
 LEVEL = {room: level for level, line in enumerate(LINES) for room in line}
-LEAVES = {"errors", "_types", "_files", "units"}  # whoever wants them; they import nothing of ours
+LEAVES = {"errors", "_types", "_files", "units"}  # every package may import them; they import no package of tigon
 MAY_IMPORT_TRANSFORMERS = {
     "cli", "doctor", "models", "techniques", "medusa", "data", "planner", "trainer", "sweep", "bench", "compat",
 }  # fmt: skip
@@ -73,7 +73,7 @@ def rooms_imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_import_points_up(path: Path) -> None:
+def test_imports_point_down(path: Path) -> None:
     room = room_of(path)
     if room == "__init__":
         assert not rooms_imported(path) & {"cli", "trainer", "bench", "compat"}
@@ -85,7 +85,7 @@ def test_import_points_up(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_room_imports_a_foreign_library(path: Path) -> None:
+def test_packages_import_only_their_allowed_libraries(path: Path) -> None:
     room, names = room_of(path), imports(path)
     roots = {name.split(".")[0] for name in names}
     if room == "kernels":
@@ -103,12 +103,12 @@ def test_room_imports_a_foreign_library(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_file_has_outgrown_its_room(path: Path) -> None:
+def test_every_file_is_below_the_line_limit(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MAX_LINES, f"{lines} lines; split it"
 
 
-def test_importing_tigon_imports_transformers_or_triton() -> None:
+def test_importing_tigon_imports_neither_transformers_nor_triton() -> None:
     code = (
         "import sys, tigon; print(sorted({'transformers', 'triton', 'peft', 'typer', 'matplotlib'} & set(sys.modules)))"
     )
@@ -116,7 +116,7 @@ def test_importing_tigon_imports_transformers_or_triton() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_without_triton_an_op_fails() -> None:
+def test_every_op_works_without_triton() -> None:
     """macOS and Windows: every op runs its PyTorch path."""
     code = """
 import sys
@@ -140,7 +140,7 @@ print("ok")
     assert done.stdout.strip() == "ok", done.stderr[-2000:]
 
 
-def test_error_tree_in_the_docstring_is_out_of_date() -> None:
+def test_error_tree_in_the_docstring_is_current() -> None:
     """The tree drawn at the top of errors.py, by indentation, is the one the classes form."""
     drawn: dict[str, str] = {}
     above: list[str] = []
@@ -159,7 +159,7 @@ def test_error_tree_in_the_docstring_is_out_of_date() -> None:
     assert drawn == actual
 
 
-def test_engine_asks_which_model_it_has() -> None:
+def test_engine_compares_with_no_model_name() -> None:
     """A family is a row of models/table.py; comparing with a name anywhere else is a branch that should be a field."""
     names = set(MODELS)
     assert names
@@ -175,7 +175,7 @@ def test_engine_asks_which_model_it_has() -> None:
         assert not names & asked, path.name
 
 
-def test_op_lacks_a_kernel_file_or_a_docstring_with_its_source() -> None:
+def test_every_op_has_a_docstring_and_distinct_cases() -> None:
     for op in OPS.values():
         assert op.call.__doc__ or op.name == "multi_head_linear_cross_entropy"
         assert op.cases and op.grads

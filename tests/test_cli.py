@@ -18,7 +18,7 @@ def tigon(*arguments, code="import runpy, sys; sys.argv[0] = 'tigon'; runpy.run_
                           env={**os.environ, "PYTHONPATH": str(SRC)})  # fmt: skip
 
 
-def test_version():
+def test_version_is_printed():
     import tigon as package
 
     done = tigon("--version")
@@ -47,7 +47,7 @@ def test_a_wrong_verb_or_flag_exits_with_two(monkeypatch, capsys):
         assert said.err.count("\n") == 1 and "--help" in said.err
 
 
-def test_no_verb_at_all_is_answered_with_something_other_than_the_help(monkeypatch, capsys):
+def test_no_verb_prints_the_help(monkeypatch, capsys):
     from tigon.cli import app
 
     monkeypatch.setattr(sys, "argv", ["tigon"])
@@ -57,7 +57,7 @@ def test_no_verb_at_all_is_answered_with_something_other_than_the_help(monkeypat
     assert stop.value.code == 2 and "Commands:" in said.out + said.err
 
 
-def test_a_bug_is_shown_as_a_traceback_and_not_dressed_up_as_a_usage_error(monkeypatch):
+def test_a_bug_keeps_its_traceback(monkeypatch):
     from tigon.cli import app
 
     monkeypatch.setattr(sys, "argv", ["tigon", "train", "r.yaml"])

@@ -31,7 +31,7 @@ SPECIAL = {
 
 @pytest.fixture(params=SPECIAL)
 def special(request, tmp_path, monkeypatch):
-    """(a path that is no regular file, what is said of it)"""
+    """Returns the path of a special file and the text that names its kind."""
     monkeypatch.chdir(tmp_path)  # a socket's path has 107 bytes at most
     if request.param == "fifo":
         os.mkfifo("fifo")
@@ -41,7 +41,7 @@ def special(request, tmp_path, monkeypatch):
     return Path(request.param), SPECIAL[request.param]
 
 
-def test_what_is_no_regular_file_is_said_and_never_waited_for(special):
+def test_special_file_is_refused_with_its_kind_and_without_waiting(special):
     path, what = special
     with pytest.raises(OSError, match=what):
         open_regular(path)
@@ -63,7 +63,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS.keys())
-def test_every_reader_refuses_what_is_no_regular_file(special, reader):
+def test_every_reader_refuses_a_special_file(special, reader):
     path, what = special
     with pytest.raises(TigonError, match=what) as caught:
         reader(path)

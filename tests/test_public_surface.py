@@ -28,7 +28,7 @@ PUBLIC = [
 ]
 
 
-def test_public_name_appears_or_disappears() -> None:
+def test_public_names_are_the_listed_ones() -> None:
     assert sorted(tigon.__all__) == PUBLIC
     # Submodules that importing tigon binds are rooms, not API.
     rooms = {
@@ -43,7 +43,7 @@ FUNCTIONS = [name for name in PUBLIC if inspect.isfunction(getattr(tigon, name))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_public_function_does_not_say_what_it_takes(name: str) -> None:
+def test_every_public_function_documents_arguments_results_and_errors(name: str) -> None:
     function = getattr(tigon, name)
     doc = inspect.getdoc(function) or ""
     for section in ("Args:", "Returns:", "Raises:"):
@@ -55,5 +55,5 @@ def test_public_function_does_not_say_what_it_takes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", tigon.nn.__all__)
-def test_module_has_no_docstring(name: str) -> None:
+def test_every_public_module_class_has_a_docstring(name: str) -> None:
     assert inspect.getdoc(getattr(tigon.nn, name))

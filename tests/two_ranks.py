@@ -1,8 +1,8 @@
 """Two processes that compare the gradients of sharded weights with those of one process.
 
-The processes are copies of this one, made once for a test module, and run all of its SCENARIOS, name -> function of the
-rank and the device mesh: each gives the largest relative error of a gradient. Each rank has one row of the batch, and
-the loss of both is divided by the targets of both, as the Trainer does it.
+The processes are forks of this one, made once per test module. They run all of its SCENARIOS, a dict of functions. A
+function takes the rank and the device mesh and returns the largest relative error of a gradient. Each rank has one row
+of the batch, and the loss of both is divided by the targets of both, as the Trainer does it.
 """
 
 from __future__ import annotations

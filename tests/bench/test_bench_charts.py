@@ -15,7 +15,7 @@ from tigon.bench.impls import impls_for
 from tigon.ops import OPS
 
 
-def test_sweep_is_not_recognised():
+def test_swept_dimension_is_the_only_one_that_varies():
     assert charts.swept_dimension([row(shape=(8, n)) for n in (16, 32, 64)]) == 1
     assert charts.swept_dimension([row(shape=(n, 8)) for n in (16, 32, 64)]) == 0
     assert charts.swept_dimension([row(shape=(8, 16)), row(shape=(8, 32))]) is None
@@ -26,7 +26,7 @@ def test_sweep_is_not_recognised():
 
 
 @pytest.mark.parametrize("shapes", [[(8, 16), (8, 32), (8, 64)], [(8, 16), (9, 32)]], ids=["sweep", "bars"])
-def test_chart_leaves_out_who_was_measured(shapes):
+def test_charts_show_every_measured_implementation(shapes):
     drawn = charts.draw(run(*(row(shape=shape) for shape in shapes)))
     assert (
         set(drawn)
@@ -40,12 +40,12 @@ def test_chart_leaves_out_who_was_measured(shapes):
         assert "quack" not in text  # not installed
 
 
-def test_unmeasured_op_gets_an_empty_chart():
+def test_unmeasured_op_gets_no_chart():
     nobody = row(measurements=[measured("tigon", "ours", 1.0, graph_ms=None, eager_ms=None)])
     assert charts.draw(run(nobody)) == {}
 
 
-def test_missing_point_moves_the_others():
+def test_missing_point_leaves_a_chart_without_nan():
     """An implementation out of memory at one size is drawn at the sizes it was measured at."""
     rows = [row(shape=(8, n)) for n in (16, 32, 64)]
     rows[1].measurements = [m for m in rows[1].measurements if m.impl != "liger"]
@@ -54,7 +54,7 @@ def test_missing_point_moves_the_others():
     ElementTree.fromstring(svg)
 
 
-def test_two_charts_of_a_page_share_ids():
+def test_charts_of_one_page_have_distinct_ids():
     drawn = charts.draw(run(row(), row("swiglu")))
     ids = [
         {node.attrib["id"] for node in ElementTree.fromstring(svg).iter() if "id" in node.attrib}
@@ -63,7 +63,7 @@ def test_two_charts_of_a_page_share_ids():
     assert sum(map(len, ids)) == len(set().union(*ids))
 
 
-def test_implementation_has_no_colour_of_its_own():
+def test_every_implementation_has_a_colour_and_every_op_has_dimensions():
     shown = {impl.name for op in OPS.values() for impl in impls_for(op) if impl.role != "variant"}
     assert shown <= set(charts.COLOURS)
     assert set(charts.DIMENSIONS) == set(OPS)

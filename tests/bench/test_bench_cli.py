@@ -40,7 +40,7 @@ def bench(monkeypatch, capsys):
 QUICK = ("kernels", "--impl", "tigon", "--impl", "eager", "--repetitions", "2")
 
 
-def test_record_is_not_written_or_says_nothing_of_its_origin(bench, tmp_path):
+def test_record_has_the_chosen_rows_and_their_origin(bench, tmp_path):
     path = tmp_path / "new" / "x.json"
     code, out, _ = bench(*QUICK, "--op", "swiglu", "--op", "rms_norm", "--json", path)
     assert code == 0
@@ -52,7 +52,7 @@ def test_record_is_not_written_or_says_nothing_of_its_origin(bench, tmp_path):
     assert not list(path.parent.glob("*.part"))
 
 
-def test_report_of_a_record_on_another_machine(bench, tmp_path):
+def test_report_draws_the_charts_and_updates_the_page_from_a_record(bench, tmp_path):
     pytest.importorskip("matplotlib")
     path, plots = tmp_path / "card" / "x.json", tmp_path / "plots"
     bench(*QUICK, "--op", "rms_norm", "--shape", "8x16", "--shape", "8x32", "--shape", "8x64", "--json", path)
@@ -67,7 +67,7 @@ def test_report_of_a_record_on_another_machine(bench, tmp_path):
     assert (tmp_path / "img/benchmarks/card/x/speed-rms_norm.svg").exists()
 
 
-def test_refused_op_passes(bench, tmp_path, monkeypatch):
+def test_refused_op_fails_the_command_after_the_other_rows(bench, tmp_path, monkeypatch):
     """Everything else is measured and written; then the command fails."""
     op = OPS["swiglu"]
     monkeypatch.setitem(OPS, "swiglu", dataclasses.replace(op, call=lambda gate, up: op.call(gate, up) * math.pi))
@@ -79,14 +79,14 @@ def test_refused_op_passes(bench, tmp_path, monkeypatch):
     assert [m["status"] for row in rows for m in row["measurements"]] == ["refused", "ok", "ok", "ok"]
 
 
-def test_time_limit_hides_what_was_not_run(bench, tmp_path):
+def test_rows_left_out_by_the_time_limit_are_printed_and_recorded(bench, tmp_path):
     path = tmp_path / "x.json"
     code, out, _ = bench(*QUICK, "--op", "rms_norm", "--op", "geglu", "--time-limit", 0, "--json", path)
     assert code == 0 and "not measured: rms_norm 64x128 (time limit)" in out
     assert load(path).not_run == ["rms_norm 64x128 (time limit)", "geglu 64x256 (time limit)"] and not load(path).rows
 
 
-def test_resumed_run_measures_again_or_mixes_versions(bench, tmp_path, monkeypatch):
+def test_resumed_run_measures_only_missing_rows_with_the_same_versions(bench, tmp_path, monkeypatch):
     path = tmp_path / "x.json"
     monkeypatch.setenv("TIGON_COMMIT", "first")
     assert bench(*QUICK, "--op", "rms_norm", "--json", path)[0] == 0
@@ -114,7 +114,7 @@ def test_resumed_run_measures_again_or_mixes_versions(bench, tmp_path, monkeypat
     assert code == 2 and "--resume goes on with the record that --json names" in err
 
 
-def test_row_that_does_not_fit_ends_the_run(bench, tmp_path, monkeypatch):
+def test_row_whose_inputs_do_not_fit_is_skipped_and_the_run_goes_on(bench, tmp_path, monkeypatch):
     op = OPS["rms_norm"]
 
     def too_large(*_: object) -> None:
@@ -141,12 +141,12 @@ def test_row_that_does_not_fit_ends_the_run(bench, tmp_path, monkeypatch):
         (("report", __file__), "not a record"),
     ],
 )
-def test_wrong_input_is_not_one_line(bench, arguments, words):
+def test_wrong_input_is_refused_in_one_line(bench, arguments, words):
     code, _, err = bench(*arguments)
     assert code == 2 and len(err.splitlines()) == 1 and words in err
 
 
-def test_unwritable_place_is_found_after_the_measuring(bench, tmp_path):
+def test_unwritable_place_is_refused_before_measuring(bench, tmp_path):
     (tmp_path / "file").write_text("kept")
     code, out, err = bench(*QUICK, "--op", "rms_norm", "--json", tmp_path / "file" / "x.json")
     assert code == 2 and "choose another place" in err and "rms_norm 64x128" not in out
@@ -155,7 +155,7 @@ def test_unwritable_place_is_found_after_the_measuring(bench, tmp_path):
 
 @pytest.mark.parametrize("text", ["notes, not a record", "[]", '{"schema": 1, "rows": "random"}', '{"schema": 0}'])
 @pytest.mark.parametrize("flags", [(), ("--resume",)])
-def test_file_that_is_no_record_is_written_over(flags, text, bench, tmp_path):
+def test_file_that_is_no_record_is_never_overwritten(flags, text, bench, tmp_path):
     path = tmp_path / "x.json"
     path.write_text(text)
     code, out, err = bench(*QUICK, "--op", "rms_norm", "--json", path, *flags)
@@ -174,7 +174,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("name", NOTHING)
-def test_nothing_measured_passes_or_replaces_a_record(name, bench, tmp_path, monkeypatch):
+def test_run_without_a_measurement_fails_and_keeps_the_old_record(name, bench, tmp_path, monkeypatch):
     arguments, reason = NOTHING[name]
 
     def refuse(**_: object) -> None:

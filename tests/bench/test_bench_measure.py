@@ -35,7 +35,7 @@ def with_peers(monkeypatch, *peers: Impl) -> None:
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
-def test_row_has_no_figures(case):
+def test_row_has_times_memory_errors_and_rates(case):
     record = measured(case)
     by_name = {m.impl: m for m in record.measurements}
     for name in ("tigon", "eager"):
@@ -52,7 +52,7 @@ def test_row_has_no_figures(case):
     assert record.limit_ms > 0
 
 
-def test_limit_is_not_the_slower_of_bytes_and_flops():
+def test_limit_is_the_slower_of_bytes_and_flops():
     record = measured(row("rms_norm", 64, 128), ("tigon",))
     assert record.limit_ms == pytest.approx(5 * 64 * 128 * 4 / 10.0 / 1e6)
     record = measured(row("linear_cross_entropy", 64, 32, 1000, graph=False), ("tigon",))
@@ -60,14 +60,14 @@ def test_limit_is_not_the_slower_of_bytes_and_flops():
     assert [m.impl for m in record.measurements] == ["tigon", "products"], "the limit is measured whoever is chosen"
 
 
-def test_changed_problem_is_judged_by_the_unchanged_ones_truth():
+def test_variants_and_limits_are_timed_without_errors():
     record = measured(row("linear_cross_entropy", 64, 32, 1000, graph=False))
     for m in record.measurements:
         assert bool(m.errors) == (m.role not in ("variant", "limit")), m.impl
         assert m.status == "ok" and m.eager_ms is not None
 
 
-def test_wrong_tigon_is_timed(monkeypatch):
+def test_wrong_tigon_is_refused_and_not_timed(monkeypatch):
     op = OPS["swiglu"]
     wrong = dataclasses.replace(op, call=lambda gate, up: op.call(gate, up) * 1.001)
     monkeypatch.setitem(OPS, "swiglu", wrong)
@@ -76,14 +76,14 @@ def test_wrong_tigon_is_timed(monkeypatch):
     assert eager.status == "ok" and eager.eager_ms is not None
 
 
-def test_tigon_with_a_nan_is_timed(monkeypatch):
+def test_tigon_with_a_nan_is_refused(monkeypatch):
     op = OPS["swiglu"]
     wrong = dataclasses.replace(op, call=lambda gate, up: op.call(gate, up) * math.nan)
     monkeypatch.setitem(OPS, "swiglu", wrong)
     assert measured(row("swiglu", 16, 32), ("tigon",)).measurements[0].status == "refused"
 
 
-def test_wrong_peer_is_not_marked(monkeypatch):
+def test_wrong_peer_is_timed_and_marked(monkeypatch):
     def wrong(f: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return f(gate) * up * 1.001
 
@@ -99,7 +99,7 @@ def test_wrong_peer_is_not_marked(monkeypatch):
     assert not quack.breaks_rule
 
 
-def test_trouble_with_one_ends_the_others(monkeypatch):
+def test_failure_of_one_implementation_leaves_the_others_measured(monkeypatch):
     def out_of_memory(f: Any, gate: torch.Tensor, up: torch.Tensor) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
@@ -126,7 +126,7 @@ def test_trouble_with_one_ends_the_others(monkeypatch):
     assert by_name["cce"].detail == "RuntimeError: shape"
 
 
-def test_dead_device_is_measured_on(monkeypatch):
+def test_dead_device_ends_the_run_and_names_who_left_it(monkeypatch):
     def dead(device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -141,7 +141,7 @@ def test_dead_device_is_measured_on(monkeypatch):
         measured(row("swiglu", 16, 32), ("tigon", "quack"))
 
 
-def test_overwritten_inputs_reach_somebody_else():
+def test_overwritten_inputs_are_restored_and_belong_to_one_implementation():
     """An implementation that destroys its inputs has its own, and finds them whole before each run."""
     seen = []
 
@@ -164,7 +164,7 @@ def test_overwritten_inputs_reach_somebody_else():
     assert all(torch.equal(value, before[name]) for name, value in inputs.items())
 
 
-def test_overwriting_changes_the_memory_order():
+def test_copies_for_overwriting_keep_the_memory_order():
     inputs = make_inputs(row("rope", 2, 4, 8, 16, options={"kv_heads": 2}), torch.float32, CPU)
     impl = Impl(name="x", op="rope", role="peer", target=OPS["rope"].call, overwrites=True)
     bound = Bound(impl, OPS["rope"], inputs, make_upstream(OPS["rope"], inputs))
@@ -174,7 +174,7 @@ def test_overwriting_changes_the_memory_order():
 
 @pytest.mark.parametrize("logits", ["random", "peaked"])
 @pytest.mark.parametrize(("op", "shape"), [("cross_entropy", (40, 30)), ("linear_cross_entropy", (40, 8, 30))])
-def test_truth_by_chunks_is_another_truth(op, shape, logits, monkeypatch):
+def test_truth_by_chunks_equals_the_truth_at_once(op, shape, logits, monkeypatch):
     inputs = make_inputs(row(op, *shape, options={"ignored": 0.4}, logits=logits), torch.float32, CPU)
     upstream = make_upstream(OPS[op], inputs)
     monkeypatch.setattr(accuracy, "_CHUNK_BYTES", 7 * 8 * 30)
@@ -187,7 +187,7 @@ def test_truth_by_chunks_is_another_truth(op, shape, logits, monkeypatch):
         assert accuracy.relative_error(chunked[name], value) < 1e-14, name
 
 
-def test_fp64_that_does_not_fit_ends_the_run(monkeypatch):
+def test_errors_are_measured_on_fewer_tokens_if_fp64_does_not_fit(monkeypatch):
     """Errors are then of fewer tokens, and the record says of how many."""
     whole = accuracy.oracle
 
@@ -203,7 +203,7 @@ def test_fp64_that_does_not_fit_ends_the_run(monkeypatch):
     assert tigon.status == "ok" and set(tigon.errors) > {"gradient of q"} and tigon.eager_ms is not None
 
 
-def test_error_is_not_the_relative_frobenius_norm():
+def test_error_is_the_relative_frobenius_norm():
     truth = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
     assert accuracy.relative_error(truth * 1.01, truth) == pytest.approx(0.01)
     assert accuracy.relative_error(truth[:1], truth) == math.inf
@@ -211,7 +211,7 @@ def test_error_is_not_the_relative_frobenius_norm():
     assert accuracy.relative_error(torch.full((2, 2), math.nan), truth) != 0
 
 
-def test_rule_lets_too_much_pass():
+def test_rule_allows_twice_the_error_of_rounding_or_of_the_unfused_op():
     op = OPS["swiglu"]
     inputs = make_inputs(row("swiglu", 64, 64), torch.float32, CPU)
     truth = accuracy.oracle(op, inputs, make_upstream(op, inputs), torch.float64)
@@ -226,7 +226,7 @@ def test_rule_lets_too_much_pass():
     assert accuracy.breaks_rule({"output 0": allowed["output 0"]}, allowed) == []
 
 
-def test_row_is_judged_by_the_other_time():
+def test_row_is_judged_by_its_graph_time_if_it_asks_for_one():
     graph, eager = {"both": Spread(1, 1, 1)}, {"both": Spread(2, 2, 2)}
     both = Measurement(impl="x", role="peer", graph_ms=graph, eager_ms=eager)
     assert (both.judged_ms(True).median, both.judged_ms(False).median) == (1, 2)

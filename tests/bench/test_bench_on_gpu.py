@@ -24,7 +24,7 @@ def device() -> torch.device:
     [row("rms_norm", 512, 1024), row("rope", 1, 8, 64, 64, options={"kv_heads": 2}), row("cross_entropy", 64, 4096)],
     ids=lambda case: case.op,
 )
-def test_row_lacks_what_a_gpu_gives(case, device):
+def test_row_on_a_gpu_has_graph_times_host_time_and_memory(case, device):
     ceilings = {"copy_gb_per_s": 4000.0, "matmul_tflop_per_s": 700.0, "matmul_size": 8192}
     record = measure_row(case, impl_names(), torch.bfloat16, device, 3, ceilings)
     for m in record.measurements:
@@ -37,7 +37,7 @@ def test_row_lacks_what_a_gpu_gives(case, device):
     assert compiled.status == "ok" and compiled.graph_ms is not None
 
 
-def test_broken_capture_breaks_the_allocator(device):
+def test_allocator_works_after_a_failed_graph_capture(device):
     graphs = Graphs(device)
     x = torch.ones(4, device=device)
     with pytest.raises(Exception, match=r".+"):

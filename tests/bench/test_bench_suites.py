@@ -24,13 +24,13 @@ def tiny(row: Row) -> Row:
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_rows_of_a_suite_share_an_id(name):
+def test_rows_of_a_suite_have_distinct_ids(name):
     ids = [row.id for row in SUITES[name]]
     assert len(set(ids)) == len(ids)
 
 
 @pytest.mark.parametrize("row", {(r.op, r.logits, str(r.options)): r for r in ROWS}.values(), ids=lambda r: r.id)
-def test_row_cannot_be_made(row):
+def test_every_row_can_be_made_and_is_reproducible(row):
     op = OPS[row.op]
     inputs = make_inputs(tiny(row), torch.float32, torch.device("cpu"))
     assert differentiable(op, inputs)
@@ -39,7 +39,7 @@ def test_row_cannot_be_made(row):
     assert all(torch.equal(value, again[name]) for name, value in inputs.items() if isinstance(value, torch.Tensor))
 
 
-def test_row_names_an_implementation_that_does_not_exist():
+def test_every_implementation_that_a_row_names_exists():
     for row in ROWS:
         names = {impl.name for impl in impls_for(OPS[row.op])}
         for reach in row.reach:
@@ -48,7 +48,7 @@ def test_row_names_an_implementation_that_does_not_exist():
         assert set(row.impls) <= names, row.id
 
 
-def test_suite_forgets_an_op():
+def test_suites_cover_their_ops_and_sizes():
     assert {row.op for row in SMALL} == set(OPS)
     assert {row.op for row in TARGETS} == set(OPS) - {"multi_head_linear_cross_entropy"}
     assert {row.op for row in TARGETS if row.logits == "peaked"} == {"cross_entropy", "linear_cross_entropy"}
@@ -57,12 +57,12 @@ def test_suite_forgets_an_op():
     assert {row.shape[-1] for row in ODD if row.op == "linear_cross_entropy"} >= {50257, 151936, 262144}
 
 
-def test_target_of_the_suite_is_unset():
+def test_rows_of_targets_and_odd_have_a_target():
     for row in (*TARGETS, *ODD):
         assert row.reach or row.logits == "peaked" or row.op == "multi_head_linear_cross_entropy", row.id
 
 
-def test_peaked_labels_are_not_drawn_from_the_softmax():
+def test_peaked_labels_are_drawn_from_the_softmax():
     """Then the loss is the entropy of the logits; uniform labels cost log V more than that."""
     row = Row(op="cross_entropy", shape=(4000, 500), options={"ignored": 0.25}, logits="peaked")
     inputs = make_inputs(row, torch.float32, torch.device("cpu"))
@@ -75,7 +75,7 @@ def test_peaked_labels_are_not_drawn_from_the_softmax():
     assert abs(inputs["logits"].std() - 4.0) < 0.05
 
 
-def test_peaked_hidden_gives_other_logits_than_peaked_ones():
+def test_peaked_hidden_states_give_peaked_logits_with_labels_from_their_softmax():
     row = Row(op="linear_cross_entropy", shape=(2000, 64, 500), options={"ignored": 0.0}, logits="peaked")
     inputs = make_inputs(row, torch.float32, torch.device("cpu"))
     logits = inputs["hidden"] @ inputs["weight"].t()
@@ -85,7 +85,7 @@ def test_peaked_hidden_gives_other_logits_than_peaked_ones():
     assert abs(loss + (logp.exp() * logp).sum(-1).mean()) < 0.15
 
 
-def test_choice_of_rows():
+def test_rows_are_chosen_by_suite_op_and_shape():
     assert select("targets", (), ()) == TARGETS
     assert {row.op for row in select("odd", ("rope", "geglu"), ())} == {"rope", "geglu"}
     (row,) = select("targets", ("rope",), ("4x32x4096x128",))
@@ -106,13 +106,13 @@ def test_choice_of_rows():
         ("odd", ("geglu",), ("8x0",), ShapeError, "positive"),
     ],
 )
-def test_wrong_choice_is_not_explained(suite, ops, shapes, error, names):
+def test_wrong_choice_is_refused_with_the_known_names(suite, ops, shapes, error, names):
     with pytest.raises(error, match=names):
         select(suite, ops, shapes)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_op_lacks_somebody_everybody_is_compared_with(op):
+def test_every_op_is_compared_with_eager_and_compile(op):
     roles = {impl.name: impl.role for impl in impls_for(OPS[op])}
     assert roles["tigon"] == "ours" and roles["eager"] == "baseline" and roles["compile"] == "peer"
     assert next(iter(roles)) == "tigon"
@@ -121,7 +121,7 @@ def test_op_lacks_somebody_everybody_is_compared_with(op):
 
 
 @pytest.mark.parametrize("impl", IMPLS, ids=lambda impl: f"{impl.op}-{impl.name}")
-def test_adapter_does_not_take_what_the_rows_pass(impl: Impl):
+def test_adapter_accepts_the_inputs_of_its_rows(impl: Impl):
     """Checked by signature, so for libraries too that are not installed here."""
     if impl.adapt is None:
         return

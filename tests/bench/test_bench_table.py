@@ -23,11 +23,11 @@ def cells(text: str, line: int = 0) -> list[str]:
     return [cell.strip() for cell in text.splitlines()[2 + line].strip("|").split("|")]
 
 
-def test_summary_names_another_peer_than_the_fastest():
+def test_summary_names_the_fastest_peer():
     assert cells(table.summary(run(row())))[:5] == ["rms_norm 8x16", "0.11", "0.15 (liger)", "0.1", "91 %"]
 
 
-def test_peer_that_errs_too_much_is_called_the_best():
+def test_peer_that_errs_too_much_is_marked_and_never_the_best():
     peers = [
         measured("tigon", "ours", 0.11),
         measured("eager", "baseline", 1.0),
@@ -39,12 +39,12 @@ def test_peer_that_errs_too_much_is_called_the_best():
     assert cells(table.summary(run(row(measurements=peers))))[2] == "0.2 (compile)"
 
 
-def test_time_with_launches_looks_like_kernel_time():
+def test_time_with_launches_is_labelled():
     peers = [measured("tigon", "ours", 0.11), measured("liger", "peer", 0.15, graph_ms=None)]
     assert cells(table.summary(run(row(measurements=peers))))[2] == "0.25 (liger, with launches)"
 
 
-def test_refused_tigon_gets_a_figure():
+def test_refused_tigon_has_no_figure():
     refused = Measurement(impl="tigon", role="ours", status="refused", detail="wrong")
     shown = cells(table.summary(run(row(measurements=[refused, measured("compile", "peer", 0.2)]))))
     assert shown[1] == "refused" and shown[4] == "-"
@@ -68,13 +68,13 @@ def test_refused_tigon_gets_a_figure():
         (target("kept_bytes", 0.0), None),
     ],
 )  # fmt: skip
-def test_target_gets_the_wrong_verdict(wanted, ok):
+def test_target_is_reached_missed_or_not_measured(wanted, ok):
     text, verdict = table.reached(row(), wanted)
     assert verdict is ok
     assert text.endswith({True: "reached", False: "missed", None: "not measured"}[ok])
 
 
-def test_target_within_a_memory_takes_a_faster_but_larger_setting():
+def test_target_within_a_memory_limit_ignores_settings_that_exceed_it():
     settings = [
         measured("tigon", "ours", 1.0, mib=3000),
         measured("tigon 1 GiB", "ours", 1.1, mib=1500),
@@ -87,7 +87,7 @@ def test_target_within_a_memory_takes_a_faster_but_larger_setting():
     assert ok and text == "<= 1.04 x products within 3 GiB: 1.000, reached"
 
 
-def test_details_leave_an_implementation_out():
+def test_details_list_every_implementation_and_why_one_is_missing():
     text = table.details(run(row()))
     assert "| quack | not installed: No module named 'quack' |" in text
     for name in ("tigon", "eager", "compile", "liger"):
@@ -95,14 +95,14 @@ def test_details_leave_an_implementation_out():
     assert "0.11 (0.099 - 0.121)" in text
 
 
-def test_provenance_leaves_out_where_it_was_measured():
+def test_provenance_names_card_driver_versions_commit_and_date():
     text = table.provenance(run(row(), not_run=["rope 1"]))
     for part in ("Testcard", "driver 1.2", "torch 2.11.0", "abc", "2026-11-21", "4000 GB/s", "700 TFLOP/s", "rope 1"):
         assert part in text
     assert "triton" not in text
 
 
-def test_section_is_put_in_the_wrong_place():
+def test_section_replaces_only_the_region_of_its_record():
     document = "a\n<!-- record x/one -->\nold\n<!-- end -->\nb\n<!-- record x/two -->\nkept\n<!-- end -->\n"
     changed = table.replace_section(document, "x/one", r"new \1")
     assert changed == document.replace("old", r"new \1")
@@ -116,7 +116,7 @@ def _shown_records() -> dict[str, str]:
     return dict(re.findall(pattern, DOCUMENT.read_text(encoding="utf-8"), re.DOTALL))
 
 
-def test_docs_show_other_figures_than_the_records():
+def test_docs_show_the_figures_of_the_records():
     """`tigon bench report RECORD.json --into docs/benchmarks.md` mends it."""
     measured_names = {record_name(path) for path in RECORDS}
     shown = _shown_records()

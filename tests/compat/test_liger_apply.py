@@ -85,7 +85,7 @@ def assert_same_step(a: nn.Module, b: nn.Module) -> None:
 # --- the per-model functions ------------------------------------------------------------------------------------------
 
 
-def test_per_model_function_patches_another_model_or_computes_otherwise() -> None:
+def test_per_model_function_patches_its_model_only_and_trains_as_before() -> None:
     """Liger's second quick-start, with a model."""
     plain, model, bystander = llama(), llama(), llama()
     report = liger.apply_liger_kernel_to_llama(
@@ -100,7 +100,7 @@ def test_per_model_function_patches_another_model_or_computes_otherwise() -> Non
 
 
 @pytest.mark.parametrize("model_type", sorted(MODELS))
-def test_family_of_a_row_cannot_be_patched_by_its_function(model_type: str) -> None:
+def test_family_of_every_row_is_patched_by_its_function(model_type: str) -> None:
     row = MODELS[model_type]
     plain = tiny_model(model_type, row.tiny)
     model = copy.deepcopy(plain)
@@ -112,7 +112,7 @@ def test_family_of_a_row_cannot_be_patched_by_its_function(model_type: str) -> N
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
 
 
-def test_row_or_model_type_of_ligers_has_no_function() -> None:
+def test_every_row_and_model_type_of_liger_has_a_function() -> None:
     assert set(MODELS) <= set(FAMILIES)
     assert set(apply.MODEL_TYPE_TO_APPLY_LIGER_FN) == set(FAMILIES)
     assert set(apply.MODEL_TYPE_TO_APPLY_LIGER_FN.values()) == {getattr(liger, name) for name in apply.FUNCTIONS}
@@ -121,14 +121,14 @@ def test_row_or_model_type_of_ligers_has_no_function() -> None:
         assert "model" in inspect.signature(function).parameters
 
 
-def test_both_losses_at_once_are_accepted() -> None:
+def test_both_losses_at_once_are_refused() -> None:
     for keywords in ({"model": llama()}, {}):
         with pytest.raises(AssertionError, match="cannot both be True"):
             liger.apply_liger_kernel_to_llama(cross_entropy=True, fused_linear_cross_entropy=True, **keywords)
     assert "__init__" not in {name for cls in hooks._inits for name in vars(cls)}
 
 
-def test_cross_entropy_flag_does_nothing_or_reaches_torch() -> None:
+def test_cross_entropy_flag_patches_the_model_and_not_torch() -> None:
     before, model = F.cross_entropy, llama()
     liger.apply_liger_kernel_to_llama(model=model, cross_entropy=True, fused_linear_cross_entropy=False)
     assert patched_ops(model) == {"rms_norm": 5, "swiglu": 2, "rope": 2, "cross_entropy": 1}
@@ -252,7 +252,7 @@ def _snapshot() -> dict[str, Any]:
     }
 
 
-def test_models_built_afterwards_stay_plain_or_others_change() -> None:
+def test_call_without_a_model_patches_models_built_afterwards_only() -> None:
     """Liger's second quick-start, without a model."""
     before, existing, init = _snapshot(), llama(), LlamaForCausalLM.__init__
     hook = liger.apply_liger_kernel_to_llama(swiglu=False)
@@ -274,7 +274,7 @@ def test_models_built_afterwards_stay_plain_or_others_change() -> None:
     assert_same_step(later, existing)
 
 
-def test_hook_breaks_loading_in_a_checkpoints_dtype(tmp_path: Path) -> None:
+def test_hooked_class_loads_in_the_requested_dtype(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     liger.apply_liger_kernel_to_llama()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -283,7 +283,7 @@ def test_hook_breaks_loading_in_a_checkpoints_dtype(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.lm_head.weight, llama().lm_head.weight.bfloat16())
 
 
-def test_second_call_stacks_hooks_or_keeps_the_first_flags() -> None:
+def test_second_call_replaces_the_hook_and_its_flags() -> None:
     init = LlamaForCausalLM.__init__
     first = liger.apply_liger_kernel_to_llama()
     liger.apply_liger_kernel_to_llama(rope=False)
@@ -293,7 +293,7 @@ def test_second_call_stacks_hooks_or_keeps_the_first_flags() -> None:
     assert liger.remove_hooks() and LlamaForCausalLM.__init__ is init
 
 
-def test_subclass_of_a_hooked_class_is_left_out() -> None:
+def test_subclass_of_a_hooked_class_is_patched() -> None:
     class Mine(LlamaForCausalLM):
         def __init__(self, config: LlamaConfig) -> None:
             super().__init__(config)
@@ -334,7 +334,7 @@ def test_hook_whose_model_fails_to_build_leaves_nothing_for_the_next() -> None:
 
 
 def test_remote_code_that_derives_from_a_hooked_class_is_patched() -> None:
-    """A repository with `trust_remote_code` brings a config with a model type of its own."""
+    """A repository with `trust_remote_code` has a config with a new model type."""
 
     class RemoteConfig(LlamaConfig):
         model_type = "remote_llama"
@@ -363,7 +363,7 @@ def test_remote_code_with_classes_of_its_own_is_patched(tmp_path: Path) -> None:
         del sys.modules["copy_of_llama"]
 
 
-def test_hook_that_cannot_patch_builds_the_model_in_silence() -> None:
+def test_hook_that_cannot_patch_raises_when_the_model_is_built() -> None:
     liger.apply_liger_kernel_to_llama()
     with pytest.raises(PatchError, match="mlp"):
         llama(hidden_act="relu")
@@ -371,7 +371,7 @@ def test_hook_that_cannot_patch_builds_the_model_in_silence() -> None:
     assert patched_ops(llama(hidden_act="relu"))
 
 
-def test_hook_is_removed_from_under_another_wrapper() -> None:
+def test_hook_under_another_wrapper_is_not_removed() -> None:
     hook = liger.apply_liger_kernel_to_llama()
     ours = LlamaForCausalLM.__init__
     LlamaForCausalLM.__init__ = lambda self, config: ours(self, config)
@@ -392,7 +392,7 @@ def test_family_that_transformers_does_not_have_is_refused(monkeypatch: pytest.M
 # --- the contract of Trainer and of the auto class --------------------------------------------------------------------
 
 
-def test_auto_class_loads_a_plain_model_or_patches_its_class(tmp_path: Path) -> None:
+def test_auto_class_patches_the_loaded_model_and_not_its_class(tmp_path: Path) -> None:
     """Liger's first quick-start."""
     plain = llama()
     plain.save_pretrained(tmp_path)
@@ -440,7 +440,7 @@ def test_instance_function_drops_keywords_that_the_family_does_not_take_and_name
     assert "rope" not in patched_ops(model) and "swiglu" in patched_ops(model)
 
 
-def test_family_without_a_function_is_left_plain_without_a_word() -> None:
+def test_family_without_a_function_is_patched_by_structure_or_warned_about() -> None:
     from transformers import GPTJConfig, GPTJForCausalLM
 
     assert "gptj" not in FAMILIES
@@ -453,7 +453,7 @@ def test_family_without_a_function_is_left_plain_without_a_word() -> None:
         liger._apply_liger_kernel("gptj")
 
 
-def test_class_function_hooks_nothing_or_chokes_on_other_keywords() -> None:
+def test_class_function_hooks_the_family_and_ignores_other_keywords() -> None:
     liger._apply_liger_kernel("llama", rope=False, dtype="bfloat16", model="path")
     assert patched_ops(llama())["rms_norm"] == 5 and "rope" not in patched_ops(llama())
 

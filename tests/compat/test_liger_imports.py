@@ -18,7 +18,7 @@ import tigon
 
 pytestmark = forks.forks
 
-# Absolute, because the processes run in folders of their own.
+# The path is absolute because the processes run in other folders.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(tigon.__file__).parent.parent)}
 
 MODEL = """
@@ -37,7 +37,7 @@ def python(code: str, *, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def test_installed_names_do_not_resolve() -> None:
+def test_installed_names_resolve() -> None:
     out = python("""
 from tigon.compat import liger
 liger.install()
@@ -73,7 +73,7 @@ print(liger_kernel.__version__, importlib.metadata.version("liger-kernel"), impo
         ("from liger_kernel.ops.rms_norm import _rms_norm_forward_kernel", "rms_norm._rms_norm_forward_kernel"),
     ],
 )
-def test_missing_name_is_imported_or_not_named(statement: str, name: str) -> None:
+def test_import_of_a_missing_name_is_refused_by_name(statement: str, name: str) -> None:
     out = python(f"""
 from tigon.compat import liger
 liger.install()
@@ -86,7 +86,7 @@ except ImportError as error:
     assert out.startswith("tigon has no counterpart of liger_kernel.") and name in out
 
 
-def test_missing_attribute_is_there() -> None:
+def test_missing_attribute_raises_an_attribute_error_with_its_name() -> None:
     out = python("""
 from tigon.compat import liger
 liger.install()
@@ -101,7 +101,7 @@ except AttributeError as error:
     assert "no counterpart of liger_kernel.transformers.LigerJSD" in out
 
 
-def test_uninstall_leaves_something_behind() -> None:
+def test_uninstall_removes_every_trace() -> None:
     python("""
 import sys
 from transformers.utils import is_liger_kernel_available
@@ -125,7 +125,7 @@ else:
 """)
 
 
-def test_real_liger_that_is_imported_already_is_shadowed(tmp_path: Path) -> None:
+def test_real_liger_is_shadowed_only_if_it_is_not_imported_yet(tmp_path: Path) -> None:
     (tmp_path / "liger_kernel").mkdir()
     (tmp_path / "liger_kernel" / "__init__.py").write_text("real = True\n")
     out = python(
@@ -154,7 +154,7 @@ assert liger_kernel.real
     assert "imported already" in out and str(tmp_path) in out
 
 
-def test_importing_the_names_imports_transformers() -> None:
+def test_importing_the_names_does_not_import_transformers() -> None:
     code = """
 import sys
 from tigon.compat.liger import LigerRMSNorm, apply_liger_kernel_to_llama, install
@@ -186,7 +186,7 @@ def build():
 """
 
 
-def test_trainer_with_use_liger_kernel_fails_or_trains_otherwise(tmp_path: Path) -> None:
+def test_trainer_with_use_liger_kernel_trains_to_the_same_losses(tmp_path: Path) -> None:
     """transformers' own check ran before `install`, so its cached answer was no."""
     out = python(
         MODEL
@@ -222,7 +222,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return forks.python(*arguments, module="tigon.compat.liger", cwd=cwd)
 
 
-def test_liger_script_does_not_run_unmodified(tmp_path: Path) -> None:
+def test_liger_script_runs_unmodified(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("ANSWER = 42\n")
     (tmp_path / "train.py").write_text(
         MODEL
@@ -249,7 +249,7 @@ if __name__ == "__main__":
     assert "ARGS ['../train.py', 'out', '--flag'] __main__ ../train.py 42" in done.stdout
 
 
-def test_scripts_exit_code_is_lost(tmp_path: Path) -> None:
+def test_exit_code_of_the_script_is_returned(tmp_path: Path) -> None:
     (tmp_path / "good.py").write_text("import liger_kernel\n")
     (tmp_path / "bad.py").write_text("raise RuntimeError('out of luck')\n")
     assert run("good.py", cwd=tmp_path).returncode == 0
@@ -259,7 +259,7 @@ def test_scripts_exit_code_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("nowhere.py",), (".",)])
-def test_wrong_command_line_prints_a_traceback(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_wrong_command_line_prints_the_usage_in_one_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
     done = run(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1 and "usage: python -m tigon.compat.liger" in done.stderr

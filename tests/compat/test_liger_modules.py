@@ -17,7 +17,7 @@ from tigon.errors import OptionError
 CONFIG = SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="silu")
 
 
-def test_norm_starts_or_computes_otherwise() -> None:
+def test_norms_start_and_compute_as_their_pytorch_formulas() -> None:
     x = torch.randn(3, 8)
     gemma = modules.LigerRMSNorm(8, offset=1.0, casting_mode="gemma", init_fn="zeros")
     torch.testing.assert_close(gemma(x), F.rms_norm(x, (8,), eps=1e-6))
@@ -29,7 +29,7 @@ def test_norm_starts_or_computes_otherwise() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_layer_norm_with_bias_starts_from_noise(bias: bool) -> None:
+def test_layer_norm_with_bias_starts_as_the_plain_layer_norm(bias: bool) -> None:
     """Liger draws the bias from a normal distribution."""
     norm, x = modules.LigerLayerNorm(8, bias=bias), torch.randn(3, 8)
     torch.testing.assert_close(norm(x), F.layer_norm(x, (8,), eps=1e-6))
@@ -46,18 +46,18 @@ def test_layer_norm_with_bias_starts_from_noise(bias: bool) -> None:
         lambda: modules.LigerFusedLinearCrossEntropyLoss(softcap=0.0),
     ],
 )
-def test_wrong_value_raises_another_kind_of_error_than_ligers(build: Any) -> None:
+def test_wrong_value_raises_an_assertion_error_as_in_liger(build: Any) -> None:
     with pytest.raises(AssertionError) as caught:
         build()
     assert isinstance(caught.value, OptionError)
 
 
-def test_layer_norm_takes_a_backend_without_a_word() -> None:
+def test_backend_choice_of_layer_norm_is_refused() -> None:
     with pytest.raises(OptionError, match="impl="):
         modules.LigerLayerNorm(8, impl="nvidia-cutile")
 
 
-def test_swiglu_mlp_differs() -> None:
+def test_swiglu_mlps_equal_their_formula_and_refuse_other_activations() -> None:
     mlp, x = modules.LigerSwiGLUMLP(CONFIG, intermediate_size=10), torch.randn(3, 8)
     assert mlp.gate_proj.out_features == 10
     torch.testing.assert_close(mlp(x), mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
@@ -78,7 +78,7 @@ def test_swiglu_mlp_differs() -> None:
         ({"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, "tanh"),  # as Gemma's configs have it
     ],
 )
-def test_geglu_mlp_takes_the_wrong_gelu(config: dict[str, str], approximate: str) -> None:
+def test_geglu_mlp_uses_the_gelu_of_its_config(config: dict[str, str], approximate: str) -> None:
     mlp, x = (
         modules.LigerGEGLUMLP(SimpleNamespace(hidden_size=8, intermediate_size=12, **config)),
         torch.randn(3, 8) * 3,
@@ -87,12 +87,12 @@ def test_geglu_mlp_takes_the_wrong_gelu(config: dict[str, str], approximate: str
     torch.testing.assert_close(mlp(x), want)
 
 
-def test_geglu_mlp_accepts_an_activation_that_is_no_gelu() -> None:
+def test_geglu_mlp_refuses_an_activation_that_is_no_gelu() -> None:
     with pytest.raises(OptionError, match="silu"):
         modules.LigerGEGLUMLP(CONFIG)
 
 
-def test_own_model_with_the_fused_loss_trains_otherwise() -> None:
+def test_own_model_with_the_fused_loss_gets_pytorchs_gradients() -> None:
     """Liger's third quick-start: the loss takes the head's weight, the hidden states and the labels."""
     torch.manual_seed(0)
     trunk, head = nn.Linear(8, 8), nn.Linear(8, 20, bias=False)
@@ -108,7 +108,7 @@ def test_own_model_with_the_fused_loss_trains_otherwise() -> None:
     torch.testing.assert_close(got, [p.grad for m in (trunk, head) for p in m.parameters()], rtol=1e-4, atol=1e-6)
 
 
-def test_losses_return_more_than_was_asked_or_less() -> None:
+def test_losses_return_exactly_the_requested_outputs() -> None:
     logits, target = torch.randn(6, 20), torch.tensor([1, 2, -100, 3, 4, 5])
     assert isinstance(modules.LigerCrossEntropyLoss()(logits, target), torch.Tensor)
     full = modules.LigerCrossEntropyLoss(
@@ -124,7 +124,7 @@ def test_losses_return_more_than_was_asked_or_less() -> None:
     assert out.z_loss is None and out.token_accuracy is not None
 
 
-def test_functional_names_differ_from_the_functions() -> None:
+def test_functional_names_compute_their_pytorch_formulas() -> None:
     logits, target = torch.randn(6, 20), torch.tensor([1, 2, -100, 3, 4, 5])
     torch.testing.assert_close(functional.liger_cross_entropy(logits, target), F.cross_entropy(logits, target))
     few = target.masked_fill(target == -100, 0)
@@ -148,12 +148,12 @@ def test_functional_names_differ_from_the_functions() -> None:
     torch.testing.assert_close(rotated.norm(dim=-1), q.norm(dim=-1))
 
 
-def test_deprecated_argument_of_cross_entropy_is_ignored() -> None:
+def test_deprecated_argument_of_cross_entropy_is_refused() -> None:
     with pytest.raises(OptionError, match="size_average"):
         functional.liger_cross_entropy(torch.randn(2, 5), torch.tensor([1, 2]), size_average=False)
 
 
-def test_class_of_a_user_inherits_from_a_module_and_an_abstract_class() -> None:
+def test_user_class_may_inherit_from_a_module_and_an_abstract_class() -> None:
     class Abstract(abc.ABC):  # noqa: B024  # ABCMeta is what matters
         pass
 

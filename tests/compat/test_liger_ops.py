@@ -159,7 +159,7 @@ def _upstream(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_function_differs_from_pytorch(name: str, backend: Backend) -> None:
+def test_functions_equal_pytorch(name: str, backend: Backend) -> None:
     case = CASES[name]
     leaves = _leaves(case, backend.device)
     want, got = _tuple(case.reference(*leaves)), _tuple(case.function(*leaves))
@@ -172,7 +172,7 @@ def test_function_differs_from_pytorch(name: str, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_launchers_differ_from_pytorch_or_write_to_their_inputs(name: str, backend: Backend) -> None:
+def test_launchers_equal_pytorch_and_leave_their_inputs_unchanged(name: str, backend: Backend) -> None:
     case = CASES[name]
     leaves = _leaves(case, backend.device)
     want = _tuple(case.reference(*leaves))
@@ -186,7 +186,7 @@ def test_launchers_differ_from_pytorch_or_write_to_their_inputs(name: str, backe
     torch.testing.assert_close([*inputs, *dy], before, rtol=0, atol=0)
 
 
-def test_launcher_computes_a_parameter_gradient_that_is_switched_off() -> None:
+def test_parameter_gradient_that_is_switched_off_is_none() -> None:
     x, w, b = torch.randn(3, 8), torch.randn(8), torch.randn(8)
     _, x_NH, rstd, *_ = launchers.rms_norm_forward(x, w, EPS, 0.0, "llama", None)
     assert (
@@ -196,19 +196,19 @@ def test_launcher_computes_a_parameter_gradient_that_is_switched_off() -> None:
     assert launchers.layer_norm_backward(x, x_NH, w, b, mean, rstd, False, False)[1:] == (None, None)
 
 
-def test_rms_norm_leaves_the_dtype_of_its_input() -> None:
+def test_rms_norm_returns_the_dtype_of_its_input() -> None:
     x, w = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(8)
     assert f.LigerRMSNormFunction.apply(x, w, EPS).dtype is torch.bfloat16
     assert launchers.rms_norm_forward(x, w, EPS, 0.0, "llama", None)[0].dtype is torch.bfloat16
 
 
-def test_unknown_casting_passes() -> None:
+def test_unknown_casting_mode_is_refused() -> None:
     with pytest.raises(OptionError, match="casting_mode='gema'"):
         f.LigerRMSNormFunction.apply(torch.randn(3, 8), None, EPS, 0.0, "gema")
 
 
 @pytest.mark.parametrize("shape", ["2-D", "3-D", "4-D", "wide", "rotary_dim"])
-def test_rope_table_of_another_shape_rotates_otherwise(shape: str) -> None:
+def test_rope_tables_of_every_shape_give_the_same_rotation(shape: str) -> None:
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
     cos, sin = tables(5, 8)
     want = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -228,7 +228,7 @@ def test_rope_table_of_another_shape_rotates_otherwise(shape: str) -> None:
     torch.testing.assert_close(f.LigerRopeFunction.apply(q, k, cos, sin, **options), want)
 
 
-def test_rope_with_heads_last_is_rotated_along_the_wrong_dimension() -> None:
+def test_rope_with_heads_after_tokens_rotates_along_the_tokens() -> None:
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
     cos, sin = tables(5, 8)
     got = f.LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
@@ -302,7 +302,7 @@ def _assert_four(got: tuple[Any, ...], want: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", LOSS_OPTIONS)
-def test_cross_entropy_differs_from_pytorch(name: str) -> None:
+def test_cross_entropy_equals_pytorch(name: str) -> None:
     hidden, head, _, target = _loss_inputs()
     logits = (hidden @ head.T).detach().requires_grad_()
     before = logits.detach().clone()
@@ -323,7 +323,7 @@ def test_cross_entropy_differs_from_pytorch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSS_OPTIONS)
-def test_linear_cross_entropy_differs_from_pytorch(name: str) -> None:
+def test_linear_cross_entropy_equals_pytorch(name: str) -> None:
     hidden, head, bias, target = _loss_inputs()
     options = _options(name)
     want = reference_loss(F.linear(hidden, head, bias), target, **options)
@@ -358,12 +358,12 @@ def test_token_scaling_weights_each_token_with_its_probability() -> None:
     torch.testing.assert_close(torch.autograd.grad(got, (hidden, head)), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_one_number_a_token_scales_a_weight_gradient() -> None:
+def test_upstream_gradient_per_token_is_refused_after_a_mean_loss() -> None:
     with pytest.raises(ShapeError, match="token_grad_output"):
         launchers.fused_linear_cross_entropy_backward(torch.ones(3), torch.ones(3, 2), torch.ones(4, 2), None)
 
 
-def test_a_backend_of_ligers_is_taken_without_a_word() -> None:
+def test_backend_choice_of_the_fused_loss_is_refused() -> None:
     hidden, head, _, target = _loss_inputs()
     with pytest.raises(OptionError, match="ce_impl='cutedsl'"):
         f.LigerFusedLinearCrossEntropyFunction.apply(hidden, head, target, ce_impl="cutedsl")
@@ -372,7 +372,7 @@ def test_a_backend_of_ligers_is_taken_without_a_word() -> None:
 # --- where Liger 0.8.5 is wrong without a word ------------------------------------------------------------------------
 
 
-def test_trainable_head_over_a_frozen_trunk_gets_no_gradient() -> None:
+def test_trainable_head_over_a_frozen_trunk_gets_its_gradient() -> None:
     hidden, head, bias, target = _loss_inputs()
     loss = f.LigerFusedLinearCrossEntropyFunction.apply(hidden.detach(), head, target)[0]
     expected = torch.autograd.grad(F.cross_entropy(F.linear(hidden.detach(), head), target), head)[0]
@@ -383,7 +383,7 @@ def test_trainable_head_over_a_frozen_trunk_gets_no_gradient() -> None:
     assert dx is not None and dw is None
 
 
-def test_second_backward_returns_other_gradients() -> None:
+def test_second_backward_returns_the_same_gradients() -> None:
     hidden, head, _, target = _loss_inputs()
     gate = torch.randn(N, H, requires_grad=True)
     for loss in (
@@ -395,14 +395,14 @@ def test_second_backward_returns_other_gradients() -> None:
         torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], first, rtol=0, atol=0)
 
 
-def test_residual_beside_a_norm_gets_a_wrong_gradient() -> None:
+def test_residual_beside_a_norm_gets_its_own_gradient() -> None:
     x, z, w = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True), torch.randn(8)
     dy = torch.randn(4, 8)
     (z + f.LigerRMSNormFunction.apply(x, w, EPS)).backward(dy)
     torch.testing.assert_close(z.grad, dy, rtol=0, atol=0)
 
 
-def test_gate_that_is_used_twice_gets_a_wrong_gradient() -> None:
+def test_gate_with_a_second_use_gets_the_sum_of_both_gradients() -> None:
     a, b, w = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
     gate = a @ w
     penalty = gate.square().sum()
@@ -412,7 +412,7 @@ def test_gate_that_is_used_twice_gets_a_wrong_gradient() -> None:
 
 
 @torch.no_grad()
-def test_logits_are_zeroed_in_evaluation() -> None:
+def test_logits_that_require_no_gradient_are_not_modified() -> None:
     logits, target = torch.randn(4, 9), torch.tensor([1, -100, 2, -100])
     before = logits.clone()
     f.LigerCrossEntropyFunction.apply(logits, target, None)
@@ -480,7 +480,7 @@ def test_unknown_loss_dtype_is_refused() -> None:
         losses.set_loss_dtype("bf16")
 
 
-def test_half_precision_loss_or_gradient_is_rounded_before_the_loss_scale() -> None:
+def test_fp16_loss_and_gradient_are_rounded_after_the_loss_scale() -> None:
     logits = torch.randn(64, 4096, requires_grad=True)
     target = torch.randint(0, 4096, (64,))
     half = logits.detach().half().requires_grad_()
@@ -495,7 +495,7 @@ def test_half_precision_loss_or_gradient_is_rounded_before_the_loss_scale() -> N
         assert float((got - exact).norm() / exact.norm()) < 1e-3
 
 
-def test_compiled_call_breaks_the_graph_or_differs_with_ignored_labels() -> None:
+def test_compiled_call_is_one_graph_and_equals_eager_with_ignored_labels() -> None:
     hidden, head, _, target = _loss_inputs()
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
     cos, sin = tables(5, 8)
@@ -512,7 +512,7 @@ def test_compiled_call_breaks_the_graph_or_differs_with_ignored_labels() -> None
     torch.testing.assert_close(compiled(hidden, head, w), step(hidden, head, w))
 
 
-def test_mean_of_the_z_loss_is_over_the_labels_with_class_weights_too() -> None:
+def test_z_loss_with_class_weights_is_the_mean_over_the_labels() -> None:
     torch.manual_seed(3)
     z, y, w = torch.randn(6, 10), torch.randint(0, 10, (6,)), torch.rand(10) * 3
     square = 0.1 * torch.logsumexp(z, -1).square()

@@ -13,7 +13,7 @@ from tigon.compat.liger.offered import OFFERED, resolve
 
 SIGNATURES: dict[str, str] = json.loads((Path(__file__).parent / "liger_signatures.json").read_text(encoding="utf-8"))
 
-# The one default that is another: tigon has no kernel for nemotron's activation, so it is not on by default.
+# One default differs: nemotron's activation is off by default because no kernel of tigon computes it.
 DIFFERS = {"transformers.monkey_patch.apply_liger_kernel_to_nemotron": ("relu_squared=True", "relu_squared=False")}
 
 
@@ -33,19 +33,19 @@ def _as_text(function: Any) -> str:
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signature_is_not_ligers(name: str) -> None:
+def test_signatures_are_those_of_liger_except_listed_differences(name: str) -> None:
     theirs = SIGNATURES[name].replace(*DIFFERS[name]) if name in DIFFERS else SIGNATURES[name]
     normal = str(inspect.signature(eval(f"lambda {theirs}: None")))[1:-1]
     assert _as_text(_find(name)) == normal
 
 
-def test_a_name_that_is_offered_does_not_resolve() -> None:
+def test_every_offered_name_resolves() -> None:
     for module, names in OFFERED.items():
         for name, source in names.items():
             assert resolve(source, name) is not None, module
 
 
-def test_a_launcher_or_module_is_offered_but_its_signature_is_not_compared() -> None:
+def test_signatures_of_all_offered_launchers_and_modules_are_compared() -> None:
     compared = {".".join(name.split(".")[:3]) for name in SIGNATURES}
     for module, names in OFFERED.items():
         if module.count(".") == 2 and module.split(".")[2] not in ("auto_model", "trainer_integration", "monkey_patch"):

@@ -3,8 +3,8 @@
 The truth is the unpatched model trained in fp64, with the casts to fp32 inside it taken out. The unpatched model in
 fp32 or bf16 is at some distance from it, which is what that dtype costs: the same data, optimizer and starting weights,
 other roundings. The patched model may be at most FACTORS times as far, in the losses of all steps, in the logits after
-them, and in every weight. Where the unpatched distance is nothing by luck, the floor is half a rounding step of what
-the tensor is kept in: the dtype for logits, fp32 for losses and weights.
+them, and in every weight. If the unpatched distance happens to be 0, the floor is half a rounding step of what the
+tensor is kept in: the dtype for logits, fp32 for losses and weights.
 
 One pair of rounding trajectories says little: training amplifies a single rounding, so the ratio of two distances
 spreads around 1. So a tensor's ratio is the median over SEEDS of starting weights and batches. FACTORS lie between the
@@ -16,9 +16,9 @@ ATEN_CPU_CAPABILITY=default and avx2 (torch 2.13.0, AMD EPYC, 2026-11-23):
     fp32              6.99        2.20           29,000      39,600
     bf16              2.88        1.75           3.7         6.8
 
-Plain gradient descent, because Adam divides by the size of the gradient and would hide a gradient that is too large
-everywhere; and, for bf16, weights kept in fp32 beside the model's as mixed-precision training keeps them, because a
-bf16 weight does not feel a step below 1/256 of itself and would hide a wrong one.
+The optimizer is plain gradient descent. Adam divides by the size of the gradient and would hide a gradient that is too
+large everywhere. For bf16, a copy of the weights is kept in fp32, as in mixed-precision training: a bf16 weight ignores
+a step below 1/256 of itself and would hide a wrong one.
 """
 
 from __future__ import annotations
@@ -188,6 +188,6 @@ def another_eps(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", [one_target_too_many, larger_gradient_of_a_norm, another_eps])
-def test_fault_ends_farther_than_allowed(fault: Change, dtype: str) -> None:
+def test_comparison_detects_faults_of_a_few_percent(fault: Change, dtype: str) -> None:
     """The comparison above can fail: faults of some percent are beyond what it allows, in bf16 too."""
     assert farther_than_allowed("llama", DTYPES[dtype], "cpu", fault)

@@ -164,9 +164,9 @@ def plain(expression: sympy.Expr) -> sympy.Expr:
 def vanishes(expression: sympy.Expr) -> bool:
     """Whether a difference is exactly zero, by rational arithmetic.
 
-    Every exp, log, tanh, erf and root becomes a variable, with R² = P for a root R of P; what is left is a quotient
-    of polynomials, whose numerator is zero or is not. Faster than sympy.simplify by orders of magnitude, and it never
-    calls a difference zero that is not: variables that depend on each other in other ways only make it stricter.
+    Every exp, log, tanh, erf and root becomes a variable, with R² = P for a root R of P. The rest is a quotient of
+    polynomials, and the test is whether its numerator is zero. This is orders of magnitude faster than
+    sympy.simplify. A zero result is always right: other dependencies between the variables only make it stricter.
     """
     replaced, roots = _rationalised(expression)
     numerator = sympy.fraction(sympy.together(replaced))[0].expand()

@@ -46,7 +46,7 @@ OTHER_VERSIONS = 0.05
 """How far a number may be from the page's with other versions, as in tests/planner/test_plan_accuracy.py."""
 COLUMNS = 120
 """Width of the terminal that the pages show."""
-# Their blocks have checks of their own (test_math.py), or are a diary.
+# test_math.py checks the blocks of math.md; LOG.md is a diary.
 ELSEWHERE = ("docs/math.md", "docs/LOG.md")
 
 _FENCE = re.compile(
@@ -85,7 +85,7 @@ class Block:
         return self.body.partition("\n")[2] if self.kind == "console" else self.body
 
     def mark(self, name: str) -> str | None:
-        """What a mark says, `` for a mark without a text, None where it is absent."""
+        """The text of a mark: empty for a mark without a text, None if there is no such mark."""
         found = re.search(rf"^<!-- {name}:? ?(.*?) ?-->$", self.marks, re.MULTILINE)
         return found[1] if found else None
 
@@ -99,7 +99,7 @@ class Block:
         return "\n".join([*kept, f"<!-- made with {versions()} -->", "```console", f"$ {self.command}\n{output}```"])
 
     def difference(self, output: str) -> str:
-        """What is wrong with the page if the example prints `output`; nothing where they agree."""
+        """The difference between the page and `output`; empty if they agree."""
         old, new = self.output, output
         if pattern := self.mark("varies"):
             old, new = (re.sub(pattern, "#", text) for text in (old, new))
@@ -208,7 +208,7 @@ def run_python(blocks: Sequence[Block]) -> list[tuple[Block, str]]:
 
 
 def _run_block(block: Block, namespace: dict[str, Any]) -> str:
-    """What a block prints; the names it defines go into `namespace`."""
+    """Runs a block and returns what it prints; the names it defines go into `namespace`."""
     out, first = io.StringIO(), 1 if block.kind == "hidden" else 1 + block.marks.count("\n")
     tree = ast.increment_lineno(ast.parse(block.body, block.page), block.line + first - 1)
     with contextlib.redirect_stdout(out):

@@ -29,7 +29,7 @@ PLACEMENTS = (
 
 
 def host_memory_table() -> str:
-    """What the states of a full fine-tuning take outside the GPU, per model and placement, by the planner."""
+    """The planner's host memory and disk space for the states of full fine-tuning, per model and placement."""
     lines = [
         "| model | `sharding` | host, GiB | host, bytes per parameter | files, GiB |",
         "|---|---|---:|---:|---:|",

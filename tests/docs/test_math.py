@@ -103,7 +103,7 @@ def tensor(value: object) -> object:
 
 
 @pytest.mark.parametrize("block", GRADIENTS)
-def test_op_computes_what_is_written(block: Block) -> None:
+def test_op_computes_the_written_formula(block: Block) -> None:
     ran, _ = block.at_point(SEEDS[0])
     names = {id(value): name for name, value in ran.items() if isinstance(value, np.ndarray)}
     arguments = {name: tensor(value) for name, value in ran.items()}

@@ -41,7 +41,7 @@ def record() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_record_is_read_otherwise_than_it_says(tool: Any) -> None:
+def test_block_shows_the_figures_of_the_record(tool: Any) -> None:
     drawn: dict[Path, str] = {}
     said = tool.block("medusa", {"a-gpu": {"medusa": record()}}, drawn)
     assert "A GPU (driver 580.1), torch 2.11; tigon at commit 0123abc; 2026-11-21." in said
@@ -53,13 +53,13 @@ def test_record_is_read_otherwise_than_it_says(tool: Any) -> None:
     assert chart.startswith("<svg") and "peak memory (GiB)" in chart and "tokens/s" in chart
 
 
-def test_page_has_figures_without_a_record(tool: Any) -> None:
+def test_block_without_a_record_says_not_measured(tool: Any) -> None:
     assert tool.block("medusa", {}, {}) == "Not measured yet."
     with pytest.raises(SystemExit, match="no lines <!-- medusa -->"):
         tool.page("nothing", {})
 
 
-def test_record_of_another_sweep_is_taken(tool: Any, tmp_path: Path) -> None:
+def test_record_of_another_sweep_is_refused(tool: Any, tmp_path: Path) -> None:
     folder = tmp_path / "gpu" / "medusa"
     folder.mkdir(parents=True)
     (folder / "medusa.json").write_text('{"name": "quick"}')
@@ -67,7 +67,7 @@ def test_record_of_another_sweep_is_taken(tool: Any, tmp_path: Path) -> None:
         tool.load(tmp_path)
 
 
-def test_page_is_not_that_of_the_committed_records(tool: Any) -> None:
+def test_committed_page_matches_the_committed_records(tool: Any) -> None:
     text = tool.DOCUMENT.read_text(encoding="utf-8")
     new, drawn = tool.page(text, tool.load(tool.RECORDS))
     assert new == text, "run python -m benchmarks.pages.medusa"

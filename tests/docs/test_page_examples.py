@@ -142,7 +142,7 @@ def options() -> dict[str, set[str]]:
 
 
 def wrong_in(command: str) -> str:
-    """What a command names that does not exist; nothing if all of it does."""
+    """The names in a command that do not exist; empty if all exist."""
     program, _, rest = command.partition(" ")
     if program == "make":
         targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)

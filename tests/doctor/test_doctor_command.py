@@ -51,7 +51,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "run_self_test", lambda: PASSED)
 
 
-def test_real_run_does_not_end_with_zero_and_json(tmp_path: Path) -> None:
+def test_command_ends_with_zero_and_prints_json(tmp_path: Path) -> None:
     """The one test that starts the command, with its children, as a shell does."""
     command = [sys.executable, "-m", "tigon", "doctor", str(config_file(tmp_path)), "--json"]
     environment = {**os.environ, "PYTHONPATH": str(SRC)}
@@ -66,7 +66,9 @@ def test_real_run_does_not_end_with_zero_and_json(tmp_path: Path) -> None:
     assert found["environment"]["packages"]["torch"]
 
 
-def test_text_leaves_something_out(quick: None, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+def test_text_names_versions_device_self_test_and_patched_modules(
+    quick: None, monkeypatch: Any, capsys: Any, tmp_path: Path
+) -> None:
     code, out, _ = type_in(monkeypatch, capsys, str(config_file(tmp_path)))
     assert code == 0
     for line in ("versions", "device", "self-test", "rms_norm", "0.50", "model.layers.*.mlp", "linear_cross_entropy"):
@@ -74,7 +76,7 @@ def test_text_leaves_something_out(quick: None, monkeypatch: Any, capsys: Any, t
     assert max(len(line) for line in out.splitlines()) < 200 or "rms_norm" in out
 
 
-def test_folder_preset_and_file_name_different_models(tmp_path: Path) -> None:
+def test_folder_and_its_config_file_name_the_same_model_and_presets_work(tmp_path: Path) -> None:
     file = config_file(tmp_path)
     by_file, by_folder = (diagnosis.check_model(str(name)) for name in (file, tmp_path))
     assert by_file.report is not None and by_folder.report is not None
@@ -83,20 +85,20 @@ def test_folder_preset_and_file_name_different_models(tmp_path: Path) -> None:
     assert preset.report is not None and preset.report.counts["rms_norm"] == 9
 
 
-def test_examining_a_model_takes_memory_of_its_size() -> None:
+def test_large_model_is_examined_without_its_weights() -> None:
     """8 billion parameters, without any of them."""
     check = diagnosis.check_model("llama-3.1-8b")
     assert check.report is not None and check.report.counts["rms_norm"] == 65
 
 
-def test_left_alone_modules_have_no_reason_in_the_text(
+def test_text_gives_the_reason_for_modules_left_alone(
     quick: None, monkeypatch: Any, capsys: Any, tmp_path: Path
 ) -> None:
     code, out, _ = type_in(monkeypatch, capsys, str(config_file(tmp_path, architectures=["LlamaModel"])))
     assert code == 0 and "left alone" in out and "because" in out
 
 
-def test_wrong_op_ends_with_zero(monkeypatch: Any, capsys: Any) -> None:
+def test_wrong_op_is_a_problem_and_ends_with_one(monkeypatch: Any, capsys: Any) -> None:
     wrong = [c if c.op != "rope" else OpCheck(op="rope", dtype=c.dtype, share=31.0, worst="output 1") for c in PASSED]
     monkeypatch.setattr(diagnosis, "run_self_test", lambda: wrong)
     code, out, _ = type_in(monkeypatch, capsys)
@@ -107,7 +109,7 @@ def test_wrong_op_ends_with_zero(monkeypatch: Any, capsys: Any) -> None:
     assert code == 1 and json.loads(out)["ok"] is False
 
 
-def test_trap_of_bf16_products_is_not_explained(monkeypatch: Any, capsys: Any) -> None:
+def test_sigill_in_bf16_products_is_explained(monkeypatch: Any, capsys: Any) -> None:
     died = [
         c if c.dtype != "bf16" or "rms" in c.op else OpCheck(op=c.op, dtype="bf16", error="the process died of SIGILL")
         for c in PASSED
@@ -118,7 +120,7 @@ def test_trap_of_bf16_products_is_not_explained(monkeypatch: Any, capsys: Any) -
     assert "linear_cross_entropy, multi_head_linear_cross_entropy in bf16" in " ".join(out.split())
 
 
-def test_warning_alone_ends_with_one(quick: None, monkeypatch: Any, capsys: Any) -> None:
+def test_warning_alone_ends_with_zero(quick: None, monkeypatch: Any, capsys: Any) -> None:
     here = diagnosis.look()
     newer = {**here.packages, "transformers": "6.1.0"}
     monkeypatch.setattr(diagnosis, "look", lambda: type(here)(**{**vars(here), "packages": newer}))
@@ -139,9 +141,7 @@ def test_warning_alone_ends_with_one(quick: None, monkeypatch: Any, capsys: Any)
         ("{folder}/impossible.json", "LlamaConfig|cannot build|cannot read"),
     ],
 )
-def test_wrong_name_is_not_one_line_and_two(
-    name: str, says: str, monkeypatch: Any, capsys: Any, tmp_path: Path
-) -> None:
+def test_wrong_name_is_refused_in_one_line(name: str, says: str, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     files = {
         "text.json": "hello",
         "list.json": "[1]",
@@ -157,7 +157,7 @@ def test_wrong_name_is_not_one_line_and_two(
         diagnose(name.format(folder=tmp_path))
 
 
-def test_hub_id_without_a_connection_is_a_traceback(monkeypatch: Any) -> None:
+def test_hub_id_without_a_connection_is_a_usage_error(monkeypatch: Any) -> None:
     from transformers import AutoConfig
 
     def offline(*args: Any, **kwargs: Any) -> Any:
@@ -168,9 +168,7 @@ def test_hub_id_without_a_connection_is_a_traceback(monkeypatch: Any) -> None:
         diagnose("owner/model")
 
 
-def test_family_that_is_computed_wrong_is_called_sound(
-    quick: None, monkeypatch: Any, capsys: Any, tmp_path: Path
-) -> None:
+def test_family_that_is_computed_wrong_is_a_problem(quick: None, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     from tigon import ops
 
     right = ops.linear_cross_entropy
@@ -179,13 +177,15 @@ def test_family_that_is_computed_wrong_is_called_sound(
     assert code == 1 and "PROBLEM not-proved: a small llama differs from its unpatched twin in" in " ".join(out.split())
 
 
-def test_quantised_checkpoint_is_examined_without_saying_so(tmp_path: Path) -> None:
+def test_quantised_checkpoint_is_noted(tmp_path: Path) -> None:
     file = config_file(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     check = diagnosis.check_model(str(file))
     assert [finding.id for finding in check.findings] == ["quantised"]
 
 
-def test_model_that_gets_nothing_is_called_sound(quick: None, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+def test_model_without_a_patched_module_is_a_problem(
+    quick: None, monkeypatch: Any, capsys: Any, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "resnet", "architectures": ["ResNetModel"]}))
     code, out, _ = type_in(monkeypatch, capsys, str(tmp_path))
     assert code == 1 and "PROBLEM not-patched" in out and "ResNetModel: not patched" in out

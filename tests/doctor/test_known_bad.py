@@ -30,7 +30,7 @@ def found(env: Environment) -> set[str]:
     return {finding.id for finding in known_bad.matching(env)}
 
 
-def test_good_environment_is_called_bad() -> None:
+def test_good_environment_has_no_finding() -> None:
     assert found(GOOD) == set()
 
 
@@ -39,7 +39,7 @@ BAD_VERSIONS = {"triton": "3.3.1", "numpy": "2.4.0", "liger_kernel": "0.8.5"}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_row_does_not_fire(row: KnownBad) -> None:
+def test_row_fires_only_on_its_packages_and_conditions(row: KnownBad) -> None:
     versions = {p: BAD_VERSIONS.get(p) or ("99.0" if s.startswith(">=") else "0.1") for p, s in row.packages.items()}
     env = replace(GOOD, packages={**GOOD.packages, **versions}, conditions=GOOD.conditions | row.conditions)
     assert row.id in found(env)
@@ -53,7 +53,7 @@ def test_row_does_not_fire(row: KnownBad) -> None:
     ("triton", "numpy", "bad"),
     [("3.6.0", "2.4.0", True), ("3.6.0", "2.3.5", False), ("3.7.0", "2.4.0", False), ("3.4.0", "2.10.1", True)],
 )
-def test_interpreter_with_new_numpy(triton: str, numpy: str, bad: bool) -> None:
+def test_interpreter_with_numpy_it_cannot_run_is_reported(triton: str, numpy: str, bad: bool) -> None:
     packages = {**GOOD.packages, "triton": triton, "numpy": numpy}
     env = replace(GOOD, packages=packages, conditions=frozenset({"interpreter"}))
     assert ("interpreter-numpy" in found(env)) is bad
@@ -70,12 +70,12 @@ def test_interpreter_with_new_numpy(triton: str, numpy: str, bad: bool) -> None:
         ("5.25.0.dev0", {"transformers-newer-than-tested"}),
     ],
 )
-def test_transformers_outside_the_tested_range(version: str, expected: set[str]) -> None:
+def test_transformers_outside_the_tested_range_is_reported(version: str, expected: set[str]) -> None:
     assert found(replace(GOOD, packages={**GOOD.packages, "transformers": version})) == expected
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_row_is_malformed(row: KnownBad) -> None:
+def test_row_is_well_formed_and_names_its_source(row: KnownBad) -> None:
     assert row.packages or row.conditions, "it would fire everywhere"
     assert row.conditions <= CONDITIONS.keys()
     assert row.packages.keys() <= set(PACKAGES)
@@ -83,11 +83,11 @@ def test_row_is_malformed(row: KnownBad) -> None:
     assert row.what.endswith(".") and row.fix.endswith(".") and row.source
 
 
-def test_two_rows_have_one_name() -> None:
+def test_rows_have_distinct_ids() -> None:
     assert len({row.id for row in ROWS}) == len(ROWS)
 
 
-def test_condition_is_never_asked_about() -> None:
+def test_every_condition_is_used_by_a_row() -> None:
     assert set().union(*(row.conditions for row in ROWS)) == set(CONDITIONS)
 
 
@@ -105,7 +105,7 @@ def requirements() -> Iterable[tuple[str, str]]:
         yield requirement.name, str(requirement.specifier)
 
 
-def test_supported_versions_are_not_those_of_pyproject() -> None:
+def test_supported_versions_are_those_of_pyproject() -> None:
     declared = {name: spec for name, spec in requirements() if name in PACKAGES}
     table = {
         name: ",".join(filter(None, (f"<{UNTESTED_FROM[name]}" if name in UNTESTED_FROM else "", f">={oldest}")))
@@ -129,11 +129,13 @@ def test_supported_versions_are_not_those_of_pyproject() -> None:
         ((9, 0), [], False),
     ],
 )
-def test_gpu_architecture_is_matched_wrongly(capability: tuple[int, int], built: list[str], runs: bool) -> None:
+def test_gpu_runs_builds_for_its_own_or_a_compatible_architecture(
+    capability: tuple[int, int], built: list[str], runs: bool
+) -> None:
     assert environment._built_for(capability, built) is runs
 
 
-def test_classes_replaced_by_another_library_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_replaced_by_another_library_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     modeling_llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     assert not [name for name in environment.replaced_names() if "modeling_llama" in name]
     theirs = type("LigerRMSNorm", (), {"__module__": "liger_kernel.transformers.rms_norm"})
@@ -143,7 +145,7 @@ def test_classes_replaced_by_another_library_are_not_seen(monkeypatch: pytest.Mo
     assert "patched-globally" in found(seen)
 
 
-def test_environment_of_this_process_is_misread() -> None:
+def test_environment_of_this_process_is_read_correctly() -> None:
     import torch
 
     seen = environment.look()

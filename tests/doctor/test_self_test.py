@@ -17,7 +17,7 @@ from tigon.ops.self_check import DTYPES, PRODUCT, OpCheck, cases_of, check_op, s
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", (PRODUCT, *OPS))
-def test_right_op_is_called_wrong(name: str, dtype: str) -> None:
+def test_right_op_passes_all_its_cases(name: str, dtype: str) -> None:
     check = check_op(name, dtype)
     assert check.passed, check
     assert check.cases == (1 if name == PRODUCT else len(cases_of(OPS[name], _device())))
@@ -39,14 +39,14 @@ def slightly_wrong(op: Any, share: float) -> Any:
 
 @pytest.mark.parametrize(("dtype", "share"), [("fp32", 1e-5), ("bf16", 3e-2), ("fp16", 4e-3)])
 @pytest.mark.parametrize("name", OPS)
-def test_wrong_op_is_called_right(name: str, dtype: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slightly_wrong_op_fails(name: str, dtype: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight rounding steps of the dtype or fewer, and one place of a hundred thousand in fp32."""
     monkeypatch.setitem(OPS, name, slightly_wrong(OPS[name], share))
     check = check_op(name, dtype)
     assert check.error is None and check.share is not None and check.share > 1 and not check.passed
 
 
-def test_op_that_raises_or_returns_nan_has_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_op_that_raises_or_returns_nan_fails_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(**inputs: Any) -> Any:
         raise RuntimeError("no kernel image is available")
 
@@ -58,7 +58,7 @@ def test_op_that_raises_or_returns_nan_has_no_reason(monkeypatch: pytest.MonkeyP
     assert "NaN where the formula has 0" in (check.error or "") and not check.passed
 
 
-def test_result_of_another_shape_or_dtype_is_compared() -> None:
+def test_result_of_another_shape_or_dtype_is_refused() -> None:
     truth = torch.ones(3, dtype=torch.float64)
     with pytest.raises(ValueError, match="float16"):
         share_of_allowance(torch.ones(3).half(), truth, torch.ones(3), 2.0)
@@ -66,7 +66,7 @@ def test_result_of_another_shape_or_dtype_is_compared() -> None:
         share_of_allowance(torch.ones(4), truth, torch.ones(3), 2.0)
 
 
-def test_share_does_not_measure_the_allowance() -> None:
+def test_share_is_the_error_relative_to_the_allowance() -> None:
     """An error of exactly what the rule allows is 1: twice half a bf16 step, and twice an fp32 step, of the truth."""
     truth = torch.tensor([1.0], dtype=torch.float64)
     allowed = 2 * (2**-8 + 2**-23)
@@ -91,7 +91,7 @@ for name, dtype in json.loads(sys.argv[1]):
 """
 
 
-def test_crash_hides_the_other_checks() -> None:
+def test_crash_fails_its_own_check_alone() -> None:
     checks = {(c.op, c.dtype): c for c in self_test.run_self_test(timeout_s=2.0, child=FAULTY_CHILD)}
     assert set(checks) == set(CHECKS)
     failed = {key: check.error for key, check in checks.items() if not check.passed}
@@ -102,13 +102,13 @@ def test_crash_hides_the_other_checks() -> None:
     }
 
 
-def test_child_that_cannot_start_is_asked_for_ever() -> None:
+def test_child_that_cannot_start_fails_every_check_with_its_reason() -> None:
     checks = self_test.run_self_test(child="import nothing_of_this_name")
     assert len(checks) == len(CHECKS) and not any(check.passed for check in checks)
     assert all("nothing_of_this_name" in (check.error or "") for check in checks)
 
 
-def test_report_of_the_child_does_not_read_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_the_child_reads_back_as_checks(capsys: pytest.CaptureFixture[str]) -> None:
     self_test.main(json.dumps([["rope", "fp32"], [PRODUCT, "fp16"]]))
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == {"op": "rope", "dtype": "fp32"} and OpCheck(**lines[1]).passed

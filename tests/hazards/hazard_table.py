@@ -51,7 +51,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             known=MEASURED,
             here="Each gradient is decided by its own `needs_input_grad`. A frozen half costs no product.",
             tests=(
-                f"{_HAZARDS}::test_trainable_head_on_a_frozen_trunk_gets_no_gradient",
+                f"{_HAZARDS}::test_trainable_head_on_a_frozen_trunk_gets_its_gradient",
                 f"{_OPS}::test_gradient_is_the_same_whichever_other_inputs_require_one",
                 "ops/test_linear_cross_entropy.py::test_frozen_half_or_eval_costs_no_product",
             ),
@@ -59,19 +59,19 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="An adapter on the head trains as if it were not there",
-            elsewhere="With `target_modules=[..., 'lm_head']` the fused loss reads `lm_head.weight` and passes the "
-            "adapter by: its gradients stay None, and the loss is that of the base weight, 5.21 where 5.90 is right. "
+            elsewhere="With `target_modules=[..., 'lm_head']` the fused loss reads `lm_head.weight` and skips the "
+            "adapter. Its gradients stay None. The loss is that of the base weight: 5.21 instead of 5.90. "
             "TRL now raises.",
             known=MEASURED,
             links=(f"{TRL}/issues/4612", f"{TRL}/pull/5977"),
             here="The loss is computed inside `lm_head`'s own forward and taken only if exactly that object reaches "
-            "`loss_function`. An adapter's sum is another object, so the loss is the ordinary one of the full logits, "
-            "and a warning says so once. 31 tuners of PEFT are compared.",
+            "`loss_function`. An adapter's sum is another object. The loss is then computed from the full logits, and "
+            "one warning says so. 31 tuners of PEFT are compared.",
             tests=(
-                f"{_HAZARDS}::test_adapter_on_the_head_is_left_out_of_the_loss",
+                f"{_HAZARDS}::test_adapter_on_the_head_counts_in_the_loss_or_is_refused",
                 f"{_HEADS}::test_adapter_on_the_head_is_trained_through_full_logits",
                 f"{_HEADS}::test_modules_to_save_on_the_head_trains_its_copy_with_the_fused_loss",
-                "integration/test_with_trl.py::test_sft_trainer_with_an_adapter_on_the_head_trains_without_it",
+                "integration/test_with_trl.py::test_sft_trainer_still_refuses_an_adapter_on_the_head",
             ),
             cases=("P02",),
         ),
@@ -91,7 +91,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             known=MEASURED,
             here="The op takes the bias and differentiates it.",
             tests=(
-                f"{_HAZARDS}::test_bias_of_the_head_is_dropped",
+                f"{_HAZARDS}::test_bias_of_the_head_counts_in_the_loss_and_gets_a_gradient",
                 f"{_PARITY}::test_head_with_a_bias_trains_the_bias",
             ),
             cases=("P03",),
@@ -101,18 +101,18 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             elsewhere="The module is never called, so forward hooks on it never fire.",
             known=MEASURED,
             here="The head is called. Pre-hooks act, forward hooks see an object of the logits' shape, and one that "
-            "edits them changes the loss. A hook with an autograd function of its own is refused, because it would "
-            "get the gradient of a scalar.",
+            "edits them changes the loss. A hook with a custom autograd function is refused, because it would get "
+            "the gradient of a scalar.",
             tests=(
-                f"{_HAZARDS}::test_hooks_on_the_head_are_passed_by",
-                f"{_HAZARDS}::test_hook_that_edits_the_logits_does_not_reach_the_loss",
+                f"{_HAZARDS}::test_hooks_on_the_head_are_called_and_take_effect",
+                f"{_HAZARDS}::test_hook_that_edits_the_logits_reaches_the_loss",
                 f"{_HEADS}::test_hook_with_its_own_autograd_function_is_refused",
             ),
             cases=("P03",),
         ),
         Hazard(
             name="A quantised or parametrised head is multiplied by its raw weight",
-            elsewhere="Whatever `lm_head.weight` holds is taken for the matrix, whatever the head's forward does.",
+            elsewhere="The loss multiplies by `lm_head.weight` and ignores the head's forward.",
             known=READ,
             here="Only an `nn.Linear` with `nn.Linear`'s forward is fused. Others keep their forward, and the report "
             "names their class.",
@@ -133,11 +133,11 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
                 "https://github.com/EvolvingLMMs-Lab/lmms-engine/issues/29",
                 f"{LIGER}/pull/674",
             ),
-            here="Inside the head's forward the weight is whole. Where it is not, because nothing gathered it, an "
-            "error or a warning names `lm_head.weight`. Tensor-parallel heads compute their own logits. Gradients on "
+            here="Inside the head's forward the weight is whole. If nothing gathered the weight, an error or a "
+            "warning names `lm_head.weight`. Tensor-parallel heads compute their own logits. Gradients on "
             "two ranks are compared with those of one.",
             tests=(
-                "hazards/test_two_ranks.py::test_gradients_of_two_ranks_are_not_those_of_one",
+                "hazards/test_two_ranks.py::test_gradients_of_two_ranks_are_those_of_one",
                 f"{_SHARDED}::test_fsdp2_trains_with_the_fused_loss",
                 f"{_SHARDED}::test_fsdp1_trains_with_the_fused_loss",
                 f"{_SHARDED}::test_head_partitioned_outside_its_own_forward_trains_as_whole",
@@ -155,8 +155,8 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             here="The ops are named operators without a sharding rule, so PyTorch refuses a DTensor by the operator's "
             "name. Under FSDP2 they get plain tensors.",
             tests=(
-                "hazards/test_patched_models.py::test_dtensor_reaches_a_kernel",
-                "hazards/test_two_ranks.py::test_gradients_of_two_ranks_are_not_those_of_one",
+                "hazards/test_patched_models.py::test_dtensor_is_refused_or_keeps_its_placements_and_values",
+                "hazards/test_two_ranks.py::test_gradients_of_two_ranks_are_those_of_one",
             ),
             cases=("P05",),
         ),
@@ -166,7 +166,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             known=MEASURED,
             here="It is asked at every call; only transformers' own next-token loss is fused.",
             tests=(
-                f"{_HAZARDS}::test_loss_function_of_the_users_own_is_ignored",
+                f"{_HAZARDS}::test_custom_loss_function_is_respected",
                 f"{_MODELS}::test_custom_loss_function_is_respected_and_reported",
             ),
             cases=("P03",),
@@ -180,12 +180,11 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             here="In training `outputs.logits` is a tensor that computes itself when it is read, with a warning, once. "
             "In evaluation the logits are computed, since metrics read them; `skip_logits=True` does without.",
             tests=(
-                f"{_HAZARDS}::test_logits_of_a_training_step_are_missing",
-                f"{_HAZARDS}::test_evaluation_cannot_do_without_logits",
+                f"{_HAZARDS}::test_logits_of_a_training_step_can_be_read",
+                f"{_HAZARDS}::test_evaluation_with_skip_logits_computes_the_loss_alone",
                 "models/test_deferred.py::test_no_tensor_of_tokens_by_vocabulary_exists_in_a_training_step",
                 "models/test_with_trainer.py::test_evaluation_metrics_receive_real_logits",
-                "integration/test_with_trl.py::"
-                "test_metrics_read_from_the_logits_of_a_training_step_cost_more_than_the_logits",
+                "integration/test_with_trl.py::test_metrics_from_training_logits_allocate_the_logits_once",
             ),
             cases=("P06",),
         ),
@@ -193,15 +192,15 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
     "Labels": (
         Hazard(
             name="A label out of range gives garbage",
-            elsewhere="The fused loss has no check: a label equal to the vocabulary size gives a loss of 7.5e30 or a "
-            "plausible one, and on a GPU reads memory that is not the logits'. The plain cross entropy asserts, with "
-            "two synchronisations, unless Python runs with -O.",
+            elsewhere="The fused loss does not check labels. A label equal to the vocabulary size gives a loss of "
+            "7.5e30 or a plausible one. On a GPU it reads memory beyond the logits. The plain cross entropy asserts, "
+            "with two synchronisations, unless Python runs with -O.",
             known=MEASURED,
             links=(f"{LIGER}/issues/916",),
             here="The comparison is in 64 bits before any address is formed. On the CPU it is a LabelError; on a GPU "
             "that row's loss and gradients are NaN and the other rows are unchanged, without a synchronisation.",
             tests=(
-                f"{_HAZARDS}::test_label_out_of_range_gives_a_finite_loss",
+                f"{_HAZARDS}::test_label_out_of_range_raises_or_gives_a_nan_loss",
                 "ops/test_cross_entropy.py::test_label_out_of_range_raises_or_gives_nan_in_its_row_alone",
             ),
             cases=("P07",),
@@ -214,7 +213,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             here="Every op is registered with torch.library and writes every row. One compiled graph is called with "
             "labels of which none, some, nearly all and all are ignored, and compared with eager mode.",
             tests=(
-                "integration/test_compiled_families.py::test_compiled_loss_is_another_with_ignored_labels",
+                "integration/test_compiled_families.py::test_compiled_loss_equals_eager_with_and_without_ignored_labels",
                 "models/test_compile.py::test_compiled_training_equals_eager_with_and_without_ignored_labels",
                 "ops/test_registration.py::test_compiled_op_is_one_graph_for_all_token_counts_and_equals_eager",
             ),
@@ -226,7 +225,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             known=MEASURED,
             here="No op writes to an input unless `inplace=True` was passed, and then not under `no_grad`.",
             tests=(
-                f"{_HAZARDS}::test_evaluation_changes_the_logits_of_ignored_rows_or_has_none",
+                f"{_HAZARDS}::test_evaluation_gives_the_unpatched_logits_and_loss",
                 f"{_OPS}::test_inputs_outputs_and_upstream_gradient_are_not_modified",
                 "ops/test_cross_entropy.py::test_inplace_without_gradients_leaves_the_logits_unchanged",
             ),
@@ -252,9 +251,9 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             here="The versions of labels, `shift_labels` and `num_items_in_batch` are compared at the head and at the "
             "loss. Labels that changed before the head are read again. If they change after the head, the loss is the "
             "ordinary one of the full logits. A compiled step gives NaN instead, because its graph cannot choose. "
-            "A write through `.data` or into a numpy view has no version. It counts on the CPU, where values are "
-            "compared, and in a compiled step. On a GPU in eager mode a write to `labels.data` inside the forward is "
-            "not seen, because a comparison would wait for the device: write to the labels themselves.",
+            "A write through `.data` or into a numpy view leaves the version unchanged. It counts on the CPU, where "
+            "values are compared, and in a compiled step. On a GPU in eager mode a write to `labels.data` inside the "
+            "forward is not noticed, because a comparison would wait for the device. Write to the labels themselves.",
             tests=(
                 f"{_SEAM}::test_labels_edited_before_super_forward_count_in_the_loss",
                 f"{_SEAM}::test_labels_edited_by_a_hook_count_in_the_loss",
@@ -267,7 +266,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             elsewhere="A fused loss has no logits to edit. `with torch.no_grad(): logits[..., 90:] = -1e4`, "
             "`logits.detach().mul_(2)` or a hook on the head has no effect on the loss.",
             known=READ,
-            here="Whoever reads or writes the logits gets an ordinary tensor, and the loss of that step is computed "
+            here="A read of or a write to the logits makes an ordinary tensor, and the loss of that step is computed "
             "from it. All aliases share its memory: `detach`, `.data`, views, numpy arrays, `out=`. The step then "
             "costs the memory of the logits and of a copy, as the warning says.",
             tests=(
@@ -298,7 +297,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             here="The loss is 0 and every gradient exactly 0, also for `num_items_in_batch=0` and for class weights "
             "that are all 0.",
             tests=(
-                f"{_HAZARDS}::test_batch_without_labels_moves_the_weights",
+                f"{_HAZARDS}::test_batch_with_all_labels_ignored_gives_zero_loss_and_gradients",
                 "ops/test_cross_entropy.py::test_all_labels_ignored_gives_zero_loss_and_gradient",
                 "ops/test_cross_entropy.py::test_zero_items_give_zero_loss_and_gradient",
                 "ops/test_unfit_arguments.py::test_class_weights_that_are_all_zero_give_a_mean_of_zero",
@@ -325,13 +324,13 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
     "Gradients": (
         Hazard(
             name="The second backward is another one",
-            elsewhere="Gradients are made in the forward and scaled in place in the backward, or written over what was "
-            "saved: with `retain_graph=True` a second backward of SwiGLU, cross entropy or the fused loss returns "
-            "other gradients, without an error.",
+            elsewhere="Gradients are computed in the forward and scaled in place in the backward, or written over "
+            "saved tensors. With `retain_graph=True` a second backward of SwiGLU, cross entropy or the fused loss "
+            "returns other gradients, without an error.",
             known=MEASURED,
             here="The second backward equals the first; `create_graph=True` is a DoubleBackwardError.",
             tests=(
-                f"{_HAZARDS}::test_second_backward_gives_other_gradients",
+                f"{_HAZARDS}::test_second_backward_gives_the_unpatched_gradients",
                 f"{_OPS}::test_second_backward_equals_the_first",
                 f"{_OPS}::test_second_derivative_is_refused",
             ),
@@ -339,7 +338,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             name="A residual connection around the norm",
             elsewhere="RMSNorm's backward writes its gradient into the upstream one, which autograd shares between the "
-            "branches of an addition: the gradient of z in `z + norm(x)` is wrong by 0.3, that of `norm(x) + z` right.",
+            "branches of an addition. The gradient of z in `z + norm(x)` is wrong by 0.3, that of `norm(x) + z` right.",
             known=MEASURED,
             links=(f"{LIGER}/issues/370",),
             here="Gradients are written to new memory.",
@@ -351,27 +350,27 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             name="Another use of a gate, a query or the logits",
             elsewhere="SwiGLU's backward overwrites the gate it saved, RoPE rotates queries in place and cross entropy "
-            "turns logits into gradients, without telling autograd: a regulariser, an auxiliary loss or a logging hook "
+            "turns logits into gradients, without telling autograd. A regulariser, an auxiliary loss or a logging hook "
             "on the same tensor gets gradients that are off by up to 8.",
             known=MEASURED,
             links=(f"{LIGER}/issues/272",),
             here="Nothing is overwritten. A penalty on the inputs and outputs of every projection and norm of a model "
             "has the gradients of the unpatched model.",
             tests=(
-                f"{_HAZARDS}::test_use_of_an_inner_tensor_elsewhere_gets_another_gradient",
+                f"{_HAZARDS}::test_penalty_on_inner_tensors_gets_the_unpatched_gradient",
                 f"{_OPS}::test_input_with_a_second_consumer_gets_the_sum_of_both_gradients",
                 "models/test_deferred.py::test_read_logits_carry_gradients",
             ),
         ),
         Hazard(
             name="Parameters become gradients",
-            elsewhere="Where the gate, up or logits are leaves, their values are the gradients after the backward, and "
+            elsewhere="If the gate, up or logits are leaves, their values are the gradients after the backward, and "
             "their version counters are still 0.",
             known=MEASURED,
             here="Weights, buffers, inputs and labels are the same bits with the same version after a training step. "
             "With `inplace=True` the version counter moves, and autograd raises for later uses.",
             tests=(
-                f"{_HAZARDS}::test_training_step_writes_into_weights_inputs_or_labels",
+                f"{_HAZARDS}::test_training_step_leaves_weights_inputs_and_labels_unmodified",
                 f"{_OPS}::test_inputs_outputs_and_upstream_gradient_are_not_modified",
                 "ops/test_cross_entropy.py::test_autograd_detects_logits_overwritten_by_inplace",
             ),
@@ -384,11 +383,11 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "module, so every other Llama of the process, and every later one, changes with it. There is no way back "
             "but reloading modules.",
             known=MEASURED,
-            here="A patched module gets a class of its own. Every name of torch.nn, torch.nn.functional, the modeling "
-            "module and its classes is the same object afterwards, models built before and after give the same bits, "
-            "and `report.undo()` gives the model its own bits back.",
+            here="A patched module gets a new class. Every name of torch.nn, torch.nn.functional, the modeling module "
+            "and its classes is the same object afterwards. Models built before and after give the same bits, and "
+            "`report.undo()` restores the model's own bits.",
             tests=(
-                f"{_HAZARDS}::test_other_models_and_the_process_change_with_the_patched_one",
+                f"{_HAZARDS}::test_patch_leaves_other_models_and_the_process_unchanged",
                 f"{_FAMILIES}::test_patching_one_model_leaves_others_of_its_family_unchanged",
                 f"{_MODELS}::test_nothing_outside_the_instance_changes",
                 f"{_MODELS}::test_undo_restores_the_unpatched_model_bit_for_bit",
@@ -398,26 +397,26 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="`torch.nn.functional.cross_entropy` is replaced for the process",
-            elsewhere="`cross_entropy=True` assigns to it: probability targets and (N, C, L) logits then raise in code "
-            "that has nothing to do with the model, and the logits of ignored rows are zeroed there as well.",
+            elsewhere="`cross_entropy=True` assigns to it. In code that has nothing to do with the model, probability "
+            "targets and (N, C, L) logits then raise, and the logits of ignored rows are zeroed.",
             known=MEASURED,
             here="`tigon.patch(cross_entropy=True)` changes the loss of that model.",
             tests=(
-                f"{_HAZARDS}::test_cross_entropy_and_layer_norm_of_torch_lose_features",
-                f"{_HAZARDS}::test_other_models_and_the_process_change_with_the_patched_one",
+                f"{_HAZARDS}::test_cross_entropy_and_layer_norm_of_torch_keep_their_features",
+                f"{_HAZARDS}::test_patch_leaves_other_models_and_the_process_unchanged",
             ),
             cases=("P08",),
         ),
         Hazard(
             name="`torch.nn.LayerNorm` is another class",
             elsewhere="Without `model=`, the functions for mllama, gemma3, paligemma, internvl and smolvlm make it "
-            "LigerLayerNorm: `elementwise_affine=False` is a TypeError, and `isinstance(x, nn.LayerNorm)` is False for "
+            "LigerLayerNorm. `elementwise_affine=False` is a TypeError, and `isinstance(x, nn.LayerNorm)` is False for "
             "modules that exist, which moves them into weight decay.",
             known=MEASURED,
             here="A patched LayerNorm is an instance of `nn.LayerNorm`, and `nn.LayerNorm` is PyTorch's.",
             tests=(
-                f"{_HAZARDS}::test_cross_entropy_and_layer_norm_of_torch_lose_features",
-                f"{_HAZARDS}::test_patched_layer_norm_is_no_layer_norm",
+                f"{_HAZARDS}::test_cross_entropy_and_layer_norm_of_torch_keep_their_features",
+                f"{_HAZARDS}::test_patched_layer_norm_is_an_instance_of_torch_layer_norm",
             ),
             cases=("P08",),
         ),
@@ -432,7 +431,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             tests=(
                 f"{_MODELS}::test_report_counts_every_replaced_module_and_prints_them",
                 f"{_MODELS}::test_failure_half_way_through_takes_everything_back",
-                f"{_HAZARDS}::test_optimizer_made_before_the_patch_trains_other_parameters",
+                f"{_HAZARDS}::test_optimizer_made_before_the_patch_trains_the_patched_model",
             ),
             cases=("P08",),
         ),
@@ -448,7 +447,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             here="A row that claims a seam, or a flag that is on, and matches nothing is a PatchError, and nothing has "
             "been changed. Each row is tried against its family.",
             tests=(
-                f"{_HAZARDS}::test_attribute_renamed_by_a_release_makes_a_silent_no_op",
+                f"{_HAZARDS}::test_renamed_eps_attribute_is_refused_and_changes_nothing",
                 f"{_FAMILIES}::test_row_replaces_what_its_flags_claim_and_refuses_other_flags",
                 f"{_MODELS}::test_a_flag_that_matches_nothing_is_an_error_and_changes_nothing",
             ),
@@ -460,12 +459,12 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "returns.",
             known=READ,
             here="A family without a row is matched by structure, module by module, each against its own forward and "
-            "gradient on a few numbers. Where nothing matches, `patch` raises.",
+            "gradient on a few numbers. If nothing matches, `patch` raises.",
             tests=(
                 f"{_FAMILIES}::test_family_without_a_row_is_patched_by_structure_and_verified",
                 f"{_FAMILIES}::test_model_in_which_nothing_matches_is_refused",
                 f"{_FAMILIES}::test_module_that_structure_does_not_match_is_reported",
-                "doctor/test_doctor_command.py::test_model_that_gets_nothing_is_called_sound",
+                "doctor/test_doctor_command.py::test_model_without_a_patched_module_is_a_problem",
             ),
             cases=("P09",),
         ),
@@ -476,7 +475,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             here="The module's own forward and the op are compared before the module is taken; a class whose formula "
             "differs stays and is reported.",
             tests=(
-                f"{_HAZARDS}::test_model_with_code_of_its_own_trains_by_another_formula",
+                f"{_HAZARDS}::test_model_with_custom_code_trains_as_unpatched",
                 f"{_FAMILIES}::test_remote_code_with_a_capped_head_trains_right_and_is_fused_after_one_step",
                 f"{_MODELS}::test_norm_with_another_formula_is_left_alone_and_reported",
                 f"{_MODELS}::test_subclass_that_calls_super_is_patched_and_one_that_does_not_is_reported",
@@ -485,13 +484,13 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="eps = 0 becomes 1e-6",
-            elsewhere="The instance patch takes the first truthy of several attributes, then a default: a norm with "
-            "eps 0, or with its eps under a new name, gets another one.",
+            elsewhere="The instance patch takes the first truthy of several attributes, then a default. A norm with "
+            "eps 0, or with its eps under a new name, gets another eps.",
             known=MEASURED,
             here="The row names the attribute; its value is read at every call. A norm without it is left alone, and "
             "where none has it, `patch` raises.",
             tests=(
-                f"{_HAZARDS}::test_eps_of_the_norm_is_replaced_by_a_default",
+                f"{_HAZARDS}::test_eps_of_the_norm_is_kept",
                 f"{_MODELS}::test_eps_zero_and_an_edited_eps_are_used_as_they_are",
                 f"{_MODELS}::test_norm_without_its_eps_attribute_is_left_alone_and_reported",
             ),
@@ -507,9 +506,9 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "pass with transformers 5.17.0 and 5.23.0. With 5.8.0, 31 of 36 families verify, granitemoe, deepseek_v3 "
             "and qwen2_5_vl are refused with a PatchError, and gpt_neox and gemma3 train with full logits.",
             tests=(
-                "test_architecture.py::test_importing_tigon_imports_transformers_or_triton",
-                "hazards/test_imports.py::test_patching_one_family_imports_the_code_of_another",
-                "doctor/test_known_bad.py::test_transformers_outside_the_tested_range",
+                "test_architecture.py::test_importing_tigon_imports_neither_transformers_nor_triton",
+                "hazards/test_imports.py::test_patching_one_family_imports_no_code_of_another",
+                "doctor/test_known_bad.py::test_transformers_outside_the_tested_range_is_reported",
             ),
             cases=("P11",),
         ),
@@ -538,8 +537,8 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             links=(f"{LIGER}/issues/174",),
             here="A patched Llama, Qwen 3 and Gemma 2 are one graph each, without recompiling for other labels.",
             tests=(
-                "integration/test_compiled_families.py::test_compiled_loss_is_another_with_ignored_labels",
-                "integration/test_compiled_families.py::test_batches_of_any_size_compile_again_and_again",
+                "integration/test_compiled_families.py::test_compiled_loss_equals_eager_with_and_without_ignored_labels",
+                "integration/test_compiled_families.py::test_batches_of_any_size_share_at_most_three_graphs",
                 "models/test_compile.py::test_training_step_is_one_graph_of_named_ops_without_logits",
                 "ops/test_registration.py::test_inductor_equals_eager_without_recompiling",
             ),
@@ -547,7 +546,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             name="A tensor on another GPU than the current one",
             elsewhere="Triton launches on the current device. With `device_map='auto'` the losses, RoPE and LayerNorm "
-            "have no guard: an error at best.",
+            "do not switch devices, so the best outcome is an error.",
             known=REPORTED,
             links=(f"{LIGER}/issues/401", f"{LIGER}/issues/593", f"{LIGER}/issues/1303"),
             here="Every launch is under the tensor's device, on its stream.",

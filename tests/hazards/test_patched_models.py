@@ -75,7 +75,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 @for_families
-def test_trainable_head_on_a_frozen_trunk_gets_no_gradient(family: str) -> None:
+def test_trainable_head_on_a_frozen_trunk_gets_its_gradient(family: str) -> None:
     patched, original = twins(family)
     for model in (patched, original):
         model.requires_grad_(False)
@@ -99,8 +99,8 @@ def adapted(model: nn.Module, kind: str) -> Any:
     return wrapped
 
 
-# The tuners of PEFT 0.21 that can sit on this head, with what their configs cannot do without. Not here: AdaMSS (needs
-# scikit-learn), RoAd (an even number of outputs), and those that are no layers.
+# The tuners of PEFT 0.21 that can wrap this head, with the options that their configs require. AdaMSS is left out
+# because it needs scikit-learn, RoAd because it needs an even number of outputs.
 TUNERS: dict[str, dict[str, Any]] = {
     "LORA": {"r": 4}, "LOHA": {"r": 4}, "LOKR": {"r": 4}, "ADALORA": {"init_r": 4, "total_step": 10},
     "IA3": {"feedforward_modules": []}, "OFT": {"oft_block_size": 4}, "HRA": {"r": 4}, "VERA": {"r": 4},
@@ -118,7 +118,7 @@ WANT_PLAIN_LINEAR = {"GLORA"}
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("order", ["patched before", "patched after"])
 @pytest.mark.parametrize("kind", TUNERS)
-def test_adapter_on_the_head_is_left_out_of_the_loss(kind: str, order: str) -> None:
+def test_adapter_on_the_head_counts_in_the_loss_or_is_refused(kind: str, order: str) -> None:
     peft = pytest.importorskip("peft")
     if kind not in peft.PEFT_TYPE_TO_CONFIG_MAPPING:
         pytest.skip(f"this PEFT has no {kind}")
@@ -141,7 +141,7 @@ def test_adapter_on_the_head_is_left_out_of_the_loss(kind: str, order: str) -> N
 
 
 @for_families
-def test_bias_of_the_head_is_dropped(family: str) -> None:
+def test_bias_of_the_head_counts_in_the_loss_and_gets_a_gradient(family: str) -> None:
     patched, original = twins(family)
     for model in (patched, original):
         head = head_of(model)
@@ -154,7 +154,7 @@ def test_bias_of_the_head_is_dropped(family: str) -> None:
 
 
 @for_families
-def test_hooks_on_the_head_are_passed_by(family: str) -> None:
+def test_hooks_on_the_head_are_called_and_take_effect(family: str) -> None:
     patched, original = twins(family)
     calls: list[tuple[str, Any]] = []
     for model in (original, patched):
@@ -169,7 +169,7 @@ def test_hooks_on_the_head_are_passed_by(family: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::tigon.models.MaterializedLogitsWarning", "ignore::UserWarning")
 @for_families
-def test_hook_that_edits_the_logits_does_not_reach_the_loss(family: str) -> None:
+def test_hook_that_edits_the_logits_reaches_the_loss(family: str) -> None:
     patched, original = twins(family)
     for model in (patched, original):
         head_of(model).register_forward_hook(lambda m, args, logits: logits * 0.5 + 1e-2)
@@ -178,7 +178,7 @@ def test_hook_that_edits_the_logits_does_not_reach_the_loss(family: str) -> None
 
 
 @for_families
-def test_loss_function_of_the_users_own_is_ignored(family: str) -> None:
+def test_custom_loss_function_is_respected(family: str) -> None:
     def squared(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
         return F.mse_loss(logits, F.one_hot(labels.clamp_min(0), vocab_size).float())
 
@@ -193,7 +193,7 @@ def test_loss_function_of_the_users_own_is_ignored(family: str) -> None:
 
 
 @for_families
-def test_evaluation_changes_the_logits_of_ignored_rows_or_has_none(family: str) -> None:
+def test_evaluation_gives_the_unpatched_logits_and_loss(family: str) -> None:
     patched, original = twins(family)
     tigon.patch(patched)
     patched.eval(), original.eval()
@@ -205,7 +205,7 @@ def test_evaluation_changes_the_logits_of_ignored_rows_or_has_none(family: str) 
 
 
 @for_families
-def test_evaluation_cannot_do_without_logits(family: str) -> None:
+def test_evaluation_with_skip_logits_computes_the_loss_alone(family: str) -> None:
     patched, original = twins(family)
     tigon.patch(patched)
     patched.eval(), original.eval()
@@ -216,7 +216,7 @@ def test_evaluation_cannot_do_without_logits(family: str) -> None:
 
 
 @for_families
-def test_logits_of_a_training_step_are_missing(family: str) -> None:
+def test_logits_of_a_training_step_can_be_read(family: str) -> None:
     patched, original = twins(family)
     tigon.patch(patched)
     outputs, want = patched(**BATCH), original(**BATCH)
@@ -230,7 +230,7 @@ def test_logits_of_a_training_step_are_missing(family: str) -> None:
 
 @pytest.mark.parametrize("label", [97, -1, -101, 2**31, -(2**63)])
 @for_families
-def test_label_out_of_range_gives_a_finite_loss(family: str, label: int) -> None:
+def test_label_out_of_range_raises_or_gives_a_nan_loss(family: str, label: int) -> None:
     patched, _ = twins(family)
     tigon.patch(patched)
     labels = BATCH["labels"].clone()
@@ -244,11 +244,11 @@ def test_label_out_of_range_gives_a_finite_loss(family: str, label: int) -> None
 
 
 @for_families
-def test_batch_without_labels_moves_the_weights(family: str) -> None:
+def test_batch_with_all_labels_ignored_gives_zero_loss_and_gradients(family: str) -> None:
     patched, _ = twins(family)
     tigon.patch(patched)
     if family == "mixtral":
-        patched.config.output_router_logits = False  # the balance of the experts is a loss of its own
+        patched.config.output_router_logits = False  # the load-balancing loss of the experts needs no labels
     labels = torch.full_like(BATCH["labels"], -100)
     for extra in ({}, {"num_items_in_batch": 0}, {"num_items_in_batch": torch.tensor(0)}):
         got = results(patched, lambda model, extra=extra: model(BATCH["input_ids"], labels=labels, **extra).loss)
@@ -259,7 +259,7 @@ def test_batch_without_labels_moves_the_weights(family: str) -> None:
 
 
 @for_families
-def test_second_backward_gives_other_gradients(family: str) -> None:
+def test_second_backward_gives_the_unpatched_gradients(family: str) -> None:
     def twice(model: nn.Module) -> Tensor:
         loss = model(**BATCH).loss
         loss *= 3.0
@@ -272,7 +272,7 @@ def test_second_backward_gives_other_gradients(family: str) -> None:
 
 
 @for_families
-def test_use_of_an_inner_tensor_elsewhere_gets_another_gradient(family: str) -> None:
+def test_penalty_on_inner_tensors_gets_the_unpatched_gradient(family: str) -> None:
     """A penalty on the inputs and outputs of every projection and norm: what is written over in place shows in it."""
 
     def penalised(model: nn.Module) -> Tensor:
@@ -297,7 +297,7 @@ def test_use_of_an_inner_tensor_elsewhere_gets_another_gradient(family: str) -> 
 
 
 @for_families
-def test_training_step_writes_into_weights_inputs_or_labels(family: str) -> None:
+def test_training_step_leaves_weights_inputs_and_labels_unmodified(family: str) -> None:
     patched, _ = twins(family)
     tigon.patch(patched)
     state = {**dict(patched.named_parameters()), **dict(patched.named_buffers()), **BATCH}
@@ -325,7 +325,7 @@ def names_of_the_process(family: str) -> dict[str, Any]:
 
 
 @for_families
-def test_other_models_and_the_process_change_with_the_patched_one(family: str) -> None:
+def test_patch_leaves_other_models_and_the_process_unchanged(family: str) -> None:
     earlier, patched = twins(family)
     want = results(earlier)
     before = names_of_the_process(family)
@@ -345,8 +345,8 @@ def test_other_models_and_the_process_change_with_the_patched_one(family: str) -
 
 
 @for_families
-def test_cross_entropy_and_layer_norm_of_torch_lose_features(family: str) -> None:
-    """What a process-wide replacement breaks: probability targets, (N, C, L) logits, a LayerNorm without weights."""
+def test_cross_entropy_and_layer_norm_of_torch_keep_their_features(family: str) -> None:
+    """A process-wide replacement breaks probability targets, (N, C, L) logits and a LayerNorm without weights."""
     patched, _ = twins(family)
     tigon.patch(patched)
     logits = torch.randn(4, 5)
@@ -357,7 +357,7 @@ def test_cross_entropy_and_layer_norm_of_torch_lose_features(family: str) -> Non
 
 
 @for_families
-def test_optimizer_made_before_the_patch_trains_other_parameters(family: str) -> None:
+def test_optimizer_made_before_the_patch_trains_the_patched_model(family: str) -> None:
     patched, original = twins(family)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (patched, original)]
     tigon.patch(patched)
@@ -368,7 +368,7 @@ def test_optimizer_made_before_the_patch_trains_other_parameters(family: str) ->
     assert_same({n: p.detach() for n, p in got.items()}, {n: p.detach() for n, p in want.items()})
 
 
-def test_patched_layer_norm_is_no_layer_norm() -> None:
+def test_patched_layer_norm_is_an_instance_of_torch_layer_norm() -> None:
     patched, _ = twins("gpt2")
     before = [name for name, m in patched.named_modules() if isinstance(m, nn.LayerNorm)]
     assert tigon.patch(patched).counts["layer_norm"] == len(before) > 0
@@ -382,7 +382,7 @@ def test_patched_layer_norm_is_no_layer_norm() -> None:
 # --- what does not match ----------------------------------------------------------------------------------------------
 
 
-def test_attribute_renamed_by_a_release_makes_a_silent_no_op() -> None:
+def test_renamed_eps_attribute_is_refused_and_changes_nothing() -> None:
     """transformers renames: the norm keeps its formula, and its eps has another name."""
     patched, _ = twins("llama")
 
@@ -402,7 +402,7 @@ def test_attribute_renamed_by_a_release_makes_a_silent_no_op() -> None:
     assert [type(m) for m in patched.modules()] == classes
 
 
-def test_model_with_code_of_its_own_trains_by_another_formula() -> None:
+def test_model_with_custom_code_trains_as_unpatched() -> None:
     """A model_type nobody knows, names everybody uses, and one formula that differs: only that is left alone."""
     patched, original = twins("llama")
 
@@ -421,7 +421,7 @@ def test_model_with_code_of_its_own_trains_by_another_formula() -> None:
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 3e-1])
-def test_eps_of_the_norm_is_replaced_by_a_default(eps: float) -> None:
+def test_eps_of_the_norm_is_kept(eps: float) -> None:
     patched, original = twins("llama")
     for model in (patched, original):
         for module in model.modules():
@@ -444,7 +444,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Any:
     dist.destroy_process_group()
 
 
-def test_dtensor_reaches_a_kernel(mesh: Any) -> None:
+def test_dtensor_is_refused_or_keeps_its_placements_and_values(mesh: Any) -> None:
     """A sharded sequence under a norm: an error or a DTensor of the same layout, never a gathered or a local result."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 

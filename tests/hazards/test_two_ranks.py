@@ -153,5 +153,5 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_gradients_of_two_ranks_are_not_those_of_one(scenario: str, found: list[dict[str, Any]]) -> None:
+def test_gradients_of_two_ranks_are_those_of_one(scenario: str, found: list[dict[str, Any]]) -> None:
     two_ranks.assert_right(found, scenario)

@@ -1,7 +1,7 @@
 """torch.compile(fullgraph=True) of patched models of several families: one graph, and the loss of eager mode.
 
 tests/models/test_compile.py looks into a Llama's graph. Here labels change between calls of one compiled model, from
-none ignored to all, because a graph that is made for the first labels it sees is wrong for the next ones.
+none ignored to all: a graph made for the first labels would be wrong for the next ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fresh_dynamo() -> Iterator[None]:
 def labels() -> dict[str, Tensor]:
     some = IDS.clone()
     some[0, :9] = -100
-    # Clones: labels that are the very tensor of the ids are a graph of their own.
+    # Labels are clones because labels that are the same tensor as the ids get another graph.
     return {"none": IDS.clone(), "some": some, "all but few": IDS.where(IDS % 7 == 0, -100),
             "none again": IDS.clone(), "all": torch.full_like(IDS, -100)}  # fmt: skip
 
@@ -57,7 +57,7 @@ def largest_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_compiled_loss_is_another_with_ignored_labels(family: str, backend: str) -> None:
+def test_compiled_loss_equals_eager_with_and_without_ignored_labels(family: str, backend: str) -> None:
     device = "cuda" if backend == "inductor" else "cpu"
     patched, original = (model(family, **FAMILIES[family]).to(device) for _ in range(2))
     assert tigon.patch(patched).counts["linear_cross_entropy"] == 1
@@ -77,8 +77,8 @@ def test_compiled_loss_is_another_with_ignored_labels(family: str, backend: str)
     assert counters["stats"]["unique_graphs"] == 1, "the labels' values have recompiled it"
 
 
-def test_batches_of_any_size_compile_again_and_again() -> None:
-    """Of the family whose attention depends on the length too, by a window."""
+def test_batches_of_any_size_share_at_most_three_graphs() -> None:
+    """The attention of this family has a window, so it depends on the length too."""
     family = "gemma2"
     patched, original = (model(family, **FAMILIES[family]) for _ in range(2))
     tigon.patch(patched)

@@ -59,7 +59,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("wrap", [lambda base: base, lora], ids=["full", "lora"])
 @pytest.mark.parametrize("steps", [1, 4])
-def test_plain_loop_ends_at_other_weights(steps: int, wrap: Any) -> None:
+def test_plain_loop_trains_as_unpatched(steps: int, wrap: Any) -> None:
     losses, weights = train(wrap(model()), gradient_accumulation_steps=steps)
     patched = model()
     tigon.patch(patched)
@@ -69,7 +69,7 @@ def test_plain_loop_ends_at_other_weights(steps: int, wrap: Any) -> None:
         assert error(got_weights[name], want) < 1e-5, name
 
 
-def test_bf16_autocast_ends_farther_from_fp32_than_unpatched() -> None:
+def test_bf16_autocast_errs_at_most_double_the_unpatched_error() -> None:
     truth = train(model())[1]
     fresh = accelerate.state.AcceleratorState._reset_state
     fresh(reset_partial_state=True)
@@ -82,7 +82,7 @@ def test_bf16_autocast_ends_farther_from_fp32_than_unpatched() -> None:
         assert error(got[name], want) <= 2 * error(own[name], want), name
 
 
-def test_loop_computes_the_logits() -> None:
+def test_training_loop_computes_no_logits() -> None:
     patched = model()
     tigon.patch(patched)
     for precision in ("no", "bf16"):
@@ -92,7 +92,7 @@ def test_loop_computes_the_logits() -> None:
         assert type(outputs.logits) is DeferredLogits and not outputs.logits.source.touched
 
 
-def test_state_saved_in_the_middle_continues_to_other_weights(tmp_path: Any) -> None:
+def test_state_saved_in_the_middle_continues_bit_for_bit(tmp_path: Any) -> None:
     """save_state and load_state of a patched model, also into an unpatched one and back, to the last bit."""
     patched = model()
     tigon.patch(patched)
@@ -109,7 +109,7 @@ def test_state_saved_in_the_middle_continues_to_other_weights(tmp_path: Any) -> 
         assert all(torch.equal(a, b) for a, b in zip(epoch(*again), want, strict=True))
 
 
-def test_unwrapping_takes_the_patch_off_or_saves_it(tmp_path: Any) -> None:
+def test_unwrapping_keeps_the_patch_and_saves_an_ordinary_checkpoint(tmp_path: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     patched = model()

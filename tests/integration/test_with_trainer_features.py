@@ -66,7 +66,7 @@ WITH_LORA = ("packed rows without padding", "noise on the embeddings")
         *(pytest.param(feature, lora, id=f"{feature}, lora") for feature in WITH_LORA),
     ],
 )
-def test_trainer_logs_other_losses(tmp_path: Path, feature: str, wrap: Any) -> None:
+def test_trainer_logs_the_unpatched_losses(tmp_path: Path, feature: str, wrap: Any) -> None:
     runs, options = [], FEATURES[feature]
     for patched in (False, True):
         base = model()
@@ -79,7 +79,7 @@ def test_trainer_logs_other_losses(tmp_path: Path, feature: str, wrap: Any) -> N
     assert runs[1] == pytest.approx(runs[0], rel=2e-4)
 
 
-def test_resumed_run_ends_at_other_weights(tmp_path: Path) -> None:
+def test_resumed_run_ends_at_the_same_weights(tmp_path: Path) -> None:
     """Four steps at once, and two and two with a checkpoint between, to the last bit."""
     whole, halves = model(), model()
     for base in (whole, halves):
@@ -96,7 +96,7 @@ def test_resumed_run_ends_at_other_weights(tmp_path: Path) -> None:
     assert isinstance(resumed, PatchedModule)
 
 
-def test_loading_the_best_model_at_the_end_takes_the_patch_off(tmp_path: Path) -> None:
+def test_loading_the_best_model_at_the_end_keeps_the_patch(tmp_path: Path) -> None:
     base = model()
     tigon.patch(base)
     run = trainer(

@@ -1,9 +1,9 @@
 """TRL's SFTTrainer with a patched model: the same losses, gradient norms, entropies and token accuracies.
 
-TRL 1.8 and 1.16 compute log-probabilities with a head of their own, from `lm_head.weight`, in training and evaluation
-alike: tigon's ops run in the layers, and its fused loss is not asked. In 1.0 SFTTrainer reads `outputs.logits` after
-every training step for these two metrics: they are right, and cost the logits once, in the model's dtype and without a
-gradient, and one more product with the head.
+TRL 1.8 and 1.16 compute log-probabilities from `lm_head.weight` themselves, in training and evaluation. tigon's ops run
+in the layers, and its fused loss is not called. In 1.0 SFTTrainer reads `outputs.logits` after every training step for
+these two metrics. They are right. They cost one more product with the head and the logits once, in the model's dtype
+and without a gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def train(tmp_path: Any, order: str, lora: bool = False, **options: Any) -> tuple[list[dict[str, float]], Any]:
-    """What a short run logs, and the patch report."""
+    """Runs a few steps; returns the logged numbers and the patch report."""
     report = None
     base = model()
     if order == "patched before":
@@ -65,7 +65,7 @@ def train(tmp_path: Any, order: str, lora: bool = False, **options: Any) -> tupl
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", OPTIONS)
-def test_sft_trainer_logs_other_numbers(tmp_path: Any, name: str) -> None:
+def test_sft_trainer_logs_the_unpatched_numbers(tmp_path: Any, name: str) -> None:
     """The trainer wraps the model it is given: that it can be patched before and after is tried where it wraps it."""
     options = OPTIONS[name]
     want, _ = train(tmp_path, "unpatched", **options)
@@ -77,7 +77,7 @@ def test_sft_trainer_logs_other_numbers(tmp_path: Any, name: str) -> None:
             assert one == pytest.approx(other, rel=2e-4), order
 
 
-def test_sft_trainer_with_an_adapter_on_the_head_trains_without_it(tmp_path: Any) -> None:
+def test_sft_trainer_still_refuses_an_adapter_on_the_head(tmp_path: Any) -> None:
     """TRL refuses, because its head would pass the adapter by; the refusal must not be lost by patching."""
     peft = pytest.importorskip("peft")
     base = model()
@@ -89,7 +89,7 @@ def test_sft_trainer_with_an_adapter_on_the_head_trains_without_it(tmp_path: Any
         trl.SFTTrainer(model=wrapped, args=arguments, train_dataset=data, processing_class=tokenizer())
 
 
-def test_metrics_read_from_the_logits_of_a_training_step_cost_more_than_the_logits() -> None:
+def test_metrics_from_training_logits_allocate_the_logits_once() -> None:
     """What SFTTrainer did until its own head: entropy and accuracy without gradient, beside the loss."""
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -3,11 +3,11 @@
     python tests/kernels/aot.py                        what the tests check, about a minute on two cores
     python tests/kernels/aot.py --target gfx942 --every    all cases of the records instead of a covering choice
 
-Nothing is written down by hand: each op of `OPS` runs its cases forward and backward on CPU tensors, Triton binds and
-specialises the launches itself for a driver that claims to be the target, and `jit_cache_hook` takes what it was about
-to compile. The kernels never run, so the numbers that flow through the ops are whatever memory held.
+No launch is written down by hand. Each op of `OPS` runs its cases forward and backward on CPU tensors. Triton binds and
+specialises the launches for a driver that claims to be the target, and `jit_cache_hook` takes the code to compile. The
+kernels never run, so the values that flow through the ops are meaningless.
 
-It is a process of its own because Triton decides about the interpreter when a kernel is decorated.
+It runs in a separate process because Triton decides about the interpreter when a kernel is decorated.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ MORE_CASES = {
     ),
     "add_rms_norm": (Case(id="hidden-16384", shape=(16, 16384)),),
     "layer_norm": (Case(id="hidden-16384", shape=(16, 16384)),),
-    # Rows of 16 bytes that are no multiple of 16 elements.
+    # Each row has 16 bytes, but fewer than 16 elements.
     "linear_cross_entropy": (Case(id="hidden-8", shape=(2, 16, 8, 100)),),
     "cross_entropy": (
         Case(id="inplace", shape=(16, 128256), options={"inplace": True}),
@@ -141,7 +141,7 @@ class Launch:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What is compiled, but for what Triton finds out about integers: the divisors of sizes and strides."""
+        """The compiled signature, without the divisors of sizes and strides that Triton finds out."""
         pointers = [t for t in self.signature.values() if t.startswith("*")]
         return self.kernel, *self.flags.items(), *pointers, self.options["num_warps"], self.aligned
 
@@ -152,7 +152,7 @@ class Launch:
 
     @property
     def ways(self) -> set[tuple[str, str, Any]]:
-        """What is compiled differently: flags, types of pointers, alignment. Not sizes: an op has many widths."""
+        """The properties that change the compiled code: flags, types of pointers, alignment. Sizes are left out."""
         flags = {(self.kernel, name, v) for name, v in self.flags.items() if isinstance(v, (bool, str))}
         types = {(self.kernel, name, t) for name, t in self.signature.items() if t.startswith("*")}
         return flags | types | {(self.kernel, "aligned", self.aligned)}
@@ -194,7 +194,7 @@ def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[No
                 "signature": compile["signature"],
                 "constants": compile["constants"],
                 "attributes": compile["configs"][0],
-                # JSON has no tuples, and Triton hashes them.
+                # JSON turns tuples into lists, and Triton needs hashable values.
                 "options": {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()},
                 "key": key,
             }
@@ -301,7 +301,7 @@ def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
 
 @dataclass
 class Binary:
-    """What a compiler made of a launch."""
+    """The result of compiling one launch."""
 
     kernel: str
     target: str

@@ -26,8 +26,8 @@ from tigon.ops import OPS
 
 # The most threads of a program, on every chip here.
 MAX_THREADS = 1024
-# ptxas gives up a few registers for one program more per SM, and says so as a spill: 8 to 24 bytes stored and loaded in
-# kernels that have 255 registers and use 64.
+# ptxas spills a few registers to fit one more program per SM. The spills are 8 to 24 bytes in kernels that use 64 of
+# 255 registers.
 PTXAS_TRADE_BYTES = 32
 
 
@@ -150,19 +150,21 @@ EXPONENTIALS = {
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("op", OPS)
-def test_kernel(report: Report, op: str, target: str, fault: Callable[[Binary], bool]) -> None:
+def test_kernel_compiles_without_unexplained_faults(
+    report: Report, op: str, target: str, fault: Callable[[Binary], bool]
+) -> None:
     explained = [known for known in KNOWN if known.fault is fault]
     found = [b for b in report.of(op, target) if fault(b) and not any(known.explains(b) for known in explained)]
     assert not found, "\n".join(str(b) for b in found)
 
 
 @pytest.mark.parametrize("known", KNOWN, ids=lambda known: f"{known.kernel}-{known.backend}-{known.fault.__name__}")
-def test_known_fault_is_gone(report: Report, known: Known) -> None:
+def test_every_known_fault_still_occurs(report: Report, known: Known) -> None:
     """Then its row must go too, or it would hide the next one."""
     assert any(known.fault(b) and known.explains(b) for b in report.binaries)
 
 
-def test_kernel_is_launched_by_no_case(report: Report) -> None:
+def test_every_kernel_is_launched_by_a_case(report: Report) -> None:
     for name, target in TARGETS.items():
         elsewhere = set() if target.chip and target.chip.logits_tile else EXPONENTIALS
         launched = {b.kernel for b in report.binaries if b.target == name}

@@ -44,8 +44,7 @@ def two_documents(tokens: int = 18, first: int = 7) -> Tensor:
 def by_definition(
     model: Any, inputs: dict[str, Tensor], objective: Objective, num_items: Tensor | None = None
 ) -> Tensor:
-    """Σ_k c_k · cross entropy of head k's logits at t with the token at t + 1 + k, written out anew: nothing of
-    tigon's losses is used."""
+    """Σ_k c_k · cross entropy of head k's logits at t with the token at t + 1 + k, without tigon's losses."""
     heads, head = model.draft_heads, model.lm_head
     kept: dict[str, Any] = {}
     handle = model.model.layers[-1].register_forward_pre_hook(lambda m, a, k: kept.update(k), with_kwargs=True)

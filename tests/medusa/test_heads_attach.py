@@ -154,7 +154,7 @@ def test_adapters_and_heads_both_get_gradients() -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_mask_that_a_layer_takes_by_position_reaches_the_mtp_module(implementation: str) -> None:
-    """GPT-2's layers do: an MTP module without it sees the future, and other documents of its row."""
+    """GPT-2's layers take the mask by position. Without it an MTP module would see later tokens and other documents."""
     torch.manual_seed(1)
     ids, positions = torch.randint(3, 97, (1, 12)), torch.cat([torch.arange(4), torch.arange(8)])[None]
     late, early = ids.clone(), ids.clone()
@@ -178,7 +178,7 @@ def test_mask_that_a_layer_takes_by_position_reaches_the_mtp_module(implementati
     assert implementation == "eager" or losses[0] == losses[2]
 
 
-# What a family without a row does to its logits, by a config's own word: what it is multiplied or divided by, where.
+# Config keys by which families without a row scale their logits or hidden states.
 WITHOUT_A_ROW = {
     "hyperclovax": {"logits_scaling": 3.0, "num_key_value_heads": 4},
     "minicpm3": {"dim_model_base": 8, "num_key_value_heads": 4},
@@ -231,7 +231,7 @@ def _projecting(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None 
 
 
 def test_observing_the_path_to_the_logits_leaves_the_model_unchanged() -> None:
-    """Hooks run, random numbers drawn, or anything set on the model, whose weights may not even be there."""
+    """No hook runs, no random number is drawn and no attribute is set. The weights may be missing."""
     model: Any = tiny_model("llama")
     calls: list[str] = []
     for name in ("model", "lm_head"):

@@ -65,7 +65,7 @@ def test_packed_sequence_scores_no_head_across_documents(kind: str, stage: int, 
 
 @pytest.mark.parametrize("kind", ["separate", "shared"])
 def test_packed_documents_have_the_loss_of_separate_ones(kind: str) -> None:
-    """Two documents in one row against the same two as rows of their own."""
+    """Two documents packed in one row are compared with the same documents in two rows."""
     model = with_heads(SPECS[kind], STAGES[2])
     whole = tiny_batch(CPU, rows=1)
     first = two_documents()[:1]
@@ -119,7 +119,7 @@ def test_labels_that_a_layers_hook_edits_count(fused: bool, counted: bool) -> No
     inputs["labels"][:, :9] = -100
 
     def restore(*_: Any) -> None:
-        (inputs["labels"] if counted else inputs["labels"].data).copy_(labels)  # `.data` has a version of its own
+        (inputs["labels"] if counted else inputs["labels"].data).copy_(labels)  # `.data` has a separate version counter
 
     model.model.layers[0].register_forward_hook(restore)
     torch.testing.assert_close(model(**inputs).loss, want, rtol=1e-10, atol=0)
@@ -164,7 +164,7 @@ def test_heads_start_with_the_logits_of_the_lm_head() -> None:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_stage_2_loss_without_weight_for_heads_is_the_loss_of_the_model(family: str) -> None:
-    """Whatever a family does between its trunk and its loss: caps, scales, ties."""
+    """The families cap or scale their logits or tie their heads."""
     model: Any = tiny_model(family, MODELS[family].tiny, every_expert=True)
     inputs = tiny_batch(CPU)
     model.eval()
@@ -223,8 +223,10 @@ def step_bytes(count: int, *, shared: bool, fused: bool = True, stage: int = 2) 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
 def test_memory_grows_with_the_heads_by_no_more_than_their_weights(shared: bool, stage: int) -> None:
-    """From 2 heads to 6 the peak grows by the gradients of what was added, and by nothing that is as long as the rows:
-    2048 tokens of 64 hidden values are 512 KiB, and 16 MiB of logits a chunk."""
+    """From 2 heads to 6 the peak grows by the added gradients, and by no tensor as long as the rows.
+
+    2048 tokens of 64 hidden values would take 512 KiB, and a chunk of logits 16 MiB.
+    """
     (few, few_weights), (many, many_weights) = (step_bytes(n, shared=shared, stage=stage) for n in (2, 6))
     grown = many - few
     assert grown <= (many_weights - few_weights) + 2**17, (few, many)

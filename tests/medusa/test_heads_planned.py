@@ -70,7 +70,7 @@ def test_planned_heads_are_those_of_a_recipe_that_gives_only_their_count() -> No
 
 
 def test_search_recommends_nothing_that_the_heads_exclude() -> None:
-    """Where the only rung that is tried is one that stage 1 excludes."""
+    """Stage 1 excludes the only rung that is tried."""
     from tigon.planner.gpus import find_gpu
     from tigon.planner.search import recommend, space
 

@@ -1,4 +1,4 @@
-"""`outputs.logits` of a patched training step: a tensor to whoever looks, computed only for whoever reads."""
+"""`outputs.logits` of a patched training step looks like a tensor and is computed only if its values are read."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tigon.models.seams.rope import RopeSeam
 from tigon.models.verification.tiny import tiny_batch, tiny_model
 
 CPU = torch.device("cpu")
-# Of each kind of seam a few: RMSNorm and LayerNorm, gated, packed and expert MLPs, every rope, capped and scaled heads.
+# A few of each kind of seam: RMSNorm and LayerNorm, gated, packed and expert MLPs, every rope, capped and scaled heads.
 DIFFERENT = ("llama", "gemma2", "glm4", "cohere", "gpt2", "mixtral", "gpt_oss", "deepseek_v3", "falcon_h1", "llava")
 
 
@@ -66,7 +66,7 @@ def test_kernels_equal_the_unpatched_family_on_a_gpu(name, dtype):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_row_replaces_what_its_flags_claim_and_refuses_other_flags(name):
-    """What a row claims is there; what it does not claim, an explicit flag cannot switch on."""
+    """A row replaces every op that it claims; an explicit flag cannot switch on any other."""
     row = MODELS[name]
     counts = patch(family(name)).counts
     got = {"mlp" if op in ("swiglu", "geglu") else op for op in counts}

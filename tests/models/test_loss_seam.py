@@ -1,4 +1,4 @@
-"""What a model may do between its head and its loss: edit labels, edit logits, ask for the loss more than once. The
+"""A model may edit labels or logits between its head and its loss, and may call the loss more than once. The
 patched model's loss and gradients are those of its unpatched twin."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tigon import patch
 from tigon.models.seams.deferred_logits import DeferredLogits, MaterializedLogitsWarning
 
 Between = Callable[[Any, Tensor, Callable[..., Tensor]], Tensor]
-"""What a forward does after its head: (logits, labels, ask) -> loss, where ask(logits, labels, **options) is the
+"""Variants of the code after the head: (logits, labels, ask) -> loss, where ask(logits, labels, **options) is the
 model's loss_function."""
 
 
@@ -58,7 +58,7 @@ def silent(action: Callable[[], Any]) -> Callable[..., None]:
 
 
 def fresh() -> dict[str, Tensor]:
-    """A batch of its own for every run, as the runs write to their labels."""
+    """Makes a new batch for every run, because the runs write to their labels."""
     return {name: value.clone() for name, value in batch().items()}
 
 

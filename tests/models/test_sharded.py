@@ -230,7 +230,7 @@ def test_patched_layers_of_dtensors_compute_the_same_as_before(mesh, family):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_compiled_fsdp2_gathers_the_head_for_backward(mesh, family):
-    """The head is a unit of its own: its weight has to be gathered for the backward by a hook on what it returned."""
+    """The head is a separate unit: a hook on its output has to gather its weight for the backward."""
     from torch.distributed.fsdp import fully_shard
 
     torch._dynamo.reset()

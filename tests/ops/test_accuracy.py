@@ -41,7 +41,7 @@ INTERPRETED_BF16_FACTOR = 3.0
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(("op", "case"), cases(large=True))
 def test_error_is_at_most_twice_the_unfused_ops(op: Op, case: Case, dtype: torch.dtype, backend: Any) -> None:
-    """K22, K23, K24, K26, K27: poisoned outputs, NaN around the inputs, a random upstream gradient."""
+    """Poisoned outputs, NaN around the inputs, a random upstream gradient."""
     if not runs_here(case, backend.device) or (backend.interpreted and not case.small):
         pytest.skip("this size is for a GPU")
     known = takes_another_way(op, case) or has_a_way_of_its_own(op, dtype)
@@ -60,7 +60,7 @@ def test_error_is_at_most_twice_the_unfused_ops(op: Op, case: Case, dtype: torch
 
 @pytest.mark.parametrize(("op", "case"), cases())
 def test_fp64_inputs_are_computed_in_fp64(op: Op, case: Case, backend: Any) -> None:
-    """K23: no kernel has fp64, so fp64 inputs take the reference, on every backend."""
+    """No kernel has fp64, so fp64 inputs take the reference, on every backend."""
     inputs = cast(make(op, case, torch.float64, backend.device), torch.float64)
     with poisoned():
         got = run(op.call, op, with_leaves(op, inputs, guarded))
@@ -70,7 +70,7 @@ def test_fp64_inputs_are_computed_in_fp64(op: Op, case: Case, backend: Any) -> N
 
 @pytest.mark.parametrize(("op", "case"), cases())
 def test_backward_is_the_derivative_of_the_forward(op: Op, case: Case) -> None:
-    """K30: gradcheck of the reference in fp64, against finite differences and not against another formula."""
+    """Gradcheck of the reference in fp64, against finite differences and not against another formula."""
     inputs = with_leaves(op, cast(make(op, case, torch.float64), torch.float64))
     names = differentiable(op, inputs)
 
@@ -131,7 +131,7 @@ EXAMPLES = 200 if torch.cuda.is_available() else 8
 
 @pytest.mark.parametrize("name", OPS)
 def test_kernel_agrees_with_the_reference_on_drawn_shapes(name: str, request: pytest.FixtureRequest) -> None:
-    """K30: the kernel's fp32 error is bounded by the reference's, for shapes nobody chose."""
+    """The kernel's fp32 error is bounded by the reference's, for shapes nobody chose."""
     if not HAS_TRITON:
         pytest.skip("triton is not installed: there are no kernels on this platform")
     op, device = OPS[name], torch.device("cuda" if HAS_GPU else "cpu")
@@ -144,12 +144,12 @@ def test_kernel_agrees_with_the_reference_on_drawn_shapes(name: str, request: py
         inputs = make(op, case, torch.float32)
         reference = run(op.call, op, with_leaves(op, inputs))
         if not all(t.isfinite().all() for t in reference.named().values()):
-            # The mean of no class weight at all: 0 / 0, a case of its own.
+            # A mean over class weights of 0 is 0 / 0; test_unfit_arguments.py tests it.
             return
         upstream = upstream_for(reference.outputs)
         exact = cast(inputs, torch.float64)
         truth = run(op.call, op, with_leaves(op, exact), upstream)
-        # Of one element, or of a probability of 1e-30, four times the luck of the unfused op is no bound.
+        # For one element, or a probability of 1e-30, four times the unfused op's error may be too small by luck.
         beside = run(op.call, op, with_leaves(op, nudged(exact)), upstream)
         if name == "cross_entropy":  # p - 1 of a label that is all but certain has the rounding of p
             half_step = torch.finfo(torch.float32).eps / 2 * float(upstream[0].abs().max())
@@ -172,7 +172,7 @@ def cast_to(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 @pytest.mark.parametrize("value", [0.0, -3.0, 65536.0])
 def test_gradient_is_linear_in_the_upstream_gradient(op: Op, case: Case, value: float, backend: Any) -> None:
-    """K06: gradients made before the upstream gradient is known are wrong for every value but 1."""
+    """Gradients made before the upstream gradient is known are wrong for every value but 1."""
     inputs = make(op, case, torch.float32, backend.device)
     one = run(op.call, op, with_leaves(op, inputs))
     upstream = upstream_for(one.outputs)

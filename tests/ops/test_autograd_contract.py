@@ -1,4 +1,4 @@
-"""What a caller of PyTorch may take for granted: inputs stay, graphs can be walked twice, gradients go where asked."""
+"""The guarantees of PyTorch's autograd: inputs stay, graphs can be walked twice, gradients go where asked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _tensors(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
 def test_inputs_outputs_and_upstream_gradient_are_not_modified(op: Op, case: Case, backend: Any) -> None:
-    """K11: values and autograd's version counters, after the forward, after the backward, and without gradients."""
+    """Values and autograd's version counters, after the forward, after the backward, and without gradients."""
     inputs = with_leaves(op, make(op, case, torch.float32, backend.device))
     before = {name: (t.detach().clone(), t._version) for name, t in _tensors(inputs).items()}
     outputs = tensors_of(op.call(**inputs))
@@ -50,7 +50,7 @@ def test_inputs_outputs_and_upstream_gradient_are_not_modified(op: Op, case: Cas
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
 def test_second_backward_equals_the_first(op: Op, case: Case, backend: Any) -> None:
-    """K09: with an upstream gradient other than 1, which scaling in place would apply twice."""
+    """With an upstream gradient other than 1, which scaling in place would apply twice."""
     leaves = with_leaves(op, make(op, case, torch.float32, backend.device))
     outputs = tensors_of(op.call(**leaves))
     wanted = [leaves[n] for n in differentiable(op, leaves)]
@@ -65,7 +65,7 @@ def test_second_backward_equals_the_first(op: Op, case: Case, backend: Any) -> N
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_second_derivative_is_refused(op: Op, case: Case, backend: Any) -> None:
-    """K10: a gradient penalty must not lose this op's term without a word."""
+    """A gradient penalty must not lose this op's term without a word."""
     leaves = with_leaves(op, make(op, case, torch.float32, backend.device))
     outputs = tensors_of(op.call(**leaves))
     total = sum(t.sum() for t in outputs)
@@ -75,7 +75,7 @@ def test_second_derivative_is_refused(op: Op, case: Case, backend: Any) -> None:
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
 def test_gradient_is_the_same_whichever_other_inputs_require_one(op: Op, case: Case, backend: Any) -> None:
-    """K13: frozen weights, frozen activations, and every mix."""
+    """Frozen weights, frozen activations, and every mix."""
     inputs = make(op, case, torch.float32, backend.device)
     full = run(op.call, op, with_leaves(op, inputs))
     upstream = upstream_for(full.outputs)
@@ -86,7 +86,7 @@ def test_gradient_is_the_same_whichever_other_inputs_require_one(op: Op, case: C
             grad = leaves[name].grad
             assert (grad is not None) == (name in names), f"with {names}: gradient of {name} is {grad}"
             if grad is not None:
-                # What is not wanted may change how the rest is computed, by rounding alone.
+                # The choice of gradients may change the others by rounding only.
                 assert grad.dtype == leaves[name].dtype
                 error = relative_error(grad, full.grads[name])
                 assert error <= 8 * torch.finfo(grad.dtype).eps, f"with {names}: {name} is off by {error:.1e}"
@@ -97,7 +97,7 @@ def test_gradient_is_the_same_whichever_other_inputs_require_one(op: Op, case: C
 def test_input_with_a_second_consumer_gets_the_sum_of_both_gradients(
     op: Op, case: Case, op_first: bool, backend: Any
 ) -> None:
-    """K12: f(x) + x², where autograd shares gradient tensors between branches and x² has saved x."""
+    """F(x) + x², where autograd shares gradient tensors between branches and x² has saved x."""
     inputs = make(op, case, torch.float32, backend.device)
     alone = run(op.call, op, with_leaves(op, inputs))
     upstream = upstream_for(alone.outputs)
@@ -113,7 +113,7 @@ def test_input_with_a_second_consumer_gets_the_sum_of_both_gradients(
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_residual_connection_gets_the_sum_of_both_gradients(op: Op, case: Case, backend: Any) -> None:
-    """K12: x + f(x) hands one gradient tensor to both branches; a backward that reuses it spoils the other."""
+    """X + f(x) hands one gradient tensor to both branches; a backward that reuses it spoils the other."""
     inputs = make(op, case, torch.float32, backend.device)
     name = op.grads[0]
     leaves = with_leaves(op, inputs, names=[name])
@@ -130,7 +130,7 @@ def test_residual_connection_gets_the_sum_of_both_gradients(op: Op, case: Case, 
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_output_modified_in_place_gives_the_right_gradient_or_is_refused(op: Op, case: Case, backend: Any) -> None:
-    """K06: `loss *= 2`, or an in-place dropout behind the op. A view made inside the op would refuse outright; an
+    """`loss *= 2`, or an in-place dropout behind the op. A view made inside the op would refuse outright; an
     output that is saved for backward (add_rms_norm's sum) must refuse in the backward."""
     inputs = make(op, case, torch.float32, backend.device)
     leaves = with_leaves(op, inputs)
@@ -152,7 +152,7 @@ def test_output_modified_in_place_gives_the_right_gradient_or_is_refused(op: Op,
 @pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_result_without_gradients_is_the_same_and_saves_nothing(op: Op, case: Case, mode: Any, backend: Any) -> None:
-    """K11: the same values, no graph, and nothing saved for a backward that will not come."""
+    """The same values, no graph, and nothing saved for a backward that will not come."""
     inputs = with_leaves(op, make(op, case, torch.float32, backend.device))
     expected = tensors_of(op.call(**inputs))
     saved = []
@@ -166,7 +166,7 @@ def test_result_without_gradients_is_the_same_and_saves_nothing(op: Op, case: Ca
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
 def test_second_run_equals_the_first_bit_for_bit(op: Op, case: Case, backend: Any) -> None:
-    """K33: no atomics, no order that depends on timing; bit for bit."""
+    """No atomics, no order that depends on timing; bit for bit."""
     inputs = make(op, case, torch.float16, backend.device)
     first = run(op.call, op, with_leaves(op, inputs))
     assert_same(run(op.call, op, with_leaves(op, inputs)), first)
@@ -174,7 +174,7 @@ def test_second_run_equals_the_first_bit_for_bit(op: Op, case: Case, backend: An
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_gradient_seen_by_a_hook_does_not_change_later(op: Op, case: Case, backend: Any) -> None:
-    """K11: what a hook keeps belongs to the hook."""
+    """A hook may keep the gradient: later steps leave it unchanged."""
     leaves = with_leaves(op, make(op, case, torch.float32, backend.device))
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     outputs = tensors_of(op.call(**leaves))

@@ -24,7 +24,7 @@ def through_logits(logits: Tensor, target: Tensor, **options: Any) -> Any:
 
 
 def through_linear(logits: Tensor, target: Tensor, **options: Any) -> Any:
-    """The linear form with an identity head, so that both losses meet the same logits; five tokens a chunk."""
+    """The linear form with an identity head, so that both losses get the same logits; five tokens per chunk."""
     eye = torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device)
     if "weight" in options:
         options["class_weight"] = options.pop("weight")
@@ -45,7 +45,7 @@ def logits_and_target(
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_all_labels_ignored_gives_zero_loss_and_gradient(loss: Any, reduction: str, backend: Any) -> None:
-    """K01: one all-masked micro-batch must not end a run."""
+    """One all-masked micro-batch must not end a run."""
     logits, target = logits_and_target(backend.device)
     value = loss(logits, torch.full_like(target, -100), reduction=reduction)
     value.sum().backward()
@@ -66,7 +66,6 @@ def test_zero_items_give_zero_loss_and_gradient(loss: Any, num_items: Any, backe
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_zero_tokens_give_a_loss_of_zero(loss: Any, backend: Any) -> None:
-    """K02."""
     for reduction, shape in (("mean", ()), ("sum", ()), ("none", (0,))):
         logits = torch.empty(0, V, device=backend.device, requires_grad=True)
         value = loss(logits, torch.empty(0, dtype=torch.int64, device=backend.device), reduction=reduction)
@@ -80,7 +79,7 @@ BAD_LABELS = [V, -1, -101, 2**31, -(2**63)]
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_label_out_of_range_raises_or_gives_nan_in_its_row_alone(loss: Any, backend: Any) -> None:
-    """K03: on the CPU an error; in a kernel NaN in those rows alone, other rows bit-identical, memory untouched."""
+    """On the CPU an error; in a kernel NaN in those rows alone, other rows bit-identical, memory untouched."""
     logits, target = logits_and_target(backend.device)
     rows = 3 + torch.arange(len(BAD_LABELS), device=backend.device)
     if backend.name == "reference":
@@ -115,7 +114,6 @@ def test_opt_in_label_check_applies_to_kernels_too(loss: Any, backend: Any, monk
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_arguments_that_do_not_fit_are_refused(loss: Any, backend: Any) -> None:
-    """K04."""
     logits, target = logits_and_target(backend.device)
     with pytest.raises(ShapeError, match="must agree"):
         loss(logits, target[:-1])
@@ -148,7 +146,6 @@ def test_arguments_that_do_not_fit_are_refused(loss: Any, backend: Any) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("ignore_index", [0, 1, V - 1, -1, -100, V + 5])
 def test_ignore_index_may_be_any_integer(loss: Any, ignore_index: int, backend: Any) -> None:
-    """K05."""
     logits, target = logits_and_target(backend.device)
     target[2] = target[7] = ignore_index
     got = loss(logits, target, ignore_index=ignore_index)
@@ -162,7 +159,6 @@ def test_ignore_index_may_be_any_integer(loss: Any, ignore_index: int, backend: 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("upstream", [0.0, 3.0, 65536.0, -1.0, float("inf")])
 def test_upstream_gradient_scales_the_gradient(loss: Any, upstream: float, backend: Any) -> None:
-    """K06."""
     logits, target = logits_and_target(backend.device)
     (got,) = torch.autograd.grad(loss(logits, target), logits, torch.tensor(upstream, device=backend.device))
     (one,) = torch.autograd.grad(cross_entropy_oracle(logits.double(), target), logits)
@@ -174,7 +170,7 @@ def test_upstream_gradient_scales_the_gradient(loss: Any, upstream: float, backe
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_per_token_losses_get_their_own_upstream_gradients(loss: Any, backend: Any) -> None:
-    """K07 and K08: signed weights with zeros; a broadcast upstream gradient of stride 0."""
+    """Signed weights with zeros; a broadcast upstream gradient of stride 0."""
     logits, target = logits_and_target(backend.device)
     target[4] = -100
     weights = torch.linspace(-2, 2, 11, device=backend.device)
@@ -193,7 +189,7 @@ def test_per_token_losses_get_their_own_upstream_gradients(loss: Any, backend: A
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_loss_is_fp32_for_logits_of_any_narrower_dtype(loss: Any, dtype: torch.dtype, backend: Any) -> None:
-    """K15 too: the sum over many tokens exceeds fp16's 65504."""
+    """The sum over many tokens exceeds 65504, the largest fp16 number."""
     logits, target = logits_and_target(backend.device, dtype)
     value = loss(logits * 500, target, reduction="sum")
     assert value.dtype == torch.float32 and bool(value.isfinite())
@@ -206,7 +202,7 @@ def test_loss_is_fp32_for_logits_of_any_narrower_dtype(loss: Any, dtype: torch.d
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("gap", [1e-1, 1e-2, 1e-3, 1e-4, 1e-6])
 def test_gradient_of_a_confident_token_is_kept(loss: Any, gap: float, backend: Any) -> None:
-    """K17: p_y = 1 - gap, at logits of 20, where lse rounded to fp32 would be off by the size of 1 - p_y."""
+    """P_y = 1 - gap, at logits of 20, where lse rounded to fp32 would be off by the size of 1 - p_y."""
     other = torch.tensor(20.0 + torch.log(torch.tensor(gap / (1 - gap) / 3, dtype=torch.float64)).item())
     row = torch.full((1, 8), -60.0)
     row[0, 2], row[0, 3:6] = 20.0, other
@@ -235,7 +231,7 @@ def _infinite_rows() -> Tensor:
 
 @pytest.mark.parametrize("loss", [LOSSES[0]])
 def test_infinite_logits_give_nan_or_infinity_exactly_as_in_torch(loss: Any, backend: Any) -> None:
-    """K18: NaN exactly where torch has NaN, infinite where it is infinite, else equal; the entropy finite too."""
+    """NaN exactly where torch has NaN, infinite where it is infinite, else equal; the entropy finite too."""
     logits = _infinite_rows().to(backend.device).requires_grad_()
     target = torch.tensor([4500, 5, 5, 5, 5, 1], device=backend.device)
     got = loss(logits, target, reduction="none", outputs=("entropy",))
@@ -249,8 +245,11 @@ def test_infinite_logits_give_nan_or_infinity_exactly_as_in_torch(loss: Any, bac
 
 
 def test_fp16_gradient_is_rounded_after_the_loss_scale(backend: Any) -> None:
-    """K14: near-uniform softmax over 32k classes, mean over the tokens, loss scale 65536: the gradients of classes that
-    are nobody's target are 1 / (N V), 2^-24 of the largest, and vanish if 1 / N is taken before the scale."""
+    """Near-uniform softmax over 32k classes, mean over the tokens, loss scale 65536.
+
+    The gradients of classes that are no token's target are 1 / (N V), 2^-24 of the largest. They vanish if 1 / N is
+    taken before the scale.
+    """
     torch.manual_seed(7)
     tokens, hidden, vocab, items = (12, 16, 1024, 192) if backend.interpreted else (256, 32, 32000, 256)
     x = torch.randn(tokens, hidden).half().to(backend.device)
@@ -285,7 +284,7 @@ def test_fp16_gradient_is_rounded_after_the_loss_scale(backend: Any) -> None:
     ids=lambda options: next(iter(options)) + str(next(iter(options.values()))),
 )
 def test_large_factors_stay_in_the_range_of_fp16(options: dict[str, float], inplace: bool, backend: Any) -> None:
-    """What is stored in fp16 between forward and backward is scaled by what the options can make of it."""
+    """The fp16 gradient stored between forward and backward is scaled by the largest factor that the options allow."""
     logits, target = logits_and_target(backend.device, torch.float16)
     logits = (logits.detach() / 8).requires_grad_()
     vectors = {"weight": (V,), "token_weight": target.shape}

@@ -58,7 +58,7 @@ PROMOTION = [
 def test_results_and_gradients_have_the_dtypes_of_the_table(
     name: str, case_id: str, dtypes: dict[str, torch.dtype], expected: torch.dtype, backend: Any
 ) -> None:
-    """K23: outputs have the dtype of the table, each gradient its input's."""
+    """Outputs have the dtype of the table, each gradient its input's."""
     op = OPS[name]
     case = next(c for c in op.cases if c.id == case_id)
     inputs = make(op, case, F32, backend.device)

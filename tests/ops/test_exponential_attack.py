@@ -1,5 +1,7 @@
-"""Extreme logits through the path that keeps exponentials: in the interpreter with a small vocabulary, and on a GPU
-with real ones, there in a process of its own with a time limit for every step."""
+"""Extreme logits through the path that keeps exponentials.
+
+The interpreter runs a small vocabulary. A GPU runs real ones in a separate process with a time limit for every step.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from backends import Backend
 TESTS = Path(__file__).resolve().parents[1]
 
 
-# Of the steps that a GPU takes, those at the ends of the range; the interpreter takes a second for each.
+# The steps at the ends of the range only, because the interpreter takes a second for each.
 INTERPRETED = ("deviation 150, labels mixed", "a row of nan", "a row of 3e38")
 
 
@@ -24,7 +26,7 @@ INTERPRETED = ("deviation 150, labels mixed", "a row of nan", "a row of 3e38")
 def test_extreme_rows_are_within_twice_the_unfused_ops_error(option: str, backend: Any) -> None:
     run: Backend = backend
     if not run.interpreted:
-        pytest.skip("the GPU has a test of its own, and the reference keeps logits")
+        pytest.skip("the GPU has its test below, and the reference keeps logits")
     chosen = [step for step in steps(24, 16, 120, option, "cpu") if step[0].startswith(INTERPRETED)]
     assert len(chosen) == len(INTERPRETED)
     wrong = {name: text for name, step in chosen if (text := step())}

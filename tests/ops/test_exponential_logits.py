@@ -94,7 +94,7 @@ def test_label_outside_the_vocabulary_affects_its_own_row_alone(bad: int, backen
 
 
 def test_every_label_ignored_without_counting_gives_zeros(backend: Any) -> None:
-    """Where nothing may be counted, ignored rows go through the products: their exponentials are 0, not large."""
+    """If ignored rows may not be counted, they go through the products: their exponentials are 0, not large."""
     needs_exponentials(backend)
     x, w, target = bf16_head(backend.device, scale=40.0)
     target[:] = -100

@@ -40,7 +40,7 @@ CHUNKS = [1, 5, 7, 12, 24]
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_result_does_not_depend_on_the_chunk_size(reduction: str, backend: Any) -> None:
-    """K16: the loss within 1e-6, relative, in fp32; gradients within rounding; either half frozen too."""
+    """The loss within 1e-6, relative, in fp32; gradients within rounding; either half frozen too."""
     x, w, target = head(backend.device, ignored=6)
     upstream = torch.linspace(-1, 2, N, device=backend.device) if reduction == "none" else torch.tensor(0.7)
     upstream = upstream.to(backend.device)
@@ -99,7 +99,7 @@ def test_fp16_weight_gradient_is_computed_in_fp32_some_rows_at_a_time(backend: A
 
 
 def test_many_bf16_chunks_stay_as_accurate_as_the_unfused_op(backend: Any) -> None:
-    """K16: 16 chunks and more in bf16 against fp64, at most twice the unfused op's error, in every mode."""
+    """16 chunks and more in bf16 against fp64, at most twice the unfused op's error, in every mode."""
     if backend.interpreted:
         pytest.skip("the interpreter cuts bf16 off instead of rounding; the reference and GPUs run this")
     torch.manual_seed(10)
@@ -250,7 +250,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def test_mixed_dtypes_are_as_accurate_as_the_promoted_product(
     x_dtype: Any, w_dtype: Any, autocast: Any, backend: Any
 ) -> None:
-    """K23: products in the promoted dtype, under autocast in its; gradients in each tensor's own."""
+    """Products run in the promoted dtype, or in autocast's; each gradient has the dtype of its tensor."""
     if backend.interpreted and torch.bfloat16 in (x_dtype, w_dtype, autocast):
         pytest.skip("the interpreter cuts bf16 off instead of rounding; the reference and GPUs run this")
     x, w, target = head(backend.device)
@@ -323,7 +323,7 @@ def test_plan_chooses_the_mode_that_holds_the_least(
 
 @pytest.mark.gpu
 def test_loss_with_prepared_targets_does_not_wait_for_the_device() -> None:
-    """K32: with prepared targets nothing synchronises; inside a CUDA graph the plain form does not either."""
+    """With prepared targets nothing synchronises; inside a CUDA graph the plain form does not either."""
     device = torch.device("cuda")
     x, w, target = head(device, ignored=5)
     for _ in range(2):  # compile first
@@ -340,7 +340,7 @@ def test_loss_with_prepared_targets_does_not_wait_for_the_device() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk_bytes", [None, 500])
 def test_graph_replay_reads_the_new_labels(chunk_bytes: int | None) -> None:
-    """K32: new labels, other ignored rows and none at all, in a replayed graph."""
+    """New labels, other ignored rows and none at all, in a replayed graph."""
     device = torch.device("cuda")
     x, w, target = head(device)
     stream = torch.cuda.Stream()
@@ -366,7 +366,7 @@ def test_graph_replay_reads_the_new_labels(chunk_bytes: int | None) -> None:
 
 @pytest.mark.gpu
 def test_logits_beyond_2_31_elements_are_addressed_right() -> None:
-    """K21: 17,000 x 128,256 logits in one chunk, 4.4 GB in bf16; rows on both sides of element 2^31 are compared."""
+    """17,000 x 128,256 logits in one chunk, 4.4 GB in bf16; rows on both sides of element 2^31 are compared."""
     device = torch.device("cuda")
     torch.manual_seed(11)
     tokens, vocab, hidden = 17_000, 128_256, 64
@@ -397,7 +397,7 @@ def test_meta_tensors_give_shapes_alone() -> None:
         assert (loss.shape, dx.shape, dw.shape) == ((), x.shape, w.shape) and loss.is_meta
 
 
-ODD, PADDED = 1029, 1032  # 128 lines of 8 columns and 5 over, which are a product of their own
+ODD, PADDED = 1029, 1032  # 128 lines of 8 columns and 5 left over, which are a separate product
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -417,7 +417,7 @@ def test_product_over_an_odd_vocabulary_has_every_column_and_is_not_rounded_twic
         out.copy_(before)
     chunk_loop.product_into(a, b, out, accumulate)
     want = before.double() + a.double() @ b.double()
-    # what is over is a few of many columns, so that its own rounding adds little to that of the whole
+    # the columns left over are few, so that their rounding adds little to that of the whole
     assert relative_error(out, want) <= 1.15 * relative_error(want.to(out_dtype), want) + 1e-6
 
 
@@ -466,8 +466,10 @@ def test_strided_bias_is_read_by_its_strides(backend: Any) -> None:
 def test_products_on_the_cpu_get_contiguous_factors_alone(
     monkeypatch: pytest.MonkeyPatch, chunk_bytes: int | None
 ) -> None:
-    """oneDNN's bf16 product for AMX, which the tests do without (tests/backends.py), multiplies what lies between rows
-    that are farther apart than they are long by 0: NaN, where a NaN lies there."""
+    """oneDNN's bf16 product for AMX multiplies the memory between strided rows by 0, which gives NaN for a NaN there.
+
+    The tests themselves run without AMX (tests/backends.py).
+    """
     gaps = []
     product = chunk_loop._product_into
 

@@ -84,7 +84,7 @@ def laid_out_cases() -> list[Any]:
 def test_inputs_of_any_strides_give_the_same_result(
     op: Op, case: Case, dtype: torch.dtype, layout: Callable[[Tensor], Tensor], backend: Any
 ) -> None:
-    """K20: expanded, transposed, strided, misaligned."""
+    """Expanded, transposed, strided, misaligned."""
     inputs = make(op, case, dtype, backend.device)
     names = differentiable(op, inputs)
     laid_out = {name: layout(inputs[name]) if name in names else t for name, t in inputs.items()}
@@ -107,7 +107,7 @@ UPSTREAM = {**LAYOUTS, "ones-expanded": _ones}
 def test_upstream_gradients_of_any_strides_give_the_same_gradient(
     op: Op, case: Case, layout: Callable[[Tensor], Tensor], backend: Any
 ) -> None:
-    """K08: `y.sum().backward()` sends a gradient of stride 0; an attention behind rope sends a transposed one."""
+    """`y.sum().backward()` sends a gradient of stride 0; an attention behind rope sends a transposed one."""
     # A loss has a gradient of more than one number where it is not reduced.
     case = next((c for c in op.cases if c.options.get("reduction") == "none"), case)
     leaves = with_leaves(op, make(op, case, torch.float32, backend.device))
@@ -139,7 +139,7 @@ VIRTUAL = {
 
 @pytest.mark.parametrize("name", VIRTUAL)
 def test_offsets_beyond_int32_are_addressed_right(name: str, backend: Any) -> None:
-    """K21: row · stride > 2^31, in the inputs and in the upstream gradient; only the touched pages are real."""
+    """Row · stride > 2^31, in the inputs and in the upstream gradient; only the touched pages are real."""
     op = OPS[name.split()[0]]
     shape, spread = VIRTUAL[name]
     case = dataclasses.replace(op.cases[0], shape=shape, options={"kv_heads": 9} if op.name == "rope" else {})
@@ -165,7 +165,7 @@ TOKENS = {"rope": 2}
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 @pytest.mark.parametrize("which", ["tokens", "batch"])
 def test_empty_inputs_give_empty_outputs_and_zero_gradients(op: Op, case: Case, which: str, backend: Any) -> None:
-    """K02: outputs without elements, losses of 0, gradients of exactly 0 for the parameters."""
+    """Outputs without elements, losses of 0, gradients of exactly 0 for the parameters."""
     shape = list(case.shape)
     shape[TOKENS.get(op.name, 1) if which == "tokens" else 0] = 0
     empty = dataclasses.replace(case, shape=tuple(shape))

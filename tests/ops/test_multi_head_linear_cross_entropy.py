@@ -124,7 +124,7 @@ def blocks_of(device: torch.device, count: int) -> list[list[tuple[Tensor, Tenso
 
 
 def test_gradient_of_the_blocks_does_not_depend_on_chunks() -> None:
-    """One chunk or many, heads with weights of their own or one: the same sums."""
+    """The sums are equal for one chunk or many, and for shared or separate head weights."""
     for shared in (False, True):
         found = []
         for chunk_bytes in (1 << 20, 8 * V * 4):
@@ -222,7 +222,7 @@ def test_head_weights_as_a_tensor_or_a_list_give_the_same_loss() -> None:
 
 
 def test_compiled_loss_equals_eager_and_is_one_graph_for_all_head_weights() -> None:
-    """A schedule changes the heads' weights at every step; as a tensor they are no reason for another graph."""
+    """A schedule changes the heads' weights at every step; weights in a tensor do not cause another graph."""
     hiddens, weights, target = heads(CPU)
     blocks = blocks_of(CPU, 3)
     graphs = []
@@ -257,7 +257,7 @@ def flops_of(**frozen: bool) -> float:
 
 
 def test_frozen_part_costs_no_product() -> None:
-    """Three products a head: of the logits, of the hidden gradient, of the weight's."""
+    """Each head has three products: the logits, the hidden gradient and the weight gradient."""
     everything = flops_of()
     assert flops_of(hidden=True) == pytest.approx(everything * 2 / 3, rel=0.02)
     assert flops_of(weight=True) == pytest.approx(everything * 2 / 3, rel=0.02)

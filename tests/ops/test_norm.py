@@ -1,4 +1,4 @@
-"""What the norms refuse; their values are checked with every op's."""
+"""The arguments that norms refuse. test_accuracy.py checks their values."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ HUGE: dict[str, tuple[str, tuple[int, ...], dict[str, Any], tuple[str, ...], int
 
 @pytest.mark.parametrize("name", HUGE)
 def test_more_than_2_to_the_31_elements_are_addressed_right(name: str) -> None:
-    """K21: the last rows of a huge tensor, outputs and gradients, equal those rows alone."""
+    """The last rows of a huge tensor, outputs and gradients, equal those rows alone."""
     op_name, shape, options, rows, dim = HUGE[name]
     op = OPS[op_name]
     need = 8 * 2 * max(torch.Size(shape).numel(), 1 << 31)
@@ -77,7 +77,7 @@ def test_more_than_2_to_the_31_elements_are_addressed_right(name: str) -> None:
 
 @pytest.mark.parametrize(("op", "case"), first_cases())
 def test_tensor_on_another_than_the_current_device_gives_the_same_result(op: Op, case: Case) -> None:
-    """K34: Triton launches on the current device, which need not be the tensor's."""
+    """Triton launches on the current device, which need not be the tensor's."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     expected = run(op.call, op, with_leaves(op, make(op, case, torch.float32, "cuda:0")))
@@ -94,7 +94,7 @@ def _to(inputs: dict[str, Any], device: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("op", "case"), first_cases())
 def test_side_stream_and_worker_thread_get_the_same_result(op: Op, case: Case) -> None:
-    """K34: forward and backward on a stream of their own, and in a thread that never touched CUDA."""
+    """Forward and backward on a side stream, and in a thread that has not used CUDA before."""
     inputs = make(op, case, torch.float32, "cuda")
     expected = run(op.call, op, with_leaves(op, inputs))
     stream = torch.cuda.Stream()
@@ -117,7 +117,7 @@ WAITS = {"linear_cross_entropy", "multi_head_linear_cross_entropy"}
 
 @pytest.mark.parametrize(("op", "case"), first_cases())
 def test_training_step_does_not_wait_for_the_device(op: Op, case: Case) -> None:
-    """K32: `.item()`, `bool(tensor)` or a blocking copy stalls the queue in every layer."""
+    """`.item()`, `bool(tensor)` or a blocking copy stalls the queue in every layer."""
     inputs = make(op, case, torch.float32, "cuda")
     leaves = with_leaves(op, inputs)
     upstream = upstream_for(run(op.call, op, leaves).outputs)
@@ -133,7 +133,7 @@ def test_training_step_does_not_wait_for_the_device(op: Op, case: Case) -> None:
 
 @pytest.mark.parametrize(("op", "case"), first_cases())
 def test_captured_graph_replays_the_eager_result_on_new_inputs(op: Op, case: Case) -> None:
-    """K32: forward and backward captured once, replayed on new inputs and new labels."""
+    """Forward and backward captured once, replayed on new inputs and new labels."""
     static = with_leaves(op, make(op, case, torch.float32, "cuda"))
     upstream = upstream_for(tensors_of(op.call(**static)))
     step: Callable[[], Any] = lambda: run(op.call, op, static, upstream)  # noqa: E731
@@ -160,7 +160,7 @@ def test_captured_graph_replays_the_eager_result_on_new_inputs(op: Op, case: Cas
 
 @pytest.mark.parametrize(("op", "case"), first_cases())
 def test_repeated_runs_are_equal_while_the_device_is_busy(op: Op, case: Case) -> None:
-    """K33: two hundred repeats, bit for bit, with another stream competing for the SMs."""
+    """Two hundred repeats, bit for bit, with another stream competing for the SMs."""
     larger = replace(case, shape=(case.shape[0] * 8, *case.shape[1:]))
     inputs = make(op, larger, torch.bfloat16, "cuda")
     expected = run(op.call, op, with_leaves(op, inputs))

@@ -51,7 +51,7 @@ def _recorded(calls: dict[str, list[tuple[Any, ...]]]) -> Iterator[None]:
         return primitive(self, *args)
 
     def of_differentiable(self: Differentiable, *args: Any) -> Any:
-        # What the schema has no word for is not the operator's.
+        # Arguments outside the schema do not belong to the operator.
         declared = len(self._operator._schema.arguments)
         calls.setdefault(self._operator._schema.name.split("::")[1], []).append(_copied(args[:declared], True))
         return differentiable_(self, *args)
@@ -74,7 +74,7 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
         for up in (torch.randn(4, 32), None):
             gate = torch.randn(4, 32, requires_grad=True) * 1.0
             OPS["swiglu"].call(gate, None if up is None else up.requires_grad_() * 1.0, inplace=True).sum().backward()
-    # bf16 has operators of its own where a kernel runs: logits that leave their product as exponentials.
+    # With kernels, bf16 has separate operators: the product returns exponentials of the logits.
     op = OPS["linear_cross_entropy"]
     with _recorded(recorded), nullcontext() if HAS_GPU else kernels_on_the_cpu():
         inputs = make(op, op.cases[0], torch.bfloat16, "cuda" if HAS_GPU else "cpu")
@@ -84,7 +84,7 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operator_keeps_the_rules_of_torch_library(name: str, calls: dict[str, list[tuple[Any, ...]]]) -> None:
-    """K29: schema (nothing mutated, no output aliases an input), autograd registration, fake against real."""
+    """Schema (nothing mutated, no output aliases an input), autograd registration, fake against real."""
     assert name in calls, f"no small case of any op reaches tigon::{name}"
     operator = getattr(torch.ops.tigon, name).default
     for args in _distinct(calls[name]):
@@ -95,7 +95,7 @@ def test_operator_keeps_the_rules_of_torch_library(name: str, calls: dict[str, l
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operator_can_be_traced_with_dynamic_shapes(name: str, calls: dict[str, list[tuple[Any, ...]]]) -> None:
-    """K28, K29: AOTAutograd, as torch.compile(dynamic=True) uses it, forward and backward."""
+    """AOTAutograd, as torch.compile(dynamic=True) uses it, forward and backward."""
     operator = getattr(torch.ops.tigon, name).default
     torch.library.opcheck(operator, calls[name][0], test_utils="test_aot_dispatch_dynamic")
 
@@ -120,7 +120,7 @@ def _more_tokens(op: Op, case: Case, tokens: int) -> Case:
 
 @pytest.mark.parametrize(("op", "case"), first_cases())
 def test_compiled_op_is_one_graph_for_all_token_counts_and_equals_eager(op: Op, case: Case) -> None:
-    """K28: one graph without breaks for every token count, forward and backward, equal to eager."""
+    """One graph without breaks for every token count, forward and backward, equal to eager."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch._dynamo.reset()
     compiled = torch.compile(op.call, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -134,7 +134,7 @@ def test_compiled_op_is_one_graph_for_all_token_counts_and_equals_eager(op: Op, 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("op", "case"), first_cases())
 def test_inductor_equals_eager_without_recompiling(op: Op, case: Case) -> None:
-    """K28: the same through the default backend, twenty token counts."""
+    """The same through the default backend, twenty token counts."""
     torch._dynamo.reset()
     compiled = torch.compile(op.call, fullgraph=True, dynamic=True)
     for tokens in range(9, 29):
@@ -146,7 +146,7 @@ def test_inductor_equals_eager_without_recompiling(op: Op, case: Case) -> None:
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(), indirect=["backend"])
 def test_fake_and_meta_tensors_get_the_real_shapes_and_dtypes(op: Op, case: Case, backend: Any) -> None:
-    """K29: the planner traces models whose tensors have no memory."""
+    """The planner traces models whose tensors have shapes and dtypes but no data."""
     inputs = make(op, case, torch.float32, backend.device)
     real = run(op.call, op, with_leaves(op, inputs))
     expected = {name: (t.shape, t.dtype, t.stride()) for name, t in real.named().items()}
@@ -163,7 +163,7 @@ def test_fake_and_meta_tensors_get_the_real_shapes_and_dtypes(op: Op, case: Case
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_functorch_gets_the_right_gradient_or_a_clear_error(op: Op, case: Case, backend: Any) -> None:
-    """K31: vmap and func.grad work, or say that they do not."""
+    """Vmap and func.grad work, or say that they do not."""
     inputs = make(op, case, torch.float32, backend.device)
     name = op.grads[0]
 
@@ -181,7 +181,7 @@ def test_functorch_gets_the_right_gradient_or_a_clear_error(op: Op, case: Case, 
         assert relative_error(got, expected if got.ndim else total(inputs[name])) <= 1e-5
 
 
-# What an op does to the dtypes of its inputs under autocast; the others keep them, as their PyTorch formulas keep fp32.
+# Under autocast these inputs are cast to 16 bits; the others keep their dtype, as their PyTorch formulas keep fp32.
 AUTOCAST_TO_16_BITS = {
     "linear_cross_entropy": ("hidden", "weight", "bias"),
     "multi_head_linear_cross_entropy": tuple(f"{n}_{k}" for n in ("hidden", "weight") for k in range(3)),
@@ -190,7 +190,7 @@ AUTOCAST_TO_16_BITS = {
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_autocast_changes_matrix_products_alone(op: Op, case: Case, backend: Any) -> None:
-    """K23: gradients keep their parameter's dtype; products run in autocast's, everything else as without it."""
+    """Gradients keep their parameter's dtype; products run in autocast's, everything else as without it."""
     inputs = make(op, case, torch.float32, backend.device)
     narrow = {
         n: t.bfloat16() if n in AUTOCAST_TO_16_BITS.get(op.name, ()) and isinstance(t, torch.Tensor) else t
@@ -207,7 +207,7 @@ def test_autocast_changes_matrix_products_alone(op: Op, case: Case, backend: Any
 
 @pytest.mark.parametrize(CONTRACT, contract_cases(first=True), indirect=["backend"])
 def test_backward_under_autocast_equals_backward_outside(op: Op, case: Case, backend: Any) -> None:
-    """K23: a loss.backward() inside the autocast block is common and must not round the gradients' products."""
+    """A loss.backward() inside the autocast block is common and must not round the gradients' products."""
     inputs = make(op, case, torch.float16, backend.device)
     expected = run(op.call, op, with_leaves(op, inputs))
     leaves = with_leaves(op, inputs)

@@ -33,7 +33,10 @@ FAMILIES = [
 
 @pytest.mark.parametrize(("family", "interleaved", "R", "ours"), FAMILIES, ids=[row[0] for row in FAMILIES])
 def test_rotation_equals_the_familys_own(family: str, interleaved: bool, R: int, ours: Any, backend: Any) -> None:
-    """K26: against transformers' own function, forward and backward. GLM rearranges its table inside, we before."""
+    """The result equals transformers' own function, forward and backward.
+
+    GLM rearranges its table inside its function; tigon does it before the call.
+    """
     pytest.importorskip("transformers")
     module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
     inputs = _inputs(R=R, device=backend.device)
@@ -110,7 +113,7 @@ def test_strided_input_is_read_without_a_copy(backend: Any, monkeypatch: pytest.
 
 
 def test_columns_beyond_the_rotary_width_pass_through_bit_for_bit(backend: Any) -> None:
-    """K26: they pass through bit for bit, NaN and infinities included."""
+    """They pass through bit for bit, NaN and infinities included."""
     inputs = _inputs(D=16, R=6, device=backend.device)
     inputs["q"][..., 6:] = torch.tensor([float("nan"), float("inf")], device=backend.device).repeat(5)
     q, _ = rope(**inputs)
@@ -119,7 +122,7 @@ def test_columns_beyond_the_rotary_width_pass_through_bit_for_bit(backend: Any) 
 
 
 def test_gradient_of_one_output_alone_is_right(backend: Any) -> None:
-    """K13: only q rotated for a loss, or only k wanting a gradient, in every combination."""
+    """Only q rotated for a loss, or only k wanting a gradient, in every combination."""
     inputs = _inputs(device=backend.device)
     op = OPS["rope"]
     full = run(op.call, op, with_leaves(op, inputs))
@@ -151,7 +154,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_mismatched_tables_are_refused(what: str) -> None:
-    """K26: a table that does not fit reads past its end; the message names what was passed."""
+    """A table that does not fit reads past its end; the message names what was passed."""
     change, error, text = REFUSED[what]
     with pytest.raises(error, match=text):
         rope(**change(_inputs()))

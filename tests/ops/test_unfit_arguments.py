@@ -63,7 +63,7 @@ RESHAPED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_tensor_of_another_shape_is_refused_or_follows_the_formula(
     op: Op, case: Case, name: str, change: Callable[[Tensor], Tensor]
 ) -> None:
-    """What is not refused is what the formula says of these shapes."""
+    """A shape that is accepted gives the result of the formula."""
     inputs = make(op, case, F32)
     changed = {**inputs, name: change(inputs[name])}
     try:

@@ -120,7 +120,7 @@ def test_foreach_adamw_holds_another_copy_of_the_weights() -> None:
 
 
 def test_memory_at_rest_is_that_of_weights_and_optimizer_states() -> None:
-    """Llama-3.2-1B in bf16 with fused AdamW: 2 bytes a weight, 4 of states; two fp32 counters of rotary frequencies."""
+    """Llama-3.2-1B in bf16 with fused AdamW: 2 bytes per weight, 4 of states; two fp32 rotary counters."""
     numel = 1_235_814_400
     request = Request(
         model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=1, seq=128,
@@ -130,7 +130,7 @@ def test_memory_at_rest_is_that_of_weights_and_optimizer_states() -> None:
     # The block of a large tensor may be up to 1 MiB larger than the tensor.
     assert 2 * numel <= found.components["weights"] == pytest.approx(2 * numel, rel=1e-3)
     assert 4 * numel <= found.components["optimizer"] == pytest.approx(4 * numel, rel=1e-3)
-    # Until it is tied, the head has a weight of its own.
+    # An untied head has a separate weight.
     head = 2 * 128_256 * 2048
     assert head <= found.phases["load"] - found.components["weights"] <= head + (1 << 20)
 
@@ -164,8 +164,8 @@ def test_estimate_matches_measured_steps(row: tuple[Any, ...]) -> None:
     # The table has one decimal, which is 0.5% of the smallest row.
     assert found.peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
     found_per_s = found.tokens_per_s / 1000
-    # Two host-bound rows of the 1B model, measured on another day, took longer than the host's constant gives: those
-    # are predicted too fast, and only that is held to. Why is not known.
+    # Two CPU-bound rows of the 1B model, measured on another day, took longer than predicted. The reason is unknown,
+    # so the test only requires that the prediction is faster.
     if (model, batch * seq) == ("llama-3.2-1b", 4096):
         assert found_per_s > kilo_tokens_per_s
     else:
@@ -208,8 +208,11 @@ def test_estimate_matches_measured_runs(run: tuple[Any, ...]) -> None:
     ],
 )  # fmt: skip
 def test_estimate_matches_measured_zero_3_steps_with_cpu_offload(batch: int, kernels: str, gib: float) -> None:
-    """benchmarks/results/nvidia-h200/study/batch.json. Of 3.40 GiB, few rows' peak, all but 0.07 are the embeddings:
-    their weights, their gradient, its copy in 16 bits and 250 million elements of it in fp64."""
+    """The measurements are in benchmarks/results/nvidia-h200/study/batch.json.
+
+    With few sequences the peak is 3.40 GiB, of which the embeddings take all but 0.07 GiB: the weights, the gradient,
+    its copy in 16 bits and 250 million of its elements in fp64.
+    """
     choices = Choices(precision="amp-fp16", checkpointing="full", kernels=kernels, zero=3, offload="cpu")
     request = Request(model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=batch, seq=1024, choices=choices)
     assert estimate(request, gpu=H200).peak_allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
@@ -226,7 +229,7 @@ def test_estimate_matches_measured_steps_on_two_gpus(sharding: dict[str, Any], g
 
 
 def _long_step_s(gpu: Gpu, **choices: Any) -> float:
-    """Of heads 16 wide."""
+    """The time of a long step of a model with heads 16 wide."""
     slow = dataclasses.replace(gpu, matmul_flops=gpu.matmul_flops / 1000)
     request = request_of(seq=8192, batch=1, precision="bf16", shape={"max_position_embeddings": 8192}, **choices)
     return estimate(request, gpu=slow, evaluation=False).step_s
@@ -242,7 +245,7 @@ def test_narrow_attention_heads_are_slower_on_hopper_and_groups_cost_no_time() -
 
 
 def test_techniques_add_cpu_time_to_a_cpu_bound_step() -> None:
-    """Of a model so small that the host is all there is."""
+    """The model is so small that the step is CPU-bound."""
     step_s = {
         word: estimate(request_of(precision="bf16", **choices), gpu=H200).step_s
         for word, choices in {
@@ -379,7 +382,7 @@ def test_model_without_layers_is_refused_and_a_huge_lora_rank_is_estimated() -> 
 
 
 def test_logits_bytes_are_those_of_the_loss_wherever_the_peak_is() -> None:
-    """With few rows the peak is elsewhere, where there are no logits."""
+    """With few sequences the peak is at another time, before any logits exist."""
     request = request_of(batch=1, seq=64, checkpointing="full", precision="bf16", shape={"num_hidden_layers": 12})
     assert estimate(request, gpu=H200).components["logits"] < logits_bytes(request, gpu=H200)
     many = dataclasses.replace(request, batch=64, choices=dataclasses.replace(request.choices, kernels="none"))

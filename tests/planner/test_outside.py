@@ -1,4 +1,4 @@
-"""What a process holds beside PyTorch's allocator, against every run that was measured."""
+"""Predicted memory outside PyTorch's allocator, compared with every measured run."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def measurements() -> Measurements:
 
 
 def facts_of(case: dict[str, Any]) -> set[tuple[str, str]]:
-    """What a case has that others may not have: its model, each of its choices."""
+    """The properties that distinguish a case: its model and each of its choices."""
     parts = {"model": case["model"], "masked": case["masked"], "evaluated": case["evaluated"], **case["choices"]}
     return {(name, str(value)) for name, value in parts.items()}
 
@@ -80,7 +80,7 @@ def anew(measurements: Measurements) -> dict[str, Comparison]:
 def test_every_prediction_is_within_its_limit_of_the_measurement(
     quantity: Quantity, before: list[Comparison], anew: dict[str, Comparison]
 ) -> None:
-    """Of every case; those that are not predicted anew count as they were predicted for the document."""
+    """Every case counts; cases that are not predicted anew use the predictions of the document."""
     said = planner_accuracy.beyond([anew.get(one.id, one) for one in before], quantity)
     assert not said, "\n" + "\n".join(said)
 

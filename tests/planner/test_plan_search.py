@@ -1,4 +1,4 @@
-"""What the planner recommends: it fits, the trainer takes it, and what was ruled out does not fit."""
+"""The planner's recommendations fit and the trainer accepts them; recipes that were ruled out do not fit."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_layers_are_tiled_and_grouped_only_if_nothing_else_fits(monkeypatch):
 
 
 def test_search_goes_on_past_a_model_whose_mlps_cannot_be_tiled(monkeypatch):
-    """Where the last rung before tiles needs a byte more than there is, so that tiles are tried, in every placement."""
+    """The last rung before tiles needs one byte too many, so tiles are tried in every placement."""
     monkeypatch.setattr(space, "TILE_TOKENS", 64)
     asked = asked_of(4000, optimizer="sgd", precision="bf16", accumulate=1)
     experts = config_of("llama", model_type="mixtral", num_local_experts=2, num_hidden_layers=2)

@@ -1,4 +1,4 @@
-"""What the CPU's recorder sees: every allocation, in order, with operator, node and line, and no more of them."""
+"""The CPU's recorder sees every allocation once, in order, with operator, node and line."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_activation_checkpoints_and_recomputation_are_recorded():
 
 
 def test_backward_is_named_by_its_autograd_nodes():
-    """The profiler's own names, and those that hooks on the graph give where there is no profiler: the same."""
+    """Hooks on the graph, used without the profiler, give the names that the profiler gives."""
     timeline = watched(checkpointing=False)
     by_profiler = [timeline.call_table[call].node for call in timeline.calls]
     assert {"LogSoftmaxBackward0", "MmBackward0", "SiluBackward0"} <= set(by_profiler)

@@ -15,7 +15,7 @@ yaml = pytest.importorskip("yaml")
 for package in ("transformers", "typer", "rich", "matplotlib", "jinja2"):
     pytest.importorskip(package)
 
-# What it does is chosen by the point's seed; it writes what a worker writes.
+# The point's seed chooses its behaviour; it writes the files of a worker.
 FAKE_WORKER = """
 import importlib.util, json, os, sys, time
 from pathlib import Path

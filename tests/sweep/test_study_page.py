@@ -1,4 +1,4 @@
-"""docs/study.md says what the committed records say, and no number where there is no record."""
+"""docs/study.md shows the numbers of the committed records; without a record it shows none."""
 
 from __future__ import annotations
 

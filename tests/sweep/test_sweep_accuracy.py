@@ -51,7 +51,7 @@ def test_every_point_is_predicted_within_its_limit_of_the_measurement(
 
 @committed
 def test_committed_predictions_of_sweeps_are_current(cases: list[dict[str, Any]], kept: list[Comparison]) -> None:
-    """Of each sweep's first point and every eighth: all of them take a second each."""
+    """Checks the first point of each sweep and every eighth point, because each takes a second."""
     firsts = {case["sweep"]: number for number, case in reversed(list(enumerate(cases)))}
     numbers = sorted({*firsts.values(), *range(0, len(cases), 8)})
     path = sweep_accuracy.predictions_path(FOLDER)

@@ -102,7 +102,7 @@ def test_bad_row_of_a_file_ends_a_point_unless_it_is_to_be_skipped(run_point, he
 
 
 def test_refusal_of_this_machine_and_divergence_have_different_statuses(here):
-    """What a worker makes of them; in this process."""
+    """A worker gives them different statuses; it runs in this process."""
     import yaml
 
     from tigon.sweep import worker
@@ -128,7 +128,7 @@ def test_refusal_of_this_machine_and_divergence_have_different_statuses(here):
 
 
 def test_command_measures_a_point_once_and_writes_its_report(write_sweep, tigon, here):
-    """The whole way once: a process of its own, its record, the report; and nothing is measured a second time."""
+    """Runs a worker process, reads its record and report; a second run measures nothing."""
     recipe = {
         "model": {"name": "tigon-demo", "config": SMALL}, "data": {"sequence_length": 16},
         "train": {"device": "cpu", "precision": "fp32", "batch_size": 2},
@@ -147,7 +147,7 @@ def test_command_measures_a_point_once_and_writes_its_report(write_sweep, tigon,
 
 
 def test_memory_limit_of_a_cpu_ends_a_point_as_out_of_memory():
-    """In a process of its own, because a limit cannot be taken back."""
+    """Runs in another process, because a memory limit cannot be undone."""
     import subprocess
     import sys
 

@@ -66,7 +66,7 @@ def count(monkeypatch, n_kills):
 
 
 def test_kill_by_linux_for_memory_is_out_of_memory_and_other_kills_are_failures(tmp_path, monkeypatch):
-    """... or a kill by somebody else as one for memory."""
+    """The count of kills for memory tells Linux's kills from those of other senders."""
     log = tmp_path / "log"
     log.write_text("")
     count(monkeypatch, 2)

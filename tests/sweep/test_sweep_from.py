@@ -43,7 +43,7 @@ def earlier(write_sweep, fake_workers, here) -> Path:
 
 
 def offer_of(file: Path, scratch: Path, **changes: object) -> tuple[dict, dict]:
-    """What a committed record has for its recipe, as it is or changed."""
+    """The points that a committed record offers its recipe, unchanged or with `changes`."""
     read = dataclasses.replace(definition.load(ROOT / "recipes" / "study" / f"{file.stem}.yaml"), **changes)
     limit_bytes = None if read.memory_limit is None else find_gpu(read.memory_limit).memory_bytes
     every = points.expand(read, (), memory_limit_bytes=limit_bytes, gpu_present=lambda: True, scratch=scratch)

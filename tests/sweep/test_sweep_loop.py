@@ -316,7 +316,7 @@ def test_repeats_of_a_failed_point_are_skipped(write_sweep, fake_workers, capsys
 
 
 def test_results_are_written_before_the_charts(write_sweep, fake_workers, tmp_path, monkeypatch):
-    """Whoever ends a sweep may not give it the seconds that matplotlib takes."""
+    """A sweep that is being ended may not have the seconds that matplotlib takes."""
     monkeypatch.setitem(sys.modules, "tigon.sweep.report", None)
     monkeypatch.delattr("tigon.sweep.report", raising=False)
     with pytest.raises(ImportError):

@@ -1,4 +1,4 @@
-"""The report of a sweep: what is measured stands in it, names are no markup, and it opens in a browser."""
+"""The report of a sweep shows every measurement, escapes names and opens in a browser."""
 
 from __future__ import annotations
 

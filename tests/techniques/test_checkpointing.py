@@ -54,7 +54,7 @@ def loss_and_gradients(made: Any, device: torch.device = CPU, tokens: int = 64) 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["patched", "unpatched"])
 @pytest.mark.parametrize("word", WORDS)
-def test_checkpointing_changes_loss_or_gradient(word, kernels):
+def test_checkpointing_keeps_loss_and_gradients(word, kernels):
     want = loss_and_gradients(model("none", kernels=kernels))
     got = loss_and_gradients(model(word, kernels=kernels))
     for name in want:
@@ -68,7 +68,7 @@ def backward_counts(word: str) -> Counter[str]:
     return count.n
 
 
-def test_selective_checkpointing_repeats_products_or_keeps_norms():
+def test_selective_checkpointing_recomputes_norms_and_no_products():
     none, full, selective = (backward_counts(word) for word in ("none", "full", "selective"))
     products = [name for name in KEPT_OPS if full[name] or none[name]]
     assert products
@@ -79,7 +79,7 @@ def test_selective_checkpointing_repeats_products_or_keeps_norms():
     assert any(name.startswith("tigon::") for name in repeated) or "aten::silu" in repeated, repeated
 
 
-def test_every_second_layer_is_repeated_more_or_less_often_than_that():
+def test_every_2_recomputes_half_of_the_layers():
     none, half, full = (backward_counts(word)["aten::mm"] for word in ("none", "every-2", "full"))
     assert (half - none) * 2 == full - none > 0
 
@@ -92,7 +92,7 @@ def peak_bytes(word: str) -> int:
     return meter.stop().step_bytes
 
 
-def test_memory_is_not_in_the_order_of_what_is_kept():
+def test_peak_memory_falls_as_checkpointing_keeps_less():
     none, every, full, selective = (peak_bytes(word) for word in ("none", "every-2", "full", "selective"))
     assert full < every < none
     assert full < selective < none
@@ -100,7 +100,7 @@ def test_memory_is_not_in_the_order_of_what_is_kept():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("word", WORDS)
-def test_checkpointing_changes_loss_or_gradient_of_the_kernels(word):
+def test_checkpointing_keeps_loss_and_gradients_of_the_kernels(word):
     device = torch.device("cuda")
     want = loss_and_gradients(model("none", device=device, width=256), device, 512)
     got = loss_and_gradients(model(word, device=device, width=256), device, 512)
@@ -109,9 +109,11 @@ def test_checkpointing_changes_loss_or_gradient_of_the_kernels(word):
 
 
 @pytest.mark.gpu
-def test_offloaded_inputs_stay_on_the_gpu_or_change_the_gradient():
-    """32 MiB a layer leave; gradients are those of recomputation without offload, bit for bit but for the embedding's,
-    which PyTorch adds up in another order each time."""
+def test_offload_frees_layer_inputs_and_keeps_the_gradients():
+    """Each layer moves 32 MiB to the host. Gradients equal those of recomputation without offload bit for bit.
+
+    The embedding's gradient is the exception: PyTorch adds it up in another order each time.
+    """
     device, tokens, width = torch.device("cuda"), 4096, 1024
     found = {}
     for word in ("full", "offload"):
@@ -134,8 +136,8 @@ def test_offloaded_inputs_stay_on_the_gpu_or_change_the_gradient():
 
 
 @pytest.mark.gpu
-def test_offload_waits_for_its_copies():
-    """The copies run on a stream of their own: a trace has kernels during them."""
+def test_offload_copies_while_kernels_run():
+    """The copies run on a side stream, so a trace has kernels during them."""
     made = model("offload", device=torch.device("cuda"), width=2048)
     for _ in range(2):
         loss_and_gradients(made, torch.device("cuda"), 8192)
@@ -152,7 +154,7 @@ def test_offload_waits_for_its_copies():
     assert len(overlapped) >= len(large) // 2
 
 
-def test_model_of_the_old_format_loses_its_checkpointing():
+def test_model_of_the_old_format_keeps_its_own_checkpointing():
     """Remote code that sets `gradient_checkpointing` on itself calls PyTorch's function by itself."""
     from tigon.errors import RecipeError
 

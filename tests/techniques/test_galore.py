@@ -20,7 +20,7 @@ def gradient_of_rank(rank: int, m: int, n: int, noise: float = 1e-3) -> torch.Te
 
 
 @pytest.mark.parametrize("shape", [(60, 90), (90, 60), (64, 64)])
-def test_basis_misses_the_leading_directions(shape):
+def test_basis_spans_the_leading_directions(shape):
     gradient = gradient_of_rank(8, *shape)
     found = basis(gradient, 8, seed=3)
     u, _, vh = torch.linalg.svd(gradient)
@@ -29,11 +29,11 @@ def test_basis_misses_the_leading_directions(shape):
     torch.testing.assert_close(found @ (found.T @ leading), leading, atol=1e-4, rtol=0)
 
 
-def test_basis_of_no_gradient_is_not_a_number():
+def test_basis_of_a_zero_gradient_is_finite():
     assert torch.isfinite(basis(torch.zeros(20, 30), 4, seed=1)).all()
 
 
-def test_parameters_without_projection_differ_from_adamw():
+def test_parameters_without_projection_are_updated_as_by_adamw():
     torch.manual_seed(0)
     ours, theirs = (nn.Parameter(torch.ones(7, 5)) for _ in range(2))
     options = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3}
@@ -47,7 +47,7 @@ def test_parameters_without_projection_differ_from_adamw():
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
-def test_update_leaves_its_subspace(shape):
+def test_update_stays_in_its_subspace(shape):
     weight = nn.Parameter(torch.zeros(shape))
     optimizer = GaLoreAdamW([{"params": [weight], "rank": 4}], lr=0.1, gap=3)
     for step in range(3):
@@ -62,8 +62,8 @@ def test_update_leaves_its_subspace(shape):
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 @pytest.mark.parametrize("rank", [0, 4])
-def test_update_in_turns_differs_from_the_whole_one(shape, rank, monkeypatch):
-    """Of a transposed view too, whose rows are not contiguous; and of a scalar, which has no rows."""
+def test_update_in_chunks_equals_the_whole_one(shape, rank, monkeypatch):
+    """Covers a transposed view, whose rows are not contiguous, and a scalar."""
     torch.manual_seed(1)
     start, gradients = torch.randn(shape), torch.randn(3, *shape)
     moved = []
@@ -84,7 +84,7 @@ def test_update_in_turns_differs_from_the_whole_one(shape, rank, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_gradient_that_is_not_finite_moves_a_weight_in_the_backward_pass(bad, dtype):
+def test_gradient_that_is_not_finite_moves_no_weight_in_the_backward_pass(bad, dtype):
     for place in (0, 500, 999):
         weight = nn.Parameter(torch.ones(1000, dtype=dtype))
         optimizer = GaLoreAdamW([weight], lr=0.1, layerwise=True)
@@ -97,7 +97,7 @@ def test_gradient_that_is_not_finite_moves_a_weight_in_the_backward_pass(bad, dt
         assert optimizer.take_refused() and torch.equal(weight, before)
 
 
-def test_subspace_is_kept_longer_or_shorter_than_its_gap():
+def test_subspace_changes_after_every_gap():
     weight = nn.Parameter(torch.zeros(24, 40))
     optimizer = GaLoreAdamW([{"params": [weight], "rank": 4}], lr=0.1, gap=3)
     seen = []
@@ -133,7 +133,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return losses
 
 
-def test_layers_updated_in_the_backward_pass_differ_from_a_step_or_keep_gradients():
+def test_layerwise_updates_equal_a_step_and_keep_no_gradients():
     one, two = small(), small()
     by_layer = made(two, layerwise=True)
     assert train(one, made(one), range(6)) == train(two, by_layer, range(6))
@@ -142,7 +142,7 @@ def test_layers_updated_in_the_backward_pass_differ_from_a_step_or_keep_gradient
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_resumed_galore_differs_from_the_uninterrupted_one(tmp_path, layerwise):
+def test_resumed_galore_equals_the_uninterrupted_one(tmp_path, layerwise):
     model = small()
     optimizer = made(model, layerwise=layerwise)
     train(model, optimizer, range(3))  # in the middle of a gap
@@ -154,7 +154,7 @@ def test_resumed_galore_differs_from_the_uninterrupted_one(tmp_path, layerwise):
     assert train(resumed, second, range(3, 9)) == train(model, optimizer, range(3, 9))
 
 
-def test_head_or_embeddings_are_projected():
+def test_only_matrices_of_the_layers_are_projected():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=32,

@@ -41,7 +41,7 @@ def loss_and_gradients(model: Any, *, tokens: int = 40, documents: bool = False)
 
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "block-mask"])
 @pytest.mark.parametrize(("key_heads", "groups"), [(4, 2), (4, 4), (2, 2)])
-def test_groups_change_loss_or_gradient(key_heads, groups, documents, monkeypatch):
+def test_groups_keep_loss_and_gradients(key_heads, groups, documents, monkeypatch):
     called = []
     on_cpu = ("cpu", SDPBackend.FLASH_ATTENTION)
     kernel = _KERNELS[on_cpu]
@@ -57,7 +57,7 @@ def test_groups_change_loss_or_gradient(key_heads, groups, documents, monkeypatc
 
 
 @pytest.mark.parametrize("strides", ["heads first", "tokens first"])
-def test_gradient_of_the_groups_is_not_the_derivative(strides):
+def test_gradient_of_the_groups_is_the_derivative(strides):
     shape = (1, 2, 6, 8) if strides == "heads first" else (1, 6, 2, 8)
     q, k, v = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
     if strides == "tokens first":
@@ -67,14 +67,14 @@ def test_gradient_of_the_groups_is_not_the_derivative(strides):
     assert torch.autograd.gradcheck(lambda q, k, v: _Grouped.apply(q, k, v, kernel, 2, 0.3), inputs)
 
 
-def test_another_model_attends_in_groups():
+def test_groups_apply_to_their_model_only_and_are_not_saved():
     one, other = llama(key_heads=4, groups=2), llama(key_heads=4, groups=1)
     assert one.config._attn_implementation == "sdpa_in_2_groups"
     assert other.config._attn_implementation == "sdpa"
     assert "sdpa_in" not in one.config.to_json_string()
 
 
-def test_groups_that_do_not_divide_the_key_heads_are_taken():
+def test_groups_that_do_not_divide_the_key_heads_are_refused():
     with pytest.raises(RecipeError, match="attention_groups is 3, and the model has 4 key heads"):
         llama(key_heads=4, groups=3)
 
@@ -86,7 +86,7 @@ CUDA_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 @pytest.mark.parametrize("backend", CUDA_KERNELS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "block-mask"])
 @pytest.mark.parametrize("key_heads", [4, 2])
-def test_groups_change_the_gradient_of_the_kernel(key_heads, documents, backend, monkeypatch):
+def test_groups_keep_the_gradient_of_the_kernel(key_heads, documents, backend, monkeypatch):
     options = {"width": 256, "device": torch.device("cuda"), "dtype": torch.bfloat16}
     called = []
     kernel = _KERNELS["cuda", backend]
@@ -110,7 +110,7 @@ def heads_64_wide(tokens: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.gpu
-def test_groups_take_another_kernel_than_pytorch():
+def test_groups_use_the_kernel_that_pytorch_chooses():
     q, k, v = heads_64_wide(256)
     choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=True)
     assert _kernel_for(q, k, v) is _KERNELS["cuda", SDPBackend(choice)]
@@ -118,8 +118,8 @@ def test_groups_take_another_kernel_than_pytorch():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", CUDA_KERNELS, ids=lambda backend: backend.name)
-def test_scratch_of_all_heads_is_alive_at_once(backend):
-    """Of 8 bytes an element of Q, shared key heads, four groups leave two."""
+def test_scratch_memory_is_that_of_one_group(backend):
+    """With shared key heads the scratch memory is 8 bytes per element of Q; four groups need only two."""
     found = {}
     q, k, v = heads_64_wide(32768)
     for groups in (1, 4):

@@ -27,7 +27,7 @@ def satisfying(condition: Condition) -> Any:
 
 
 @pytest.mark.parametrize("row", EXCLUSIONS, ids=lambda row: " and ".join(map(str, row.when)))
-def test_excluded_choices_pass_or_lose_their_reason(row: Exclusion):
+def test_excluded_choices_are_refused_with_the_reason(row: Exclusion):
     choices = Choices(**{condition.field: satisfying(condition) for condition in row.when})
     assert row.applies(choices)
     (sentence,) = [text for text in refusals(choices) if row.reason in text]
@@ -36,7 +36,7 @@ def test_excluded_choices_pass_or_lose_their_reason(row: Exclusion):
         check(choices, device="cuda")
 
 
-def test_defaults_or_a_technique_alone_are_refused():
+def test_defaults_and_single_techniques_are_accepted():
     assert refusals(Choices()) == ()
     for name in OPTIMIZERS:
         assert refusals(Choices(optimizer=name)) == (), name
@@ -45,43 +45,43 @@ def test_defaults_or_a_technique_alone_are_refused():
     assert refusals(Choices(zero=3, offload="nvme", checkpointing="offload", lora_rank=8, gpus=2)) == ()
 
 
-def test_an_optimizer_without_row_is_not_named():
+def test_unknown_optimizer_is_refused_with_the_nearest_name():
     (reason,) = refusals(replace(Choices(), optimizer="adamw_8bit"))
     assert "adamw_8bit" in reason and "adamw-8bit" in reason
 
 
-def test_gpu_only_choice_is_not_refused_on_the_cpu():
+def test_gpu_only_choice_is_refused_on_the_cpu():
     with pytest.raises(RecipeError, match=r"train\.precision: amp-fp16 needs a GPU"):
         check(Choices(precision="amp-fp16"), device="cpu")
 
 
-def test_package_that_is_missing_is_not_named(monkeypatch: pytest.MonkeyPatch):
+def test_missing_package_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
     with pytest.raises(RecipeError, match=r"needs bitsandbytes, not installed here: pip install 'tigon\[bnb\]'"):
         check(Choices(optimizer="adamw-8bit"), device="cuda")
 
 
-def test_a_field_of_choices_has_no_recipe_key():
+def test_every_field_of_choices_has_a_recipe_key():
     assert set(RECIPE_KEYS) == {field.name for field in fields(Choices)}
 
 
-def test_every_n_is_read_from_other_words():
+def test_every_n_is_read_only_from_its_own_word():
     assert [every_n_layers(word) for word in ("every-3", "full", "none")] == [3, None, None]
 
 
 @pytest.mark.parametrize("page", technique_pages.pages())
-def test_page_of_a_technique_is_out_of_date(page):
+def test_pages_of_techniques_are_current(page):
     """If this fails: python tests/techniques/technique_pages.py rewrites docs/techniques."""
     text = (technique_pages.FOLDER / f"{page}.md").read_text(encoding="utf-8")
     assert technique_pages.BEGIN in text
     assert text == technique_pages.with_generated(page, text)
 
 
-def test_a_technique_has_no_page():
+def test_every_technique_has_a_page():
     assert {technique.page for technique in TECHNIQUES.values()} == set(technique_pages.TITLES)
     assert exclusion_table() in technique_pages.generated("README")
 
 
-def test_one_technique_is_used_by_no_choice_or_by_the_default_twice():
+def test_defaults_use_autocast_and_adamw_only():
     used = [name for name, technique in TECHNIQUES.items() if technique.used_by(Choices())]
     assert used == ["amp-bf16", "adamw"]

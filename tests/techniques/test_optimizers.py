@@ -74,7 +74,7 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 @by_name
 @each_dtype
-def test_table_differs_from_the_bytes_an_optimizer_holds(name, dtype, tmp_path):
+def test_table_has_the_bytes_that_an_optimizer_holds(name, dtype, tmp_path):
     model = Model().to(dtype)
     with torch.compiler.set_stance("force_eager"):  # torchao compiles each shape for seconds
         optimizer = made_by_trainer(name, model, tmp_path)
@@ -83,7 +83,7 @@ def test_table_differs_from_the_bytes_an_optimizer_holds(name, dtype, tmp_path):
     assert held_bytes(optimizer) == expected
 
 
-def test_small_parameters_of_paged_optimizers_are_counted_as_managed():
+def test_small_parameters_of_paged_optimizers_are_counted_on_the_device():
     row = OPTIMIZERS["paged-adamw-8bit"]
     small, large = Parameter((99_999,), 4), Parameter((100_000,), 4)
     assert {tensor.place for tensor in row.state_tensors(small)} == {"device"}
@@ -92,7 +92,7 @@ def test_small_parameters_of_paged_optimizers_are_counted_as_managed():
 
 @each_dtype
 @pytest.mark.parametrize(("shape", "rank"), [((96, 160), 0), ((96, 160), 8), ((160, 96), 8), ((96, 96), 8)])
-def test_table_differs_from_the_state_of_galore(shape, rank, dtype):
+def test_table_has_the_bytes_of_galores_state(shape, rank, dtype):
     weight = nn.Parameter(torch.randn(shape, dtype=dtype))
     optimizer = GaLoreAdamW([{"params": [weight], "rank": rank}], lr=1e-3)
     weight.grad = torch.randn_like(weight)
@@ -102,7 +102,7 @@ def test_table_differs_from_the_state_of_galore(shape, rank, dtype):
 
 
 def step_bytes(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> int:
-    """What the second step adds at its worst moment."""
+    """The peak memory that the second step adds."""
     optimizer.step()
     states = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
     meter = PeakMeter(torch.device("cpu"))
@@ -126,7 +126,7 @@ def makers(rank: int):
 @each_dtype
 @pytest.mark.parametrize("rank", [0, 16])
 @pytest.mark.parametrize("name", ["adamw", "adamw-foreach", "sgd", "adafactor", "galore"])
-def test_table_differs_from_what_a_step_needs(name, rank, dtype):
+def test_table_has_the_bytes_that_a_step_needs(name, rank, dtype):
     weights = [nn.Parameter(torch.randn(256, 512, dtype=dtype)) for _ in range(3)]
     for weight in weights:
         weight.grad = torch.randn_like(weight)
@@ -138,7 +138,7 @@ def test_table_differs_from_what_a_step_needs(name, rank, dtype):
 
 @each_dtype
 @pytest.mark.parametrize("rank", [0, 16])
-def test_galore_holds_a_whole_weight_in_fp32(rank, dtype, monkeypatch):
+def test_galore_step_needs_less_than_one_fp32_weight(rank, dtype, monkeypatch):
     """With turns of 16 rows: what is alive at a time, where the table says so and where it does."""
     for module in (galore, table):
         monkeypatch.setattr(module, "GALORE_ELEMENTS", 16 * 512)
@@ -151,6 +151,6 @@ def test_galore_holds_a_whole_weight_in_fp32(rank, dtype, monkeypatch):
     assert found < weight.numel() * 4
 
 
-def test_a_name_is_unknown_to_the_trainer():
+def test_every_trainer_name_is_known_to_the_trainer():
     known = {word.value for word in transformers.training_args.OptimizerNames}
     assert {row.trainer_name for row in OPTIMIZERS.values() if row.trainer_name} <= known

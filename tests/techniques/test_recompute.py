@@ -61,7 +61,7 @@ def gradients(layers: nn.ModuleList, run: Callable[..., Any], **kwargs: Any) -> 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_gradient_is_not_that_of_the_kept_tensors(device, dropout, autocast):
+def test_gradient_equals_that_of_kept_tensors_bit_for_bit(device, dropout, autocast):
     layers = stack(dropout, device)
     bias = torch.ones(WIDTH, device=device)
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
@@ -72,7 +72,7 @@ def test_gradient_is_not_that_of_the_kept_tensors(device, dropout, autocast):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_random_numbers_after_a_recomputation_are_repeated(device):
+def test_recomputation_leaves_the_generators_where_they_were(device):
     """The generators stand where they would without it."""
     after = []
     for run in (plain, recomputed):
@@ -81,7 +81,7 @@ def test_random_numbers_after_a_recomputation_are_repeated(device):
     assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
 
 
-def test_more_is_repeated_or_held_than_by_pytorch():
+def test_work_and_memory_are_those_of_pytorchs_checkpoint():
     found = {}
     for run in (theirs, recomputed):
         layers = stack(width=64)
@@ -96,7 +96,7 @@ def test_more_is_repeated_or_held_than_by_pytorch():
     assert found["recomputed"][1] <= 1.01 * found["theirs"][1]
 
 
-def test_kept_graph_is_walked_with_old_tensors():
+def test_second_walk_of_a_kept_graph_recomputes():
     """The second walk computes again, with the weights as they are then."""
     layers = stack()
     x = torch.randn(5, WIDTH)
@@ -114,7 +114,7 @@ def test_kept_graph_is_walked_with_old_tensors():
     )
 
 
-def test_functions_inside_one_another_lose_a_gradient():
+def test_nested_functions_get_every_gradient():
     layers = stack()
     want = gradients(layers, plain)
     got = gradients(layers, lambda f, *args: recomputed(lambda *a: recomputed(f, *a), *args))
@@ -132,14 +132,14 @@ class Twice(torch.autograd.Function):
         return dy * (ctx.saved_tensors[0] + ctx.saved_tensors[0])
 
 
-def test_tensor_asked_for_twice_is_refused():
+def test_saved_tensor_may_be_read_more_than_once():
     x = torch.randn(4, requires_grad=True)
     recomputed(lambda x: Twice.apply(x.sin()), x).sum().backward()
     want = 2 * x.detach().sin() * x.detach().cos()
     torch.testing.assert_close(x.grad, want)
 
 
-def test_function_that_changes_its_mind_gives_a_gradient():
+def test_function_that_saves_other_tensors_the_second_time_is_refused():
     widths = iter((2, 3))
 
     def fickle(x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def test_function_that_changes_its_mind_gives_a_gradient():
         recomputed(fickle, torch.randn(4, requires_grad=True)).backward()
 
 
-def test_input_changed_in_place_gives_a_wrong_gradient():
+def test_input_changed_in_place_is_detected():
     x = torch.randn(4, requires_grad=True)
     y = x * 1
     loss = recomputed(lambda x: x.sin().sum(), y)
@@ -158,14 +158,14 @@ def test_input_changed_in_place_gives_a_wrong_gradient():
         loss.backward()
 
 
-def test_hooks_around_it_see_more_or_less_than_its_inputs():
+def test_surrounding_hooks_see_exactly_the_inputs():
     layer, x, seen = Layer(), torch.randn(5, WIDTH, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(tuple(t.shape)) or t, lambda t: t):
         recomputed(layer, x, 2.0)
     assert seen == [(5, WIDTH)]
 
 
-def test_nothing_to_learn_costs_a_graph():
+def test_nothing_to_learn_builds_no_graph():
     layer, x = Layer(), torch.randn(5, WIDTH)
     with torch.no_grad():
         assert not recomputed(layer, x).requires_grad
@@ -173,7 +173,7 @@ def test_nothing_to_learn_costs_a_graph():
     assert not recomputed(layer, x).requires_grad
 
 
-def test_a_step_needs_more_than_its_memory_after_the_backward():
+def test_inputs_are_freed_by_the_backward():
     """Nothing of a frame outlives the graph."""
     import gc
     import weakref
@@ -192,7 +192,7 @@ def test_a_step_needs_more_than_its_memory_after_the_backward():
         gc.enable()
 
 
-def test_numbers_drawn_behind_the_generators_back_differ():
+def test_numbers_drawn_under_fork_rng_are_the_same():
     x = torch.randn(64, requires_grad=True)
 
     def noisy(x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def test_numbers_drawn_behind_the_generators_back_differ():
     assert torch.equal(*seen)
 
 
-def test_gradient_taken_inside_fails():
+def test_gradient_taken_inside_the_function_works():
     x = torch.randn(8, requires_grad=True)
 
     def penalised(x: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def test_gradient_taken_inside_fails():
 
 
 @pytest.mark.parametrize("where", ["meta", "fake", "subclass"])
-def test_tensors_that_are_not_plain_are_taken(where):
+def test_subclass_meta_and_fake_tensors_are_handled(where):
     """PyTorch's own serves them."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -239,7 +239,7 @@ def test_tensors_that_are_not_plain_are_taken(where):
             recomputed(Layer(), torch.randn(5, WIDTH, requires_grad=True)).sum().backward()
 
 
-def test_inputs_by_keyword_are_computed_without_autocast():
+def test_inputs_by_keyword_are_recomputed_under_autocast():
     layer, x = Layer(), torch.randn(5, WIDTH, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         want, got = (run(lambda *, x: layer(x), x=x).sum() for run in (plain, recomputed))

@@ -55,18 +55,18 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], **t
 
 @pytest.mark.parametrize("tokens", [1, TILE, 99])
 @pytest.mark.parametrize("kernels", [True, False], ids=["patched", "unpatched"])
-def test_tiles_change_loss_or_gradient(tokens, kernels):
+def test_tiles_keep_loss_and_gradients(tokens, kernels):
     want = loss_and_gradients(llama(kernels=kernels))
     assert_same(loss_and_gradients(tiled(llama(kernels=kernels), tokens)), want)
 
 
-def test_tiles_inside_checkpointed_layers_change_loss_or_gradient():
+def test_tiles_inside_checkpointed_layers_keep_loss_and_gradients():
     model = llama()
     TECHNIQUES["checkpointing-full"].model(model, Choices(checkpointing="full"), Facts())
     assert_same(loss_and_gradients(tiled(model)), loss_and_gradients(llama()))
 
 
-def test_under_autocast_a_tile_is_computed_again_in_another_dtype():
+def test_tiles_under_autocast_keep_loss_and_gradients():
     def step(model: Any) -> dict[str, torch.Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
             ids = torch.randint(0, 64, (2, 50), generator=torch.Generator().manual_seed(1))
@@ -77,7 +77,7 @@ def test_under_autocast_a_tile_is_computed_again_in_another_dtype():
     assert_same(step(tiled(llama())), step(llama()), rtol=2e-2, atol=2e-3)
 
 
-def test_gradients_of_tiles_are_rounded_before_they_are_summed():
+def test_gradients_of_tiles_err_at_most_twice_the_untiled_error():
     """In bf16, 100 tiles of a token: no further from fp64 than twice the one product of the untiled MLP."""
     truth = loss_and_gradients(llama(kernels=False, dtype=torch.float64))
     plain = loss_and_gradients(llama(kernels=False, dtype=torch.bfloat16))
@@ -88,7 +88,7 @@ def test_gradients_of_tiles_are_rounded_before_they_are_summed():
         assert error["ours"] <= 2 * error["plain"], name
 
 
-def test_dropout_draws_other_masks_in_the_backward():
+def test_dropout_draws_the_same_masks_in_the_backward():
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=64, resid_pdrop=0.5, embd_pdrop=0.0, attn_pdrop=0.0
@@ -107,7 +107,7 @@ def test_dropout_draws_other_masks_in_the_backward():
     assert torch.equal(torch.get_rng_state(), after_forward), "the backward moves the generator"
 
 
-def test_frozen_weights_or_adapters_get_other_gradients():
+def test_adapters_on_frozen_weights_get_the_same_gradients():
     pytest.importorskip("peft")
 
     def adapted() -> Any:
@@ -124,7 +124,7 @@ def test_frozen_weights_or_adapters_get_other_gradients():
     assert_same(loss_and_gradients(tiled(adapted())), want)
 
 
-def test_fsdp2_shards_what_a_tile_reads(tmp_path):
+def test_tiles_of_fsdp2_shards_keep_loss_and_gradients(tmp_path):
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
@@ -152,7 +152,7 @@ def peak_bytes(model: Any, tokens: int) -> int:
     return meter.stop().step_bytes
 
 
-def test_inner_activations_grow_with_the_sequence():
+def test_memory_does_not_grow_by_the_inner_activations():
     """Checkpointed, a tile of 64: what a further token takes is less than its inner activations alone."""
 
     def grown(tile_tokens: int) -> float:
@@ -167,7 +167,7 @@ def test_inner_activations_grow_with_the_sequence():
     assert grown(0) - grown(64) >= 2 * inner_bytes
 
 
-def test_routed_experts_are_tiled():
+def test_routed_experts_are_refused():
     config = transformers.MixtralConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         vocab_size=64, num_local_experts=2,
@@ -176,7 +176,7 @@ def test_routed_experts_are_tiled():
         tiled(transformers.MixtralForCausalLM(config))
 
 
-def test_another_instance_or_evaluation_is_changed():
+def test_other_models_and_evaluation_are_unchanged():
     ours, other = tiled(llama()), llama()
     assert all("forward" not in vars(mlp) or not isinstance(mlp.forward, tiling._Tiles)
                for mlp in tiling.dense_mlps(other))  # fmt: skip
@@ -186,7 +186,7 @@ def test_another_instance_or_evaluation_is_changed():
 
 
 @pytest.mark.gpu
-def test_tiles_change_loss_or_gradient_of_the_kernels():
+def test_tiles_keep_loss_and_gradients_of_the_kernels():
     device = torch.device("cuda")
     want = loss_and_gradients(llama(device=device, width=256), 512)
     assert_same(loss_and_gradients(tiled(llama(device=device, width=256), 200), 512), want, rtol=1e-4, atol=1e-5)

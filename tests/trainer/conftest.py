@@ -27,7 +27,7 @@ def user_cache() -> Path:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder as the current one, with the tokenizer cache kept inside it."""
     monkeypatch.chdir(tmp_path)
-    # DeepSpeed compiles an operator where it has no cache, for a minute each time: that one stays where it is
+    # DeepSpeed compiles an operator for a minute if it finds no cache, so its cache folder stays
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(user_cache() / "torch_extensions" / "tigon-tests"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -238,8 +238,11 @@ def test_full_disk_leaves_the_last_checkpoint_and_no_half_one(tmp_path, monkeypa
 
 
 def save_in_two(rank: int, folder: Path, blocked: bool) -> None:
-    """What one of two processes does: both save steps 2 and 3 into one folder, and rank 1 finds the disk full at once
-    at step 3, while rank 0 is still writing, or, blocked, waits for the other in the middle of its save."""
+    """Saves steps 2 and 3 in one of two processes, which share a folder.
+
+    At step 3 rank 1 finds the disk full at once. Rank 0 is still writing or, if `blocked`, waits for rank 1 in the
+    middle of its save.
+    """
     torch.distributed.init_process_group("gloo")
     trainer, written = saved(folder, keep=2), folder / "c"
     original = type(trainer)._save_rng_state

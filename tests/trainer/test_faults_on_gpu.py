@@ -49,7 +49,7 @@ def test_step_that_is_not_finite_moves_no_weight_on_the_gpu(name, tmp_path):
 
 
 def test_run_on_the_gpu_stops_at_most_one_step_past_its_limit(tmp_path):
-    """The host hears of a step while the next one runs, so it may stop one step late, with the same weights."""
+    """The host learns of a bad step while the next one runs, so it may stop one step late, with unchanged weights."""
     trainer = trainer_of(tmp_path, steps=20, max_skipped_steps=2, log_steps=50)
     spoil(trainer, "gradient", set(range(3, 21)))
     with pytest.raises(RecipeError, match="3 steps in a row, up to step 5"):

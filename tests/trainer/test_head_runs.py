@@ -147,7 +147,7 @@ def test_mtp_module_is_trained(here: Path, recipe: Any, tigon: Any) -> None:
 
 
 def test_only_sharegpt_answers_are_learned(here: Path, recipe: Any, tigon: Any) -> None:
-    """What the person says is read, and no head is scored on it."""
+    """The model reads the user's turns, and no head is scored on them."""
     turns = [{"from": "human", "value": "lo mi ne?"}, {"from": "gpt", "value": "ka ran ka ran ka ran ka ran"}]
     rows_of = [json.dumps({"conversations": turns}) for _ in range(24)]
     (here / "chat.jsonl").write_text("\n".join(rows_of), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a recipe names as its model is refused, by name and before the run folder, unless it fills the model."""
+"""A model folder that does not fill the model is refused by name, before the run folder is made."""
 
 from __future__ import annotations
 

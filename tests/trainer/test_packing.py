@@ -112,7 +112,7 @@ def tiny_llama(attention):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_documents_of_a_packed_row_do_not_see_each_other(attention):
-    """The logits of a document are the same whatever stands beside it in its row."""
+    """The logits of a document do not depend on the other documents in its row."""
     model = tiny_llama(attention)
     first, second = prompts(5, 3)
     (row,) = run([first, second]).rows

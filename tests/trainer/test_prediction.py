@@ -137,7 +137,7 @@ def test_out_of_memory_from_fragmentation_says_how_to_join_the_pieces(
 
 
 def test_out_of_memory_recommends_a_recipe_that_needs_less(recipe_of, tmp_path):
-    """Where the prediction said that it fits, the next rung has to be smaller than what failed."""
+    """If the prediction said that the recipe fits, the next rung has to be smaller than the one that failed."""
     found = predicted(recipe_of(), 8000)
     said = prediction.next_rung(found, "tigon train r.yaml", failed=True)
     words = shlex.split(said.partition(": tigon train r.yaml ")[2])

@@ -103,7 +103,7 @@ def test_profile_shows_checkpointing_and_accumulation(recipe, tigon):
 
 @needs_chromium
 def test_two_profiles_are_shown_side_by_side(recipe, tigon, here, monkeypatch):
-    """Each by a command of its own, which runs in this process here: starting one takes 10 s."""
+    """Each profile comes from a separate command, run in this process because starting one takes 10 s."""
     from tigon.trainer import profile
 
     def run_here(command, **_):
@@ -158,7 +158,7 @@ def test_profile_overwrites_no_existing_folder(recipe, tigon, here):
 
 
 def test_out_of_memory_keeps_the_recording(recipe, tigon, here, monkeypatch):
-    """What was recorded until then is the most useful profile there is."""
+    """The recording up to the failure is the most useful profile."""
     from tigon.profiler.recording import watch
 
     real = watch.Watch.begin_optimizer

@@ -166,7 +166,7 @@ def of_type(wanted):
 
 
 def refusal(folder, section, name, written):
-    """What the loader says to one value alone in a recipe."""
+    """The loader's message for a recipe with one value only."""
     with pytest.raises(RecipeError) as caught:
         read(folder, f"{section}:\n  {name}: {written}\n")
     line = str(caught.value)
@@ -203,7 +203,7 @@ def test_a_wrong_recipe_is_refused_by_name(tmp_path, text, message):
 
 
 def test_technique_is_switched_off_by_one_key(tmp_path):
-    """Or a resolved recipe, which says every key, is refused; or what only a GPU compares, on a machine without."""
+    """A resolved recipe has every key, and `on_gpu` keys apply only to GPUs; both can be switched off."""
     text = "train: {steps: 1}\nlora: {rank: 8, alpha: 32}\ncomparison: {kernels: [tigon]}\n"
     text += "on_gpu: {comparison: {steps: 3}}"
     assert read(tmp_path, text).lora.alpha == 32

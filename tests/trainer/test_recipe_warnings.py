@@ -1,4 +1,4 @@
-"""What a recipe says but hardly means is announced and recorded; what it says and means is not."""
+"""Values that a recipe hardly intends are announced and recorded; intended values are not."""
 
 from __future__ import annotations
 

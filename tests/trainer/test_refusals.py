@@ -255,7 +255,10 @@ def test_a_disk_that_is_full_is_said_before_the_run(recipe, tigon, here, monkeyp
 
 @forks
 def test_disk_too_small_for_nvme_states_is_refused_before_the_run(recipe, here, monkeypatch):
-    """By an assertion of DeepSpeed's, or never. What a killed run left there goes first, so it counts as free."""
+    """Without this check DeepSpeed raises an AssertionError, or nothing refuses the run.
+
+    The run first removes the files of a killed run, so their space counts as free.
+    """
     pytest.importorskip("deepspeed")
     path = recipe(sharding={"zero": 3, "offload": "nvme", "nvme_folder": "swap"})
     left = here / "swap" / "zero_stage_3" / "optimizer" / "rank0" / "0.swp"
@@ -269,7 +272,7 @@ def test_disk_too_small_for_nvme_states_is_refused_before_the_run(recipe, here, 
     )
     loaded, said = recipe_file.load(path, gpu_present=lambda: False), here / "said"
     assert in_forks(lambda _: look_ahead(loaded, torch.device("cpu")), said=said) == [0], said.read_text()
-    left.parent.rename(left.parent.with_name("rank1"))  # of a process that this run has not, and so does not remove
+    left.parent.rename(left.parent.with_name("rank1"))  # this run has no rank 1, so it does not remove the file
     done = python("train", str(path), module="tigon", cwd=here)
     assert done.returncode == 2 and "set another sharding.nvme_folder" in done.stderr
     assert "swap: 0 free, but the run needs" in done.stderr and "Traceback" not in done.stderr

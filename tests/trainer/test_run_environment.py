@@ -1,4 +1,4 @@
-"""What a run finds around it: streams that close, limits of the system, variables of launchers, a folder that goes."""
+"""The environment of a run: closed streams, limits of the system, variables of launchers, a folder that is removed."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def need(package: str | None) -> None:
 
 
 def settings(name: str) -> dict[str, Any]:
-    """What a recipe with this optimizer has to say, and a rate that suits it."""
+    """The settings of a recipe with this optimizer, and a suitable learning rate."""
     row = OPTIMIZERS[name]
     rates = {"sgd": 0.5, "lion-8bit": 0.001}
     clip = {"max_grad_norm": 0.0} if row.in_backward else {}
@@ -64,8 +64,8 @@ only_gpu = pytest.mark.parametrize("name", [row.name for row in OPTIMIZERS.value
 def resumed_and_whole(
     name: str, folder: Path, device: torch.device, *, at: int = 4, **train: Any
 ) -> tuple[list[float], list[float], bool]:
-    """Losses of a run of six steps, three an epoch, resumed after step `at`; of the whole one; whether the weights at
-    the end are the same to the bit."""
+    """Returns the losses of a run resumed after step `at`, those of the uninterrupted run, and whether both end at the
+    same weights bit for bit. A run has six steps, three per epoch."""
     split = {} if OPTIMIZERS[name].in_backward else {"batch_size": 4, "gradient_accumulation": 2}
     recipe = recipe_of(**settings(name), **split, steps=6, save_steps=1, keep_checkpoints=9, **train)
     uncut = small_trainer(folder, recipe, device=device)
@@ -90,7 +90,7 @@ def test_resumed_optimizer_equals_the_uninterrupted_one(name, tmp_path):
 @pytest.mark.parametrize("row", [row for row in OPTIMIZERS.values() if row.needs_compiler], ids=lambda row: row.name)
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_graph_cache_is_disabled_for_sharded_compiled_optimizers(row, fsdp):
-    """Which PyTorch's cache of graphs finds by the same key."""
+    """PyTorch's graph cache would find the graphs of sharded and plain optimizers by one key."""
     with functorch_config.patch(enable_autograd_cache=True):
         engine.make_optimizer(TrainConfig(optimizer=row.name), Choices(optimizer=row.name, fsdp=fsdp))
         assert functorch_config.enable_autograd_cache is not fsdp
@@ -260,7 +260,7 @@ def test_excluded_pair_is_refused_and_leaves_nothing(recipe, tigon, here, sets, 
 
 @forks
 def test_refusal_is_printed_by_one_process_only(recipe, here, monkeypatch):
-    """What only the processes can see, as a text that is too short, is one line from the first."""
+    """Only the processes can see that a text is too short; the first of them prints one line."""
     monkeypatch.setattr(sys, "argv", ["tigon", "train", str(recipe(train={"batch_size": 1000})), "--gpus", "2"])
     said = here / "stderr"
     statuses = in_forks(lambda rank: app.main(), 2, said=said)
@@ -306,8 +306,7 @@ def test_two_processes_train_as_one_with_twice_the_sequences(recipe, tigon, here
 
 
 def zero_rank(recipe: Path, sets: Sequence[str], *, resume: bool = False) -> None:
-    """Accelerate has DeepSpeed's processes talk to each other where it finds an accelerator only: here it is told of
-    one that talks through gloo."""
+    """Accelerate connects DeepSpeed's processes only if it finds an accelerator; here it finds one that uses gloo."""
     import accelerate.state as state
 
     if launch.processes() > 1:

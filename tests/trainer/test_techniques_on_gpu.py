@@ -34,8 +34,8 @@ SMALL = {
 }  # fmt: skip
 # Other optimizers, or fewer trained weights, than the plain run's: they must learn, not follow it.
 FREE = {"lion-8bit", "adafactor", "sgd", "galore", "galore-layerwise", "lora", "qlora"}
-# Of a loss near 9, in any of 8 steps, against AdamW under amp-bf16. On two H200s the furthest of one precision is 0.025
-# off (a model from files, in FSDP2's bf16), bf16 throughout 0.008, 8-bit moments 0.003.
+# The allowed difference of a loss near 9 from AdamW under amp-bf16, in each of 8 steps. On two H200s the largest
+# difference is 0.025 (a model from files, in FSDP2's bf16). It is 0.008 in pure bf16 and 0.003 with 8-bit moments.
 TOLERANCE = 0.04
 # Moments in 4 bits are another trajectory: 0.060 to 0.085 off with five seeds on an H200, 0.12 in fp32 on a CPU.
 FURTHER = {"adamw-torchao-4bit": 0.15}
@@ -69,7 +69,7 @@ def resumed(folder: Path, recipe: Path, settings: dict[str, Any]) -> list[float]
 
 @functools.cache
 def plain(folder: Path, gpus: int, precision: str) -> tuple[float, ...]:
-    """AdamW without any technique, on as many rows a step."""
+    """AdamW without any technique, on as many sequences per step."""
     settings = {**SMALL, "train.precision": precision, "train.batch_size": 4 * gpus, "output.name": f"plain{gpus}"}
     done = run(folder, ROOT / "recipes" / "techniques" / "amp-bf16.yaml", settings)
     assert done.returncode == 0, done.stderr[-3000:]

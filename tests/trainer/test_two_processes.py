@@ -32,12 +32,14 @@ from tigon.trainer.run import train
 from tigon.trainer.trainer import TigonTrainer
 
 ROOT = Path(__file__).parents[2]
-linux = pytest.mark.skipif(sys.platform != "linux", reason="what becomes of processes is asked Linux")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the states of processes are read from Linux")
 
 
 def train_as_rank(rank: int, folder: Path) -> None:
-    """What one of two processes does: five steps, the third with a gradient that is infinite in rank 1, the fourth
-    with a loss that is, whose gradients are finite."""
+    """Trains five steps in one of two processes.
+
+    In rank 1 the third step has an infinite gradient, and the fourth an infinite loss with finite gradients.
+    """
     torch.distributed.init_process_group("gloo")
     train = TrainConfig(steps=5, batch_size=4, learning_rate=0.01, log_steps=1)
     trainer = small_trainer(folder / str(rank), Recipe(model=SMALL, train=train))
@@ -165,7 +167,7 @@ def test_launcher_ends_with_the_fate_of_its_process(fate, said_or_code, tmp_path
 
 
 def test_loss_of_another_process_is_told_apart_from_a_fault_of_its_own(monkeypatch):
-    """Or the error of a lost process for a bug, which has a traceback, or for a checkpoint that cannot be read."""
+    """The error of a lost process is neither a bug with a traceback nor an unreadable checkpoint."""
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:11670: Connection reset by peer. This")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert fault_messages.how_another_was_lost(gloo) == "Connection reset by peer"
@@ -226,7 +228,7 @@ def test_second_signal_ends_a_process_that_waits_in_vain_for_another(tmp_path):
 
 @forks
 def test_signal_to_one_process_in_the_last_evaluation_stops_both(recipe, tigon, here):
-    """Of sharded weights, which are still saved after training; the run is then finished by --resume."""
+    """The weights are sharded and still saved after training; --resume then completes the run."""
     path = recipe(train={"batch_size": 2}, output={"save_model": True})
 
     def act(rank: int) -> None:
@@ -327,7 +329,7 @@ def ended(pid: int, within_s: float = 20) -> int:
 def joined_rank(
     monkeypatch: pytest.MonkeyPatch, stop: signals.Stop, *, shutdown_s: float, look_s: float = 0.05
 ) -> None:
-    """What a rank does before its first step."""
+    """Joins a rank to the others, as before its first step."""
     monkeypatch.setattr(launch, "LOOK_S", look_s)
     monkeypatch.setattr(launch, "SHUTDOWN_S", shutdown_s)
     launch.end_with_launcher()
@@ -338,8 +340,10 @@ def joined_rank(
 @linux
 @forks
 def test_processes_whose_launcher_is_killed_agree_to_stop_and_end(tmp_path, monkeypatch):
-    """Two signals would end them at once, and the store by which they agree on a checkpoint is gone. Rank 1, which
-    hears of the signal from rank 0, sees that the launcher is gone when it has all but ended."""
+    """Two signals would end them at once, and the store by which they agree on a checkpoint is gone.
+
+    Rank 1 learns of the signal from rank 0 and notices only at its end that the launcher is gone.
+    """
     look_s = (0.05, 1)
 
     def act(rank: int) -> None:
@@ -380,7 +384,7 @@ def test_process_that_waits_in_vain_for_another_ends_after_its_launcher(tmp_path
 
 
 def fill_stderr() -> None:
-    """Have whoever says a word wait for ever."""
+    """Fills the pipe of stderr, so that every later write to it blocks."""
     _, full = os.pipe()
     os.set_blocking(full, False)
     with suppress(BlockingIOError):
@@ -414,8 +418,8 @@ def test_process_that_starts_after_the_death_of_its_launcher_ends(tmp_path):
 @forks
 @pytest.mark.parametrize("number", signals.SIGNALS)
 def test_signal_before_training_ends_a_process_that_waits_in_vain_for_another(number, tmp_path, monkeypatch):
-    """Rank 0 in a collective while it builds, where nothing can be raised. Or it ends by force rank 1, which is slow to
-    close what is open."""
+    """Rank 0 waits in a collective while it builds, and nothing can be raised there. Rank 1 is slow to
+    close its files, and rank 0 may not end it by force."""
     monkeypatch.setattr(signals, "NOTING_S", 0.2)
 
     def act(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of `tigon train` share."""
+"""Helpers for the tests of `tigon train`."""
 
 from __future__ import annotations
 
