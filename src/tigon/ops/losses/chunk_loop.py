@@ -192,8 +192,7 @@ def _exp_hidden_grad_fake(
 exp_hidden_grad = Primitive(
     "linear_cross_entropy_exp_hidden_grad",
     "(Tensor e, Tensor weight, Tensor factors, Tensor target, Tensor? index, SymInt rows) -> Tensor",
-    reference=_exp_hidden_grad_body,
-    kernel=None,
+    composite=_exp_hidden_grad_body,
     fake=_exp_hidden_grad_fake,
 )
 
@@ -230,8 +229,7 @@ def _exp_weight_grad_fake(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: T
 exp_weight_grad = Primitive(
     "linear_cross_entropy_exp_weight_grad",
     "(Tensor e, Tensor hidden, Tensor factors, Tensor target) -> Tensor",
-    reference=_exp_weight_grad_body,
-    kernel=None,
+    composite=_exp_weight_grad_body,
     fake=_exp_weight_grad_fake,
 )
 
@@ -426,8 +424,7 @@ _operator = Primitive(
     " SymInt chunk, bool keep, bool fp32_accumulate, bool want_hidden, bool want_weight, bool want_bias, bool entropy,"
     " bool predicted)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=_from_operator(_chunks_body),
-    kernel=None,
+    composite=_from_operator(_chunks_body),
     fake=_from_operator(_chunks_fake),
 )
 

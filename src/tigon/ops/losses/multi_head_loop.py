@@ -28,8 +28,8 @@ from tigon.ops.losses.chunk_loop import (
     no_autocast,
     product_into,
 )
+from tigon.ops.losses.chunk_plan import even_chunk
 from tigon.ops.losses.common import LossOptions, labels_ahead
-from tigon.ops.losses.linear_cross_entropy import _even_chunk
 
 # B batch, T positions, N = B·T tokens, C tokens of a chunk, H hidden, V vocabulary, K heads.
 
@@ -225,7 +225,7 @@ def chunk_of(tokens: int, weight_VH: Tensor, want_weight: bool, chunk_bytes: tup
     """Tokens per chunk: as many as `chunk_bytes` (least, most) of logits hold, more if the sum of dW is larger."""
     (V, H), (least, most) = weight_VH.shape, chunk_bytes
     fitting = min(max(least, 4 * V * H if want_weight else 0), most) // (V * weight_VH.element_size())
-    return _even_chunk(tokens, fitting)
+    return even_chunk(tokens, fitting)
 
 
 def rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -321,7 +321,6 @@ multi_head_loop = Primitive(
     " bool[] want_weights, bool[] want_blocks, int ignore_index, float label_smoothing, float? softcap,"
     " float logit_scale, float z_loss, int[] chunk_bytes, bool top)"
     " -> (Tensor, Tensor, Tensor[], Tensor[], Tensor[])",
-    reference=_body,
-    kernel=None,
+    composite=_body,
     fake=_fake,
 )
