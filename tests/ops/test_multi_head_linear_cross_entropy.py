@@ -268,7 +268,7 @@ def test_counts_and_options_without_meaning_are_refused(backend: Any) -> None:
     hiddens, weights, target = heads(backend.device)
     with pytest.raises(ShapeError, match="one of each per head"):
         multi_head_linear_cross_entropy(hiddens, weights[:2], target, shifts=(1, 2, 3))
-    with pytest.raises(ShapeError, match="one a head"):
+    with pytest.raises(ShapeError, match="one of each per head"):
         multi_head_linear_cross_entropy(hiddens, weights, target, shifts=())
     with pytest.raises(OptionError, match="past"):
         multi_head_linear_cross_entropy(hiddens, weights, target, shifts=(1, -1, 2))
