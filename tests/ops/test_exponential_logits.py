@@ -99,11 +99,13 @@ def test_every_label_ignored_without_counting_gives_zeros(backend: Any) -> None:
     x, w, target = bf16_head(backend.device, scale=40.0)
     target[:] = -100
     options = LossOptions(-100, 0.0, None, 1.0, 0.0)
-    outputs = chunk_loop.chunk_loop.run(
-        x.detach(), w.detach(), None, target, None, None, torch.ones((), device=x.device), *options, 7, False, True,
-        True, True, False, False, False,
-    )  # fmt: skip
-    loss, dx, dw = outputs[0], outputs[4], outputs[5]
+    results = chunk_loop.chunk_loop(
+        chunk_loop.ChunkTensors(
+            hidden_NH=x.detach(), weight_VH=w.detach(), target=target, grad_scale=torch.ones((), device=x.device)
+        ),
+        chunk_loop.ChunkOptions(loss=options, chunk=7, want_hidden=True, want_weight=True),
+    )
+    loss, dx, dw = results.loss, results.dx_NH, results.dw_VH
     assert not bool(loss.any()) and not bool(dx.any()) and not bool(dw.any())
 
 

@@ -266,9 +266,9 @@ def test_frozen_part_costs_no_product() -> None:
 
 def test_counts_and_options_without_meaning_are_refused(backend: Any) -> None:
     hiddens, weights, target = heads(backend.device)
-    with pytest.raises(ShapeError, match="one a head"):
+    with pytest.raises(ShapeError, match="one of each per head"):
         multi_head_linear_cross_entropy(hiddens, weights[:2], target, shifts=(1, 2, 3))
-    with pytest.raises(ShapeError, match="one a head"):
+    with pytest.raises(ShapeError, match="one of each per head"):
         multi_head_linear_cross_entropy(hiddens, weights, target, shifts=())
     with pytest.raises(OptionError, match="past"):
         multi_head_linear_cross_entropy(hiddens, weights, target, shifts=(1, -1, 2))

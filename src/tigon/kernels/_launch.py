@@ -1,7 +1,7 @@
 """Launching a kernel with little host time.
 
-`kernel[grid](...)` binds, specialises and looks up in Python each time, and its C launcher asks the driver about every
-pointer. `launch` keeps the compiled kernels under a key of its own and passes addresses.
+`kernel[grid](...)` binds, specialises and looks up in Python at every launch, and its C launcher asks the driver about
+every pointer. `launch` keeps the compiled kernels under its own key and passes addresses.
 """
 
 import torch
@@ -10,53 +10,74 @@ from triton import knobs
 
 from tigon.kernels import _device
 
-# Versions of Triton whose launcher's arguments were read and tried. Others, AMD and the interpreter take the public
-# way.
+# The launcher's arguments were read and tried with these versions of Triton. Other versions, AMD and the interpreter
+# use `kernel[grid](...)`.
 _DIRECT = torch.version.cuda is not None and triton.__version__.startswith("3.6.")
-_NARROW = 0x7FFFFFFF
 _compiled = {}
+_pointers = {}
+# Numbers are in the key as they are, which costs less than classifying them as Triton does (1, a multiple of 16,
+# wide). Numbers that change with every call would fill the cache, so it is emptied at this size. Triton keeps the
+# compiled kernels.
+_MOST_KEYS = 1 << 14
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def launch(x, kernel, grid, *args, num_warps, **constexprs):
-    """`kernel[grid](*args, **constexprs, num_warps=num_warps)` on x's device and its current stream.
+def launch(kernel, grid, x, *, num_warps, **arguments):
+    """`kernel[grid](**arguments, num_warps=num_warps)` on x's device and its current stream.
 
-    `args` are tensors, ints, floats and None in the kernel's order, and the constexpr parameters come after them.
-    What makes Triton compile anew (dtypes, alignment to 16 bytes, an int that is 1, a multiple of 16, or wide) is in
-    the key.
+    `arguments` are under the names of the kernel's parameters, in their order: first tensors (or None), then numbers
+    and constexprs. A parameter is always an int or always a float, because 1 and 1.0 are the same key. The key holds
+    all that makes Triton compile a kernel again: dtypes, alignment to 16 bytes, integers and constexprs.
     """
-    num_warps = _device.clamp_warps(num_warps)
-    device = x.device.index
-    if not _DIRECT or not x.is_cuda or knobs.runtime.launch_enter_hook.calls or torch.cuda.current_device() != device:
-        with _device.on_device(x):
-            kernel[grid](*args, num_warps=num_warps, **constexprs)
+    if not (_DIRECT and x.is_cuda):
+        launch_by_triton(kernel, grid, x, num_warps=num_warps, **arguments)
         return
-    key = [kernel.__name__, device, num_warps, *constexprs.values()]
-    values = []
-    for a in args:
-        kind = type(a)
-        if kind is int:
-            key.append(1 if a == 1 else (not a & 15) + 2 * (-_NARROW <= a <= _NARROW))
-            values.append(a)
-        elif kind is float or a is None:
-            key.append(kind)
-            values.append(a)
+    device = x.get_device()
+    values = tuple(arguments.values())
+    pointers = _pointers.get(id(kernel)) or _count_pointers(kernel, values)
+    numbers = values[pointers:]
+    key, addresses = [id(kernel), device, num_warps, numbers], []
+    for tensor in values[:pointers]:
+        if tensor is None:
+            key.append(None)
+            addresses.append(None)
         else:
-            address = a.data_ptr()
-            key.append(a.dtype)
+            address = tensor.data_ptr()
+            key.append(tensor.dtype)
             key.append(address & 15)
-            values.append(address)
+            addresses.append(address)
     key = tuple(key)
     found = _compiled.get(key)
-    if found is None:
-        compiled = kernel[grid](*args, num_warps=num_warps, **constexprs)
-        run = compiled.run
-        if not run.global_scratch_size and not run.profile_scratch_size:
-            fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
-            _compiled[key] = run.launch, (*fixed, compiled.packed_metadata, None, None, None)
+    if found is None or knobs.runtime.launch_enter_hook.calls or _current_device() != device:
+        compiled = launch_by_triton(kernel, grid, x, num_warps=num_warps, **arguments)
+        if found is None and compiled is not None:
+            _keep(key, compiled)
         return
     run, fixed = found
-    x_blocks, y_blocks = grid if len(grid) == 2 else (grid[0], 1)
-    run(
-        x_blocks, y_blocks, 1, torch._C._cuda_getCurrentRawStream(device), *fixed,
-        *values, *constexprs.values(),
-    )  # fmt: skip
+    run(grid[0], grid[1] if len(grid) == 2 else 1, 1, _raw_stream(device), *fixed, *addresses, *numbers)
+
+
+def launch_by_triton(kernel, grid, x, *, num_warps, num_stages=None, **arguments):
+    """`launch` through Triton's own launcher, which tensor descriptors need."""
+    if list(arguments) != kernel.arg_names:
+        raise TypeError(f"{kernel.__name__} takes {', '.join(kernel.arg_names)} in this order, not {list(arguments)}.")
+    options = {} if num_stages is None else {"num_stages": num_stages}
+    with _device.on_device(x):
+        return kernel[grid](**arguments, num_warps=_device.clamp_warps(num_warps), **options)
+
+
+def _count_pointers(kernel, values):
+    """How many of the kernel's leading arguments are tensors or None."""
+    _pointers[id(kernel)] = count = 1 + max(i for i, a in enumerate(values) if a is None or hasattr(a, "data_ptr"))
+    return count
+
+
+def _keep(key, compiled):
+    run = compiled.run
+    if run.global_scratch_size or run.profile_scratch_size:
+        return
+    if len(_compiled) >= _MOST_KEYS:
+        _compiled.clear()
+    fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
+    _compiled[key] = run.launch, (*fixed, compiled.packed_metadata, None, None, None)

@@ -31,6 +31,14 @@ def empty_ordered(x: Tensor, order: Sequence[int]) -> Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
 
+def rows_of(x: Tensor, width: int) -> tuple[Tensor, int, int]:
+    """(a tensor with the rows of `x`, their number, the elements from one row to the next), for kernels."""
+    if x.is_contiguous():  # no view is needed, which takes 1 us on the host
+        return x, x.numel() // max(width, 1), width
+    x = row_view(x, width)
+    return x, x.shape[0], x.stride(0)
+
+
 def row_view(x: Tensor, width: int) -> Tensor:
     """`x` (..., width) as (M, width) with unit stride along the row; a copy only where no view exists."""
     x = x.reshape(-1, width)

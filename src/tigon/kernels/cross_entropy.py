@@ -492,14 +492,17 @@ def cross_entropy_fwd(
         flags = _flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss)
         del flags["HAS_SMOOTHING"]
         launch(
-            logits_NV, cross_entropy_part_kernel, (N, P),
-            logits_NV, target, part, z_y, V, P, logits_NV.stride(0), cap, logit_scale,
+            cross_entropy_part_kernel, (N, P), logits_NV,
+            R=logits_NV, Target=target, Part=part, ZY=z_y, V=V, P=P, stride_r=logits_NV.stride(0), softcap=cap,
+            scale=logit_scale,
             HAS_SOFTCAP=flags["HAS_SOFTCAP"], HAS_SCALE=flags["HAS_SCALE"], BLOCK=FEW_ROWS_TILE, num_warps=4,
         )  # fmt: skip
         launch(
-            logits_NV, cross_entropy_whole_kernel, (N, P if want_grad else 1),
-            logits_NV, target, class_weight, token_weight, grad_scale, part, z_y, loss, stats, grad_NV,
-            N, V, P, logits_NV.stride(0), grad_NV.stride(0) if want_grad else 0, ignore_index, cap, logit_scale, z_loss,
+            cross_entropy_whole_kernel, (N, P if want_grad else 1), logits_NV,
+            R=logits_NV, Target=target, ClassWeight=class_weight, TokenWeight=token_weight, GradScale=grad_scale,
+            Part=part, ZY=z_y, Loss=loss, Stats=stats, Grad=grad_NV, N=N, V=V, P=P, stride_r=logits_NV.stride(0),
+            stride_grad=grad_NV.stride(0) if want_grad else 0, ignore_index=ignore_index, softcap=cap,
+            scale=logit_scale, z_loss=z_loss,
             HAS_CLASS_WEIGHT=flags["HAS_CLASS_WEIGHT"], HAS_TOKEN_WEIGHT=flags["HAS_TOKEN_WEIGHT"],
             HAS_Z_LOSS=flags["HAS_Z_LOSS"], HAS_SOFTCAP=flags["HAS_SOFTCAP"], HAS_SCALE=flags["HAS_SCALE"],
             WANT_GRAD=want_grad, BLOCK_P=_device.next_power_of_2(P), BLOCK=FEW_ROWS_TILE, num_warps=4,
@@ -510,15 +513,17 @@ def cross_entropy_fwd(
         block, warps, stages = (FWD_GRAD if V <= WIDE_ROW else FWD_GRAD_WIDE) if want_grad else FWD
         block = min(block, _device.next_power_of_2(V))
         launch(
-            logits_NV, cross_entropy_fwd_kernel, (N,),
-            logits_NV, target, class_weight, weight_sum, token_weight, grad_scale, loss, stats, entropies, argmax,
-            grad_NV, N, V, logits_NV.stride(0), grad_NV.stride(0) if want_grad else 0,
-            ignore_index, 1.0 if softcap is None else softcap, logit_scale, label_smoothing, z_loss,
-            WANT_GRAD=want_grad, WANT_ENTROPY=entropy, WANT_PREDICTED=predicted,
-            HAS_EDGES=(logits_NV.stride(0) | V) % vector != 0, VECTOR=vector,
-            GRAD_LIKE_R=want_grad and (grad_NV.stride(0) - logits_NV.stride(0)) % vector == 0,
-            BLOCK=block, STAGES=stages, num_warps=warps,
+            cross_entropy_fwd_kernel, (N,), logits_NV,
+            R=logits_NV, Target=target, ClassWeight=class_weight, WeightSum=weight_sum, TokenWeight=token_weight,
+            GradScale=grad_scale, Loss=loss, Stats=stats, Entropy=entropies, Predicted=argmax, Grad=grad_NV,
+            N=N, V=V, stride_r=logits_NV.stride(0), stride_grad=grad_NV.stride(0) if want_grad else 0,
+            ignore_index=ignore_index, softcap=1.0 if softcap is None else softcap, scale=logit_scale,
+            smoothing=label_smoothing, z_loss=z_loss,
             **_flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss),
+            WANT_GRAD=want_grad, WANT_ENTROPY=entropy, WANT_PREDICTED=predicted,
+            HAS_EDGES=(logits_NV.stride(0) | V) % vector != 0,
+            GRAD_LIKE_R=want_grad and (grad_NV.stride(0) - logits_NV.stride(0)) % vector == 0,
+            VECTOR=vector, BLOCK=block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return loss, stats, entropies, argmax
 
@@ -534,12 +539,13 @@ def cross_entropy_bwd(
         weight_sum = class_weight.float().sum() if class_weight is not None and label_smoothing else None
         block, warps = BWD
         launch(
-            logits_NV, cross_entropy_bwd_kernel, (N, _device.cdiv(V, block)),
-            logits_NV, target, class_weight, weight_sum, token_weight, stats, dloss, scale, grad,
-            N, V, logits_NV.stride(0), dloss.stride(0),
-            ignore_index, 1.0 if softcap is None else softcap, logit_scale, label_smoothing, z_loss,
-            BLOCK=block, num_warps=warps,
+            cross_entropy_bwd_kernel, (N, _device.cdiv(V, block)), logits_NV,
+            R=logits_NV, Target=target, ClassWeight=class_weight, WeightSum=weight_sum, TokenWeight=token_weight,
+            Stats=stats, DLoss=dloss, Scale=scale, Grad=grad, N=N, V=V, stride_r=logits_NV.stride(0),
+            stride_dloss=dloss.stride(0), ignore_index=ignore_index, softcap=1.0 if softcap is None else softcap,
+            scale=logit_scale, smoothing=label_smoothing, z_loss=z_loss,
             **_flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss),
+            BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return grad
 
@@ -559,9 +565,10 @@ def scale_rows_(x_NH, scale):
 def _scale_rows(x_NH, scale, index_N, out_MH):
     if x_NH.numel():
         launch(
-            x_NH, scale_rows_kernel, (x_NH.shape[0],),
-            x_NH, scale, index_N, out_MH, x_NH.shape[1], x_NH.stride(0), scale.stride(0) if scale.ndim else 0,
-            out_MH.stride(0), HAS_INDEX=index_N is not None, INPLACE=out_MH is x_NH, BLOCK=1024, num_warps=4,
+            scale_rows_kernel, (x_NH.shape[0],), x_NH,
+            X=x_NH, Scale=scale, Index=index_N, Out=out_MH, H=x_NH.shape[1], stride_x=x_NH.stride(0),
+            stride_scale=scale.stride(0) if scale.ndim else 0, stride_out=out_MH.stride(0),
+            HAS_INDEX=index_N is not None, INPLACE=out_MH is x_NH, BLOCK=1024, num_warps=4,
         )  # fmt: skip
     return out_MH
 
@@ -575,7 +582,8 @@ def inverse_count(like, target, ignore_index):
     """1 / how many labels are not ignored, 1 if none; fp32, 0-dim."""
     out = torch.empty((), dtype=torch.float32, device=like.device)
     launch(
-        like, inverse_count_kernel, (1,), target, out, target.shape[0], ignore_index, BLOCK=4096, num_warps=8,
+        inverse_count_kernel, (1,), like,
+        Target=target, Out=out, N=target.shape[0], ignore_index=ignore_index, BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return out
 
@@ -584,6 +592,6 @@ def scaled_sum(x_N, factor):
     """The sum of fp32 (N,) times a scalar."""
     out = torch.empty((), dtype=torch.float32, device=x_N.device)
     launch(
-        x_N, scaled_sum_kernel, (1,), x_N, factor, out, x_N.shape[0], BLOCK=4096, num_warps=8,
+        scaled_sum_kernel, (1,), x_N, X=x_N, Factor=factor, Out=out, N=x_N.shape[0], BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return out

@@ -100,7 +100,7 @@ def _tile(M, F, elements, index):
     block = min(_device.next_power_of_2(F), elements)
     rows = elements // block
     return (_device.cdiv(M, rows) * _device.cdiv(F, block),), {
-        "ROWS": rows, "BLOCK": block, "num_warps": _device.clamp_warps(warps)
+        "ROWS": rows, "BLOCK": block, "num_warps": warps
     }  # fmt: skip
 
 
@@ -112,19 +112,12 @@ def glu_fwd(gate, up, activation):
     if y.numel():
         g_MF, u_MF = _halves(gate, up)
         grid, tile = _tile(*g_MF.shape, FWD_TILE, gate.device.index)
+        M, F = g_MF.shape
         launch(
-            gate,
-            glu_fwd_kernel,
-            grid,
-            g_MF,
-            u_MF,
-            y,
-            *g_MF.shape,
-            g_MF.stride(0),
-            u_MF.stride(0),
-            ACTIVATION=activation,
-            **tile,
-        )
+            glu_fwd_kernel, grid, gate,
+            G=g_MF, U=u_MF, Y=y, M=M, F=F, stride_g=g_MF.stride(0), stride_u=u_MF.stride(0),
+            ACTIVATION=activation, **tile,
+        )  # fmt: skip
     return y
 
 
@@ -155,8 +148,9 @@ def _launch_bwd(dy, gate, up, dgate, dup, activation, want_dgate, want_dup):
     dy_MF = row_view(dy, F)
     grid, tile = _tile(M, F, BWD_TILE, gate.device.index)
     launch(
-        gate, glu_bwd_kernel, grid,
-        dy_MF, g_MF, u_MF, dg_MF, du_MF, M, F,
-        dy_MF.stride(0), g_MF.stride(0), u_MF.stride(0), dg_MF.stride(0), du_MF.stride(0),
+        glu_bwd_kernel, grid, gate,
+        DY=dy_MF, G=g_MF, U=u_MF, DG=dg_MF, DU=du_MF, M=M, F=F,
+        stride_dy=dy_MF.stride(0), stride_g=g_MF.stride(0), stride_u=u_MF.stride(0),
+        stride_dg=dg_MF.stride(0), stride_du=du_MF.stride(0),
         ACTIVATION=activation, WANT_DG=want_dgate, WANT_DU=up is None or want_dup, **tile,
     )  # fmt: skip

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from tigon.kernels import _device
+from tigon.kernels._launch import launch, launch_by_triton
 from tigon.kernels._math import INTERPRETED
 from tigon.kernels.cross_entropy import LOG2E, row_weights, squash
 
@@ -373,24 +374,29 @@ def exp_logits(
     if want_grad:
         e_desc = TensorDescriptor(e_CV, [C, V], [e_CV.stride(0), 1], [tile.tokens, tile.vocab // 2])
     programs = min(_device.multiprocessors(x_CH.device.index), _device.cdiv(C, tile.tokens) * P)
-    with _device.on_device(x_CH):
-        label_logit_kernel[(C,)](
-            x_CH, weight_VH, bias, target, z_y, shift, slope, V, H, x_CH.stride(0), weight_VH.stride(0),
-            ignore_index, cap, logit_scale, **flags, BLOCK=1024, num_warps=4,
-        )  # fmt: skip
-        exp_logits_kernel[(programs,)](
-            x_desc, w_desc, e_desc, bias, target, shift, partial, C, V, H, P,
-            _rows_in_l2(C, H * x_CH.element_size(), tile), cap, logit_scale, **flags, STORE=want_grad,
-            BLOCK_C=tile.tokens, BLOCK_V=tile.vocab, BLOCK_H=tile.hidden, PROGRAMS=programs, num_warps=tile.warps,
-            num_stages=tile.stages,
-        )  # fmt: skip
-        row_factors_kernel[(C,)](
-            x_CH, weight_VH, bias, target, class_weight, token_weight, grad_scale, z_y, slope, partial, e_CV, loss,
-            stats, factors, C, V, H, P, C, x_CH.stride(0), weight_VH.stride(0), e_CV.stride(0) if want_grad else 0,
-            ignore_index, cap, logit_scale, z_loss, **flags, HAS_CLASS_WEIGHT=class_weight is not None,
-            HAS_TOKEN_WEIGHT=token_weight is not None, HAS_Z_LOSS=z_loss != 0.0, WANT_GRAD=want_grad, BLOCK_P=512,
-            BLOCK=64, num_warps=4,
-        )  # fmt: skip
+    launch(
+        label_logit_kernel, (C,), x_CH,
+        X=x_CH, W=weight_VH, Bias=bias, Target=target, ZY=z_y, Shift=shift, Slope=slope, V=V, H=H,
+        stride_x=x_CH.stride(0), stride_w=weight_VH.stride(0), ignore_index=ignore_index, softcap=cap,
+        scale=logit_scale, **flags, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    launch_by_triton(
+        exp_logits_kernel, (programs,), x_CH,
+        x_desc=x_desc, w_desc=w_desc, e_desc=e_desc, Bias=bias, Target=target, Shift=shift, Partial=partial,
+        C=C, V=V, H=H, P=P, group_tiles=_rows_in_l2(C, H * x_CH.element_size(), tile), softcap=cap,
+        scale=logit_scale, **flags, STORE=want_grad, BLOCK_C=tile.tokens, BLOCK_V=tile.vocab, BLOCK_H=tile.hidden,
+        PROGRAMS=programs, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    launch(
+        row_factors_kernel, (C,), x_CH,
+        X=x_CH, W=weight_VH, Bias=bias, Target=target, ClassWeight=class_weight, TokenWeight=token_weight,
+        GradScale=grad_scale, ZY=z_y, Slope=slope, Partial=partial, E=e_CV, Loss=loss, Stats=stats, Factors=factors,
+        C=C, V=V, H=H, P=P, N=C, stride_x=x_CH.stride(0), stride_w=weight_VH.stride(0),
+        stride_e=e_CV.stride(0) if want_grad else 0, ignore_index=ignore_index, softcap=cap, scale=logit_scale,
+        z_loss=z_loss, HAS_BIAS=flags["HAS_BIAS"], HAS_CLASS_WEIGHT=class_weight is not None,
+        HAS_TOKEN_WEIGHT=token_weight is not None, HAS_Z_LOSS=z_loss != 0.0, HAS_SOFTCAP=flags["HAS_SOFTCAP"],
+        HAS_SCALE=flags["HAS_SCALE"], WANT_GRAD=want_grad, BLOCK_P=512, BLOCK=64, num_warps=4,
+    )  # fmt: skip
     return loss, stats, factors
 
 
@@ -414,14 +420,15 @@ def scaled_product(e_CV, weight_VH, factors, target, tile):
         return dx_CH
     columns = tile.vocab  # the tile's wide side
     programs = min(_device.multiprocessors(e_CV.device.index), _device.cdiv(C, tile.tokens) * _device.cdiv(H, columns))
-    with _device.on_device(e_CV):
-        scaled_product_kernel[(programs,)](
-            TensorDescriptor(e_CV, [C, V], [e_CV.stride(0), 1], [tile.tokens, tile.hidden]),
-            TensorDescriptor(weight_VH, [V, H], [weight_VH.stride(0), 1], [tile.hidden, columns]),
-            TensorDescriptor(dx_CH, [C, H], [H, 1], [tile.tokens, columns // 4]),
-            weight_VH, target, factors, C, V, H, C, weight_VH.stride(0), _GROUP, BLOCK_C=tile.tokens, BLOCK_H=columns,
-            BLOCK_V=tile.hidden, PROGRAMS=programs, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+    launch_by_triton(
+        scaled_product_kernel, (programs,), e_CV,
+        e_desc=TensorDescriptor(e_CV, [C, V], [e_CV.stride(0), 1], [tile.tokens, tile.hidden]),
+        w_desc=TensorDescriptor(weight_VH, [V, H], [weight_VH.stride(0), 1], [tile.hidden, columns]),
+        dx_desc=TensorDescriptor(dx_CH, [C, H], [H, 1], [tile.tokens, columns // 4]),
+        W=weight_VH, Target=target, Factors=factors, C=C, V=V, H=H, N=C, stride_w=weight_VH.stride(0),
+        group_tiles=_GROUP, BLOCK_C=tile.tokens, BLOCK_H=columns, BLOCK_V=tile.hidden, PROGRAMS=programs,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     return dx_CH
 
 
@@ -430,10 +437,11 @@ def scaled_rows(product_CH, weight_VH, factors, target):
     (C, H), V = product_CH.shape, weight_VH.shape[0]
     dx_CH = torch.empty((C, H), dtype=weight_VH.dtype, device=product_CH.device)
     if C:
-        with _device.on_device(product_CH):
-            scaled_rows_kernel[(C,)](
-                product_CH, weight_VH, target, factors, dx_CH, V, H, C, weight_VH.stride(0), BLOCK=1024, num_warps=4
-            )
+        launch(
+            scaled_rows_kernel, (C,), product_CH,
+            P=product_CH, W=weight_VH, Target=target, Factors=factors, DX=dx_CH, V=V, H=H, N=C,
+            stride_w=weight_VH.stride(0), BLOCK=1024, num_warps=4,
+        )  # fmt: skip
     return dx_CH
 
 
@@ -445,9 +453,12 @@ def add_label_rows(x_CH, target, factors, dw_VH):
         return
     order = torch.empty(C, dtype=torch.int32, device=x_CH.device)
     block = 1024
-    with _device.on_device(x_CH):
-        label_order_kernel[(_device.cdiv(C, 32),)](target, order, C, V, BLOCK=32, BLOCK_OTHERS=128, num_warps=4)
-        label_rows_kernel[(C, _device.cdiv(H, block))](
-            x_CH, target, factors, order, dw_VH, C, V, H, C, x_CH.stride(0), dw_VH.stride(0), BLOCK_C=4, BLOCK_H=block,
-            num_warps=4,
-        )  # fmt: skip
+    launch(
+        label_order_kernel, (_device.cdiv(C, 32),), x_CH,
+        Target=target, Order=order, C=C, V=V, BLOCK=32, BLOCK_OTHERS=128, num_warps=4,
+    )  # fmt: skip
+    launch(
+        label_rows_kernel, (C, _device.cdiv(H, block)), x_CH,
+        X=x_CH, Target=target, Factors=factors, Order=order, DW=dw_VH, C=C, V=V, H=H, N=C, stride_x=x_CH.stride(0),
+        stride_dw=dw_VH.stride(0), BLOCK_C=4, BLOCK_H=block, num_warps=4,
+    )  # fmt: skip

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from tigon.kernels import _device
 from tigon.kernels._launch import launch
-from tigon.kernels._layout import row_view
+from tigon.kernels._layout import rows_of
 from tigon.kernels._math import INTERPRETED
 
 # M rows, H columns; a program handles ROWS rows at a time and BLOCK columns.
@@ -325,16 +325,17 @@ def bwd_tile(width, center, loaded_bytes, device):
 def norm_fwd(x, residual, weight, bias, eps, offset, center, fp32_weight):
     """Launch the forward; returns (y, s, mean, rstd), with empty tensors for what the flags leave out."""
     width = x.shape[-1]
-    x_MH = row_view(x, width)
-    residual_MH = x_MH if residual is None else row_view(residual, width)
-    weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
+    x_MH, M, stride_x = rows_of(x, width)
+    residual_MH, _, stride_r = (x_MH, M, stride_x) if residual is None else rows_of(residual, width)
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     y, s, mean, rstd = norm_outputs(x, residual, weight, center, fp32_weight)
     block, t = block_of(width), fwd_tile(width, center)
-    if x.numel():
+    if M and width:
         launch(
-            x, norm_fwd_kernel, (_device.cdiv(x_MH.shape[0], t.rows),),
-            x_MH, residual_MH, weight, bias, y, s, mean, rstd, x_MH.shape[0], width,
-            x_MH.stride(0), residual_MH.stride(0), eps, offset,
+            norm_fwd_kernel, (_device.cdiv(M, t.rows),), x,
+            X=x_MH, R=residual_MH, W=weight, B=bias, Y=y, S=s, Mean=mean, Rstd=rstd, M=M, H=width,
+            stride_x=stride_x, stride_r=stride_r, eps=float(eps), offset=float(offset),
             CENTER=center, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None, ROUND_XHAT=not fp32_weight, ONE_TILE=width <= block,
             ROWS=t.rows, BLOCK=block, num_warps=t.num_warps,
@@ -344,44 +345,51 @@ def norm_fwd(x, residual, weight, bias, eps, offset, center, fp32_weight):
 
 def norm_outputs(x, residual, weight, center, fp32_weight):
     """Uninitialised outputs of the forward. The tensor's own constructors take a third of torch.empty's 3 us."""
-    y_dtype = x.dtype if fp32_weight or weight is None else torch.promote_types(x.dtype, weight.dtype)
-    stats = x.shape[:-1]
-    acc_dtype = torch.promote_types(x.dtype, torch.float32)
+    y_dtype = x.dtype
+    if not fp32_weight and weight is not None and weight.dtype != y_dtype:
+        y_dtype = torch.promote_types(y_dtype, weight.dtype)
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
     return (
         torch.empty_like(x, dtype=y_dtype, memory_format=torch.contiguous_format),
         x.new_empty(0) if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format),
-        x.new_empty(stats if center else 0, dtype=acc_dtype),
-        x.new_empty(stats, dtype=acc_dtype),
+        torch.empty_like(rstd) if center else rstd.new_empty(0),
+        rstd,
     )
 
 
 def norm_bwd(dy, ds, x, weight, mean, rstd, offset, center, fp32_weight, want_dx, want_dw, want_db):
     """Launch the backward; returns (dx, dw, db), with empty tensors for what is not wanted."""
     width = x.shape[-1]
-    x_MH, dy_MH = row_view(x, width), row_view(dy, width)
-    ds_MH = dy_MH if ds is None else row_view(ds, width)
+    x_MH, M, stride_x = rows_of(x, width)
+    dy_MH, _, stride_dy = rows_of(dy, width)
+    ds_MH, _, stride_ds = (dy_MH, M, stride_dy) if ds is None else rows_of(ds, width)
     weight = None if weight is None else weight.contiguous()
-    M = x_MH.shape[0]
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if want_dx else x.new_empty(0)
-    if not x.numel():
+    if not (M and width):
         return dx, *(_parameter_grad(weight, x, width, want).zero_() for want in (want_dw, want_db))
     block = block_of(width)
     reload_w = weight is not None and block == MAX_BLOCK
-    loaded = (dy, x, *(() if ds is None else (ds,)), *((weight,) if reload_w else ()))
-    t = bwd_tile(width, center, sum(a.element_size() for a in loaded), x.device.index)
-    if _device.multiprocessors(x.device.index) >= M:
+    loaded_bytes = dy.element_size() + x.element_size()
+    if ds is not None:
+        loaded_bytes += ds.element_size()
+    if reload_w:
+        loaded_bytes += weight.element_size()
+    device = x.device.index
+    multiprocessors = _device.multiprocessors(device)
+    t = bwd_tile(width, center, loaded_bytes, device)
+    if multiprocessors >= M:
         # One turn each: nothing to load ahead, and a second row of a tile would be empty.
         t = Tile(1 if block >= 1024 else t.rows, t.num_warps)
-    programs = min(_device.cdiv(M, t.rows), t.per_sm * _device.multiprocessors(x.device.index))
+    programs = min(_device.cdiv(M, t.rows), t.per_sm * multiprocessors)
     dw, db = _parameter_grad(weight, x, width, want_dw), _parameter_grad(weight, x, width, want_db)
     alone = programs == 1 and width <= block
     # The sums of one program are the result.
     partial_dw, partial_db = (dw, db) if alone else _partial_sums(want_dw, want_db, programs, x)
     if width <= block:
         launch(
-            x, norm_bwd_kernel, (programs,),
-            dy_MH, ds_MH, x_MH, weight, mean, rstd, dx, partial_dw, partial_db, M, width,
-            dy_MH.stride(0), ds_MH.stride(0), x_MH.stride(0), offset,
+            norm_bwd_kernel, (programs,), x,
+            DY=dy_MH, DS=ds_MH, X=x_MH, W=weight, Mean=mean, Rstd=rstd, DX=dx, DW=partial_dw, DB=partial_db,
+            M=M, H=width, stride_dy=stride_dy, stride_ds=stride_ds, stride_x=stride_x, offset=float(offset),
             CENTER=center, HAS_DS=ds is not None, HAS_WEIGHT=weight is not None, ROUND_XHAT=not fp32_weight,
             WANT_DX=want_dx, WANT_DW=want_dw, WANT_DB=want_db, ROWS=t.rows, BLOCK=block,
             STAGES=t.stages, RELOAD_W=reload_w, num_warps=t.num_warps,
@@ -389,32 +397,36 @@ def norm_bwd(dy, ds, x, weight, mean, rstd, offset, center, fp32_weight, want_dx
     else:
         if want_dx:
             launch(
-                x, norm_bwd_dx_wide_kernel, (M,),
-                dy_MH, ds_MH, x_MH, weight, mean, rstd, dx, width,
-                dy_MH.stride(0), ds_MH.stride(0), x_MH.stride(0), offset,
+                norm_bwd_dx_wide_kernel, (M,), x,
+                DY=dy_MH, DS=ds_MH, X=x_MH, W=weight, Mean=mean, Rstd=rstd, DX=dx, H=width,
+                stride_dy=stride_dy, stride_ds=stride_ds, stride_x=stride_x, offset=float(offset),
                 CENTER=center, HAS_DS=ds is not None, HAS_WEIGHT=weight is not None,
                 BLOCK=WIDE_DX[0], num_warps=WIDE_DX[1],
             )  # fmt: skip
         if want_dw or want_db:
             launch(
-                x, norm_bwd_dw_wide_kernel, (_device.cdiv(width, WIDE_DW[0]), programs),
-                dy_MH, x_MH, mean, rstd, partial_dw, partial_db, M, width, dy_MH.stride(0), x_MH.stride(0),
+                norm_bwd_dw_wide_kernel, (_device.cdiv(width, WIDE_DW[0]), programs), x,
+                DY=dy_MH, X=x_MH, Mean=mean, Rstd=rstd, DW=partial_dw, DB=partial_db, M=M, H=width,
+                stride_dy=stride_dy, stride_x=stride_x,
                 CENTER=center, ROUND_XHAT=not fp32_weight, WANT_DW=want_dw, WANT_DB=want_db,
                 BLOCK=WIDE_DW[0], num_warps=WIDE_DW[1],
             )  # fmt: skip
     for want, p, out in ((want_dw, partial_dw, dw), (want_db, partial_db, db)):
         if want and not alone:
             launch(
-                x, sum_rows_kernel, (_device.cdiv(width, 64),),
-                p, out, programs, width, BLOCK_R=32, BLOCK=64, num_warps=4,
+                sum_rows_kernel, (_device.cdiv(width, 64),), x,
+                P=p, Out=out, rows=programs, H=width, BLOCK_R=32, BLOCK=64, num_warps=4,
             )  # fmt: skip
     return dx, dw, db
 
 
 def _partial_sums(want_dw, want_db, programs, x):
     """fp32 rows for what is wanted of dw and db, in one allocation."""
-    partial = torch.empty((want_dw + want_db, programs, x.shape[-1]), dtype=torch.float32, device=x.device)
-    return partial[0] if want_dw else partial, partial[-1] if want_db else partial
+    if not (want_dw and want_db):
+        rows = programs if want_dw or want_db else 0
+        partial = x.new_empty((rows, x.shape[-1]), dtype=torch.float32)
+        return partial, partial
+    return x.new_empty((2, programs, x.shape[-1]), dtype=torch.float32).unbind(0)
 
 
 def _parameter_grad(weight, x, width, want):

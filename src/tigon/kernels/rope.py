@@ -122,7 +122,13 @@ def _unit_last(x):
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _table_strides(table, T):
+def _strides(prefix, x, heads_dim):
+    """The kernel's arguments for the strides of batch, heads and tokens."""
+    batch, heads, tokens = x.stride(0), x.stride(heads_dim), x.stride(3 - heads_dim)
+    return {prefix + "b": batch, prefix + "h": heads, prefix + "t": tokens}
+
+
+def _table_strides(table):
     """(batch, token) strides of (T, R), (1, T, R) or (B, T, R); 0 where one row serves all."""
     return 0 if table.ndim == 2 or table.shape[0] == 1 else table.stride(0), table.stride(-2)
 
@@ -143,12 +149,14 @@ def rope(q, k, cos, sin, q_order, k_order, heads_dim, interleaved, transpose):
     block = _device.next_power_of_2(R // 2)
     rows = max(1, TILE // block)
     groups = _device.cdiv(q_heads, HEADS) + _device.cdiv(k_heads, HEADS)
-    strides = [x.stride(dim) for x in (q, k) for dim in (0, heads_dim, time_dim)]
-    out_strides = [y.stride(dim) for y in (y_q, y_k) for dim in (0, heads_dim, time_dim)]
+    stride_cb, stride_ct = _table_strides(cos)
+    stride_sb, stride_st = _table_strides(sin)
     launch(
-        q, rope_kernel, (groups * _device.cdiv(B * T, rows),),
-        q, k, cos, sin, y_q, y_k, B * T, T, q_heads, k_heads,
-        *strides, *_table_strides(cos, T), *_table_strides(sin, T), *out_strides,
+        rope_kernel, (groups * _device.cdiv(B * T, rows),), q,
+        Q=q, K=k, Cos=cos, Sin=sin, YQ=y_q, YK=y_k, N=B * T, T=T, q_heads=q_heads, k_heads=k_heads,
+        **_strides("stride_q", q, heads_dim), **_strides("stride_k", k, heads_dim),
+        stride_cb=stride_cb, stride_ct=stride_ct, stride_sb=stride_sb, stride_st=stride_st,
+        **_strides("stride_yq", y_q, heads_dim), **_strides("stride_yk", y_k, heads_dim),
         R=R, D=D, INTERLEAVED=interleaved, TRANSPOSE=transpose, HEADS=HEADS, ROWS=rows, BLOCK=block,
         BLOCK_PASS=_device.next_power_of_2(max(D - R, 1)), num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -128,8 +128,9 @@ PRIMITIVES: dict[str, Primitive] = {}
 class Primitive:
     """A non-differentiable operator `tigon::name`.
 
-    `kernel` is "module:function", resolved at the first launch so that importing tigon does not import Triton; None
-    if the reference itself calls the kernels.
+    It has a `kernel` and a `reference` of the same algorithm for tensors that the kernel does not take, or it is a
+    `composite` of other primitives and PyTorch ops on every device. `kernel` is "module:function", resolved at the
+    first launch so that importing tigon does not import Triton.
     `fake` takes the same arguments and returns empty outputs of the right shapes, dtypes and devices.
     `check`, if given, runs first on the arguments of every real call and may raise.
     """
@@ -139,26 +140,32 @@ class Primitive:
         name: str,
         schema: str,
         *,
-        reference: Callable[..., Any],
-        kernel: str | None,
         fake: Callable[..., Any],
+        reference: Callable[..., Any] | None = None,
+        kernel: str | None = None,
+        composite: Callable[..., Any] | None = None,
         check: Callable[..., None] | None = None,
     ) -> None:
+        if (composite is None) == (reference is None) or (reference is None) != (kernel is None):
+            raise TypeError(f"{name} needs either a composite, or a kernel and its reference.")
         self.name = name
         self._check = check
         self._reference = reference
+        self._composite = composite
         self.fake = fake
         self._kernel_path = kernel
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, self.run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"tigon::{name}", fake, lib=_LIBRARY)
         self._operator = getattr(torch.ops.tigon, name).default
+        is_tensor = ["Tensor" in str(a.type) and "List" not in str(a.type) for a in self._operator._schema.arguments]
+        # Only tensors decide whether a call needs the dispatcher; what comes after the last one is not looked at.
+        self._tensors_end = len(is_tensor) - is_tensor[::-1].index(True)
         PRIMITIVES[f"tigon::{name}"] = self
 
     @functools.cached_property
     def _kernel(self) -> Callable[..., Any]:
-        if self._kernel_path is None:
-            return self._reference
+        assert self._kernel_path is not None
         module, function = self._kernel_path.split(":")
         return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
 
@@ -166,10 +173,11 @@ class Primitive:
         """Run the real body, without the dispatcher. `extra` passes arguments that the operator's schema lacks."""
         if self._check is not None:
             self._check(*args)
-        return (self._kernel if uses_kernel(args[0]) else self._reference)(*args, **extra)
+        body = self._composite or (self._kernel if uses_kernel(args[0]) else self._reference)
+        return body(*args, **extra)  # type: ignore[misc]
 
     def __call__(self, *args: Any) -> Any:
-        return self.run(*args) if unwatched(args) else self._operator(*args)
+        return self.run(*args) if unwatched(args[: self._tensors_end]) else self._operator(*args)
 
 
 class Differentiable:

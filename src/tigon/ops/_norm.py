@@ -17,6 +17,8 @@ from tigon.ops._dispatch import Primitive, check_number
 
 def check_scalars(eps: Any, offset: Any = 0.0) -> None:
     """Raise `OptionError` unless eps is a finite number >= 0 and offset (of the weight) is a finite number."""
+    if type(eps) is float and type(offset) is float and 0.0 <= eps < math.inf and -math.inf < offset < math.inf:
+        return
     if not 0.0 <= check_number("eps", eps) < math.inf:
         raise OptionError(f"eps={eps} must be finite and not negative.")
     if not -math.inf < check_number("offset", offset) < math.inf:

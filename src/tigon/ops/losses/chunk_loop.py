@@ -12,8 +12,10 @@ trained bias, entropy and predictions need the pass.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -190,8 +192,7 @@ def _exp_hidden_grad_fake(
 exp_hidden_grad = Primitive(
     "linear_cross_entropy_exp_hidden_grad",
     "(Tensor e, Tensor weight, Tensor factors, Tensor target, Tensor? index, SymInt rows) -> Tensor",
-    reference=_exp_hidden_grad_body,
-    kernel=None,
+    composite=_exp_hidden_grad_body,
     fake=_exp_hidden_grad_fake,
 )
 
@@ -228,8 +229,7 @@ def _exp_weight_grad_fake(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: T
 exp_weight_grad = Primitive(
     "linear_cross_entropy_exp_weight_grad",
     "(Tensor e, Tensor hidden, Tensor factors, Tensor target) -> Tensor",
-    reference=_exp_weight_grad_body,
-    kernel=None,
+    composite=_exp_weight_grad_body,
     fake=_exp_weight_grad_fake,
 )
 
@@ -237,54 +237,95 @@ exp_weight_grad = Primitive(
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
-def _chunks_outputs(
-    hidden_NH: Tensor, weight_VH: Tensor, keep: bool, fp32_accumulate: bool, exp: bool, want_hidden: bool,
-    want_weight: bool, want_bias: bool, entropy: bool, predicted: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class ChunkTensors:
+    """The tensors that the loop reads."""
+
+    hidden_NH: Tensor
+    weight_VH: Tensor
+    bias: Tensor | None = None
+    target: Tensor
+    class_weight: Tensor | None = None
+    token_weight: Tensor | None = None
+    grad_scale: Tensor
+    """0-dim; the gradients are for an upstream gradient of 1 / grad_scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkOptions:
+    """What the loop computes, and in which chunks."""
+
+    loss: LossOptions
+    chunk: int
+    """Tokens of a chunk."""
+    keep: bool = False
+    """Return the logits' gradient instead of the gradients of hidden and weight."""
+    fp32_accumulate: bool = True
+    want_hidden: bool = False
+    want_weight: bool = False
+    want_bias: bool = False
+    entropy: bool = False
+    predicted: bool = False
+
+    @property
+    def want_grad(self) -> bool:
+        return self.want_hidden or self.want_weight or self.want_bias
+
+
+class ChunkResults(NamedTuple):
+    """What the loop computed; tensors that are not wanted are empty."""
+
+    loss: Tensor
+    stats: Tensor
+    entropy: Tensor
+    predicted: Tensor
+    dx_NH: Tensor
+    dw_VH: Tensor
+    db_V: Tensor
+    kept_NV: Tensor
+    factors: Tensor
+    """(2, N): the factors of kept_NV's rows and of the label terms that it lacks; empty if it is complete."""
+
+
+def _chunks_outputs(tensors: ChunkTensors, options: ChunkOptions, exp: bool) -> ChunkResults:
     """Uninitialised outputs of the chunk loop; outputs that are not wanted are empty."""
+    hidden_NH, weight_VH, keep = tensors.hidden_NH, tensors.weight_VH, options.keep
     (N, H), V = hidden_NH.shape, weight_VH.shape[0]
     acc = torch.promote_types(hidden_NH.dtype, torch.float32)
     # fp16 sums stay in fp32 until the loss scale is applied.
     dx_dtype = acc if hidden_NH.dtype == torch.float16 else hidden_NH.dtype
-    return (
-        hidden_NH.new_empty(N, dtype=acc),
-        hidden_NH.new_empty((3, N), dtype=acc),
-        hidden_NH.new_empty(N if entropy else 0, dtype=acc),
-        hidden_NH.new_empty(N if predicted else 0, dtype=torch.int64),
-        hidden_NH.new_empty((N, H) if want_hidden and not keep else (0, H), dtype=dx_dtype),
-        hidden_NH.new_empty(
-            (V, H) if want_weight and not keep else (0, H), dtype=acc if fp32_accumulate else weight_VH.dtype
-        ),
-        hidden_NH.new_empty(V if want_bias else 0, dtype=acc),
-        _buffer(N, V, hidden_NH) if keep else hidden_NH.new_empty((0, V)),
-        hidden_NH.new_empty((2, N if keep and exp else 0), dtype=acc),
+    dw_dtype = acc if options.fp32_accumulate else weight_VH.dtype
+    return ChunkResults(
+        loss=hidden_NH.new_empty(N, dtype=acc),
+        stats=hidden_NH.new_empty((3, N), dtype=acc),
+        entropy=hidden_NH.new_empty(N if options.entropy else 0, dtype=acc),
+        predicted=hidden_NH.new_empty(N if options.predicted else 0, dtype=torch.int64),
+        dx_NH=hidden_NH.new_empty((N, H) if options.want_hidden and not keep else (0, H), dtype=dx_dtype),
+        dw_VH=hidden_NH.new_empty((V, H) if options.want_weight and not keep else (0, H), dtype=dw_dtype),
+        db_V=hidden_NH.new_empty(V if options.want_bias else 0, dtype=acc),
+        kept_NV=_buffer(N, V, hidden_NH) if keep else hidden_NH.new_empty((0, V)),
+        factors=hidden_NH.new_empty((2, N if keep and exp else 0), dtype=acc),
     )
 
 
-def _chunks_body(
-    hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    token_weight: Tensor | None, grad_scale: Tensor,
-    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-    chunk: int, keep: bool, fp32_accumulate: bool, want_hidden: bool, want_weight: bool, want_bias: bool, entropy: bool,
-    predicted: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """(loss, stats, entropy, predicted, dX, dW, db, G, factors (2, N)).
+def _tile_of(tensors: ChunkTensors, options: ChunkOptions) -> LogitsTile | None:
+    other_outputs = options.want_bias or options.entropy or options.predicted
+    return _exp_tile(tensors.hidden_NH, tensors.weight_VH, options.loss, other_outputs)
 
-    Gradients are for an upstream gradient of 1 / grad_scale. The factors are those of G's rows and of the label terms
-    that G lacks; they are empty if G is complete.
-    """
-    options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
-    tile = _exp_tile(hidden_NH, weight_VH, options, want_bias or entropy or predicted)
-    outputs = _chunks_outputs(
-        hidden_NH, weight_VH, keep, fp32_accumulate, tile is not None, want_hidden, want_weight, want_bias, entropy,
-        predicted,
-    )  # fmt: skip
+
+def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
+    tile = _tile_of(tensors, options)
+    outputs = _chunks_outputs(tensors, options, tile is not None)
+    hidden_NH, weight_VH, bias, target = tensors.hidden_NH, tensors.weight_VH, tensors.bias, tensors.target
+    class_weight, token_weight, grad_scale = tensors.class_weight, tensors.token_weight, tensors.grad_scale
+    chunk, keep, want_grad = options.chunk, options.keep, options.want_grad
+    want_hidden, want_weight, want_bias = options.want_hidden, options.want_weight, options.want_bias
+    entropy, predicted = options.entropy, options.predicted
     loss, stats, entropies, argmax, dx_NH, dw_VH, db_V, kept_NV, factors_N = outputs
     N, V = hidden_NH.shape[0], weight_VH.shape[0]
     if tile is not None and (N < _FEWEST_EXP_ROWS or not _starts_aligned(weight_VH)):
         tile = None
         factors_N[0], factors_N[1] = 1.0, 0.0
-    want_grad = want_hidden or want_weight or want_bias
     stored = tile is None or want_grad
     buffer_CV = kept_NV if keep else _buffer(min(chunk, N) if stored else 0, V, hidden_NH)
     with no_autocast(hidden_NH):
@@ -293,7 +334,7 @@ def _chunks_body(
             weights = None if token_weight is None else token_weight[rows]
             if tile is not None:
                 loss[rows], stats[:, rows], factors = _exp_logits(
-                    x_CH, weight_VH, bias, target[rows], class_weight, weights, options, tile, grad_scale,
+                    x_CH, weight_VH, bias, target[rows], class_weight, weights, options.loss, tile, grad_scale,
                     logits_CV if want_grad else None,
                 )  # fmt: skip
                 if keep:
@@ -305,7 +346,7 @@ def _chunks_body(
                 continue
             _logits(x_CH, weight_VH, bias, logits_CV)
             loss[rows], stats[:, rows], chunk_entropy, chunk_argmax = common.cross_entropy_fwd.run(
-                logits_CV, target[rows], class_weight, weights, *options, entropy, predicted,
+                logits_CV, target[rows], class_weight, weights, *options.loss, entropy, predicted,
                 grad_scale=grad_scale, grad_NV=logits_CV if want_grad else None,
             )  # fmt: skip
             if entropy:
@@ -341,23 +382,13 @@ def _column_sum(g_CV: Tensor) -> Tensor:
     return g_CV.sum(0, dtype=torch.promote_types(g_CV.dtype, torch.float32))
 
 
-def _chunks_fake(
-    hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    token_weight: Tensor | None, grad_scale: Tensor,
-    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-    chunk: int, keep: bool, fp32_accumulate: bool, want_hidden: bool, want_weight: bool, want_bias: bool, entropy: bool,
-    predicted: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
-    tile = _exp_tile(hidden_NH, weight_VH, options, want_bias or entropy or predicted)
-    outputs = _chunks_outputs(
-        hidden_NH, weight_VH, keep, fp32_accumulate, tile is not None, want_hidden, want_weight, want_bias, entropy,
-        predicted,
-    )  # fmt: skip
+def _chunks_fake(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
+    tile = _tile_of(tensors, options)
+    outputs = _chunks_outputs(tensors, options, tile is not None)
+    hidden_NH, keep, want_grad = tensors.hidden_NH, options.keep, options.want_grad
     # The planner traces this fake: besides the outputs, the loop holds a chunk's logits and its kernels' buffers.
-    rows, (V, H) = chunk, weight_VH.shape
+    rows, (V, H) = options.chunk, tensors.weight_VH.shape
     alive = []
-    want_grad = want_hidden or want_weight or want_bias
     if not keep and (want_grad or tile is None):
         alive.append(_buffer(rows, V, hidden_NH))
     if tile is not None:
@@ -368,14 +399,37 @@ def _chunks_fake(
     return outputs
 
 
-chunk_loop = Primitive(
+_TENSORS = tuple(field.name for field in dataclasses.fields(ChunkTensors))
+_LOSS_OPTIONS_END = len(_TENSORS) + len(LossOptions._fields)
+_OPTIONS = tuple(field.name for field in dataclasses.fields(ChunkOptions) if field.name != "loss")
+
+
+def _from_operator(body: Callable[[ChunkTensors, ChunkOptions], ChunkResults]) -> Callable[..., tuple[Tensor, ...]]:
+    """`body` with the operator's arguments, which are in the order of the fields."""
+
+    def of_arguments(*args: Any) -> tuple[Tensor, ...]:
+        tensors = ChunkTensors(**dict(zip(_TENSORS, args[: len(_TENSORS)], strict=True)))
+        loss = LossOptions(*args[len(_TENSORS) : _LOSS_OPTIONS_END])
+        return tuple(
+            body(tensors, ChunkOptions(loss=loss, **dict(zip(_OPTIONS, args[_LOSS_OPTIONS_END:], strict=True))))
+        )
+
+    return of_arguments
+
+
+_operator = Primitive(
     "linear_cross_entropy_chunks",
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? token_weight,"
     " Tensor grad_scale, int ignore_index, float label_smoothing, float? softcap, float logit_scale, float z_loss,"
     " SymInt chunk, bool keep, bool fp32_accumulate, bool want_hidden, bool want_weight, bool want_bias, bool entropy,"
     " bool predicted)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=_chunks_body,
-    kernel=None,
-    fake=_chunks_fake,
+    composite=_from_operator(_chunks_body),
+    fake=_from_operator(_chunks_fake),
 )
+
+
+def chunk_loop(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
+    """Run the loop, through its operator."""
+    arguments = (getattr(tensors, name) for name in _TENSORS)
+    return ChunkResults(*_operator(*arguments, *options.loss, *(getattr(options, name) for name in _OPTIONS)))

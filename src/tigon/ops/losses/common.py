@@ -89,7 +89,8 @@ def check_options(
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:
         raise OptionError(f"outputs names {unknown[0]!r}; choose from {', '.join(OUTPUTS)}.")
-    return LossOptions(ignore_index, float(label_smoothing), softcap, float(logit_scale), float(z_loss))
+    cap = None if softcap is None else float(softcap)
+    return LossOptions(ignore_index, float(label_smoothing), cap, float(logit_scale), float(z_loss))
 
 
 def _check_num_items(num_items: Any) -> None:

@@ -4,17 +4,7 @@ Tokens are processed in chunks. For each chunk, one matrix product writes the lo
 turns them in place into their gradient (kernels/cross_entropy.py), and two products reduce that to the gradients of
 hidden and weight. The products take most of the time; they are the vendor's and run at the hardware's rate.
 
-`make_plan` chooses one of four modes by the number of bytes, not by V / H:
-
-    keep       One chunk. Its gradient G is kept until backward, which computes dX = G W and dW = Gᵀ (g ⊙ X). Chosen if
-               the logits fit into `chunk_bytes`, or take less memory than the fp32 accumulator that chunks would need:
-               b·N·V <= 4·V·H + chunk_bytes.
-    stream     Several chunks. The forward computes dX and an fp32 dW for g = 1; the backward scales them. This is
-               exact, because a scalar loss is linear in g.
-    recompute  One loss per token. Its g is known only in the backward, which recomputes the logits with g in the row
-               factors. Multiplying a 16-bit G by g would save that product but round twice, with three times the
-               unfused op's error in bf16. If the weights are known beforehand, `token_weight` costs nothing.
-    loss       No gradient is needed: only logits and statistics are computed.
+`chunk_plan.py` chooses the chunks, and what is kept for backward.
 
 Ignored tokens are dropped before the products, so they cost no time. The host needs the number of the remaining tokens.
 This one small copy waits for the device, unless `prepare_targets` has started it before the model's forward. Under
@@ -26,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +27,16 @@ from tigon.ops import _dispatch
 from tigon.ops._dispatch import Differentiable, check_dtype, first_order, unwatched
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.losses import common
-from tigon.ops.losses.chunk_loop import chunk_loop, exp_hidden_grad, exp_weight_grad, no_autocast, product_into
+from tigon.ops.losses.chunk_loop import (
+    ChunkOptions,
+    ChunkTensors,
+    chunk_loop,
+    exp_hidden_grad,
+    exp_weight_grad,
+    no_autocast,
+    product_into,
+)
+from tigon.ops.losses.chunk_plan import MIB, TILE, default_chunk_bytes, plan_for
 from tigon.ops.losses.common import LossOptions, LossOutput
 from tigon.ops.losses.cross_entropy import (
     LOSS_OPTIONS,
@@ -49,20 +48,6 @@ from tigon.ops.losses.cross_entropy import (
 
 # N tokens, n tokens that are not ignored, C tokens of a chunk, H hidden, V vocabulary.
 
-MIB = 1 << 20
-# Bytes of logits alive at once, (least, most). On a GPU, chunks of at least 2048 tokens keep the products at full rate
-# (with 128256 columns in bf16, 512 MiB hold 2093 tokens). On a CPU, a chunk should stay near its last-level cache.
-# Each chunk also reads and writes the fp32 sum of dW, so a chunk is as large as that sum, up to `most`. On an H200,
-# 16384 x 3584 x 152064 took 87 ms with 1 GiB and 96 ms without. The peak memory was the same, because the cast of the
-# sum needs as much.
-DEFAULT_CHUNK_BYTES = {"cuda": (512 * MIB, 1024 * MIB), "cpu": (16 * MIB, 16 * MIB)}
-# Chunk sizes are multiples of this many tokens, the tile of the products.
-_TILE = 128
-# At most this many chunks have their weight gradients summed in 16 bits; for more, the sum is fp32. A sum of 26 chunks
-# (32768 x 2048 x 128256 in 320 MiB of logits) has an error of 4.8e-3, above the limit of 3.4e-3 (twice the unfused op's
-# error). A sum of 7 stays below it.
-_MOST_16_BIT_ADDENDS = 7
-
 # Bytes alive at once of an fp32 product that is then scaled and rounded. This has enough tiles for the product's full
 # rate; a whole 128256 x 2048 product would take 1 GiB on top of the kept logits.
 _PRODUCT_BYTES = 64 * MIB
@@ -70,59 +55,6 @@ _PRODUCT_BYTES = 64 * MIB
 # Reading the count on the host leaves the GPU idle for 0.7 ms (H200, 4096 x 2048 x 50264: the time of the step minus
 # that of its kernels, commit a3809ce). Three products with this many operations take about as long.
 _WORTH_A_WAIT_FLOPS = 5 * 10**11
-
-Mode = Literal["keep", "stream", "recompute", "loss"]
-
-
-class Plan(NamedTuple):
-    """The number of tokens per chunk, and what is kept for backward."""
-
-    mode: Mode
-    chunk: int
-    fp32_accumulate: bool = True
-
-
-def make_plan(
-    tokens: int, hidden: int, vocab: int, itemsize: int, *, chunk_bytes: tuple[int, int], per_row: bool,
-    want_hidden: bool, want_weight: bool, fp32_accumulate: bool = True,
-) -> Plan:  # fmt: skip
-    """Choose the mode and the chunk size. chunk_bytes: (least, most). Reads no tensor, so the planner calls it too."""
-    least, most = chunk_bytes
-    accumulator_bytes = 4 * vocab * hidden if want_weight and fp32_accumulate else 0
-    fitting = min(max(least, accumulator_bytes), most) // (vocab * itemsize)
-    if not (want_hidden or want_weight):
-        return Plan("loss", _even_chunk(tokens, fitting))
-    if tokens * vocab * itemsize <= least + accumulator_bytes and not per_row:
-        return Plan("keep", max(tokens, 1), fp32_accumulate)
-    chunk = _even_chunk(tokens, fitting)
-    if not fp32_accumulate and tokens > _MOST_16_BIT_ADDENDS * chunk:
-        return make_plan(
-            tokens,
-            hidden,
-            vocab,
-            itemsize,
-            chunk_bytes=chunk_bytes,
-            per_row=per_row,
-            want_hidden=want_hidden,
-            want_weight=want_weight,
-        )
-    return Plan("recompute" if per_row else "stream", chunk, fp32_accumulate)
-
-
-def default_chunk_bytes(hidden: Tensor) -> tuple[int, int]:
-    """(least, most) bytes of logits alive at once on hidden's device."""
-    return DEFAULT_CHUNK_BYTES.get(_dispatch.planned_device(hidden), DEFAULT_CHUNK_BYTES["cuda"])
-
-
-def _even_chunk(tokens: int, most: int) -> int:
-    """The chunk size that splits `tokens` evenly into the fewest chunks of at most `most`; whole tiles if they fit."""
-    most = max(most, 1)
-    if tokens <= most:
-        return max(tokens, 1)
-    chunks = -(-tokens // most)
-    even = -(-tokens // chunks)
-    tiles = -(-even // _TILE) * _TILE
-    return tiles if tiles <= most else even
 
 
 @dataclass(frozen=True)
@@ -255,12 +187,20 @@ class LinearCrossEntropy(torch.autograd.Function):
         if index is not None:
             hidden_NH, target = hidden_NH.index_select(0, index), target.index_select(0, index)
             token_weight = None if token_weight is None else token_weight.index_select(0, index)
-        plan = _plan_for(hidden_NH, weight_VH, per_row, want, chunk_bytes, fp32_accumulate)
+        plan = plan_for(hidden_NH, weight_VH, per_row, want, chunk_bytes, fp32_accumulate)
         stored, left = gradient_scales(hidden_NH.dtype, inv_denominator, token_weight, class_weight, options)
         in_forward = plan.mode in ("keep", "stream")
+        want_hidden, want_weight, want_bias = (w and in_forward for w in want)
         loss_N, stats, entropies, argmax, dx, dw, db, kept, factors = chunk_loop(
-            hidden_NH, weight_VH, bias, target, class_weight, token_weight, stored, *options, plan.chunk,
-            plan.mode == "keep", plan.fp32_accumulate, *(w and in_forward for w in want), entropy, predicted,
+            ChunkTensors(
+                hidden_NH=hidden_NH, weight_VH=weight_VH, bias=bias, target=target, class_weight=class_weight,
+                token_weight=token_weight, grad_scale=stored,
+            ),
+            ChunkOptions(
+                loss=options, chunk=plan.chunk, keep=plan.mode == "keep", fp32_accumulate=plan.fp32_accumulate,
+                want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias, entropy=entropy,
+                predicted=predicted,
+            ),
         )  # fmt: skip
         ctx.plan, ctx.options, ctx.want, ctx.rows = plan, options, want, rows
         ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
@@ -325,7 +265,7 @@ def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) 
     if x_NH.dtype != torch.float16:
         product_into(g_NV.t(), common.scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype), out, accumulate=False)
         return out
-    most = max(_TILE, _PRODUCT_BYTES // (H * scale.element_size()) // _TILE * _TILE)
+    most = max(TILE, _PRODUCT_BYTES // (H * scale.element_size()) // TILE * TILE)
     product = x_NH.new_empty((min(most, V), H), dtype=scale.dtype)
     for start in range(0, V, most):
         rows = out[start : start + most]
@@ -375,10 +315,17 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         per_token = per_token * token_weight
     stored, left = gradient_scales(x_dtype, inv_denominator, per_token, class_weight, ctx.options)
     left = torch.ones_like(stored) if left is None else left
-    _, _, _, _, dx, dw, db, _, _ = chunk_loop(
-        x_NH, weight_VH, bias, target, class_weight, per_token, stored, *ctx.options, ctx.plan.chunk,
-        False, ctx.plan.fp32_accumulate, want_hidden, want_weight, want_bias, False, False,
+    results = chunk_loop(
+        ChunkTensors(
+            hidden_NH=x_NH, weight_VH=weight_VH, bias=bias, target=target, class_weight=class_weight,
+            token_weight=per_token, grad_scale=stored,
+        ),
+        ChunkOptions(
+            loss=ctx.options, chunk=ctx.plan.chunk, fp32_accumulate=ctx.plan.fp32_accumulate,
+            want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias,
+        ),
     )  # fmt: skip
+    dx, dw, db = results.dx_NH, results.dw_VH, results.db_V
     return (
         common.scale_rows(dx, left, index, ctx.rows, x_dtype) if want_hidden else None,
         common.scale_rows(dw, left, None, dw.shape[0], w_dtype) if want_weight else None,
@@ -387,22 +334,6 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _BACKWARD = {"keep": _backward_keep, "stream": _backward_stream, "recompute": _backward_recompute}
-
-
-def _plan_for(
-    hidden_NH: Tensor, weight_VH: Tensor, per_row: bool, want: tuple[bool, ...], chunk_bytes: Sequence[int],
-    fp32_accumulate: bool,
-) -> Plan:  # fmt: skip
-    (N, H), V, itemsize = hidden_NH.shape, weight_VH.shape[0], hidden_NH.element_size()
-    least, most = chunk_bytes
-    if not isinstance(N, int):
-        # A symbolic token count must not decide anything, or every count would need a new compilation.
-        mode: Mode = "loss" if not any(want) else "recompute" if per_row else "stream"
-        return Plan(mode, max(1, least // (V * itemsize)), fp32_accumulate)
-    return make_plan(
-        N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want[0],
-        want_weight=want[1] or want[2], fp32_accumulate=fp32_accumulate,
-    )  # fmt: skip
 
 
 def _spread(values: Tensor, index: Tensor | None, rows: int, fill: float) -> Tensor:

@@ -23,6 +23,7 @@ from tigon.errors import OptionError, ShapeError
 from tigon.ops._dispatch import Differentiable, check_dtype, check_number, check_whole, first_order, unwatched
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.losses import common
+from tigon.ops.losses.chunk_plan import default_chunk_bytes
 from tigon.ops.losses.common import LossOptions
 from tigon.ops.losses.cross_entropy import Reduction, gradient_scales, make_target
 from tigon.ops.losses.linear_cross_entropy import (
@@ -31,7 +32,6 @@ from tigon.ops.losses.linear_cross_entropy import (
     _may_wait,
     _product_dtype,
     _scaled_in_place,
-    default_chunk_bytes,
     linear_cross_entropy_oracle,
     worth_gathering,
 )

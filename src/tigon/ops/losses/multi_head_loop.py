@@ -19,9 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops._dispatch import Primitive
-from tigon.ops.losses.chunk_loop import _exp_weight_grad_into, chunk_loop, exp_hidden_grad, no_autocast, product_into
+from tigon.ops.losses.chunk_loop import (
+    ChunkOptions,
+    ChunkTensors,
+    _exp_weight_grad_into,
+    chunk_loop,
+    exp_hidden_grad,
+    no_autocast,
+    product_into,
+)
+from tigon.ops.losses.chunk_plan import even_chunk
 from tigon.ops.losses.common import LossOptions, labels_ahead
-from tigon.ops.losses.linear_cross_entropy import _even_chunk
 
 # B batch, T positions, N = B·T tokens, C tokens of a chunk, H hidden, V vocabulary, K heads.
 
@@ -153,11 +161,12 @@ class _Loop:
             self.hits[k] += hits(x_CH, weight_VH, target, self.options)
         want_x, want_w = self.heads.wants(k)
         keep, C = want_x or want_w, int(x_CH.shape[0])
-        loss_C, _, _, _, _, _, _, g_CV, factors = chunk_loop(
-            x_CH, weight_VH, None, target, None, None, self.stored_K[k], *self.options, C, keep, True,
-            want_x and keep, want_w and keep, False, False, False,
-        )  # fmt: skip
-        self.losses[k] += loss_C.sum()
+        results = chunk_loop(
+            ChunkTensors(hidden_NH=x_CH, weight_VH=weight_VH, target=target, grad_scale=self.stored_K[k]),
+            ChunkOptions(loss=self.options, chunk=C, keep=keep, want_hidden=want_x, want_weight=want_w),
+        )
+        g_CV, factors = results.kept_NV, results.factors
+        self.losses[k] += results.loss.sum()
         if not keep:
             return None
         if dw_VH is not None:
@@ -174,7 +183,7 @@ class _Loop:
             dtype = self.losses.dtype if x_CH.dtype == torch.float16 else x_CH.dtype
             dx_CH = torch.empty_like(x_CH, dtype=dtype)
             product_into(g_CV, weight_VH, dx_CH, accumulate=False)
-        del g_CV
+        del g_CV, results
         return self._through_blocks(dx_CH, kept, numbers, self.heads.want_hiddens[self.heads.hidden_of[k]])
 
     def _through_blocks(
@@ -216,7 +225,7 @@ def chunk_of(tokens: int, weight_VH: Tensor, want_weight: bool, chunk_bytes: tup
     """Tokens per chunk: as many as `chunk_bytes` (least, most) of logits hold, more if the sum of dW is larger."""
     (V, H), (least, most) = weight_VH.shape, chunk_bytes
     fitting = min(max(least, 4 * V * H if want_weight else 0), most) // (V * weight_VH.element_size())
-    return _even_chunk(tokens, fitting)
+    return even_chunk(tokens, fitting)
 
 
 def rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -312,7 +321,6 @@ multi_head_loop = Primitive(
     " bool[] want_weights, bool[] want_blocks, int ignore_index, float label_smoothing, float? softcap,"
     " float logit_scale, float z_loss, int[] chunk_bytes, bool top)"
     " -> (Tensor, Tensor, Tensor[], Tensor[], Tensor[])",
-    reference=_body,
-    kernel=None,
+    composite=_body,
     fake=_fake,
 )
