@@ -144,8 +144,8 @@ def _row_alone(model_type: str, kernels: str, gpu: Gpu) -> dict[str, Any]:
         return {"detail": f"not measured: no answer in {SECONDS} s"}
     if ran.returncode:
         return {"detail": f"not measured: {ran.stderr.strip().splitlines()[-1][:200]}"}
-    found: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
-    return found
+    row: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
+    return row
 
 
 def error_of(row: Mapping[str, Any]) -> float | None:
@@ -157,10 +157,10 @@ def error_of(row: Mapping[str, Any]) -> float | None:
 
 def table(record: Mapping[str, Any]) -> str:
     """Markdown: each family's predicted and measured peak. Rows without a measurement say why."""
-    found = record["environment"]
+    env = record["environment"]
     lines = [
-        f"{found['device']}, driver {found['driver']}, torch {found['versions']['torch']}, tigon at commit "
-        f"{found['tigon_commit']}, {found['date']}. Two layers, {BATCH} x {SEQ} tokens, amp-bf16, AdamW.",
+        f"{env['device']}, driver {env['driver']}, torch {env['versions']['torch']}, tigon at commit "
+        f"{env['tigon_commit']}, {env['date']}. Two layers, {BATCH} x {SEQ} tokens, amp-bf16, AdamW.",
         "",
         cells(["family", "kernels", "predicted (GiB)", "measured (GiB)", "error"]),
         cells(["---", "---", "--:", "--:", "--:"]),
@@ -184,36 +184,36 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="the record: written with --measure, read with --into")
     parser.add_argument("--into", type=Path, metavar="DOCUMENT", help="write the record's table into this document")
     parser.add_argument("--alone", choices=list(MODELS), help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
-    if asked.alone:
-        (kernels,) = asked.kernels
-        peak_bytes = measured(asked.alone, kernels)  # first, because planning allocates a few tensors on the GPU
-        row = row_of(asked.alone, kernels, find_gpu(asked.gpu), measure=False)
+    if options.alone:
+        (kernels,) = options.kernels
+        peak_bytes = measured(options.alone, kernels)  # first, because planning allocates a few tensors on the GPU
+        row = row_of(options.alone, kernels, find_gpu(options.gpu), measure=False)
         print(json.dumps(row | {"measured_bytes": peak_bytes}))
         return 0
-    if (asked.into or asked.measure) and asked.json is None:
+    if (options.into or options.measure) and options.json is None:
         parser.error("--measure and --into require --json RECORD")
-    if asked.measure and not torch.cuda.is_available():
+    if options.measure and not torch.cuda.is_available():
         parser.error("--measure requires a GPU; without it the predictions are printed")
-    if asked.into:
-        record = json.loads(asked.json.read_text(encoding="utf-8"))
-        write_between(table(record), asked.into, begin=BEGIN, end=END)
+    if options.into:
+        record = json.loads(options.json.read_text(encoding="utf-8"))
+        write_between(table(record), options.into, begin=BEGIN, end=END)
         return 0
-    rows, gpu = [], find_gpu(asked.gpu)
-    pool = ThreadPoolExecutor(asked.jobs if asked.measure else 1)
-    cases = [(name, kernels) for name in asked.only for kernels in asked.kernels]
-    for row in pool.map(lambda case: row_of(case[0], case[1], gpu, asked.measure), cases):
+    rows, gpu = [], find_gpu(options.gpu)
+    pool = ThreadPoolExecutor(options.jobs if options.measure else 1)
+    cases = [(name, kernels) for name in options.only for kernels in options.kernels]
+    for row in pool.map(lambda case: row_of(case[0], case[1], gpu, options.measure), cases):
         rows.append(row)
         error = error_of(row)
         sizes = {name: f"{row[name] / GIB:.3f}" for name in ("predicted_bytes", "measured_bytes") if name in row}
         print(row["model_type"], row["kernels"], sizes, row["detail"] if error is None else percent(error), flush=True)
-        if asked.measure:  # after every family, so that a lost machine loses no measurement
+        if options.measure:  # after every family, so that a lost machine loses no measurement
             record = {"environment": environment(torch.device("cuda")), "rows": rows}
-            asked.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     errors = {f"{row['model_type']} ({row['kernels']})": error_of(row) for row in rows}
     beyond = [case for case, error in errors.items() if error is not None and abs(error) > LIMIT]
-    missing = [case for case, error in errors.items() if asked.measure and error is None]
+    missing = [case for case, error in errors.items() if options.measure and error is None]
     for words, names in ((f"beyond {LIMIT:.0%}", beyond), ("without a comparison", missing)):
         if names:
             print(f"{words}: {', '.join(names)}", file=sys.stderr)

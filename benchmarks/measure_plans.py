@@ -38,7 +38,7 @@ import transformers
 from transformers import TrainerCallback
 
 from tigon.bench.record import environment
-from tigon.data.packing import Collator, Row, RowDataset
+from tigon.data.packing import Collator, Sample, SampleDataset
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import TigonError
 from tigon.models.loading.presets import PRESETS
@@ -47,7 +47,7 @@ from tigon.trainer import engine
 from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
 from tigon.trainer.guards import preflight
-from tigon.trainer.timed_run import Watch, WatchedTrainer
+from tigon.trainer.timed_run import StepMeter, TimedTrainer
 
 PACKAGES = ("accelerate", "peft", "bitsandbytes", "torchao")
 DOCUMENTS = 4
@@ -190,8 +190,8 @@ def tiny(case: Case) -> Case:
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
-    def __init__(self, watch: Watch, trainer: Any) -> None:
-        self._watch, self._trainer = watch, trainer
+    def __init__(self, meter: StepMeter, trainer: Any) -> None:
+        self._watch, self._trainer = meter, trainer
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._watch.begin()
@@ -200,7 +200,7 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
         self._watch.end(self._trainer)
 
 
-def rows_of(case: Case, count: int, vocab_size: int) -> RowDataset:
+def rows_of(case: Case, count: int, vocab_size: int) -> SampleDataset:
     """Random sequences of one document each, or of DOCUMENTS with different lengths in a masked case."""
     generator = torch.Generator().manual_seed(1)
     starts = [0]
@@ -212,8 +212,8 @@ def rows_of(case: Case, count: int, vocab_size: int) -> RowDataset:
     for _ in range(count):
         tokens_T = torch.randint(vocab_size, (case.seq,), generator=generator, dtype=torch.int32)
         labels_T = tokens_T.masked_fill(positions_T == 0, IGNORE_INDEX)
-        rows.append(Row(tokens_T, labels_T, positions_T))
-    return RowDataset(rows)
+        rows.append(Sample(tokens_T, labels_T, positions_T))
+    return SampleDataset(rows)
 
 
 _shapes: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -236,31 +236,31 @@ def refusal(case: Case, device: torch.device) -> str | None:
     return None
 
 
-def measure(case: Case, watch: Watch, device: torch.device, folder: Path) -> float:
-    """Train as `tigon train` does; `watch` has the rest. The first loss, nats."""
+def measure(case: Case, meter: StepMeter, device: torch.device, folder: Path) -> float:
+    """Train as `tigon train` does; `meter` has the rest. The first loss, nats."""
     recipe = case.recipe(device.type)
     config = models.load_config(recipe.model)
     key, shapes = _shapes_of(recipe, config)
     choices = preflight.check_techniques(recipe, device)
-    facts = engine.facts_of(recipe, config, shapes, device)
+    run_info = engine.run_info_of(recipe, config, shapes, device)
     built, _ = engine.build(
-        recipe.model, config, choices, facts, device=device, seed=1, kernels=case.kernels, base=folder / key,
+        recipe.model, config, choices, run_info, device=device, seed=1, kernels=case.kernels, base=folder / key,
     )  # fmt: skip
-    watch.mark("load")
-    args = trainers.arguments(recipe.train, choices, facts, folder=folder, device=device, evaluate=case.evaluated)
+    meter.mark("load")
+    args = trainers.arguments(recipe.train, choices, run_info, folder=folder, device=device, evaluate=case.evaluated)
     rows = rows_of(case, case.steps * case.batch * case.accumulate, config.vocab_size)
     held_out = rows_of(case, case.batch, config.vocab_size) if case.evaluated else None
-    trainer = WatchedTrainer(
+    trainer = TimedTrainer(
         built, args, Collator(0, packing=True), rows, held_out, engine.make_optimizer(recipe.train, choices)
     )
-    trainer.watch = watch
-    trainer.add_callback(_Steps(watch, trainer))
+    trainer.meter = meter
+    trainer.add_callback(_Steps(meter, trainer))
     trainer.train()
     trainers.refuse_nonfinite_weights(built, trainer.state.global_step)
-    watch.mark("save")
+    meter.mark("save")
     if case.evaluated:
         trainer.evaluate()
-        watch.mark("eval")
+        meter.mark("eval")
     return float(next(record["loss"] for record in trainer.state.log_history if "loss" in record))
 
 
@@ -303,25 +303,25 @@ def run(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
     if reason := refusal(case, device):
         return row | {"status": "skipped", "detail": reason, "case_s": time.perf_counter() - begin_s}
     at_start_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    watch = Watch(device)
+    meter = StepMeter(device)
     try:
         with module_kept(PRESETS[case.model]["model_type"]):
-            row |= {"status": "ok", "detail": "", "first_loss": measure(case, watch, device, folder)}
-        if not any(watch.updated):
+            row |= {"status": "ok", "detail": "", "first_loss": measure(case, meter, device, folder)}
+        if not any(meter.updated):
             row |= {"status": "failed", "detail": "the loss scale skipped every step, so no optimizer state was made"}
     except torch.OutOfMemoryError as error:
         row |= {"status": "out of memory", "detail": _line(error)}
     except Exception as error:  # a failing case must be recorded and must not stop the others
         row |= {"status": "failed", "detail": f"{type(error).__name__}: {_line(error)}"}
     if row["status"] == "ok":
-        step_s = sum(watch.step_s[-2:]) / 2
+        step_s = sum(meter.step_s[-2:]) / 2
         row |= {"step_s": step_s, "tokens_per_s": case.batch * case.seq * case.accumulate / step_s}
     else:
         with contextlib.suppress(RuntimeError):
-            watch.mark("failed")
+            meter.mark("failed")
     return row | {
-        "allocated_bytes": watch.allocated_bytes, "reserved_bytes": watch.reserved_bytes, "phases": watch.phases,
-        "at_start_bytes": at_start_bytes, "all_steps_s": watch.step_s, "n_updates": sum(watch.updated),
+        "allocated_bytes": meter.allocated_bytes, "reserved_bytes": meter.reserved_bytes, "phases": meter.phases,
+        "at_start_bytes": at_start_bytes, "all_steps_s": meter.step_s, "n_updates": sum(meter.updated),
         "case_s": time.perf_counter() - begin_s,
     }  # fmt: skip
 
@@ -371,31 +371,31 @@ def main() -> None:
     parser.add_argument("--only", type=re.compile, default=re.compile(""), help="cases whose name this finds")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which none is started")
     parser.add_argument("--tiny", action="store_true", help="run every case with a small model on the CPU")
-    asked = parser.parse_args()
-    if not asked.tiny and not torch.cuda.is_available():
+    options = parser.parse_args()
+    if not options.tiny and not torch.cuda.is_available():
         sys.exit("measure_plans needs a GPU; --tiny runs the cases small, on the CPU")
     transformers.utils.logging.set_verbosity_error()
-    device = torch.device("cpu") if asked.tiny else torch.device("cuda", torch.cuda.current_device())
-    found = environment(device)
+    device = torch.device("cpu") if options.tiny else torch.device("cuda", torch.cuda.current_device())
+    here = environment(device)
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found["versions"][package] = importlib.metadata.version(package)
-    header = {"environment": found, "tiny": asked.tiny}
+            here["versions"][package] = importlib.metadata.version(package)
+    header = {"environment": here, "tiny": options.tiny}
     if device.type == "cuda":
         header["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    rows = kept_rows(asked.json, header)
-    chosen = [case for case in CASES if asked.only.search(case.id)]
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    rows = kept_rows(options.json, header)
+    chosen = [case for case in CASES if options.only.search(case.id)]
     begin_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="tigon-plans-") as folder:
         for number, case in enumerate(chosen, 1):
-            if time.perf_counter() - begin_s > asked.time_limit:
+            if time.perf_counter() - begin_s > options.time_limit:
                 print(f"time limit: {len(chosen) - number + 1} cases not started, from {case.id}", flush=True)
                 break
-            row = run(tiny(case) if asked.tiny else case, device, Path(folder))
-            row |= {"id": case.id, "tigon_commit": found["tigon_commit"], "date": found["date"]}
+            row = run(tiny(case) if options.tiny else case, device, Path(folder))
+            row |= {"id": case.id, "tigon_commit": here["tigon_commit"], "date": here["date"]}
             rows[case.id] = with_the_faster_steps(row, rows.get(case.id))
-            save(asked.json, header, rows)
+            save(options.json, header, rows)
             result = row["detail"] or (
                 (f"{row['at_start_bytes']:,} bytes left over from before! " if row["at_start_bytes"] else "")
                 + f"{row['allocated_bytes'] / 2**30:.2f} GiB allocated, {row['reserved_bytes'] / 2**30:.2f} reserved, "

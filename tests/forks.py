@@ -37,7 +37,7 @@ def in_forks(
     if torch.cuda.is_initialized():
         pytest.skip("a copy of a process that has used a GPU cannot run a backward pass; run these alone")
     assert not torch.distributed.is_initialized(), "the copies would take this process's group for theirs, and wait"
-    with launch.held_address() as meeting:
+    with launch.reserved_address() as meeting:
         return _in_forks(action, count, meeting, said=said, printed=printed, fresh=fresh)
 
 

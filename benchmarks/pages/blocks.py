@@ -46,22 +46,26 @@ def provenance(results: Results) -> str:
     device = environment["device"]
     if environment["memory_bytes"]:
         device += f" ({environment['memory_bytes'] / GIB:.1f} GiB, driver {environment['driver']})"
-    said = [
+    sentences = [
         f"`{results['command']}` on {device}; {versions}; tigon at commit {', '.join(environment['tigon_commits'])}; "
         f"{', '.join(environment['dates'])}.",
         f"Each point took {results['steps']} steps, {results['warmup']} of them untimed{in_processes(results)}.",
         ROWS_WORDS[results["rows"]],
     ]
     if results["memory_limit_bytes"]:
-        said.append(f"The limit of {results['memory_limit_bytes'] / GIB:.1f} GiB includes the CUDA context and NCCL.")
+        sentences.append(
+            f"The limit of {results['memory_limit_bytes'] / GIB:.1f} GiB includes the CUDA context and NCCL."
+        )
     if unchecked := sorted({row["variant"] for row in results["points"] if row["unchecked"]}):
-        said.append(f"`tigon train` refuses these combinations, but the sweep measured them: {', '.join(unchecked)}.")
+        sentences.append(
+            f"`tigon train` refuses these combinations, but the sweep measured them: {', '.join(unchecked)}."
+        )
     if wrong := left_out(results):
-        said.append(wrong)
+        sentences.append(wrong)
     missing = [row["id"] for row in results["points"] if row["status"] == failures.NOT_MEASURED]
     if missing:
-        said.append(f"Not measured yet: {', '.join(missing)}.")
-    return " ".join(said)
+        sentences.append(f"Not measured yet: {', '.join(missing)}.")
+    return " ".join(sentences)
 
 
 def _rows(results: Results, **fixed: Any) -> list[Row]:
@@ -98,9 +102,9 @@ def _speed(row: Row | None) -> str:
     return f"{row['tokens_per_s']:,.0f}" if row is not None and row["status"] == failures.OK else NONE
 
 
-def _told(row: Row | None) -> str:
-    found = row.get("predicted_allocated_bytes") if row is not None else None
-    return f"{found / GIB:.2f}" if found else NONE
+def _predicted_gib(row: Row | None) -> str:
+    predicted_bytes = row.get("predicted_allocated_bytes") if row is not None else None
+    return f"{predicted_bytes / GIB:.2f}" if predicted_bytes else NONE
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
@@ -121,20 +125,20 @@ def _list(lines: Iterable[str]) -> str:
 
 def batch(results: Results) -> str:
     """Peak and throughput per batch size, beside the study's."""
-    said = [_by_axis(results, BATCH, study=True), _list(_findings(results, BATCH))]
+    parts = [_by_axis(results, BATCH, study=True), _list(_findings(results, BATCH))]
     setting = published.STUDY.setting
-    said.append(f"The study's columns: {setting}. The end of the page lists how its set-up differs from ours.")
-    return "\n\n".join(part for part in said if part)
+    parts.append(f"The study's columns: {setting}. The end of the page lists how its set-up differs from ours.")
+    return "\n\n".join(part for part in parts if part)
 
 
 def sequence(results: Results) -> str:
     """Peak and throughput per sequence length."""
-    said = list(_findings(results, SEQUENCE))
-    said.append(
+    findings = list(_findings(results, SEQUENCE))
+    findings.append(
         f"The study's longest rows: 4 rows of {published.STUDY_LONGEST_SEQUENCE:,} tokens with Liger, in about "
         f"{published.STUDY_LONGEST_GB:g} GB."
     )
-    return "\n\n".join([_by_axis(results, SEQUENCE, study=False), _list(said)])
+    return "\n\n".join([_by_axis(results, SEQUENCE, study=False), _list(findings)])
 
 
 def _by_axis(results: Results, axis: str, *, study: bool) -> str:
@@ -147,7 +151,7 @@ def _by_axis(results: Results, axis: str, *, study: bool) -> str:
         cells = [f"{value:,}"]
         for variant in results["variants"]:
             row = _at(results, variant, **{axis.replace(".", "__"): value})
-            cells += [_gib(row), _told(row), _speed(row)]
+            cells += [_gib(row), _predicted_gib(row), _speed(row)]
         if study:
             theirs = published.STUDY_PEAK_GIB.get(value)
             cells += [NONE, NONE] if theirs is None else ["OOM" if gib is None else f"{gib:.1f}" for gib in theirs]
@@ -157,15 +161,15 @@ def _by_axis(results: Results, axis: str, *, study: bool) -> str:
 
 def _findings(results: Results, axis: str) -> list[str]:
     """The largest value of each variant, and what each variant saves at the largest value that all of them ran."""
-    said, largest = [], []
+    sentences, largest = [], []
     for variant in results["variants"]:
         ran = [row["axes"][axis] for row in _ok(_rows(results, variant=variant))]
         if ran:
             largest.append(f"{variant} {max(ran):,}")
     if largest:
-        said.append(f"Most {axis_words(axis)} that ran: {', '.join(largest)}.")
+        sentences.append(f"Most {axis_words(axis)} that ran: {', '.join(largest)}.")
     if any(row["status"] == failures.SKIPPED for row in results["points"]):
-        said.append("(OOM) marks points that were not tried because a smaller one ran out of memory.")
+        sentences.append("(OOM) marks points that were not tried because a smaller one ran out of memory.")
     base = results["baseline"]
     common = [value for value in _values(results, axis) if _all_ran(results, axis, value)]
     if common:
@@ -177,10 +181,10 @@ def _findings(results: Results, axis: str) -> list[str]:
             if row is not None and variant != base:
                 memory = row["peak_allocated_bytes"] / reference["peak_allocated_bytes"] - 1
                 speed = row["tokens_per_s"] / reference["tokens_per_s"] - 1
-                said.append(
+                sentences.append(
                     f"At {value:,}, {variant} against {base}: memory {_share(memory)}, tokens/s {_share(speed)}."
                 )
-    return said
+    return sentences
 
 
 def _all_ran(results: Results, axis: str, value: Any) -> bool:
@@ -199,7 +203,14 @@ def extreme(results: Results) -> str:
                   default=None)  # fmt: skip
         most = NONE if ran is None else f"{ran['axes'][axis]:,}"
         rows.append(
-            [variant, most, _gib(ran), _told(ran), _speed(ran), NONE if out is None else f"{out['axes'][axis]:,}"]
+            [
+                variant,
+                most,
+                _gib(ran),
+                _predicted_gib(ran),
+                _speed(ran),
+                NONE if out is None else f"{out['axes'][axis]:,}",
+            ]
         )
     theirs = {
         BATCH: f"The study's largest batch with Liger: {published.STUDY_LARGEST_BATCH} rows of 1024 tokens.",
@@ -224,7 +235,7 @@ def ladder(results: Results) -> str:
             change = f"{(row['peak_allocated_bytes'] - before['peak_allocated_bytes']) / GIB:+.2f}"
             change += "" if before is above else f" from {before['variant'].lstrip('+ ')}"
             speed = _share(row["tokens_per_s"] / before["tokens_per_s"] - 1)
-        rows.append([row["variant"], _gib(row), _told(row), change, _speed(row), speed, *_loss(row, first)])
+        rows.append([row["variant"], _gib(row), _predicted_gib(row), change, _speed(row), speed, *_loss(row, first)])
         above = row if row["status"] == failures.OK else above
     titles = [
         "rung", "GiB", "predicted", "GiB against the one before", "tokens/s", "tokens/s against the one before",
@@ -258,7 +269,9 @@ def techniques(results: Results) -> str:
         if row["status"] == failures.OK and reference is not None and row is not reference:
             memory = _share(row["peak_allocated_bytes"] / reference["peak_allocated_bytes"] - 1)
             speed = _share(row["tokens_per_s"] / reference["tokens_per_s"] - 1)
-        rows.append([row["variant"], _gib(row), _told(row), memory, _speed(row), speed, *_loss(row, reference)])
+        rows.append(
+            [row["variant"], _gib(row), _predicted_gib(row), memory, _speed(row), speed, *_loss(row, reference)]
+        )
     base = results["baseline"]
     titles = [
         "technique", "GiB", "predicted", f"against {base}", "tokens/s", f"against {base}",
@@ -357,20 +370,20 @@ def advice(records: Mapping[str, Results]) -> str:
         ),
         _fastest_technique,
     )
-    said = [line for line in (finding(records) for finding in findings) if line]
-    return _list(said) if said else "Not measured yet."
+    sentences = [line for line in (finding(records) for finding in findings) if line]
+    return _list(sentences) if sentences else "Not measured yet."
 
 
 def _fused_head(records: Mapping[str, Results]) -> str | None:
-    found = records.get("batch")
-    if found is None or "tigon" not in found["variants"]:
+    results = records.get("batch")
+    if results is None or "tigon" not in results["variants"]:
         return None
-    common = [value for value in _values(found, BATCH) if _all_ran(found, BATCH, value)]
+    common = [value for value in _values(results, BATCH) if _all_ran(results, BATCH, value)]
     if not common:
         return None
     value = common[-1]
     base, without, fused = (
-        _at(found, variant, train__batch_size=value) for variant in ("unpatched", "all but linear CE", "tigon")
+        _at(results, variant, train__batch_size=value) for variant in ("unpatched", "all but linear CE", "tigon")
     )
     if base is None or without is None or fused is None:
         return None
@@ -385,10 +398,10 @@ def _fused_head(records: Mapping[str, Results]) -> str | None:
 
 def _cheapest_rung(records: Mapping[str, Results]) -> str | None:
     """The memory and time of each rung. Rungs that change the loss come last, because they change the result."""
-    found = records.get("ladder")
-    ran = _ok(found["points"]) if found else []
+    results = records.get("ladder")
+    ran = _ok(results["points"]) if results else []
     free, paid, other = [], [], []
-    for before, after in _rung_pairs(found) if found else []:
+    for before, after in _rung_pairs(results) if results else []:
         gib = (before["peak_allocated_bytes"] - after["peak_allocated_bytes"]) / GIB
         if gib <= 0.05:  # less rounds to 0.0 in the text
             continue
@@ -400,17 +413,17 @@ def _cheapest_rung(records: Mapping[str, Results]) -> str | None:
             paid.append(f"{what} ({gib:.1f} GiB for {1e3 * slower_s:.0f} ms per step)")
         else:
             free.append(f"{what} ({gib:.1f} GiB)")
-    said = {
+    groups = {
         "First take the techniques that save memory and cost no time": free, "Then take those that cost time": paid,
         "These change the loss after the same number of steps, here against the first rung": other,
     }  # fmt: skip
-    return " ".join(f"{start}: {', '.join(rungs)}." for start, rungs in said.items() if rungs) or None
+    return " ".join(f"{start}: {', '.join(rungs)}." for start, rungs in groups.items() if rungs) or None
 
 
 def _most(records: Mapping[str, Results], name: str, axis: str, what: str) -> str | None:
     """A sentence about the largest value on the axis, which fills the placeholder in `what`."""
-    found = records.get(name)
-    ran = _ok(found["points"]) if found else []
+    results = records.get(name)
+    ran = _ok(results["points"]) if results else []
     if not ran:
         return None
     row = max(ran, key=lambda row: row["axes"][axis])
@@ -421,8 +434,8 @@ def _most(records: Mapping[str, Results], name: str, axis: str, what: str) -> st
 
 
 def _fastest_technique(records: Mapping[str, Results]) -> str | None:
-    found = records.get("techniques")
-    ran = _ok(found["points"]) if found else []
+    results = records.get("techniques")
+    ran = _ok(results["points"]) if results else []
     if not ran:
         return None
     fast, lean = (

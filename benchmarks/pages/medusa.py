@@ -35,15 +35,15 @@ def markers(name: str) -> tuple[str, str]:
 
 def load(root: Path) -> dict[str, dict[str, Record]]:
     """GPU -> record name -> record."""
-    found: dict[str, dict[str, Record]] = {}
+    loaded: dict[str, dict[str, Record]] = {}
     for file in sorted(root.glob("*/medusa/*.json")):
         record = json.loads(file.read_text(encoding="utf-8"))
         if record.get("name") != file.stem or file.stem not in NAMES:
             raise SystemExit(
                 f"{file} is not the results.json of the sweep {file.stem}; copy one of {', '.join(NAMES)} there"
             )
-        found.setdefault(file.parent.parent.name, {})[file.stem] = record
-    return {gpu: predicted_anew(own, predictions_path(root / gpu)) for gpu, own in found.items()}
+        loaded.setdefault(file.parent.parent.name, {})[file.stem] = record
+    return {gpu: predicted_anew(own, predictions_path(root / gpu)) for gpu, own in loaded.items()}
 
 
 def points(record: Record) -> dict[tuple[str, int], Record]:
@@ -53,11 +53,11 @@ def points(record: Record) -> dict[tuple[str, int], Record]:
 
 def groups(record: Record) -> dict[str, list[str]]:
     """`stage 1, 3 heads` -> its variants, eager before fused."""
-    found: dict[str, list[str]] = {}
+    grouped: dict[str, list[str]] = {}
     for variant in record["variants"]:
         group, _, _ = variant.rpartition(", ")
-        found.setdefault(group, []).append(variant)
-    return found
+        grouped.setdefault(group, []).append(variant)
+    return grouped
 
 
 def cell(point: Record | None) -> tuple[str, str]:
@@ -71,17 +71,17 @@ def cell(point: Record | None) -> tuple[str, str]:
 
 def table(record: Record) -> str:
     """One row per group and length: peaks in GiB, with the planner's prediction for the fused variant."""
-    found, lengths = points(record), sorted({int(point["axes"][AXIS]) for point in record["points"]})
+    by_point, lengths = points(record), sorted({int(point["axes"][AXIS]) for point in record["points"]})
     lines = [
         "| | tokens in a row | eager, GiB | fused, GiB | predicted | eager, tokens/s | fused, tokens/s |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for group in groups(record):
         for length in lengths:
-            eager, fused = (found.get((f"{group}, {kind}", length)) for kind in ("eager", "fused"))
+            eager, fused = (by_point.get((f"{group}, {kind}", length)) for kind in ("eager", "fused"))
             (eager_peak, eager_speed), (fused_peak, fused_speed) = cell(eager), cell(fused)
-            said = (fused or {}).get("predicted_allocated_bytes")
-            predicted = "" if said is None else f"{said / GIB:.1f}"
+            predicted_bytes = (fused or {}).get("predicted_allocated_bytes")
+            predicted = "" if predicted_bytes is None else f"{predicted_bytes / GIB:.1f}"
             lines.append(
                 f"| {group} | {length:,} | {eager_peak} | {fused_peak} | {predicted} | {eager_speed} | {fused_speed} |"
             )
@@ -90,17 +90,19 @@ def table(record: Record) -> str:
 
 def longest(record: Record) -> str:
     """The longest row that each variant ran, and whether a longer one was tried."""
-    found = points(record)
+    by_point = points(record)
     lines = []
     for group, variants in groups(record).items():
-        said = []
+        sentences = []
         for variant in variants:
-            ran = [length for (name, length), point in found.items() if name == variant and point["status"] == "ok"]
+            ran = [length for (name, length), point in by_point.items() if name == variant and point["status"] == "ok"]
             most = f"{max(ran):,} tokens" if ran else "none"
-            beyond = any(name == variant and point["status"] == "out of memory" for (name, _), point in found.items())
+            beyond = any(
+                name == variant and point["status"] == "out of memory" for (name, _), point in by_point.items()
+            )
             tail = "" if beyond else ", and no longer one was tried"
-            said.append(f"{variant.rpartition(', ')[2]} {most}{tail}")
-        lines.append(f"- {group}: {'; '.join(said)}")
+            sentences.append(f"{variant.rpartition(', ')[2]} {most}{tail}")
+        lines.append(f"- {group}: {'; '.join(sentences)}")
     return "\n".join(["The longest row that ran:", "", *lines])
 
 
@@ -112,10 +114,10 @@ DRAWN = (
 
 def chart(record: Record, name: str) -> str:
     """Peak memory and throughput over the length of a row, a column for each stage."""
-    found, stages = points(record), sorted({variant.split(",")[0] for variant in record["variants"]})
+    by_point, stages = points(record), sorted({variant.split(",")[0] for variant in record["variants"]})
     figure, panels = new_figure(len(DRAWN) * len(stages), columns=len(stages))
     figure.set_size_inches(10, 6.4)
-    lengths = sorted({length for _, length in found})
+    lengths = sorted({length for _, length in by_point})
     ticks = [f"{length // 1024}k" if length >= 1024 else str(length) for length in lengths]
     combined = [(what, stage) for what in DRAWN for stage in stages]
     for ((key, unit, words), stage), axes in zip(combined, panels, strict=True):
@@ -123,7 +125,7 @@ def chart(record: Record, name: str) -> str:
             _, heads, kind = variant.split(", ")
             line = sorted(
                 (length, point[key] / unit)
-                for (other, length), point in found.items()
+                for (other, length), point in by_point.items()
                 if other == variant and point["status"] == "ok"
             )
             if line:
@@ -138,11 +140,11 @@ def chart(record: Record, name: str) -> str:
 
 
 def machine(record: Record) -> str:
-    found = record["environment"]
-    known = {name: found["versions"].get(name) for name in ("torch", "triton", "transformers")}
+    environment = record["environment"]
+    known = {name: environment["versions"].get(name) for name in ("torch", "triton", "transformers")}
     versions = ", ".join(f"{name} {version}" for name, version in known.items() if version)
-    where = f"{found['device']} (driver {found['driver']}), {versions}"
-    return f"{where}; tigon at commit {', '.join(found['tigon_commits'])}; {', '.join(found['dates'])}."
+    where = f"{environment['device']} (driver {environment['driver']}), {versions}"
+    return f"{where}; tigon at commit {', '.join(environment['tigon_commits'])}; {', '.join(environment['dates'])}."
 
 
 def block(name: str, records: Mapping[str, Mapping[str, Record]], drawn: dict[Path, str]) -> str:
@@ -169,10 +171,10 @@ def page(text: str, records: Mapping[str, Mapping[str, Record]]) -> tuple[str, d
 def between(text: str, name: str, inside: str) -> str:
     """The document with `inside` between the markers of `name`."""
     begin, end = markers(name)
-    found = re.compile(rf"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
-    if not found.search(text):
+    pattern = re.compile(rf"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
+    if not pattern.search(text):
         raise SystemExit(f"{DOCUMENT} has no lines {begin} ... {end}")
-    return found.sub(lambda match: f"{begin}\n{inside}\n{end}", text, count=1)
+    return pattern.sub(lambda match: f"{begin}\n{inside}\n{end}", text, count=1)
 
 
 def counted() -> str:

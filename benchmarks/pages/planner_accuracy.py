@@ -97,14 +97,14 @@ class Comparison:
 
 def load(path: Path) -> Measurements:
     """The measurements in `path`. Raises UsageError if the file is not one of benchmarks/measure_plans.py on a GPU."""
-    found = _read(path, hint="benchmarks/measure_plans.py makes it, on a GPU")
+    measurements = _read(path, hint="benchmarks/measure_plans.py makes it, on a GPU")
     try:
-        if found["tiny"]:
+        if measurements["tiny"]:
             raise UsageError(f"{path} holds runs of small models on a CPU, whose peaks nobody measured.")
-        ran = tuple(case for case in found["cases"] if case["status"] == "ok")
+        ran = tuple(case for case in measurements["cases"] if case["status"] == "ok")
         return Measurements(
-            environment=found["environment"], memory_bytes=found["memory_bytes"], measured=ran,
-            others=tuple(case for case in found["cases"] if case["status"] != "ok"),
+            environment=measurements["environment"], memory_bytes=measurements["memory_bytes"], measured=ran,
+            others=tuple(case for case in measurements["cases"] if case["status"] != "ok"),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
         raise UsageError(f"{path} was not written by benchmarks/measure_plans.py: {error} is missing.") from None
@@ -135,11 +135,11 @@ def request_of(case: Mapping[str, Any]) -> Request:
     )  # fmt: skip
 
 
-def compare(found: Measurements) -> list[Comparison]:
+def compare(measurements: Measurements) -> list[Comparison]:
     """Predict every measured case."""
-    gpu = find_gpu(found.environment["device"])
+    gpu = find_gpu(measurements.environment["device"])
     comparisons = []
-    for case in found.measured:
+    for case in measurements.measured:
         estimated = estimate(request_of(case), gpu=gpu, evaluation=False)
         predicted = {quantity.name: getattr(estimated, quantity.predicted) for quantity in QUANTITIES}
         comparisons.append(Comparison(case=case, predicted=predicted, phases=_merged_phases(estimated)))
@@ -200,7 +200,7 @@ def worst_first(comparisons: Sequence[Comparison], quantity: Quantity) -> list[C
 
 def beyond(comparisons: Sequence[Comparison], quantity: Quantity) -> list[str]:
     """One sentence for each case that breaks a limit of this quantity, the worst case first."""
-    said = [
+    sentences = [
         f"{quantity.name} of {one.id}: predicted {shown(one.predicted[quantity.name], quantity)}, measured "
         f"{shown(one.measured(quantity), quantity)} {quantity.unit}, {percent(one.error(quantity))} "
         f"(limit {quantity.worst:.0%})"
@@ -209,31 +209,37 @@ def beyond(comparisons: Sequence[Comparison], quantity: Quantity) -> list[str]:
     ]
     middle = median_error(comparisons, quantity)
     if quantity.median is not None and middle > quantity.median:
-        said.append(f"{quantity.name}: the median error is {middle:.2%} (limit {quantity.median:.0%})")
-    return said
+        sentences.append(f"{quantity.name}: the median error is {middle:.2%} (limit {quantity.median:.0%})")
+    return sentences
 
 
 # --- table and chart -------------------------------------------------------------------------------------------------
 
 
-def section(found: Measurements, comparisons: Sequence[Comparison]) -> str:
+def section(measurements: Measurements, comparisons: Sequence[Comparison]) -> str:
     """The text between the document's markers."""
-    parts = [_provenance(found), _summary(comparisons), f"![Predicted against measured]({CHART})", table(comparisons)]
-    if found.others:
-        lines = [f"- {case['id']}: {case['status']}. {case['detail']}" for case in found.others]
+    parts = [
+        _provenance(measurements),
+        _summary(comparisons),
+        f"![Predicted against measured]({CHART})",
+        table(comparisons),
+    ]
+    if measurements.others:
+        lines = [f"- {case['id']}: {case['status']}. {case['detail']}" for case in measurements.others]
         parts.append("Not measured:\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
 
 
-def _provenance(found: Measurements) -> str:
-    environment = found.environment
+def _provenance(measurements: Measurements) -> str:
+    environment = measurements.environment
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
-    commits = sorted({case["tigon_commit"] or "unknown" for case in found.measured})
-    dates = sorted({case["date"] for case in found.measured})
-    earlier = sum("steps_commit" in case for case in found.measured)
+    commits = sorted({case["tigon_commit"] or "unknown" for case in measurements.measured})
+    dates = sorted({case["date"] for case in measurements.measured})
+    earlier = sum("steps_commit" in case for case in measurements.measured)
     again = f" {earlier} runs were measured twice and show the time of the earlier, faster run." if earlier else ""
     return (
-        f"{len(found.measured)} training runs on one {environment['device']} ({found.memory_bytes / GIB:.1f} GiB, "
+        f"{len(measurements.measured)} training runs on one {environment['device']} "
+        f"({measurements.memory_bytes / GIB:.1f} GiB, "
         f"driver {environment['driver']}; {versions}; tigon at commit {', '.join(commits)}; {', '.join(dates)}). "
         "Each run starts with nothing allocated and takes three optimizer steps. The peaks cover the whole run; the "
         f"time is the mean of the last two steps.{again} Weights and tokens are random."
@@ -363,10 +369,10 @@ def _between(begin: str, end: str) -> re.Pattern[str]:
     return re.compile(rf"({re.escape(begin)}\n).*?(\n?{re.escape(end)})", re.DOTALL)
 
 
-def into_document(found: Measurements, comparisons: Sequence[Comparison], document: Path) -> None:
+def into_document(measurements: Measurements, comparisons: Sequence[Comparison], document: Path) -> None:
     """Write the table between the document's markers and the chart beside the document. Raises UsageError without the
     markers."""
-    inside, drawing = section(found, comparisons), chart(comparisons)
+    inside, drawing = section(measurements, comparisons), chart(comparisons)
     read_document(document)
     drawn = document.parent / CHART
     drawn.parent.mkdir(parents=True, exist_ok=True)
@@ -374,7 +380,7 @@ def into_document(found: Measurements, comparisons: Sequence[Comparison], docume
     write_between(inside, document)
 
 
-def _print(found: Measurements, comparisons: Sequence[Comparison]) -> None:
+def _print(measurements: Measurements, comparisons: Sequence[Comparison]) -> None:
     """Print one line per case, and the phases of those beyond a limit."""
     width = max(len(one.id) for one in comparisons)
     for one in comparisons:
@@ -387,7 +393,7 @@ def _print(found: Measurements, comparisons: Sequence[Comparison]) -> None:
         if any(abs(one.error(quantity)) > quantity.worst for quantity in QUANTITIES[:2]):
             for phase, nbytes in one.case["phases"].items():
                 print(f"    {phase}: {one.phases[phase] / GIB:.2f} predicted, {nbytes / GIB:.2f} GiB measured")
-    for case in found.others:
+    for case in measurements.others:
         print(f"{case['id']:{width}}  {case['status']}: {case['detail']}")
     for quantity in QUANTITIES:
         worst = worst_first(comparisons, quantity)[0]
@@ -401,19 +407,19 @@ def main() -> None:
     )
     parser.add_argument("--measurements", type=Path, default=MEASUREMENTS, help=f"default: {MEASUREMENTS}")
     parser.add_argument("--into", type=Path, metavar="DOCUMENT", help="write table and chart into this document")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     try:
-        found = load(asked.measurements)
-        if not found.measured:
-            raise UsageError(f"{asked.measurements} holds no case that ran to its end.")
-        if asked.into is not None:
-            read_document(asked.into)  # checked first, because the predictions take half a minute
-        comparisons = compare(found)
-        _print(found, comparisons)
-        if asked.into is not None:
-            into_document(found, comparisons, asked.into)
-            save_predictions(comparisons, predictions_path(asked.measurements))
-            print(f"wrote {asked.into}, {asked.into.parent / CHART} and {predictions_path(asked.measurements)}")
+        measurements = load(options.measurements)
+        if not measurements.measured:
+            raise UsageError(f"{options.measurements} holds no case that ran to its end.")
+        if options.into is not None:
+            read_document(options.into)  # checked first, because the predictions take half a minute
+        comparisons = compare(measurements)
+        _print(measurements, comparisons)
+        if options.into is not None:
+            into_document(measurements, comparisons, options.into)
+            save_predictions(comparisons, predictions_path(options.measurements))
+            print(f"wrote {options.into}, {options.into.parent / CHART} and {predictions_path(options.measurements)}")
     except (TigonError, OSError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None

@@ -51,7 +51,7 @@ def markers(name: str) -> tuple[str, str]:
 
 def load(root: Path) -> dict[str, dict[str, Results]]:
     """GPU folder -> record name -> record. Raises UsageError for a file that is not a record."""
-    found: dict[str, dict[str, Results]] = {}
+    loaded: dict[str, dict[str, Results]] = {}
     for file in sorted(root.glob("*/study/*.json")):
         try:
             record = json.loads(read_text(file))
@@ -59,8 +59,8 @@ def load(root: Path) -> dict[str, dict[str, Results]]:
                 raise UsageError(f"{file} is not the results.json of the sweep {file.stem}; copy that file there.")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{file} is not a record of `tigon sweep`: {error}.") from None
-        found.setdefault(file.parent.parent.name, {})[file.stem] = record
-    return {gpu: predicted_anew(own, predictions_path(root / gpu)) for gpu, own in found.items()}
+        loaded.setdefault(file.parent.parent.name, {})[file.stem] = record
+    return {gpu: predicted_anew(own, predictions_path(root / gpu)) for gpu, own in loaded.items()}
 
 
 def predicted_anew(records: Mapping[str, Results], file: Path) -> dict[str, Results]:
@@ -70,16 +70,19 @@ def predicted_anew(records: Mapping[str, Results], file: Path) -> dict[str, Resu
         return dict(records)
     try:
         cases = json.loads(file.read_text(encoding="utf-8"))["cases"]
-        now = {case: said["allocated"] for case, said in cases.items()}
+        now = {case: predictions["allocated"] for case, predictions in cases.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{file} holds no predictions ({type(error).__name__}: {error}); {REMAKE}.") from None
     return {
-        name: {**record, "points": [_told_anew(point, now.get(f"{name}: {point['id']}")) for point in record["points"]]}
+        name: {
+            **record,
+            "points": [_with_new_prediction(point, now.get(f"{name}: {point['id']}")) for point in record["points"]],
+        }
         for name, record in records.items()
     }
 
 
-def _told_anew(point: Mapping[str, Any], allocated_bytes: int | None) -> Mapping[str, Any]:
+def _with_new_prediction(point: Mapping[str, Any], allocated_bytes: int | None) -> Mapping[str, Any]:
     return point if allocated_bytes is None else {**point, "predicted_allocated_bytes": allocated_bytes}
 
 
@@ -136,15 +139,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pages.study", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--records", type=Path, default=RECORDS, help=f"default: {RECORDS}")
     parser.add_argument("--into", type=Path, metavar="DOCUMENT", help="write the blocks into this document")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        records = load(asked.records)
+        records = load(options.records)
         for gpu, own in records.items():
             for name, record in own.items():
                 done = sum(point["status"] in ("ok", "out of memory") for point in record["points"])
                 print(f"{gpu}/{name}: {done} of {len(record['points'])} points, {', '.join(blocks.dates(record))}")
-        if asked.into is not None:
-            into_document(records, asked.into)
+        if options.into is not None:
+            into_document(records, options.into)
     except (TigonError, OSError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None

@@ -142,8 +142,8 @@ def compare(cases: Sequence[Mapping[str, Any]]) -> list[Comparison]:
     comparisons = []
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
-            found = predict(recipe_of(case, Path(folder)), case["device"], case["memory_bytes"])
-            predicted = {quantity.name: found[quantity.predicted] for quantity in QUANTITIES}
+            prediction = predict(recipe_of(case, Path(folder)), case["device"], case["memory_bytes"])
+            predicted = {quantity.name: prediction[quantity.predicted] for quantity in QUANTITIES}
             comparisons.append(Comparison(case=case, predicted=predicted, phases={}))
     return comparisons
 
@@ -162,7 +162,7 @@ def recipe_of(case: Mapping[str, Any], folder: Path) -> Recipe:
 def unexpected(comparisons: Sequence[Comparison], quantity: Quantity) -> list[str]:
     """One line for each case that breaks its limit (the one in KNOWN if it is listed there, else the quantity's own),
     and one for each entry of KNOWN that no case needs any more."""
-    within, said, needed = [], [], set()
+    within, sentences, needed = [], [], set()
     for one in comparisons:
         error, begin = abs(one.error(quantity)), known(one.id, quantity.name)
         if error <= quantity.worst or begin is None:
@@ -170,10 +170,10 @@ def unexpected(comparisons: Sequence[Comparison], quantity: Quantity) -> list[st
             continue
         needed.add(begin)
         if error > (limit := KNOWN[begin, quantity.name][0]):
-            said.append(f"{quantity.name} of {one.id}: {percent(one.error(quantity))} (known, up to {limit:.0%})")
+            sentences.append(f"{quantity.name} of {one.id}: {percent(one.error(quantity))} (known, up to {limit:.0%})")
     idle = [begin for begin, name in KNOWN if name == quantity.name and begin not in needed]
-    said += [f"{quantity.name} of {begin}: within the limit, so that KNOWN need not have it" for begin in idle]
-    return said + beyond(within, quantity)
+    sentences += [f"{quantity.name} of {begin}: within the limit, so that KNOWN need not have it" for begin in idle]
+    return sentences + beyond(within, quantity)
 
 
 def section(comparisons: Sequence[Comparison]) -> str:
@@ -222,18 +222,18 @@ def main() -> None:
     )
     parser.add_argument("--results", type=Path, default=RESULTS / "nvidia-h200", help="results of one GPU")
     parser.add_argument("--into", type=Path, metavar="DOCUMENT", help="write the summary into this document")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     try:
-        cases = load(asked.results)
+        cases = load(options.results)
         if not cases:
-            raise UsageError(f"{asked.results} holds no sweep with a point that ran on a GPU that the planner knows.")
-        if asked.into is not None:
-            read_document(asked.into, begin=BEGIN, end=END)
+            raise UsageError(f"{options.results} holds no sweep with a point that ran on a GPU that the planner knows.")
+        if options.into is not None:
+            read_document(options.into, begin=BEGIN, end=END)
         comparisons = compare(cases)
         _print(comparisons)
-        if asked.into is not None:
-            write_between(section(comparisons), asked.into, begin=BEGIN, end=END)
-            save_predictions(comparisons, predictions_path(asked.results))
+        if options.into is not None:
+            write_between(section(comparisons), options.into, begin=BEGIN, end=END)
+            save_predictions(comparisons, predictions_path(options.results))
     except (TigonError, OSError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None

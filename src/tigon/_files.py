@@ -63,9 +63,9 @@ def refuse_special(path: Path) -> None:
     _refuse(path, os.stat(path))
 
 
-def _refuse(path: Path, found: os.stat_result) -> None:
+def _refuse(path: Path, status: os.stat_result) -> None:
     for is_special, words in _SPECIAL:
-        if is_special(found.st_mode):
+        if is_special(status.st_mode):
             raise OSError(errno.EINVAL, words, str(path))
     if is_of_kernel(path):
         raise OSError(errno.EINVAL, "a file of the kernel, not of a disk; copy what it says to a file", str(path))

@@ -69,7 +69,7 @@ def test_refused_tigon_has_no_figure():
     ],
 )  # fmt: skip
 def test_target_is_reached_missed_or_not_measured(wanted, ok):
-    text, verdict = table.reached(row(), wanted)
+    text, verdict = table.target_result(row(), wanted)
     assert verdict is ok
     assert text.endswith({True: "reached", False: "missed", None: "not measured"}[ok])
 
@@ -81,9 +81,9 @@ def test_target_within_a_memory_limit_ignores_settings_that_exceed_it():
         measured("products", "limit", 1.0),
     ]
     record = row("linear_cross_entropy", (8, 16, 32), measurements=settings, flops=10**9)
-    text, ok = table.reached(record, target("ratio", 1.04, vs="products", memory_gib=2.0))
+    text, ok = table.target_result(record, target("ratio", 1.04, vs="products", memory_gib=2.0))
     assert not ok and text == "<= 1.04 x products within 2 GiB: 1.100, missed by tigon 1 GiB"
-    text, ok = table.reached(record, target("ratio", 1.04, vs="products", memory_gib=3.0))
+    text, ok = table.target_result(record, target("ratio", 1.04, vs="products", memory_gib=3.0))
     assert ok and text == "<= 1.04 x products within 3 GiB: 1.000, reached"
 
 

@@ -162,7 +162,7 @@ def test_function_of_another_family_patches_and_names_the_right_one() -> None:
         ("deepseek_v2", "rope", "apply_rotary_emb"),
         ("gpt_oss", "swiglu", "its experts clamp gate and up"),
         ("nemotron", "rms_norm", "it has no such module"),
-        ("nemotron", "relu_squared", "tigon has no kernel for it"),
+        ("nemotron", "relu_squared", "tigon lacks this kernel"),
     ],
 )
 def test_flag_that_is_off_by_default_and_finds_nothing_is_a_warning(family: str, flag: str, reason: str) -> None:

@@ -14,11 +14,12 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
+from tigon.ops.self_check import OpCheck
+
 from tigon.cli import app
 from tigon.doctor import diagnose, diagnosis
 from tigon.doctor.self_test import CHECKS
 from tigon.errors import UsageError
-from tigon.ops.self_check import OpCheck
 
 SRC = Path(__file__).parents[2] / "src"
 LLAMA = {
@@ -121,9 +122,9 @@ def test_sigill_in_bf16_products_is_explained(monkeypatch: Any, capsys: Any) -> 
 
 
 def test_warning_alone_ends_with_zero(quick: None, monkeypatch: Any, capsys: Any) -> None:
-    here = diagnosis.look()
+    here = diagnosis.current_environment()
     newer = {**here.packages, "transformers": "6.1.0"}
-    monkeypatch.setattr(diagnosis, "look", lambda: type(here)(**{**vars(here), "packages": newer}))
+    monkeypatch.setattr(diagnosis, "current_environment", lambda: type(here)(**{**vars(here), "packages": newer}))
     code, out, _ = type_in(monkeypatch, capsys)
     assert code == 0 and "WARNING transformers-newer-than-tested" in out
 
@@ -137,7 +138,7 @@ def test_warning_alone_ends_with_zero(quick: None, monkeypatch: Any, capsys: Any
         ("{folder}/text.json", "not a JSON file"),
         ("{folder}/list.json", "holds a list, not an object"),
         ("{folder}/unknown.json", "transformers cannot read it"),
-        ("{folder}/remote.json", "is not run"),
+        ("{folder}/remote.json", "does not run it"),
         ("{folder}/impossible.json", "LlamaConfig|cannot build|cannot read"),
     ],
 )

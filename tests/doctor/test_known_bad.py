@@ -140,7 +140,7 @@ def test_classes_replaced_by_another_library_are_reported(monkeypatch: pytest.Mo
     assert not [name for name in environment.replaced_names() if "modeling_llama" in name]
     theirs = type("LigerRMSNorm", (), {"__module__": "liger_kernel.transformers.rms_norm"})
     monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", theirs)
-    seen = environment.look()
+    seen = environment.current_environment()
     assert "transformers.models.llama.modeling_llama.LlamaRMSNorm -> liger_kernel.transformers.rms_norm" in seen.foreign
     assert "patched-globally" in found(seen)
 
@@ -148,7 +148,7 @@ def test_classes_replaced_by_another_library_are_reported(monkeypatch: pytest.Mo
 def test_environment_of_this_process_is_read_correctly() -> None:
     import torch
 
-    seen = environment.look()
+    seen = environment.current_environment()
     assert seen.packages["torch"] == torch.__version__ and seen.packages["tigon"]
     assert set(seen.packages) == set(PACKAGES)
     assert seen.conditions <= CONDITIONS.keys()

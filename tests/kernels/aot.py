@@ -72,7 +72,7 @@ class Target:
 
     @property
     def chip(self) -> _chips.Chip | None:
-        return _chips.of_arch(divmod(self.arch, 10) if isinstance(self.arch, int) else self.arch)
+        return _chips.chip_of_arch(divmod(self.arch, 10) if isinstance(self.arch, int) else self.arch)
 
 
 TARGETS = {

@@ -279,7 +279,7 @@ def test_input_embeddings_give_the_gradients_of_their_tokens(spec: HeadsSpec) ->
 )
 def test_loss_arguments_that_heads_cannot_follow_are_refused(given: dict[str, Any]) -> None:
     model = with_heads(SHARED, Objective(stage=2))
-    with pytest.raises(UsageError, match=f"{next(iter(given))} was given"):
+    with pytest.raises(UsageError, match=f"{next(iter(given))} is not supported"):
         model(**batch(), **given)
     assert model(**batch(), ignore_index=-100, logits_to_keep=0).loss.isfinite()
 

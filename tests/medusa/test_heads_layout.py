@@ -113,7 +113,7 @@ def test_folder_without_heads_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no config\.json"):
         load_heads(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UsageError, match="no medusa_num_heads"):
+    with pytest.raises(UsageError, match="lacks medusa_num_heads"):
         load_heads(tmp_path)
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')
     with pytest.raises(UsageError, match="neither model"):

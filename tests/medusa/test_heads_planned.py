@@ -78,8 +78,8 @@ def test_search_recommends_nothing_that_the_heads_exclude() -> None:
     heads = Attachment(HeadsSpec(count=2, shared=True), Objective(stage=1))
     fixed = Choices(checkpointing="full")
     request = Request(model="tigon-demo", config=load_config("tigon-demo"), batch=1, seq=64, choices=fixed, heads=heads)
-    asked = space.Asked(request=request, free=frozenset({"precision"}), gpu=find_gpu("h200"))
-    found, why = recommend.search(asked)
+    problem = space.SearchProblem(request=request, free=frozenset({"precision"}), gpu=find_gpu("h200"))
+    found, why = recommend.search(problem)
     assert not found and any("keeps no activations" in reason for reason in why)
-    plain = dataclasses.replace(asked, request=dataclasses.replace(request, heads=None))
+    plain = dataclasses.replace(problem, request=dataclasses.replace(request, heads=None))
     assert recommend.search(plain)[0]

@@ -101,7 +101,7 @@ def test_decoding_refuses_prompts_trees_and_models_it_cannot_handle() -> None:
         medusa_generate(model, prompt(), max_new_tokens=2, tree=(1, 1, 1, 1))
     with pytest.raises(UsageError, match="at least 1"):
         medusa_generate(model, prompt(), max_new_tokens=2, tree=(0,))
-    with pytest.raises(UsageError, match="every width is 1"):
+    with pytest.raises(UsageError, match="every width must be 1"):
         medusa_generate(with_heads(MTP, Objective()), prompt(), max_new_tokens=2, tree=(2,))
     for family in WINDOWED:
         with pytest.raises(UsageError, match="sliding window of 8"):

@@ -37,7 +37,7 @@ def test_only_a_hub_that_does_not_answer_turns_offline_mode_on(monkeypatch, erro
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_ENDPOINT", "https://hub")
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    hub.settle(("tigon-demo", "owner/model"))
+    hub.set_offline_mode(("tigon-demo", "owner/model"))
     assert (os.environ.get("HF_HUB_OFFLINE"), asked) == (offline, [("https://hub", "HEAD", hub.TIMEOUT_S)])
 
 
@@ -47,5 +47,5 @@ def test_hub_is_not_contacted_if_the_user_has_decided_or_no_name_needs_it(monkey
     if said is None:
         monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(urllib.request, "urlopen", lambda *a, **k: pytest.fail("the network was used"))
-    hub.settle(names)
+    hub.set_offline_mode(names)
     assert os.environ["HF_HUB_OFFLINE"] == (said or "1")

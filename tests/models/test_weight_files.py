@@ -83,16 +83,16 @@ def test_shapes_of_another_model_are_named_with_both(tmp_path):
     with pytest.raises(UsageError, match="cannot load these files as MixtralForCausalLM"):
         report_of(tmp_path)
     report = report_of(change(checkpoint(tmp_path / "b"), lambda tensors: tensors.update({UP: torch.zeros(5, 5)})))
-    assert report.unfit == (f"{UP} is (5, 5), and the model's (64, 32)",) and UP in report.problem
+    assert report.mismatched == (f"{UP} is (5, 5), and the model's (64, 32)",) and UP in report.problem
 
 
 def test_integer_tensors_in_place_of_weights_are_refused(tmp_path):
     edit = change(checkpoint(tmp_path), lambda tensors: tensors.update({UP: tensors[UP].to(torch.int8)}))
-    assert report_of(edit).unfit == (f"{UP} is I8, which is not a floating-point type",)
+    assert report_of(edit).mismatched == (f"{UP} is I8, which is not a floating-point type",)
     expert = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
     mixture = checkpoint(tmp_path / "mixture", "mixtral")
     change(mixture, lambda tensors: tensors.update({expert: tensors[expert].to(torch.int8)}))
-    assert report_of(mixture).unfit == (f"{expert} is I8, which is not a floating-point type",)
+    assert report_of(mixture).mismatched == (f"{expert} is I8, which is not a floating-point type",)
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
@@ -101,12 +101,12 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda content: content[: len(content) // 2], "no whole safetensors file"),
-        (lambda content: content + b"\0", "no whole safetensors file"),
-        (lambda content: b"", "no whole safetensors file"),
+        (lambda content: content[: len(content) // 2], "not a complete safetensors file"),
+        (lambda content: content + b"\0", "not a complete safetensors file"),
+        (lambda content: b"", "not a complete safetensors file"),
         (lambda content: b"\xff" * 100, "header too large"),
-        (lambda content: b"PK\3\4" + content, "no whole safetensors file"),
-        (lambda content: content[:8] + b"!" + content[9:], "no whole safetensors file"),
+        (lambda content: b"PK\3\4" + content, "not a complete safetensors file"),
+        (lambda content: content[:8] + b"!" + content[9:], "not a complete safetensors file"),
         (lambda content: LFS, "git lfs pull"),
     ],
     ids=["half", "longer", "empty", "garbage", "zip", "header", "lfs"],
@@ -122,10 +122,10 @@ def test_damaged_file_is_named_in_one_line(tmp_path, damage, message):
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"metadata": {}, "weight_map": {"a": "../../etc/x.safetensors"}}, "no file of this folder"),
-        ({"metadata": {}, "weight_map": {"a": "/etc/passwd.safetensors"}}, "no file of this folder"),
-        ({"metadata": {}, "weight_map": {"a": "weights.bin"}}, "no .safetensors file"),
-        ({"metadata": {}, "weight_map": {"a": 3}}, "no file of this folder"),
+        ({"metadata": {}, "weight_map": {"a": "../../etc/x.safetensors"}}, "not a file in this folder"),
+        ({"metadata": {}, "weight_map": {"a": "/etc/passwd.safetensors"}}, "not a file in this folder"),
+        ({"metadata": {}, "weight_map": {"a": "weights.bin"}}, "not a .safetensors file"),
+        ({"metadata": {}, "weight_map": {"a": 3}}, "not a file in this folder"),
         ({"metadata": {}, "weight_map": {"a": "b.safetensors"}}, "lacks 1 file: b.safetensors"),
         ({"weight_map": {"a": "b.safetensors"}}, "weight_map or metadata"),
         ({"metadata": {}, "weight_map": {}}, "weight_map or metadata"),

@@ -45,7 +45,7 @@ def train(family: str, kind: str) -> dict[str, list[float]]:
     path = os.pathsep.join([str(here), str(here.parent), *sys.path])
     lone = {**os.environ, "PYTHONPATH": path, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     command = [sys.executable, "-c", _TRAIN, family, kind, str(STEPS)]
-    with launch.held_address() as meeting:
+    with launch.reserved_address() as meeting:
         done = subprocess.run(command, env={**lone, **meeting}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return json.loads(done.stdout.split("RESULT")[1])

@@ -196,7 +196,7 @@ def test_plan_follows_the_chip_it_is_for_not_the_machine() -> None:
     assert tile() is None
     with _dispatch.planned_for((9, 0)):
         assert _dispatch.planned_device(x) == "cuda"
-        assert tile() == _chips.of_arch((9, 0)).logits_tile  # type: ignore[union-attr]
+        assert tile() == _chips.chip_of_arch((9, 0)).logits_tile  # type: ignore[union-attr]
         assert chunk_loop._exp_tile(x, x, options, True) is None
         with _dispatch.planned_for((8, 0)):
             assert tile() is None

@@ -14,7 +14,7 @@ from helpers import assert_within, relative_error
 from tigon.errors import LabelError, OptionError, ShapeError
 from tigon.ops import _dispatch, linear_cross_entropy, prepare_targets
 from tigon.ops.losses import chunk_loop, common
-from tigon.ops.losses.chunk_plan import make_plan
+from tigon.ops.losses.chunk_plan import make_chunk_plan
 
 op_module = sys.modules["tigon.ops.losses.linear_cross_entropy"]  # the package's attribute of that name is the function
 
@@ -312,7 +312,7 @@ GIB = 1 << 30
 def test_plan_chooses_the_mode_that_holds_the_least(
     tokens: int, hidden: int, vocab: int, per_row: bool, weight: bool, mode: str, most_bytes: float
 ) -> None:
-    plan = make_plan(
+    plan = make_chunk_plan(
         tokens, hidden, vocab, 2, chunk_bytes=(GIB // 2, GIB), per_row=per_row, want_hidden=True, want_weight=weight,
     )  # fmt: skip
     assert plan.mode == mode

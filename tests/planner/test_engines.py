@@ -10,7 +10,7 @@ import pytest
 from tests.planner.planner_helpers import BARE, request_of
 from tigon.planner import estimate as pipeline
 from tigon.planner.engines.choose import engine_of
-from tigon.planner.simulate.statics import at_rest
+from tigon.planner.simulate.model_states import at_rest
 from tigon.techniques.choices import Choices
 
 PLANNER = Path(pipeline.__file__).parent

@@ -13,7 +13,7 @@ from tigon.medusa import Attachment, HeadsSpec, Objective
 from tigon.models import MODELS
 from tigon.models.loading.config import load_config
 from tigon.models.verification.tiny import tiny_config
-from tigon.planner.engines.non_allocator_memory import outside_bytes
+from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.estimate import COMPONENTS, PHASES, estimate, logits_bytes
 from tigon.planner.gpus import GPUS, Gpu, find_gpu
 from tigon.planner.request import Request
@@ -62,7 +62,7 @@ def test_components_sum_to_the_peak(case: dict[str, Any], method: Any) -> None:
     assert sum(found.components.values()) == found.peak_allocated_bytes == found.phases[found.peak_phase]
     assert all(nbytes >= 0 for nbytes in found.components.values())
     assert found.peak_reserved_bytes >= found.peak_allocated_bytes
-    assert found.device_bytes == found.peak_reserved_bytes + outside_bytes(H200, request_of(**case).choices)
+    assert found.device_bytes == found.peak_reserved_bytes + non_allocator_bytes(H200, request_of(**case).choices)
     assert found.step_s > 0
 
 

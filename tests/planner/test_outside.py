@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from tests.planner.planner_helpers import H200
-from tigon.planner.engines.non_allocator_memory import outside_bytes
+from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.gpus import MIB
 from tigon.techniques.choices import Choices
 
@@ -34,4 +34,4 @@ def test_non_allocator_memory_matches_every_measured_kind_of_run():
     runs = measured()
     assert len(runs) == 6 and sum(map(len, runs.values())) > 200
     for choices, found in runs.items():
-        assert abs(outside_bytes(H200, choices) - statistics.median(found)) < 64 * MIB, choices
+        assert abs(non_allocator_bytes(H200, choices) - statistics.median(found)) < 64 * MIB, choices

@@ -24,7 +24,7 @@ from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GatheredWeights, GatheringPlan
 from tigon.planner.simulate.ledger import Ledger
-from tigon.planner.simulate.statics import Statics, Weight, at_rest
+from tigon.planner.simulate.model_states import ModelStates, Weight, at_rest
 from tigon.planner.trace.tape import Where
 from tigon.techniques.choices import Choices
 from tigon.trainer.distributed import launch
@@ -82,7 +82,7 @@ def _predicted(stage: int, precision: str, optimizer: str) -> int:
         for name, shape, numel in (("weight", (64, 64), 64 * 64), ("bias", (64,), 64))
     ]
     request: Request = request_of(zero=stage, precision=precision, optimizer=optimizer)
-    return engine_of(request.choices).placement(request, Statics(tuple(weights), 0, (64, 64))).optimizer
+    return engine_of(request.choices).placement(request, ModelStates(tuple(weights), 0, (64, 64))).optimizer
 
 
 def test_planned_optimizer_of_a_zero_stage_holds_what_deepspeed_holds() -> None:
@@ -91,7 +91,7 @@ def test_planned_optimizer_of_a_zero_stage_holds_what_deepspeed_holds() -> None:
     path = str(Path(__file__).parents[2] / "src")
     lone = {**os.environ, "PYTHONPATH": path, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     command = [sys.executable, "-c", _HELD, json.dumps(_CASES)]
-    with launch.held_address() as meeting:
+    with launch.reserved_address() as meeting:
         done = subprocess.run(command, env={**lone, **meeting}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     held = json.loads(done.stdout.split("RESULT")[1])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.planner.planner_helpers import H200, request_of, small_gpu
 from tigon.planner.estimate import estimate
-from tigon.planner.search.largest_batch import MAX_LOOKS, SHORTEST, extents, largest
+from tigon.planner.search.largest_batch import MAX_LOOKS, SHORTEST, largest, max_sizes
 
 ROOMS = {
     "a line": lambda n: 1000 - 7 * n,
@@ -44,7 +44,7 @@ def test_search_for_the_largest_size_stops_at_the_limit():
 def test_batch_and_sequence_found_fit_and_larger_ones_do_not():
     gpu = small_gpu(160)
     request = request_of(batch=4, seq=256, shape={"max_position_embeddings": 1 << 16})
-    found = extents(request, gpu)
+    found = max_sizes(request, gpu)
 
     def fits(**changes):
         return estimate(replace(request, **changes), gpu=gpu).device_bytes <= gpu.memory_bytes
@@ -56,4 +56,4 @@ def test_batch_and_sequence_found_fit_and_larger_ones_do_not():
 
 def test_longest_sequence_stops_at_max_position_embeddings():
     request = request_of(batch=1, seq=64)
-    assert extents(request, H200).longest_sequence == request.config.max_position_embeddings
+    assert max_sizes(request, H200).longest_sequence == request.config.max_position_embeddings

@@ -16,7 +16,7 @@ from tigon.models import MODELS
 from tigon.models.verification.tiny import SIZES, tiny_config
 from tigon.planner.request import Request, text_config
 from tigon.planner.simulate.ledger import Ledger
-from tigon.planner.simulate.playback import GradientRules, play
+from tigon.planner.simulate.playback import GradientRules, replay
 from tigon.planner.trace.trace import trace
 from tigon.profiler.recording.peak import PeakMeter, training_state
 from tigon.techniques.choices import Choices
@@ -41,7 +41,7 @@ def test_traced_peak_of_an_odd_shape_is_the_recorded_one(model_type: str) -> Non
     choices = Choices(precision="bf16", kernels="none", attention="eager")
     request = Request(model=model_type, config=config, batch=BATCH, seq=SEQ, choices=choices)
     ledger = Ledger()
-    play(ledger, trace(request, H200, evaluating=False).tape, GradientRules(keep=True))
+    replay(ledger, trace(request, H200, evaluating=False).tape, GradientRules(keep=True))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16).train()
     ids = torch.randint(3, 900, (BATCH, SEQ))
     meter = PeakMeter(torch.device("cpu"))

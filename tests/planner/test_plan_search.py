@@ -16,8 +16,8 @@ from tigon.planner.gpus import GIB
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
 from tigon.planner.search import recommend, space
-from tigon.planner.search.recommend import look, plan, search
-from tigon.planner.search.space import Asked
+from tigon.planner.search.recommend import estimate_option, plan, search
+from tigon.planner.search.space import SearchProblem
 from tigon.recipe import recipe_file
 from tigon.techniques import SEARCHED, SETTINGS, matrix, tiling
 from tigon.techniques.choices import Choices
@@ -28,12 +28,12 @@ SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704}
 
 def asked_of(
     memory_mib: float, *, batch: int = 8, seq: int = 512, effective_batch: int | None = None, **given
-) -> Asked:
+) -> SearchProblem:
     """A question about a small model on a small GPU."""
     free = SEARCHED - set(given)
     config = config_of("llama", **SHAPE)
     request = Request(model="tigon-demo", config=config, batch=batch, seq=512, choices=Choices(**given))
-    return Asked(request=request, free=free, gpu=small_gpu(memory_mib), effective_batch=effective_batch)
+    return SearchProblem(request=request, free=free, gpu=small_gpu(memory_mib), effective_batch=effective_batch)
 
 
 CASES = {
@@ -56,13 +56,13 @@ def from_yaml(text, tmp_path, overrides=()):
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_recommended_recipe_fits_and_the_trainer_accepts_it(case, tmp_path):
-    asked = asked_of(**case)
-    found, _ = search(asked)
+    problem = asked_of(**case)
+    found, _ = search(problem)
     assert found, "each of these cases has something that fits"
     for one in found:
         request = one.option.request
-        assert one.option.estimate == estimate(request, gpu=asked.gpu, evaluation=False)
-        assert one.option.estimate.device_bytes <= asked.gpu.memory_bytes
+        assert one.option.estimate == estimate(request, gpu=problem.gpu, evaluation=False)
+        assert one.option.estimate.device_bytes <= problem.gpu.memory_bytes
         assert not matrix.refusals(request.choices)
         recipe = from_yaml(as_recipe.yaml_text(request), tmp_path)
         # ... and its command says the same to a recipe that says otherwise
@@ -86,23 +86,25 @@ def test_recommendations_are_fastest_first_and_change_numbers_only_for_speed():
 @pytest.mark.parametrize("memory_mib", (200,))
 def test_ruled_out_recipes_do_not_fit(memory_mib):
     """Lower bounds stand in for traces: none of them may rule out a recipe that fits."""
-    asked = asked_of(memory_mib, precision="amp-bf16", optimizer="adamw", zero=0, fsdp=False, offload="none")
-    ruled_out = [other for one in search(asked)[0] for other in one.cheaper]
+    problem = asked_of(memory_mib, precision="amp-bf16", optimizer="adamw", zero=0, fsdp=False, offload="none")
+    ruled_out = [other for one in search(problem)[0] for other in one.cheaper]
     assert any("more than" in other.reason for other in ruled_out)
     for other in ruled_out:
-        needs = look(space.as_request(asked.request, other.choices, other.batch), asked.gpu).estimate.device_bytes
-        assert needs > asked.gpu.memory_bytes and needs >= other.device_bytes
+        needs = estimate_option(
+            space.as_request(problem.request, other.choices, other.batch), problem.gpu
+        ).estimate.device_bytes
+        assert needs > problem.gpu.memory_bytes and needs >= other.device_bytes
 
 
 @pytest.mark.parametrize("memory_mib", (350,))
 def test_recommended_recipe_is_the_fastest_of_its_kind(memory_mib):
-    asked = asked_of(memory_mib, batch=4, precision="amp-bf16", optimizer="adamw", zero=0, fsdp=False, offload="none")
-    (best,) = search(asked)[0]
+    problem = asked_of(memory_mib, batch=4, precision="amp-bf16", optimizer="adamw", zero=0, fsdp=False, offload="none")
+    (best,) = search(problem)[0]
     speeds = []
-    for checkpointing, (batch, accumulate) in itertools.product(CHECKPOINTINGS, space.splits(asked)):
-        choices = replace(asked.request.choices, checkpointing=checkpointing, accumulate=accumulate)
-        option = look(space.as_request(asked.request, choices, batch), asked.gpu)
-        if option.fits(asked.gpu):
+    for checkpointing, (batch, accumulate) in itertools.product(CHECKPOINTINGS, space.splits(problem)):
+        choices = replace(problem.request.choices, checkpointing=checkpointing, accumulate=accumulate)
+        option = estimate_option(space.as_request(problem.request, choices, batch), problem.gpu)
+        if option.fits(problem.gpu):
             speeds.append(option.estimate.tokens_per_s)
     # kinds of checkpointing are tried in the order of their usual cost, which a small model need not keep exactly
     assert best.option.estimate.tokens_per_s >= 0.97 * max(speeds)
@@ -114,25 +116,29 @@ def test_layers_are_tiled_and_grouped_only_if_nothing_else_fits(monkeypatch):
     fixed = Choices(optimizer="sgd", precision="bf16")
     request = Request(model="tigon-demo", config=config, batch=2, seq=4096, choices=fixed)
     free = frozenset({"checkpointing", "mlp_tile_tokens", "attention_groups"})
-    asked = replace(asked_of(4000), request=request, free=free)
+    problem = replace(asked_of(4000), request=request, free=free)
     pieces = {"mlp_tile_tokens": 512, "attention_groups": 2}
-    assert space.recomputations(asked, fixed)[-1] == {"checkpointing": "offload", **pieces}
-    [plenty] = search(asked)[0]
+    assert space.recomputations(problem, fixed)[-1] == {"checkpointing": "offload", **pieces}
+    [plenty] = search(problem)[0]
     assert plenty.option.request.choices.mlp_tile_tokens == 0
-    in_pieces = look(replace(request, choices=replace(fixed, checkpointing="offload", **pieces)), asked.gpu)
-    tight = replace(asked.gpu, memory_bytes=int(1.03 * in_pieces.estimate.device_bytes))
-    [found] = search(replace(asked, gpu=tight))[0]
+    in_pieces = estimate_option(
+        replace(request, choices=replace(fixed, checkpointing="offload", **pieces)), problem.gpu
+    )
+    tight = replace(problem.gpu, memory_bytes=int(1.03 * in_pieces.estimate.device_bytes))
+    [found] = search(replace(problem, gpu=tight))[0]
     assert {name: getattr(found.option.request.choices, name) for name in pieces} == pieces
 
 
 def test_search_goes_on_past_a_model_whose_mlps_cannot_be_tiled(monkeypatch):
     """The last rung before tiles needs one byte too many, so tiles are tried in every placement."""
     monkeypatch.setattr(tiling, "TILE_TOKENS", 64)
-    asked = asked_of(4000, optimizer="sgd", precision="bf16", accumulate=1)
+    problem = asked_of(4000, optimizer="sgd", precision="bf16", accumulate=1)
     experts = config_of("llama", model_type="mixtral", num_local_experts=2, num_hidden_layers=2)
-    asked = replace(asked, request=replace(asked.request, config=experts))
-    kept = replace(asked.request.choices, checkpointing=CHECKPOINTINGS[-1])
-    needs = look(space.as_request(asked.request, kept, asked.request.batch), asked.gpu).estimate.device_bytes
+    problem = replace(problem, request=replace(problem.request, config=experts))
+    kept = replace(problem.request.choices, checkpointing=CHECKPOINTINGS[-1])
+    needs = estimate_option(
+        space.as_request(problem.request, kept, problem.request.batch), problem.gpu
+    ).estimate.device_bytes
     seen, consider = [], recommend._Search.consider
 
     def watched(self, choices, batch, unchecked):
@@ -140,7 +146,7 @@ def test_search_goes_on_past_a_model_whose_mlps_cannot_be_tiled(monkeypatch):
         return seen[-1][1]
 
     monkeypatch.setattr(recommend._Search, "consider", watched)
-    found, _ = search(replace(asked, gpu=replace(asked.gpu, memory_bytes=needs - 1)))
+    found, _ = search(replace(problem, gpu=replace(problem.gpu, memory_bytes=needs - 1)))
     assert not found
     tiled = [(choices.fsdp, result.reason) for choices, result in seen if choices.mlp_tile_tokens]
     assert [fsdp for fsdp, _ in tiled] == [False, True], "the search ends with the first that cannot be tiled"
@@ -148,8 +154,8 @@ def test_search_goes_on_past_a_model_whose_mlps_cannot_be_tiled(monkeypatch):
 
 
 def test_splits_of_the_batch_keep_the_number_of_sequences():
-    for asked in (asked_of(400), asked_of(400, batch=7), asked_of(400, effective_batch=48)):
-        assert all(batch * accumulate == asked.rows for batch, accumulate in space.splits(asked))
+    for problem in (asked_of(400), asked_of(400, batch=7), asked_of(400, effective_batch=48)):
+        assert all(batch * accumulate == problem.rows for batch, accumulate in space.splits(problem))
     assert space.splits(asked_of(400, accumulate=3)) == [(8, 3)]
 
 
@@ -159,10 +165,10 @@ def test_pair_that_the_matrix_excludes_is_refused():
 
 
 def test_recommended_recipes_leave_headroom_on_the_gpu():
-    asked = asked_of(450, optimizer="adamw", precision="bf16", zero=0, fsdp=False, offload="none")
-    found = plan(asked)
-    assert found.asked.gpu.memory_bytes < asked.gpu.memory_bytes == found.gpu.memory_bytes
-    limit = asked.gpu.memory_bytes * (1 - space.HEADROOM)
+    problem = asked_of(450, optimizer="adamw", precision="bf16", zero=0, fsdp=False, offload="none")
+    found = plan(problem)
+    assert found.problem.gpu.memory_bytes < problem.gpu.memory_bytes == found.gpu.memory_bytes
+    limit = problem.gpu.memory_bytes * (1 - space.HEADROOM)
     assert all(one.option.estimate.device_bytes <= limit for one in found.recommended)
 
 
@@ -171,8 +177,8 @@ def test_recommended_recipes_leave_headroom_on_the_gpu():
 
 @functools.cache
 def ladder_of(**case):
-    asked = asked_of(**case)
-    return plan(replace(asked, free=asked.free | {"kernels"}), by="study")
+    problem = asked_of(**case)
+    return plan(replace(problem, free=problem.free | {"kernels"}), by="study")
 
 
 def test_ladder_has_the_order_of_the_study():
@@ -198,7 +204,7 @@ def test_ladder_reaches_the_effective_batch(tmp_path):
     (one,) = found.recommended
     choices = one.option.request.choices
     assert one.option.request.batch * choices.accumulate == 96 and choices.accumulate > 1
-    assert one.option.fits(found.asked.gpu)
+    assert one.option.fits(found.problem.gpu)
     assert from_yaml(as_recipe.yaml_text(one.option.request), tmp_path).choices() == choices
 
 

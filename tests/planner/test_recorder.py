@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from tigon.planner.simulate.ledger import Ledger
-from tigon.planner.simulate.playback import GradientRules, play, play_evaluation
-from tigon.planner.trace.dispatch_recorder import Recorder
+from tigon.planner.simulate.playback import GradientRules, replay, replay_evaluation
+from tigon.planner.trace.dispatch_recorder import TraceRecorder
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import trace, weight_dtype
 from tigon.profiler.recording.peak import PeakMeter, training_state
@@ -18,12 +18,12 @@ from tigon.profiler.recording.peak import PeakMeter, training_state
 
 def _live_peak(tape: Tape) -> int:
     ledger = Ledger()
-    play(ledger, tape, GradientRules(keep=True))
+    replay(ledger, tape, GradientRules(keep=True))
     return max(ledger.phases.values())
 
 
 def test_storages_are_followed_from_allocation_to_release() -> None:
-    recorder = Recorder({}, {})
+    recorder = TraceRecorder({}, {})
     with FakeTensorMode(), recorder:
         a = torch.empty(256, dtype=torch.float32)  # 1024 bytes
         b = a * 2  # 1024 more
@@ -37,7 +37,7 @@ def test_storages_are_followed_from_allocation_to_release() -> None:
 
 
 def test_allocation_is_rounded_to_512_bytes() -> None:
-    recorder = Recorder({}, {})
+    recorder = TraceRecorder({}, {})
     with FakeTensorMode(), recorder:
         kept = [torch.empty(n, dtype=torch.uint8) for n in (1, 512, 513)]
     assert recorder.tape.sizes == [512, 512, 1024]
@@ -45,7 +45,7 @@ def test_allocation_is_rounded_to_512_bytes() -> None:
 
 
 def test_flops_bytes_and_launches_are_counted() -> None:
-    recorder = Recorder({}, {})
+    recorder = TraceRecorder({}, {})
     with FakeTensorMode(), recorder:
         x, w = torch.empty(8, 16, dtype=torch.bfloat16), torch.empty(16, 32, dtype=torch.bfloat16)
         (x @ w).add_(1)
@@ -59,7 +59,7 @@ def test_flash_attention_saves_what_cuda_saves() -> None:
     """q, k, v as the projections made them, out, the fp32 log-sum-exp and, of the layer, what eager code keeps."""
     from tigon.planner.trace.attention import attention
 
-    recorder = Recorder({}, {})
+    recorder = TraceRecorder({}, {})
     B, h, k, T, D = 2, 4, 2, 128, 32
     with FakeTensorMode(), recorder:
         query = torch.empty(B, h, T, D, dtype=torch.bfloat16, requires_grad=True)
@@ -122,5 +122,5 @@ def test_traced_evaluation_has_the_peak_of_a_real_one(precision: str) -> None:
     outputs.logits = outputs.logits.float()
     measured = meter.stop().step_bytes
     ledger = Ledger()
-    play_evaluation(ledger, trace(request, H200).eval_tape)
+    replay_evaluation(ledger, trace(request, H200).eval_tape)
     assert ledger.phases["eval"] == pytest.approx(measured, rel=0.01)

@@ -6,14 +6,14 @@ import pytest
 from planner_helpers import H200, request_of
 
 from tigon.planner.simulate.ledger import Ledger
-from tigon.planner.simulate.playback import GradientRules, offloaded, play
-from tigon.planner.trace.tape import BACKWARD, FORWARD, NotPeriodic, Segment, Tape, Where, unrollable, unrolled
+from tigon.planner.simulate.playback import GradientRules, offloaded, replay
+from tigon.planner.trace.tape import BACKWARD, FORWARD, NotPeriodic, Tape, TapeSegment, Where, unrollable, unrolled
 from tigon.planner.trace.trace import trace
 
 
 def _played(tape: Tape) -> tuple[dict[str, int], dict[str, dict[str, int]], int]:
     ledger = Ledger()
-    play(ledger, tape, GradientRules(keep=True))
+    replay(ledger, tape, GradientRules(keep=True))
     return ledger.phases, ledger.peaks, ledger.allocator.peak_reserved_bytes
 
 
@@ -48,11 +48,11 @@ def test_traced_depth_keeps_the_pattern_and_one_layer_on_either_side() -> None:
 
 
 def test_layers_that_differ_are_not_unrolled() -> None:
-    def layer(number: int, size: int, base: int) -> list[Segment]:
-        return [Segment(Where(FORWARD, number), [base, ~(base - 1)] if base else [base])]
+    def layer(number: int, size: int, base: int) -> list[TapeSegment]:
+        return [TapeSegment(Where(FORWARD, number), [base, ~(base - 1)] if base else [base])]
 
     tape = Tape(
-        segments=[*layer(0, 1, 0), *layer(1, 1, 1), *layer(2, 1, 2), Segment(Where(BACKWARD, 0), [~2])],
+        segments=[*layer(0, 1, 0), *layer(1, 1, 1), *layer(2, 1, 2), TapeSegment(Where(BACKWARD, 0), [~2])],
         sizes=[512, 1024, 512],
         components=["activations"] * 3,
     )
@@ -70,5 +70,5 @@ def test_offloaded_inputs_leave_the_device_and_come_back() -> None:
     assert peaks["loss"]["checkpoints"] == 2 * one
     # everything that left came back, and was freed
     ledger = Ledger()
-    ledger.free_all(play(ledger, offloaded(tape, leaving=2), GradientRules(keep=True)))
+    ledger.free_all(replay(ledger, offloaded(tape, leaving=2), GradientRules(keep=True)))
     assert ledger.live_bytes == 0

@@ -108,7 +108,7 @@ def profile_of(timeline: Timeline, *, predicted: bool = False, ops: Sequence[OpR
             "by hand", {name: int(1.1 * size) for name, size in phase_peaks(timeline).items()},
             {name: int(1.1 * size) for name, size in bare.peak.components.items()},
         ),
-        bare.facts,
+        bare.details,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from tigon.profiler.recording.cpu import CpuRecorder
 from tigon.profiler.recording.journal import Journal, plain_tensors
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.profiler.recording.quiet import library_log_lines_dropped
-from tigon.profiler.recording.watch import Watch, _hook_nodes
+from tigon.profiler.recording.watch import PhaseHooks, _hook_nodes
 from tigon.profiler.timeline.assemble import assemble
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def watched(checkpointing, name_nodes=False):
     def work(journal):
         model = Model(checkpointing)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        with Watch(
+        with PhaseHooks(
             journal, model, list(model.layers), checkpointed=lambda _: checkpointing, name_nodes=name_nodes
         ) as w:
             two_steps(model, optimizer, hidden, labels, w)

@@ -28,7 +28,7 @@ def hostile(predicted=True):
     timeline = step_by_hand()
     calls = [Call(HOSTILE, call.node, (HOSTILE, *call.frames)) for call in timeline.call_table]
     timeline = replace(timeline, label=HOSTILE, call_table=calls, notes=[HOSTILE])
-    return replace(profile_of(timeline, predicted=predicted, ops=OPS), facts={HOSTILE: HOSTILE})
+    return replace(profile_of(timeline, predicted=predicted, ops=OPS), details={HOSTILE: HOSTILE})
 
 
 def rendered(*profiles):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tigon.planner.engines.non_allocator_memory import outside_bytes
+from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.gpus import find_gpu
 from tigon.sweep.limit import cap
 from tigon.techniques.choices import Choices
@@ -21,4 +21,4 @@ def test_allocator_is_limited_to_what_a_smaller_gpu_would_leave_it(choices, monk
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: allowed.append(share))
     cap(torch.device("cuda", 0), 24 << 30, choices)
     (share,) = allowed
-    assert share * H200.memory_bytes == pytest.approx((24 << 30) - outside_bytes(H200, choices), abs=1)
+    assert share * H200.memory_bytes == pytest.approx((24 << 30) - non_allocator_bytes(H200, choices), abs=1)

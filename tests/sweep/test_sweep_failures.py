@@ -25,7 +25,7 @@ OUT = {
 
 @pytest.mark.parametrize("name", OUT)
 def test_every_wording_of_out_of_memory_is_recognised(name):
-    status, detail = failures.of_exception(OUT[name])
+    status, detail = failures.status_of_exception(OUT[name])
     assert status == failures.OUT_OF_MEMORY and detail and len(detail) <= 300
 
 
@@ -36,26 +36,26 @@ def test_out_of_memory_behind_another_exception_is_recognised():
         except RuntimeError as inner:
             raise ValueError("the backward failed") from inner
     except ValueError as outer:
-        assert failures.of_exception(outer) == (
+        assert failures.status_of_exception(outer) == (
             failures.OUT_OF_MEMORY, "CUDA out of memory. Tried to allocate 7.83 GiB."
         )  # fmt: skip
 
 
 @pytest.mark.parametrize("error", [ValueError("no such option"), RecipeError("the loss is nan"), KeyError("memory")])
 def test_other_exceptions_are_failures_and_not_out_of_memory(error):
-    assert failures.of_exception(error)[0] == failures.FAILED
+    assert failures.status_of_exception(error)[0] == failures.FAILED
 
 
 def test_failed_process_is_reported_with_the_reason_from_its_log(tmp_path):
     log = tmp_path / "log"
     log.write_text("Traceback\n  File x\ntorch.OutOfMemoryError: CUDA out of memory. Tried\nRuntimeError: later\n")
-    assert failures.of_exit(1, log, None) == (
+    assert failures.status_of_exit(1, log, None) == (
         failures.OUT_OF_MEMORY, "torch.OutOfMemoryError: CUDA out of memory. Tried"
     )  # fmt: skip
     log.write_text("warning\nRuntimeError: NCCL is unhappy\nmore\n")
-    assert failures.of_exit(1, log, None) == (failures.FAILED, "exit code 1: RuntimeError: NCCL is unhappy")
+    assert failures.status_of_exit(1, log, None) == (failures.FAILED, "exit code 1: RuntimeError: NCCL is unhappy")
     log.write_text("")
-    assert failures.of_exit(-6, log, None) == (failures.FAILED, "killed by SIGABRT")
+    assert failures.status_of_exit(-6, log, None) == (failures.FAILED, "killed by SIGABRT")
 
 
 # --- kills ----------------------------------------------------------------------------------------------------------
@@ -70,11 +70,14 @@ def test_kill_by_linux_for_memory_is_out_of_memory_and_other_kills_are_failures(
     log = tmp_path / "log"
     log.write_text("")
     count(monkeypatch, 2)
-    assert failures.of_exit(-9, log, 1) == (failures.OUT_OF_MEMORY, "killed by Linux: the host's memory was full")
+    assert failures.status_of_exit(-9, log, 1) == (
+        failures.OUT_OF_MEMORY,
+        "killed by Linux: the host's memory was full",
+    )
     other = (failures.FAILED, "killed by SIGKILL, but not by Linux for lack of host memory")
-    assert failures.of_exit(-9, log, 2) == other
+    assert failures.status_of_exit(-9, log, 2) == other
     count(monkeypatch, None)
-    status, detail = failures.of_exit(-9, log, None)
+    status, detail = failures.status_of_exit(-9, log, None)
     assert status == failures.FAILED and detail.startswith("killed by SIGKILL, perhaps because host memory was full")
 
 

@@ -47,7 +47,7 @@ def offer_of(file: Path, scratch: Path, **changes: object) -> tuple[dict, dict]:
     read = dataclasses.replace(definition.load(ROOT / "recipes" / "study" / f"{file.stem}.yaml"), **changes)
     limit_bytes = None if read.memory_limit is None else find_gpu(read.memory_limit).memory_bytes
     every = points.expand(read, (), memory_limit_bytes=limit_bytes, gpu_present=lambda: True, scratch=scratch)
-    return import_results.read(file).offer(every, read, limit_bytes, ())
+    return import_results.read(file).importable(every, read, limit_bytes, ())
 
 
 SWEEP = {

@@ -14,7 +14,7 @@ from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.checkpointing import KEPT_OPS
 from tigon.techniques.choices import Choices
-from tigon.techniques.technique import Facts
+from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 
@@ -37,7 +37,7 @@ def model(
     choices = Choices(checkpointing=word)
     for technique in TECHNIQUES.values():
         if technique.page == "checkpointing" and technique.used_by(choices):
-            made = technique.model(made, choices, Facts())
+            made = technique.model(made, choices, RunInfo())
     return made
 
 
@@ -170,9 +170,9 @@ def test_model_of_the_old_format_keeps_its_own_checkpointing():
             self.gradient_checkpointing = value
 
     old = Old(transformers.LlamaConfig())
-    TECHNIQUES["checkpointing-full"].model(old, Choices(checkpointing="full"), Facts())
+    TECHNIQUES["checkpointing-full"].model(old, Choices(checkpointing="full"), RunInfo())
     assert old.gradient_checkpointing
     with pytest.raises(RecipeError, match="offload cannot replace the checkpointing function of any layer of Old"):
         TECHNIQUES["checkpointing-offload"].model(
-            Old(transformers.LlamaConfig()), Choices(checkpointing="offload"), Facts()
+            Old(transformers.LlamaConfig()), Choices(checkpointing="offload"), RunInfo()
         )

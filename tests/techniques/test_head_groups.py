@@ -12,7 +12,7 @@ from tigon.errors import RecipeError
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.head_groups import _KERNELS, _Grouped, _kernel_for
-from tigon.techniques.technique import Facts
+from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,7 +27,7 @@ def llama(*, key_heads: int, groups: int, width: int = 32, device: torch.device 
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(device, dtype).train()
     if groups > 1:
-        TECHNIQUES["grouped-attention"].model(model, Choices(attention_groups=groups), Facts())
+        TECHNIQUES["grouped-attention"].model(model, Choices(attention_groups=groups), RunInfo())
     return model
 
 

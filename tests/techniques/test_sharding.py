@@ -23,38 +23,38 @@ from tigon.techniques.choices import Choices
 from tigon.techniques.matrix import refusals
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.sharding import deepspeed_config, nvme_buffers
-from tigon.techniques.technique import Facts
+from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 
 
-def facts(name: str, processes: int = 1) -> Facts:
+def run_info(name: str, processes: int = 1) -> RunInfo:
     config = load_config(name)
     shapes = {path: tuple(p.shape) for path, p in build_on_meta(name, config).named_parameters()}
-    return Facts(shapes=shapes, hidden_size=config.hidden_size, processes=processes, nvme_folder="swap")
+    return RunInfo(shapes=shapes, hidden_size=config.hidden_size, processes=processes, nvme_folder="swap")
 
 
 def test_nvme_buffers_hold_the_largest_weight_and_two_layers():
     """A layer of Llama has seven matrices; its norms stay, being smaller than a block of the disk. Every thread takes
     the same share of a buffer, in whole KiB."""
     choices = Choices(zero=3, offload="nvme", precision="amp-bf16")
-    threads = deepspeed_config(choices, facts("llama-3.2-1b"))["aio"]["intra_op_parallelism"]
-    one = nvme_buffers(choices, facts("llama-3.2-1b"))
+    threads = deepspeed_config(choices, run_info("llama-3.2-1b"))["aio"]["intra_op_parallelism"]
+    one = nvme_buffers(choices, run_info("llama-3.2-1b"))
     assert one["buffer_size"] >= 128256 * 2048 and one["buffer_size"] * 2 % (1024 * threads) == 0
     assert one["buffer_count"] == 2 * 7 + 1 + 1  # two layers, the tied embedding, one to spare
-    two = nvme_buffers(choices, facts("llama-3.2-1b", processes=2))
+    two = nvme_buffers(choices, run_info("llama-3.2-1b", processes=2))
     assert two["buffer_size"] == one["buffer_size"] // 2
-    untied = nvme_buffers(choices, facts("llama-3.1-8b"))
+    untied = nvme_buffers(choices, run_info("llama-3.1-8b"))
     assert untied["buffer_count"] == 2 * 7 + 2 + 1 and untied["buffer_size"] >= 128256 * 4096
 
 
 def test_configuration_has_the_offload_of_the_choice():
-    zero = deepspeed_config(Choices(zero=3, offload="nvme"), facts("llama-3.2-1b"))["zero_optimization"]
+    zero = deepspeed_config(Choices(zero=3, offload="nvme"), run_info("llama-3.2-1b"))["zero_optimization"]
     assert zero["offload_param"]["nvme_path"] == zero["offload_optimizer"]["nvme_path"] == "swap"
     assert zero["sub_group_size"] >= 128256 * 2048
     # else every weight that is used again within 1e9 elements keeps its buffer, and the second step finds none free
     assert zero["stage3_max_reuse_distance"] == 0
-    second = deepspeed_config(Choices(zero=2, offload="cpu"), facts("llama-3.2-1b"))["zero_optimization"]
+    second = deepspeed_config(Choices(zero=2, offload="cpu"), run_info("llama-3.2-1b"))["zero_optimization"]
     assert second["offload_optimizer"]["device"] == "cpu" and "offload_param" not in second
 
 
@@ -64,7 +64,7 @@ def test_deepspeed_accepts_the_configuration(stage, precision):
     pytest.importorskip("deepspeed")
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    config = deepspeed_config(Choices(zero=stage, precision=precision), facts("llama-3.2-1b"))
+    config = deepspeed_config(Choices(zero=stage, precision=precision), run_info("llama-3.2-1b"))
     config |= {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
         "train_batch_size": 1,
@@ -87,7 +87,7 @@ def train_in_ranks(rank: int, stage: int, tile_tokens: int) -> dict[str, list[An
 
     model = tiny_model("llama", MODELS["llama"].tiny)
     patch(model)
-    own = Facts(device="cpu", processes=RANKS)
+    own = RunInfo(device="cpu", processes=RANKS)
     choices = Choices(zero=stage, precision="fp32", gpus=RANKS, checkpointing="full", mlp_tile_tokens=tile_tokens)
     for name in ("checkpointing-full", "tiled-mlp") if tile_tokens else ():
         model = TECHNIQUES[name].model(model, choices, own)

@@ -370,7 +370,7 @@ def test_records_of_a_resumed_run_reach_back_before_its_checkpoint(recipe, tigon
 
     def compute_loss(self, *arguments, **kwargs):
         loss = original(self, *arguments, **kwargs)
-        return self.gate.poisoned(loss * math.nan) if self.state.global_step == 1 else loss
+        return self.gate.nan_if_not_finite(loss * math.nan) if self.state.global_step == 1 else loss
 
     monkeypatch.setattr(TigonTrainer, "compute_loss", compute_loss)
     path = recipe(train={"steps": 7, "save_steps": 3, "log_steps": 5, "keep_checkpoints": 5}, output={"name": "whole"})

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from tigon.data.documents import BadRows, Document, Segment, hold_out, read
+from tigon.data.documents import BadRows, Document, Segment, read, split_eval
 from tigon.data.sources import BUILT_IN
 from tigon.errors import DataError
 
@@ -77,10 +77,10 @@ def test_skipped_rows_are_named_and_good_rows_are_kept(tmp_path):
     latin.write_bytes(b"one\ntwo \xe9\n")
     found = read([str(path), str(latin)], "auto", None, bad)
     assert [d.origin for d in found] == [f"{path}:{n}" for n in range(1, 2 * len(BAD_ROWS) + 2, 2)]
-    assert len(bad.said) == len(BAD_ROWS) + 1
-    for number, (said, (_, message)) in enumerate(zip(bad.said, BAD_ROWS.values(), strict=False)):
+    assert len(bad.problems) == len(BAD_ROWS) + 1
+    for number, (said, (_, message)) in enumerate(zip(bad.problems, BAD_ROWS.values(), strict=False)):
         assert said.startswith(f"{path}:{2 * number + 2}: ") and message in said
-    assert bad.said[-1].startswith(f"{latin}:2: not UTF-8")
+    assert bad.problems[-1].startswith(f"{latin}:2: not UTF-8")
     path.write_bytes(b"".join(line for line, _ in BAD_ROWS.values()))
     with pytest.raises(DataError, match=r"no text in these files.*; \d+ rows were left out, the first: .*d\.jsonl:1"):
         read([str(path)], "auto", None, BadRows("skip"))
@@ -139,22 +139,22 @@ def text(name):
 
 def test_whole_documents_are_held_out_evenly_and_none_is_in_both():
     everything = [text(str(i)) for i in range(100)]
-    kept, held = hold_out(everything, 0.05)
+    kept, held = split_eval(everything, 0.05)
     assert len(held) == 5 and not {d.origin for d in kept} & {d.origin for d in held}
     assert sorted(kept + held, key=lambda d: int(d.origin)) == everything
     assert [int(d.origin) // 20 for d in held] == [0, 1, 2, 3, 4]
-    assert hold_out(everything, 0) == (everything, [])
+    assert split_eval(everything, 0) == (everything, [])
 
 
 def test_a_single_text_has_its_tail_held_out_at_a_line_break():
     whole = Document("a", (Segment("".join(f"line {i}\n" for i in range(100)), True),))
-    (kept,), (held,) = hold_out([whole], 0.1)
+    (kept,), (held,) = split_eval([whole], 0.1)
     assert kept.text + held.text == whole.text and held.text.startswith("line ") and 5 < held.text.count("\n") < 15
 
 
 def test_a_single_document_that_cannot_be_split_is_refused():
     with pytest.raises(DataError, match=r"set data.eval_source"):
-        hold_out([Document("a:1", (Segment("p", False), Segment("c", True)))], 0.1)
+        split_eval([Document("a:1", (Segment("p", False), Segment("c", True)))], 0.1)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "text.txt"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from trainer_helpers import SMALL, TINY_MODEL, small_trainer
 
-from tigon.data.packing import Row, RowDataset
+from tigon.data.packing import Sample, SampleDataset
 from tigon.medusa.spec import HeadsSpec
 from tigon.objectives.medusa import MedusaTraining
 from tigon.profiler.recording.cpu import CpuRecorder
@@ -24,10 +24,10 @@ WIDE = replace(SMALL, config={**TINY_MODEL, "vocab_size": VOCAB, "max_position_e
 KINDS = ("causal LM", "adapters", "heads alone", "heads and model")
 
 
-def long_rows() -> RowDataset:
+def long_rows() -> SampleDataset:
     draw = torch.Generator().manual_seed(0)
     tokens = [torch.randint(VOCAB, (TOKENS,), generator=draw, dtype=torch.int32) for _ in range(ROWS)]
-    return RowDataset([Row(t, t.clone(), torch.arange(TOKENS, dtype=torch.int32)) for t in tokens])
+    return SampleDataset([Sample(t, t.clone(), torch.arange(TOKENS, dtype=torch.int32)) for t in tokens])
 
 
 def trainer_of(kind: str, folder: Path, kernels: str, precision: str = "fp32") -> Any:
@@ -43,7 +43,7 @@ def trainer_of(kind: str, folder: Path, kernels: str, precision: str = "fp32") -
     heads = HeadsConfig(stage=1 if kind == "heads alone" else 2, count=2)
     recipe = replace(recipe, heads=heads)
     objective = MedusaTraining(recipe.model, recipe=recipe, spec=HeadsSpec(count=2, shared=True))
-    model = objective.put_on(trainer.model)
+    model = objective.attach(trainer.model)
     return TigonTrainer(model, trainer.args, trainer.data_collator, data, data, objective=objective)
 
 

@@ -150,6 +150,6 @@ def test_pytorch_compiles_with_this_lock_once_it_is_taken_over(monkeypatch):
     from torch.utils import cpp_extension
 
     monkeypatch.setattr(cpp_extension, "FileBaton", cpp_extension.FileBaton)
-    extension_lock.take_over()
+    extension_lock.install()
     assert cpp_extension.FileBaton is ExtensionLock
     assert "FileBaton(" in Path(cpp_extension.__file__).read_text(encoding="utf-8")

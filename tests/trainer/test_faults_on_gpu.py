@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_finite_steps import Watch, spoil
+from test_finite_steps import StepMeter, spoil
 from test_two_processes import adopting, ended, reached, start
 from trainer_helpers import SMALL, records, rows, small_trainer
 
@@ -40,7 +40,7 @@ def test_step_that_is_not_finite_moves_no_weight_on_the_gpu(name, tmp_path):
         pytest.importorskip(row.package)
     trainer = trainer_of(tmp_path, optimizer=name, **({"max_grad_norm": 0.0} if row.in_backward else {}))
     spoil(trainer, "nan", {3})
-    watch = Watch(trainer)
+    watch = StepMeter(trainer)
     trainer.train()
     trainer.gate.settle(5)
     moved = [not torch.equal(watch.weights[step], watch.weights[step - 1]) for step in range(1, 6)]

@@ -48,7 +48,7 @@ def spoil(trainer, what: str, steps: set[int], micro: int = 0) -> None:
     trainer.model.register_forward_hook(hook)
 
 
-class Watch(TrainerCallback):
+class StepMeter(TrainerCallback):
     """Weights and the optimizer's state after each step."""
 
     def __init__(self, trainer) -> None:
@@ -93,7 +93,7 @@ def test_step_that_is_not_finite_moves_no_weight(name, what, tmp_path):
     with torch.compiler.set_stance("force_eager") if row.needs_compiler else nullcontext():
         trainer = trainer_of(tmp_path, optimizer=name, steps=4, **extra)
         spoil(trainer, what, {3})
-        watch = Watch(trainer)
+        watch = StepMeter(trainer)
         trainer.train()
     assert trainer.gate.skipped == 1
     moved = {step: not torch.equal(watch.weights[step], watch.weights[step - 1]) for step in range(1, 5)}
@@ -109,7 +109,7 @@ def test_step_that_is_not_finite_moves_no_weight(name, what, tmp_path):
 def test_infinite_loss_with_finite_gradients_moves_no_weight(tmp_path):
     trainer = trainer_of(tmp_path)
     spoil(trainer, "inf", {2})
-    watch = Watch(trainer)
+    watch = StepMeter(trainer)
     trainer.train()
     assert torch.equal(watch.weights[2], watch.weights[1]) and trainer.gate.skipped == 1
 
@@ -117,7 +117,7 @@ def test_infinite_loss_with_finite_gradients_moves_no_weight(tmp_path):
 def test_skipped_step_does_not_count_as_an_update(tmp_path):
     trainer = trainer_of(tmp_path)
     spoil(trainer, "gradient", {2, 4})
-    watch = timed_run.Watch(torch.device("cpu"))
+    watch = timed_run.StepMeter(torch.device("cpu"))
 
     class Steps(TrainerCallback):
         def on_step_begin(self, *args, **kwargs):
@@ -200,7 +200,7 @@ def test_skipped_steps_are_printed_recorded_and_reported(recipe, tigon, here, mo
 
     def compute_loss(self, *arguments, **kwargs):
         loss = original(self, *arguments, **kwargs)
-        return self.gate.poisoned(loss * math.nan) if self.state.global_step == 1 else loss
+        return self.gate.nan_if_not_finite(loss * math.nan) if self.state.global_step == 1 else loss
 
     monkeypatch.setattr(TigonTrainer, "compute_loss", compute_loss)
     outcome = tigon("train", recipe())

@@ -196,7 +196,7 @@ def test_wrong_heads_recipe_is_refused_and_leaves_nothing_behind(
 def test_base_steps_for_a_checkpoint_are_refused(here: Path, recipe: Any, tigon: Any) -> None:
     assert tigon("medusa", recipe("one.yaml", **STAGE_1)).code == 0
     again = merged(STAGE_1, STAGE_2, {"heads": {"base_steps": 3}})
-    assert "is no preset: its weights are trained" in tigon("medusa", recipe("two.yaml", **again)).error_line()
+    assert "has trained weights" in tigon("medusa", recipe("two.yaml", **again)).error_line()
 
 
 def test_heads_of_another_model_are_refused(here: Path, recipe: Any, tigon: Any) -> None:
@@ -266,7 +266,7 @@ def heads_of(recipe: Recipe) -> MedusaTraining:
 def with_heads(trainer: Any, recipe: Recipe, held_out: Any = None) -> TigonTrainer:
     """A trainer of the same model with heads on it."""
     objective = heads_of(recipe)
-    model = objective.put_on(trainer.model)
+    model = objective.attach(trainer.model)
     return TigonTrainer(model, trainer.args, trainer.data_collator, rows(), held_out, objective=objective)
 
 
@@ -315,7 +315,7 @@ def test_batch_that_another_process_could_not_evaluate_counts_once(tmp_path: Pat
     ours = with_heads(trainer, recipe_of, rows())
     ours.evaluate()
     others = iter([0, 1])
-    monkeypatch.setattr(launch, "everyone", lambda value, patience_s: [value, next(others, 0)])
+    monkeypatch.setattr(launch, "all_gather_ints", lambda value, patience_s: [value, next(others, 0)])
     ours.evaluate()
     whole, again = (record for record in ours.state.log_history if "eval_loss" in record)
     assert ours.args.per_device_eval_batch_size == 4
@@ -333,7 +333,7 @@ def test_process_that_gets_no_weights_saves_nothing_without_an_error(stage: int,
         folder=tmp_path / "run", sharded=True, is_first=False, gathered_state=lambda: None,
         save_model=lambda: pytest.fail("sharded weights are saved as they were gathered"),
     )  # fmt: skip
-    assert objective.save(objective.put_on(trainer.model), final)
+    assert objective.save(objective.attach(trainer.model), final)
     assert not (tmp_path / "run").exists()
 
 

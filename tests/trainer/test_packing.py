@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tigon.data.packing import Collator, Row, pack, unigram_entropy
+from tigon.data.packing import Collator, Sample, pack, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 from tigon.errors import DataError
 
@@ -35,26 +35,26 @@ def run(documents, **options):
 def test_a_packed_stream_holds_every_token_once_in_order(cross_document):
     packed = run(texts(), cross_document=cross_document)
     stream = [token for document in texts() for token in document.tokens]
-    assert torch.cat([row.tokens_T for row in packed.rows]).tolist() == stream
-    assert [len(row.tokens_T) for row in packed.rows[:-1]] == [8] * (len(packed.rows) - 1)
+    assert torch.cat([row.tokens_T for row in packed.samples]).tolist() == stream
+    assert [len(row.tokens_T) for row in packed.samples[:-1]] == [8] * (len(packed.samples) - 1)
     assert packed.n_tokens == len(stream)
 
 
 def test_positions_restart_at_every_document_and_its_first_token_is_never_a_target():
-    first = run(texts()).rows[0]  # three tokens of the first document, five of the second
+    first = run(texts()).samples[0]  # three tokens of the first document, five of the second
     assert first.positions_T.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
     assert first.labels_T.tolist() == [IGNORE_INDEX, 101, 102, IGNORE_INDEX, 201, 202, 203, 204]
 
 
 def test_with_attention_across_documents_positions_run_through_the_row():
-    first = run(texts(), cross_document=True).rows[0]
+    first = run(texts(), cross_document=True).samples[0]
     assert first.positions_T.tolist() == list(range(8))
     assert first.labels_T.tolist() == [IGNORE_INDEX, 101, 102, 200, 201, 202, 203, 204]
 
 
 def test_prompt_rows_are_never_cut_and_fill_rows_by_best_fit():
     packed = run(prompts(5, 3, 6, 2, 4))
-    rows = [row.tokens_T.tolist() for row in packed.rows]
+    rows = [row.tokens_T.tolist() for row in packed.samples]
     assert sorted(len(row) for row in rows) == [4, 8, 8]
     for document in prompts(5, 3, 6, 2, 4):
         assert sum(str(document.tokens)[1:-1] in str(row) for row in rows) == (
@@ -63,7 +63,7 @@ def test_prompt_rows_are_never_cut_and_fill_rows_by_best_fit():
 
 
 def test_a_prompt_row_keeps_its_mask_inside_a_packed_row():
-    (row,) = run(prompts(5, 3)).rows
+    (row,) = run(prompts(5, 3)).samples
     assert row.tokens_T.tolist() == [100, 101, 102, 103, 104, 200, 201, 202]
     assert row.labels_T.tolist() == [IGNORE_INDEX] * 2 + [102, 103, 104] + [IGNORE_INDEX] * 2 + [202]
     assert row.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
@@ -82,14 +82,14 @@ def test_rows_that_are_too_long_stop_are_cut_or_are_dropped_and_counted():
 def test_without_packing_each_row_is_one_document_or_one_piece_of_it():
     packed = run(texts() + prompts(5), packing=False)
     # a piece of one token has nothing to predict and is left out
-    assert [len(row.tokens_T) for row in packed.rows] == [3, 8, 8, 8, 4, 8, 2, 7, 5]
-    batch = Collator(pad_id=0, packing=False)(packed.rows[:2])
+    assert [len(row.tokens_T) for row in packed.samples] == [3, 8, 8, 8, 4, 8, 2, 7, 5]
+    batch = Collator(pad_id=0, packing=False)(packed.samples[:2])
     assert batch["attention_mask"].tolist() == [[1] * 3 + [0] * 5, [1] * 8]
     assert batch["labels"][0].tolist() == [IGNORE_INDEX, 101, 102] + [IGNORE_INDEX] * 5
 
 
 def test_a_short_packed_row_is_filled_with_padding_that_is_a_piece_of_its_own():
-    rows = run(texts()).rows
+    rows = run(texts()).samples
     batch = Collator(pad_id=7, packing=True)([rows[0], rows[-1]])
     n = len(rows[-1].tokens_T)
     assert set(batch) == {"input_ids", "labels", "position_ids"}
@@ -115,7 +115,7 @@ def test_documents_of_a_packed_row_do_not_see_each_other(attention):
     """The logits of a document do not depend on the other documents in its row."""
     model = tiny_llama(attention)
     first, second = prompts(5, 3)
-    (row,) = run([first, second]).rows
+    (row,) = run([first, second]).samples
     with torch.no_grad():
         batch = Collator(pad_id=0, packing=True)([row])
         packed = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
@@ -128,7 +128,7 @@ def test_documents_of_a_packed_row_do_not_see_each_other(attention):
 def test_the_packed_loss_is_the_mean_over_the_learned_tokens_of_the_documents_alone():
     model = tiny_llama("sdpa")
     documents = prompts(5, 3)
-    (row,) = run(documents).rows
+    (row,) = run(documents).samples
     total, n_learned = 0.0, 0
     with torch.no_grad():
         loss = model(**Collator(pad_id=0, packing=True)([row])).loss
@@ -142,5 +142,5 @@ def test_the_packed_loss_is_the_mean_over_the_learned_tokens_of_the_documents_al
 
 def test_unigram_entropy_matches_a_hand_computed_sequence():
     labels = torch.tensor([IGNORE_INDEX, 5, 5, 5, 6], dtype=torch.int32)
-    row = Row(labels.clamp(min=0), labels, torch.arange(5))
+    row = Sample(labels.clamp(min=0), labels, torch.arange(5))
     assert unigram_entropy([row]) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))

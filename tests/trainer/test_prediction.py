@@ -182,7 +182,7 @@ def test_memory_held_by_this_process_is_not_subtracted_from_its_gpu(joined, shor
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - gone, total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: joined)
-    monkeypatch.setattr(launch, "processes", lambda: 2)
+    monkeypatch.setattr(launch, "world_size", lambda: 2)
     gpu = prediction.gpu_here(torch.device("cuda", 0), Choices(gpus=2, fsdp=True))
     assert gpu.memory_bytes == total - short_mib * MIB
 

@@ -53,7 +53,7 @@ def test_profile_files_describe_the_run(recipe, tigon, here):
 
 def test_profile_has_the_peak_of_a_run(recipe, tigon, here):
     """Beside the trainer's own measurement of the second step, in which nothing is hooked or recorded but memory."""
-    from tigon.data.packing import RowDataset
+    from tigon.data.packing import SampleDataset
     from tigon.profiler.recording.peak import PeakMeter, training_state
     from tigon.recipe import recipe_file
     from tigon.trainer import engine, prepare
@@ -66,12 +66,12 @@ def test_profile_has_the_peak_of_a_run(recipe, tigon, here):
     )
     configured = prepared.recipe
     built, _ = engine.build(
-        configured.model, prepared.config, prepared.choices, prepared.facts, device=prepared.device, seed=1,
+        configured.model, prepared.config, prepared.choices, prepared.run_info, device=prepared.device, seed=1,
         kernels="tigon", base=here / "base",
     )  # fmt: skip
-    args = trainers.arguments(configured.train, prepared.choices, prepared.facts, folder=here / "c",
+    args = trainers.arguments(configured.train, prepared.choices, prepared.run_info, folder=here / "c",
                               device=prepared.device, evaluate=False)  # fmt: skip
-    trainer = trainers.TigonTrainer(built, args, prepared.collator, RowDataset(prepared.train.rows))
+    trainer = trainers.TigonTrainer(built, args, prepared.collator, SampleDataset(prepared.train.samples))
     from transformers import TrainerCallback
 
     meter, peaks = PeakMeter(prepared.device), []
@@ -161,18 +161,18 @@ def test_out_of_memory_keeps_the_recording(recipe, tigon, here, monkeypatch):
     """The recording up to the failure is the most useful profile."""
     from tigon.profiler.recording import watch
 
-    real = watch.Watch.begin_optimizer
+    real = watch.PhaseHooks.begin_optimizer
 
     def fails(self):
         real(self)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(watch.Watch, "begin_optimizer", fails)
+    monkeypatch.setattr(watch.PhaseHooks, "begin_optimizer", fails)
     line = tigon("profile", recipe(), "--out", "p").error_line()
     assert "out of memory in step 1 with train.batch_size 4" in line and "p/profile.html" in line
     profile = result.read(here / "p" / "profile.json")
     assert [band.name for band in profile.timeline.bands()] == list(PHASES)
-    assert profile.ops == () and "out of memory" in profile.facts["stopped"]
+    assert profile.ops == () and "out of memory" in profile.details["stopped"]
 
 
 def test_other_errors_leave_no_folder(recipe, tigon, here, monkeypatch):
@@ -181,7 +181,7 @@ def test_other_errors_leave_no_folder(recipe, tigon, here, monkeypatch):
     def fails(self):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(watch.Watch, "begin_optimizer", fails)
+    monkeypatch.setattr(watch.PhaseHooks, "begin_optimizer", fails)
     with pytest.raises(RuntimeError, match="a bug"):
         tigon("profile", recipe(), "--out", "p")
     assert {name for name in tree(here) if not name.startswith("cache")} == {"text.txt", "recipe.yaml"}

@@ -8,13 +8,13 @@ import pytest
 from trainer_helpers import records
 
 from tigon.recipe.keys import DataConfig, Recipe, TrainConfig
-from tigon.trainer.guards.recipe_warnings import Extent, steps_of, warnings_of
+from tigon.trainer.guards.recipe_warnings import RunSize, steps_of, warnings_of
 
-ROWS = Extent(n_rows=100, n_eval_rows=4, n_processes=1)
+ROWS = RunSize(n_samples=100, n_eval_samples=4, n_processes=1)
 UNINTENDED = {
     "warm-up": ({"warmup_steps": 10}, {}, ROWS, "train.warmup_steps is 10 and the run has 10 steps"),
     "late evaluation": ({"eval_steps": 11}, {}, ROWS, "train.eval_steps is 11 and the run has 10 steps"),
-    "evaluation of nothing": ({"eval_steps": 5}, {}, replace(ROWS, n_eval_rows=0), "nothing is evaluated"),
+    "evaluation of nothing": ({"eval_steps": 5}, {}, replace(ROWS, n_eval_samples=0), "nothing is evaluated"),
     "late checkpoint": ({"save_steps": 11}, {}, ROWS, "no checkpoint is written"),
     "late record": ({"log_steps": 11}, {}, ROWS, "only the first step is recorded"),
     "checkpoints kept": ({"keep_checkpoints": 5}, {}, ROWS, "train.keep_checkpoints 5 has no effect"),
@@ -39,7 +39,7 @@ def test_recipe_of_intended_values_has_no_warning():
 def test_steps_of_epochs_are_those_of_the_trainer():
     for rows, epochs, wanted in ((100, 1.0, 7), (100, 2.5, 18), (96, 1.0, 6), (3, 0.001, 1)):
         train = TrainConfig(epochs=epochs, batch_size=4, gradient_accumulation=2)
-        assert steps_of(Recipe(train=train), Extent(rows, 0, 2)) == wanted
+        assert steps_of(Recipe(train=train), RunSize(rows, 0, 2)) == wanted
 
 
 def test_a_warning_is_announced_and_recorded(recipe, tigon, here):

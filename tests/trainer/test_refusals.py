@@ -321,6 +321,6 @@ def test_the_hub_is_left_alone_unless_a_hub_id_is_asked_for(recipe, tigon, monke
     quiet_libraries(Recipe())
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr("tigon.models.loading.hub.answers", lambda: True)
+    monkeypatch.setattr("tigon.models.loading.hub.hub_is_reachable", lambda: True)
     quiet_libraries(Recipe(model=ModelConfig(name="owner/model")))
     assert "HF_HUB_OFFLINE" not in os.environ

@@ -70,7 +70,7 @@ def test_stream_that_fails_becomes_the_null_device(number, monkeypatch, capfd):
     dropped = []
     monkeypatch.setattr(sys, "stdout", Full(number))
     monkeypatch.setattr(console.os, "dup2", lambda there, here: dropped.append(here))
-    with console.outlived():
+    with console.survive_broken_streams():
         print("step 1", flush=True)
     assert 1 in dropped
     said = capfd.readouterr().err.splitlines()
@@ -79,7 +79,7 @@ def test_stream_that_fails_becomes_the_null_device(number, monkeypatch, capfd):
 
 def test_closed_streams_are_opened_before_a_file_takes_their_number(tmp_path):
     code = (
-        "import sys; from tigon.trainer import console; console.open_closed_streams()\n"
+        "import sys; from tigon.trainer.guards import console; console.open_closed_streams()\n"
         f"print(open({str(tmp_path / 'checkpoint')!r}, 'w').fileno() > 2, file=open({str(tmp_path / 'said')!r}, 'w'))\n"
         "print('x', file=sys.stdout); print('x', file=sys.stderr)"
     )

@@ -55,7 +55,7 @@ def test_a_link_out_of_the_folder_is_named_and_not_followed(data, tmp_path):
         with pytest.raises(DataError, match=f"{name}: a link out of the folder .*, to {tmp_path}.*name its target"):
             texts(data)
         bad = BadRows("skip")
-        assert "outside" not in texts(data, bad) and len(bad.said) == 1 and name in bad.said[0]
+        assert "outside" not in texts(data, bad) and len(bad.problems) == 1 and name in bad.problems[0]
         link.unlink()
 
 

@@ -122,7 +122,7 @@ def test_signal_after_the_last_step_keeps_the_weights_in_a_checkpoint(phase, rec
     assert not (cut / "model").exists() and not (cut / "summary.json").exists()
     outcome = tigon("train", path, "--set", "output.name=r", "--resume")
     assert outcome.code == 0 and "from checkpoint-4" in outcome.out, outcome.err
-    first, second = (records(run_folder, "result")[0] for folder in (whole, cut))
+    first, second = (records(folder, "result")[0] for folder in (whole, cut))
     assert first["eval_loss"] == second["eval_loss"]
     first, second = ((folder / "model" / "model.safetensors").read_bytes() for folder in (whole, cut))
     assert first == second
@@ -167,9 +167,9 @@ def test_signal_during_the_exchange_between_processes_is_kept(monkeypatch):
             os.kill(os.getpid(), came.pop())
 
     monkeypatch.setattr(distributed, "all_reduce", all_reduce)
-    with signals.Stop(speaks=False) as stop:
+    with signals.StopRequest(speaks=False) as stop:
         stop.listen()
-        assert [stop.agreed() for _ in range(3)] == [0, signal.SIGTERM, signal.SIGTERM]
+        assert [stop.signal_in_any_process() for _ in range(3)] == [0, signal.SIGTERM, signal.SIGTERM]
 
 
 @forks
@@ -178,7 +178,7 @@ def test_second_signal_ends_the_process_at_once(first):
     """At once, also where no Python runs: a handler in Python would wait for the call to return."""
 
     def wait(_: int) -> None:
-        with signals.Stop(speaks=False) as stop:
+        with signals.StopRequest(speaks=False) as stop:
             stop.listen()
             os.kill(os.getpid(), first)
             assert stop.number == first
@@ -253,7 +253,7 @@ def test_data_worker_that_dies_handing_over_a_batch_is_named(here):
     with pytest.raises((OSError, EOFError)) as caught:
         offered.detach()
     (here / run_folder.RECIPE).touch()
-    said = fault_messages.in_words(caught.value, RunFolder(here), "tigon train recipe.yaml")
+    said = fault_messages.to_user_error(caught.value, RunFolder(here), "tigon train recipe.yaml")
     assert "(train.workers) died or hangs" in str(said) and "`tigon train recipe.yaml --resume`" in str(said)
 
 
@@ -264,4 +264,4 @@ def test_bug_is_not_reported_as_a_dead_data_worker(here, bug):
     with pytest.raises(type(bug)) as caught:
         raise bug
     (here / run_folder.RECIPE).touch()
-    assert fault_messages.in_words(caught.value, RunFolder(here), "tigon train recipe.yaml") is None
+    assert fault_messages.to_user_error(caught.value, RunFolder(here), "tigon train recipe.yaml") is None

@@ -138,7 +138,7 @@ def test_resumed_run_restores_states_kept_in_files(sections, fp16_supported, rec
 def test_nvme_folder_is_locked_against_another_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_PATIENCE", 0)
     code = (
-        f"from tigon.trainer import nvme_swap\nwith nvme_swap.own_files({str(tmp_path)!r}):\n"
+        f"from tigon.trainer.checkpoint import nvme_swap\nwith nvme_swap.own_files({str(tmp_path)!r}):\n"
         "    print('in', flush=True)\n    input()"
     )
     command = [sys.executable, "-c", code]

@@ -29,7 +29,7 @@ from tigon.recipe.recipe_file import load
 from tigon.techniques import SETTINGS
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.technique import Facts
+from tigon.techniques.technique import RunInfo
 from tigon.trainer import engine
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
@@ -310,10 +310,10 @@ def zero_rank(recipe: Path, sets: Sequence[str], *, resume: bool = False) -> Non
     """Accelerate connects DeepSpeed's processes only if it finds an accelerator; here it finds one that uses gloo."""
     import accelerate.state as state
 
-    if launch.processes() > 1:
+    if launch.world_size() > 1:
         told = "gloo", state.DistributedType.MULTI_GPU
         state.PartialState._prepare_backend = lambda *_, **__: told
-        preflight.CPU_ZERO_PROCESSES = launch.processes()
+        preflight.CPU_ZERO_PROCESSES = launch.world_size()
     train(recipe, sets, resume=resume)
 
 
@@ -339,8 +339,8 @@ def spoilt(rank: int, train_as: Callable[[], None], *, step: int) -> None:
 
     def compute_loss(self: TigonTrainer, model: Any, *arguments: Any, **options: Any) -> Any:
         loss = original(self, model, *arguments, **options)
-        now = model.training and self.state.global_step + 1 == step and rank == launch.processes() - 1
-        return self.gate.poisoned(loss * math.nan) if now else loss
+        now = model.training and self.state.global_step + 1 == step and rank == launch.world_size() - 1
+        return self.gate.nan_if_not_finite(loss * math.nan) if now else loss
 
     TigonTrainer.compute_loss = compute_loss  # type: ignore[method-assign]  # in a copy of this process
     train_as()
@@ -398,14 +398,14 @@ def test_partitioned_model_keeps_its_buffers_and_heads_get_whole_weights(family,
     config = AutoConfig.for_model(family, **sizes, num_attention_heads=4, num_key_value_heads=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "files")
     model, choices = ModelConfig(name=str(tmp_path / "files")), Choices(precision="amp-bf16", zero=3)
-    facts = Facts(device="cpu", hidden_size=64, processes=2)
+    run_info = RunInfo(device="cpu", hidden_size=64, processes=2)
 
     def compare(rank: int) -> None:
-        launch.join(torch.device("cpu"))
+        launch.init_distributed(torch.device("cpu"))
         config = models.load_config(model)
         parts, whole = (
             engine.build(
-                model, config, choices, facts, device=torch.device("cpu"), seed=1, kernels="tigon",
+                model, config, choices, run_info, device=torch.device("cpu"), seed=1, kernels="tigon",
                 base=tmp_path / "base", heads=heads,
             )[0]
             for heads in (False, True)
@@ -431,10 +431,10 @@ def test_partitioned_model_keeps_its_buffers_and_heads_get_whole_weights(family,
 )
 def test_random_weights_are_drawn_on_the_gpu_only_if_they_fit(choices, free_bytes, stays, monkeypatch):
     """fp32: 4 bytes of 40 elements, and of the 10 of a head that is not tied yet."""
-    facts = Facts(shapes={"a": (10,), "b": (2, 5), "c": (10,), "d": (10,)})
+    run_info = RunInfo(shapes={"a": (10,), "b": (2, 5), "c": (10,), "d": (10,)})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 10**9))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
-    assert engine._stays_on(torch.device("cuda"), Choices(**choices), facts, torch.float32) == stays
+    assert engine._stays_on(torch.device("cuda"), Choices(**choices), run_info, torch.float32) == stays
 
 
 @pytest.mark.parametrize("name", PRESETS)

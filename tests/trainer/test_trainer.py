@@ -44,7 +44,7 @@ def test_evaluation_is_the_mean_over_learned_tokens_whatever_the_batch(tmp_path)
         by_batch.append(trainer.evaluate()["eval_loss"])
     model, total, n_learned = trainer.model.eval(), 0.0, 0
     with torch.no_grad():
-        for row in data.rows:
+        for row in data.samples:
             logits = model(input_ids=row.tokens_T.long()[None]).logits[0, :-1].double()
             labels = row.labels_T[1:].long()
             total += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
@@ -142,6 +142,6 @@ def test_id_beyond_the_vocabulary_is_refused_or_skipped():
     limit = min(largest) + 1
     bad = BadRows("skip")
     (kept,) = encode(documents, tokenizer, vocab_size=limit, bad=bad)
-    assert max(kept.tokens) < limit and len(bad.said) == 1
+    assert max(kept.tokens) < limit and len(bad.problems) == 1
     with pytest.raises(DataError, match=rf"d:\d: the tokenizer gives id \d+, but the model's vocabulary has {limit}"):
         encode(documents, tokenizer, vocab_size=limit)

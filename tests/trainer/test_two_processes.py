@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_finite_steps import Watch, spoil
+from test_finite_steps import StepMeter, spoil
 from test_technique_runs import fsdp_rank
 from trainer_helpers import SMALL, records, small_trainer
 
@@ -46,7 +46,7 @@ def train_as_rank(rank: int, folder: Path) -> None:
     if rank == 1:
         spoil(trainer, "gradient", {3})
         spoil(trainer, "inf", {4})
-    watch = Watch(trainer)
+    watch = StepMeter(trainer)
     trainer.train()
     moved = [not torch.equal(watch.weights[step], watch.weights[step - 1]) for step in range(1, 6)]
     said = {"skipped": trainer.gate.skipped, "moved": moved, "last": watch.weights[5].double().sum().item()}
@@ -122,7 +122,7 @@ def test_two_processes_keep_their_checkpoint_after_a_kill_or_a_signal(recipe, he
 
 
 def test_rendezvous_port_is_reserved_until_the_store_listens():
-    with launch.held_address() as meeting:
+    with launch.reserved_address() as meeting:
         address = ("127.0.0.1", int(meeting["MASTER_PORT"]))
         with socket.socket() as another, pytest.raises(OSError, match="in use"):
             another.bind(address)
@@ -170,11 +170,11 @@ def test_loss_of_another_process_is_told_apart_from_a_fault_of_its_own(monkeypat
     """The error of a lost process is neither a bug with a traceback nor an unreadable checkpoint."""
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:11670: Connection reset by peer. This")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert fault_messages.how_another_was_lost(gloo) == "Connection reset by peer"
-    assert fault_messages.how_another_was_lost(RuntimeError("shape '[2]' is invalid")) is None
-    assert fault_messages.how_another_was_lost(ValueError(str(gloo))) is None
+    assert fault_messages.lost_peer_message(gloo) == "Connection reset by peer"
+    assert fault_messages.lost_peer_message(RuntimeError("shape '[2]' is invalid")) is None
+    assert fault_messages.lost_peer_message(ValueError(str(gloo))) is None
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert fault_messages.how_another_was_lost(gloo) is None
+    assert fault_messages.lost_peer_message(gloo) is None
 
 
 def test_killed_process_is_named_as_the_cause_and_not_the_one_that_misses_it(monkeypatch):
@@ -195,10 +195,10 @@ def wait_in_vain(rank: int, here: Path) -> int | None:
     """Rank 0 waits in a collective that rank 1 never joins; rank 1 sends it two signals, and says whether it ended."""
     torch.distributed.init_process_group("gloo")
     if rank == 0:
-        with signals.Stop() as stop:
+        with signals.StopRequest() as stop:
             stop.listen()
             (here / "pid").write_text(str(os.getpid()))
-            stop.agreed()
+            stop.signal_in_any_process()
     wait_for(here / "pid")
     time.sleep(0.5)
     pid = int((here / "pid").read_text())
@@ -327,13 +327,13 @@ def ended(pid: int, within_s: float = 20) -> int:
 
 
 def joined_rank(
-    monkeypatch: pytest.MonkeyPatch, stop: signals.Stop, *, shutdown_s: float, look_s: float = 0.05
+    monkeypatch: pytest.MonkeyPatch, stop: signals.StopRequest, *, shutdown_s: float, look_s: float = 0.05
 ) -> None:
     """Joins a rank to the others, as before its first step."""
     monkeypatch.setattr(launch, "LOOK_S", look_s)
     monkeypatch.setattr(launch, "SHUTDOWN_S", shutdown_s)
     launch.end_with_launcher()
-    launch.join(torch.device("cpu"))
+    launch.init_distributed(torch.device("cpu"))
     stop.listen()
 
 
@@ -347,13 +347,13 @@ def test_processes_whose_launcher_is_killed_agree_to_stop_and_end(tmp_path, monk
     look_s = (0.05, 1)
 
     def act(rank: int) -> None:
-        with signals.Stop(speaks=False) as stop:
+        with signals.StopRequest(speaks=False) as stop:
             joined_rank(monkeypatch, stop, shutdown_s=60, look_s=look_s[rank])
             (tmp_path / f"ready-{rank}").touch()
-            while not stop.agreed():
+            while not stop.signal_in_any_process():
                 time.sleep(0.02)
-            assert [launch.everyone(rank), launch.everyone(7)] == [[0, 1], [7, 7]]
-        launch.leave(together=True)
+            assert [launch.all_gather_ints(rank), launch.all_gather_ints(7)] == [[0, 1], [7, 7]]
+        launch.shutdown_distributed(together=True)
         time.sleep(look_s[1] + 0.5)
         sys.exit(signals.EXIT_OFFSET + stop.number)
 
@@ -368,7 +368,7 @@ def test_process_that_waits_in_vain_for_another_ends_after_its_launcher(tmp_path
     it says."""
 
     def act(rank: int) -> None:
-        with signals.Stop(speaks=False) as stop:
+        with signals.StopRequest(speaks=False) as stop:
             joined_rank(monkeypatch, stop, shutdown_s=1)
             if rank == 1:
                 fill_stderr()

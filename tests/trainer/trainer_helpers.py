@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tigon.data.packing import IGNORE_INDEX, Collator, RowDataset, pack
+from tigon.data.packing import IGNORE_INDEX, Collator, SampleDataset, pack
 from tigon.data.tokenizer import Encoded
 from tigon.recipe.keys import ModelConfig, Recipe
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 SMALL = ModelConfig(name="tigon-demo", kernels="none", config=TINY_MODEL)
 
 
-def rows(n_documents: int = 24, length: int = 16) -> RowDataset:
+def rows(n_documents: int = 24, length: int = 16) -> SampleDataset:
     """Prompt-and-answer rows of different lengths, so that micro-batches hold different numbers of learned tokens."""
     draw = torch.Generator().manual_seed(0)
     documents = []
@@ -31,11 +31,12 @@ def rows(n_documents: int = 24, length: int = 16) -> RowDataset:
         n = 4 + i % 12
         tokens = torch.randint(2, 512, (n,), generator=draw).tolist()
         documents.append(Encoded(tokens, [IGNORE_INDEX] * 2 + tokens[2:], f"d:{i}", False))
-    return RowDataset(pack(documents, length, packing=False, cross_document=False, too_long="error").rows)
+    return SampleDataset(pack(documents, length, packing=False, cross_document=False, too_long="error").samples)
 
 
 def small_trainer(
-    folder: Path, recipe: Recipe, *, data: RowDataset | None = None, kernels: str | None = None, evaluate: bool = False,
+    folder: Path, recipe: Recipe, *, data: SampleDataset | None = None, kernels: str | None = None,
+    evaluate: bool = False,
     device: torch.device = CPU,
 ) -> Any:  # fmt: skip
     """The trainer of a recipe, built as `tigon train` builds it, on rows made here."""
@@ -44,13 +45,13 @@ def small_trainer(
 
     choices = recipe.choices(precision=preflight.resolve_precision(recipe.train.precision, device))
     config = model.load_config(recipe.model)
-    facts = engine.facts_of(recipe, config, model.parameter_shapes(config), device)
+    run_info = engine.run_info_of(recipe, config, model.parameter_shapes(config), device)
     built, _ = engine.build(
-        recipe.model, config, choices, facts, device=device, seed=1, kernels=kernels or recipe.model.kernels,
+        recipe.model, config, choices, run_info, device=device, seed=1, kernels=kernels or recipe.model.kernels,
         base=folder / "base",
     )  # fmt: skip
     data = data or rows()
-    args = trainer.arguments(recipe.train, choices, facts, folder=folder / "c", device=device, evaluate=evaluate)
+    args = trainer.arguments(recipe.train, choices, run_info, folder=folder / "c", device=device, evaluate=evaluate)
     optimizer = engine.make_optimizer(recipe.train, choices)
     return trainer.TigonTrainer(
         built, args, Collator(0, packing=False), data, data if evaluate else None, optimizer,

@@ -34,7 +34,7 @@ DIMENSIONS = {
     "linear_cross_entropy": ("tokens", "hidden size", "vocabulary"),
     "multi_head_linear_cross_entropy": ("batch", "tokens", "hidden size", "vocabulary"),
 }
-_PANELS_A_LINE = 3
+_PANELS_PER_LINE = 3
 
 
 Quantity = Callable[[Measurement, RowRecord], "Spread | None"]
@@ -105,8 +105,8 @@ def _lines(rows: Sequence[RowRecord], dimension: int, quantity: Quantity, unit: 
     sizes = [times * row.shape[dimension] for row in rows]
     highest = 0.0
     for impl, marker in zip(_shown(rows), itertools.cycle("os^DvPX")):
-        found = {size: _find(row, impl, quantity) for size, row in zip(sizes, rows, strict=True)}
-        spreads = {size: spread for size, spread in found.items() if spread is not None}
+        measurements = {size: _find(row, impl, quantity) for size, row in zip(sizes, rows, strict=True)}
+        spreads = {size: spread for size, spread in measurements.items() if spread is not None}
         medians = [spread.median for spread in spreads.values()]
         highest = max(highest, *medians)
         first = impl == "tigon"
@@ -139,13 +139,13 @@ def _axis_label(row: RowRecord, dimension: int) -> str:
 
 def _bars(rows: Sequence[RowRecord], quantity: Quantity, unit: str) -> Any:
     """One panel per row, because scales differ by orders of magnitude, and one bar per implementation."""
-    lines = -(-len(rows) // _PANELS_A_LINE)
+    lines = -(-len(rows) // _PANELS_PER_LINE)
     shown = _shown(rows)
     height = 0.5 + lines * (0.9 + 0.19 * len(shown))
-    figure, panels = new_figure(len(rows), height=height, columns=min(_PANELS_A_LINE, len(rows)))
+    figure, panels = new_figure(len(rows), height=height, columns=min(_PANELS_PER_LINE, len(rows)))
     for axes, row in zip(panels, rows, strict=True):
-        found = {impl: _find(row, impl, quantity) for impl in shown}
-        values = {impl: spread.median for impl, spread in found.items() if spread is not None}
+        measurements = {impl: _find(row, impl, quantity) for impl in shown}
+        values = {impl: spread.median for impl, spread in measurements.items() if spread is not None}
         colours = [COLOURS.get(impl, MUTED) for impl in values]
         bars = axes.barh([LABELS.get(impl, impl) for impl in values], list(values.values()), color=colours)
         figures = [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values.values()]

@@ -74,10 +74,10 @@ class Impl:
 
 def _imported(path: str) -> Callable[..., Any]:
     module, names = path.split(":")
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for name in names.split("."):
-        found = getattr(found, name)
-    return found  # type: ignore[no-any-return]
+        value = getattr(value, name)
+    return value  # type: ignore[no-any-return]
 
 
 class _Adapted:

@@ -60,8 +60,8 @@ def differentiable(op: Op, inputs: Mapping[str, Any]) -> list[str]:
 
 def outputs_of(result: Any) -> list[Tensor]:
     """The differentiable outputs of a call that returns a tensor or a tuple."""
-    found = (result,) if isinstance(result, Tensor) else tuple(result)
-    return [t for t in found if isinstance(t, Tensor) and t.is_floating_point()]
+    tensors = (result,) if isinstance(result, Tensor) else tuple(result)
+    return [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def make_upstream(op: Op, inputs: Inputs) -> list[Tensor]:

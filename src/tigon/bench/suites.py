@@ -23,7 +23,7 @@ Quantity = Literal["fraction", "ms", "ratio", "host_us", "kept_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach:
+class PerformanceTarget:
     """One target. `fraction` must be at least `bound`, every other quantity at most `bound`.
 
     - fraction: the limit's time divided by tigon's time.
@@ -52,7 +52,7 @@ class Row:
     logits: Logits = "random"
     graph: bool = True
     """Judge by CUDA-graph replay. False for rows of tens of milliseconds, where launches do not matter."""
-    reach: tuple[Reach, ...] = ()
+    reach: tuple[PerformanceTarget, ...] = ()
     impls: tuple[str, ...] = ()
     """Measure only these implementations; () means all."""
 
@@ -63,12 +63,12 @@ class Row:
         return f"{self.op} {shape}{' ' + self.logits if self.logits != 'random' else ''}"
 
 
-def _fraction(bound: float) -> tuple[Reach, ...]:
-    return (Reach(quantity="fraction", bound=bound),)
+def _fraction(bound: float) -> tuple[PerformanceTarget, ...]:
+    return (PerformanceTarget(quantity="fraction", bound=bound),)
 
 
-def _over_products(ratio: float, memory_gib: float | None = None) -> Reach:
-    return Reach(quantity="ratio", bound=ratio, vs="products", memory_gib=memory_gib)
+def _over_products(ratio: float, memory_gib: float | None = None) -> PerformanceTarget:
+    return PerformanceTarget(quantity="ratio", bound=ratio, vs="products", memory_gib=memory_gib)
 
 
 # Default options per op: those of a training step.
@@ -88,14 +88,14 @@ def row(op: str, *shape: int, **fields: Any) -> Row:
     return Row(op=op, shape=shape, options=options, **fields)
 
 
-def _linear(*shape: int, reach: tuple[Reach, ...] = (), **fields: Any) -> Row:
+def _linear(*shape: int, reach: tuple[PerformanceTarget, ...] = (), **fields: Any) -> Row:
     return row("linear_cross_entropy", *shape, graph=False, reach=reach, **fields)
 
 
 _VARIANTS = (
-    Reach(quantity="ratio", bound=0.60, of="tigon half ignored", vs="tigon"),
-    Reach(quantity="ratio", bound=0.72, of="tigon frozen head", vs="tigon"),
-    Reach(quantity="ratio", bound=0.36, of="tigon eval", vs="tigon"),
+    PerformanceTarget(quantity="ratio", bound=0.60, of="tigon half ignored", vs="tigon"),
+    PerformanceTarget(quantity="ratio", bound=0.72, of="tigon frozen head", vs="tigon"),
+    PerformanceTarget(quantity="ratio", bound=0.36, of="tigon eval", vs="tigon"),
 )
 
 TARGETS = (
@@ -103,18 +103,18 @@ TARGETS = (
     row("rms_norm", 16384, 4096, reach=_fraction(0.90)),
     row("rms_norm", 16384, 8192, reach=_fraction(0.90)),
     row("rms_norm", 16384, 16384, reach=_fraction(0.88)),
-    row("rms_norm", 1, 4096, reach=(Reach(quantity="host_us", bound=80.0),)),
+    row("rms_norm", 1, 4096, reach=(PerformanceTarget(quantity="host_us", bound=80.0),)),
     row("add_rms_norm", 16384, 4096, reach=_fraction(0.94)),
     row("add_rms_norm", 16384, 8192, reach=_fraction(0.94)),
     row("layer_norm", 16384, 4096, reach=_fraction(0.88)),
     row("layer_norm", 16384, 8192, reach=_fraction(0.88)),
     row("rope", 4, 32, 4096, 128, reach=_fraction(0.94)),
     row("rope", 4, 32, 4096, 64, reach=_fraction(0.94)),
-    row("swiglu", 16384, 14336, reach=(*_fraction(0.98), Reach(quantity="kept_bytes", bound=0.0))),
+    row("swiglu", 16384, 14336, reach=(*_fraction(0.98), PerformanceTarget(quantity="kept_bytes", bound=0.0))),
     row("geglu", 16384, 14336, reach=_fraction(0.98)),
-    row("cross_entropy", 8192, 128256, reach=(Reach(quantity="ms", bound=1.15),)),
-    row("cross_entropy", 8192, 32000, reach=(Reach(quantity="ms", bound=0.29),)),
-    row("cross_entropy", 4096, 262144, reach=(Reach(quantity="ms", bound=1.20),)),
+    row("cross_entropy", 8192, 128256, reach=(PerformanceTarget(quantity="ms", bound=1.15),)),
+    row("cross_entropy", 8192, 32000, reach=(PerformanceTarget(quantity="ms", bound=0.29),)),
+    row("cross_entropy", 4096, 262144, reach=(PerformanceTarget(quantity="ms", bound=1.20),)),
     row("cross_entropy", 8192, 128256, logits="peaked"),
     _linear(
         8192, 4096, 128256,
@@ -143,7 +143,10 @@ PAPER = (
 )
 
 # Never slower than torch native or torch.compile by more than 5 %.
-_NO_SLOWER = (Reach(quantity="ratio", bound=1.05, vs="torch"), Reach(quantity="ratio", bound=1.05, vs="compile"))
+_NO_SLOWER = (
+    PerformanceTarget(quantity="ratio", bound=1.05, vs="torch"),
+    PerformanceTarget(quantity="ratio", bound=1.05, vs="compile"),
+)
 _NO_SLOWER_THAN_COMPILED = _NO_SLOWER[1:]
 ODD = (
     *(row("rms_norm", 1_000_000, D, reach=_NO_SLOWER) for D in (64, 96, 128, 256)),

@@ -37,7 +37,7 @@ def _summary_cells(row: RowRecord) -> list[str]:
         (_named(peer, row) if peer else "-") + (f", {_named(wrong, row)} {WRONG}" if wrong else ""),
         _number(_ms(limit, row)) + f" ({limit.impl})" if limit else _number(row.limit_ms),
         f"{100 * fraction:.0f} %" if fraction else "-",
-        "<br>".join(reached(row, target)[0] for target in row.reach) or "-",
+        "<br>".join(target_result(row, target)[0] for target in row.reach) or "-",
         f"{_mib(best)} / {_mib(peer)}",
         f"{_worst(best)} / {_worst(next((m for m in row.measurements if m.role == 'baseline'), None))}",
     ]
@@ -63,7 +63,7 @@ def _faster_but_wrong(row: RowRecord) -> Measurement | None:
     return fastest
 
 
-def reached(row: RowRecord, target: dict[str, Any]) -> tuple[str, bool | None]:
+def target_result(row: RowRecord, target: dict[str, Any]) -> tuple[str, bool | None]:
     """The target and its measured value as text, and whether it was reached (None if it was not measured)."""
     quantity, bound = target["quantity"], target["bound"]
     of = _judged(row, target)

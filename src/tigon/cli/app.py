@@ -27,7 +27,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED_EXIT)
     except BrokenPipeError:  # `tigon plan ... | head`: the reader has closed the pipe
-        with console.outlived():  # at exit Python would flush its buffer and fail again
+        with console.survive_broken_streams():  # at exit Python would flush its buffer and fail again
             sys.stdout.flush()
         sys.exit(BROKEN_PIPE_EXIT)
     except OSError as error:
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _fail(message: str) -> None:
-    with console.outlived():
+    with console.survive_broken_streams():
         print(f"tigon: {message}", file=sys.stderr)
     sys.exit(USAGE_EXIT)
 

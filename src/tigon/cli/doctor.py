@@ -22,7 +22,7 @@ def command(
     from tigon.techniques.quiet import quiet_packages
 
     # both change the whole process, so the command sets them and the library does not
-    hub.settle(() if model is None else (model,))
+    hub.set_offline_mode(() if model is None else (model,))
     quiet_packages()
     diagnosis = diagnose(model)
     print(json.dumps(diagnosis.to_dict(), indent=2) if as_json else diagnosis)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tigon.cli.shared import gpus_as_override
-from tigon.objectives.asked import require_heads
+from tigon.objectives.recipe_checks import require_heads
 from tigon.trainer.guards import console
 
 
@@ -27,5 +27,5 @@ def command(
     """Train heads that predict several tokens ahead (Medusa, MTP), with a report at the end."""
     from tigon.trainer import run  # with what it imports too slow for --help
 
-    with console.outlived():
+    with console.survive_broken_streams():
         run.train(recipe, [*(assignments or ()), *gpus_as_override(gpus)], resume=resume, require=require_heads)

@@ -19,7 +19,7 @@ from tigon.models.loading.config import load_config
 from tigon.planner.gpus import find_gpu
 from tigon.planner.request import Request
 from tigon.planner.search.recommend import Plan, plan
-from tigon.planner.search.space import Asked
+from tigon.planner.search.space import SearchProblem
 from tigon.techniques import SEARCHED, SETTINGS
 from tigon.techniques.choices import LIMITS, Choices
 from tigon.techniques.optimizers import OPTIMIZERS
@@ -111,8 +111,8 @@ def run(
     if policy == "study" and "kernels" not in given:
         free |= {"kernels"}
     request = _request(model, choices, batch, seq, None if medusa is None else (medusa, stage or 1))
-    asked = Asked(request=request, free=free, gpu=find_gpu(gpu), effective_batch=effective_batch)
-    _print(plan(asked, method="study" if method == "study" else "trace", by=policy), as_json, explain, plot)
+    problem = SearchProblem(request=request, free=free, gpu=find_gpu(gpu), effective_batch=effective_batch)
+    _print(plan(problem, method="study" if method == "study" else "trace", by=policy), as_json, explain, plot)
 
 
 def _request(
@@ -197,6 +197,6 @@ def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate:
 
 def _quiet(model: str) -> None:
     """Disable the network unless the model is a hub id, and silence libraries. Call before importing transformers."""
-    hub.settle((model,))
+    hub.set_offline_mode((model,))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # tigon turns the relevant warnings into errors
     quiet_packages()

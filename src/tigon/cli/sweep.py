@@ -32,7 +32,7 @@ def command(
     """Train a recipe over a grid of its keys. Points that are already in the results folder are not measured again."""
     from tigon.sweep.run import sweep
 
-    with console.outlived():
+    with console.survive_broken_streams():
         sweep(
             file, assignments or (), memory_limit=memory_limit, time_limit=time_limit, out=out, only=only,
             retry=retry, draw=draw, earlier=earlier,

@@ -30,5 +30,5 @@ def command(
     """Train a model as a recipe says, with a report at the end."""
     from tigon.trainer.run import train
 
-    with console.outlived():
+    with console.survive_broken_streams():
         train(recipe, [*(assignments or ()), *gpus_as_override(gpus)], resume=resume, auto=auto)

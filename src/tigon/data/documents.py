@@ -71,13 +71,13 @@ class BadRows:
 
     policy: str = "error"
     """The value of `data.bad_rows`."""
-    said: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     """One message per row left out, with its file and line."""
 
     def take(self, error: DataError) -> None:
         if self.policy == "error":
             raise error
-        self.said.append(str(error))
+        self.problems.append(str(error))
 
 
 def read(
@@ -108,12 +108,12 @@ def read(
             )
         documents.append(document)
     if not documents:
-        why = f"; {len(bad.said)} rows were left out, the first: {bad.said[0]}" if bad.said else ""
+        why = f"; {len(bad.problems)} rows were left out, the first: {bad.problems[0]}" if bad.problems else ""
         raise DataError(f"{', '.join(sources)}: no text in these files; name files that are not empty in {key}{why}")
     return documents
 
 
-def hold_out(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+def split_eval(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
     """(training, evaluation) documents. Whole documents are held out at even spacing, so both parts have every kind.
 
     If there is only one text document, its end is held out instead, from a line break on.

@@ -8,7 +8,7 @@ Attention does not cross documents unless `cross_document_attention` is set. Eve
 continues in the next sequence, restarts `position_ids` at 0. transformers builds the block mask from these positions.
 The first token of a piece cannot be predicted from anything, so its label is IGNORE_INDEX.
 
-Legend: N sequences (`Row`), B batch, T tokens per sequence.
+Legend: N sequences (`Sample`), B batch, T tokens per sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tigon.errors import DataError
 
 
 @dataclass(frozen=True)
-class Row:
+class Sample:
     """One sequence: (T,) int32 tensors of tokens, labels, and positions that restart at every piece."""
 
     tokens_T: Tensor
@@ -39,23 +39,23 @@ class Row:
 class Packed:
     """The sequences of a data set, and counts of what packing changed."""
 
-    rows: list[Row]
+    samples: list[Sample]
     n_tokens: int
     n_truncated: int
     n_dropped: int
 
 
-class RowDataset(Dataset[Row]):
+class SampleDataset(Dataset[Sample]):
     """Sequences as a Dataset for a DataLoader."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = rows
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples = samples
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.samples)
 
-    def __getitem__(self, index: int) -> Row:
-        return self.rows[index]
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
 
 
 def pack(documents: Sequence[Encoded], length: int, *, packing: bool, cross_document: bool, too_long: str) -> Packed:
@@ -67,13 +67,13 @@ def pack(documents: Sequence[Encoded], length: int, *, packing: bool, cross_docu
     text = [d for d in documents if d.is_text]
     prompted, n_truncated, n_dropped = _shorten([d for d in documents if not d.is_text], length, too_long)
     if packing:
-        rows = [_row(pieces, cross_document) for pieces in _stream(text, length)]
-        rows += [_row(pieces, cross_document) for pieces in _best_fit(prompted, length)]
+        samples = [_sample(pieces, cross_document) for pieces in _stream(text, length)]
+        samples += [_sample(pieces, cross_document) for pieces in _best_fit(prompted, length)]
     else:
         pieces = [_slice(d, i, i + length) for d in text for i in range(0, len(d.tokens), length)]
-        rows = [_row([piece], cross_document) for piece in [*pieces, *prompted]]
-    rows = [row for row in rows if bool((row.labels_T != IGNORE_INDEX).any())]
-    return Packed(rows, sum(len(row.tokens_T) for row in rows), n_truncated, n_dropped)
+        samples = [_sample([piece], cross_document) for piece in [*pieces, *prompted]]
+    samples = [row for row in samples if bool((row.labels_T != IGNORE_INDEX).any())]
+    return Packed(samples, sum(len(row.tokens_T) for row in samples), n_truncated, n_dropped)
 
 
 def _shorten(documents: Sequence[Encoded], length: int, too_long: str) -> tuple[list[Encoded], int, int]:
@@ -122,22 +122,22 @@ def _stream(documents: Sequence[Encoded], length: int) -> Iterable[list[Encoded]
 
 def _best_fit(documents: Sequence[Encoded], length: int) -> list[list[Encoded]]:
     """Best fit, longest first: each goes into the sequence with the least sufficient room. O(N log N) by bisection."""
-    rows: list[list[Encoded]] = []
+    samples: list[list[Encoded]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted
     for document in sorted(documents, key=lambda d: -len(d.tokens)):
         size = len(document.tokens)
         at = bisect.bisect_left(room, (size, -1))
         if at == len(room):
-            free, index = length, len(rows)
-            rows.append([])
+            free, index = length, len(samples)
+            samples.append([])
         else:
             free, index = room.pop(at)
-        rows[index].append(document)
+        samples[index].append(document)
         bisect.insort(room, (free - size, index))
-    return rows
+    return samples
 
 
-def _row(pieces: Sequence[Encoded], cross_document: bool) -> Row:
+def _sample(pieces: Sequence[Encoded], cross_document: bool) -> Sample:
     tokens: list[int] = []
     labels: list[int] = []
     positions: list[int] = []
@@ -147,7 +147,7 @@ def _row(pieces: Sequence[Encoded], cross_document: bool) -> Row:
         positions += range(first, first + len(piece.tokens))
         tokens += piece.tokens
         labels += [IGNORE_INDEX, *piece.labels[1:]] if restart else piece.labels
-    return Row(*(torch.tensor(values, dtype=torch.int32) for values in (tokens, labels, positions)))
+    return Sample(*(torch.tensor(values, dtype=torch.int32) for values in (tokens, labels, positions)))
 
 
 @dataclass(frozen=True)
@@ -164,41 +164,41 @@ class Collator:
     packing: bool
     flatten: bool = False
 
-    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
-        longest = max(len(row.tokens_T) for row in rows)
-        padding = [longest - len(row.tokens_T) for row in rows]
-        tokens = _stack([row.tokens_T for row in rows], padding, self.pad_id)
-        labels = _stack([row.labels_T for row in rows], padding, IGNORE_INDEX)
+    def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        longest = max(len(row.tokens_T) for row in samples)
+        padding = [longest - len(row.tokens_T) for row in samples]
+        tokens = _stack([row.tokens_T for row in samples], padding, self.pad_id)
+        labels = _stack([row.labels_T for row in samples], padding, IGNORE_INDEX)
         if not self.packing:
-            mask = _stack([torch.ones_like(row.tokens_T) for row in rows], padding, 0)
+            mask = _stack([torch.ones_like(row.tokens_T) for row in samples], padding, 0)
             return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
         positions = torch.stack(
-            [torch.cat([row.positions_T, torch.arange(n)]) for row, n in zip(rows, padding, strict=True)]
+            [torch.cat([row.positions_T, torch.arange(n)]) for row, n in zip(samples, padding, strict=True)]
         ).long()
         batch = {"input_ids": tokens, "labels": labels, "position_ids": positions}
         return {name: value.reshape(1, -1) for name, value in batch.items()} if self.flatten else batch
 
 
-def _stack(rows: Sequence[Tensor], padding: Sequence[int], fill: int) -> Tensor:
+def _stack(samples: Sequence[Tensor], padding: Sequence[int], fill: int) -> Tensor:
     return torch.stack(
-        [torch.nn.functional.pad(row, (0, n), value=fill) for row, n in zip(rows, padding, strict=True)]
+        [torch.nn.functional.pad(row, (0, n), value=fill) for row, n in zip(samples, padding, strict=True)]
     ).long()
 
 
-def unigram_entropy(rows: Iterable[Row]) -> float:
+def unigram_entropy(samples: Iterable[Sample]) -> float:
     """Entropy in nats per learned token of the best predictor without context: H = -sum_v p_v ln p_v."""
-    labels = torch.cat([row.labels_T[row.labels_T != IGNORE_INDEX] for row in rows]).long()
+    labels = torch.cat([row.labels_T[row.labels_T != IGNORE_INDEX] for row in samples]).long()
     counts = torch.bincount(labels)
     p = counts[counts > 0].double() / labels.numel()
     return float(-(p * p.log()).sum())
 
 
-def fingerprint(rows: Iterable[Row]) -> str:
+def fingerprint(samples: Iterable[Sample]) -> str:
     """SHA-256 of tokens and labels. A resumed run must see the same data."""
     import hashlib
 
     digest = hashlib.sha256()
-    for row in rows:
+    for row in samples:
         digest.update(row.tokens_T.numpy().tobytes())
         digest.update(row.labels_T.numpy().tobytes())
     return digest.hexdigest()

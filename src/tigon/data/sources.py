@@ -152,8 +152,8 @@ class _Walk:
         """The entries of `folder` by name. A folder that cannot be read is refused and gives an empty list."""
         entries = []
         try:
-            with os.scandir(folder) as found:
-                for entry in found:
+            with os.scandir(folder) as scanned:
+                for entry in scanned:
                     self.n_entries += 1
                     if self.n_entries > MAX_ENTRIES:
                         raise DataError(

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tigon.doctor import known_bad
-from tigon.doctor.environment import Environment, look
+from tigon.doctor.environment import Environment, current_environment
 from tigon.doctor.finding import LEVELS, Finding
 from tigon.doctor.model import ModelCheck, check_model, prove
 from tigon.doctor.self_test import run_self_test
@@ -131,7 +131,7 @@ def diagnose(model: str | None = None) -> Diagnosis:
         UsageError: the name is none of these, or transformers cannot build the model or is not installed.
     """
     model_check = None if model is None else check_model(model)
-    environment = look()
+    environment = current_environment()
     start = time.perf_counter()
     checks = tuple(run_self_test())
     checks_s = time.perf_counter() - start

@@ -57,7 +57,7 @@ class Environment:
     """Names of transformers and torch that another library has replaced, as "module.name -> other module"."""
 
 
-def look() -> Environment:
+def current_environment() -> Environment:
     """The environment of this process."""
     foreign = tuple(replaced_names())
     return Environment(

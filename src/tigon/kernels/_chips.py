@@ -73,9 +73,9 @@ def chip(index: int | None) -> Chip | None:
         arch: tuple[int, int] | str = torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
     else:
         arch = torch.cuda.get_device_capability(index)
-    return of_arch(arch)
+    return chip_of_arch(arch)
 
 
-def of_arch(arch: tuple[int, int] | str) -> Chip | None:
+def chip_of_arch(arch: tuple[int, int] | str) -> Chip | None:
     """The row of a compute capability or gfx name."""
     return next((row for row in CHIPS if row.arch == arch), None)

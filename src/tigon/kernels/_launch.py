@@ -48,13 +48,13 @@ def launch(kernel, grid, x, *, num_warps, **arguments):
             key.append(address & 15)
             addresses.append(address)
     key = tuple(key)
-    found = _compiled.get(key)
-    if found is None or knobs.runtime.launch_enter_hook.calls or _current_device() != device:
+    cached = _compiled.get(key)
+    if cached is None or knobs.runtime.launch_enter_hook.calls or _current_device() != device:
         compiled = launch_by_triton(kernel, grid, x, num_warps=num_warps, **arguments)
-        if found is None and compiled is not None:
+        if cached is None and compiled is not None:
             _keep(key, compiled)
         return
-    run, fixed = found
+    run, fixed = cached
     run(grid[0], grid[1] if len(grid) == 2 else 1, 1, _raw_stream(device), *fixed, *addresses, *numbers)
 
 

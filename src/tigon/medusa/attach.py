@@ -24,7 +24,7 @@ from tigon import ops
 from tigon.errors import PatchError, UsageError
 from tigon.medusa import loss
 from tigon.medusa.heads import MedusaHeads, MtpHeads, Visit, decoder_layers, inside, make_heads
-from tigon.medusa.record import HeadRecord
+from tigon.medusa.record import HeadMetrics
 from tigon.medusa.spec import HeadsSpec, Objective
 from tigon.models.patch import unwrap
 from tigon.models.seams.base import Change, PatchedModule, Seam, imitate
@@ -55,22 +55,22 @@ class HeadState:
     ranked: bool = False
     """Whether to compute accuracies in this step, which adds a third to the heads' time."""
     scoring: bool = False
-    record: HeadRecord = field(default_factory=lambda: HeadRecord([]))
+    record: HeadMetrics = field(default_factory=lambda: HeadMetrics([]))
 
     def __post_init__(self) -> None:
         if not self.record.names:
             self.record = self.new_record()
 
-    def new_record(self) -> HeadRecord:
+    def new_record(self) -> HeadMetrics:
         own = ["model"] if self.objective.stage == 2 else []
-        return HeadRecord([*own, *(f"head{k}" for k in range(1, self.count + 1))])
+        return HeadMetrics([*own, *(f"head{k}" for k in range(1, self.count + 1))])
 
     def factors(self) -> list[float]:
         return self.objective.factors(self.count, self.scheduled)
 
 
 @dataclass(frozen=True)
-class DoorSeam(Seam):
+class LmHeadSeam(Seam):
     """The model's `lm_head`, whose forward runs a `Visit`."""
 
     op: ClassVar[str] = "multi_head_linear_cross_entropy"
@@ -116,7 +116,7 @@ class HeadedSeam(Seam):
             return "it has heads already; detach them first"
         if self.objective.stage == 2 and getattr(module.config, "output_router_logits", False):
             return "its config has output_router_logits, whose loss would be lost; set it to False"
-        return DoorSeam().objection(module.get_output_embeddings())
+        return LmHeadSeam().objection(module.get_output_embeddings())
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
         seam, base_forward, base_train = self, base.forward, base.train
@@ -171,7 +171,7 @@ class HeadedSeam(Seam):
             # With a cache, transformers ignores the document boundaries in position_ids.
             hidden = trunk(model, {**inputs, "use_cache": False}).last_hidden_state
         joint = self.objective.stage == 2
-        found: list[MultiHeadOutput] = []
+        outputs: list[MultiHeadOutput] = []
 
         def compute() -> Tensor:
             weights = heads.weights() or [head.weight] * heads.spec.count
@@ -184,17 +184,17 @@ class HeadedSeam(Seam):
             # the labels again waits for nothing.
             unwritten = labels.is_cuda and not torch.compiler.is_compiling() and _versions(labels, positions) == written
             target = early if unwritten else targets()
-            found.append(
+            outputs.append(
                 compute_losses(
                     hiddens, weights, blocks, target, shifts=shifts, factors=factors, positions=positions,
                     num_items=_on(hidden.device, inputs.get("num_items_in_batch")),
                     logit_map=self.logit_map, ranked=ranked,
                 )
             )  # fmt: skip
-            return found[0].loss
+            return outputs[0].loss
 
         total = inside([head, *heads.visited()], compute)
-        return found[0]._replace(loss=total)
+        return outputs[0]._replace(loss=total)
 
 
 def _versions(*values: Any) -> tuple[int, ...]:
@@ -284,7 +284,7 @@ def _has_fused_loss(head: nn.Module) -> bool:
 
 
 def _changes(model: Any, seam: HeadedSeam) -> tuple[Change, Change]:
-    return Change("lm_head", model.get_output_embeddings(), DoorSeam()), Change("", model, seam)
+    return Change("lm_head", model.get_output_embeddings(), LmHeadSeam()), Change("", model, seam)
 
 
 def load_into(heads: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -326,10 +326,10 @@ def detach(model: Any) -> MedusaHeads | MtpHeads:
 
 
 @contextlib.contextmanager
-def scoring(model: Any) -> Iterator[HeadRecord]:
+def scoring(model: Any) -> Iterator[HeadMetrics]:
     """Context in which the model, in evaluation, records the heads' losses and accuracies for batches with labels.
 
-    Yields the `HeadRecord`. Each loss is divided by its own number of tokens.
+    Yields the `HeadMetrics`. Each loss is divided by its own number of tokens.
     """
     heads = heads_of(model)
     before = heads.state

@@ -183,8 +183,8 @@ def final_norm(model: Any) -> nn.Module:
     norms = [child for name, child in holder.named_children() if "norm" in name or name == "ln_f"]
     if not norms:
         raise PatchError(f"{type(model).__name__} has no norm after its layers, which MTP modules need; use medusa.")
-    found: nn.Module = norms[-1]
-    return found
+    norm: nn.Module = norms[-1]
+    return norm
 
 
 def make_heads(spec: HeadsSpec, model: Any) -> MedusaHeads | MtpHeads:

@@ -115,8 +115,8 @@ def _load(folder: Path, config: dict[str, Any]) -> tuple[HeadsSpec, dict[str, Te
     if (folder / WEIGHTS).is_file():
         read = load_file(folder / WEIGHTS)
     elif (folder / AUTHORS_WEIGHTS).is_file():
-        found = torch.load(folder / AUTHORS_WEIGHTS, map_location="cpu", weights_only=True)
-        read = {_name_of_authors(name, spec): tensor for name, tensor in found.items()}
+        state = torch.load(folder / AUTHORS_WEIGHTS, map_location="cpu", weights_only=True)
+        read = {_name_of_authors(name, spec): tensor for name, tensor in state.items()}
     else:
         raise UsageError(f"{folder} contains neither {WEIGHTS} nor {AUTHORS_WEIGHTS}.")
     return spec, {name: t for name, t in read.items() if not (spec.shared and name.startswith("lm_heads."))}
@@ -125,10 +125,10 @@ def _load(folder: Path, config: dict[str, Any]) -> tuple[HeadsSpec, dict[str, Te
 def _number(folder: Path, config: dict[str, Any], *names: str, default: int = 0) -> int:
     """The value of the first of `names` in the config. Raises UsageError unless it is a whole number."""
     name = next((name for name in names if name in config), None)
-    found = default if name is None else config[name]
-    if type(found) is not int or found < 0:
-        raise UsageError(f"{folder / CONFIG}: {name} is {found!r}; it must be a whole number.")
-    return found
+    value = default if name is None else config[name]
+    if type(value) is not int or value < 0:
+        raise UsageError(f"{folder / CONFIG}: {name} is {value!r}; it must be a whole number.")
+    return value
 
 
 def _authors_name(name: str, spec: HeadsSpec) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from tigon.errors import UsageError
 from tigon.medusa.attach import attach, scoring
 from tigon.medusa.heads import MedusaHeads, MtpHeads
-from tigon.medusa.record import HeadRecord
+from tigon.medusa.record import HeadMetrics
 from tigon.medusa.spec import HeadsSpec, Objective, shares_head
 from tigon.models.loading.config import build_on_meta
 from tigon.techniques.choices import LIMITS, Choices
@@ -57,7 +57,7 @@ class Attachment:
     def __call__(self, model: Any) -> MedusaHeads | MtpHeads:
         return attach(model, self.spec, self.objective)
 
-    def scoring(self, model: Any) -> AbstractContextManager[HeadRecord]:
+    def scoring(self, model: Any) -> AbstractContextManager[HeadMetrics]:
         """Context in which `model`, in evaluation, computes the heads' losses (`tigon.medusa.attach.scoring`)."""
         return scoring(model)
 

@@ -13,7 +13,7 @@ from tigon.ops.losses.multi_head import MultiHeadOutput
 # K losses: those of the heads, preceded by the model's own if the model is trained too.
 
 
-class HeadRecord:
+class HeadMetrics:
     """Sums over tokens, in fp64, so that a mean over micro-batches is the mean over their tokens."""
 
     def __init__(self, names: list[str]) -> None:
@@ -27,31 +27,31 @@ class HeadRecord:
     def _add(self, name: str, part: Tensor) -> None:
         self._sums[name] = self._sums[name] + part if name in self._sums else part
 
-    def add(self, found: MultiHeadOutput, num_items: Tensor | float | None) -> None:
+    def add(self, output: MultiHeadOutput, num_items: Tensor | float | None) -> None:
         """Add one micro-batch: `losses` and `counts`, and `accuracy` if it was computed.
 
         num_items: the denominator of the losses; None if each was divided by its own count.
         """
-        assert found.losses is not None and found.counts is not None
-        finite = found.losses.detach().isfinite()  # the run's loss leaves out non-finite steps too
-        counts_K = torch.where(finite, found.counts.double(), 0.0)
+        assert output.losses is not None and output.counts is not None
+        finite = output.losses.detach().isfinite()  # the run's loss leaves out non-finite steps too
+        counts_K = torch.where(finite, output.counts.double(), 0.0)
         weights_K = counts_K if num_items is None else torch.as_tensor(num_items).to(counts_K)
-        self._add("losses", torch.where(finite, found.losses.detach().double(), 0.0) * weights_K)
+        self._add("losses", torch.where(finite, output.losses.detach().double(), 0.0) * weights_K)
         self._add("counts", counts_K)
-        if found.accuracy is not None:
-            self._add("hits", torch.nan_to_num(found.accuracy.double()) * counts_K.unsqueeze(1))
+        if output.accuracy is not None:
+            self._add("hits", torch.nan_to_num(output.accuracy.double()) * counts_K.unsqueeze(1))
             self._add("ranked", counts_K)
 
-    def join(self, other: HeadRecord) -> None:
+    def join(self, other: HeadMetrics) -> None:
         """Add the sums of another record of the same losses."""
         for name, part in other._sums.items():
             self._add(name, part)
 
-    def blank(self) -> HeadRecord:
+    def blank(self) -> HeadMetrics:
         """A record of the same losses with sums of 0, for a process without sequences in an all-reduce."""
-        found = HeadRecord(self.names)
-        found._sums = {name: torch.zeros_like(part) for name, part in self._sums.items()}
-        return found
+        blank = HeadMetrics(self.names)
+        blank._sums = {name: torch.zeros_like(part) for name, part in self._sums.items()}
+        return blank
 
     def state(self) -> dict[str, list[Any]]:
         """The sums of this process since the last `take`, for a checkpoint."""
@@ -71,10 +71,10 @@ class HeadRecord:
         columns = [self._sums[name] for name in ("losses", "counts", "hits", "ranked") if name in self._sums]
         sums = reduce(torch.cat([part.reshape(len(self.names), -1) for part in columns], dim=1)).tolist()
         self.reset()
-        found = {}
+        values = {}
         for name, (loss, count, *ranks) in zip(self.names, sums, strict=True):
             if count:
-                found[f"{name}_loss"] = loss / count
+                values[f"{name}_loss"] = loss / count
             if ranks and ranks[-1]:
-                found |= {f"{name}_top{k}": hits / ranks[-1] for k, hits in enumerate(ranks[:-1], start=1)}
-        return found
+                values |= {f"{name}_top{k}": hits / ranks[-1] for k, hits in enumerate(ranks[:-1], start=1)}
+        return values

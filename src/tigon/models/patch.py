@@ -15,7 +15,15 @@ from torch import nn
 
 from tigon.errors import OptionError, PatchError
 from tigon.models.report import LeftAlone, PatchReport, Replaced
-from tigon.models.seams.base import Change, PatchedModule, Seam, instance_objection, package_of, taken_by, vendor
+from tigon.models.seams.base import (
+    Change,
+    PatchedModule,
+    Seam,
+    instance_objection,
+    package_of,
+    replaced_by_package_reason,
+    vendor,
+)
 from tigon.models.seams.loss import CausalLMSeam, HeadSeam, peel
 from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS, PatchSpec
 from tigon.models.structure import structural_row
@@ -112,8 +120,10 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
             f"nothing in this {type(model).__name__} can run an op of tigon"
             f"{': ' if reasons else ''}{'; '.join(reasons)}. Nothing was changed."
         )
-    taken = {id(change.module) for change in decision.changes}
-    decision.refused = [entry for entry in decision.refused if id(entry[1]) not in taken]  # another flag's seam fits
+    changed_ids = {id(change.module) for change in decision.changes}
+    decision.refused = [
+        entry for entry in decision.refused if id(entry[1]) not in changed_ids
+    ]  # another flag's seam fits
     _apply(decision.changes)
     return _report(model, spec, decision, flags)
 
@@ -193,7 +203,7 @@ def _judge(path: str, module: nn.Module, candidates: list[Seam], decision: _Deci
             decision.changes.append(Change(path, module, seam))
             return True
         if any(words in objection for words in UNTOLD) and (package := vendor(seam.code(module), decision.home)):
-            objection = taken_by(package, module)
+            objection = replaced_by_package_reason(package, module)
     decision.refused.append((path, module, seam, objection or ""))
     return False
 
@@ -221,7 +231,11 @@ def _decide_loss(model: nn.Module, spec: PatchSpec, flags: Flags, decision: _Dec
     else:
         # A subclass has its own forward, which is fine. A forward assigned to a class may bypass the head.
         package = vendor(seam.code(model), _package_of_forward(model, decision.home))
-        reason = taken_by(package, model) if package else instance_objection(model) or seam.objection(model)
+        reason = (
+            replaced_by_package_reason(package, model)
+            if package
+            else instance_objection(model) or seam.objection(model)
+        )
     if reason is not None or head is None:
         decision.refused.append(("", model, seam, reason or ""))
         _insist(flags, LOSS_FLAGS, reason)

@@ -1,10 +1,10 @@
-"""What a run learns: one protocol, which the trainer calls, and one file for each objective.
+"""Training objectives: one protocol, which the trainer calls, and one file per objective.
 
-base.py         the protocol, and what the trainer hands to it
-causal_lm.py    the next token
-medusa.py       the tokens further ahead, by heads on the model
-choose.py       the objective that a recipe asks for
-asked.py        what a recipe asks of it, read before transformers is imported
+base.py             The protocol and the dataclasses that the trainer passes to it.
+causal_lm.py        Next-token prediction.
+medusa.py           Prediction of later tokens, by heads on the model.
+choose.py           Chooses the objective of a recipe.
+recipe_checks.py    Checks of a recipe that run before transformers is imported.
 """
 
 from __future__ import annotations

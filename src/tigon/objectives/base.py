@@ -1,7 +1,7 @@
-"""The protocol of an objective, and what the trainer hands to it.
+"""The protocol of a training objective, and the dataclasses that the trainer passes to it.
 
-The trainer imports this package and no objective imports the trainer: whatever an objective needs of a run comes as an
-argument. One object serves one training; of a model it keeps nothing, as a comparison builds several.
+The trainer imports this package. No objective imports the trainer; an objective gets what it needs as arguments. A run
+has one objective. It stores no reference to a model, because a comparison builds several models.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tigon.data.packing import Row
+from tigon.data.packing import Sample
 from tigon.recipe.keys import ModelConfig, TrainConfig
 from tigon.techniques.choices import Choices
 
@@ -24,97 +24,97 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Ordinary training that makes the model which the objective starts from."""
+    """Ordinary training before the run, which makes the model that the objective starts from."""
 
     train: TrainConfig
     choices: Choices
     folder: Path
-    """Gets the model, once it is complete."""
+    """The model is written here when the phase is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Where training is before a micro-batch."""
+    """The progress of training before a micro-batch."""
 
     done: int
-    """Optimizer steps taken."""
+    """Completed optimizer steps."""
     total: int
     log_every: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinalSave:
-    """How the trained model of a run is saved. Every process calls each of these functions, or none does."""
+    """How the trained model of a run is saved. The functions are collective: every process calls them, or none does."""
 
     folder: Path
-    """The run's."""
+    """The run folder."""
     sharded: bool
-    """Whether the weights are divided among processes."""
+    """Whether the weights are sharded over the processes."""
     is_first: bool
     gathered_state: Callable[[], dict[str, torch.Tensor] | None]
-    """Of sharded weights the whole; None in processes that do not get it."""
+    """Gathers the full state dict of sharded weights; returns None in processes that do not receive it."""
     save_model: Callable[[], None]
-    """Writes `model/` as transformers loads it, adapters merged."""
+    """Writes `model/` for `from_pretrained`, with merged adapters."""
 
 
 class Objective(Protocol):
-    """What a run minimises, and what belongs to it: on the model, in the optimizer, in records, files and samples."""
+    """The loss that a run minimises, and all that depends on it: modules, optimizer groups, metrics, files and samples."""
 
     # --- before there is a model -------------------------------------------------------------------------------------
 
     @property
     def reads_whole_weights(self) -> bool:
-        """Whether `put_on` reads weights of the model, so that they are not loaded into an engine's partitions."""
+        """Whether `attach` reads weights of the model, so ZeRO-3 must not partition them while they are loaded."""
         ...
 
     def attachment(self) -> Any:
-        """What the planner puts on the model that it traces (`planner.request.Heads`); None: nothing."""
+        """The modules that the planner adds to the traced model (`planner.request.Heads`), or None."""
         ...
 
     def announcement(self) -> str | None:
-        """A line for the console before training."""
+        """One line for the console before training, or None."""
         ...
 
     def no_sample_line(self) -> str:
-        """What is not drawn where weights are sharded."""
+        """One line that names the samples which are skipped if weights are sharded."""
         ...
 
     def phase(self, choices: Choices, run: Path) -> Phase | None:
-        """Training that comes first; None where there is none, or it is done (a resumed run)."""
+        """The phase before the run; None if there is none, or if it is complete (a resumed run)."""
         ...
 
     def model(self, run: Path) -> ModelConfig:
-        """Where the model comes from: the recipe's, or what `phase` has made. run: the run folder."""
+        """The model to load: the recipe's, or the one that `phase` made. run: the run folder."""
         ...
 
-    def put_on(self, built: Any) -> Any:
-        """`built`, patched and with its techniques, with what the objective adds to it."""
+    def attach(self, built: Any) -> Any:
+        """Add the objective's modules to `built`, a patched model with its techniques, and return it."""
         ...
 
     # --- training ----------------------------------------------------------------------------------------------------
 
     def group(self, model: Any, optimizer: Any) -> None:
-        """Change the groups of a new optimizer."""
+        """Change the parameter groups of a new optimizer."""
         ...
 
     def begin_step(self, model: Any, step: Step) -> None:
-        """Before each micro-batch."""
+        """Called before each micro-batch."""
         ...
 
     def loss(self, model: Any, inputs: Mapping[str, Any], of_model: Callable[[], Any]) -> Any:
-        """The loss of a micro-batch. of_model: computes that of the model's own forward pass, as transformers does."""
+        """The loss of a micro-batch. of_model: computes the loss of the model's own forward, as transformers does."""
         ...
 
     def metrics(self, model: Any, reduce: Reduce) -> dict[str, float]:
-        """What a record of training says beside the loss, of the steps since the last record."""
+        """Metrics beside the loss for the training log, over the steps since the last log."""
         ...
 
     def counted(self, model: Any) -> dict[str, Any]:
-        """What has been summed since the last record, in this process, for a checkpoint between two records."""
+        """The sums of this process since the last log, for a checkpoint between two logs."""
         ...
 
     def resume_counting(self, model: Any, counted: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from what `counted` returned."""
+        """Restore the sums that `counted` returned."""
         ...
 
     # --- evaluation --------------------------------------------------------------------------------------------------
@@ -124,46 +124,45 @@ class Objective(Protocol):
     def evaluation_sums(
         self, model: Any, inputs: Mapping[str, Any], counts: bool, precision: Callable[[], AbstractContextManager[Any]]
     ) -> torch.Tensor:
-        """(sum of the losses, learned tokens) of a batch, in fp64; zeros where it does not count. precision: gives the
-        context of a forward pass.
+        """Returns (sum of the losses, number of target tokens) of a batch in fp64; zeros if `counts` is false.
 
-        On the device, and not waited for: where another process has run out of memory in a pass that takes all, this
-        one's would never end.
+        precision: makes the autocast context of a forward pass. The result stays on the device and the host does not
+        wait for it: if another process has run out of memory in a collective forward pass, this wait would not end.
         """
         ...
 
     def count_batch(self) -> None:
-        """The batch that was evaluated last has fit everywhere, and is not tried again."""
+        """Count the last batch: it has fit in every process, so no process repeats it with fewer samples."""
         ...
 
     def evaluation_metrics(self, reduce: Reduce) -> dict[str, float]:
-        """What a record of evaluation says beside the loss."""
+        """Metrics beside the eval loss for the evaluation log."""
         ...
 
     # --- files -------------------------------------------------------------------------------------------------------
 
     def checkpoint_state(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
-        """What a checkpoint holds of the weights. state: gathered already; None: they are the model's."""
+        """The weights that a checkpoint holds. state: the gathered state dict; None: the model has full weights."""
         ...
 
     def save_beside(self, model: Any, folder: Path) -> None:
-        """Write what a checkpoint has beside them."""
+        """Write the objective's own files of a checkpoint."""
         ...
 
     def load_beside(self, model: Any, folder: Path) -> None:
-        """Read what `save_beside` wrote, if it is there."""
+        """Read the files of `save_beside`, if the checkpoint has them."""
         ...
 
     def save(self, built: Any, final: FinalSave) -> bool:
-        """The final weights. Every process calls it. Returns whether a model was written."""
+        """Save the final weights. Every process calls it. Returns whether a model was written."""
         ...
 
     # --- after training ----------------------------------------------------------------------------------------------
 
-    def sampled(self, built: Any, rows: Sequence[Row], eos: int | None) -> dict[str, Any] | None:
-        """What is decoded at the end beside the text sample, for the summary's `decoded`; None: nothing."""
+    def sampled(self, built: Any, samples: Sequence[Sample], eos: int | None) -> dict[str, Any] | None:
+        """Decode held-out prompts after training, for the summary's `decoded`; None if the objective does not."""
         ...
 
     def sampled_line(self, found: Mapping[str, Any]) -> str:
-        """What `sampled` found, as one line for the console and the report."""
+        """One line for the console and the report about the result of `sampled`."""
         ...

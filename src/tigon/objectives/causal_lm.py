@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tigon.data.packing import Row
+from tigon.data.packing import Sample
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.models.seams.loss import without_logits
 from tigon.objectives.base import FinalSave, Phase, Reduce, Step
@@ -44,7 +44,7 @@ class CausalLM:
     def model(self, run: Path) -> ModelConfig:
         return self.config
 
-    def put_on(self, built: Any) -> Any:
+    def attach(self, built: Any) -> Any:
         return built
 
     def group(self, model: Any, optimizer: Any) -> None:
@@ -98,7 +98,7 @@ class CausalLM:
         final.save_model()
         return True
 
-    def sampled(self, built: Any, rows: Sequence[Row], eos: int | None) -> dict[str, Any] | None:
+    def sampled(self, built: Any, samples: Sequence[Sample], eos: int | None) -> dict[str, Any] | None:
         return None
 
     def sampled_line(self, found: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""From a recipe to its objective: the one place where a recipe is asked which it is."""
+"""Chooses the objective of a recipe. No other file does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tigon.recipe.keys import Recipe
 def objective_of(recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]) -> Objective:
     """The objective of a run, checked against its model. Raises RecipeError.
 
-    config: the model's. shapes: gives those of its parameters, by name; only asked where they matter.
+    config: the model's config. shapes: returns the shapes of its parameters by name; called only if needed.
     """
     if recipe.heads.stage is None:
         return CausalLM(recipe.model)

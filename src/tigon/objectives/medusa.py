@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tigon import medusa
-from tigon.data.packing import Row
+from tigon.data.packing import Sample
 from tigon.errors import RecipeError, UsageError
 from tigon.medusa.attach import NAME, check_fits, scoring
 from tigon.medusa.heads import decoder_layers, make_heads
-from tigon.medusa.record import HeadRecord
+from tigon.medusa.record import HeadMetrics
 from tigon.medusa.spec import HeadsSpec, scheduled, shares_head
 from tigon.models.loading.config import build_on_meta
 from tigon.models.loading.presets import PRESETS
@@ -35,13 +35,21 @@ PROMPTS, PROMPT_TOKENS = 4, 24
 
 
 def check(recipe: Recipe, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> HeadsSpec:
-    """The heads of a run; refuses a file that is none, and steps for a base that is trained already.
-    config: the model's. shapes: of its parameters, by name."""
+    """The heads of a run.
+
+    Args:
+        recipe: a recipe with heads.
+        config: the model's config.
+        shapes: the shapes of the model's parameters by name.
+
+    Raises:
+        RecipeError: the heads do not fit the model, or heads.base_steps is set for a trained model.
+    """
     heads = recipe.heads
     if heads.base_steps and recipe.model.name not in PRESETS:
         raise RecipeError(
-            f"heads.base_steps is {heads.base_steps}, but {recipe.model.name} is no preset: its weights are trained; "
-            "set it to 0"
+            f"heads.base_steps is {heads.base_steps}, but {recipe.model.name} has trained weights, because it is not "
+            "a preset; set it to 0"
         )
     text = config.get_text_config()
     if heads.start is not None:
@@ -81,8 +89,10 @@ def _check_agrees(heads: HeadsConfig, spec: HeadsSpec) -> None:
 
 
 def _width(state: Mapping[str, torch.Tensor]) -> int:
-    """Of the hidden states that heads take: of MTP modules (H, 2H) joins two, of others a block is (H, H), or without
-    blocks an output layer (V, H)."""
+    """H, the width of the hidden states that the heads take.
+
+    An MTP module has an (H, 2H) projection. Medusa heads have (H, H) blocks, or without blocks a (V, H) output layer.
+    """
     joins = [tensor.shape[0] for name, tensor in state.items() if name.endswith("eh_proj.weight")]
     return int(joins[0] if joins else next(iter(state.values())).shape[-1])
 
@@ -103,8 +113,8 @@ class MedusaTraining(CausalLM):
 
     recipe: Recipe = field(kw_only=True)
     spec: HeadsSpec = field(kw_only=True)
-    _held_out: HeadRecord | None = field(default=None, init=False)
-    _scored: HeadRecord | None = field(default=None, init=False)
+    _held_out: HeadMetrics | None = field(default=None, init=False)
+    _scored: HeadMetrics | None = field(default=None, init=False)
 
     @property
     def heads(self) -> HeadsConfig:
@@ -151,7 +161,7 @@ class MedusaTraining(CausalLM):
             return self.recipe.model
         return replace(self.recipe.model, name=str(base), config=None)
 
-    def put_on(self, built: Any) -> Any:
+    def attach(self, built: Any) -> Any:
         start = self.heads.start
         state = _read(start)[1] if start is not None else None
         try:
@@ -247,8 +257,8 @@ class MedusaTraining(CausalLM):
 
     # --- after training ----------------------------------------------------------------------------------------------
 
-    def sampled(self, built: Any, rows: Sequence[Row], eos: int | None) -> dict[str, Any]:
-        return decoded(built, self.recipe.output.sample_tokens, rows, eos)
+    def sampled(self, built: Any, samples: Sequence[Sample], eos: int | None) -> dict[str, Any]:
+        return decoded(built, self.recipe.output.sample_tokens, samples, eos)
 
     def sampled_line(self, found: Mapping[str, Any]) -> str:
         return decoding_line(found)
@@ -259,7 +269,7 @@ def _heads_of(model: Any) -> Any:
 
 
 def split_groups(optimizer: Any, own: set[int], multiplier: float) -> None:
-    """Move the parameters in `own` (by id) to groups of their own, with `multiplier` times the learning rate."""
+    """Move the parameters whose ids are in `own` to separate groups with `multiplier` times the learning rate."""
     for group in list(optimizer.param_groups):
         heads = [p for p in group["params"] if id(p) in own]
         if not heads:
@@ -272,11 +282,11 @@ def split_groups(optimizer: Any, own: set[int], multiplier: float) -> None:
         optimizer.add_param_group({**options, "params": heads, "lr": group["lr"] * multiplier})
 
 
-def decoded(built: Any, n_tokens: int, rows: Sequence[Row], eos: int | None) -> dict[str, Any]:
+def decoded(built: Any, n_tokens: int, samples: Sequence[Sample], eos: int | None) -> dict[str, Any]:
     """Greedy decoding of held-out beginnings with the heads and without: tokens, forward passes, and whether the texts
     are the same."""
     device = next(built.parameters()).device
-    beginnings = [row.tokens_T[:PROMPT_TOKENS].long().unsqueeze(0).to(device) for row in rows[:PROMPTS]]
+    beginnings = [sample.tokens_T[:PROMPT_TOKENS].long().unsqueeze(0).to(device) for sample in samples[:PROMPTS]]
     tokens = passes = plain_passes = same = 0
     try:
         for ids in beginnings:

@@ -72,7 +72,7 @@ def planned_device(x: Tensor) -> str:
 def planned_chip(x: Tensor) -> Chip | None:
     """The chip whose launch tables an op on `x` uses; None if no kernel runs or the chip has no table row."""
     if _planned_arch is not None:
-        return _chips.of_arch(_planned_arch)
+        return _chips.chip_of_arch(_planned_arch)
     if not HAS_TRITON or not (x.is_cuda or (INTERPRET and x.device.type == "cpu")):
         return None
     return _chips.chip(x.device.index)
@@ -108,7 +108,7 @@ def check_dtype(*tensors: Tensor | None) -> None:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def unwatched(args: tuple[Any, ...]) -> bool:
+def can_bypass_dispatcher(args: tuple[Any, ...]) -> bool:
     """True if no compiler, mode or tensor subclass needs to see a named operator, and no argument is a meta tensor."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
@@ -177,7 +177,7 @@ class Primitive:
         return body(*args, **extra)  # type: ignore[misc]
 
     def __call__(self, *args: Any) -> Any:
-        return self.run(*args) if unwatched(args[: self._tensors_end]) else self._operator(*args)
+        return self.run(*args) if can_bypass_dispatcher(args[: self._tensors_end]) else self._operator(*args)
 
 
 class Differentiable:

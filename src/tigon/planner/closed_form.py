@@ -8,12 +8,12 @@ states       16 bytes per parameter: weight, gradient and two moments in fp32
 from __future__ import annotations
 
 from tigon.planner.request import Request, text_config
-from tigon.planner.simulate.statics import Statics
+from tigon.planner.simulate.model_states import ModelStates
 
 BYTES_PER_PARAMETER = 16
 
 
-def components(request: Request, model: Statics) -> dict[str, int]:
+def components(request: Request, model: ModelStates) -> dict[str, int]:
     """Returns bytes by component; logits are 0 with a fused loss."""
     config = text_config(request.config)
     tokens = request.batch * request.seq
@@ -30,7 +30,7 @@ def components(request: Request, model: Statics) -> dict[str, int]:
     }
 
 
-def step_flops(request: Request, model: Statics) -> float:
+def step_flops(request: Request, model: ModelStates) -> float:
     """FLOPs of an optimizer step without a trace: 6 per parameter and token, 8 if layers are recomputed."""
     tokens = request.batch * request.seq * request.choices.accumulate
     return (6.0 if request.choices.checkpointing == "none" else 8.0) * model.numel * tokens

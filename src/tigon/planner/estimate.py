@@ -22,12 +22,12 @@ from tigon.planner import closed_form
 from tigon.planner.engines.base import Engine
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.engines.deepspeed_host_memory import pinned
-from tigon.planner.engines.non_allocator_memory import outside_bytes
+from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, check
 from tigon.planner.simulate.ledger import COMPONENTS
+from tigon.planner.simulate.model_states import ModelStates, at_rest
 from tigon.planner.simulate.playback import offloaded
-from tigon.planner.simulate.statics import Statics, at_rest
 from tigon.planner.simulated_run import RunMemory, SimulatedRun
 from tigon.planner.step_time import step_seconds
 from tigon.planner.trace.cache import StepTapes, step_tapes
@@ -120,7 +120,7 @@ def _assembled(
     return Estimate(
         peak_allocated_bytes=memory.peak_bytes,
         peak_reserved_bytes=memory.reserved_bytes,
-        device_bytes=memory.reserved_bytes + outside_bytes(gpu, request.choices),
+        device_bytes=memory.reserved_bytes + non_allocator_bytes(gpu, request.choices),
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,
         step_s=step_s,
@@ -137,7 +137,7 @@ def _step_tokens(request: Request) -> int:
     return request.batch * request.seq * request.choices.accumulate * request.choices.gpus
 
 
-def _notes(request: Request, gpu: Gpu, engine: Engine, model: Statics) -> tuple[str, ...]:
+def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelStates) -> tuple[str, ...]:
     choices = request.choices
     notes = []
     if choices.kernels == "liger":
@@ -180,7 +180,7 @@ def _from_formulas(request: Request, gpu: Gpu) -> Estimate:
     return Estimate(
         peak_allocated_bytes=peak_bytes,
         peak_reserved_bytes=peak_bytes,
-        device_bytes=peak_bytes + outside_bytes(gpu, request.choices),
+        device_bytes=peak_bytes + non_allocator_bytes(gpu, request.choices),
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,
         step_s=step_s,

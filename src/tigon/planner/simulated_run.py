@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tigon.planner.engines.base import Engine, Loading, Placement
-from tigon.planner.engines.non_allocator_memory import room_bytes
+from tigon.planner.engines.non_allocator_memory import allocator_budget_bytes
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, ties_embeddings
 from tigon.planner.simulate.allocator import CachingAllocator
 from tigon.planner.simulate.collectives import GATHERING, GatheredWeights, ReducedGradients
 from tigon.planner.simulate.ledger import Allocation, Ledger
-from tigon.planner.simulate.playback import GradientRules, play, play_evaluation
-from tigon.planner.simulate.statics import Statics, step_tensors
+from tigon.planner.simulate.model_states import ModelStates, step_tensors
+from tigon.planner.simulate.playback import GradientRules, replay, replay_evaluation
 from tigon.planner.trace.cache import StepTapes
 from tigon.techniques.optimizers import OPTIMIZERS
 
@@ -45,20 +45,20 @@ class SimulatedRun:
     """With the choices that the GPU computes with, which are not always those of the user (Engine.traced_choices)."""
     gpu: Gpu
     engine: Engine
-    model: Statics
+    model: ModelStates
     placement: Placement
     tapes: StepTapes
 
     def memory(self) -> RunMemory:
         """Simulate the run."""
-        ledger = Ledger(allocator=CachingAllocator(room_bytes(self.gpu, self.engine.choices)))
+        ledger = Ledger(allocator=CachingAllocator(allocator_budget_bytes(self.gpu, self.engine.choices)))
         self._load(ledger)
         for step in range(STEPS):
             self._step(ledger, first=step == 0)
         self._save(ledger)
         reserved_bytes = ledger.allocator.peak_reserved_bytes
         if self.tapes.evaluation is not None:
-            play_evaluation(ledger, self.tapes.evaluation)
+            replay_evaluation(ledger, self.tapes.evaluation)
         if self.request.evaluated:
             reserved_bytes = ledger.allocator.peak_reserved_bytes
         phase, peak_bytes, components = ledger.peak(except_phase=None if self.request.evaluated else "eval")
@@ -111,7 +111,7 @@ class SimulatedRun:
         waits_whole = rules.whole_until_last_micro_batch
         gradients: list[Allocation | None] = []
         for number in range(min(self.request.choices.accumulate, 2)):
-            gradients += play(
+            gradients += replay(
                 ledger,
                 tapes[min(number, len(tapes) - 1)],
                 GradientRules(

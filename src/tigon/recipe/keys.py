@@ -318,11 +318,11 @@ def check_combinations(recipe: Recipe, path: object) -> None:
     """Refuse keys and techniques that exclude each other. Raises RecipeError with the file's name."""
     train, output = recipe.train, recipe.output
     if (train.steps is None) == (train.epochs is None):
-        said = "both are given" if train.steps is not None else "neither is given"
-        raise RecipeError(f"{path}: train.steps and train.epochs: {said}; give exactly one, e.g. train.steps: 200")
+        complaint = "both are given" if train.steps is not None else "neither is given"
+        raise RecipeError(f"{path}: train.steps and train.epochs: {complaint}; give exactly one, e.g. train.steps: 200")
     if problem := folder_name_problem(output.name, NAME_CHARACTERS):
-        said = f"output.name is {output.name!r}, and names one folder inside output.folder"
-        raise RecipeError(f"{path}: {said}: {problem}")
+        complaint = f"output.name is {output.name!r}, and names one folder inside output.folder"
+        raise RecipeError(f"{path}: {complaint}: {problem}")
     if not output.folder.strip() or "\0" in output.folder:
         raise RecipeError(f"{path}: output.folder is {output.folder!r}; name a folder, such as runs")
     if recipe.comparison.steps == 1:
@@ -443,14 +443,14 @@ SWITCHES = (
 )  # fmt: skip
 
 
-def check_effects(recipe: Recipe, said: typing.Collection[str], where: Callable[[str], str]) -> None:
-    """Refuse keys in `said` (the keys that the user gave) that would do nothing.
+def check_effects(recipe: Recipe, given_keys: typing.Collection[str], where: Callable[[str], str]) -> None:
+    """Refuse keys in `given_keys` (the keys that the user gave) that would do nothing.
 
     If the switch is given too, the keys are accepted, so that one key can turn a technique off. Raises RecipeError.
     """
     for switch in SWITCHES:
-        idle = [key for key in switch.keys if key in said]
-        if idle and switch.key not in said and not switch.on(recipe):
+        idle = [key for key in switch.keys if key in given_keys]
+        if idle and switch.key not in given_keys and not switch.on(recipe):
             section, name = switch.key.split(".")
             them, off = "it" if len(idle) == 1 else "them", json.dumps(getattr(getattr(recipe, section), name))
             # A resumed run already has the keys, so only the third fix works there.

@@ -56,8 +56,8 @@ def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[],
     on_gpu = raw.pop(ON_GPU, None)
     assignments = [_parse_override(text) for text in overrides]
     # Keys under on_gpu count as given on every machine, so a recipe is accepted or refused alike on all of them.
-    said = {f"{name}.{key}" for block in (raw, on_gpu or {}) for name, keys in block.items() for key in keys}
-    said |= {".".join(dotted.split(".")[:2]) for dotted, _ in assignments}
+    given_keys = {f"{name}.{key}" for block in (raw, on_gpu or {}) for name, keys in block.items() for key in keys}
+    given_keys |= {".".join(dotted.split(".")[:2]) for dotted, _ in assignments}
     device = _peek_device(raw, assignments)
     if on_gpu and (device == "cuda" or (device == "auto" and gpu_present())):
         _merge(raw, on_gpu)
@@ -72,7 +72,7 @@ def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[],
     assert isinstance(recipe, Recipe)
     if checked:
         check_combinations(recipe, path)
-        check_effects(recipe, said, where)
+        check_effects(recipe, given_keys, where)
     return recipe
 
 
@@ -240,16 +240,16 @@ def _convert(value: Any, hint: Any, limits: Mapping[str, Any], dotted: str, wher
         return tuple(_convert(item, typing.get_args(target)[0], limits, dotted, where) for item in items)
     if typing.get_origin(target) is Mapping:
         if not isinstance(value, dict):
-            found = _article(_kind(value))
-            raise RecipeError(f"{where(dotted)}: {dotted} is a mapping such as {{name: value}}, not {found}")
+            actual = _article(_kind(value))
+            raise RecipeError(f"{where(dotted)}: {dotted} is a mapping such as {{name: value}}, not {actual}")
         return dict(value)
     if target is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         # YAML 1.1 reads 1e-3 (without a dot) as text; an integer may be too large for a float
         with contextlib.suppress(ValueError, OverflowError):
             value = float(value)
     if type(value) is not target:
-        found, wanted = _article(_kind(value)), _article(type_name(target))
-        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}, {found}; it must be {wanted}")
+        actual, wanted = _article(_kind(value)), _article(type_name(target))
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}, {actual}; it must be {wanted}")
     if isinstance(value, str):
         _check_text(value, limits["prose"], dotted, where)
     _check_limits(value, limits, dotted, where)

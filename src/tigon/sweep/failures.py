@@ -37,7 +37,7 @@ def line(text: object, limit: int = 300) -> str:
     return words if len(words) <= limit else words[: limit - 1] + "…"
 
 
-def of_exception(error: BaseException) -> tuple[str, str]:
+def status_of_exception(error: BaseException) -> tuple[str, str]:
     """(status, reason) of an exception in this process. Its causes are searched too."""
     import torch
 
@@ -55,13 +55,13 @@ def _sentence(text: str) -> str:
     return re.split(r"\s(?:GPU \d|Error code|CUDA kernel errors)", message)[0]
 
 
-def of_exit(code: int, log: Path, kills_before: int | None) -> tuple[str, str]:
+def status_of_exit(code: int, log: Path, kills_before: int | None) -> tuple[str, str]:
     """(status, reason) of a process that ended with `code` and left no result, from its exit code and log."""
     text = _tail(log)
     if match := _MEMORY.search(text):
         start = text.rfind("\n", 0, match.start()) + 1
         return OUT_OF_MEMORY, line(text[start:].splitlines()[0])
-    if killed := of_kill(code, kills_before):
+    if killed := status_of_kill(code, kills_before):
         return killed
     message = next(
         (words for words in reversed(text.splitlines()) if re.match(r"\w*(Error|Exception|tigon)\b", words)), ""
@@ -70,7 +70,7 @@ def of_exit(code: int, log: Path, kills_before: int | None) -> tuple[str, str]:
     return FAILED, line(f"{ended}{': ' + message if message else ''}")
 
 
-def of_kill(code: int, kills_before: int | None) -> tuple[str, str] | None:
+def status_of_kill(code: int, kills_before: int | None) -> tuple[str, str] | None:
     """(status, reason) if SIGKILL ended the process, else None. kills_before: `kernel_kills()` when the process began.
 
     Linux sends SIGKILL when the host's memory is full, but users and schedulers send it too.

@@ -77,8 +77,8 @@ class SweepFolder:
 
     def machine(self) -> dict[str, Any] | None:
         """The environment of any measurement in this folder, or None if there is no measurement yet."""
-        found = (_read(file)[0] for file in self._files())
-        return next((dict(record["environment"]) for record in found if record is not None), None)
+        records = (_read(file)[0] for file in self._files())
+        return next((dict(record["environment"]) for record in records if record is not None), None)
 
     def damaged(self) -> dict[Path, str]:
         """Files in points/ that are not valid records, and why. Their points count as not measured."""
@@ -92,12 +92,12 @@ class SweepFolder:
 
     def records(self, points: Sequence[Point]) -> dict[str, list[dict[str, Any]]]:
         """Point id -> its measurements by repeat, without those of other settings."""
-        found: dict[str, list[dict[str, Any]]] = {}
+        records_by_point: dict[str, list[dict[str, Any]]] = {}
         for point in points:
             own = [record for record in self._of(point) if record["key"] == point.key]
             if own:
-                found[point.id] = sorted(own, key=lambda record: int(record["repeat"]))
-        return found
+                records_by_point[point.id] = sorted(own, key=lambda record: int(record["repeat"]))
+        return records_by_point
 
     def of_other_settings(self, points: Sequence[Point]) -> int:
         """How many records have the name of one of these points but were measured with other settings."""

@@ -30,7 +30,7 @@ _KEPT: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Taken:
+class ImportedPoint:
     """A row imported from an earlier results.json."""
 
     row: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Earlier:
+class EarlierResults:
     """An earlier results.json."""
 
     path: Path
@@ -66,17 +66,17 @@ class Earlier:
         environment: Mapping[str, Any] | None = self.results["environment"]
         return environment
 
-    def offer(
+    def importable(
         self, points: Sequence[Point], sweep: Sweep, limit_bytes: int | None, measured: Collection[str],
-        kept: Mapping[str, Taken] = MappingProxyType({}),
-    ) -> tuple[dict[str, Taken], dict[str, list[str]]]:  # fmt: skip
+        kept: Mapping[str, ImportedPoint] = MappingProxyType({}),
+    ) -> tuple[dict[str, ImportedPoint], dict[str, list[str]]]:  # fmt: skip
         """(point id -> imported row, reason -> ids of the finished rows that are not imported).
 
         measured: ids of the points that were measured here. kept: point id -> row imported by an earlier call.
         """
         points_by_id = {point.id: point for point in points}
         other = _other_settings(self.results, sweep, limit_bytes)
-        imported: dict[str, Taken] = {}
+        imported: dict[str, ImportedPoint] = {}
         left: dict[str, list[str]] = {}
         for row in self.results["points"]:
             if row["status"] not in failures.FINISHED:
@@ -86,20 +86,20 @@ class Earlier:
             if why or point is None:
                 left.setdefault(why, []).append(row["id"])
                 continue
-            one = self._take(row, point)
+            one = self._import_row(row, point)
             if point.id in kept and kept[point.id].n_counted(sweep) > one.n_counted(sweep):
                 left.setdefault("imported earlier with more repeats", []).append(point.id)
             else:
                 imported[point.id] = one
         return imported, left
 
-    def _take(self, row: Mapping[str, Any], point: Point) -> Taken:
+    def _import_row(self, row: Mapping[str, Any], point: Point) -> ImportedPoint:
         assert self.environment is not None, "it has measured rows"
         own = {
             name: row.get(name) or self.environment[name] for name in ("tigon_commits", "dates")
         }  # rows of older files have neither
         known = {name: values for name, values in own.items() if len(values) == 1 or name in row}
-        return Taken({**row, **known}, {**self.environment, **own}, point.key, int(self.results["warmup"]))
+        return ImportedPoint({**row, **known}, {**self.environment, **own}, point.key, int(self.results["warmup"]))
 
 
 def _other_settings(results: Mapping[str, Any], sweep: Sweep, limit_bytes: int | None) -> str:
@@ -132,7 +132,7 @@ def _shown(name: str, settings: Mapping[str, Any]) -> str:
     return failures.line(json.dumps(value), 60) if name in settings else "the default"
 
 
-def read(path: Path) -> Earlier:
+def read(path: Path) -> EarlierResults:
     """Read an earlier results.json. Raises UsageError if the file cannot be read or is not a valid results.json."""
     try:
         results = json.loads(read_text(path))
@@ -147,7 +147,7 @@ def read(path: Path) -> Earlier:
         wrong = "environment is null"
     if wrong:
         raise UsageError(f"--from {path}: not a results.json of `tigon sweep`: {wrong}; give one of an earlier sweep.")
-    return Earlier(path, results)
+    return EarlierResults(path, results)
 
 
 def _any_finished(results: Mapping[str, Any]) -> bool:
@@ -157,7 +157,7 @@ def _any_finished(results: Mapping[str, Any]) -> bool:
 # --- in the folder ---------------------------------------------------------------------------------------------------
 
 
-def load(own: Path) -> dict[str, Taken]:
+def load(own: Path) -> dict[str, ImportedPoint]:
     """Point id -> row that earlier calls imported into this folder.
 
     Raises RunFolderError for a damaged file, because its points would otherwise be measured again without a warning.
@@ -173,24 +173,26 @@ def load(own: Path) -> dict[str, Taken]:
     wrong = wrong or schema.first(schema.misfit_of_row(one["row"], name) for name, one in stored["rows"].items())
     if wrong:
         raise RunFolderError(f"{path}: damaged ({wrong}); remove it, and name the earlier results with --from again")
-    return {name: Taken(**fields) for name, fields in stored["rows"].items()}
+    return {name: ImportedPoint(**fields) for name, fields in stored["rows"].items()}
 
 
-def keep(own: Path, taken: Mapping[str, Taken]) -> None:
+def keep(own: Path, imported: Mapping[str, ImportedPoint]) -> None:
     """Write the imported rows into the folder, atomically."""
     worker.write(
         own / FILE,
-        {"schema": folder.SCHEMA, "rows": {name: dataclasses.asdict(one) for name, one in taken.items()}},
+        {"schema": folder.SCHEMA, "rows": {name: dataclasses.asdict(one) for name, one in imported.items()}},
     )
 
 
-def words(earlier: Earlier, taken: Mapping[str, Taken], left: Mapping[str, Sequence[str]], sweep: Sweep) -> list[str]:
+def words(
+    earlier: EarlierResults, imported: Mapping[str, ImportedPoint], left: Mapping[str, Sequence[str]], sweep: Sweep
+) -> list[str]:
     """Lines that say which points were imported, and which were not and why."""
-    finished = len(taken) + sum(map(len, left.values()))
-    some = [name for name, one in taken.items() if not one.complete(sweep)]
+    finished = len(imported) + sum(map(len, left.values()))
+    some = [name for name, one in imported.items() if not one.complete(sweep)]
     fewer = f"fewer than {sweep.repeats} repeats there"
     again = f"; {len(some)} of them are measured again, from {some[0]}: {fewer}" if some else ", not measured again"
-    lines = [f"imported {len(taken)} of {finished} finished points of {earlier.path}{again}"]
+    lines = [f"imported {len(imported)} of {finished} finished points of {earlier.path}{again}"]
     for why, ids in left.items():
         lines.append(f"left out {len(ids)} of them, from {ids[0]}: {why}")
     return lines

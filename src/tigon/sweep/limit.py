@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tigon.errors import UsageError
-from tigon.planner.engines.non_allocator_memory import outside_bytes
+from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.gpus import Gpu, find_gpu
 from tigon.techniques.choices import Choices
 
@@ -30,7 +30,7 @@ def cap(device: torch.device, limit_bytes: int | None, choices: Choices) -> None
     if device.type == "cuda":
         _, total_bytes = torch.cuda.mem_get_info(device)
         row = gpu_row(torch.cuda.get_device_name(device), total_bytes)
-        allowed = limit_bytes - outside_bytes(row, choices)
+        allowed = limit_bytes - non_allocator_bytes(row, choices)
         torch.cuda.set_per_process_memory_fraction(max(0.0, min(1.0, allowed / total_bytes)), device)
         return
     import resource

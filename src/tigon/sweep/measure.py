@@ -30,7 +30,7 @@ from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.guards import preflight, self_test
-from tigon.trainer.timed_run import Watch, WatchedTrainer
+from tigon.trainer.timed_run import StepMeter, TimedTrainer
 
 PACKAGES = ("accelerate", "peft", "deepspeed", "bitsandbytes", "torchao")
 
@@ -39,7 +39,7 @@ class TrainingStopped(Exception):
     """Training stopped with a TigonError, e.g. a loss that is not finite. This counts as failed, not as refused."""
 
 
-class _CountingTrainer(WatchedTrainer):
+class _CountingTrainer(TimedTrainer):
     n_positions = 0
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -50,8 +50,8 @@ class _CountingTrainer(WatchedTrainer):
 class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
     """Times every step. On a CPU, memory is metered in one more step after the last timed one."""
 
-    def __init__(self, watch: Watch, trainer: Any, metered_step: int | None) -> None:
-        self._watch, self._trainer, self._metered_step = watch, trainer, metered_step
+    def __init__(self, meter: StepMeter, trainer: Any, metered_step: int | None) -> None:
+        self._watch, self._trainer, self._metered_step = meter, trainer, metered_step
         self._meter: PeakMeter | None = None
         self.positions: list[int] = []
         self.losses: list[float] = []
@@ -105,37 +105,37 @@ def measure(
     choices = _choices(recipe, device, unchecked=unchecked)
     limit.cap(device, limit_bytes, choices)
     if recipe.sharding.zero:
-        extension_lock.take_over()
-    launch.join(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
+        extension_lock.install()
+    launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
     config = models.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
     shapes = models.parameter_shapes(config)
     models.check_weights(recipe.model, config)
-    facts = engine.facts_of(recipe, config, shapes, device)
+    run_info = engine.run_info_of(recipe, config, shapes, device)
     assert recipe.train.steps is not None, "a sweep counts steps"
     metered_step = recipe.train.steps if device.type == "cpu" else None
     if metered_step is not None:
         train = dataclasses.replace(recipe.train, steps=recipe.train.steps + 1)
         recipe = dataclasses.replace(recipe, train=train)
-    with launch.first_process_first():
-        data, collator = rows.make(recipe, config, how_rows, processes=launch.processes(), folder=folder)
-    watch = Watch(device)
+    with launch.main_process_first():
+        data, collator = rows.make(recipe, config, how_rows, processes=launch.world_size(), folder=folder)
+    meter = StepMeter(device)
     load_s = time.perf_counter()
     objective = objective_of(recipe, config, lambda: shapes)
     built, _ = engine.build(
-        recipe.model, config, choices, facts, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
+        recipe.model, config, choices, run_info, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
         base=folder / "base", ops=self_test.without(wrong_ops), reads_whole_weights=objective.reads_whole_weights,
     )  # fmt: skip
     engine.refuse_nonfinite(built, recipe.model)
-    built = objective.put_on(built)
-    watch.mark("load")
+    built = objective.attach(built)
+    meter.mark("load")
     args = trainers.arguments(
-        recipe.train, choices, facts, folder=folder / "checkpoints", device=device, evaluate=False
+        recipe.train, choices, run_info, folder=folder / "checkpoints", device=device, evaluate=False
     )
     make_optimizer = engine.make_optimizer(recipe.train, choices)
     trainer = _CountingTrainer(built, args, collator, data, None, make_optimizer)
-    trainer.watch = watch
-    steps = _Steps(watch, trainer, metered_step)
+    trainer.meter = meter
+    steps = _Steps(meter, trainer, metered_step)
     trainer.add_callback(steps)
     try:
         trainer.train()
@@ -144,17 +144,17 @@ def measure(
         raise TrainingStopped(error) from error
     finally:
         steps.stop()
-    watch.mark("save")
+    meter.mark("save")
     end_s = time.perf_counter()
     _, resident_bytes = used_bytes(torch.device("cpu"))
     return {
-        "peak_allocated_bytes": watch.allocated_bytes,
-        "peak_reserved_bytes": watch.reserved_bytes or None,
+        "peak_allocated_bytes": meter.allocated_bytes,
+        "peak_reserved_bytes": meter.reserved_bytes or None,
         "peak_resident_bytes": resident_bytes,
         "outside_bytes": _outside_bytes(device),
-        "phases": watch.phases,
-        "step_s": watch.step_s,
-        "updated": watch.updated,
+        "phases": meter.phases,
+        "step_s": meter.step_s,
+        "updated": meter.updated,
         "positions": steps.positions,
         "losses": steps.losses,
         "parameters": sum(shape.numel() for shape in map(torch.Size, shapes.values())),
@@ -168,7 +168,7 @@ def _choices(recipe: Recipe, device: torch.device, *, unchecked: bool) -> Choice
     if not unchecked:
         return preflight.check_techniques(recipe, device)
     precision = preflight.resolve_precision(recipe.train.precision, device)
-    gpus = max(recipe.sharding.gpus, launch.processes())
+    gpus = max(recipe.sharding.gpus, launch.world_size())
     return dataclasses.replace(recipe.choices(precision=precision), gpus=gpus)
 
 

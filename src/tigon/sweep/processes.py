@@ -112,7 +112,7 @@ class Workers:
         file.write_text(json.dumps(order), encoding="utf-8")
         members = [self._ready.pop(0) if self._ready else self._start({}) for _ in range(processes)]
         members[0][1].replace(log)
-        with launch.held_address() as meeting:
+        with launch.reserved_address() as meeting:
             ranks = _environments(processes, meeting) if processes > 1 else [{}]
             for (process, _), environment in zip(members, ranks, strict=True):
                 with contextlib.suppress(BrokenPipeError):

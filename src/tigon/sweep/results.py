@@ -9,7 +9,7 @@ from typing import Any
 
 from tigon.sweep import failures, folder, self_test
 from tigon.sweep.definition import Sweep
-from tigon.sweep.import_results import Taken
+from tigon.sweep.import_results import ImportedPoint
 from tigon.sweep.points import Point, changed_keys
 
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -17,16 +17,16 @@ Records = Mapping[str, Sequence[Mapping[str, Any]]]
 
 def collect(
     sweep: Sweep, points: Sequence[Point], records: Records, *, limit_bytes: int | None, command: str,
-    predictions: Mapping[str, Mapping[str, Any]], taken: Mapping[str, Taken] = MappingProxyType({}),
+    predictions: Mapping[str, Mapping[str, Any]], imported: Mapping[str, ImportedPoint] = MappingProxyType({}),
 ) -> dict[str, Any]:  # fmt: skip
     """results.json: the settings, the machine, and every point, measured or not."""
     rows = [
-        row_of(point, records.get(point.id, ()), sweep, predictions.get(point.id, {}), taken.get(point.id))
+        row_of(point, records.get(point.id, ()), sweep, predictions.get(point.id, {}), imported.get(point.id))
         for point in points
     ]
-    environments = [of_record(record) for own in records.values() for record in own]
-    rest = [point.id for point in points if point.id in taken and point.id not in records]
-    environments += [dict(taken[name].environment) for name in rest]
+    environments = [environment_of_record(record) for own in records.values() for record in own]
+    rest = [point.id for point in points if point.id in imported and point.id not in records]
+    environments += [dict(imported[name].environment) for name in rest]
     return {
         "schema": folder.SCHEMA,
         "name": sweep.name,
@@ -46,7 +46,7 @@ def collect(
     }
 
 
-def of_record(record: Mapping[str, Any]) -> dict[str, Any]:
+def environment_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """The environment of one measurement, with its commit and date as lists, as results.json has them."""
     environment = dict(record["environment"])
     commit, date = str(environment.pop("tigon_commit")), str(environment.pop("date"))
@@ -68,11 +68,11 @@ def _origin(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 def row_of(
     point: Point, own: Sequence[Mapping[str, Any]], sweep: Sweep, predicted: Mapping[str, Any],
-    taken: Taken | None = None,
+    imported: ImportedPoint | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """A point of results.json, from its measurements or, if there are none, from its imported row."""
-    if taken is not None and not own:
-        return dict(taken.row)
+    if imported is not None and not own:
+        return dict(imported.row)
     row: dict[str, Any] = {
         "id": point.id, "variant": point.variant, "axes": dict(point.axes), "unchecked": point.unchecked,
         "keys": changed_keys(point.recipe) if point.recipe else {}, "status": failures.NOT_MEASURED, "detail": "",
@@ -86,7 +86,7 @@ def row_of(
     if not own:
         return row
     row |= {"repeats": len(own), "wall_s": sum(record["wall_s"] for record in own)}
-    row |= _origin([of_record(record) for record in own])
+    row |= _origin([environment_of_record(record) for record in own])
     row["wrong_ops"] = {op: why for record in own for op, why in record.get("wrong_ops", {}).items()}
     bad = next((record for record in own if record["status"] != failures.OK), None)
     if bad is not None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tigon.data import documents, tokenizer
-from tigon.data.packing import Collator, Row, RowDataset, pack
+from tigon.data.packing import Collator, Sample, SampleDataset, pack
 from tigon.data.sources import BUILT_IN
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import RecipeError
@@ -34,7 +34,7 @@ _ANSWER_CHARACTERS = (120, 240, 480)
 """Used in turns. Several such samples fit into a sequence of 512 tokens, as with Alpaca's."""
 
 
-def make(recipe: Recipe, config: Any, how: str, *, processes: int, folder: Path) -> tuple[RowDataset, Collator]:
+def make(recipe: Recipe, config: Any, how: str, *, processes: int, folder: Path) -> tuple[SampleDataset, Collator]:
     """(data set, its collator) of a point.
 
     how: recipe, random or alpaca. processes: number of ranks. folder: where the Alpaca samples are written. Raises
@@ -45,31 +45,31 @@ def make(recipe: Recipe, config: Any, how: str, *, processes: int, folder: Path)
     count = train.steps * train.batch_size * train.gradient_accumulation * processes
     flatten = recipe.data.packing and recipe.model.attention.startswith("flash")
     if how == "random":
-        rows, pad_id = _random(count, recipe.data.sequence_length, config.vocab_size), 0
-        return RowDataset(rows), Collator(pad_id, packing=True, flatten=flatten)
+        samples, pad_id = _random(count, recipe.data.sequence_length, config.vocab_size), 0
+        return SampleDataset(samples), Collator(pad_id, packing=True, flatten=flatten)
     if how == "alpaca":
         source = alpaca_file(folder)
         data = replace(recipe.data, source=(str(source),), format="alpaca", too_long="truncate")
         recipe = replace(recipe, data=data)
-    rows, pad_id = _of_recipe(recipe, config)
-    if len(rows) < count:  # repeated, because the last batch of an epoch could be smaller than the others
-        rows = (rows * math.ceil(count / len(rows)))[:count]
-    return RowDataset(rows), Collator(pad_id, recipe.data.packing, flatten)
+    samples, pad_id = _of_recipe(recipe, config)
+    if len(samples) < count:  # repeated, because the last batch of an epoch could be smaller than the others
+        samples = (samples * math.ceil(count / len(samples)))[:count]
+    return SampleDataset(samples), Collator(pad_id, recipe.data.packing, flatten)
 
 
-def _random(count: int, length: int, vocab_size: int) -> list[Row]:
+def _random(count: int, length: int, vocab_size: int) -> list[Sample]:
     generator = torch.Generator().manual_seed(1)
     positions_T = torch.arange(length, dtype=torch.int32)
-    rows = []
+    samples = []
     for _ in range(count):
         tokens_T = torch.randint(vocab_size, (length,), generator=generator, dtype=torch.int32)
         labels_T = tokens_T.clone()
         labels_T[0] = IGNORE_INDEX  # no token before it can predict it
-        rows.append(Row(tokens_T, labels_T, positions_T))
-    return rows
+        samples.append(Sample(tokens_T, labels_T, positions_T))
+    return samples
 
 
-def _of_recipe(recipe: Recipe, config: Any) -> tuple[list[Row], int]:
+def _of_recipe(recipe: Recipe, config: Any) -> tuple[list[Sample], int]:
     data, model = recipe.data, recipe.model
     bad = documents.BadRows(data.bad_rows)
     read = documents.read(data.source, data.format, data.max_text_mib, bad)
@@ -87,11 +87,11 @@ def _of_recipe(recipe: Recipe, config: Any) -> tuple[list[Row], int]:
         tokenizer.encode(read, tok, vocab_size=config.vocab_size, bad=bad), data.sequence_length, packing=data.packing,
         cross_document=data.cross_document_attention, too_long=data.too_long,
     )  # fmt: skip
-    if not packed.rows:
+    if not packed.samples:
         raise RecipeError(
             f"{', '.join(data.source)}: not enough text for one sequence of {data.sequence_length} tokens; name more"
         )
-    return packed.rows, tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
+    return packed.samples, tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
 
 
 def alpaca_file(folder: Path) -> Path:

@@ -24,7 +24,7 @@ from tigon.planner.gpus import find_gpu
 from tigon.sweep import definition, failures, folder, import_results, points, results, schema, self_test, worker
 from tigon.sweep.definition import Sweep
 from tigon.sweep.folder import SweepFolder
-from tigon.sweep.import_results import Earlier, Taken
+from tigon.sweep.import_results import EarlierResults, ImportedPoint
 from tigon.sweep.points import Point
 from tigon.sweep.processes import AHEAD, Workers
 from tigon.sweep.self_test import Kind
@@ -53,11 +53,11 @@ class Run:
     predictions: dict[str, dict[str, Any]]
     records: dict[str, list[dict[str, Any]]]
     workers: Workers
-    taken: dict[str, Taken]
+    imported: dict[str, ImportedPoint]
     """Point id -> its row in earlier results. A measurement in this folder takes precedence."""
     new: bool
     """Whether this call created the folder."""
-    earlier: Earlier | None = None
+    earlier: EarlierResults | None = None
     """The results.json named with --from."""
     anew: frozenset[str] = frozenset()
     """Ids of imported points that are measured again."""
@@ -69,12 +69,12 @@ class Run:
     def row(self, point: Point) -> dict[str, Any]:
         return results.row_of(
             point, self.records.get(point.id, ()), self.sweep, self.predictions.get(point.id, {}),
-            self.taken.get(point.id),
+            self.imported.get(point.id),
         )  # fmt: skip
 
-    def has_taken(self, point: Point) -> bool:
+    def has_imported(self, point: Point) -> bool:
         """Whether the imported row has every repeat, so that the point needs no measurement."""
-        one = self.taken.get(point.id)
+        one = self.imported.get(point.id)
         return one is not None and one.complete(self.sweep) and point.id not in {*self.anew, *self.records}
 
     def rows(self) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ class Run:
     def results(self) -> dict[str, Any]:
         return results.collect(
             self.sweep, self.points, self.records, limit_bytes=self.limit_bytes, command=self.command,
-            predictions=self.predictions, taken=self.taken,
+            predictions=self.predictions, imported=self.imported,
         )  # fmt: skip
 
 
@@ -131,12 +131,12 @@ def sweep(
         run = Run(
             sweep=read, points=every, folder=chosen, environment=before or {}, limit_bytes=limit_bytes,
             command=_command(path, assignments, memory_limit), predictions=_read_predictions(chosen, every),
-            records=chosen.records(every), workers=Workers(chosen), taken=import_results.load(chosen.path), new=new,
+            records=chosen.records(every), workers=Workers(chosen), imported=import_results.load(chosen.path), new=new,
         )  # fmt: skip
         with _reported(run):
             _check_settings(run)
             if offered is not None:
-                _take_over(run, offered, wanted if only is not None else ())
+                _import_points(run, offered, wanted if only is not None else ())
             if draw:
                 _draw(run)
             else:
@@ -207,7 +207,7 @@ def _chosen(every: Sequence[Point], only: str | None, path: Path) -> list[Point]
 # --- earlier measurements --------------------------------------------------------------------------------------------
 
 
-def _machine(chosen: SweepFolder, offered: Earlier | None) -> Mapping[str, Any] | None:
+def _machine(chosen: SweepFolder, offered: EarlierResults | None) -> Mapping[str, Any] | None:
     """The environment of the earlier measurements, or None if there are none yet."""
     kept = next((one.environment for one in import_results.load(chosen.path).values()), None)
     return chosen.machine() or kept or (None if offered is None else offered.environment)
@@ -216,7 +216,7 @@ def _machine(chosen: SweepFolder, offered: Earlier | None) -> Mapping[str, Any] 
 def _check_settings(run: Run) -> None:
     """Refuse a folder that has measurements of other settings, which the results would omit. List damaged files."""
     others = run.folder.of_other_settings(run.points)
-    others += sum(not run.taken[point.id].fits(point, run.sweep) for point in run.points if point.id in run.taken)
+    others += sum(not run.imported[point.id].fits(point, run.sweep) for point in run.points if point.id in run.imported)
     if others:
         raise RunFolderError(
             f"{run.folder.path}: {others} of its measurements have other settings and would be lost; choose another "
@@ -226,21 +226,21 @@ def _check_settings(run: Run) -> None:
         _say(run, f"damaged  {file}: not a record of a point: {why}; the point counts as not measured")
 
 
-def _take_over(run: Run, offered: Earlier, anew: Sequence[Point]) -> None:
+def _import_points(run: Run, offered: EarlierResults, anew: Sequence[Point]) -> None:
     """Import these points from earlier results. anew: points that are measured even if they are imported."""
-    here = run.folder.machine() or next((one.environment for one in run.taken.values()), None)
+    here = run.folder.machine() or next((one.environment for one in run.imported.values()), None)
     if here is not None:
         _check_offer(offered, here)
-    imported, left = offered.offer(run.points, run.sweep, run.limit_bytes, run.records, run.taken)
-    run.earlier, run.taken = offered, {**run.taken, **imported}
-    run.anew = frozenset(point.id for point in anew if point.id in run.taken and point.id not in run.records)
+    imported, left = offered.importable(run.points, run.sweep, run.limit_bytes, run.records, run.imported)
+    run.earlier, run.imported = offered, {**run.imported, **imported}
+    run.anew = frozenset(point.id for point in anew if point.id in run.imported and point.id not in run.records)
     for line in import_results.words(offered, imported, left, run.sweep):
         _say(run, line)
     if run.anew:
         _say(run, f"again    {len(run.anew)} imported points are measured again, because --only finds them")
 
 
-def _check_offer(offered: Earlier, here: Mapping[str, Any]) -> None:
+def _check_offer(offered: EarlierResults, here: Mapping[str, Any]) -> None:
     if offered.environment is not None:
         folder.check_machine([offered.environment], here, offered.path, "leave out --from")
 
@@ -250,21 +250,21 @@ def _check_machine(run: Run) -> None:
     if run.earlier is not None:
         _check_offer(run.earlier, run.environment)
     there = [record["environment"] for own in run.records.values() for record in own]
-    there += [one.environment for one in run.taken.values()]
+    there += [one.environment for one in run.imported.values()]
     way = "draw the existing results with --draw, or choose another folder with --out"
     folder.check_machine(there, run.environment, run.folder.path, way)
 
 
-def _keep_taken(run: Run) -> None:
+def _save_imported(run: Run) -> None:
     """Write imported points into the folder. Called after the check of the machine, which may refuse them."""
     if run.earlier is not None:
-        import_results.keep(run.folder.path, run.taken)
+        import_results.keep(run.folder.path, run.imported)
 
 
 def _draw(run: Run) -> None:
-    _keep_taken(run)
+    _save_imported(run)
     for point in run.points:
-        if not run.has_taken(point):
+        if not run.has_imported(point):
             _predict(run, point)
 
 
@@ -284,7 +284,7 @@ def _measure(run: Run, chosen: Sequence[Point], *, time_limit_s: float | None, r
     if todo:
         _probe(run, todo)
         _check_machine(run)
-    _keep_taken(run)
+    _save_imported(run)
     if todo:
         _say(run, f"device   {run.environment['device']}{_limit_words(run)}")
         for wrong_op in self_test.words(run.environment["wrong_ops"]):
@@ -340,7 +340,7 @@ def _todo(run: Run, chosen: Sequence[Point], *, retry: bool) -> list[tuple[Point
             own = run.records.get(point.id, [])
             done = {record["repeat"] for record in own if not retry or record["status"] in failures.FINISHED}
             failed = any(record["status"] != failures.OK for record in own if record["repeat"] in done)
-            if not point.refused and not failed and repeat not in done and not run.has_taken(point):
+            if not point.refused and not failed and repeat not in done and not run.has_imported(point):
                 todo.append((point, repeat))
     return todo
 
@@ -417,7 +417,7 @@ def _probe(run: Run, todo: Sequence[tuple[Point, int]]) -> None:
         code = group.wait(PROBE_TIMEOUT_S)
     if not answer.exists():
         slow = f"the probe of the machine and its kernels took longer than {PROBE_TIMEOUT_S:g} s"
-        detail = slow if code is None else failures.of_exit(code, log, kills)[1]
+        detail = slow if code is None else failures.status_of_exit(code, log, kills)[1]
         raise RecipeError(f"a point cannot be started: {detail}; the full output is in {log}")
     probe: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     _empty(own.scratch)
@@ -445,7 +445,11 @@ def _judge(
         if code is None:
             ended = reported(failures.FAILED) or (failures.TIMED_OUT, f"longer than {timeout_s:g} s")
         else:  # a kill first: the other processes then fail too, because they lose the connection to the killed one
-            ended = failures.of_kill(code, kills) or reported(failures.FAILED) or failures.of_exit(code, log, kills)
+            ended = (
+                failures.status_of_kill(code, kills)
+                or reported(failures.FAILED)
+                or failures.status_of_exit(code, log, kills)
+            )
     bad = reported(failures.OUT_OF_MEMORY, failures.REFUSED) or ended or reported(failures.FAILED)
     return (*bad, None) if bad else (failures.OK, "", _combined(outputs))
 

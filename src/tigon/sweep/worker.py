@@ -75,7 +75,7 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
         import traceback
 
         traceback.print_exc()
-        status, detail = failures.of_exception(error)
+        status, detail = failures.status_of_exception(error)
         return {"status": status, "detail": detail}
 
 
@@ -113,8 +113,8 @@ def _end_with_the_sweep() -> None:
 def _leave() -> None:
     from tigon.trainer.distributed import launch
 
-    if launch.joined():
-        launch.leave()
+    if launch.started_by_launcher():
+        launch.shutdown_distributed()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ DECLARATION = Declaration(
             precision="None: losses are sums divided by the trained tokens of the whole step. Every split of a batch "
             "gives the same gradient to rounding.",
             recipe={"train.gradient_accumulation": 4}, chosen=(Condition("accumulate", "is at least", 2),),
-            arguments=lambda choices, facts: {"gradient_accumulation_steps": choices.accumulate},
+            arguments=lambda choices, run_info: {"gradient_accumulation_steps": choices.accumulate},
             source="transformers 5.17 trainer.py: num_items_in_batch",
         ),
     ),

@@ -15,7 +15,7 @@ from tigon.techniques.choices import Choices
 from tigon.techniques.condition import Condition
 from tigon.techniques.recompute import recomputed
 from tigon.techniques.setting import Flag, Setting
-from tigon.techniques.technique import Declaration, Facts, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 # Matmuls and attention, which take long to recompute. All other ops in a layer are memory-bound.
 KEPT_OPS = (
@@ -42,13 +42,13 @@ def every_n_layers(checkpointing: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _recompute(model: Any, choices: Choices, facts: Facts) -> Any:
+def _recompute(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     enable(model, every=every_n_layers(choices.checkpointing) or 1)
     replace_function(model, recomputed)
     return model
 
 
-def _selective(model: Any, choices: Choices, facts: Facts) -> Any:
+def _selective(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     enable(model, context_fn=selective_contexts)
     return model
 
@@ -69,7 +69,7 @@ def selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _offload(model: Any, choices: Choices, facts: Facts) -> Any:
+def _offload(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     """Recompute every layer and keep its input on the host.
 
     transformers' own `offload` copies on the compute stream. This one copies on a second stream.

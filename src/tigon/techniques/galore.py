@@ -90,7 +90,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
         if rank:
             within = _adam(gradient, exp_avg, exp_avg_sq, step, group)
             for rows in _turns(weight):
-                _move(weight[rows], back(within, state["projection"], weight.shape, rows).mul_(SCALE), group)
+                _move(weight[rows], project_back(within, state["projection"], weight.shape, rows).mul_(SCALE), group)
             return
         for rows in _turns(weight):
             _move(weight[rows], _adam(gradient[rows], exp_avg[rows], exp_avg_sq[rows], step, group), group)
@@ -153,7 +153,7 @@ def project(gradient: Tensor, projection: Tensor) -> Tensor:
     return projection.T @ gradient if gradient.shape[0] <= gradient.shape[1] else gradient @ projection
 
 
-def back(update: Tensor, projection: Tensor, shape: Sequence[int], rows: Any) -> Tensor:
+def project_back(update: Tensor, projection: Tensor, shape: Sequence[int], rows: Any) -> Tensor:
     """Returns `rows` of the (m, n) update from its projection: (r, n) or, if m > n, (m, r)."""
     projection = projection.to(update.dtype)
     return projection[rows] @ update if shape[0] <= shape[1] else update[rows] @ projection.T

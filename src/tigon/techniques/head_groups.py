@@ -22,7 +22,7 @@ from tigon.errors import RecipeError
 from tigon.techniques.choices import Choices
 from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.setting import Setting
-from tigon.techniques.technique import Declaration, Facts, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 # B batch, h query heads, k key heads, T tokens, D head width.
 
@@ -42,8 +42,8 @@ class _Kernel(NamedTuple):
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
-    return found[0], found[1], found[2:8]
+    results = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
+    return results[0], results[1], results[2:8]
 
 
 def _cudnn_backward(
@@ -56,8 +56,8 @@ def _cudnn_backward(
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
-    return found[0], found[1], found[2:8]
+    results = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
+    return results[0], results[1], results[2:8]
 
 
 def _flash_backward(
@@ -106,8 +106,8 @@ class _Grouped(torch.autograd.Function):
         made = [torch.empty_like(x) for x in saved[:3]]
         parts = [x.chunk(ctx.groups, dim=1) for x in (dout, *saved, *made)]
         for dout_g, q, k, v, out, lse, dq, dk, dv in zip(*parts, strict=True):
-            found = ctx.kernel.backward(dout_g, q, k, v, out, lse.contiguous(), ctx.rest, ctx.scale)
-            for target, part in zip((dq, dk, dv), found, strict=True):
+            gradients = ctx.kernel.backward(dout_g, q, k, v, out, lse.contiguous(), ctx.rest, ctx.scale)
+            for target, part in zip((dq, dk, dv), gradients, strict=True):
                 target.copy_(part)
         return *made, None, None, None
 
@@ -162,7 +162,7 @@ def one_by_one(attend: Attend, groups: int) -> Attend:
     return grouped
 
 
-def _group(model: Any, choices: Choices, facts: Facts) -> Any:
+def _group(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     """Register the grouped function with transformers under its own name, and set that name in this model's configs."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

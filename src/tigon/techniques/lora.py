@@ -8,7 +8,7 @@ from typing import Any
 from tigon.techniques.choices import Choices
 from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.setting import Flag, Setting
-from tigon.techniques.technique import Declaration, Facts, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 # `train.precision` -> the dtype of matmuls with 4-bit weights.
 _COMPUTE_DTYPES: Mapping[str, str] = {
@@ -29,12 +29,12 @@ def target_modules(model: Any, targets: tuple[str, ...]) -> list[str]:
     return [path for path, module in model.named_modules() if any(wanted[target](module) for target in targets)]
 
 
-def _adapters(model: Any, choices: Choices, facts: Facts) -> Any:
+def _adapters(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     import peft
 
     assert choices.lora_rank is not None
     config = peft.LoraConfig(
-        r=choices.lora_rank, lora_alpha=facts.lora_alpha or 2 * choices.lora_rank, lora_dropout=0.0, bias="none",
+        r=choices.lora_rank, lora_alpha=run_info.lora_alpha or 2 * choices.lora_rank, lora_dropout=0.0, bias="none",
         target_modules=target_modules(model, choices.lora_targets), task_type="CAUSAL_LM",
     )  # fmt: skip
     wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=choices.precision != "bf16")
@@ -43,7 +43,7 @@ def _adapters(model: Any, choices: Choices, facts: Facts) -> Any:
     return wrapped
 
 
-def _nf4(choices: Choices, facts: Facts) -> Mapping[str, Any]:
+def _nf4(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
     import torch
     from transformers import BitsAndBytesConfig
 
@@ -56,7 +56,7 @@ def _nf4(choices: Choices, facts: Facts) -> Mapping[str, Any]:
     }  # fmt: skip
 
 
-def _without_cpu_packing(model: Any, choices: Choices, facts: Facts) -> Any:
+def _without_cpu_packing(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     """Keep bitsandbytes from repacking 4-bit weights on a CPU with bf16 instructions.
 
     It repacks them in the first evaluation, and training after that fails at an operator without a derivative

@@ -279,8 +279,8 @@ def _galore_step(parameter: Parameter, rank: int) -> int:
     projected = rank * max(parameter.shape)
     updated = projected * (parameter.itemsize + moments)
     moved = projected * (parameter.itemsize + FP32) + turn * (FP32 + below_fp32 * parameter.itemsize)
-    found = 4 * (rank + GALORE_OVERSAMPLING) * max(parameter.shape) * FP32 + below_fp32 * parameter.numel * FP32
-    return max(updated, moved, found)
+    nbytes = 4 * (rank + GALORE_OVERSAMPLING) * max(parameter.shape) * FP32 + below_fp32 * parameter.numel * FP32
+    return max(updated, moved, nbytes)
 
 
 def _torchao_step(bits: int) -> Callable[[Parameter, int], int]:
@@ -432,7 +432,7 @@ def _technique(row: Optimizer) -> Technique:
         costs=row.help, precision=row.precision, needs=(row.package,) if row.package else (), devices=row.devices,
         recipe={"train.optimizer": row.name} | ({"train.max_grad_norm": 0} if row.in_backward else {}),
         chosen=(Condition("optimizer", "is", row.name),),
-        arguments=lambda choices, facts: {"optim": row.trainer_name} if row.trainer_name else {}, source=row.source,
+        arguments=lambda choices, run_info: {"optim": row.trainer_name} if row.trainer_name else {}, source=row.source,
         change_rank=row.change_rank, last_resort=row.last_resort, searched_with=row.searched_with,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 from tigon.techniques.choices import Choices
 from tigon.techniques.condition import Condition
 from tigon.techniques.setting import Flag, Setting
-from tigon.techniques.technique import Declaration, Facts, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 # `train.precision` -> the dtype in which the model's weights are loaded.
 WEIGHT_DTYPES: Mapping[str, str] = {
@@ -16,8 +16,8 @@ WEIGHT_DTYPES: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def _fp32(choices: Choices, facts: Facts) -> Mapping[str, Any]:
-    return {"tf32": facts.tf32} if facts.device == "cuda" else {}
+def _fp32(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
+    return {"tf32": run_info.tf32} if run_info.device == "cuda" else {}
 
 
 _PRECISION = Setting(
@@ -50,7 +50,7 @@ DECLARATION = Declaration(
             costs="A bf16 copy of each weight per forward pass, kept for the backward pass.",
             precision="Matmuls and activations with 8 bits of mantissa; weights and states in fp32.",
             recipe={"train.precision": "amp-bf16"}, chosen=(Condition("precision", "is", "amp-bf16"),),
-            arguments=lambda choices, facts: {"bf16": True}, source="torch.autocast",
+            arguments=lambda choices, run_info: {"bf16": True}, source="torch.autocast",
         ),
         Technique(
             name="amp-fp16", page="precision",
@@ -58,7 +58,7 @@ DECLARATION = Declaration(
             costs="As `amp-bf16`, and a loss scale: a step whose gradient overflows is skipped.",
             precision="Matmuls with 11 bits of mantissa and 5 of exponent.", devices=("cuda",),
             recipe={"train.precision": "amp-fp16"}, chosen=(Condition("precision", "is", "amp-fp16"),),
-            arguments=lambda choices, facts: {"fp16": True}, source="torch.amp.GradScaler; arXiv 1710.03740",
+            arguments=lambda choices, run_info: {"fp16": True}, source="torch.amp.GradScaler; arXiv 1710.03740",
         ),
         Technique(
             name="bf16", page="precision",
@@ -66,7 +66,7 @@ DECLARATION = Declaration(
             costs="No time.",
             precision="Weights have 8 bits of mantissa: updates below 1/256 of a weight are rounded away.",
             recipe={"train.precision": "bf16"}, chosen=(Condition("precision", "is", "bf16"),), change_rank=3,
-            arguments=lambda choices, facts: {"bf16": choices.zero > 0},  # DeepSpeed reads its bf16 mode from this
+            arguments=lambda choices, run_info: {"bf16": choices.zero > 0},  # DeepSpeed reads its bf16 mode from this
             source="arXiv 2010.06192",
         ),
     ),

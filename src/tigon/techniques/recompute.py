@@ -118,12 +118,12 @@ class _Frame:
         args, tensors = list(self.args), self.inputs.grad_fn.saved_tensors
         for i, tensor in zip(self.again, tensors, strict=True):
             args[i] = tensor
-        found: list[Tensor | None] = []
+        recomputed_tensors: list[Tensor | None] = []
         wanted = len(self.saved)
 
         def keep(tensor: Tensor) -> Tensor:
-            found.append(tensor.detach())
-            if len(found) == wanted:
+            recomputed_tensors.append(tensor.detach())
+            if len(recomputed_tensors) == wanted:
                 raise _Enough
             return tensor.detach()  # a backward pass inside the function may need it
 
@@ -138,13 +138,13 @@ class _Frame:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
             self.function(*args)
-        got = [(tensor.shape, tensor.dtype) for tensor in found if tensor is not None]
+        got = [(tensor.shape, tensor.dtype) for tensor in recomputed_tensors if tensor is not None]
         if got != self.saved:
             raise CheckpointError(
                 f"{self.function} saved {_summary(self.saved)} in the forward pass and {_summary(got)} when it was "
                 "recomputed; it must save the same tensors both times"
             )
-        self.found = found
+        self.found = recomputed_tensors
 
 
 def _summary(saved: list[tuple[torch.Size, torch.dtype]]) -> str:

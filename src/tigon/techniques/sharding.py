@@ -13,7 +13,7 @@ from typing import Any
 from tigon.techniques.choices import Choices
 from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.setting import Flag, Setting
-from tigon.techniques.technique import Declaration, Facts, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 AIO_BLOCK_BYTES = 2**20  # smaller parameters are not swapped
 AIO_THREADS = 8  # threads per read or write; each takes a share of the bytes
@@ -21,12 +21,12 @@ AIO_ALIGNED_BYTES = 1024  # a thread's share is a multiple of this
 ADAM_TENSORS = 4  # DeepSpeed's optimizer swapper holds weight, gradient and two moments at a time
 
 
-def deepspeed_config(choices: Choices, facts: Facts) -> dict[str, Any]:
+def deepspeed_config(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
     """Returns the whole DeepSpeed configuration. Sizes are numbers of elements, as DeepSpeed expects.
 
     Bucket sizes follow from the hidden size, like those of transformers' `auto`, so that small models get small ones.
     """
-    square = max(facts.hidden_size**2, 2**16)
+    square = max(run_info.hidden_size**2, 2**16)
     zero: dict[str, Any] = {
         "stage": choices.zero,
         "overlap_comm": True,
@@ -37,10 +37,10 @@ def deepspeed_config(choices: Choices, facts: Facts) -> dict[str, Any]:
     if choices.zero == 3:
         zero |= {
             "stage3_prefetch_bucket_size": square * 9 // 10,
-            "stage3_param_persistence_threshold": 10 * facts.hidden_size,
+            "stage3_param_persistence_threshold": 10 * run_info.hidden_size,
             "stage3_gather_16bit_weights_on_model_save": True,
         }
-    zero |= _offloads(choices, facts)
+    zero |= _offloads(choices, run_info)
     pure = choices.precision == "bf16"
     config: dict[str, Any] = {
         "zero_optimization": zero,
@@ -64,28 +64,28 @@ def deepspeed_config(choices: Choices, facts: Facts) -> dict[str, Any]:
     return config
 
 
-def _offloads(choices: Choices, facts: Facts) -> dict[str, Any]:
+def _offloads(choices: Choices, run_info: RunInfo) -> dict[str, Any]:
     if choices.offload == "none":
         return {}
-    place: dict[str, Any] = {"device": choices.offload, "pin_memory": facts.device == "cuda"}
+    place: dict[str, Any] = {"device": choices.offload, "pin_memory": run_info.device == "cuda"}
     optimizer, weights = dict(place), dict(place)
     extra: dict[str, Any] = {}
     if choices.offload == "nvme":
-        optimizer |= {"nvme_path": facts.nvme_folder, "buffer_count": ADAM_TENSORS}
-        weights |= {"nvme_path": facts.nvme_folder, "max_in_cpu": 0, **nvme_buffers(choices, facts)}
+        optimizer |= {"nvme_path": run_info.nvme_folder, "buffer_count": ADAM_TENSORS}
+        weights |= {"nvme_path": run_info.nvme_folder, "max_in_cpu": 0, **nvme_buffers(choices, run_info)}
         # The optimizer's buffers hold a sub-group. DeepSpeed's default of 1e9 elements would take 16 GB of pinned
         # memory. Weights that are used again within its default reuse distance of 1e9 elements would stay in their
         # buffers, until no buffer is left.
-        extra |= {"sub_group_size": nvme_group_size(facts), "stage3_max_reuse_distance": 0}
+        extra |= {"sub_group_size": nvme_group_size(run_info), "stage3_max_reuse_distance": 0}
     return {"offload_optimizer": optimizer, **({"offload_param": weights} if choices.zero == 3 else {}), **extra}
 
 
-def nvme_group_size(facts: Facts) -> int:
+def nvme_group_size(run_info: RunInfo) -> int:
     """Returns the number of elements that the optimizer reads from files and updates at a time."""
-    return max(10**8, facts.largest())
+    return max(10**8, run_info.largest())
 
 
-def nvme_buffers(choices: Choices, facts: Facts) -> dict[str, int]:
+def nvme_buffers(choices: Choices, run_info: RunInfo) -> dict[str, int]:
     """Returns size and number of the buffers for swapped weights.
 
     Each is as large as the largest partition, and there are as many as can be in use at a time. DeepSpeed 0.19.8 fails
@@ -95,18 +95,18 @@ def nvme_buffers(choices: Choices, facts: Facts) -> dict[str, int]:
     itemsize = 4 if choices.precision == "fp32" else 2
 
     def swapped(numels: list[int]) -> int:
-        return sum(math.ceil(n / facts.processes) * itemsize >= AIO_BLOCK_BYTES for n in numels)
+        return sum(math.ceil(n / run_info.processes) * itemsize >= AIO_BLOCK_BYTES for n in numels)
 
-    layers = facts.by_layer()
+    layers = run_info.by_layer()
     outside = swapped(layers.pop("", []))
     most = max((swapped(numels) for numels in layers.values()), default=0)
-    partition = math.ceil(facts.largest() / facts.processes)
+    partition = math.ceil(run_info.largest() / run_info.processes)
     share = AIO_THREADS * AIO_ALIGNED_BYTES // itemsize
     return {"buffer_size": math.ceil(partition / share) * share, "buffer_count": max(5, 2 * most + outside + 1)}
 
 
-def _zero(choices: Choices, facts: Facts) -> Mapping[str, Any]:
-    return {"deepspeed": deepspeed_config(choices, facts)}
+def _zero(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
+    return {"deepspeed": deepspeed_config(choices, run_info)}
 
 
 def weights_are_sharded(choices: Choices) -> bool:
@@ -143,7 +143,7 @@ def are_read_in_parts(choices: Choices, *, heads: bool) -> bool:
 
 
 @contextlib.contextmanager
-def partitioned_loading(choices: Choices, facts: Facts) -> Iterator[None]:
+def partitioned_loading(choices: Choices, run_info: RunInfo) -> Iterator[None]:
     """Context in which from_pretrained reads weights into stage 3's partitions, with one whole weight at a time on the
     GPU.
 
@@ -156,14 +156,14 @@ def partitioned_loading(choices: Choices, facts: Facts) -> Iterator[None]:
 
     init_distributed(auto_mpi_discovery=False)
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
-    alive = HfDeepSpeedConfig({**deepspeed_config(choices, facts), **batch, "train_batch_size": facts.processes})
+    alive = HfDeepSpeedConfig({**deepspeed_config(choices, run_info), **batch, "train_batch_size": run_info.processes})
     try:
         yield
     finally:
         del alive
 
 
-def _fsdp(choices: Choices, facts: Facts) -> Mapping[str, Any]:
+def _fsdp(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
     return {
         "fsdp": True,
         "fsdp_config": {

@@ -20,7 +20,7 @@ SAME = "None: the same numbers to rounding."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class RunInfo:
     """Properties of a run, besides its choices, that techniques use."""
 
     device: str = "cuda"
@@ -38,18 +38,18 @@ class Facts:
 
     def by_layer(self) -> dict[str, list[int]]:
         """Returns layer path -> element count of each parameter. Parameters outside every layer are under ""."""
-        found: dict[str, list[int]] = {}
+        sizes: dict[str, list[int]] = {}
         for name, shape in self.shapes.items():
             layer = re.match(r".*?\.\d+(?=\.)", name)
-            found.setdefault(layer[0] if layer else "", []).append(math.prod(shape))
-        return found
+            sizes.setdefault(layer[0] if layer else "", []).append(math.prod(shape))
+        return sizes
 
 
-def _no_arguments(choices: Choices, facts: Facts) -> Mapping[str, Any]:
+def _no_arguments(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
     return {}
 
 
-def _same_model(model: Any, choices: Choices, facts: Facts) -> Any:
+def _same_model(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     return model
 
 
@@ -73,11 +73,11 @@ class Technique:
     """The recipe lines that switch it on, as dotted keys."""
     chosen: tuple[Condition, ...]
     """A run uses it when all of these hold."""
-    arguments: Callable[[Choices, Facts], Mapping[str, Any]] = _no_arguments
+    arguments: Callable[[Choices, RunInfo], Mapping[str, Any]] = _no_arguments
     """Values for transformers' TrainingArguments."""
-    loading: Callable[[Choices, Facts], Mapping[str, Any]] = _no_arguments
+    loading: Callable[[Choices, RunInfo], Mapping[str, Any]] = _no_arguments
     """Options for from_pretrained."""
-    model: Callable[[Any, Choices, Facts], Any] = _same_model
+    model: Callable[[Any, Choices, RunInfo], Any] = _same_model
     """Changes the model after it is loaded and patched."""
     source: str
 

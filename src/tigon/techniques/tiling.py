@@ -23,7 +23,7 @@ from tigon.errors import RecipeError
 from tigon.techniques.choices import Choices
 from tigon.techniques.condition import Condition
 from tigon.techniques.setting import Setting
-from tigon.techniques.technique import Declaration, Facts, Technique
+from tigon.techniques.technique import Declaration, RunInfo, Technique
 
 # N tokens of all rows, H hidden.
 
@@ -163,7 +163,7 @@ _TILE = Setting(
 )  # fmt: skip
 
 
-def _tile(model: Any, choices: Choices, facts: Facts) -> Any:
+def _tile(model: Any, choices: Choices, run_info: RunInfo) -> Any:
     tile(model, choices.mlp_tile_tokens)
     if choices.zero == 3:
         # Stage 3 gathers a module's weights when it is called. As a leaf, the MLP gathers once, not once per tile.

@@ -27,19 +27,19 @@ from tigon.techniques.sharding import (
     partitioned_loading,
     weights_are_sharded,
 )
-from tigon.techniques.technique import Facts
+from tigon.techniques.technique import RunInfo
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards.nan_guard import first_nonfinite
 from tigon.trainer.trainer import MakeOptimizer
 
 
-def facts_of(recipe: Recipe, config: Any, shapes: dict[str, tuple[int, ...]], device: torch.device) -> Facts:
+def run_info_of(recipe: Recipe, config: Any, shapes: dict[str, tuple[int, ...]], device: torch.device) -> RunInfo:
     """What the techniques ask about this run."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return Facts(
+    return RunInfo(
         device=device.type, shapes=shapes, hidden_size=int(getattr(text, "hidden_size", 0)),
-        processes=launch.processes(), tf32=recipe.train.tf32, lora_alpha=recipe.lora.alpha,
+        processes=launch.world_size(), tf32=recipe.train.tf32, lora_alpha=recipe.lora.alpha,
         nvme_folder=recipe.sharding.nvme_folder,
     )  # fmt: skip
 
@@ -62,7 +62,8 @@ def make_optimizer(train: TrainConfig, choices: Choices) -> MakeOptimizer | None
 
 
 def build(
-    model: ModelConfig, config: Any, choices: Choices, facts: Facts, *, device: torch.device, seed: int, kernels: str,
+    model: ModelConfig, config: Any, choices: Choices, run_info: RunInfo, *, device: torch.device, seed: int,
+    kernels: str,
     base: Path, reads_whole_weights: bool = False, ops: Mapping[str, bool] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """(model, what patching it did): loaded, patched (without the ops that are False), changed as the techniques say.
@@ -78,25 +79,25 @@ def build(
     used = [technique for technique in TECHNIQUES.values() if technique.used_by(choices)]
     loading: dict[str, Any] = {}
     for technique in used:
-        loading |= technique.loading(choices, facts)
+        loading |= technique.loading(choices, run_info)
     if models.is_preset(model.name) and not are_drawn_in_place(choices):
-        with launch.first_process_first():
+        with launch.main_process_first():
             model = saved_preset(model, config, seed=seed, folder=base, through=device)
     load = partial(models.build, model, config, dtype=dtype, seed=seed)
     if loading or not weights_are_sharded(choices):
         built = load(device=device, loading=loading)
     elif models.is_preset(model.name):
-        stays = _stays_on(device, choices, facts, dtype)
+        stays = _stays_on(device, choices, run_info, dtype)
         built = load(device=device) if stays else load(device=None, through=device)
     elif are_read_in_parts(choices, heads=reads_whole_weights):
-        with partitioned_loading(choices, facts):
+        with partitioned_loading(choices, run_info):
             built = load(device=None)
         models.make_buffers_anew(built, model, config, dtype=dtype)
     else:
         built = load(device=None)
     report = models.patch(built, kernels, **(ops or {}))
     for technique in used:
-        built = technique.model(built, choices, facts)
+        built = technique.model(built, choices, run_info)
     return built, report
 
 
@@ -107,12 +108,12 @@ def refuse_nonfinite(built: Any, model: ModelConfig) -> None:
         RecipeError: in the first process; the others exit.
     """
     index = first_nonfinite(built)
-    heard = launch.everyone(-1 if index is None else index) or [-1 if index is None else index]
-    if max(heard) < 0:
+    indices = launch.all_gather_ints(-1 if index is None else index) or [-1 if index is None else index]
+    if max(indices) < 0:
         return
     if launch.rank() > 0:
         raise SystemExit(2)
-    name = [name for name, _ in built.named_parameters()][max(heard)]
+    name = [name for name, _ in built.named_parameters()][max(indices)]
     if models.is_preset(model.name):
         raise RecipeError(
             f"model.config: the random weights of {name} are not finite (NaN or infinite); lower initializer_range"
@@ -123,14 +124,14 @@ def refuse_nonfinite(built: Any, model: ModelConfig) -> None:
     )
 
 
-def _stays_on(device: torch.device, choices: Choices, facts: Facts, dtype: torch.dtype) -> bool:
+def _stays_on(device: torch.device, choices: Choices, run_info: RunInfo, dtype: torch.dtype) -> bool:
     """Whether random weights that an engine will divide wait on the GPU they are drawn on: not if they go to the host
     anyway, when a run's peak would be their drawing, or if it has no room."""
     if device.type != "cuda":
         return True
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     room_bytes = min(free_bytes, int(total_bytes * torch.cuda.get_per_process_memory_fraction(device)))
-    sizes = (math.prod(shape) * dtype.itemsize for shape in facts.shapes.values())
+    sizes = (math.prod(shape) * dtype.itemsize for shape in run_info.shapes.values())
     return choices.offload == "none" and fit_whole(sizes, room_bytes)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from tigon.data.packing import RowDataset
+from tigon.data.packing import SampleDataset
 from tigon.objectives.base import Phase
 from tigon.trainer import engine
 from tigon.trainer import trainer as trainers
@@ -20,15 +20,15 @@ def train_phase(phase: Phase, prepared: Prepared, run: Path, callbacks: Sequence
     """Train the recipe's model as `phase` says; its folder has the name of a complete model or is not there."""
     recipe, choices, partial = prepared.recipe, phase.choices, phase.folder.with_name(f"{phase.folder.name}-partial")
     built, _ = engine.build(
-        recipe.model, prepared.config, choices, prepared.facts, device=prepared.device, seed=phase.train.seed,
+        recipe.model, prepared.config, choices, prepared.run_info, device=prepared.device, seed=phase.train.seed,
         kernels=recipe.model.kernels, base=partial,
     )  # fmt: skip
     args = trainers.arguments(
-        phase.train, choices, prepared.facts, folder=run / "checkpoints", device=prepared.device, evaluate=False
+        phase.train, choices, prepared.run_info, folder=run / "checkpoints", device=prepared.device, evaluate=False
     )
-    rows = RowDataset(prepared.train.rows)
+    samples = SampleDataset(prepared.train.samples)
     make_optimizer = engine.make_optimizer(phase.train, choices)
-    trainer = trainers.TigonTrainer(built, args, prepared.collator, rows, None, make_optimizer)
+    trainer = trainers.TigonTrainer(built, args, prepared.collator, samples, None, make_optimizer)
     for callback in callbacks:
         trainer.add_callback(callback)
     trainer.train()

@@ -209,8 +209,8 @@ def _check_shape(model: ModelConfig, shape: Mapping[str, Any], config: Any) -> N
         return _problem_of(rest) is None
 
     guilty = [name for name in changed if works_without(name)]
-    said = ", ".join(f"{name}: {changed[name]}" for name in guilty or changed)
-    raise RecipeError(f"model.config: {model.name} cannot be trained with {said}: {problem}; change it")
+    keys_text = ", ".join(f"{name}: {changed[name]}" for name in guilty or changed)
+    raise RecipeError(f"model.config: {model.name} cannot be trained with {keys_text}: {problem}; change it")
 
 
 def _problem_of(config: Any) -> str | None:

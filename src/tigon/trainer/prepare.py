@@ -20,15 +20,15 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques.quiet import quiet_packages
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.guards import preflight
-from tigon.trainer.guards.recipe_warnings import Extent, warnings_of
+from tigon.trainer.guards.recipe_warnings import RunSize, warnings_of
 
 if TYPE_CHECKING:
     import torch
 
-    from tigon.data.packing import Collator, Packed, Row
+    from tigon.data.packing import Collator, Packed, Sample
     from tigon.objectives.base import Objective
     from tigon.techniques.choices import Choices
-    from tigon.techniques.technique import Facts
+    from tigon.techniques.technique import RunInfo
     from tigon.trainer.guards.prediction import Prediction
 
 
@@ -36,7 +36,7 @@ def quiet_libraries(recipe: Recipe) -> None:
     """No network unless a hub id is asked for, and none of the libraries' own chatter; both before their import."""
     from tigon.models.loading import hub
 
-    hub.settle((recipe.model.name, recipe.data.tokenizer))
+    hub.set_offline_mode((recipe.model.name, recipe.data.tokenizer))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # about DeepSpeed's calls
@@ -58,13 +58,13 @@ class Prepared:
     recipe: Recipe
     device: torch.device
     choices: Choices
-    facts: Facts
+    run_info: RunInfo
     objective: Objective
     config: Any
     n_parameters: int
     tokenizer: Any
     train: Packed
-    eval_rows: list[Row]
+    eval_samples: list[Sample]
     collator: Collator
     prompt: list[int]
     data: dict[str, Any]
@@ -83,13 +83,13 @@ class Prepared:
 def prepare(recipe: Recipe, device: torch.device) -> Prepared:
     """Meet the other processes and prepare, the first process first. What it refuses, it refuses in all: only the first
     says so."""
-    if launch.joined():
+    if launch.started_by_launcher():
         launch.end_with_launcher()
     if recipe.sharding.zero:
-        extension_lock.take_over()
-    launch.join(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
+        extension_lock.install()
+    launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
     try:
-        with launch.first_process_first():
+        with launch.main_process_first():
             return _prepare(recipe, device)
     except TigonError:
         if launch.rank() > 0:
@@ -122,40 +122,41 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     if data.eval_source:
         learned, held_out = read, documents.read(data.eval_source, data.format, None, bad, "data.eval_source")
     else:
-        learned, held_out = documents.hold_out(read, data.eval_fraction)
+        learned, held_out = documents.split_eval(read, data.eval_fraction)
     tok = _tokenizer(recipe, learned)
     preflight.check_vocabulary(recipe, config, len(tok))
     encode = partial(tokenizer.encode, tokenizer=tok, vocab_size=config.vocab_size, bad=bad)
     train = _pack(recipe, encode(learned))
     held = _pack(recipe, encode(held_out)) if held_out else None
-    eval_rows = held.rows if held else []
-    _check_enough(recipe, len(train.rows), choices.gpus)
-    if held is not None and not held.rows:
-        raise _nothing_held_out(recipe, len(held_out), held.n_dropped)
-    prompt = _prompt(recipe, tok, eval_rows or train.rows)
+    eval_samples = held.samples if held else []
+    _check_enough(recipe, len(train.samples), choices.gpus)
+    if held is not None and not held.samples:
+        raise _nothing_to_evaluate(recipe, len(held_out), held.n_dropped)
+    prompt = _prompt(recipe, tok, eval_samples or train.samples)
     preflight.check_sample(recipe, config, len(prompt))
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
     flatten = data.packing and recipe.model.attention.startswith("flash")
-    facts = {
+    data_summary = {
         "documents": len(learned),
         "held_out_documents": len(held_out),
-        "rows": len(train.rows),
+        "rows": len(train.samples),
         "tokens": train.n_tokens,
         "held_out_tokens": held.n_tokens if held else 0,
         "truncated_rows": train.n_truncated + (held.n_truncated if held else 0),
         "dropped_rows": train.n_dropped + (held.n_dropped if held else 0),
-        "bad_rows": len(bad.said),
+        "bad_rows": len(bad.problems),
         "tokenizer_size": len(tok),
         "parameters": n_parameters,
-        "unigram_entropy": unigram_entropy(eval_rows or train.rows),
-        "fingerprint": fingerprint([*train.rows, *eval_rows]),
+        "unigram_entropy": unigram_entropy(eval_samples or train.samples),
+        "fingerprint": fingerprint([*train.samples, *eval_samples]),
     }
     return Prepared(
-        recipe, device, choices, engine.facts_of(recipe, config, shapes, device), objective, config, n_parameters, tok,
-        train, eval_rows, Collator(pad_id, data.packing, flatten), prompt, facts,
-        bad_rows=tuple(bad.said[:3]),
+        recipe, device, choices, engine.run_info_of(recipe, config, shapes, device), objective, config, n_parameters,
+        tok, train, eval_samples, Collator(pad_id, data.packing, flatten), prompt, data_summary,
+        bad_rows=tuple(bad.problems[:3]),
         warnings=warnings_of(
-            recipe, Extent(len(train.rows), len(eval_rows), choices.gpus), trains_tokenizer=_trains_tokenizer(recipe)
+            recipe, RunSize(len(train.samples), len(eval_samples), choices.gpus),
+            trains_tokenizer=_trains_tokenizer(recipe)
         ),
         wrong_ops=self_test.wrong_ops(recipe, choices, device),
         unused_tensors=unused_tensors,
@@ -193,29 +194,31 @@ def _pack(recipe: Recipe, encoded: Any) -> Packed:
     )  # fmt: skip
 
 
-def _check_enough(recipe: Recipe, n_rows: int, n_processes: int) -> None:
+def _check_enough(recipe: Recipe, n_samples: int, n_processes: int) -> None:
     """Refuse fewer rows than a step takes: the Trainer would take smaller steps without a word."""
     batches = {"train.batch_size": recipe.train.batch_size}
     if recipe.comparison.steps and recipe.comparison.batch_size:
         batches["comparison.batch_size"] = recipe.comparison.batch_size
     for name, size in batches.items():
-        if n_rows < size:
+        if n_samples < size:
             raise RecipeError(
-                f"data.source gives {n_rows} rows of {recipe.data.sequence_length} tokens, fewer than {name} {size}; "
+                f"data.source gives {n_samples} rows of {recipe.data.sequence_length} tokens, fewer than "
+                f"{name} {size}; "
                 "lower it or data.sequence_length, or add text"
             )
     train = recipe.train
     of_step = train.batch_size * train.gradient_accumulation * n_processes
-    if n_rows < of_step:
+    if n_samples < of_step:
         factors = f"train.batch_size {train.batch_size} x train.gradient_accumulation {train.gradient_accumulation}"
         factors += f" x {n_processes} processes" if n_processes > 1 else ""
         raise RecipeError(
-            f"data.source gives {n_rows} rows of {recipe.data.sequence_length} tokens, fewer than the {of_step} of one "
+            f"data.source gives {n_samples} rows of {recipe.data.sequence_length} tokens, fewer than the "
+            f"{of_step} of one "
             f"step ({factors}); lower one of them or data.sequence_length, or add text"
         )
 
 
-def _nothing_held_out(recipe: Recipe, n_documents: int, n_dropped: int) -> DataError:
+def _nothing_to_evaluate(recipe: Recipe, n_documents: int, n_dropped: int) -> DataError:
     """Of documents for evaluation that leave no row: the run would silently have no held-out loss."""
     data = recipe.data
     if data.eval_source:
@@ -232,9 +235,9 @@ def _nothing_held_out(recipe: Recipe, n_documents: int, n_dropped: int) -> DataE
     )
 
 
-def _prompt(recipe: Recipe, tok: Any, rows: Sequence[Row]) -> list[int]:
+def _prompt(recipe: Recipe, tok: Any, samples: Sequence[Sample]) -> list[int]:
     """The tokens that the text sample continues."""
     text = recipe.output.sample_prompt
     if text:
         return [int(i) for i in tok(text)["input_ids"]]
-    return [int(i) for i in rows[0].tokens_T[:24]]
+    return [int(i) for i in samples[0].tokens_T[:24]]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from tigon.data import sources
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
-from tigon.objectives.asked import without_phases
+from tigon.objectives.recipe_checks import without_phases
 from tigon.recipe import recipe_file
 from tigon.recipe.keys import ComparisonConfig, Recipe
 from tigon.trainer import prepare
@@ -43,7 +43,7 @@ STOPPED = "stopped"
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProfileRequest:
     """What is profiled: a recipe with its overrides, and beside it perhaps another."""
 
     recipe: Path
@@ -60,40 +60,42 @@ class Asked:
         return self.beside is not None or bool(self.beside_overrides)
 
 
-def profile(asked: Asked) -> Path:
+def profile(request: ProfileRequest) -> Path:
     """Profile what is asked; the folder written. Raises RecipeError and its kinds, mostly before anything runs."""
     preflight.check_packages()
-    if asked.steps < 1:
-        raise UsageError(f"--steps {asked.steps}: at least one step is recorded")
-    recipe = _short(recipe_file.load(asked.recipe, asked.overrides, gpu_present=preflight.gpu_present), asked.steps)
+    if request.steps < 1:
+        raise UsageError(f"--steps {request.steps}: at least one step is recorded")
+    recipe = _short(
+        recipe_file.load(request.recipe, request.overrides, gpu_present=preflight.gpu_present), request.steps
+    )
     preflight.check_process(recipe.train.workers)
     other = None
-    if asked.is_pair:
-        path, overrides = asked.beside or asked.recipe, (*asked.overrides, *asked.beside_overrides)
-        other = _short(recipe_file.load(path, overrides, gpu_present=preflight.gpu_present), asked.steps)
+    if request.is_pair:
+        path, overrides = request.beside or request.recipe, (*request.overrides, *request.beside_overrides)
+        other = _short(recipe_file.load(path, overrides, gpu_present=preflight.gpu_present), request.steps)
     prepare.quiet_libraries(recipe)
     for each in filter(None, (recipe, other)):
         sources.check(each.data.source)
         sources.check(each.data.eval_source, "data.eval_source")
-        processes = max(each.sharding.gpus, launch.processes())
+        processes = max(each.sharding.gpus, launch.world_size())
         if processes > 1:
             raise RecipeError(
                 f"sharding.gpus is {processes}, and a profile is of one process; set sharding.gpus=1, or "
                 "profile on one GPU what each of them does"
             )
-    with _folder(asked.out, recipe) as (folder, place):
+    with _folder(request.out, recipe) as (folder, place):
         if other is None:
-            profiles = [_profile_here(recipe, asked.steps, folder)]
+            profiles = [_profile_here(recipe, request.steps, folder)]
         else:
             profiles = [
-                _profile_in_a_process(asked.recipe, asked.overrides, asked.steps, folder / "A"),
-                _profile_in_a_process(path, overrides, asked.steps, folder / "B"),
+                _profile_in_a_process(request.recipe, request.overrides, request.steps, folder / "A"),
+                _profile_in_a_process(path, overrides, request.steps, folder / "B"),
             ]
-            profiles = _told_apart(profiles, asked)
+            profiles = _told_apart(profiles, request)
         _write(folder, profiles)
     (target,) = place
     _conclude(profiles, target)
-    failed = [each.facts[STOPPED] for each in profiles if STOPPED in each.facts]
+    failed = [each.details[STOPPED] for each in profiles if STOPPED in each.details]
     if failed:
         raise RecipeError(f"{failed[0]}; what was recorded until then is in {target / PAGE}")
     return target
@@ -196,11 +198,11 @@ def _profile_in_a_process(path: Path, overrides: Sequence[str], steps: int, out:
     return result.read(out / result.FILE)
 
 
-def _told_apart(profiles: Sequence[Profile], asked: Asked) -> list[Profile]:
+def _told_apart(profiles: Sequence[Profile], request: ProfileRequest) -> list[Profile]:
     """With what the second is made of in its label, where the labels alone do not say."""
     labels = [each.timeline.label for each in profiles]
     if labels[0] == labels[1]:
-        labels[1] += ", " + ", ".join([*([str(asked.beside)] if asked.beside else []), *asked.beside_overrides])
+        labels[1] += ", " + ", ".join([*([str(request.beside)] if request.beside else []), *request.beside_overrides])
     return [
         replace(each, timeline=replace(each.timeline, label=label))
         for each, label in zip(profiles, labels, strict=True)
@@ -217,14 +219,14 @@ def _profile_here(recipe: Recipe, steps: int, folder: Path) -> Profile:
 
     device = preflight.check_device(recipe)
     prepared = prepare.prepare(recipe, device)
-    said = f"profile  {_label(prepared)}: {steps} steps recorded, then one timed"
-    _console().print(said, markup=False, soft_wrap=True)
+    heading = f"profile  {_label(prepared)}: {steps} steps recorded, then one timed"
+    _console().print(heading, markup=False, soft_wrap=True)
     if prepared.unused_tensors:
         _console().print(model.unused_line(prepared.unused_tensors), markup=False, soft_wrap=True)
     predicted, why = _predict(prepared)
     timeline, ops, stopped = record(prepared, steps, folder, _label(prepared))
-    facts = _facts(prepared) | {"prediction": why} | ({STOPPED: stopped} if stopped else {})
-    return Profile(timeline, ops, predicted, facts)
+    details = _details(prepared) | {"prediction": why} | ({STOPPED: stopped} if stopped else {})
+    return Profile(timeline, ops, predicted, details)
 
 
 def _label(prepared: Prepared) -> str:
@@ -232,13 +234,13 @@ def _label(prepared: Prepared) -> str:
     from tigon.planner.search.recommend import label
 
     recipe = prepared.recipe
-    said = label(prepared.choices)
+    technique_label = label(prepared.choices)
     if prepared.choices.kernels == "tigon":
-        said += ", kernels tigon"  # the planner says kernels only where they are others
-    return f"{recipe.model.name}, {recipe.train.batch_size} x {recipe.data.sequence_length} tokens, {said}"
+        technique_label += ", kernels tigon"  # the planner says kernels only where they are others
+    return f"{recipe.model.name}, {recipe.train.batch_size} x {recipe.data.sequence_length} tokens, {technique_label}"
 
 
-def _facts(prepared: Prepared) -> dict[str, str]:
+def _details(prepared: Prepared) -> dict[str, str]:
     parts, train = preflight.environment(prepared.device), prepared.recipe.train
     return {
         "model": f"{prepared.recipe.model.name}, {prepared.n_parameters / 1e6:,.1f} M parameters",
@@ -259,10 +261,10 @@ def _predict(prepared: Prepared) -> tuple[Predicted | None, str]:
         return None, "none: the planner's is of a GPU"
     gpu = prediction.gpu_here(prepared.device, prepared.choices)
     try:
-        found = prediction.predict(prepared.recipe, prepared.config, prepared.choices, gpu, evaluated=False)
+        result = prediction.predict(prepared.recipe, prepared.config, prepared.choices, gpu, evaluated=False)
     except TigonError as error:
         return None, f"none: {error}"
-    estimate = found.option.estimate
+    estimate = result.option.estimate
     source = f"by the planner for {gpu.name}"
     return Predicted(source, dict(estimate.phases), dict(estimate.components)), source
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from tigon.data.packing import RowDataset
+from tigon.data.packing import SampleDataset
 from tigon.planner.trace.trace import decoder_layers
 from tigon.profiler.recording.cpu import CpuRecorder
 from tigon.profiler.recording.cuda import CudaRecorder
 from tigon.profiler.recording.journal import Journal, Recorder, Recording
 from tigon.profiler.recording.quiet import library_log_lines_dropped
-from tigon.profiler.recording.watch import Watch
+from tigon.profiler.recording.watch import PhaseHooks
 from tigon.profiler.render.op_table import OpRow, op_table
 from tigon.profiler.timeline.assemble import assemble
 from tigon.profiler.timeline.timeline import Timeline
@@ -52,20 +52,22 @@ def record(prepared: Prepared, steps: int, folder: Path, label: str) -> tuple[Ti
 def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
     recipe, device, objective = prepared.recipe, prepared.device, prepared.objective
     built, _ = engine.build(
-        recipe.model, prepared.config, prepared.choices, prepared.facts, device=device, seed=recipe.train.seed,
+        recipe.model, prepared.config, prepared.choices, prepared.run_info, device=device, seed=recipe.train.seed,
         kernels=recipe.model.kernels, base=folder / "base", ops=self_test.without(prepared.wrong_ops),
         reads_whole_weights=objective.reads_whole_weights,
     )  # fmt: skip
     engine.refuse_nonfinite(built, recipe.model)
-    built = objective.put_on(built)
+    built = objective.attach(built)
     # the allocator's frames end where autograd's C++ begins, and the CPU's profiler names the nodes itself
     name_nodes = device.type == "cuda"
     args = trainers.arguments(
-        recipe.train, prepared.choices, prepared.facts, folder=folder / "checkpoints", device=device, evaluate=False
+        recipe.train, prepared.choices, prepared.run_info, folder=folder / "checkpoints", device=device, evaluate=False
     )
     optimizer = engine.make_optimizer(recipe.train, prepared.choices)
-    rows = RowDataset(prepared.train.rows)
-    with Watch(steps.journal, built, decoder_layers(built), checkpointed=_is_checkpointed, name_nodes=name_nodes) as it:
+    rows = SampleDataset(prepared.train.samples)
+    with PhaseHooks(
+        steps.journal, built, decoder_layers(built), checkpointed=_is_checkpointed, name_nodes=name_nodes
+    ) as it:
         steps.watch = it
         trainer = trainers.TigonTrainer(built, args, prepared.collator, rows, None, optimizer, objective=objective)
         trainer.add_callback(steps)
@@ -86,7 +88,7 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
 
     def __init__(self, recorder: Recorder, journal: Journal, recorded: int, trace: Path) -> None:
         self.journal = journal
-        self._watch: Watch | None = None
+        self._watch: PhaseHooks | None = None
         self.timed: list[Any] = []
         """The profiler's events of the timed step."""
         self._recorder, self._recorded, self._trace = recorder, recorded, trace
@@ -94,12 +96,12 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
         self._profiler: Any = None
 
     @property
-    def watch(self) -> Watch:
+    def watch(self) -> PhaseHooks:
         assert self._watch is not None, "the training loop begins under a watch"
         return self._watch
 
     @watch.setter
-    def watch(self, watch: Watch) -> None:
+    def watch(self, watch: PhaseHooks) -> None:
         self._watch = watch
 
     def end_recording(self) -> Recording:

@@ -63,7 +63,7 @@ def train(
 
         overrides = prediction.with_auto(recipe, overrides, device, resume=resume)
         recipe = recipe_file.load(path, overrides, gpu_present=preflight.gpu_present)
-    if recipe.sharding.gpus > 1 and not launch.joined():
+    if recipe.sharding.gpus > 1 and not launch.started_by_launcher():
         preflight.check_techniques(recipe, device)
         code = launch.launch(path, overrides, recipe.sharding.gpus, resume=resume)
         if code:
@@ -92,7 +92,7 @@ def _train_alone_or_joined(
         if launch.rank() == 0:
             held.enter_context(run_folder.locked(run.path))
     else:
-        run = launch.told(run)  # the first process has looked for the checkpoint
+        run = launch.broadcast(run)  # the first process has looked for the checkpoint
         fault_messages.check_same_run(run, prepared, console)
     _announce(console, run, prepared)
     prepared = _predict(console, prepared, path, overrides)
@@ -102,7 +102,7 @@ def _train_alone_or_joined(
         except signals.Stopped as stop:
             if launch.rank() == 0:
                 print(f"tigon: {stop}", file=sys.stderr)
-            launch.leave(together=stop.together)
+            launch.shutdown_distributed(together=stop.together)
             raise SystemExit(stop.exit_code) from None
         except KeyboardInterrupt:
             resumable = any((run.path / run_folder.CHECKPOINTS).glob("checkpoint-*"))
@@ -110,12 +110,12 @@ def _train_alone_or_joined(
             console.print(f"interrupted; {run.path} keeps what was written{hint}", markup=False, soft_wrap=True)
             raise
         except Exception as error:
-            known = None if isinstance(error, TigonError) else fault_messages.in_words(error, run, command)
+            known = None if isinstance(error, TigonError) else fault_messages.to_user_error(error, run, command)
             if known is None:
                 raise
             raise known from error
-    if launch.joined():
-        launch.leave()
+    if launch.started_by_launcher():
+        launch.shutdown_distributed()
     return run.path
 
 
@@ -136,11 +136,11 @@ def _create(prepared: Prepared, command: str) -> RunFolder:
         except BaseException as error:
             shutil.rmtree(run.path, ignore_errors=True)  # it is of no use, and the next try would be refused for it
             if isinstance(error, OSError):
-                said = system_limits.words(error) or error.strerror
-                raise RunFolderError(f"{run.path}: cannot be written: {said}; then start the run again") from None
+                reason = system_limits.words(error) or error.strerror
+                raise RunFolderError(f"{run.path}: cannot be written: {reason}; then start the run again") from None
             raise
         made = str(run.path)
-    return RunFolder(Path(launch.told(made)))
+    return RunFolder(Path(launch.broadcast(made)))
 
 
 def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
@@ -162,8 +162,8 @@ def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
 
 def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
     recipe, data = prepared.recipe, prepared.data
-    rows = recipe.train.batch_size * recipe.train.gradient_accumulation * prepared.choices.gpus
-    tokens = rows * recipe.data.sequence_length
+    samples_per_step = recipe.train.batch_size * recipe.train.gradient_accumulation * prepared.choices.gpus
+    tokens = samples_per_step * recipe.data.sequence_length
     techniques = ", ".join(name for name, row in TECHNIQUES.items() if row.used_by(prepared.choices))
     name, millions = recipe.model.name, prepared.n_parameters / 1e6
     lines = [
@@ -200,15 +200,15 @@ def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequen
 
     words = (word for text in overrides for word in ("--set", text))
     command = shlex.join(["tigon", "train", str(path), *words])
-    found = None
+    predicted = None
     if launch.rank() == 0:
-        found, lines = prediction.announce(
+        predicted, lines = prediction.announce(
             prepared.recipe, prepared.config, prepared.choices, prepared.device,
-            evaluated=bool(prepared.eval_rows), command=command,
+            evaluated=bool(prepared.eval_samples), command=command,
         )  # fmt: skip
         for line in lines:
             console.print(line, markup=False, soft_wrap=True)
-    return replace(prepared, command=command, prediction=found)
+    return replace(prepared, command=command, prediction=predicted)
 
 
 def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
@@ -219,11 +219,11 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
 
     recipe, objective = prepared.recipe, prepared.objective
     built, patched = engine.build(
-        objective.model(run.path), prepared.config, prepared.choices, prepared.facts, device=prepared.device,
+        objective.model(run.path), prepared.config, prepared.choices, prepared.run_info, device=prepared.device,
         seed=recipe.train.seed, kernels=kernels, base=run.path / "base",
         ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.reads_whole_weights,
     )  # fmt: skip
-    return objective.put_on(built), patched
+    return objective.attach(built), patched
 
 
 def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
@@ -233,7 +233,7 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
     # imports transformers, which quiet_libraries has to come before
     from tigon.trainer.report import report
 
-    with signals.Stop(speaks=launch.rank() == 0) as stop:
+    with signals.StopRequest(speaks=launch.rank() == 0) as stop:
         summary = _train_and_save(run, prepared, console, stop)
         if launch.rank() > 0:  # its part is done, whatever comes now
             return
@@ -251,7 +251,7 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
             raise signals.Stopped(stop.number, _last_step(run), kept, together=False)
 
 
-def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: signals.Stop) -> dict[str, Any]:
+def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: signals.StopRequest) -> dict[str, Any]:
     """What the run found, but for the comparison. Raises Stopped before the final weights are saved."""
     # imports transformers, which quiet_libraries has to come before
     from tigon.trainer import engine, model
@@ -261,7 +261,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     recipe, tok, objective = prepared.recipe, prepared.tokenizer, prepared.objective
     if phase := objective.phase(prepared.choices, run.path):
         train_phase(phase, prepared, run.path, [ProgressDisplay(console)] if launch.rank() == 0 else [])
-    with fault_messages.memory_watched(run, prepared):
+    with fault_messages.explain_out_of_memory(run, prepared):
         built, patched = _build(run, prepared, recipe.model.kernels)
     engine.refuse_nonfinite(built, recipe.model)
     # drawing a sample from sharded weights would take all processes
@@ -272,18 +272,18 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     sample = {"prompt": tok.decode(prepared.prompt), "before": "", "after": ""}
     if n_sample:
         sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
-    with fault_messages.memory_watched(run, prepared):
-        trainer, found = _train(run, prepared, built, console, stop)
+    with fault_messages.explain_out_of_memory(run, prepared):
+        trainer, outcome = _train(run, prepared, built, console, stop)
     if n_sample:
         sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
     decoded = None
     if n_sample:
-        decoded = objective.sampled(built, prepared.eval_rows or prepared.train.rows, tok.eos_token_id)
+        decoded = objective.sampled(built, prepared.eval_samples or prepared.train.samples, tok.eos_token_id)
     _end_if_asked(prepared, trainer)
     if not weights_are_sharded(prepared.choices):
         _save_model(run, prepared, built, trainer)  # which may take off what the objective has put on
     return {
-        **found,
+        **outcome,
         "unigram_entropy": prepared.data["unigram_entropy"],
         "skipped_steps": trainer.gate.skipped,
         "evaluation_error": trainer.evaluation_error,
@@ -316,14 +316,14 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
 
 
 def _train(
-    run: RunFolder, prepared: Prepared, built: Any, console: Console, stop: signals.Stop
+    run: RunFolder, prepared: Prepared, built: Any, console: Console, stop: signals.StopRequest
 ) -> tuple[Any, dict[str, Any]]:
     """Train and evaluate: (trainer, what was found; the final held-out loss is None when nothing was held out). Sharded
     weights are saved before the evaluation, as one that runs out of memory ends all processes."""
     from torch.utils.tensorboard import SummaryWriter
 
     # imports transformers, which quiet_libraries has to come before
-    from tigon.data.packing import RowDataset
+    from tigon.data.packing import SampleDataset
     from tigon.trainer import engine
     from tigon.trainer import trainer as trainers
     from tigon.trainer.guards import prediction
@@ -331,15 +331,16 @@ def _train(
 
     recipe = prepared.recipe
     args = trainers.arguments(
-        recipe.train, prepared.choices, prepared.facts, folder=run.path / "checkpoints", device=prepared.device,
-        evaluate=bool(prepared.eval_rows),
+        recipe.train, prepared.choices, prepared.run_info, folder=run.path / "checkpoints", device=prepared.device,
+        evaluate=bool(prepared.eval_samples),
     )  # fmt: skip
-    eval_rows = RowDataset(prepared.eval_rows) if prepared.eval_rows else None
+    eval_samples = SampleDataset(prepared.eval_samples) if prepared.eval_samples else None
     trainer = trainers.TigonTrainer(
-        built, args, prepared.collator, RowDataset(prepared.train.rows), eval_rows,
+        built, args, prepared.collator, SampleDataset(prepared.train.samples), eval_samples,
         engine.make_optimizer(recipe.train, prepared.choices),
         trainers.Safeguards(
-            stop=stop, max_skipped_steps=recipe.train.max_skipped_steps, facts=fault_messages.facts(prepared),
+            stop=stop, max_skipped_steps=recipe.train.max_skipped_steps,
+            metadata=fault_messages.checkpoint_metadata(prepared),
         ),
         prepared.objective,
     )  # fmt: skip
@@ -361,7 +362,7 @@ def _train(
             raise fault_messages.unreadable(run, error) from error
         finally:
             display.close()
-        found = {
+        outcome = {
             "train_s": time.perf_counter() - started_s,
             "memory": prediction.compared(prepared.prediction, prepared.device),
         }
@@ -371,9 +372,9 @@ def _train(
         trainers.refuse_nonfinite_weights(built, trainer.state.global_step)
         if weights_are_sharded(prepared.choices):
             _save_model(run, prepared, built, trainer)
-        eval_loss = _final_eval_loss(trainer) if eval_rows is not None else None
+        eval_loss = _final_eval_loss(trainer) if eval_samples is not None else None
         _end_if_asked(prepared, trainer)
-        return trainer, {"eval_loss": eval_loss, **found}
+        return trainer, {"eval_loss": eval_loss, **outcome}
 
 
 def _end_if_asked(prepared: Prepared, trainer: Any) -> None:
@@ -403,9 +404,9 @@ def _final_eval_loss(trainer: Any) -> float | None:
         return None
 
 
-def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals.Stop) -> list[Repeat]:
+def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals.StopRequest) -> list[Repeat]:
     # imports transformers, which quiet_libraries has to come before
-    from tigon.data.packing import RowDataset
+    from tigon.data.packing import SampleDataset
     from tigon.trainer.report.comparison import compare
 
     recipe = prepared.recipe
@@ -416,12 +417,12 @@ def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals
         lambda kernels: _build(run, prepared, kernels)[0],
         train=replace(recipe.train, batch_size=recipe.comparison.batch_size or recipe.train.batch_size),
         choices=prepared.choices,
-        facts=prepared.facts,
+        run_info=prepared.run_info,
         steps=recipe.comparison.steps,
         folder=run.path / "checkpoints",
         device=prepared.device,
         collator=prepared.collator,
-        rows=RowDataset(prepared.train.rows),
+        samples=SampleDataset(prepared.train.samples),
         announce=lambda text: console.print(text, markup=False),
         stop=stop,
     )

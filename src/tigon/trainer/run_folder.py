@@ -49,16 +49,16 @@ LOCK_PATIENCE = 7  # s
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run folder that exists and is ours. `found` is what to resume from, None for a new run."""
+    """A run folder that exists and is ours. `resume_point` is what to resume from, None for a new run."""
 
     path: Path
-    found: checkpoint.Found | None = None
+    resume_point: checkpoint.ResumePoint | None = None
     changed: tuple[tuple[str, Any, Any], ...] = ()
     """Recipe keys that differ from the run's so far and may: (key, before, now)."""
 
     @property
     def checkpoint(self) -> Path | None:
-        return self.found.path if self.found is not None else None
+        return self.resume_point.path if self.resume_point is not None else None
 
     @property
     def metrics(self) -> Path:
@@ -68,14 +68,14 @@ class RunFolder:
         """The mapping in one of the folder's files. Raises RunFolderError where it cannot be read as one."""
         file = self.path / name
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise _damaged(file, str(error.strerror)) from None
         except (ValueError, RecursionError):
             raise _damaged(file, "no JSON") from None
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise _damaged(file, "no mapping")
-        return found
+        return content
 
     def write_json(self, name: str, value: Any) -> None:
         self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
@@ -122,17 +122,17 @@ class RunFolder:
 def _record(line: str) -> dict[str, Any] | None:
     """None for what a killed run, a full disk or a bad disk left of one."""
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("event"), str) or type(found.get("step")) is not int:
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str) or type(record.get("step")) is not int:
         return None
-    numbers = MEASURED.get(found["event"])
+    numbers = MEASURED.get(record["event"])
     if numbers is None:
-        return found
+        return record
     # the report draws every value of these
-    whole = all(name in found for name in numbers)
-    return found if whole and all(_is_drawn(value) for name, value in found.items() if name != "event") else None
+    whole = all(name in record for name in numbers)
+    return record if whole and all(_is_drawn(value) for name, value in record.items() if name != "event") else None
 
 
 def _is_drawn(value: Any) -> bool:
@@ -206,8 +206,8 @@ def _checked(path: Path, recipe: Recipe) -> RunFolder:
     changed = _differences(before, recipe)
     refused = [(name, old, new) for name, old, new in changed if not _only_rounds(name, before, recipe)]
     if refused:
-        said = "; ".join(f"the run had {name}: {old}, the recipe now has {new}" for name, old, new in refused)
-        raise RunFolderError(f"{path}: {said}; make them agree")
+        differences = "; ".join(f"the run had {name}: {old}, the recipe now has {new}" for name, old, new in refused)
+        raise RunFolderError(f"{path}: {differences}; make them agree")
     return RunFolder(path, changed=tuple(changed))
 
 
@@ -218,7 +218,7 @@ def with_checkpoint(run: RunFolder, recipe: Recipe) -> RunFolder:
     written a newer checkpoint. Raises RunFolderError for what `find` refuses, and when there is no such checkpoint.
     """
     run = _checked(run.path, recipe)
-    return replace(run, found=checkpoint.newest(run.path / CHECKPOINTS))
+    return replace(run, resume_point=checkpoint.newest(run.path / CHECKPOINTS))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from tigon.trainer import trainer as trainers
 
 
-class Watch:
+class StepMeter:
     """Step times and peaks. Every mark reads what the allocator's peaks became since the last one, and resets them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -51,17 +51,17 @@ class Watch:
             torch.cuda.synchronize(self.device)
 
 
-class WatchedTrainer(trainers.TigonTrainer):
+class TimedTrainer(trainers.TigonTrainer):
     """The trainer of `tigon train`, which marks where the phases end. DeepSpeed's backward holds its optimizer step."""
 
-    watch: Watch
+    meter: StepMeter
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
-        self.watch.mark("forward")
+        self.meter.mark("forward")
         return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)
-        self.watch.mark("backward")
+        self.meter.mark("backward")
         return loss

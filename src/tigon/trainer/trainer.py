@@ -32,7 +32,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from tigon.data.packing import Collator, Row, RowDataset
+from tigon.data.packing import Collator, Sample, SampleDataset
 from tigon.errors import RecipeError, RunFolderError
 from tigon.objectives.base import Objective, Step
 from tigon.objectives.causal_lm import CausalLM
@@ -40,14 +40,14 @@ from tigon.profiler.recording.device import used_bytes
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
-from tigon.techniques.technique import Facts
+from tigon.techniques.technique import RunInfo
 from tigon.trainer.checkpoint import checkpoint, nvme_swap
 from tigon.trainer.distributed import launch
-from tigon.trainer.distributed.deepspeed_adam import take_whole_powers
-from tigon.trainer.distributed.deepspeed_classes import keep_partition_dtype, know_deepspeed_classes
-from tigon.trainer.distributed.signals import Stop, deaf
+from tigon.trainer.distributed.deepspeed_adam import use_exact_beta_powers
+from tigon.trainer.distributed.deepspeed_classes import allow_deepspeed_globals, keep_partition_dtype
+from tigon.trainer.distributed.signals import StopRequest, ignore_signals
 from tigon.trainer.guards import prediction
-from tigon.trainer.guards.nan_guard import FiniteGate, first_nonfinite, innermost
+from tigon.trainer.guards.nan_guard import NanGuard, first_nonfinite, innermost
 
 MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
 WORKER_TIMEOUT_S = 600  # for a batch from a process that prepares them; making one takes milliseconds
@@ -57,10 +57,10 @@ WORKER_TIMEOUT_S = 600  # for a batch from a process that prepares them; making 
 class Safeguards:
     """What a trainer does about faults, beyond what it always does."""
 
-    stop: Stop | None = None
+    stop: StopRequest | None = None
     """What takes note of signals while it trains; None: they have their usual effect."""
     max_skipped_steps: int = TrainConfig.max_skipped_steps
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     """What a checkpoint says of its run, for the one that resumes it."""
 
 
@@ -77,7 +77,7 @@ class _NothingLeft(Exception):
 
 
 def arguments(
-    train: TrainConfig, choices: Choices, facts: Facts, *, folder: Path, device: torch.device, evaluate: bool
+    train: TrainConfig, choices: Choices, run_info: RunInfo, *, folder: Path, device: torch.device, evaluate: bool
 ) -> Any:
     """TrainingArguments of a run: what every run has, and what its techniques add."""
     values: dict[str, Any] = {
@@ -115,7 +115,7 @@ def arguments(
     }
     for technique in TECHNIQUES.values():
         if technique.used_by(choices):
-            values |= technique.arguments(choices, facts)
+            values |= technique.arguments(choices, run_info)
     result = TrainingArguments(**values)
     # With several GPUs in one process the Trainer would wrap the model in DataParallel, which replicates it each step.
     if result.n_gpu > 1:
@@ -127,20 +127,21 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
     """See the module docstring."""
 
     def __init__(
-        self, model: Any, args: Any, collator: Collator, train_rows: RowDataset, eval_rows: RowDataset | None = None,
+        self, model: Any, args: Any, collator: Collator, train_samples: SampleDataset,
+        eval_samples: SampleDataset | None = None,
         make_optimizer: MakeOptimizer | None = None, safeguards: Safeguards | None = None,
         objective: Objective | None = None,
     ) -> None:  # fmt: skip
         """make_optimizer: (model, names of decayed parameters) -> optimizer, where the Trainer has no name for it.
         objective: what is minimised; None: the model's own loss."""
         super().__init__(
-            model=model, args=args, data_collator=collator, train_dataset=train_rows, eval_dataset=eval_rows
+            model=model, args=args, data_collator=collator, train_dataset=train_samples, eval_dataset=eval_samples
         )
         self._make_optimizer = make_optimizer
         self.safeguards = safeguards or Safeguards()
         self.objective: Objective = objective or CausalLM()
         self._grouped = False
-        self.gate = FiniteGate(self.args.device, self.safeguards.max_skipped_steps)
+        self.gate = NanGuard(self.args.device, self.safeguards.max_skipped_steps)
         self.evaluation_error: str | None = None
         self._saved_step = 0
         self._writing: Path | None = None
@@ -153,7 +154,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         if self.is_deepspeed_enabled:
-            know_deepspeed_classes()
+            allow_deepspeed_globals()
             keep_partition_dtype()
         if resume_from_checkpoint is not None:
             file = Path(resume_from_checkpoint) / self._counted_file
@@ -182,7 +183,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
 
     def asked_to_stop(self) -> bool:
         """Whether a signal came, in any process; all of them ask at once."""
-        return self.safeguards.stop is not None and bool(self.safeguards.stop.agreed())
+        return self.safeguards.stop is not None and bool(self.safeguards.stop.signal_in_any_process())
 
     def save_last(self) -> None:
         """Save the step that training ended with, unless there is a checkpoint of it."""
@@ -224,7 +225,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         of_model = partial(super().compute_loss, model, inputs, *args, **kwargs)
-        return self.gate.poisoned(self.objective.loss(model, inputs, of_model))
+        return self.gate.nan_if_not_finite(self.objective.loss(model, inputs, of_model))
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Called once a step, between the backward pass and the optimizer; with DeepSpeed after its step, which leaves
@@ -288,21 +289,21 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
 
         Raises EvaluationFailed, or EvaluationBroken, in all processes alike.
         """
-        rows, first, was_training = eval_dataset or self.eval_dataset, 0, self.model.training
+        samples, first, was_training = eval_dataset or self.eval_dataset, 0, self.model.training
         self.objective.begin_evaluation()
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         try:
-            while first < len(rows):
+            while first < len(samples):
                 if self.asked_to_stop():  # the step is done: save it, while there is time
                     if self.is_in_train:
                         self.control.should_save = self.control.should_training_stop = True
                         self.control.should_evaluate = False  # else the end of the epoch evaluates, and saves, again
                     return {}
                 size = self.args.per_device_eval_batch_size
-                found = self._sums_at(first, rows)
-                if found is not None:
-                    sums += found
+                batch_sums = self._sums_at(first, samples)
+                if batch_sums is not None:
+                    sums += batch_sums
                     first += size * self.args.world_size
         finally:
             self.model.train(was_training)
@@ -312,7 +313,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _sums_at(self, first: int, rows: RowDataset) -> torch.Tensor | None:
+    def _sums_at(self, first: int, samples: SampleDataset) -> torch.Tensor | None:
         """(sum of the losses, learned tokens) of this process's part of the batch that begins with row `first`. None
         where it did not fit into the memory of one of the processes; then the next is half as large in all of them.
 
@@ -321,23 +322,23 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         """
         size = self.args.per_device_eval_batch_size
         start, error = first + self.args.process_index * size, None
-        own = [rows[i] for i in range(start, min(start + size, len(rows)))]
+        own = [samples[i] for i in range(start, min(start + size, len(samples)))]
         together = self.args.world_size > 1 and _is_sharded(self.model)  # asked now: a pass that fails leaves it whole
         try:
-            sums = self._forward_sums(own or [rows[0]], bool(own))
+            sums = self._forward_sums(own or [samples[0]], bool(own))
         except RuntimeError as caught:
             if not prediction.is_out_of_memory(caught):
                 raise
             error = caught
         patience_s = launch.ALONE_S if together and error is not None else launch.PATIENCE_S
-        said = launch.everyone(int(error is not None), patience_s=patience_s)
-        if said is not None and not any(said):
+        failures = launch.all_gather_ints(int(error is not None), patience_s=patience_s)
+        if failures is not None and not any(failures):
             self.objective.count_batch()
             return sums
-        short = [rank for rank, failed in enumerate(said or ()) if failed] or [self.args.process_index]
+        short = [rank for rank, failed in enumerate(failures or ()) if failed] or [self.args.process_index]
         where = f" in process {short[0]} of {self.args.world_size}" if self.args.world_size > 1 else ""
         text = f"evaluation ran out of memory{where} with {size} rows at once; lower "
-        if together or said is None:
+        if together or failures is None:
             raise EvaluationBroken(f"{text}train.batch_size") from error
         if size == 1:
             raise EvaluationFailed(f"{text}data.sequence_length") from error
@@ -348,8 +349,8 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         self.args.per_device_eval_batch_size = size // 2
         return None
 
-    def _forward_sums(self, rows: Sequence[Row], counts: bool) -> torch.Tensor:
-        inputs = self._prepare_inputs(self.data_collator(rows))
+    def _forward_sums(self, samples: Sequence[Sample], counts: bool) -> torch.Tensor:
+        inputs = self._prepare_inputs(self.data_collator(samples))
         return self.objective.evaluation_sums(self.model, inputs, counts, self._in_precision)
 
     @contextmanager
@@ -408,7 +409,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
 
     def _publish(self, folder: Path, step: int) -> None:
         if self.is_world_process_zero():
-            checkpoint.publish(folder, step, self.safeguards.facts, keep=self.args.save_total_limit)
+            checkpoint.publish(folder, step, self.safeguards.metadata, keep=self.args.save_total_limit)
 
     def _write(self, part: Callable[[], None]) -> None:
         """Do a part of a save. Where it failed in one process it ends in all, and only then is what they wrote removed;
@@ -419,23 +420,23 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         except Exception as caught:
             error, full = caught, checkpoint.disk_is_full(caught, folder)
         failed = int(full) + int(error is not None)
-        said = launch.everyone(failed, patience_s=launch.PATIENCE_S if error is None else launch.ALONE_S)
-        if said is not None and not any(said):
+        failures = launch.all_gather_ints(failed, patience_s=launch.PATIENCE_S if error is None else launch.ALONE_S)
+        if failures is not None and not any(failures):
             return
-        if said is not None and self.is_world_process_zero():
+        if failures is not None and self.is_world_process_zero():
             assert self._writing is not None
             shutil.rmtree(self._writing, ignore_errors=True)
-        if max(said or [failed]) == 2:
+        if max(failures or [failed]) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         if error is not None:
             raise error
-        others = [rank for rank, word in enumerate(said or ()) if word]
+        others = [rank for rank, word in enumerate(failures or ()) if word]
         who = f"process {others[0]} failed" if others else f"a process has not answered for {launch.PATIENCE_S} s"
         raise RunFolderError(f"{folder}: {who} while a checkpoint was written, which was given up")
 
 
 def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
-    deaf(worker)
+    ignore_signals(worker)
     if seed is not None:
         seed(worker)
 
@@ -464,7 +465,7 @@ class _Boundaries(TrainerCallback):  # type: ignore[misc]
         state.compute_steps(args, state.max_steps)
         if state.global_step >= state.max_steps:
             raise _NothingLeft
-        take_whole_powers(innermost(self._trainer.optimizer))
+        use_exact_beta_powers(innermost(self._trainer.optimizer))
         self._trainer.restart_clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -74,8 +74,8 @@ class _Finder(DistributionFinder, Loader):
         vars(module)["__dir__"] = lambda: sorted({*vars(module), *names})
 
     def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
-        asked = getattr(context, "name", None)
-        if asked is not None and asked.lower().replace("_", "-") == "liger-kernel":
+        wanted_name = getattr(context, "name", None)
+        if wanted_name is not None and wanted_name.lower().replace("_", "-") == "liger-kernel":
             yield _Distribution()
 
 

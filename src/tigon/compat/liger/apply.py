@@ -114,8 +114,8 @@ def _of_transformers(model_type: str) -> Iterator[type[nn.Module]]:
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
         transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     ):
-        found = mapping.get(transformers.CONFIG_MAPPING[model_type], ())
-        yield from found if isinstance(found, tuple) else (found,)
+        classes = mapping.get(transformers.CONFIG_MAPPING[model_type], ())
+        yield from classes if isinstance(classes, tuple) else (classes,)
 
 
 def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:

@@ -18,17 +18,17 @@ UNREACHABLE = (socket.gaierror, TimeoutError, ConnectionError)
 NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
 
 
-def settle(names: Iterable[str]) -> None:
+def set_offline_mode(names: Iterable[str]) -> None:
     """Set HF_HUB_OFFLINE=1, unless the user has set it or one of `names` is a hub id and the hub answers.
 
     Files that were downloaded before are found in either mode. Call this before importing transformers, which reads the
     variable at import.
     """
-    if "HF_HUB_OFFLINE" not in os.environ and not (any(map(is_hub_id, names)) and answers()):
+    if "HF_HUB_OFFLINE" not in os.environ and not (any(map(is_hub_id, names)) and hub_is_reachable()):
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def answers() -> bool:
+def hub_is_reachable() -> bool:
     """Whether the hub can be reached; huggingface_hub handles its answer and certificate errors."""
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     try:

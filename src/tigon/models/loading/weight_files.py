@@ -48,20 +48,20 @@ class LoadReport:
     """Tensors of the model that the files lack."""
     unexpected: tuple[str, ...] = ()
     """Tensors of the files that the model does not have."""
-    unfit: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
     """Descriptions of tensors whose shape or dtype kind differs from the model's."""
 
     @property
     def problem(self) -> str | None:
         """Why the model must not be trained from these files, or None."""
-        if self.unfit:
-            return f"{listed(self.unfit, 'tensor')}; its weights and its config.json are not of one model"
+        if self.mismatched:
+            return f"{listed(self.mismatched, 'tensor')}; its weights and its config.json are not of one model"
         if not self.missing:
             return None
-        found = f"the model needs {listed(self.missing, 'tensor')}, and the weight files have no such names"
+        reason = f"the model needs {listed(self.missing, 'tensor')}, and the weight files have no such names"
         if self.unexpected:
-            found += f"; the model does not have {listed(self.unexpected, 'tensor')} of the files"
-        return f"{found}; what is missing would begin as random numbers: restore or rename the tensors"
+            reason += f"; the model does not have {listed(self.unexpected, 'tensor')} of the files"
+        return f"{reason}; what is missing would begin as random numbers: restore or rename the tensors"
 
 
 def listed(names: Sequence[str], noun: str) -> str:
@@ -125,22 +125,22 @@ def read_headers(files: Sequence[Path]) -> dict[str, Header]:
     """Every tensor of the files by name. Raises UsageError for an incomplete file, or a name in two files."""
     from safetensors import safe_open
 
-    found: dict[str, Header] = {}
+    headers: dict[str, Header] = {}
     owners: dict[str, Path] = {}
     for file in files:
         try:
             refuse_special(file)  # opening a FIFO would wait forever
             with safe_open(file, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118 (it is no mapping)
-                    if name in found:
+                    if name in headers:
                         raise UsageError(f"{name} is in {owners[name]} and in {file.name}; remove one of them")
                     slice_ = handle.get_slice(name)
-                    found[name], owners[name] = Header(slice_.get_dtype(), tuple(slice_.get_shape())), file
+                    headers[name], owners[name] = Header(slice_.get_dtype(), tuple(slice_.get_shape())), file
         except UsageError:
             raise
         except Exception as error:  # safetensors' own error class, OSError and those of memory maps
             raise UsageError(_unreadable(file, error)) from None
-    return found
+    return headers
 
 
 def _unreadable(file: Path, error: Exception) -> str:
@@ -194,15 +194,17 @@ def compare(
         if kinds.get(name, kinds.get(prefix + name, name.endswith(".weight") and name not in report.unexpected))
         and not tensors[name].is_floating_point()
     ]
-    return LoadReport(report.missing, report.unexpected, (*report.unfit, *wrong))
+    return LoadReport(report.missing, report.unexpected, (*report.mismatched, *wrong))
 
 
 def report_of(info: Mapping[str, Any]) -> LoadReport:
     """The report from the loading info of `from_pretrained(..., output_loading_info=True)`."""
-    unfit = [
+    mismatched = [
         f"{name} is {_shape(there)}, and the model's {_shape(own)}" for name, there, own in info["mismatched_keys"]
     ]
-    return LoadReport(tuple(sorted(info["missing_keys"])), tuple(sorted(info["unexpected_keys"])), tuple(sorted(unfit)))
+    return LoadReport(
+        tuple(sorted(info["missing_keys"])), tuple(sorted(info["unexpected_keys"])), tuple(sorted(mismatched))
+    )
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -169,7 +169,7 @@ def vendor(code: Any, home: str) -> str | None:
     return package if package and package not in _ANYBODYS and package != home else None
 
 
-def taken_by(package: str, module: nn.Module) -> str:
+def replaced_by_package_reason(package: str, module: nn.Module) -> str:
     """Why a module that another package has replaced is left alone, and what to do."""
     where = "set on the instance" if "forward" in vars(module) else type(module).__name__
     return f"it runs {package}'s code already ({where}); load the model without {package}'s patch to have tigon's ops"

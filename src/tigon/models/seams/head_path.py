@@ -60,10 +60,10 @@ def _observe(model: Any) -> LogitMap:
     double = _with_forwards(model, {**trunks, id(head): look})
     outputs = type(model).forward(double, input_ids=torch.zeros((1, 2), dtype=torch.long))
     logits = outputs[0] if isinstance(outputs, tuple) else outputs.logits
-    found = logits.logit_map() if isinstance(logits, TracedLogits) else None
-    if found is None or len(scales) != 1:
+    logit_map = logits.logit_map() if isinstance(logits, TracedLogits) else None
+    if logit_map is None or len(scales) != 1:
         raise _NotFollowed("the operations on its logits are not products with numbers and a tanh cap")
-    return LogitMap(found.scale * scales[0], found.softcap)
+    return LogitMap(logit_map.scale * scales[0], logit_map.softcap)
 
 
 def _ratio(given: Tensor, hidden: Tensor) -> float:

@@ -87,7 +87,7 @@ class GatedMlpSeam(Seam):
         inner = 6
         wide = inner if self.packed is None else 2 * inner
         linears = {**dict.fromkeys(self._projections, (probe.WIDTH, wide)), self.down: (inner, probe.WIDTH)}
-        make = partial(probe.stand_in, module, linears=linears)
+        make = partial(probe.make_stand_in, module, linears=linears)
         return probe.disagreement(make, probe.rows, self.namespace(type(module))["forward"], type(module).forward)
 
     def op_for(self, module: nn.Module) -> str:
@@ -152,7 +152,7 @@ class ExpertsSeam(Seam):
         if gated_op(activation) is None:
             return _no_op_for(activation)
         fused, original = self.namespace(type(module))["_apply_gate"], getattr(type(module), "_apply_gate")  # noqa: B009
-        return probe.disagreement(partial(probe.stand_in, module), probe.rows, fused, original)
+        return probe.disagreement(partial(probe.make_stand_in, module), probe.rows, fused, original)
 
     def op_for(self, module: nn.Module) -> str:
         return _name_of(gated_op(getattr(module, self.act, None)) or ops.swiglu)

@@ -51,7 +51,7 @@ class _NormSeam(Seam):
             return "its weight is a buffer, which its forward may not use"
         present = [name for name in ("weight", "bias") if module._parameters.get(name) is not None]
         shapes = dict.fromkeys(present, (probe.WIDTH,))
-        make = partial(probe.stand_in, module, shapes, attributes={"normalized_shape": (probe.WIDTH,)})
+        make = partial(probe.make_stand_in, module, shapes, attributes={"normalized_shape": (probe.WIDTH,)})
         fused, original = self.namespace(type(module))["forward"], type(module).forward
         return probe.disagreement(make, probe.rows, fused, original) or self._rounds_elsewhere(make, fused, original)
 

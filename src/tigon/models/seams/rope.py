@@ -163,14 +163,14 @@ def _disagreement(original: FunctionType, replacement: Callable[..., Any]) -> st
     one = _rotates_one(original)
     if not one and list(parameters)[:4] != ["q", "k", "cos", "sin"]:
         return f"its parameters are ({', '.join(parameters)}) instead of (q, k, cos, sin, ...)"
-    asked = 0
+    n_compared = 0
     for heads_dim in (1, 2) if "unsqueeze_dim" in parameters else (1,):
         keywords = {"unsqueeze_dim": heads_dim} if "unsqueeze_dim" in parameters else {}
         for width in (probe.WIDTH, probe.WIDTH // 2):
             inputs = functools.partial(_rotary_inputs, width, heads_dim, one)
             if not _accepts(original, inputs, keywords):
                 continue
-            asked += 1
+            n_compared += 1
             reason = probe.disagreement(
                 nn.Module,
                 inputs,
@@ -179,7 +179,7 @@ def _disagreement(original: FunctionType, replacement: Callable[..., Any]) -> st
             )
             if reason is not None:
                 return reason
-    return None if asked else "it does not take q and k (B, heads, T, D) with tables of D or D / 2 columns"
+    return None if n_compared else "it does not take q and k (B, heads, T, D) with tables of D or D / 2 columns"
 
 
 def _rotary_inputs(width: int, heads_dim: int, one: bool) -> tuple[Tensor, ...]:

@@ -132,13 +132,13 @@ def json_text(listed: Iterable[Family]) -> str:
     """The table as JSON."""
     import transformers
 
-    found = list(listed)
-    proofs = [family.verification for family in found if family.verification is not None]
+    families = list(listed)
+    proofs = [family.verification for family in families if family.verification is not None]
     record = {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "verified": sum(proof.passed for proof in proofs),
-        "families": [family.to_dict() for family in found],
+        "families": [family.to_dict() for family in families],
     }
     return json.dumps(record, indent=1)
 
@@ -164,12 +164,12 @@ def surveyed_markdown(outcomes: Iterable[Surveyed]) -> str:
     """`survey_markdown` for given outcomes."""
     import transformers
 
-    found = list(outcomes)
-    counts = Counter(o.outcome for o in found)
+    surveyed = list(outcomes)
+    counts = Counter(o.outcome for o in surveyed)
     summary = ", ".join(f"{counts[name]} {name}" for name in sorted(counts, reverse=True))
-    lines = [f"transformers {transformers.__version__}: {len(found)} families without a row, {summary}.", ""]
+    lines = [f"transformers {transformers.__version__}: {len(surveyed)} families without a row, {summary}.", ""]
     lines += ["| family | outcome | gets | what was left alone, or why there is no outcome |", "|---|---|---|---|"]
-    for o in found:
+    for o in surveyed:
         gets = "" if o.verification is None else ", ".join(sorted(o.verification.counts))
         left = o.verification.left_alone if o.verification else ()
         reason = o.reason or "; ".join(f"{cls}: {why}" for cls, why in dict(left).items())

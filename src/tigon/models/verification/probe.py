@@ -44,7 +44,7 @@ def many_rows() -> tuple[Tensor]:
     return (random(128, WIDTH, seed=6).to(torch.bfloat16),)
 
 
-def stand_in(
+def make_stand_in(
     module: nn.Module,
     parameters: Mapping[str, tuple[int, ...]] = _NOTHING,
     linears: Mapping[str, tuple[int, int]] = _NOTHING,

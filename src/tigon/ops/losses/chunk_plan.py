@@ -1,6 +1,6 @@
 """How many tokens linear cross entropy processes at a time, and what it keeps for backward.
 
-`make_plan` chooses one of four modes by the number of bytes, not by V / H:
+`make_chunk_plan` chooses one of four modes by the number of bytes, not by V / H:
 
     keep       One chunk. Its gradient G is kept until backward, which computes dX = G W and dW = Gᵀ (g ⊙ X). Chosen if
                the logits fit into `chunk_bytes`, or take less memory than the fp32 accumulator that chunks would need:
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     fp32_accumulate: bool = True
 
 
-def make_plan(
+def make_chunk_plan(
     tokens: int, hidden: int, vocab: int, itemsize: int, *, chunk_bytes: tuple[int, int], per_row: bool,
     want_hidden: bool, want_weight: bool, fp32_accumulate: bool = True,
 ) -> Plan:  # fmt: skip
@@ -61,7 +61,7 @@ def make_plan(
         return Plan("keep", max(tokens, 1), fp32_accumulate)
     chunk = even_chunk(tokens, fitting)
     if not fp32_accumulate and tokens > _MOST_16_BIT_ADDENDS * chunk:
-        return make_plan(
+        return make_chunk_plan(
             tokens,
             hidden,
             vocab,
@@ -101,7 +101,7 @@ def plan_for(
         # A symbolic token count must not decide anything, or every count would need a new compilation.
         mode: Mode = "loss" if not any(want) else "recompute" if per_row else "stream"
         return Plan(mode, max(1, least // (V * itemsize)), fp32_accumulate)
-    return make_plan(
+    return make_chunk_plan(
         N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want[0],
         want_weight=want[1] or want[2], fp32_accumulate=fp32_accumulate,
     )  # fmt: skip

@@ -223,7 +223,7 @@ def _one_program(like: Tensor, rows_N: Tensor) -> bool:
 
     For few rows, the time is that of the launches alone.
     """
-    if not (_dispatch.uses_kernel(like) and _dispatch.unwatched((like, rows_N))):
+    if not (_dispatch.uses_kernel(like) and _dispatch.can_bypass_dispatcher((like, rows_N))):
         return False
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (like, rows_N))):  # their storage is not to be had
         return False

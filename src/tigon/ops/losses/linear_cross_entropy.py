@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import _dispatch
-from tigon.ops._dispatch import Differentiable, check_dtype, first_order, unwatched
+from tigon.ops._dispatch import Differentiable, can_bypass_dispatcher, check_dtype, first_order
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.losses import common
 from tigon.ops.losses.chunk_loop import (
@@ -282,7 +282,7 @@ def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     dw, once = ctx.dw, not _keeps_graph()
     if once:
         ctx.dw = None  # the rest of the model's backward needs its memory
-    if once and dw.dtype == w_dtype and unwatched((dw,)):
+    if once and dw.dtype == w_dtype and can_bypass_dispatcher((dw,)):
         dw = _scaled_in_place(dw, scale)
     elif want_weight:
         dw = common.scale_rows(dw, scale, None, dw.shape[0], w_dtype)

@@ -20,7 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
-from tigon.ops._dispatch import Differentiable, check_dtype, check_number, check_whole, first_order, unwatched
+from tigon.ops._dispatch import (
+    Differentiable,
+    can_bypass_dispatcher,
+    check_dtype,
+    check_number,
+    check_whole,
+    first_order,
+)
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.losses import common
 from tigon.ops.losses.chunk_plan import default_chunk_bytes
@@ -101,19 +108,19 @@ class MultiHeadLinearCrossEntropy(torch.autograd.Function):
         scale, gradients, once = dloss * left, ctx.gradients, not _keeps_graph()
         if once:
             ctx.gradients = None  # the rest of the model's backward needs their memory
-        found: list[Tensor | None] = []
+        grads: list[Tensor | None] = []
         for i, (wanted, dtype) in enumerate(zip(ctx.want, ctx.dtypes, strict=True)):
             gradient, gradients[i] = gradients[i], gradients[i] if not once else None
             if not wanted:
-                found.append(None)
-            elif once and gradient.dtype == dtype and gradient.ndim == 2 and unwatched((gradient,)):
-                found.append(_scaled_in_place(gradient, scale))
+                grads.append(None)
+            elif once and gradient.dtype == dtype and gradient.ndim == 2 and can_bypass_dispatcher((gradient,)):
+                grads.append(_scaled_in_place(gradient, scale))
             elif gradient.ndim == 1:
-                found.append((gradient * scale).to(dtype))
+                grads.append((gradient * scale).to(dtype))
             else:
-                found.append(common.scale_rows(gradient, scale, None, gradient.shape[0], dtype))
+                grads.append(common.scale_rows(gradient, scale, None, gradient.shape[0], dtype))
             del gradient
-        return *[None] * 12, *found
+        return *[None] * 12, *grads
 
 
 def _common_scale(dtype: torch.dtype, scales_K: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:

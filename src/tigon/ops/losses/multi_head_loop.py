@@ -208,7 +208,7 @@ def hits(x_CH: Tensor, weight_VH: Tensor, target: Tensor, options: LossOptions) 
     The logits are computed again, a quarter of the chunk at a time, because after the loss their buffer holds their
     gradient, or exponentials too coarse to rank. This adds a third to the work, so it is not done at every step.
     """
-    found = torch.zeros(TOP, dtype=torch.int64, device=x_CH.device)
+    counts = torch.zeros(TOP, dtype=torch.int64, device=x_CH.device)
     for x, y in zip(x_CH.chunk(4), target.chunk(4), strict=True):
         logits = x @ weight_VH.t()
         if options.logit_scale < 0:
@@ -217,8 +217,8 @@ def hits(x_CH: Tensor, weight_VH: Tensor, target: Tensor, options: LossOptions) 
         valid = (y != options.ignore_index) & (y >= 0) & (y < logits.shape[1])
         own = logits.gather(1, torch.where(valid, y, 0).long().unsqueeze(1))
         above = (~(logits <= own)).sum(1)  # NaN counts as larger
-        found += torch.stack([((above < k) & valid).sum() for k in range(1, TOP + 1)])
-    return found
+        counts += torch.stack([((above < k) & valid).sum() for k in range(1, TOP + 1)])
+    return counts
 
 
 def chunk_of(tokens: int, weight_VH: Tensor, want_weight: bool, chunk_bytes: tuple[int, int]) -> int:
@@ -293,7 +293,7 @@ def _fake(
     chunk_bytes: Sequence[int], top: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     heads = Heads(shifts, hidden_of, weight_of, block_counts, want_hiddens, want_weights, want_blocks)
-    losses, found, dx, dw, db = empty_outputs(target_BT, rows is not None, hiddens, weights, blocks, heads, top)
+    losses, outputs, dx, dw, db = empty_outputs(target_BT, rows is not None, hiddens, weights, blocks, heads, top)
     # The planner traces this fake: besides the outputs, the loop holds a chunk's logits and blocks and one sum of dW.
     tokens = target_BT.numel() if rows is None else rows.shape[0]
     least, most = chunk_bytes
@@ -311,7 +311,7 @@ def _fake(
         if total is not None:
             dw[number] = total.to(dw[number].dtype)
         del total
-    return losses, found, dx, dw, db
+    return losses, outputs, dx, dw, db
 
 
 multi_head_loop = Primitive(

@@ -16,7 +16,7 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, ties_embeddings
 from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
 from tigon.planner.simulate.ledger import Allocation, Ledger
-from tigon.planner.simulate.statics import Statics, UpdateWork, Weight
+from tigon.planner.simulate.model_states import ModelStates, UpdateWork, Weight
 from tigon.techniques.choices import Choices
 from tigon.techniques.sharding import are_drawn_in_place, fit_whole
 
@@ -39,7 +39,7 @@ class Gradients:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered:
+class GatheredWeights:
     """Whole weights that the engine holds during the forward and backward passes."""
 
     by_layer: GatheringPlan | None = None
@@ -81,7 +81,7 @@ class Placement:
     step_tensors: tuple[int, ...]
     """Temporaries of the optimizer step, bytes of each tensor."""
     gradients: Gradients = field(default_factory=Gradients)
-    gathered: Gathered = field(default_factory=Gathered)
+    gathered: GatheredWeights = field(default_factory=GatheredWeights)
     traffic: Traffic = field(default_factory=Traffic)
     buckets: int = 0
     """Buffers of collectives, during the forward and backward passes."""
@@ -109,7 +109,7 @@ class Loading:
 
     ledger: Ledger
     request: Request
-    model: Statics
+    model: ModelStates
     placement: Placement
 
     @property
@@ -153,14 +153,14 @@ class Engine(ABC):
         return 0
 
     @abstractmethod
-    def placement(self, request: Request, model: Statics) -> Placement:
+    def placement(self, request: Request, model: ModelStates) -> Placement:
         """What one rank holds. `model` counts floats in the dtype that layers compute in."""
 
     def load(self, loading: Loading) -> None:
         """Simulate how the weights reach the GPU. By default they are loaded whole and stay."""
         loading.load_whole()
 
-    def notes(self, request: Request, model: Statics) -> tuple[str, ...]:
+    def notes(self, request: Request, model: ModelStates) -> tuple[str, ...]:
         """Limits of the estimate under this engine, one sentence each."""
         return ("Partitions and buckets are computed by formula; only part of their fragmentation is simulated.",)
 
@@ -186,7 +186,7 @@ def share(nbytes: int, gpus: int) -> int:
     return -(-nbytes // gpus)
 
 
-def layers_of(model: Statics) -> list[list[Weight]]:
+def layers_of(model: ModelStates) -> list[list[Weight]]:
     """The weights of each layer."""
     layers: dict[int, list[Weight]] = defaultdict(list)
     for weight in model.weights:
@@ -195,22 +195,22 @@ def layers_of(model: Statics) -> list[list[Weight]]:
     return list(layers.values())
 
 
-def largest_layer_bytes(model: Statics) -> int:
+def largest_layer_bytes(model: ModelStates) -> int:
     """Bytes of the largest layer's weights."""
     return max((sum(weight.nbytes for weight in layer) for layer in layers_of(model)), default=0)
 
 
-def grad_bytes(model: Statics) -> int:
+def grad_bytes(model: ModelStates) -> int:
     """Bytes of all gradients."""
     return sum(weight.grad_bytes for weight in model.trained)
 
 
-def embedding_grad_bytes(model: Statics) -> int:
+def embedding_grad_bytes(model: ModelStates) -> int:
     """Bytes of the embeddings' gradients, which the backward pass makes last."""
     return sum(weight.grad_bytes for weight in model.weights if weight.embedding)
 
 
-def sharded_update(model: Statics, *, gpus: int, optimizer_bytes: int, sm_s: float = 0.0) -> UpdateWork:
+def sharded_update(model: ModelStates, *, gpus: int, optimizer_bytes: int, sm_s: float = 0.0) -> UpdateWork:
     """The work of a rank's step: its share of the weights and its states are read and written, gradients are read."""
     weights = sum(weight.nbytes for weight in model.trained)
     return UpdateWork(2 * (weights // gpus + optimizer_bytes) + grad_bytes(model), 0, sm_s)

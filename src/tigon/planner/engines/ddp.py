@@ -12,13 +12,13 @@ from tigon.planner.engines.base import (
     sharded_update,
 )
 from tigon.planner.request import Request
-from tigon.planner.simulate.statics import Statics, managed_bytes, state_tensors, step_tensors
+from tigon.planner.simulate.model_states import ModelStates, managed_bytes, state_tensors, step_tensors
 
 
 class Ddp(Engine):
     """DDP on several GPUs."""
 
-    def placement(self, request: Request, model: Statics) -> Placement:
+    def placement(self, request: Request, model: ModelStates) -> Placement:
         grads, states = grad_bytes(model), state_tensors(request, model.weights)
         return Placement(
             weights=model.weight_bytes,

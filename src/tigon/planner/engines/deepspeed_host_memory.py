@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tigon.planner.simulate.statics import Statics, Weight
+from tigon.planner.simulate.model_states import ModelStates, Weight
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import Parameter
 from tigon.techniques.sharding import ADAM_TENSORS, nvme_buffers, nvme_group_size
-from tigon.techniques.technique import Facts
+from tigon.techniques.technique import RunInfo
 
 GROUP_ELEMENTS = 10**9  # deepspeed/runtime/zero/config.py, sub_group_size: elements that stage 3 updates at a time
 
@@ -21,7 +21,9 @@ def pinned(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
-def of_zero(choices: Choices, model: Statics, slices: Sequence[Parameter], moments_bytes: int) -> tuple[int, int]:
+def zero_host_bytes(
+    choices: Choices, model: ModelStates, slices: Sequence[Parameter], moments_bytes: int
+) -> tuple[int, int]:
     """Returns (bytes on the host, bytes in files). slices: the optimizer's flat slices; moments_bytes: its state."""
     itemsize, flat = model.weights[0].itemsize, sum(piece.nbytes for piece in slices)
     computed_with = [piece.numel * itemsize for piece in slices]
@@ -33,9 +35,9 @@ def of_zero(choices: Choices, model: Statics, slices: Sequence[Parameter], momen
     parts = [_part(weight, choices) * weight.itemsize for weight in model.weights]
     widest = slices[0].itemsize if slices else 0
     if choices.offload == "nvme":
-        facts = Facts(shapes={weight.name: weight.shape for weight in model.weights}, processes=choices.gpus)
-        buffers = nvme_buffers(choices, facts)
-        group = max(_groups(choices, model, nvme_group_size(facts)), default=0)
+        run_info = RunInfo(shapes={weight.name: weight.shape for weight in model.weights}, processes=choices.gpus)
+        buffers = nvme_buffers(choices, run_info)
+        group = max(_groups(choices, model, nvme_group_size(run_info)), default=0)
         weights = buffers["buffer_size"] * buffers["buffer_count"] * itemsize
         host = weights + group * (ADAM_TENSORS * widest + itemsize) + gradients
         return host, moments_bytes + 2 * flat + sum(parts)
@@ -50,7 +52,7 @@ def _part(weight: Weight, choices: Choices) -> int:
     return -(-weight.numel // choices.gpus)
 
 
-def _groups(choices: Choices, model: Statics, wanted: int) -> list[int]:
+def _groups(choices: Choices, model: ModelStates, wanted: int) -> list[int]:
     """Elements of this process's part of each sub-group. Weights that decay come first, then the others. A group is
     closed when it reaches `wanted` elements (stage3.py: _create_fp16_sub_groups)."""
     groups = []

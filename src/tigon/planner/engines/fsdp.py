@@ -5,7 +5,7 @@ from __future__ import annotations
 from tigon.models.loading.presets import PRESETS
 from tigon.planner.engines.base import (
     Engine,
-    Gathered,
+    GatheredWeights,
     Gradients,
     Loading,
     Placement,
@@ -19,7 +19,7 @@ from tigon.planner.engines.base import (
 )
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GradientCopy
-from tigon.planner.simulate.statics import Statics, managed_bytes, state_tensors
+from tigon.planner.simulate.model_states import ModelStates, managed_bytes, state_tensors
 from tigon.planner.trace.trace import weight_itemsize
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
@@ -41,7 +41,7 @@ class Fsdp(Engine):
         """Shards and gradients have the dtype that the weights were loaded in, which is fp32 for amp precisions."""
         return 2 if self.choices.precision.startswith("amp") else 1
 
-    def placement(self, request: Request, model: Statics) -> Placement:
+    def placement(self, request: Request, model: ModelStates) -> Placement:
         choices, gpus, widening = self.choices, self.choices.gpus, self._widening
         weights = share(widening * model.weight_bytes, gpus)
         grads = share(widening * sum(weight.grad_bytes for weight in model.trained), gpus)
@@ -72,7 +72,7 @@ class Fsdp(Engine):
             shard_itemsize=itemsize, loaded_itemsize=loaded, managed=managed_bytes(request, model.weights), host=host,
         )  # fmt: skip
 
-    def _gathered(self, model: Statics) -> Gathered:
+    def _gathered(self, model: ModelStates) -> GatheredWeights:
         # Accelerate makes one unit of the last norm and lm_head, which stays gathered through forward and backward. The
         # embeddings are their own unit, or part of the first one if they are tied (fsdp2_prepare_model). In addition:
         # - forward: a layer's weights, or the buffer they were gathered into until the next layer is gathered;
@@ -83,13 +83,13 @@ class Fsdp(Engine):
         untied = any(weight.shape == model.head_shape and not weight.embedding for weight in outside)
         tail = sum(weight.nbytes for weight in outside if not (untied and weight.embedding))
         reshard = self.choices.reshard
-        return Gathered(
+        return GatheredWeights(
             both_passes=min(tail + layer if reshard else model.weight_bytes, model.weight_bytes),
             backward=2 * layer if reshard else layer,
             before_copy=tail + layer if self.choices.gpus > 1 else 0,
         )
 
-    def _traffic(self, model: Statics, link: int) -> Traffic:
+    def _traffic(self, model: ModelStates, link: int) -> Traffic:
         host_calls = HOST_CALLS * len(model.trained)
         if self.choices.gpus == 1:
             return Traffic(link=link, host_calls=host_calls)
@@ -126,7 +126,7 @@ class Fsdp(Engine):
         for tensors in whole:
             ledger.free_all(tensors)
 
-    def notes(self, request: Request, model: Statics) -> tuple[str, ...]:
+    def notes(self, request: Request, model: ModelStates) -> tuple[str, ...]:
         notes = super().notes(request, model)
         if request.model in PRESETS:
             return notes

@@ -1,7 +1,7 @@
 """GPU memory of a process outside PyTorch's allocator: the CUDA context, loaded kernels, NCCL's buffers.
 
 Read at the end of 225 training runs on H200s (driver 580.159.04, torch 2.11.0+cu130, deepspeed 0.19.8). The records in
-benchmarks/results/nvidia-h200 have it as `outside_bytes`. Medians in GiB:
+benchmarks/results/nvidia-h200 have it as `non_allocator_bytes`. Medians in GiB:
 
     one GPU, no engine            0.75
     FSDP2's group of one process  1.34
@@ -21,14 +21,14 @@ from tigon.planner.gpus import Gpu
 from tigon.techniques.choices import Choices
 
 
-def outside_bytes(gpu: Gpu, choices: Choices) -> int:
+def non_allocator_bytes(gpu: Gpu, choices: Choices) -> int:
     """Memory outside the allocator of one process that trains with these choices."""
     return gpu.context_bytes + group_bytes(gpu, choices) + engine_of(choices).library_bytes(gpu)
 
 
-def room_bytes(gpu: Gpu, choices: Choices) -> int:
+def allocator_budget_bytes(gpu: Gpu, choices: Choices) -> int:
     """The part of the GPU's memory that is left for the allocator."""
-    return gpu.memory_bytes - outside_bytes(gpu, choices)
+    return gpu.memory_bytes - non_allocator_bytes(gpu, choices)
 
 
 def group_bytes(gpu: Gpu, choices: Choices) -> int:

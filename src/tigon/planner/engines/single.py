@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tigon.planner.engines.base import Engine, Placement
 from tigon.planner.request import Request
-from tigon.planner.simulate.statics import Statics, managed_bytes, state_tensors, step_tensors, update_work
+from tigon.planner.simulate.model_states import ModelStates, managed_bytes, state_tensors, step_tensors, update_work
 
 
 class SingleGpu(Engine):
@@ -12,7 +12,7 @@ class SingleGpu(Engine):
 
     joins_a_group = False
 
-    def placement(self, request: Request, model: Statics) -> Placement:
+    def placement(self, request: Request, model: ModelStates) -> Placement:
         return Placement(
             weights=model.weight_bytes,
             optimizer_tensors=tuple(state_tensors(request, model.weights)),
@@ -21,5 +21,5 @@ class SingleGpu(Engine):
             managed=managed_bytes(request, model.weights),
         )
 
-    def notes(self, request: Request, model: Statics) -> tuple[str, ...]:
+    def notes(self, request: Request, model: ModelStates) -> tuple[str, ...]:
         return ()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tigon.planner.engines import deepspeed_host_memory
 from tigon.planner.engines.base import (
     Engine,
-    Gathered,
+    GatheredWeights,
     Gradients,
     Loading,
     Placement,
@@ -27,7 +27,7 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
 from tigon.planner.simulate.ledger import Allocation, Ledger
-from tigon.planner.simulate.statics import Statics
+from tigon.planner.simulate.model_states import ModelStates
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 from tigon.techniques.sharding import are_read_in_parts
@@ -87,7 +87,7 @@ class _Zero(Engine):
     def _offloads(self) -> bool:
         return self.choices.offload != "none"
 
-    def _optimizer_memory(self, model: Statics) -> _OptimizerMemory:
+    def _optimizer_memory(self, model: ModelStates) -> _OptimizerMemory:
         optimizer, rank, gpus = OPTIMIZERS[self.choices.optimizer], self.choices.galore_rank, self.choices.gpus
         elements = [
             sum(weight.numel for weight in model.trained if (len(weight.shape) >= 2) == decays)
@@ -104,13 +104,15 @@ class _Zero(Engine):
             step_sm_s=sum(map(optimizer.step_sm_s, slices)),
         )
 
-    def placement(self, request: Request, model: Statics) -> Placement:
+    def placement(self, request: Request, model: ModelStates) -> Placement:
         optimizer = self._optimizer_memory(model)
         states, step, sm_s = optimizer.state_bytes, optimizer.step_bytes, optimizer.step_sm_s
         host, nvme = optimizer.managed_bytes, 0
         if self._offloads:
             states, step, sm_s = 0, 0, 0.0
-            host, nvme = deepspeed_host_memory.of_zero(self.choices, model, optimizer.slices, optimizer.moments_bytes)
+            host, nvme = deepspeed_host_memory.zero_host_bytes(
+                self.choices, model, optimizer.slices, optimizer.moments_bytes
+            )
         return Placement(
             weights=self._weights_bytes(model),
             optimizer_tensors=(states,),
@@ -121,27 +123,27 @@ class _Zero(Engine):
             loaded_itemsize=self._loaded_itemsize(request, model), host=host, nvme=nvme,
         )  # fmt: skip
 
-    def _weights_bytes(self, model: Statics) -> int:
+    def _weights_bytes(self, model: ModelStates) -> int:
         return model.weight_bytes
 
     @abstractmethod
-    def _gradients(self, model: Statics) -> Gradients: ...
+    def _gradients(self, model: ModelStates) -> Gradients: ...
 
-    def _gathered(self, model: Statics) -> Gathered:
-        return Gathered()
+    def _gathered(self, model: ModelStates) -> GatheredWeights:
+        return GatheredWeights()
 
-    def _bucket_bytes(self, model: Statics) -> int:
+    def _bucket_bytes(self, model: ModelStates) -> int:
         hidden = model.head_shape[1]
         return max(hidden**2, 2**16) * (4 if self.choices.precision == "fp32" else 2)
 
-    def _buffer_bytes(self, model: Statics) -> int:
+    def _buffer_bytes(self, model: ModelStates) -> int:
         # temp_grad_buffer_for_gpu_offload: as long as the largest weight
         return max(weight.numel * weight.itemsize for weight in model.trained) if self._offloads else 0
 
-    def _loaded_itemsize(self, request: Request, model: Statics) -> int:
+    def _loaded_itemsize(self, request: Request, model: ModelStates) -> int:
         return FP32 if self._mixed else self._optimizer_itemsize
 
-    def _traffic(self, model: Statics) -> Traffic:
+    def _traffic(self, model: ModelStates) -> Traffic:
         grads, gpus = grad_bytes(model), self.choices.gpus
         return Traffic(
             link=self._link_bytes(model) if self._offloads else 0,
@@ -151,11 +153,11 @@ class _Zero(Engine):
             host_calls=self.host_calls * len(model.trained),
         )
 
-    def _link_bytes(self, model: Statics) -> int:
+    def _link_bytes(self, model: ModelStates) -> int:
         """Bytes to and from the host in a step with offload: gradients out and weights in."""
         return 2 * share(grad_bytes(model), self.choices.gpus)
 
-    def _peer_bytes(self, model: Statics) -> int:
+    def _peer_bytes(self, model: ModelStates) -> int:
         return 2 * grad_bytes(model)
 
     def load(self, loading: Loading) -> None:
@@ -173,7 +175,7 @@ class _Zero(Engine):
             loading.ledger.free_all(wide)
 
     @staticmethod
-    def _flatten(ledger: Ledger, model: Statics, whole: list[list[Allocation | None]]) -> None:
+    def _flatten(ledger: Ledger, model: ModelStates, whole: list[list[Allocation | None]]) -> None:
         """One flat tensor of weights per parameter group of the optimizer (stage_1_and_2.py)."""
         for decays in (True, False):
             group = [number for number, weight in enumerate(model.weights) if (len(weight.shape) >= 2) == decays]
@@ -187,14 +189,14 @@ class _Zero(Engine):
 class Zero1(_Zero):
     """Divides the optimizer states. Gradients stay where the backward pass makes them."""
 
-    def _gradients(self, model: Statics) -> Gradients:
+    def _gradients(self, model: ModelStates) -> Gradients:
         return Gradients(allocated="with the first", kept=True)
 
 
 class Zero2(_Zero):
     """Divides gradients too."""
 
-    def _gradients(self, model: Statics) -> Gradients:
+    def _gradients(self, model: ModelStates) -> Gradients:
         # grads_in_partition: this GPU's slice is copied into one tensor when the first bucket is reduced.
         nbytes = 0 if self._offloads else share(grad_bytes(model), self.choices.gpus)
         return Gradients(nbytes=nbytes, allocated="with the first", kept=False)
@@ -205,16 +207,16 @@ class Zero3(_Zero):
 
     host_calls = 680  # the hooks gather and release each weight; also fits one H200 with states on the host
 
-    def _weights_bytes(self, model: Statics) -> int:
+    def _weights_bytes(self, model: ModelStates) -> int:
         return 0 if self._offloads else share(model.weight_bytes, self.choices.gpus)
 
-    def _gradients(self, model: Statics) -> Gradients:
+    def _gradients(self, model: ModelStates) -> Gradients:
         if self._offloads:
             return Gradients(kept=False, copies=self._copies(model))
         # grad_partitions_flat_buffer is there from the start
         return Gradients(nbytes=share(grad_bytes(model), self.choices.gpus), kept=False)
 
-    def _copies(self, model: Statics) -> tuple[GradientCopy, ...]:
+    def _copies(self, model: ModelStates) -> tuple[GradientCopy, ...]:
         """Copies of a gradient with states off the GPU. This GPU's part goes to the host and back. It is converted to
         fp64 for its norm, a part at a time, and to fp32 for the optimizer (stage3.py: partition_grads,
         _constant_buffered_norm2, _offload_grad_partition_at_boundary)."""
@@ -225,10 +227,10 @@ class Zero3(_Zero):
             GradientCopy(share=FP32 / itemsize / gpus),
         )
 
-    def _gathered(self, model: Statics) -> Gathered:
+    def _gathered(self, model: ModelStates) -> GatheredWeights:
         choices, layers = self.choices, layers_of(model)
         outside = [weight for weight in model.weights if weight.layer is None]
-        outside_bytes = sum(weight.nbytes for weight in outside)
+        non_allocator_bytes = sum(weight.nbytes for weight in outside)
         largest = max(layers, key=lambda weights: sum(weight.nbytes for weight in weights), default=[])
         largest_weight = max(weight.nbytes for weight in model.weights)
         # The NVMe configuration sets stage3_max_reuse_distance to 0, so no weights stay gathered for later layers.
@@ -239,7 +241,7 @@ class Zero3(_Zero):
             layer=[weight.nbytes for weight in largest],
             layers=len(layers),
             # at least the largest unit that is gathered at once: a layer, or all weights outside the layers
-            most_bytes=min(model.weight_bytes, max(live, outside_bytes, largest_layer_bytes(model))),
+            most_bytes=min(model.weight_bytes, max(live, non_allocator_bytes, largest_layer_bytes(model))),
             # The embeddings are the last weight to be prefetched. With tiled MLPs there is already room for them, as
             # the peaks show in benchmarks/results/nvidia-h200/study/largest-batch.json.
             beyond_bytes=largest_weight if keeps and not choices.mlp_tile_tokens else 0,
@@ -247,22 +249,22 @@ class Zero3(_Zero):
             head_stays=choices.kernels == "liger",  # its loss reads lm_head's weight outside the lm_head module
         )
         # To register a hook on its gradient, stage 3 gathers each weight once: its partition and the whole weight.
-        return Gathered(by_layer=plan, registered=(largest_weight // choices.gpus, largest_weight))
+        return GatheredWeights(by_layer=plan, registered=(largest_weight // choices.gpus, largest_weight))
 
-    def _buffer_bytes(self, model: Statics) -> int:
+    def _buffer_bytes(self, model: ModelStates) -> int:
         return 0
 
-    def _loaded_itemsize(self, request: Request, model: Statics) -> int:
+    def _loaded_itemsize(self, request: Request, model: ModelStates) -> int:
         if drawn_whole(request):
             return super()._loaded_itemsize(request, model)
         # DeepSpeed moves weights that it did not load to the GPU in 16 bits before it partitions any of them.
         in_parts = are_read_in_parts(self.choices, heads=request.heads is not None) and not is_drawn(request)
         return 0 if in_parts or self.choices.quantized else model.weights[0].itemsize
 
-    def _link_bytes(self, model: Statics) -> int:
+    def _link_bytes(self, model: ModelStates) -> int:
         return super()._link_bytes(model) + 3 * share(model.weight_bytes, self.choices.gpus)
 
-    def _peer_bytes(self, model: Statics) -> int:
+    def _peer_bytes(self, model: ModelStates) -> int:
         return 3 * grad_bytes(model)
 
     def load(self, loading: Loading) -> None:

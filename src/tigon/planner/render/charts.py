@@ -15,7 +15,7 @@ from tigon.planner.render.terminal import COLOURS
 from tigon.planner.request import Request, text_config
 from tigon.planner.search.recommend import Plan, label
 from tigon.planner.simulate.ledger import COMPONENTS
-from tigon.planner.simulate.statics import at_rest
+from tigon.planner.simulate.model_states import at_rest
 from tigon.profiler.render.figure import INK, MUTED, new_figure, svg
 
 LIMIT = "#b91c1c"
@@ -41,7 +41,7 @@ def write(plan: Plan, folder: Path) -> list[Path]:
 def _axes_of(plan: Plan) -> list[tuple[str, list[int], Callable[[int], Request]]]:
     """(label, values, function from a value to its request) for batch and for sequence length; the values go past the
     limit if there is one."""
-    request, reach = plan.option.request, plan.extents
+    request, reach = plan.option.request, plan.max_sizes
     positions = getattr(text_config(request.config), "max_position_embeddings", None) or 1 << 20
     return [
         (

@@ -6,14 +6,14 @@ import textwrap
 from collections.abc import Iterator
 
 from tigon.planner import closed_form
-from tigon.planner.engines.non_allocator_memory import outside_bytes
+from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.gpus import GIB
 from tigon.planner.render.terminal import gib, seconds
 from tigon.planner.request import Request, text_config
 from tigon.planner.search import space
 from tigon.planner.search.recommend import Plan
+from tigon.planner.simulate.model_states import ModelStates, at_rest, state_tensors
 from tigon.planner.simulate.roofline import COPY_SHARE, HOST_S, PRODUCT_SHARE
-from tigon.planner.simulate.statics import Statics, at_rest, state_tensors
 from tigon.techniques.optimizers import OPTIMIZERS
 
 _WIDTH = 100
@@ -79,7 +79,7 @@ def _lines(plan: Plan) -> Iterator[str]:
             "without logits; kernels none, no-flce and liger evaluate with all logits of the batch. It counts in the "
             "peak because a recipe evaluates unless it sets data.eval_fraction to 0."
         )
-    outside = outside_bytes(gpu, request.choices)
+    outside = non_allocator_bytes(gpu, request.choices)
     yield (
         f"device       {gib(result.device_bytes)} = reserved + {gib(outside)} outside the allocator (CUDA's context, "
         f"kernels, NCCL). It fits if this is at most {gib(gpu.memory_bytes)}. Recommended recipes are simulated with "
@@ -92,7 +92,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
 
 
-def _weights(request: Request, model: Statics) -> str:
+def _weights(request: Request, model: ModelStates) -> str:
     sizes = sorted({weight.itemsize for weight in model.weights if not weight.nf4})
     bytes_each = " or ".join(str(size) for size in sizes)
     text = f"{model.numel:,} parameters (tied ones counted once), {bytes_each} bytes each"

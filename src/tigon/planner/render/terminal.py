@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tigon.planner.engines.non_allocator_memory import outside_bytes
+from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.estimate import PHASES, Estimate
 from tigon.planner.gpus import GIB, Gpu
 from tigon.planner.render import as_recipe
 from tigon.planner.search import space
-from tigon.planner.search.largest_batch import Extents
+from tigon.planner.search.largest_batch import MaxSizes
 from tigon.planner.search.recommend import Option, Plan, Recommendation, Rejected, against, label
 from tigon.planner.simulate.ledger import COMPONENTS
 from tigon.techniques import TECHNIQUES
@@ -44,11 +44,11 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
             "name": gpu.name, "memory_bytes": gpu.memory_bytes, "source": gpu.source,
         },
         **asdict(option.estimate),
-        "outside_bytes": outside_bytes(gpu, request.choices),
+        "outside_bytes": non_allocator_bytes(gpu, request.choices),
         "fits": option.fits(gpu),
         "headroom": space.HEADROOM,
-        "largest_batch": _extent(plan, "largest_batch"),
-        "longest_sequence": _extent(plan, "longest_sequence"),
+        "largest_batch": _max_sizes(plan, "largest_batch"),
+        "longest_sequence": _max_sizes(plan, "longest_sequence"),
         "recommended": [_recommendation(one) for one in plan.recommended],
         "ladder": [
             {
@@ -63,9 +63,9 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _extent(plan: Plan, name: str) -> dict[str, int | None]:
-    best: Extents | None = plan.best_extents
-    return {"requested": getattr(plan.extents, name), "recommended": None if best is None else getattr(best, name)}
+def _max_sizes(plan: Plan, name: str) -> dict[str, int | None]:
+    best: MaxSizes | None = plan.best_max_sizes
+    return {"requested": getattr(plan.max_sizes, name), "recommended": None if best is None else getattr(best, name)}
 
 
 def _recommendation(one: Recommendation) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def show(plan: Plan, console: Console) -> None:
     rows = f"{_rows(request.batch)} of {request.seq:,} tokens"
     gpus = f"{request.choices.gpus} x {gpu.name}" if request.choices.gpus > 1 else gpu.name
     console.print(f"[bold]{request.model}[/bold], {rows}, on {gpus} ({gib(gpu.memory_bytes)})")
-    _asked(plan.option, gpu, console)
+    _show_option(plan.option, gpu, console)
     if plan.ladder:
         console.print(_ladder_table(plan))
     if plan.recommended:
@@ -120,7 +120,7 @@ def gib(n_bytes: float) -> str:
     return f"{n_bytes / GIB:.2f} GiB"
 
 
-def _asked(option: Option, gpu: Gpu, console: Console) -> None:
+def _show_option(option: Option, gpu: Gpu, console: Console) -> None:
     result = option.estimate
     heads = "" if option.request.heads is None else f", {option.request.heads}"
     console.print(f"as asked: {label(option.request.choices)}{heads}", markup=False)
@@ -196,7 +196,7 @@ def bar(result: Estimate, gpu: Gpu) -> Text:
 def _recommendations(plan: Plan, console: Console) -> None:
     from rich.table import Table
 
-    room = gib(plan.asked.gpu.memory_bytes)
+    room = gib(plan.problem.gpu.memory_bytes)
     console.print(f"\n[bold]What fits[/bold], fastest first, in {room}: {space.HEADROOM:.0%} stay free")
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("#", "recipe", "batch", "GPU GiB", "host GiB", "step", "tokens/s"):
@@ -244,9 +244,9 @@ def _ladder_table(plan: Plan) -> Table:
 
 def _reach(plan: Plan, console: Console) -> None:
     request = plan.option.request
-    lines = [("as asked", plan.extents)]
-    if plan.best_extents is not None:
-        lines.append(("recipe 1", plan.best_extents))
+    lines = [("as asked", plan.max_sizes)]
+    if plan.best_max_sizes is not None:
+        lines.append(("recipe 1", plan.best_max_sizes))
     for name, reach in lines:
         batch = _rows(reach.largest_batch) if reach.largest_batch else "none"
         seq = f"{reach.longest_sequence:,} tokens" if reach.longest_sequence else "none"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tigon.planner.engines.non_allocator_memory import room_bytes
+from tigon.planner.engines.non_allocator_memory import allocator_budget_bytes
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, text_config
@@ -23,7 +23,7 @@ SHORTEST = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extents:
+class MaxSizes:
     """The largest sizes that are predicted to fit; 0 if the smallest does not fit."""
 
     largest_batch: int
@@ -32,10 +32,10 @@ class Extents:
     """Tokens, at the request's batch: a multiple of 128, to 4%; never beyond the model's positions."""
 
 
-def extents(request: Request, gpu: Gpu) -> Extents:
+def max_sizes(request: Request, gpu: Gpu) -> MaxSizes:
     """Search for both with a few traces each; a forked process searches for the batch, where the system can fork."""
     batch_call = ForkedCall(largest_batch, request, gpu)
-    return Extents(longest_sequence=longest_sequence(request, gpu), largest_batch=batch_call.result())
+    return MaxSizes(longest_sequence=longest_sequence(request, gpu), largest_batch=batch_call.result())
 
 
 def largest_batch(request: Request, gpu: Gpu) -> int:
@@ -57,7 +57,7 @@ def longest_sequence(request: Request, gpu: Gpu) -> int:
 def _room(request: Request, gpu: Gpu, **changes: Any) -> tuple[bool, int]:
     changed = replace(request, choices=replace(request.choices, accumulate=1), **changes)
     prediction = estimate(changed, gpu=gpu, evaluation=False)
-    return prediction.device_bytes <= gpu.memory_bytes, room_bytes(
+    return prediction.device_bytes <= gpu.memory_bytes, allocator_budget_bytes(
         gpu, request.choices
     ) - prediction.peak_allocated_bytes
 
@@ -65,7 +65,7 @@ def _room(request: Request, gpu: Gpu, **changes: Any) -> tuple[bool, int]:
 def _empty(request: Request, gpu: Gpu) -> int:
     at_rest = estimate(replace(request, choices=replace(request.choices, accumulate=1)), gpu=gpu, evaluation=False)
     held = at_rest.components["weights"] + at_rest.components["optimizer"]
-    return room_bytes(gpu, request.choices) - held
+    return allocator_budget_bytes(gpu, request.choices) - held
 
 
 def largest(room: Callable[[int], tuple[bool, int]], *, start: int, limit: int, empty: int) -> int:

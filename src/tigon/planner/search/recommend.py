@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tigon.errors import RecipeError, UsageError
-from tigon.planner.engines.non_allocator_memory import outside_bytes
+from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.estimate import Estimate, Method, estimate
 from tigon.planner.gpus import GIB, Gpu
 from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
-from tigon.planner.search.largest_batch import Extents, extents
+from tigon.planner.search.largest_batch import MaxSizes, max_sizes
 from tigon.planner.search.pool import ForkedCall
-from tigon.planner.search.space import Asked, Rung
+from tigon.planner.search.space import Rung, SearchProblem
 from tigon.techniques import SETTINGS, matrix
 from tigon.techniques.choices import Choices
 
@@ -61,7 +61,7 @@ class Recommendation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class RungResult:
     """A rung of the ladder, tried."""
 
     rung: str
@@ -75,7 +75,7 @@ class Step:
 class Plan:
     """The answer."""
 
-    asked: Asked
+    problem: SearchProblem
     """Its GPU is the real one less the headroom."""
     gpu: Gpu
     method: str
@@ -84,34 +84,34 @@ class Plan:
     recommended: tuple[Recommendation, ...]
     refused: tuple[str, ...]
     """Why combinations were not looked at."""
-    ladder: tuple[Step, ...]
-    extents: Extents
+    ladder: tuple[RungResult, ...]
+    max_sizes: MaxSizes
     """How far what was asked for reaches."""
-    best_extents: Extents | None
+    best_max_sizes: MaxSizes | None
     """How far the first recommendation reaches."""
 
 
-def plan(asked: Asked, *, method: Method = "trace", by: str = "search") -> Plan:
+def plan(problem: SearchProblem, *, method: Method = "trace", by: str = "search") -> Plan:
     """Predict what was asked for, and find what fits. Raises UsageError for what cannot be."""
-    for reason in refusals(asked.request, asked.request.choices):
+    for reason in refusals(problem.request, problem.request.choices):
         raise UsageError(f"{reason}.")
-    option = Option(request=asked.request, estimate=estimate(asked.request, gpu=asked.gpu, method=method))
-    gpu, asked = asked.gpu, replace(asked, gpu=space.with_headroom(asked.gpu))
-    reach = ForkedCall(extents, asked.request, asked.gpu)
-    ladder: tuple[Step, ...] = ()
+    option = Option(request=problem.request, estimate=estimate(problem.request, gpu=problem.gpu, method=method))
+    gpu, problem = problem.gpu, replace(problem, gpu=space.with_headroom(problem.gpu))
+    reach = ForkedCall(max_sizes, problem.request, problem.gpu)
+    ladder: tuple[RungResult, ...] = ()
     if by == "study":
-        ladder, recommended, refused = _climb(asked)
+        ladder, recommended, refused = _try_ladder(problem)
     else:
-        recommended, refused = search(asked)
-    best_extents = extents(recommended[0].option.request, asked.gpu) if recommended else None
+        recommended, refused = search(problem)
+    best_max_sizes = max_sizes(recommended[0].option.request, problem.gpu) if recommended else None
     return Plan(
-        asked=asked, gpu=gpu, method=method, option=option, recommended=tuple(recommended), refused=refused,
-        ladder=ladder, extents=reach.result(),
-        best_extents=best_extents,
+        problem=problem, gpu=gpu, method=method, option=option, recommended=tuple(recommended), refused=refused,
+        ladder=ladder, max_sizes=reach.result(),
+        best_max_sizes=best_max_sizes,
     )  # fmt: skip
 
 
-def look(request: Request, gpu: Gpu) -> Option:
+def estimate_option(request: Request, gpu: Gpu) -> Option:
     return Option(request=request, estimate=estimate(request, gpu=gpu, evaluation=False))
 
 
@@ -120,41 +120,41 @@ def look(request: Request, gpu: Gpu) -> Option:
 
 @dataclass
 class _Search:
-    asked: Asked
+    problem: SearchProblem
     fitting: list[Recommendation]
     refused: dict[str, None]
 
     def walk(self, choices: Choices) -> None:
         """Look for the fastest that fits with these choices but for checkpointing and the split of the batch."""
-        asked, rejected = self.asked, list[Rejected]()
+        problem, rejected = self.problem, list[Rejected]()
         unchecked: Option | None = None  # the whole batch without checkpointing, which bounds what others keep
         best: Option | None = None
-        for kept in space.recomputations(asked, choices):
-            for number, (batch, accumulate) in enumerate(space.splits(asked)):
+        for kept in space.recomputations(problem, choices):
+            for number, (batch, accumulate) in enumerate(space.splits(problem)):
                 tried = replace(choices, **kept, accumulate=accumulate)
                 if best is not None and not _may_be_faster(best, unchecked, tried, batch):
                     break
-                reasons = refusals(asked.request, tried)
+                reasons = refusals(problem.request, tried)
                 if reasons:
                     self.refused |= dict.fromkeys(reasons)
                     continue
-                found = self.consider(tried, batch, unchecked)
-                if isinstance(found, Rejected):
-                    rejected.append(found)
+                option = self.consider(tried, batch, unchecked)
+                if isinstance(option, Rejected):
+                    rejected.append(option)
                     continue
                 if space.keeps_all(kept) and unchecked is None:
-                    unchecked = found
-                if self.beaten(found):  # and so are smaller micro-batches, and more recomputation of this one
+                    unchecked = option
+                if self.beaten(option):  # and so are smaller micro-batches, and more recomputation of this one
                     if number == 0:
                         return self.keep(best, rejected)
                     break
-                if found.fits(asked.gpu):
-                    best = found if best is None or _speed(found) > _speed(best) else best
+                if option.fits(problem.gpu):
+                    best = option if best is None or _speed(option) > _speed(best) else best
                     break
                 rejected.append(
                     Rejected(
-                        choices=tried, batch=batch, device_bytes=found.estimate.device_bytes,
-                        reason=why_not(found, asked.gpu),
+                        choices=tried, batch=batch, device_bytes=option.estimate.device_bytes,
+                        reason=why_not(option, problem.gpu),
                     )
                 )  # fmt: skip
         return self.keep(best, rejected)
@@ -171,10 +171,10 @@ class _Search:
             return Rejected(choices=choices, batch=batch, device_bytes=0, reason=str(error))
 
     def _consider(self, choices: Choices, batch: int, unchecked: Option | None) -> Option | Rejected:
-        gpu = self.asked.gpu
+        gpu = self.problem.gpu
 
         def too_much(needs: int) -> Rejected | None:
-            needs += outside_bytes(gpu, choices)
+            needs += non_allocator_bytes(gpu, choices)
             if needs <= gpu.memory_bytes:
                 return None
             reason = f"needs more than {needs / GIB:.2f} of {gpu.memory_bytes / GIB:.2f} GiB"
@@ -183,17 +183,17 @@ class _Search:
         rejected = too_much(_at_least(unchecked, choices, batch)) if unchecked is not None else None
         if rejected is None and choices.accumulate > 1:
             # Micro-batches after the first have a trace of their own, made only if the first alone fits.
-            alone = look(space.as_request(self.asked.request, replace(choices, accumulate=1), batch), gpu)
+            alone = estimate_option(space.as_request(self.problem.request, replace(choices, accumulate=1), batch), gpu)
             parts = alone.estimate.components
             # An evaluation has no gradients, so none wait at its peak.
             waits = _whole_gradients(choices) and alone.estimate.peak_phase != "eval"
             waiting = parts["weights"] - parts["gradients"] if waits else 0
             rejected = too_much(alone.estimate.peak_allocated_bytes + max(0, waiting))
-        return rejected or look(space.as_request(self.asked.request, choices, batch), gpu)
+        return rejected or estimate_option(space.as_request(self.problem.request, choices, batch), gpu)
 
     def beaten(self, option: Option) -> bool:
         """Whether something at hand makes it not worth having."""
-        return any(_beats(found.option, option) for found in self.fitting)
+        return any(_beats(rivals.option, option) for rivals in self.fitting)
 
 
 def _may_be_faster(best: Option, unchecked: Option | None, choices: Choices, batch: int) -> bool:
@@ -218,23 +218,23 @@ def _whole_gradients(choices: Choices) -> bool:
     return choices.lora_rank is None and not (choices.zero or choices.fsdp)
 
 
-def search(asked: Asked) -> tuple[list[Recommendation], tuple[str, ...]]:
+def search(problem: SearchProblem) -> tuple[list[Recommendation], tuple[str, ...]]:
     """(recommendations, fastest first; why combinations were not looked at)"""
-    found = _Search(asked, [], {})
-    for choices in space.walks(asked):
-        if found.fitting and space.is_last_resort(asked, choices):
+    outcome = _Search(problem, [], {})
+    for choices in space.walks(problem):
+        if outcome.fitting and space.is_last_resort(problem, choices):
             continue
-        reasons = refusals(asked.request, choices) or (_missing_here(choices) if asked.runnable_here else ())
+        reasons = refusals(problem.request, choices) or (_missing_here(choices) if problem.runnable_here else ())
         if reasons:
-            found.refused |= dict.fromkeys(reasons)
+            outcome.refused |= dict.fromkeys(reasons)
         else:
-            found.walk(choices)
+            outcome.walk(choices)
     best = [
         one
-        for one in found.fitting
-        if not any(_beats(other.option, one.option) for other in found.fitting if other is not one)
+        for one in outcome.fitting
+        if not any(_beats(other.option, one.option) for other in outcome.fitting if other is not one)
     ]
-    return sorted(best, key=lambda one: -_speed(one.option)), tuple(found.refused)
+    return sorted(best, key=lambda one: -_speed(one.option)), tuple(outcome.refused)
 
 
 def _missing_here(choices: Choices) -> tuple[str, ...]:
@@ -257,30 +257,31 @@ def _beats(a: Option, b: Option) -> bool:
 
 def why_not(option: Option, gpu: Gpu) -> str:
     """Why a configuration does not fit: needed against had, and the largest part of it."""
-    found = option.estimate
-    largest = max(found.components, key=lambda name: found.components[name])
+    result = option.estimate
+    largest = max(result.components, key=lambda name: result.components[name])
     has = gpu.memory_bytes / GIB
     return (
-        f"needs {found.device_bytes / GIB:.2f} of {has:.2f} GiB, of it {largest} {found.components[largest] / GIB:.2f} "
-        f"in the {found.peak_phase} phase"
+        f"needs {result.device_bytes / GIB:.2f} of {has:.2f} GiB, of it {largest} "
+        f"{result.components[largest] / GIB:.2f} "
+        f"in the {result.peak_phase} phase"
     )
 
 
 # --- the study's ladder ----------------------------------------------------------------------------------------------
 
 
-def _climb(asked: Asked) -> tuple[tuple[Step, ...], list[Recommendation], tuple[str, ...]]:
+def _try_ladder(problem: SearchProblem) -> tuple[tuple[RungResult, ...], list[Recommendation], tuple[str, ...]]:
     """(rungs, the recipe where the first rung fits, with batch and accumulation; refusals)"""
-    start = {name: value for name, value in space.LADDER_START.items() if name in asked.free}
-    current = replace(asked.request.choices, **start)
-    steps: list[Step] = []
+    start = {name: value for name, value in space.LADDER_START.items() if name in problem.free}
+    current = replace(problem.request.choices, **start)
+    steps: list[RungResult] = []
     refused: dict[str, None] = {}
-    found = look(space.as_request(asked.request, current, asked.request.batch), asked.gpu)
-    fitting = found if found.fits(asked.gpu) else None
-    steps.append(_step("nothing", found, asked.gpu, ""))
-    below: list[Step] = [] if fitting else [*steps]
+    option = estimate_option(space.as_request(problem.request, current, problem.request.batch), problem.gpu)
+    fitting = option if option.fits(problem.gpu) else None
+    steps.append(_step("nothing", option, problem.gpu, ""))
+    below: list[RungResult] = [] if fitting else [*steps]
     for rung in space.LADDER:
-        step, current = _take(rung, current, asked, refused)
+        step, current = _try_rung(rung, current, problem, refused)
         steps.append(step)
         if fitting is None and step.fits:
             fitting = step.option
@@ -288,7 +289,7 @@ def _climb(asked: Asked) -> tuple[tuple[Step, ...], list[Recommendation], tuple[
             below.append(step)
     if fitting is None:
         return tuple(steps), [], tuple(refused)
-    final, more = _enlarge(fitting, asked)
+    final, more = _enlarge(fitting, problem)
     steps += more
     cheaper = [
         Rejected(
@@ -301,56 +302,60 @@ def _climb(asked: Asked) -> tuple[tuple[Step, ...], list[Recommendation], tuple[
     return tuple(steps), [Recommendation(option=final, cheaper=tuple(cheaper))], tuple(refused)
 
 
-def _take(rung: Rung, current: Choices, asked: Asked, refused: dict[str, None]) -> tuple[Step, Choices]:
+def _try_rung(
+    rung: Rung, current: Choices, problem: SearchProblem, refused: dict[str, None]
+) -> tuple[RungResult, Choices]:
     """(the rung, the choices that the next one starts from)"""
 
-    def skipped(reason: str) -> tuple[Step, Choices]:
-        return Step(rung=rung.name, option=None, fits=False, reason=reason), current
+    def skipped(reason: str) -> tuple[RungResult, Choices]:
+        return RungResult(rung=rung.name, option=None, fits=False, reason=reason), current
 
     if current.gpus < rung.needs_gpus:
         return skipped(f"is for {rung.needs_gpus} GPUs and more")
-    fixed = [name for name, value in rung.change.items() if name not in asked.free and getattr(current, name) != value]
+    fixed = [
+        name for name, value in rung.change.items() if name not in problem.free and getattr(current, name) != value
+    ]
     if fixed:
         return skipped(f"{', '.join(fixed)} was given otherwise")
     wanted = replace(current, **rung.change)
-    reasons = refusals(asked.request, wanted)
+    reasons = refusals(problem.request, wanted)
     if not reasons:
-        return _step(rung.name, _micro(wanted, asked), asked.gpu, ""), wanted
+        return _step(rung.name, _micro(wanted, problem), problem.gpu, ""), wanted
     refused |= dict.fromkeys(reasons)
-    given_up = {name: value for name, value in rung.without.items() if name in asked.free}
+    given_up = {name: value for name, value in rung.without.items() if name in problem.free}
     alone = replace(wanted, **given_up)
-    if refusals(asked.request, alone):
+    if refusals(problem.request, alone):
         return skipped(reasons[0])
     # A way off the ladder: the rungs above start from where it left.
     changed = ", ".join(f"{name}: {value}" for name, value in given_up.items() if getattr(wanted, name) != value)
-    return _step(rung.name, _micro(alone, asked), asked.gpu, f"{reasons[0]}; so with {changed}: "), current
+    return _step(rung.name, _micro(alone, problem), problem.gpu, f"{reasons[0]}; so with {changed}: "), current
 
 
-def _micro(choices: Choices, asked: Asked) -> Option:
-    return look(space.as_request(asked.request, choices, asked.request.batch), asked.gpu)
+def _micro(choices: Choices, problem: SearchProblem) -> Option:
+    return estimate_option(space.as_request(problem.request, choices, problem.request.batch), problem.gpu)
 
 
-def _step(name: str, option: Option, gpu: Gpu, before: str) -> Step:
+def _step(name: str, option: Option, gpu: Gpu, before: str) -> RungResult:
     fits = option.fits(gpu)
-    return Step(rung=name, option=option, fits=fits, reason=before + ("fits" if fits else why_not(option, gpu)))
+    return RungResult(rung=name, option=option, fits=fits, reason=before + ("fits" if fits else why_not(option, gpu)))
 
 
-def _enlarge(option: Option, asked: Asked) -> tuple[Option, list[Step]]:
+def _enlarge(option: Option, problem: SearchProblem) -> tuple[Option, list[RungResult]]:
     """Batch and accumulation to the effective batch, with the largest micro-batch that fits."""
-    choices, gpu, rows = option.request.choices, asked.gpu, asked.rows
-    if asked.effective_batch is None or "accumulate" not in asked.free:
+    choices, gpu, rows = option.request.choices, problem.gpu, problem.rows
+    if problem.effective_batch is None or "accumulate" not in problem.free:
         return option, []  # the rows of a micro-batch were given, or follow from what was
-    most = extents(option.request, gpu).largest_batch or option.request.batch
+    most = max_sizes(option.request, gpu).largest_batch or option.request.batch
     batch = max(size for size in range(1, min(most, rows) + 1) if rows % size == 0)
-    steps = [_step("batch size", look(replace(option.request, batch=batch), gpu), gpu, f"{batch} rows: ")]
+    steps = [_step("batch size", estimate_option(replace(option.request, batch=batch), gpu), gpu, f"{batch} rows: ")]
     if rows // batch > 1:
         larger = replace(choices, accumulate=rows // batch)
-        reasons = refusals(asked.request, larger)
+        reasons = refusals(problem.request, larger)
         if reasons:
-            steps.append(Step(rung="accumulation", option=None, fits=False, reason=reasons[0]))
+            steps.append(RungResult(rung="accumulation", option=None, fits=False, reason=reasons[0]))
         else:
-            found = look(replace(option.request, batch=batch, choices=larger), gpu)
-            steps.append(_step("accumulation", found, gpu, f"{rows // batch} micro-batches of {batch} rows: "))
+            enlarged = estimate_option(replace(option.request, batch=batch, choices=larger), gpu)
+            steps.append(_step("accumulation", enlarged, gpu, f"{rows // batch} micro-batches of {batch} rows: "))
     last = [step.option for step in steps if step.option is not None and step.fits]
     return (last[-1] if last else option), steps
 

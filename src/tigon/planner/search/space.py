@@ -29,7 +29,7 @@ MAX_SPLITS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class SearchProblem:
     """A question to the planner: a run, the GPU it is to fit, and what may be changed."""
 
     request: Request
@@ -88,62 +88,69 @@ def kept_share(choices: Choices) -> float:
     return math.prod(technique.kept_share for technique in used(choices))
 
 
-def is_last_resort(asked: Asked, choices: Choices) -> bool:
+def is_last_resort(problem: SearchProblem, choices: Choices) -> bool:
     """Whether a technique that the search chose is only for when nothing that changes less fits."""
-    return any(technique.last_resort and _is_free(asked, technique) for technique in used(choices))
+    return any(technique.last_resort and _is_free(problem, technique) for technique in used(choices))
 
 
-def _is_free(asked: Asked, technique: Technique) -> bool:
-    return technique.chosen[0].field in asked.free
+def _is_free(problem: SearchProblem, technique: Technique) -> bool:
+    return technique.chosen[0].field in problem.free
 
 
 def _searched(search: Search) -> list[Setting]:
     return [setting for setting in SETTINGS.values() if setting.search == search]
 
 
-def _values(asked: Asked, choices: Choices, setting: Setting) -> tuple[Any, ...]:
+def _values(problem: SearchProblem, choices: Choices, setting: Setting) -> tuple[Any, ...]:
     """What the search tries for a setting: its candidates, or the value that was given."""
-    if setting.field in asked.free:
-        return setting.candidates(asked.request.config)
+    if setting.field in problem.free:
+        return setting.candidates(problem.request.config)
     return (getattr(choices, setting.field),)
 
 
-def walks(asked: Asked) -> list[Choices]:
+def walks(problem: SearchProblem) -> list[Choices]:
     """Every value of the free `run` settings with every placement, fewest changes of the numbers first."""
-    found = [asked.request.choices]
+    combinations = [problem.request.choices]
     for setting in reversed(_searched("run")):
-        found = [replace(c, **{setting.field: value}) for c in found for value in _values(asked, c, setting)]
-    return sorted((placed for choices in found for placed in placements(asked, choices)), key=change_rank)
+        combinations = [
+            replace(c, **{setting.field: value}) for c in combinations for value in _values(problem, c, setting)
+        ]
+    return sorted((placed for choices in combinations for placed in placements(problem, choices)), key=change_rank)
 
 
-def placements(asked: Asked, choices: Choices) -> Iterator[Choices]:
+def placements(problem: SearchProblem, choices: Choices) -> Iterator[Choices]:
     """`choices` with every placement that agrees with what is fixed and can make a difference."""
-    base = asked.request.choices
-    fixed = {name: getattr(base, name) for name in PLACEMENTS[0] if name not in asked.free}
-    found = [row for row in PLACEMENTS if all(row[name] == value for name, value in fixed.items())]
+    base = problem.request.choices
+    fixed = {name: getattr(base, name) for name in PLACEMENTS[0] if name not in problem.free}
+    rows = [row for row in PLACEMENTS if all(row[name] == value for name, value in fixed.items())]
     if base.gpus == 1 and not any(fixed.get(name) for name in ("zero", "fsdp")):
         # One GPU has nothing to share with: only what lives on the host is gone from it.
-        found = [row for row in found if row["offload"] != "none" or not (row["zero"] or row["fsdp"])]
+        rows = [row for row in rows if row["offload"] != "none" or not (row["zero"] or row["fsdp"])]
         if base.lora_rank is not None:  # adapters have no states worth moving
-            found = [row for row in found if row["offload"] == "none"]
-    for row in found or [fixed]:
+            rows = [row for row in rows if row["offload"] == "none"]
+    for row in rows or [fixed]:
         placed = replace(choices, **row)
-        needed = [c for technique in used(placed) if _is_free(asked, technique) for c in technique.searched_with]
+        needed = [c for technique in used(placed) if _is_free(problem, technique) for c in technique.searched_with]
         if all(condition.holds(placed) for condition in needed):
             yield placed
 
 
-def recomputations(asked: Asked, choices: Choices) -> list[Mapping[str, Any]]:
+def recomputations(problem: SearchProblem, choices: Choices) -> list[Mapping[str, Any]]:
     """What of a layer may be kept, fastest first: fields of Choices. Last comes a layer in pieces, if rows are long."""
-    values = {setting.field: _values(asked, choices, setting) for setting in _searched("recomputation")}
-    found: list[Mapping[str, Any]] = [
+    values = {setting.field: _values(problem, choices, setting) for setting in _searched("recomputation")}
+    options: list[Mapping[str, Any]] = [
         dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())
     ]
-    config = asked.request.config
-    pieces = {s.field: s.candidates(config)[0] for s in _searched("long rows") if s.field in asked.free}
-    if pieces and asked.request.seq > tiling.TILE_TOKENS and choices.attention == "sdpa" and not keeps_all(found[-1]):
-        found.append({**found[-1], **pieces})
-    return found
+    config = problem.request.config
+    pieces = {s.field: s.candidates(config)[0] for s in _searched("long rows") if s.field in problem.free}
+    if (
+        pieces
+        and problem.request.seq > tiling.TILE_TOKENS
+        and choices.attention == "sdpa"
+        and not keeps_all(options[-1])
+    ):
+        options.append({**options[-1], **pieces})
+    return options
 
 
 def keeps_all(kept: Mapping[str, Any]) -> bool:
@@ -151,12 +158,12 @@ def keeps_all(kept: Mapping[str, Any]) -> bool:
     return all(value == SETTINGS[name].default for name, value in kept.items())
 
 
-def splits(asked: Asked) -> list[tuple[int, int]]:
+def splits(problem: SearchProblem) -> list[tuple[int, int]]:
     """(batch, accumulate) with as many rows in an optimizer step as asked for, largest micro-batch first."""
-    request = asked.request
-    if "accumulate" not in asked.free:
+    request = problem.request
+    if "accumulate" not in problem.free:
         return [(request.batch, request.choices.accumulate)]
-    rows = asked.rows
+    rows = problem.rows
     most = min(request.batch, rows)
     sizes = [size for size in range(most, 0, -1) if rows % size == 0]
     if len(sizes) > MAX_SPLITS:

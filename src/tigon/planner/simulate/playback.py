@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tigon.planner.simulate.collectives import GatheredWeights, ReducedGradients
 from tigon.planner.simulate.ledger import Allocation, Ledger
-from tigon.planner.trace.tape import Segment, Tape, Where
+from tigon.planner.trace.tape import Tape, TapeSegment, Where
 
 # The phase of a tape's segment -> the phase of the run.
 _PHASES = {"forward": "forward", "loss": "loss", "backward": "backward", "end": "backward"}
@@ -26,7 +26,7 @@ class GradientRules:
     """Temporaries of an update that uses up one gradient."""
 
 
-def play(
+def replay(
     ledger: Ledger, tape: Tape, rules: GradientRules, *, gathered: GatheredWeights | None = None,
     backward_bytes: int = 0,
 ) -> list[Allocation | None]:  # fmt: skip
@@ -58,7 +58,7 @@ def play(
     return left
 
 
-def _play_segment(ledger: Ledger, tape: Tape, segment: Segment, live: dict[int, Allocation | None]) -> list[int]:
+def _play_segment(ledger: Ledger, tape: Tape, segment: TapeSegment, live: dict[int, Allocation | None]) -> list[int]:
     """Updates `live` (block -> its allocation); returns the blocks of gradients that the segment leaves."""
     gradients = []
     for event in segment.events:
@@ -77,7 +77,7 @@ def _reduce_and_free(ledger: Ledger, gradient: Allocation | None, reduced: Reduc
     ledger.free(gradient)
 
 
-def play_evaluation(ledger: Ledger, tape: Tape) -> None:
+def replay_evaluation(ledger: Ledger, tape: Tape) -> None:
     """Simulates an evaluation batch, all of it in the phase `eval`."""
     ledger.enter("eval")
     live: dict[int, Allocation | None] = {}
@@ -104,7 +104,7 @@ def offloaded(tape: Tape, *, leaving: int) -> Tape:
         if where.phase == "backward":
             early = [] if where.layer is None else _returns(out, inputs, returned, where.layer, leaving)
             events = early + [~returned[~e] if e < 0 and ~e in returned else e for e in events]
-        out.segments.append(Segment(Where(*where), events, segment.cost))
+        out.segments.append(TapeSegment(Where(*where), events, segment.cost))
     return out
 
 

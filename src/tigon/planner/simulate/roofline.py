@@ -7,7 +7,7 @@ fourteen measured steps of Llama-3.2-1B and Llama-3.1-8B on an H200, the host's 
 from __future__ import annotations
 
 from tigon.planner.gpus import Gpu
-from tigon.planner.trace.tape import Cost, Tape
+from tigon.planner.trace.tape import SegmentCost, Tape
 
 HOST_S = 3e-6
 """Host time of an operator with its autograd, in eager PyTorch. Fitted to Llama-3.2-1B on 512 tokens, which leaves the
@@ -23,7 +23,7 @@ COPY_SHARE = 0.80
 
 def micro_s(tape: Tape, gpu: Gpu, *, copied_bytes: int = 0, host_calls: int = 0) -> float:
     """Seconds of one micro-batch: forward and backward. copied_bytes, host_calls: of an engine around the model."""
-    cost = Cost(moved_bytes=copied_bytes, host_calls=host_calls)
+    cost = SegmentCost(moved_bytes=copied_bytes, host_calls=host_calls)
     for segment in tape.segments:
         cost.add(segment.cost)
     products_s = cost.flops / (gpu.matmul_flops * PRODUCT_SHARE) + cost.fp32_flops / (gpu.fp32_flops * PRODUCT_SHARE)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tigon.errors import UsageError
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.choices import Choices
-from tigon.techniques.technique import Facts
+from tigon.techniques.technique import RunInfo
 
 # bitsandbytes 0.50.2 with double quantisation: half a byte per weight, an 8-bit scale per 64 weights, and an fp32 scale
 # per 256 scales. Two tables hold 16 and 256 fp32 values.
@@ -43,7 +43,7 @@ class _Product(torch.autograd.Function):
 
 
 class Nf4Linear(nn.Linear):
-    """A frozen linear module whose weight is not held in a float dtype; what holds it is counted by `statics`."""
+    """A frozen linear module whose weight is not held in a float dtype; what holds it is counted by `model_states`."""
 
     multiplied: Callable[[], None]
     """Called at each product."""
@@ -87,7 +87,7 @@ def attach(model: Any, choices: Choices) -> None:
     technique = TECHNIQUES["lora"]
     try:
         with torch.device("meta"):  # else PEFT draws adapters of a large rank for seconds, in memory of this machine
-            technique.model(model, choices, Facts())
+            technique.model(model, choices, RunInfo())
     except ImportError as error:
         raise UsageError(f"LoRA cannot be traced: {error}; pip install -U 'tigon[peft]'.") from None
     for module in list(model.modules()):

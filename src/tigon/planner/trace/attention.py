@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tigon.planner.trace.dispatch_recorder import Recorder
+from tigon.planner.trace.dispatch_recorder import TraceRecorder
 from tigon.techniques.head_groups import one_by_one
 
 # B batch, h query heads, k key heads, T tokens, D head width.
@@ -64,7 +64,7 @@ def product_share(head_width: int, arch: tuple[int, int]) -> float:
     return next((share for width, share in _SHARES.items() if head_width <= width), 1.0)
 
 
-def _products(recorder: Recorder, q: Tensor, count: int, causal: bool, share: float = 1.0) -> None:
+def _products(recorder: TraceRecorder, q: Tensor, count: int, causal: bool, share: float = 1.0) -> None:
     """share: attention reaches this share of the rate of a model's other products."""
     B, h, T, D = q.shape
     recorder.count(flops=2.0 * count * B * h * T * T * D * (0.5 if causal else 1.0) / share, dtype=q.dtype)
@@ -74,7 +74,9 @@ class _Flash(torch.autograd.Function):
     """Saves q, k, v, out and the log-sum-exp (B, h, T) in fp32; heads of a group share k and v without a copy."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder, groups: int, share: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: TraceRecorder, groups: int, share: float
+    ) -> Tensor:
         out_BThD, lse = torch.ops.tigon_memory.attention(q, v.shape[-1], q.shape[2])
         ctx.save_for_backward(q, k, v, out_BThD, lse)
         ctx.recorder, ctx.groups, ctx.share = recorder, groups, share
@@ -106,7 +108,7 @@ class _Efficient(torch.autograd.Function):
     """The kernel that takes a mask, and fp32: k and v one for each query head, the mask saved in q's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, recorder: Recorder) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, recorder: TraceRecorder) -> Tensor:
         out_BThD, lse = torch.ops.tigon_memory.attention(q, v.shape[-1], _round_up(q.shape[2], EFFICIENT_ROWS))
         ctx.save_for_backward(q, k, v, mask, out_BThD, lse)
         ctx.recorder, ctx.causal = recorder, mask is None
@@ -128,7 +130,7 @@ class _Efficient(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def attention(recorder: Recorder, arch: tuple[int, int], groups: int = 1) -> Callable[..., Any]:
+def attention(recorder: TraceRecorder, arch: tuple[int, int], groups: int = 1) -> Callable[..., Any]:
     """What transformers' `sdpa_attention_forward` and flash functions do to memory on CUDA; groups: of key heads whose
     backward passes take turns."""
 
@@ -164,7 +166,7 @@ def attention(recorder: Recorder, arch: tuple[int, int], groups: int = 1) -> Cal
     return grouped
 
 
-def _without_flash(q: Tensor, k: Tensor, v: Tensor, recorder: Recorder) -> Tensor:
+def _without_flash(q: Tensor, k: Tensor, v: Tensor, recorder: TraceRecorder) -> Tensor:
     """Causal attention in a dtype, or with values of a width, that the flash kernel does not take.
 
     aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: the memory-efficient kernel takes fp32 too, but no groups of

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tigon.ops import _dispatch
-from tigon.planner.trace.dispatch_recorder import Recorder, Scratch
+from tigon.planner.trace.dispatch_recorder import Scratch, TraceRecorder
 
 # By its name: `tigon.ops.linear_cross_entropy` is the function of the same name.
 _LOSS: Any = importlib.import_module("tigon.ops.losses.linear_cross_entropy")
@@ -30,7 +30,7 @@ class _ExpertsProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows_SI: Tensor, weight_EIO: Tensor, recorder: Recorder) -> Tensor:
+    def forward(ctx: Any, rows_SI: Tensor, weight_EIO: Tensor, recorder: TraceRecorder) -> Tensor:
         ctx.save_for_backward(rows_SI, weight_EIO)
         ctx.recorder = recorder
         (S, I), (E, _, O) = rows_SI.shape, weight_EIO.shape
@@ -46,7 +46,7 @@ class _ExpertsProduct(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def planned_for_cuda(recorder: Recorder, *, arch: tuple[int, int], ignored: int) -> Iterator[None]:
+def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored: int) -> Iterator[None]:
     """tigon's ops plan as on a GPU of `arch`. `ignored` labels of a micro-batch are ignored.
 
     Replaced while the context is open:
@@ -76,8 +76,8 @@ def planned_for_cuda(recorder: Recorder, *, arch: tuple[int, int], ignored: int)
     replaced: dict[tuple[Any, str], Callable[..., Any]] = {
         (_LOSS, "_rows_that_count"): rows_that_count,
         (_LOSS, "product_into"): product_into,
-        (_LOSS, "unwatched"): lambda tensors: True,
-        (_HEADS_LOSS, "unwatched"): lambda tensors: True,
+        (_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
+        (_HEADS_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
         (functional, "dropout"): dropout,
     }
     if plain_grouped_mm is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tigon.ops._dispatch import PRIMITIVES
-from tigon.planner.trace.tape import Segment, Tape, Where
+from tigon.planner.trace.tape import Tape, TapeSegment, Where
 
 # The caching allocator's granularity: c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize.
 ROUND_BYTES = 512
@@ -36,7 +36,7 @@ Inplace = Mapping[int, int]
 """Output -> the argument whose memory it takes over."""
 
 
-class Recorder(TorchDispatchMode):
+class TraceRecorder(TorchDispatchMode):
     """Records onto `tape`. `scratch` and `inplace` say, by operator name, what fakes do not show.
 
     host_calls: the host's time for one of our fused operators, in ordinary operators.
@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
     def mark(self, where: Where, component: str) -> None:
         """Later events belong to `where`, later allocations to `component`."""
         self.where, self.component = where, component
-        self.tape.segments.append(Segment(where))
+        self.tape.segments.append(TapeSegment(where))
 
     def close(self) -> None:
         """Stop recording: later costs and frees do not count."""

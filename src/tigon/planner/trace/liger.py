@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.planner.trace.dispatch_recorder import Inplace, Recorder
+from tigon.planner.trace.dispatch_recorder import Inplace, TraceRecorder
 
 # N tokens, C tokens of a chunk, H hidden, V vocabulary.
 
@@ -39,7 +39,7 @@ class _FusedLoss(torch.autograd.Function):
     """Both gradients are made in the forward, dW in the weight's dtype, and scaled where they lie in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, recorder: Recorder) -> Tensor:
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, recorder: TraceRecorder) -> Tensor:
         (N, H), V = hidden_NH.shape, weight_VH.shape[0]
         rows = chunk_rows(N, H, V)
         grads = torch.empty_like(hidden_NH), torch.empty_like(weight_VH)
@@ -57,7 +57,7 @@ class _FusedLoss(torch.autograd.Function):
         return *ctx.saved_tensors, None
 
 
-def fuse_loss(model: Any, recorder: Recorder) -> None:
+def fuse_loss(model: Any, recorder: TraceRecorder) -> None:
     """Replace the model's loss by Liger's: the head returns its input, and the loss reads the head's weight."""
     head = model.get_output_embeddings()
     project, unfused = head.forward, model.loss_function

@@ -27,7 +27,7 @@ class Where(NamedTuple):
 
 
 @dataclass
-class Cost:
+class SegmentCost:
     """The work of a segment: 16-bit and fp32 product operations, and bytes of everything else."""
 
     flops: float = 0.0
@@ -38,25 +38,25 @@ class Cost:
     host_calls: int = 0
     """Operators that the host runs, views included."""
 
-    def add(self, other: Cost) -> None:
+    def add(self, other: SegmentCost) -> None:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass
-class Segment:
+class TapeSegment:
     """Consecutive events of one place: block b is allocated (b) or freed (~b)."""
 
     where: Where
     events: list[int] = field(default_factory=list)
-    cost: Cost = field(default_factory=Cost)
+    cost: SegmentCost = field(default_factory=SegmentCost)
 
 
 @dataclass
 class Tape:
     """A recording: segments in order, and for each block its bytes and its component."""
 
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[TapeSegment] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     components: list[str] = field(default_factory=list)
 
@@ -108,9 +108,9 @@ class _Unroller:
                     self._place(segment, copy)
         return self.out
 
-    def _groups(self) -> list[tuple[list[Segment], Sequence[int | None]]]:
+    def _groups(self) -> list[tuple[list[TapeSegment], Sequence[int | None]]]:
         """Runs of segments with the copies to make of them, in the order in which a deep model does them."""
-        groups: list[tuple[list[Segment], Sequence[int | None]]] = []
+        groups: list[tuple[list[TapeSegment], Sequence[int | None]]] = []
         for segment in self.tape.segments:
             repeated = self._repeats(segment.where.layer)
             latest = groups[-1][0][-1].where if groups else Where("")
@@ -125,12 +125,12 @@ class _Unroller:
     def _repeats(self, layer: int | None) -> bool:
         return layer is not None and self.first <= layer < self.last
 
-    def _place(self, segment: Segment, copy: int | None) -> None:
+    def _place(self, segment: TapeSegment, copy: int | None) -> None:
         where = segment.where
         if where.layer is not None and (copy is not None or where.layer >= self.last):
             moved = self.shift if copy is None else copy * self.period
             where = Where(where.phase, where.layer + moved)
-        placed = Segment(where, cost=segment.cost)
+        placed = TapeSegment(where, cost=segment.cost)
         for event in segment.events:
             block = event if event >= 0 else ~event
             if event >= 0:

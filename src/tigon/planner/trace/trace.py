@@ -29,7 +29,7 @@ from tigon.models.tracing import attention_replaced
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
 from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
-from tigon.planner.trace.dispatch_recorder import HOST_CALLS, Recorder
+from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
 from tigon.techniques import checkpointing, head_groups, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
@@ -133,7 +133,7 @@ def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluati
         text_config(config)._attn_implementation = "eager"
     model: Any = build(request.model, config)
     inplace, host_calls = (liger.INPLACE, liger.HOST_CALLS) if choices.kernels == "liger" else ({}, HOST_CALLS)
-    recorder = Recorder(cuda_scratch.scratch_bytes(gpu.sm_count), inplace, host_calls)
+    recorder = TraceRecorder(cuda_scratch.scratch_bytes(gpu.sm_count), inplace, host_calls)
     if choices.quantized:
         adapters.quantize(model, functools.partial(recorder.count_host, NF4_CALLS))
     _patch(model, choices.kernels, recorder)
@@ -190,7 +190,7 @@ def _foreign_code(name: str) -> Iterator[None]:
         log.setLevel(before)
 
 
-def _patch(model: Any, kernels: str, recorder: Recorder) -> None:
+def _patch(model: Any, kernels: str, recorder: TraceRecorder) -> None:
     flags = PATCH_FLAGS[kernels]
     if flags is None:
         return
@@ -207,7 +207,7 @@ def _patch(model: Any, kernels: str, recorder: Recorder) -> None:
 class _Run:
     request: Request
     model: Any
-    recorder: Recorder
+    recorder: TraceRecorder
     accumulating: bool
 
     def fill(self) -> None:
@@ -258,7 +258,7 @@ class _Run:
 
     def evaluate(self) -> Tape:
         """A batch of the trainer's evaluation: forward passes with labels, without gradients."""
-        recorder = Recorder({}, {})
+        recorder = TraceRecorder({}, {})
         recorder.exclude(weight for weight in self.model.parameters())
         recorder.exclude(buffer for buffer in self.model.buffers())
         self.model.eval()
@@ -362,7 +362,7 @@ class _Run:
         return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _watch_forward(model: Any, recorder: Recorder) -> list[Any]:
+def _watch_forward(model: Any, recorder: TraceRecorder) -> list[Any]:
     """Hooks that mark where each layer, and the head, begins in a forward pass."""
 
     def marker(where: Where, component: str) -> Callable[..., None]:

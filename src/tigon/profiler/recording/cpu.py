@@ -80,9 +80,9 @@ class CpuRecorder(Recorder):
         self._calls.__exit__(None, None, None)
         with self._stack:
             self._profile.__exit__(None, None, None)
-        found = _Tree(self._calls.frames())
-        found.read(self._profile.kineto_results.experimental_event_tree())
-        return found.recording(self._positions)
+        tree = _Tree(self._calls.frames())
+        tree.read(self._profile.kineto_results.experimental_event_tree())
+        return tree.recording(self._positions)
 
 
 class _Tree:

@@ -92,17 +92,17 @@ def read_snapshot(snapshot: Mapping[str, Any], device: int) -> list[RawEvent]:
     A release counts when it is requested, as in memory_allocated(). Another stream may use the block a little longer.
     """
     known: dict[tuple[tuple[str, int, str], ...], Call] = {}
-    found = []
+    events = []
     for entry in snapshot["device_traces"][device]:
         if entry["action"] == "alloc":
             frames = tuple((f["filename"], f["line"], f["name"]) for f in entry.get("frames", ()))
             call = known.get(frames)
             if call is None:
                 call = known[frames] = Call(frames=readable(frames))
-            found.append(RawEvent(1000 * entry.get("time_us", 0), entry["addr"], _rounded(entry["size"]), call))
+            events.append(RawEvent(1000 * entry.get("time_us", 0), entry["addr"], _rounded(entry["size"]), call))
         elif entry["action"] == "free_requested":
-            found.append(RawEvent(1000 * entry.get("time_us", 0), entry["addr"], -_rounded(entry["size"]), Call()))
-    return found
+            events.append(RawEvent(1000 * entry.get("time_us", 0), entry["addr"], -_rounded(entry["size"]), Call()))
+    return events
 
 
 def _rounded(nbytes: int) -> int:

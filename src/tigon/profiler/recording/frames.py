@@ -28,14 +28,14 @@ def short_path(filename: str) -> str:
 
 def readable(frames: Iterable[tuple[str, int, str]]) -> tuple[str, ...]:
     """(file, line, function), innermost first -> `file.py:12 function` for the informative frames."""
-    said: list[str] = []
+    lines: list[str] = []
     in_backward = False
     for filename, line, function in frames:
         path = short_path(filename)
         in_loop = path.startswith(_LOOP)
         in_backward |= path.startswith("torch/autograd/")
-        if not _MACHINERY.match(path) and not (in_loop and (said or in_backward)):
-            said.append(f"{path}:{line} {function}")
-        if in_loop or len(said) == KEPT_FRAMES:
+        if not _MACHINERY.match(path) and not (in_loop and (lines or in_backward)):
+            lines.append(f"{path}:{line} {function}")
+        if in_loop or len(lines) == KEPT_FRAMES:
             break
-    return tuple(said)
+    return tuple(lines)

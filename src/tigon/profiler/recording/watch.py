@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tigon.profiler.recording.journal import Journal
 
 
-class Watch:
+class PhaseHooks:
     """Context manager that installs the hooks around the recorded steps."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Watch:
         self._handles: list[Any] = []
         self._bracketed: list[tuple[nn.Module, str, Any]] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> PhaseHooks:
         add, model = self._handles.append, self._model
         self._weights_are_there(model)
         add(model.register_forward_pre_hook(self._enter_model))

@@ -56,8 +56,8 @@ def _run(number: int, profile: Profile, n: int) -> dict[str, Any]:
     notes = list(timeline.notes)
     if profile.predicted is not None:
         notes.append(f"Dashed: the peak of each phase, predicted {profile.predicted.source}.")
-    elif "prediction" in profile.facts:
-        notes.append(f"Prediction: {profile.facts['prediction']}.")
+    elif "prediction" in profile.details:
+        notes.append(f"Prediction: {profile.details['prediction']}.")
     if timeline.allocator_peak_bytes is not None:
         own, ours = timeline.allocator_peak_bytes, profile.peak.nbytes
         notes.append(
@@ -67,7 +67,7 @@ def _run(number: int, profile: Profile, n: int) -> dict[str, Any]:
     return {
         "name": f"{'AB'[number]}: {timeline.label}" if n > 1 else timeline.label,
         "peak": tables.peak_line(profile), "tables": [table for table in candidates if table is not None],
-        "facts": list(profile.facts.items()), "notes": notes,
+        "facts": list(profile.details.items()), "notes": notes,
     }  # fmt: skip
 
 

@@ -69,20 +69,20 @@ def peak_of(timeline: Timeline, *, start: int = 0, end: int | None = None) -> Pe
 def phase_peaks(timeline: Timeline) -> dict[str, int]:
     """The most bytes alive at once in each of PHASES, over all steps."""
     totals = timeline.totals()
-    found = dict.fromkeys(PHASES, 0)
+    peaks = dict.fromkeys(PHASES, 0)
     for phase in timeline.phases:
         # memory alive at the phase's start counts too, as in the planner's phases
         window = totals[max(0, phase.start - 1) : phase.end] if phase.start < phase.end else []
-        found[phase.name] = max([found[phase.name], *window])
-    return found
+        peaks[phase.name] = max([peaks[phase.name], *window])
+    return peaks
 
 
 def _births(timeline: Timeline) -> list[str]:
     """The phase in which each block was allocated."""
-    found = [""] * len(timeline.sizes)
+    phases = [""] * len(timeline.sizes)
     for phase in timeline.phases:
         name = f"{phase.name}, recomputed" if phase.recomputed else phase.name
         for event in timeline.events[phase.start : phase.end]:
             if event >= 0:
-                found[event] = name
-    return found
+                phases[event] = name
+    return phases

@@ -41,22 +41,22 @@ class Profile:
     timeline: Timeline
     ops: tuple[OpRow, ...]
     predicted: Predicted | None
-    facts: Mapping[str, str]
+    details: Mapping[str, str]
     """Facts shown to the reader: model, batch, device, versions."""
 
     @functools.cached_property
     def peak(self) -> PeakReport:
-        found = peak_of(self.timeline)
-        if found is None:
+        peak = peak_of(self.timeline)
+        if peak is None:
             raise UsageError(f"{self.timeline.label}: nothing was allocated while it was recorded")
-        return found
+        return peak
 
     def as_mapping(self) -> dict[str, Any]:
         return {
             "timeline": self.timeline.as_mapping(),
             "ops": [row.as_mapping() for row in self.ops],
             "predicted": None if self.predicted is None else asdict(self.predicted),
-            "facts": dict(self.facts),
+            "facts": dict(self.details),
             "peak": asdict(self.peak),
         }
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tigon.profiler.render.peak_report import phase_peaks
 from tigon.profiler.render.result import Profile
 from tigon.profiler.timeline.timeline import CATEGORIES, PHASES, title
-from tigon.profiler.timeline.timeline_chart import said
+from tigon.profiler.timeline.timeline_chart import phase_title
 from tigon.units import in_bytes, in_flops, in_ms, off_by
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def peak_line(profile: Profile) -> str:
     peak = profile.peak
     call = profile.timeline.call_table[peak.reached_by.call]
     return (
-        f"peak {in_bytes(peak.nbytes)} in {said(peak.phase)}, reached by {in_bytes(peak.reached_by.nbytes)} of "
+        f"peak {in_bytes(peak.nbytes)} in {phase_title(peak.phase)}, reached by {in_bytes(peak.reached_by.nbytes)} of "
         f"{title(peak.reached_by.category)}: {call}"
     )
 
@@ -51,11 +51,11 @@ def components(profiles: Sequence[Profile]) -> Table:
     for name in (*CATEGORIES, "all"):
         cells = [title(name)]
         for profile, expected in zip(profiles, predicted, strict=True):
-            found = profile.peak.nbytes if name == "all" else profile.peak.components[name]
-            cells.append(in_bytes(found))
+            measured = profile.peak.nbytes if name == "all" else profile.peak.components[name]
+            cells.append(in_bytes(measured))
             if expected is not None:
                 said_bytes = expected.peak_bytes if name == "all" else expected.components.get(name, 0)
-                cells += [in_bytes(said_bytes), off_by(said_bytes, found)]
+                cells += [in_bytes(said_bytes), off_by(said_bytes, measured)]
         rows.append(tuple(cells))
     return Table("What the peak is made of", tuple(columns), tuple(rows))
 
@@ -71,11 +71,11 @@ def phases(profiles: Sequence[Profile]) -> Table:
     for name in PHASES:
         cells = [name]
         for profile, measured in zip(profiles, peaks, strict=True):
-            found = measured[name]
-            cells.append(in_bytes(found))
+            measured_bytes = measured[name]
+            cells.append(in_bytes(measured_bytes))
             if profile.predicted is not None:
                 expected = profile.predicted.phases.get(name, 0)
-                cells += [in_bytes(expected), off_by(expected, found)]
+                cells += [in_bytes(expected), off_by(expected, measured_bytes)]
         rows.append(tuple(cells))
     return Table("The peak of each phase", tuple(columns), tuple(rows))
 
@@ -133,9 +133,9 @@ def show(profiles: Sequence[Profile], console: Console) -> None:
     _print(components(profiles), console)
     _print(phases(profiles), console)
     for number, profile in enumerate(profiles):
-        found = operators(profile, SHOWN_LINES)
-        if found is not None:
-            _print(replace(found, title=_named(found.title, number, len(profiles))), console)
+        op_rows = operators(profile, SHOWN_LINES)
+        if op_rows is not None:
+            _print(replace(op_rows, title=_named(op_rows.title, number, len(profiles))), console)
 
 
 def _print(table: Table, console: Console) -> None:

@@ -95,11 +95,11 @@ class Timeline:
 
     def totals(self) -> list[int]:
         """Live bytes after each event."""
-        total, found = 0, []
+        total, totals = 0, []
         for event in self.events:
             total += self.sizes[event] if event >= 0 else -self.sizes[~event]
-            found.append(total)
-        return found
+            totals.append(total)
+        return totals
 
     def places(self) -> list[float]:
         """The horizontal place of each event in a drawing.
@@ -108,11 +108,11 @@ class Timeline:
         of them, and they are too small to see.
         """
         least = max(self.totals(), default=0) / 1000
-        place, found = 0.0, []
+        place, places = 0.0, []
         for event in self.events:
             place += 1.0 if self.sizes[event if event >= 0 else ~event] >= least else 0.02
-            found.append(round(place, 2))
-        return found
+            places.append(round(place, 2))
+        return places
 
     def phase_at(self, event: int) -> Phase | None:
         """The phase that an event belongs to."""

@@ -124,7 +124,7 @@ def _mark_peak(axes: Any, profile: Profile, places: Sequence[float], size: int) 
     right = place > places[-1] / 2
     axes.plot([place], [peak.nbytes / size], "o", ms=5, color=INK)
     axes.annotate(
-        f"peak {in_bytes(peak.nbytes)}, {said(peak.phase)}", (place, peak.nbytes / size),
+        f"peak {in_bytes(peak.nbytes)}, {phase_title(peak.phase)}", (place, peak.nbytes / size),
         xytext=(-6 if right else 6, 6), textcoords="offset points", ha="right" if right else "left", fontsize=8,
         color=INK, parse_math=False,
     )  # fmt: skip
@@ -145,7 +145,7 @@ def _caption(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def said(phase: Phase | None) -> str:
+def phase_title(phase: Phase | None) -> str:
     """A phase as text."""
     if phase is None:
         return "before the run"

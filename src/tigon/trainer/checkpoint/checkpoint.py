@@ -35,11 +35,11 @@ NFS = ".nfs"  # what NFS calls a removed file that is still open: gone in a mome
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """A checkpoint to resume from, and what is wrong with the newer ones."""
 
     path: Path
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     """What the run said of itself when it was written."""
     passed_over: tuple[str, ...] = ()
 
@@ -65,14 +65,14 @@ def clear(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def publish(folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> None:
+def publish(folder: Path, step: int, metadata: Mapping[str, Any], keep: int) -> None:
     """Complete the checkpoint in `scratch(folder, step)`, move it into place, and remove all but the newest `keep`.
 
     facts: what a resumed run compares itself with.
     """
     written = scratch(folder, step) / name_of(step)
     (written / NOT_OURS).unlink(missing_ok=True)
-    _write_manifest(written, step, facts)
+    _write_manifest(written, step, metadata)
     final = folder / name_of(step)
     before = _put_away(final) if final.exists() or final.is_symlink() else None
     written.rename(final)
@@ -86,13 +86,13 @@ def publish(folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> Non
         _remove(path)
 
 
-def newest(folder: Path) -> Found:
+def newest(folder: Path) -> ResumePoint:
     """The newest checkpoint that is as it was written. Raises RunFolderError when there is none."""
     problems: list[str] = []
     for step, path in sorted(_numbered(folder), reverse=True):
         problem = problem_of(path, step)
         if problem is None:
-            return Found(path, _manifest(path)["facts"], tuple(problems))
+            return ResumePoint(path, _manifest(path)["facts"], tuple(problems))
         problems.append(f"{path.name} {problem}")
     why = "; ".join(problems) or "there is none; set train.save_steps"
     raise RunFolderError(f"{folder}: no complete checkpoint to resume from: {why}; start a new run without --resume")
@@ -105,7 +105,7 @@ def problem_of(path: Path, step: int) -> str | None:
     try:
         manifest = _manifest(path)
         listed = {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in manifest["files"].items()}
-        format_, said = int(manifest["format"]), int(manifest["step"])
+        format_, numbers = int(manifest["format"]), int(manifest["step"])
         dict(dict(manifest["facts"]).get("versions", {}))
     except FileNotFoundError:
         return f"lacks {MANIFEST}: it was not written to its end"
@@ -113,8 +113,8 @@ def problem_of(path: Path, step: int) -> str | None:
         return f"has an unreadable {MANIFEST}"
     if format_ != FORMAT:
         return f"has a {MANIFEST} of format {format_}, and this tigon reads {FORMAT}"
-    if said != step:
-        return f"says it is step {said}"
+    if numbers != step:
+        return f"says it is step {numbers}"
     try:
         present = _files(path)
     except RunFolderError as error:
@@ -143,26 +143,26 @@ def digest(path: Path) -> str:
 
 
 def _piece(path: Path, start: int) -> bytes:
-    found, left = hashlib.sha256(), PIECE_BYTES
+    sha256, left = hashlib.sha256(), PIECE_BYTES
     with path.open("rb") as handle:
         handle.seek(start)
         while left and (part := handle.read(min(READ_BYTES, left))):
-            found.update(part)
+            sha256.update(part)
             left -= len(part)
-    return found.digest()
+    return sha256.digest()
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    return found
+    manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    return manifest
 
 
-def _write_manifest(path: Path, step: int, facts: Mapping[str, Any]) -> None:
+def _write_manifest(path: Path, step: int, metadata: Mapping[str, Any]) -> None:
     files = {}
     for name in _files(path):
         _sync(path / name)
         files[name] = {"bytes": (path / name).stat().st_size, "sha256": digest(path / name)}
-    manifest = {"format": FORMAT, "step": step, "facts": dict(facts), "files": files}
+    manifest = {"format": FORMAT, "step": step, "facts": dict(metadata), "files": files}
     (path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     _sync(path / MANIFEST)
     for folder, _, _ in os.walk(path):
@@ -172,23 +172,23 @@ def _write_manifest(path: Path, step: int, facts: Mapping[str, Any]) -> None:
 def _files(path: Path) -> list[str]:
     """Every file below but the manifest, by its path from there; also .metadata, without which PyTorch's distributed
     checkpoints of FSDP2 cannot be read."""
-    found = []
+    paths = []
     for folder, folders, files in os.walk(path):
         for name in sorted(folders + files):
             here = Path(folder, name)
             if here.is_symlink():
                 raise RunFolderError(f"holds a link, {here.relative_to(path)}")
-        found += [Path(folder, name).relative_to(path).as_posix() for name in files if not name.startswith(NFS)]
-    return sorted(name for name in found if name != MANIFEST)
+        paths += [Path(folder, name).relative_to(path).as_posix() for name in files if not name.startswith(NFS)]
+    return sorted(name for name in paths if name != MANIFEST)
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    found = []
+    checkpoints = []
     for path in folder.glob("checkpoint-*"):
         match = re.fullmatch(r"checkpoint-(\d+)", path.name)
         if match and path.is_dir():
-            found.append((int(match[1]), path))
-    return found
+            checkpoints.append((int(match[1]), path))
+    return checkpoints
 
 
 def _remove(path: Path) -> None:

@@ -44,12 +44,12 @@ def own_files(path: str | None) -> Iterator[None]:
 def left_bytes(path: str) -> int:
     """Of the files that a killed run left in the folder `path`, and that the processes here will remove."""
     first, here = launch.rank() - int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    found = 0
+    total_bytes = 0
     for rank in range(first, first + here):
         for file in Path(path).glob(f"{FOLDER}/*/rank{rank}/*"):
             with suppress(FileNotFoundError):  # another process has begun to remove its own
-                found += file.stat().st_size
-    return found
+                total_bytes += file.stat().st_size
+    return total_bytes
 
 
 def _remove(parent: Path, name: str) -> None:

@@ -9,7 +9,7 @@ import torch
 ELSEWHERE = 2**30  # a step that no run gets to
 
 
-class WholePowers:
+class ExactBetaPowers:
     """DeepSpeed's operators, with powers of the betas that do not depend on the steps taken in this process.
 
     Its operator multiplies a power by its beta once a step, in fp32, and takes pow() only where the step does not
@@ -31,8 +31,8 @@ class WholePowers:
         self._operators.adam_update(optimizer_id, step, *rest)
 
 
-def take_whole_powers(optimizer: Any) -> None:
+def use_exact_beta_powers(optimizer: Any) -> None:
     """Have `optimizer`, if it is DeepSpeed's on the host, take powers so."""
     operators = getattr(optimizer, "ds_opt_adam", None)
     if operators is not None:
-        optimizer.ds_opt_adam = WholePowers(operators)
+        optimizer.ds_opt_adam = ExactBetaPowers(operators)

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 
-def know_deepspeed_classes() -> None:
+def allow_deepspeed_globals() -> None:
     """Let torch.load rebuild the objects that DeepSpeed 0.19.8 puts into its checkpoints, which hold only data."""
     import torch
 
@@ -15,7 +15,9 @@ def know_deepspeed_classes() -> None:
         "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
         "deepspeed.utils.tensor_fragment": ("fragment_address",),
     }
-    classes = [getattr(importlib.import_module(module), name) for module, found in names.items() for name in found]
+    classes = [
+        getattr(importlib.import_module(module), name) for module, importable in names.items() for name in importable
+    ]
     torch.serialization.add_safe_globals(classes)
 
 

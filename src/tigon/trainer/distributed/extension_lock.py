@@ -103,7 +103,7 @@ class ExtensionLock:
         return f"waiting for {self.path}: {who}; if nothing compiles there any more, remove this file"
 
 
-def take_over() -> None:
+def install() -> None:
     """Have what PyTorch compiles from here on in this process take turns by `ExtensionLock`."""
     if fcntl is None:
         return
@@ -118,8 +118,8 @@ def _is_ours(handle: int) -> bool:
 
 def _is_new(handle: int) -> bool:
     """Whether its owner may be about to lock it; that takes microseconds."""
-    found = os.fstat(handle)
-    return not found.st_size and abs(time.time() - found.st_mtime) < 2
+    status = os.fstat(handle)
+    return not status.st_size and abs(time.time() - status.st_mtime) < 2
 
 
 def _is_at(handle: int, path: Path) -> bool:
@@ -140,12 +140,12 @@ def _lock(handle: int, *, wait: bool) -> bool:
 
 def _compilers(folder: Path) -> list[int]:
     """Processes of this user on this machine that work in the folder: Ninja and compilers outlive a killed parent."""
-    found = []
+    processes = []
     for link in Path("/proc").glob("[0-9]*/cwd"):
         with suppress(OSError):  # gone meanwhile, or another user's
             if link.samefile(folder):
-                found.append(int(link.parent.name))
-    return [pid for pid in found if pid != os.getpid()]
+                processes.append(int(link.parent.name))
+    return [pid for pid in processes if pid != os.getpid()]
 
 
 def _say(text: str) -> None:

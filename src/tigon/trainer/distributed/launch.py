@@ -63,8 +63,8 @@ def check_environment() -> None:
         raise _stray(f"{stray[0]} is set in the environment, and {missing[0]} is not", *stray)
     for part, whole in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if part in there and whole in there and int(os.environ[part]) >= int(os.environ[whole]):
-            said = f"{part} is {os.environ[part]} in the environment, and {whole} is {os.environ[whole]}"
-            raise _stray(f"{said}; it must be less", part, whole)
+            problem = f"{part} is {os.environ[part]} in the environment, and {whole} is {os.environ[whole]}"
+            raise _stray(f"{problem}; it must be less", part, whole)
 
 
 def _stray(what: str, *names: str) -> ProcessError:
@@ -77,13 +77,15 @@ def ignore_accelerate_variables() -> list[str]:
     `accelerate launch` sets them from its own configuration. A run in a mixed precision or with an engine of which
     its recipe, its report and its checkpoints know nothing could not be repeated.
     """
-    found = sorted(name for name in os.environ if name.startswith(ACCELERATES))
-    values = {name: os.environ.pop(name) for name in found}
-    asked = [f"{name}={value}" for name, value in values.items() if name in ASKS and value.lower() not in ASKS_NOTHING]
-    return [f"{text} in the environment is ignored: the recipe decides" for text in asked]
+    names = sorted(name for name in os.environ if name.startswith(ACCELERATES))
+    values = {name: os.environ.pop(name) for name in names}
+    ignored = [
+        f"{name}={value}" for name, value in values.items() if name in ASKS and value.lower() not in ASKS_NOTHING
+    ]
+    return [f"{text} in the environment is ignored: the recipe decides" for text in ignored]
 
 
-def joined() -> bool:
+def started_by_launcher() -> bool:
     """Whether a launcher started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -92,12 +94,12 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def processes() -> int:
+def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
-def held_address() -> Iterator[dict[str, str]]:
+def reserved_address() -> Iterator[dict[str, str]]:
     """Where processes of this machine can meet, in a launcher's words. Until the block ends the port is theirs: the
     system gives away none to which a socket is bound, and lets one listen there as long as that does not."""
     with socket.socket() as held:
@@ -106,18 +108,18 @@ def held_address() -> Iterator[dict[str, str]]:
         yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
 
 
-def join(device: torch.device, *, alone: bool = False) -> None:
+def init_distributed(device: torch.device, *, alone: bool = False) -> None:
     """Meet the other processes, if a launcher started this one. alone: else be the only rank of one, as DeepSpeed and
     FSDP2 want it."""
-    if joined():
-        _join(device)
+    if started_by_launcher():
+        _init_process_group(device)
     elif alone:
-        with held_address() as meeting:
+        with reserved_address() as meeting:
             os.environ.update(meeting, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-            _join(device)
+            _init_process_group(device)
 
 
-def _join(device: torch.device) -> None:
+def _init_process_group(device: torch.device) -> None:
     """Gloo carries what is on the CPU, FSDP2's offloaded states among it."""
     import torch
     from torch import distributed
@@ -140,10 +142,10 @@ def _waiting_is_said() -> Iterator[None]:
     from torch import distributed
 
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    who = f"process {rank()} of {processes()} (RANK, WORLD_SIZE)"
+    who = f"process {rank()} of {world_size()} (RANK, WORLD_SIZE)"
     way = "`unset RANK WORLD_SIZE` if this run is of one process"
-    said = f"{who} is waiting for the others at {where} (MASTER_ADDR, MASTER_PORT); {way}"
-    timer = threading.Timer(MEETING_S, signals.say, (said,))
+    message = f"{who} is waiting for the others at {where} (MASTER_ADDR, MASTER_PORT); {way}"
+    timer = threading.Timer(MEETING_S, signals.say, (message,))
     timer.daemon = True
     timer.start()
     try:
@@ -156,7 +158,7 @@ def _waiting_is_said() -> Iterator[None]:
 
 
 @contextmanager
-def first_process_first() -> Iterator[None]:
+def main_process_first() -> Iterator[None]:
     """The first process runs the block, then the others: what the first leaves in a cache is made once."""
     from torch import distributed
 
@@ -165,7 +167,7 @@ def first_process_first() -> Iterator[None]:
     try:
         yield
     finally:  # also when the first refuses the run: the others then refuse it too, instead of losing a peer
-        if processes() > 1 and rank() == 0:
+        if world_size() > 1 and rank() == 0:
             distributed.barrier()
 
 
@@ -191,13 +193,13 @@ def _end_with(launcher: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(SHUTDOWN_S)
     signals.say(
-        f"process {rank()} of {processes()}: its launcher is gone, and it has not come to its end within "
+        f"process {rank()} of {world_size()}: its launcher is gone, and it has not come to its end within "
         f"{SHUTDOWN_S} s of being told to: ended"
     )
     os._exit(signals.EXIT_OFFSET + signal.SIGTERM)
 
 
-def leave(*, together: bool = False) -> None:
+def shutdown_distributed(*, together: bool = False) -> None:
     """Say goodbye to the other processes, and so to PyTorch's warning about those who do not.
 
     together: wait for all of them before, where the first to go would have a launcher end the others.
@@ -210,18 +212,18 @@ def leave(*, together: bool = False) -> None:
         distributed.destroy_process_group()
 
 
-def told(value: T) -> T:
+def broadcast(value: T) -> T:
     """The first process's `value`, everywhere."""
     from torch import distributed
 
-    if processes() == 1:
+    if world_size() == 1:
         return value
     words = [value]
     distributed.broadcast_object_list(words, src=0)
     return words[0]
 
 
-def everyone(value: int, *, patience_s: float = PATIENCE_S) -> list[int] | None:
+def all_gather_ints(value: int, *, patience_s: float = PATIENCE_S) -> list[int] | None:
     """What all processes say, by rank; they are asked at once. None: one has said nothing within `patience_s`.
 
     By the store over which they met, not by a collective: a process that waits in vain for one cannot end either.
@@ -236,27 +238,27 @@ def everyone(value: int, *, patience_s: float = PATIENCE_S) -> list[int] | None:
         store = distributed.distributed_c10d._get_default_store()
         store.set(keys[rank], str(value))
         store.wait(keys, timedelta(seconds=patience_s))
-        said = [int(word) for word in store.multi_get(keys)]
+        values = [int(word) for word in store.multi_get(keys)]
         store.delete_key(f"tigon/{n - 2}/{rank}")  # all have read it, as all have come to this round
     except distributed.DistNetworkError:  # the store was the launcher's, and is gone with it
-        return _by_collective(value)
+        return _all_gather_by_collective(value)
     except distributed.DistError:
         return None
-    return said
+    return values
 
 
-def _by_collective(value: int) -> list[int] | None:
+def _all_gather_by_collective(value: int) -> list[int] | None:
     """What all processes say, where it is no matter if it is waited for in vain: without a launcher a process ends in
     time whatever it does."""
     import torch
     from torch import distributed
 
-    said = [torch.zeros(1, dtype=torch.long) for _ in range(distributed.get_world_size())]
+    values = [torch.zeros(1, dtype=torch.long) for _ in range(distributed.get_world_size())]
     try:
-        distributed.all_gather(said, torch.tensor([value]))
+        distributed.all_gather(values, torch.tensor([value]))
     except RuntimeError:  # a process is gone
         return None
-    return [int(word) for word in said]
+    return [int(word) for word in values]
 
 
 def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bool) -> int:

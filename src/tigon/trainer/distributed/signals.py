@@ -41,26 +41,26 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM where there is no step to wait for: it ends a run as Ctrl-C does."""
 
 
-class _Bell:
+class _SignalListener:
     """Rung by the system's own handler of a signal, so also while the main thread is in a call that does not return."""
 
-    def __init__(self, heard: Callable[[int], None]) -> None:
+    def __init__(self, on_signal: Callable[[int], None]) -> None:
         """heard: called in a thread of its own, with each of SIGNALS that comes."""
         listened, self._rung = socket.socketpair()
         self._rung.setblocking(False)
         self._before = signal.set_wakeup_fd(self._rung.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=_listen, args=(listened, heard), daemon=True).start()
+        threading.Thread(target=_listen, args=(listened, on_signal), daemon=True).start()
 
     def close(self) -> None:
         signal.set_wakeup_fd(self._before)
         self._rung.close()
 
 
-def _listen(listened: socket.socket, heard: Callable[[int], None]) -> None:
+def _listen(listened: socket.socket, on_signal: Callable[[int], None]) -> None:
     with listened:
         while number := int.from_bytes(listened.recv(1), "big"):
             if number in SIGNALS:
-                heard(number)
+                on_signal(number)
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def sigterm_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    bell = _Bell(heard)
+    bell = _SignalListener(heard)
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background jobs ignore it
         before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
@@ -100,7 +100,7 @@ def sigterm_interrupts() -> Iterator[None]:
         bell.close()
 
 
-class Stop:
+class StopRequest:
     """From `listen` to the end of the block, a signal is a wish to stop. In another thread than the main one it does
     nothing."""
 
@@ -112,17 +112,17 @@ class Stop:
         """What is said to follow it."""
         self._speaks = speaks
         self._before: dict[int, Any] = {}
-        self._bell: _Bell | None = None
+        self._bell: _SignalListener | None = None
         self._rings = 0
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> StopRequest:
         return self
 
     def listen(self) -> None:
         global _listening
         if threading.current_thread() is threading.main_thread():
             _listening = self
-            self._bell = _Bell(self._heard)
+            self._bell = _SignalListener(self._heard)
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -146,22 +146,22 @@ class Stop:
             if not self.number:
                 os._exit(EXIT_OFFSET + number)
 
-    def agreed(self) -> int:
+    def signal_in_any_process(self) -> int:
         """The signal that any process has had, asked by all of them at once; 0: none."""
         import torch
         from torch import distributed
 
         if _alone():
             return self.number
-        heard = torch.tensor([self.number])  # on the CPU, where nothing waits for a GPU
-        distributed.all_reduce(heard, op=distributed.ReduceOp.MAX)
-        number = int(heard)
+        signal_number = torch.tensor([self.number])  # on the CPU, where nothing waits for a GPU
+        distributed.all_reduce(signal_number, op=distributed.ReduceOp.MAX)
+        number = int(signal_number)
         if number:  # else a signal that came in the meantime is for the next time: it must not be lost
             self.number = number
         return number
 
 
-_listening: Stop | None = None
+_listening: StopRequest | None = None
 
 
 def is_ending() -> bool:
@@ -185,7 +185,7 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name
 
 
-def deaf(worker: int) -> None:
+def ignore_signals(worker: int) -> None:
     """For processes that prepare batches: a signal to the whole group is the training process's to answer."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -34,11 +34,11 @@ def open_closed_streams() -> None:
 
 
 @contextmanager
-def outlived() -> Iterator[None]:
+def survive_broken_streams() -> Iterator[None]:
     """Within the block, a write to stdout or stderr that fails is dropped, and the stream becomes /dev/null."""
     before = {name: getattr(sys, name) for name in STREAMS.values()}
     for number, name in STREAMS.items():
-        setattr(sys, name, _Outlived(before[name], number))
+        setattr(sys, name, _SurvivingStream(before[name], number))
     try:
         yield
     finally:
@@ -49,7 +49,7 @@ def outlived() -> Iterator[None]:
             setattr(sys, name, stream)
 
 
-class _Outlived:
+class _SurvivingStream:
     """A text stream whose writes never fail."""
 
     def __init__(self, stream: TextIO, number: int) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LOST_PEER = r"Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited"
 
 
-def in_words(error: Exception, run: RunFolder, command: str) -> TigonError | None:
+def to_user_error(error: Exception, run: RunFolder, command: str) -> TigonError | None:
     """What the user can act on; None: a bug, which keeps its traceback."""
     text = " ".join(str(error).split())
     if _is_removed(run):
@@ -44,9 +44,9 @@ def in_words(error: Exception, run: RunFolder, command: str) -> TigonError | Non
             f"a process that prepares batches (train.workers) died or hangs: {type(error).__name__}: {text[:200]}; "
             f"continue with `{command} --resume`, with --set train.workers=0 if it happens again"
         )
-    if lost := how_another_was_lost(error):
+    if lost := lost_peer_message(error):
         return ProcessError(
-            f"process {launch.rank()} of {launch.processes()} has lost another, which ended or cannot be reached "
+            f"process {launch.rank()} of {launch.world_size()} has lost another, which ended or cannot be reached "
             f"({lost}); mend what ended it and continue with `{command} --resume`"
         )
     return None
@@ -54,7 +54,7 @@ def in_words(error: Exception, run: RunFolder, command: str) -> TigonError | Non
 
 def is_no_checkpoints_fault(error: Exception, run: RunFolder) -> bool:
     """Whether an error while a checkpoint is loaded says nothing of that checkpoint."""
-    return bool(_is_removed(run) or system_limits.words(error) or how_another_was_lost(error))
+    return bool(_is_removed(run) or system_limits.words(error) or lost_peer_message(error))
 
 
 def _is_removed(run: RunFolder) -> bool:
@@ -68,12 +68,12 @@ def _again(run: RunFolder, command: str) -> str:
     return f"remove this folder, which holds no checkpoint, and `{command}`"
 
 
-def how_another_was_lost(error: Exception) -> str | None:
+def lost_peer_message(error: Exception) -> str | None:
     """In the words of what carries the collectives, if `error` is that another process does not answer any more."""
-    if launch.processes() == 1 or not isinstance(error, RuntimeError):
+    if launch.world_size() == 1 or not isinstance(error, RuntimeError):
         return None
-    found = re.search(LOST_PEER, str(error))
-    return found[0] if found else None
+    match = re.search(LOST_PEER, str(error))
+    return match[0] if match else None
 
 
 def _worker_is_lost(error: Exception) -> bool:
@@ -88,7 +88,7 @@ def _worker_is_lost(error: Exception) -> bool:
 
 
 @contextmanager
-def memory_watched(run: RunFolder, prepared: Prepared) -> Iterator[None]:
+def explain_out_of_memory(run: RunFolder, prepared: Prepared) -> Iterator[None]:
     """Running out of memory in the block is said with what was needed, and how the run can go on."""
     # imports transformers, which quiet_libraries has to come before
     from tigon.trainer.guards import prediction
@@ -103,11 +103,11 @@ def memory_watched(run: RunFolder, prepared: Prepared) -> Iterator[None]:
     except RuntimeError as error:
         if not prediction.is_out_of_memory(error):
             raise
-        said = prediction.out_of_memory(
+        message = prediction.out_of_memory(
             error, prepared.prediction, prepared.recipe, folder=run.path, device=prepared.device,
             command=prepared.command,
         )  # fmt: skip
-        raise RecipeError(f"{said}{_smaller_steps(run, prepared)}") from None
+        raise RecipeError(f"{message}{_smaller_steps(run, prepared)}") from None
 
 
 def _smaller_steps(run: RunFolder, prepared: Prepared) -> str:
@@ -129,34 +129,34 @@ def check_same_run(run: RunFolder, prepared: Prepared, console: Console) -> None
 
     Raises RunFolderError naming every difference that is refused.
     """
-    assert run.found is not None
-    before, then, now = run.read_json(run_folder.DATA), run.found.facts, facts(prepared)
+    assert run.resume_point is not None
+    before, then, now = run.read_json(run_folder.DATA), run.resume_point.metadata, checkpoint_metadata(prepared)
     refused = []
     if before["fingerprint"] != prepared.data["fingerprint"]:
         tokens = f"{before.get('tokens')} tokens then, {prepared.data['tokens']} now"
         refused.append(f"the data changed since the run began ({tokens})")
     refused += [
-        f"{run.found.path.name} was written with {word} {then.get(name)}, and this run has {now[name]}"
+        f"{run.resume_point.path.name} was written with {word} {then.get(name)}, and this run has {now[name]}"
         for name, word in (("processes", "processes"), ("precision", "train.precision"))
         if then.get(name) != now[name]
     ]
     if refused:
         raise RunFolderError(f"{run.path}: {'; '.join(refused)}; make them agree, or start a new run without --resume")
-    said = [*_mended(run, prepared), *_changed(run, then, now)]
-    for line in said:
+    warnings = [*_mended(run, prepared), *_changed(run, then, now)]
+    for line in warnings:
         console.print(f"warning  {line}", markup=False, soft_wrap=True)
     if launch.rank() == 0:
-        run.append({"event": "resume", "step": checkpoint.step_of(run.found.path), "warnings": said})
+        run.append({"event": "resume", "step": checkpoint.step_of(run.resume_point.path), "warnings": warnings})
 
 
 def _changed(run: RunFolder, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs from the run so far, and may."""
-    assert run.found is not None
-    said = [f"passed over: {problem}" for problem in run.found.passed_over]
-    said += [f"{name}: {old} before, {new} now; the same numbers to rounding" for name, old, new in run.changed]
+    assert run.resume_point is not None
+    changes = [f"passed over: {problem}" for problem in run.resume_point.passed_over]
+    changes += [f"{name}: {old} before, {new} now; the same numbers to rounding" for name, old, new in run.changed]
     versions = {**then.get("versions", {}), "device": then.get("device")}
     current = {**now["versions"], "device": now["device"]}
-    return said + [
+    return changes + [
         f"{name} {versions.get(name)} before, {current[name]} now: losses may differ in rounding"
         for name in current
         if versions.get(name) != current[name]
@@ -165,30 +165,30 @@ def _changed(run: RunFolder, then: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 def _mended(run: RunFolder, prepared: Prepared) -> list[str]:
     """Write anew what the report needs of the folder and can be had again, where it is damaged; what was."""
-    said = []
+    repairs = []
     data, environment = run.read_json(run_folder.DATA), preflight.environment(prepared.device)
     wrong = [name for name, value in prepared.data.items() if not _agrees(data.get(name), value)]
     if wrong:
-        said.append(f"{run_folder.DATA}: {', '.join(wrong)} did not agree with the data, and are written anew")
+        repairs.append(f"{run_folder.DATA}: {', '.join(wrong)} did not agree with the data, and are written anew")
     try:
         intact = _is_environment(run.read_json(run_folder.ENVIRONMENT), environment)
     except RunFolderError:
         intact = False
     if not intact:
-        said.append(
+        repairs.append(
             f"{run_folder.ENVIRONMENT} is damaged, or another tigon's; it is written anew, as of this machine now"
         )
     lost = run.damaged_lines()
     if lost:
-        said.append(f"{run_folder.METRICS}: lines that are no records are left out: {lost}")
+        repairs.append(f"{run_folder.METRICS}: lines that are no records are left out: {lost}")
     if not any(record["event"] == "data" for record in run.records()):
-        said.append(f"{run_folder.METRICS} lacks its beginning; the report shows what is left of it")
+        repairs.append(f"{run_folder.METRICS} lacks its beginning; the report shows what is left of it")
     if launch.rank() == 0:
         if wrong:
             run.write_json(run_folder.DATA, prepared.data)
         if not intact:
             run.write_json(run_folder.ENVIRONMENT, environment)
-    return said
+    return repairs
 
 
 def _agrees(then: Any, now: Any) -> bool:
@@ -196,20 +196,20 @@ def _agrees(then: Any, now: Any) -> bool:
     return type(then) is type(now) and (math.isclose(then, now) if isinstance(now, float) else then == now)
 
 
-def _is_environment(found: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def _is_environment(environment: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether it has the parts of an environment, and in them what the report reads."""
-    if found.keys() != now.keys() or not all(isinstance(part, dict) for part in found.values()):
+    if environment.keys() != now.keys() or not all(isinstance(part, dict) for part in environment.values()):
         return False
     only_on_gpu = {"gpu", "gpu_memory_bytes"}
-    whole = all(now[part].keys() - found[part].keys() <= only_on_gpu for part in now)
-    return whole and isinstance(found["hardware"]["device"], str)
+    whole = all(now[part].keys() - environment[part].keys() <= only_on_gpu for part in now)
+    return whole and isinstance(environment["hardware"]["device"], str)
 
 
-def facts(prepared: Prepared) -> dict[str, Any]:
+def checkpoint_metadata(prepared: Prepared) -> dict[str, Any]:
     """What a checkpoint says of its run."""
     versions = preflight.environment(prepared.device)["versions"]
     return {
-        "processes": launch.processes(), "precision": prepared.choices.precision, "device": prepared.device.type,
+        "processes": launch.world_size(), "precision": prepared.choices.precision, "device": prepared.device.type,
         "versions": {name: versions[name] for name in ("torch", "transformers", "accelerate", "tigon")},
     }  # fmt: skip
 

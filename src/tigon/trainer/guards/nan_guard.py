@@ -20,7 +20,7 @@ from torch import Tensor
 from tigon.errors import RecipeError
 
 
-class FiniteGate:
+class NanGuard:
     """One for each trainer. Counters live on `device`: steps left out in all, in a row now, and in this record."""
 
     def __init__(self, device: torch.device, limit: int) -> None:
@@ -38,7 +38,7 @@ class FiniteGate:
         self._loss_sum = torch.zeros((), device=device)
         self._n_summed = torch.zeros((), dtype=torch.int64, device=device)
 
-    def poisoned(self, loss: Tensor) -> Tensor:
+    def nan_if_not_finite(self, loss: Tensor) -> Tensor:
         """The loss, which gives NaN gradients everywhere if it is not finite itself."""
         return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
@@ -67,20 +67,20 @@ class FiniteGate:
         self._counts[0] += counted
         self._counts[1] = (self._counts[1] + 1) * counted
         self._counts[2] += ~bad
-        self._hear(step)
+        self._read_counts(step)
 
     def mean_loss(self) -> tuple[Tensor, Tensor]:
         """(sum of the losses of the steps taken since the last call, their number)"""
-        found = self._loss_sum.clone(), self._n_summed.clone()
+        sums = self._loss_sum.clone(), self._n_summed.clone()
         self._loss_sum.zero_()
         self._n_summed.zero_()
-        return found
+        return sums
 
     def state(self) -> dict[str, float]:
         """What a resumed run goes on counting from, this process's part of the loss since the last record among it."""
-        skipped, in_a_row, taken = self._counts.tolist()
+        skipped, in_a_row, counts = self._counts.tolist()
         return {
-            "skipped": skipped, "in_a_row": in_a_row, "taken": taken, "loss_sum": float(self._loss_sum),
+            "skipped": skipped, "in_a_row": in_a_row, "taken": counts, "loss_sum": float(self._loss_sum),
             "n_summed": int(self._n_summed),
         }  # fmt: skip
 
@@ -96,7 +96,7 @@ class FiniteGate:
         """Hear of the last step too, at the cost of waiting for it."""
         self._judge(self._counts.tolist(), step)
 
-    def _hear(self, step: int) -> None:
+    def _read_counts(self, step: int) -> None:
         """The counts of the step before, on a GPU; there they have arrived long ago."""
         if self._device.type != "cuda":
             self.settle(step)

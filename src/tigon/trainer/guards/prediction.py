@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from tigon.errors import RecipeError, TigonError
 from tigon.objectives.choose import objective_of
-from tigon.planner.engines.non_allocator_memory import group_bytes, outside_bytes
+from tigon.planner.engines.non_allocator_memory import group_bytes, non_allocator_bytes
 from tigon.planner.gpus import GIB, GPUS, Gpu, find_gpu, size_bytes
 from tigon.planner.render import as_recipe
 from tigon.planner.render.terminal import gib, seconds
 from tigon.planner.request import Request
 from tigon.planner.search import space
-from tigon.planner.search.recommend import Option, label, look, search
-from tigon.planner.search.space import Asked
+from tigon.planner.search.recommend import Option, estimate_option, label, search
+from tigon.planner.search.space import SearchProblem
 from tigon.profiler.recording.device import host_free_bytes
 from tigon.recipe.keys import Recipe
 from tigon.techniques import SEARCHED
@@ -35,7 +35,7 @@ from tigon.trainer.guards import preflight
 if TYPE_CHECKING:
     import torch
 
-GPUS_A_HOST = 8
+GPUS_PER_HOST = 8
 """More than these are taken to be spread over several machines."""
 SNAPSHOT = "memory_snapshot-{rank}.pickle"
 ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
@@ -55,28 +55,29 @@ class Prediction:
 
     def lines(self, command: str) -> list[str]:
         """For the console: the peak and the time, and what to do where it will not fit."""
-        found = self.option.estimate
-        said = [
-            f"plan     peak {gib(found.peak_allocated_bytes)} allocated, {gib(found.peak_reserved_bytes)} reserved a "
-            f"GPU ({found.peak_phase}), {seconds(found.step_s)} a step"
+        estimate = self.option.estimate
+        lines = [
+            f"plan     peak {gib(estimate.peak_allocated_bytes)} allocated, "
+            f"{gib(estimate.peak_reserved_bytes)} reserved a "
+            f"GPU ({estimate.peak_phase}), {seconds(estimate.step_s)} a step"
         ]
         if not self.option.fits(self.gpu):
-            said.append(
-                f"warning  needs {gib(found.device_bytes)}, the CUDA context counted, and {self.gpu} has "
+            lines.append(
+                f"warning  needs {gib(estimate.device_bytes)}, the CUDA context counted, and {self.gpu} has "
                 f"{gib(self.gpu.memory_bytes)}: it will run out of memory. {next_rung(self, command)}"
             )
-        host_bytes = found.host_bytes * min(self.option.request.choices.gpus, GPUS_A_HOST)
+        host_bytes = estimate.host_bytes * min(self.option.request.choices.gpus, GPUS_PER_HOST)
         if host_bytes > host_free_bytes():
-            said.append(
+            lines.append(
                 f"warning  offloading needs {gib(host_bytes)} of the host's memory, and {gib(host_free_bytes())} are "
                 "free: it will be killed or swap. Take more GPUs, sharding.offload: none, or nvme"
             )
-        return said
+        return lines
 
     def as_mapping(self) -> dict[str, Any]:
-        found = self.option.estimate
+        estimate = self.option.estimate
         names = ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "step_s", "peak_phase")
-        return {name: getattr(found, name) for name in names} | {"components": dict(found.components)}
+        return {name: getattr(estimate, name) for name in names} | {"components": dict(estimate.components)}
 
 
 # --- before a run ----------------------------------------------------------------------------------------------------
@@ -91,22 +92,22 @@ def gpu_here(device: torch.device, choices: Choices) -> Gpu:
     row = _row_of(properties.name, properties.total_memory)
     free_bytes, _ = torch.cuda.mem_get_info(device)
     own_bytes = torch.cuda.memory_reserved(device) + row.context_bytes
-    if launch.processes() > 1 and distributed.is_initialized():  # what it shares with the others is there already
+    if launch.world_size() > 1 and distributed.is_initialized():  # what it shares with the others is there already
         own_bytes += group_bytes(row, choices)
     return replace(row, memory_bytes=min(free_bytes + own_bytes, properties.total_memory))
 
 
 def _row_of(name: str, total_bytes: int) -> Gpu:
     """By name as the driver says it (`NVIDIA A100-SXM4-80GB`), else the rates of one with as much memory."""
-    said = set(re.split(r"[\s_-]+", name.lower()))
-    rows = [row for row in GPUS.values() if set(row.name.split("-")) <= said]
+    words = set(re.split(r"[\s_-]+", name.lower()))
+    rows = [row for row in GPUS.values() if set(row.name.split("-")) <= words]
     return max(rows, key=lambda row: len(row.name)) if rows else find_gpu(f"{total_bytes / GIB:.2f}GiB")
 
 
 def predict(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu, *, evaluated: bool) -> Prediction:
     """The estimate of a recipe. Raises UsageError for a model that cannot be traced."""
     request = request_of(recipe, config, choices, evaluated=evaluated)
-    return Prediction(option=look(request, gpu), gpu=gpu, free=free_in(recipe))
+    return Prediction(option=estimate_option(request, gpu), gpu=gpu, free=free_in(recipe))
 
 
 def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool) -> Request:
@@ -135,11 +136,13 @@ def free_in(recipe: Recipe) -> frozenset[str]:
 
 def alternative(request: Request, gpu: Gpu, free: frozenset[str]) -> Option | None:
     """The fastest recipe that fits among those that change least of the numbers; None: there is none."""
-    found, _ = search(Asked(request=request, free=free, gpu=space.with_headroom(gpu), runnable_here=True))
-    if not found:
+    recommendations, _ = search(
+        SearchProblem(request=request, free=free, gpu=space.with_headroom(gpu), runnable_here=True)
+    )
+    if not recommendations:
         return None
-    least = min(space.change_rank(one.option.request.choices) for one in found)
-    return next(one.option for one in found if space.change_rank(one.option.request.choices) == least)
+    least = min(space.change_rank(one.option.request.choices) for one in recommendations)
+    return next(one.option for one in recommendations if space.change_rank(one.option.request.choices) == least)
 
 
 def changed_keys(before: Request, after: Request) -> dict[str, Any]:
@@ -155,18 +158,18 @@ def next_rung(prediction: Prediction, command: str, *, failed: bool = False) -> 
     predicted, so that what is named has to fit where this one cannot."""
     gpu, own = prediction.gpu, prediction.option.estimate
     if failed:
-        outside = outside_bytes(gpu, prediction.option.request.choices)
+        outside = non_allocator_bytes(gpu, prediction.option.request.choices)
         gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, own.peak_allocated_bytes + outside - 1))
-    found = alternative(prediction.option.request, gpu, prediction.free)
-    if found is None:
+    best = alternative(prediction.option.request, gpu, prediction.free)
+    if best is None:
         return (
             "Nothing that the recipe leaves free makes it fit: lower data.sequence_length or train.batch_size, take "
             "more GPUs, or train adapters with lora.rank."
         )
-    changed = changed_keys(prediction.option.request, found.request)
+    changed = changed_keys(prediction.option.request, best.request)
     words = shlex.join(part for key, value in changed.items() for part in ("--set", f"{key}={as_recipe.word(value)}"))
-    costs = "".join(f" ({name}: {cost})" for name, cost in space.changes(found.request.choices).items())
-    return f"Next rung: {label(found.request.choices)}, {gib(found.estimate.device_bytes)}{costs}: {command} {words}"
+    costs = "".join(f" ({name}: {cost})" for name, cost in space.changes(best.request.choices).items())
+    return f"Next rung: {label(best.request.choices)}, {gib(best.estimate.device_bytes)}{costs}: {command} {words}"
 
 
 def choose(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu) -> tuple[list[str], str]:
@@ -176,24 +179,27 @@ def choose(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu) -> tuple[lis
     """
     evaluated = recipe.data.eval_fraction > 0 or bool(recipe.data.eval_source)
     request = request_of(recipe, config, choices, evaluated=evaluated)
-    found = alternative(request, gpu, free_in(recipe))
-    if found is None:
-        needs = look(request, gpu).estimate.device_bytes
+    recommendation = alternative(request, gpu, free_in(recipe))
+    if recommendation is None:
+        needs = estimate_option(request, gpu).estimate.device_bytes
         raise RecipeError(
             f"--auto: nothing that the recipe leaves free fits {gpu} ({gib(gpu.memory_bytes)}; as it is, the run needs "
             f"{gib(needs)}); lower data.sequence_length or train.batch_size, or set lora.rank"
         )
-    changed = changed_keys(request, found.request)
+    changed = changed_keys(request, recommendation.request)
     assignments = [f"{key}={as_recipe.word(value)}" for key, value in changed.items()]
-    said = ", ".join(assignments) if assignments else "nothing to change"
-    return assignments, f"{said}; {gib(found.estimate.device_bytes)}, {seconds(found.estimate.step_s)} a step"
+    description = ", ".join(assignments) if assignments else "nothing to change"
+    return (
+        assignments,
+        f"{description}; {gib(recommendation.estimate.device_bytes)}, {seconds(recommendation.estimate.step_s)} a step",
+    )
 
 
 def with_auto(recipe: Recipe, overrides: Sequence[str], device: torch.device, *, resume: bool) -> list[str]:
     """`overrides` and what --auto adds to them, which is printed. Raises RecipeError."""
     from rich.console import Console
 
-    if launch.joined():  # the process that started this one has chosen
+    if launch.started_by_launcher():  # the process that started this one has chosen
         return list(overrides)
     if resume:
         raise RecipeError("--auto with --resume: a run goes on with the techniques it began with; leave --auto out")
@@ -202,8 +208,8 @@ def with_auto(recipe: Recipe, overrides: Sequence[str], device: torch.device, *,
     config = models.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
     choices = preflight.check_techniques(recipe, device)
-    assignments, said = choose(recipe, config, choices, gpu_here(device, choices))
-    Console(highlight=False).print(f"auto     {said}", markup=False, soft_wrap=True)
+    assignments, description = choose(recipe, config, choices, gpu_here(device, choices))
+    Console(highlight=False).print(f"auto     {description}", markup=False, soft_wrap=True)
     return [*overrides, *assignments]
 
 
@@ -216,8 +222,8 @@ def announce(recipe: Recipe, config: Any, choices: Choices, device: torch.device
     if device.type != "cuda":
         return None, []
     try:
-        found = predict(recipe, config, choices, gpu_here(device, choices), evaluated=evaluated)
-        return found, found.lines(command)
+        estimated = predict(recipe, config, choices, gpu_here(device, choices), evaluated=evaluated)
+        return estimated, estimated.lines(command)
     except TigonError as error:
         return None, [f"plan     no prediction: {error}"]
 
@@ -241,10 +247,10 @@ def compared(prediction: Prediction | None, device: torch.device) -> dict[str, A
 
 def comparison_line(memory: Mapping[str, Any]) -> str:
     """One line for the console and the report."""
-    predicted, found = memory["predicted"], memory["measured"]
+    predicted, prediction = memory["predicted"], memory["measured"]
     words = []
     for name in ("allocated", "reserved"):
-        ours, theirs = predicted[f"peak_{name}_bytes"], found[f"peak_{name}_bytes"]
+        ours, theirs = predicted[f"peak_{name}_bytes"], prediction[f"peak_{name}_bytes"]
         off = f" ({ours / theirs - 1:+.1%})" if theirs else ""
         words.append(f"{name} {gib(ours)} predicted, {gib(theirs)} measured{off}")
     return "; ".join(words)
@@ -266,7 +272,7 @@ def out_of_memory(
     command: str,
 ) -> RecipeError:  # fmt: skip
     """The error to raise instead: needed, had, next rung with its command; a memory snapshot is written on CUDA."""
-    said = [
+    sentences = [
         f"out of GPU memory with train.batch_size {recipe.train.batch_size} and data.sequence_length "
         f"{recipe.data.sequence_length}"
     ]
@@ -275,19 +281,19 @@ def out_of_memory(
 
         snapshot = folder / SNAPSHOT.format(rank=launch.rank())
         torch.cuda.memory._dump_snapshot(str(snapshot))
-        said.append(f"snapshot in {snapshot}, for pytorch.org/memory_viz")
-    if asked := _ASKED.search(str(error)):
-        said.append(f"the last allocation asked for {asked[1]}")
-    said += _in_pieces(str(error), command)
+        sentences.append(f"snapshot in {snapshot}, for pytorch.org/memory_viz")
+    if match := _ASKED.search(str(error)):
+        sentences.append(f"the last allocation asked for {match[1]}")
+    sentences += _in_pieces(str(error), command)
     if prediction is None:
-        return RecipeError("; ".join([*said, "lower one of them, or set train.checkpointing: full"]))
+        return RecipeError("; ".join([*sentences, "lower one of them, or set train.checkpointing: full"]))
     needed = prediction.option.estimate.device_bytes
-    said.append(f"needed {gib(needed)}, had {gib(prediction.gpu.memory_bytes)}")
+    sentences.append(f"needed {gib(needed)}, had {gib(prediction.gpu.memory_bytes)}")
     try:
-        said.append(next_rung(prediction, command, failed=True))
+        sentences.append(next_rung(prediction, command, failed=True))
     except TigonError as why:
-        said.append(f"no next rung: {why}")
-    return RecipeError("; ".join(said))
+        sentences.append(f"no next rung: {why}")
+    return RecipeError("; ".join(sentences))
 
 
 def _in_pieces(text: str, command: str) -> list[str]:

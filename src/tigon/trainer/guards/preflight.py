@@ -75,7 +75,7 @@ def check_device(recipe: Recipe) -> torch.device:
     if wanted == "cuda" and not gpu_present():
         raise RecipeError("train.device is cuda, but PyTorch sees no GPU here; use --set train.device=cpu")
     on_gpu = wanted != "cpu" and gpu_present()
-    if on_gpu and not launch.joined() and recipe.sharding.gpus > torch.cuda.device_count():
+    if on_gpu and not launch.started_by_launcher() and recipe.sharding.gpus > torch.cuda.device_count():
         raise RecipeError(
             f"sharding.gpus is {recipe.sharding.gpus}, but PyTorch sees {torch.cuda.device_count()} here; lower it"
         )
@@ -92,7 +92,7 @@ def check_device(recipe: Recipe) -> torch.device:
 def check_techniques(recipe: Recipe, device: torch.device) -> Choices:
     """The techniques of this run on this machine; refuses those that it cannot carry out."""
     precision = resolve_precision(recipe.train.precision, device)
-    choices = replace(recipe.choices(precision=precision), gpus=max(recipe.sharding.gpus, launch.processes()))
+    choices = replace(recipe.choices(precision=precision), gpus=max(recipe.sharding.gpus, launch.world_size()))
     matrix.check(choices, device=device.type)
     if device.type == "cpu" and choices.zero and (choices.gpus > CPU_ZERO_PROCESSES or choices.precision != "fp32"):
         raise RecipeError("sharding.zero on the CPU is for one process in fp32 (Accelerate has no more); use GPUs")
@@ -191,8 +191,8 @@ def check_memory(recipe: Recipe, choices: Choices, device: torch.device, shapes:
 
     if choices.zero or choices.fsdp:
         return  # where they live depends on stage and offload: `tigon plan` knows
-    found, has_bytes = sizes(choices, shapes), total_bytes(device)
-    needed_bytes = found.weights + found.gradients + found.states
+    model_sizes, has_bytes = sizes(choices, shapes), total_bytes(device)
+    needed_bytes = model_sizes.weights + model_sizes.gradients + model_sizes.states
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     if needed_bytes > has_bytes:
         raise RecipeError(
@@ -205,20 +205,20 @@ def check_memory(recipe: Recipe, choices: Choices, device: torch.device, shapes:
 def check_disk(recipe: Recipe, choices: Choices, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Room for the checkpoints kept, the one being written, and the final model; and for states in files, a write of
     which that does not fit DeepSpeed does not notice."""
-    found = sizes(choices, shapes)
+    model_sizes = sizes(choices, shapes)
     needed_bytes = 32 * 2**20  # reports, charts, logs
     if recipe.train.save_steps is not None and choices.lora_rank is None:
-        needed_bytes += (recipe.train.keep_checkpoints + 1) * (found.weights + found.states)
+        needed_bytes += (recipe.train.keep_checkpoints + 1) * (model_sizes.weights + model_sizes.states)
     if recipe.output.save_model:
-        needed_bytes += found.weights
+        needed_bytes += model_sizes.weights
     fix = "set another output.folder, or lower train.keep_checkpoints"
     _check_room(recipe.output.folder, needed_bytes, 0, "checkpoints and model", fix)
     path = recipe.sharding.nvme_folder
     if path is not None:
         beside_bytes = needed_bytes if _disk(path).stat().st_dev == _disk(recipe.output.folder).stat().st_dev else 0
-        needed_bytes = found.weights if choices.precision == "fp32" else found.weights // 2
+        needed_bytes = model_sizes.weights if choices.precision == "fp32" else model_sizes.weights // 2
         if choices.lora_rank is None:  # adapters are too small to count
-            needed_bytes += found.weights + found.gradients + found.states
+            needed_bytes += model_sizes.weights + model_sizes.gradients + model_sizes.states
         here = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.sharding.gpus)) / choices.gpus
         what = "weights and states in files" + (", and for checkpoints and model" if beside_bytes else "")
         fix = "set another sharding.nvme_folder, or sharding.offload: cpu"
@@ -227,10 +227,10 @@ def check_disk(recipe: Recipe, choices: Choices, shapes: Mapping[str, tuple[int,
 
 def _disk(path: str) -> Path:
     """What there is already of a path."""
-    found = Path(path).resolve()
-    while not found.exists():
-        found = found.parent
-    return found
+    existing = Path(path).resolve()
+    while not existing.exists():
+        existing = existing.parent
+    return existing
 
 
 def _check_room(path: str, needed_bytes: int, given_back_bytes: int, what: str, fix: str) -> None:
@@ -252,16 +252,16 @@ def environment(device: torch.device) -> dict[str, Any]:
     import tigon
 
     packages = ("torch", "triton", "transformers", "accelerate", "tokenizers", "safetensors")
-    found = {"tigon": tigon.__version__, "python": platform.python_version()}
+    fields = {"tigon": tigon.__version__, "python": platform.python_version()}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            fields[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
+            fields[name] = "not installed"
     hardware: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "device": str(device)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         hardware["gpu"] = properties.name
         hardware["gpu_memory_bytes"] = properties.total_memory
     hardware["cpu_threads"] = torch.get_num_threads()
-    return {"versions": found, "hardware": hardware}
+    return {"versions": fields, "hardware": hardware}

@@ -9,25 +9,25 @@ from tigon.recipe.keys import DataConfig, Recipe, TrainConfig
 
 
 @dataclass(frozen=True)
-class Extent:
+class RunSize:
     """What the preparation found: rows and processes of a run."""
 
-    n_rows: int
-    n_eval_rows: int
+    n_samples: int
+    n_eval_samples: int
     n_processes: int
 
 
-def steps_of(recipe: Recipe, extent: Extent) -> int:
+def steps_of(recipe: Recipe, extent: RunSize) -> int:
     """Optimizer steps of the run, as the Trainer counts them: an epoch ends with a step of the rows that are left."""
     train = recipe.train
     if train.steps is not None:
         return train.steps
     assert train.epochs is not None, "check_combinations wants one of them"
-    batches = math.ceil(extent.n_rows / (train.batch_size * extent.n_processes))
+    batches = math.ceil(extent.n_samples / (train.batch_size * extent.n_processes))
     return math.ceil(train.epochs * math.ceil(batches / train.gradient_accumulation))
 
 
-def warnings_of(recipe: Recipe, extent: Extent, *, trains_tokenizer: bool) -> tuple[str, ...]:
+def warnings_of(recipe: Recipe, extent: RunSize, *, trains_tokenizer: bool) -> tuple[str, ...]:
     """One sentence for each key that will not do what it is there for.
 
     trains_tokenizer: whether this run trains its tokenizer, which `data.vocab_size` is the size of.
@@ -43,11 +43,11 @@ def warnings_of(recipe: Recipe, extent: Extent, *, trains_tokenizer: bool) -> tu
             f"train.learning_rate {train.learning_rate:g}",
         ),
         (
-            train.eval_steps is not None and train.eval_steps > n_steps and extent.n_eval_rows > 0,
+            train.eval_steps is not None and train.eval_steps > n_steps and extent.n_eval_samples > 0,
             f"train.eval_steps is {train.eval_steps} and {of_run}: it is evaluated only at the end",
         ),
         (
-            train.eval_steps is not None and extent.n_eval_rows == 0,
+            train.eval_steps is not None and extent.n_eval_samples == 0,
             f"train.eval_steps is {train.eval_steps}, but no data is held out (data.eval_fraction: 0): nothing is "
             "evaluated",
         ),

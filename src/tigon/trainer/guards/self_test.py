@@ -31,17 +31,17 @@ def wrong_ops(recipe: Recipe, choices: Choices, device: torch.device) -> dict[st
     patched = choices.kernels in ("tigon", "no-flce")
     if recipe.model.self_test == "off" or not patched or not _dispatch.uses_kernel(torch.empty(1, device=device)):
         return {}
-    found = {}
+    failures = {}
     for name in OPS:
         if name in FLAGS and not (check := check_op(name, DTYPES[choices.precision])).passed:
-            found[name] = check.error or f"{check.worst} is off by {check.share:.3g} times what rounding allows"
-    if found and recipe.model.self_test == "strict":
-        said = "; ".join(f"{name}: {why}" for name, why in found.items())
+            failures[name] = check.error or f"{check.worst} is off by {check.share:.3g} times what rounding allows"
+    if failures and recipe.model.self_test == "strict":
+        reasons = "; ".join(f"{name}: {why}" for name, why in failures.items())
         raise KernelError(
-            f"kernels that give wrong results here: {said}. See `tigon doctor`; with model.self_test: fallback the "
+            f"kernels that give wrong results here: {reasons}. See `tigon doctor`; with model.self_test: fallback the "
             "model keeps its own code in their place"
         )
-    return found
+    return failures
 
 
 def without(wrong: Mapping[str, str]) -> dict[str, bool]:

@@ -47,9 +47,9 @@ def words(error: BaseException) -> str | None:
     """Which limit of the process `error` or one of its causes has met, and what to do; None: it is no such error."""
     at: BaseException | None = error
     while at is not None:
-        found = _words(at)
-        if found is not None:
-            return found
+        message = _words(at)
+        if message is not None:
+            return message
         at = at.__cause__ or at.__context__
     return None
 
@@ -68,20 +68,20 @@ def _words(error: BaseException) -> str | None:
 
 
 def _file_too_large() -> str:
-    said = _limit("RLIMIT_FSIZE")
-    cause = "the file system's limit" if said == "unlimited" else f"`ulimit -f` allows {said} bytes"
+    limit = _limit("RLIMIT_FSIZE")
+    cause = "the file system's limit" if limit == "unlimited" else f"`ulimit -f` allows {limit} bytes"
     return f"a file grew too large ({cause}); raise the limit"
 
 
 def _no_memory(text: str) -> str | None:
     """Only where the process has a limit of its own: without one, out of memory is said by those who know the run."""
     memory = {"ulimit -v": _limit("RLIMIT_AS"), "ulimit -d": _limit("RLIMIT_DATA")}
-    said = [f"`{option}` is {value} bytes" for option, value in memory.items() if value != "unlimited"]
-    if not said and "thread" in text:
-        said = [f"`ulimit -u` is {_limit('RLIMIT_NPROC')} processes and threads"]
-    if not said:
+    limits = [f"`{option}` is {value} bytes" for option, value in memory.items() if value != "unlimited"]
+    if not limits and "thread" in text:
+        limits = [f"`ulimit -u` is {_limit('RLIMIT_NPROC')} processes and threads"]
+    if not limits:
         return None
-    return f"the system gave the process no more memory or threads ({', '.join(said)}); raise the limit"
+    return f"the system gave the process no more memory or threads ({', '.join(limits)}); raise the limit"
 
 
 def _limit(name: str) -> str:

@@ -16,12 +16,12 @@ def draw(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> di
     records: metrics.jsonl. summary: `unigram_entropy` in nats and the `comparison` rows.
     """
     train = [record for record in records if record["event"] == "train"]
-    held_out = [record for record in records if record["event"] == "eval"]
+    eval_records = [record for record in records if record["event"] == "eval"]
     charts = {}
     if train and "head1_loss" in train[0]:  # a sum of losses says little
-        charts["heads"] = _heads(train, held_out, summary["unigram_entropy"])
+        charts["heads"] = _heads(train, eval_records, summary["unigram_entropy"])
     elif train:
-        charts["loss"] = _loss(train, held_out, summary["unigram_entropy"])
+        charts["loss"] = _loss(train, eval_records, summary["unigram_entropy"])
     if train:
         charts["throughput"] = _throughput(train)
     measured = [row for row in summary["comparison"] if not row["error"]]
@@ -30,11 +30,11 @@ def draw(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> di
     return charts
 
 
-def _loss(train: Sequence[Any], held_out: Sequence[Any], entropy: float) -> str:
+def _loss(train: Sequence[Any], eval_records: Sequence[Any], entropy: float) -> str:
     figure, (axes,) = new_figure(1, columns=1)
     axes.plot([r["step"] for r in train], [r["loss"] for r in train], color=ACCENT, label="training")
-    if held_out:
-        axes.plot([r["step"] for r in held_out], [r["eval_loss"] for r in held_out], "o-", color=SECOND, ms=4,
+    if eval_records:
+        axes.plot([r["step"] for r in eval_records], [r["eval_loss"] for r in eval_records], "o-", color=SECOND, ms=4,
                   label="held out")  # fmt: skip
     axes.axhline(entropy, color=BASELINE, ls="--", lw=1, label=f"unigram entropy of the held-out text, {entropy:.2f}")
     axes.set(xlabel="step", ylabel="loss (nats a token)")
@@ -42,7 +42,7 @@ def _loss(train: Sequence[Any], held_out: Sequence[Any], entropy: float) -> str:
     return svg(figure, "loss")
 
 
-def _heads(train: Sequence[Any], held_out: Sequence[Any], entropy: float) -> str:
+def _heads(train: Sequence[Any], eval_records: Sequence[Any], entropy: float) -> str:
     """Loss and accuracy of each head, and of the model where it learns too."""
     figure, (loss, top) = new_figure(2, columns=2)
     names = [name.removesuffix("_loss") for name in train[0] if name.endswith("_loss")]
@@ -52,10 +52,10 @@ def _heads(train: Sequence[Any], held_out: Sequence[Any], entropy: float) -> str
         for axes, of, scale in ((loss, f"{name}_loss", 1), (top, f"{name}_top1", 100)):
             points = [(r["step"], scale * r[of]) for r in train if of in r]
             axes.plot(*zip(*points, strict=True), color=colour, label=label)
-            found = [(r["step"], scale * r[of]) for r in held_out if of in r]
-            if found:
-                axes.plot(*zip(*found, strict=True), "o", color=colour, ms=4)
-    if any(f"{name}_loss" in r for r in held_out for name in names):
+            eval_points = [(r["step"], scale * r[of]) for r in eval_records if of in r]
+            if eval_points:
+                axes.plot(*zip(*eval_points, strict=True), "o", color=colour, ms=4)
+    if any(f"{name}_loss" in r for r in eval_records for name in names):
         loss.plot([], [], "o", color=INK, ms=4, label="held out")
     loss.axhline(entropy, color=BASELINE, ls="--", lw=1, label="unigram entropy")
     loss.set(xlabel="step", ylabel="loss (nats a token)")

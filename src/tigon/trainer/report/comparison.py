@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from tigon.data.packing import Collator, RowDataset
+from tigon.data.packing import Collator, SampleDataset
 from tigon.profiler.recording.peak import Peak, PeakMeter, training_state
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques.choices import Choices
-from tigon.techniques.technique import Facts
+from tigon.techniques.technique import RunInfo
 from tigon.trainer import trainer as trainers
-from tigon.trainer.distributed.signals import Stop
+from tigon.trainer.distributed.signals import StopRequest
 from tigon.trainer.engine import make_optimizer
 
 LABELS = {
@@ -57,7 +57,7 @@ class _Observer(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 
     device: torch.device
     last_step: int
-    stop: Stop
+    stop: StopRequest
     step_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak: Peak | None = None
@@ -99,13 +99,13 @@ def compare(
     train: TrainConfig,
     steps: int,
     choices: Choices,
-    facts: Facts,
+    run_info: RunInfo,
     folder: Path,
     device: torch.device,
     collator: Collator,
-    rows: RowDataset,
+    samples: SampleDataset,
     announce: Callable[[str], None],
-    stop: Stop,
+    stop: StopRequest,
 ) -> list[Repeat]:
     """One Repeat for each of `kernels`; `build` makes the model, patched so. Out of memory is a result, no failure, and
     so is a signal."""
@@ -121,10 +121,10 @@ def compare(
             continue
         announce(f"comparison: {steps} steps, {LABELS[choice]}")
         try:
-            args = trainers.arguments(short, choices, facts, folder=folder, device=device, evaluate=False)
+            args = trainers.arguments(short, choices, run_info, folder=folder, device=device, evaluate=False)
             optimizer = make_optimizer(short, choices)
             repeats.append(
-                _repeat(choice, build, args, optimizer, device=device, collator=collator, rows=rows, stop=stop)
+                _repeat(choice, build, args, optimizer, device=device, collator=collator, samples=samples, stop=stop)
             )
         except torch.OutOfMemoryError:
             repeats.append(Repeat(choice, error="out of memory"))
@@ -134,10 +134,10 @@ def compare(
 
 def _repeat(
     choice: str, build: Callable[[str], Any], args: Any, optimizer: trainers.MakeOptimizer | None, *,
-    device: torch.device, collator: Collator, rows: RowDataset, stop: Stop,
+    device: torch.device, collator: Collator, samples: SampleDataset, stop: StopRequest,
 ) -> Repeat:  # fmt: skip
     observer = _Observer(device, args.max_steps, stop)
-    trainer = trainers.TigonTrainer(build(choice), args, collator, rows, None, optimizer)
+    trainer = trainers.TigonTrainer(build(choice), args, collator, samples, None, optimizer)
     trainer.add_callback(observer)
     try:
         trainer.train()
@@ -146,7 +146,7 @@ def _repeat(
     if len(observer.step_s) < args.max_steps:
         return Repeat(choice, error=STOPPED)
     assert observer.peak is not None
-    n_tokens = args.per_device_train_batch_size * args.gradient_accumulation_steps * len(rows[0].tokens_T)
+    n_tokens = args.per_device_train_batch_size * args.gradient_accumulation_steps * len(samples[0].tokens_T)
     timed_s = observer.step_s[1:-1] or observer.step_s[:1]
     return Repeat(
         choice,

@@ -61,7 +61,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Statics:
+class ModelStates:
     """The model and its optimizer at rest."""
 
     weights: tuple[Weight, ...]
@@ -82,7 +82,7 @@ class Statics:
         return sum(weight.numel for weight in self.weights)
 
 
-def at_rest(request: Request) -> Statics:
+def at_rest(request: Request) -> ModelStates:
     """Weights and states of a request at the model's full depth. Cached: they depend on neither the batch, the kernels
     nor checkpointing."""
     choices = replace(request.choices, checkpointing="none", mlp_tile_tokens=0, kernels="none", attention="sdpa")
@@ -90,7 +90,7 @@ def at_rest(request: Request) -> Statics:
 
 
 @functools.lru_cache(maxsize=64)
-def _at_rest(parts: TracedParts) -> Statics:
+def _at_rest(parts: TracedParts) -> ModelStates:
     request, choices = parts.request, parts.request.choices
     model: Any = build(request.model, request.config)
     if choices.quantized:
@@ -101,7 +101,7 @@ def _at_rest(parts: TracedParts) -> Statics:
         request.heads(model)
     head = model.get_output_embeddings()
     buffer_bytes = sum(rounded(buffer.numel() * buffer.itemsize) for buffer in model.buffers())
-    return Statics(_weights(model, choices.precision), buffer_bytes, (head.out_features, head.in_features))
+    return ModelStates(_weights(model, choices.precision), buffer_bytes, (head.out_features, head.in_features))
 
 
 def _weights(model: Any, precision: str) -> tuple[Weight, ...]:
