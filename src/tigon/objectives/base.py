@@ -58,7 +58,7 @@ class FinalSave:
 
 
 class Objective(Protocol):
-    """The loss that a run minimises, and all that depends on it: modules, optimizer groups, metrics, files and samples."""
+    """The loss that a run minimises, and what depends on it: modules, optimizer groups, metrics, files, samples."""
 
     # --- before there is a model -------------------------------------------------------------------------------------
 
