@@ -181,14 +181,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json", type=Path, metavar="RECORD", help="write the record to this file")
     parser.add_argument("--before", type=Path, metavar="SRC", help="the src folder of another version, measured first")
+    parser.add_argument("--before-commit", metavar="COMMIT", help="the commit of --before, for the record")
     parser.add_argument("--here", action="store_true", help="measure in this process and print JSON; used by the above")
     options = parser.parse_args()
     torch.manual_seed(0)
     if options.here:
-        import tigon
-
-        found = {"source": str(Path(tigon.__file__).parents[1]), "us": measure(torch.device(options.device))}
-        print(json.dumps(found))
+        print(json.dumps({"us": measure(torch.device(options.device))}))
         return
     from tigon.bench.record import environment
 
@@ -201,6 +199,7 @@ def main() -> None:
     }
     if options.before is not None:
         record["before"] = measured_in_a_process(options.before.resolve(), options.device)
+        record["before"]["commit"] = options.before_commit
     record["after"] = measured_in_a_process(None, options.device)
     record["seconds"] = round(time.monotonic() - start_s, 1)
     print(table(record))
