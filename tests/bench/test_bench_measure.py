@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tigon.bench import accuracy, measure
 from tigon.bench import impls as impls_module
+from tigon.bench import measure, numerical_errors
 from tigon.bench.impls import Impl
 from tigon.bench.inputs import Bound, differentiable, make_inputs, make_upstream
 from tigon.bench.measure import measure_row
@@ -177,26 +177,26 @@ def test_copies_for_overwriting_keep_the_memory_order():
 def test_truth_by_chunks_equals_the_truth_at_once(op, shape, logits, monkeypatch):
     inputs = make_inputs(row(op, *shape, options={"ignored": 0.4}, logits=logits), torch.float32, CPU)
     upstream = make_upstream(OPS[op], inputs)
-    monkeypatch.setattr(accuracy, "_CHUNK_BYTES", 7 * 8 * 30)
-    chunked = accuracy.oracle(OPS[op], inputs, upstream, torch.float64)
+    monkeypatch.setattr(numerical_errors, "_CHUNK_BYTES", 7 * 8 * 30)
+    chunked = numerical_errors.oracle(OPS[op], inputs, upstream, torch.float64)
     wide = {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in inputs.items()}
-    whole = accuracy.oracle(OPS[op], wide, upstream)
+    whole = numerical_errors.oracle(OPS[op], wide, upstream)
     assert chunked.keys() == whole.keys()
     for name, value in whole.items():
         assert value.dtype == torch.float64
-        assert accuracy.relative_error(chunked[name], value) < 1e-14, name
+        assert numerical_errors.relative_error(chunked[name], value) < 1e-14, name
 
 
 def test_errors_are_measured_on_fewer_tokens_if_fp64_does_not_fit(monkeypatch):
     """Errors are then of fewer tokens, and the record says of how many."""
-    whole = accuracy.oracle
+    whole = numerical_errors.oracle
 
     def small_gpu(op, inputs, upstream, dtype=None):
         if dtype == torch.float64 and inputs["q"].shape[2] > 10:
             raise torch.cuda.OutOfMemoryError("out of memory")
         return whole(op, inputs, upstream, dtype)
 
-    monkeypatch.setattr(accuracy, "oracle", small_gpu)
+    monkeypatch.setattr(numerical_errors, "oracle", small_gpu)
     record = measured(row("rope", 1, 4, 32, 16, options={"kv_heads": 2}), ("tigon", "eager"))
     assert record.error_shape == [1, 4, 8, 16] and record.shape == [1, 4, 32, 16]
     tigon = record.measurements[0]
@@ -205,25 +205,25 @@ def test_errors_are_measured_on_fewer_tokens_if_fp64_does_not_fit(monkeypatch):
 
 def test_error_is_the_relative_frobenius_norm():
     truth = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
-    assert accuracy.relative_error(truth * 1.01, truth) == pytest.approx(0.01)
-    assert accuracy.relative_error(truth[:1], truth) == math.inf
-    assert accuracy.relative_error(torch.tensor(2.0), torch.tensor(1.0, dtype=torch.float64)) == 1.0
-    assert accuracy.relative_error(torch.full((2, 2), math.nan), truth) != 0
+    assert numerical_errors.relative_error(truth * 1.01, truth) == pytest.approx(0.01)
+    assert numerical_errors.relative_error(truth[:1], truth) == math.inf
+    assert numerical_errors.relative_error(torch.tensor(2.0), torch.tensor(1.0, dtype=torch.float64)) == 1.0
+    assert numerical_errors.relative_error(torch.full((2, 2), math.nan), truth) != 0
 
 
 def test_rule_allows_twice_the_error_of_rounding_or_of_the_unfused_op():
     op = OPS["swiglu"]
     inputs = make_inputs(row("swiglu", 64, 64), torch.float32, CPU)
-    truth = accuracy.oracle(op, inputs, make_upstream(op, inputs), torch.float64)
-    rounding = accuracy.relative_error(truth["output 0"].bfloat16(), truth["output 0"])
-    allowed = accuracy.allowed_errors(op, inputs, truth, torch.bfloat16, dict.fromkeys(truth, 0.0))
+    truth = numerical_errors.oracle(op, inputs, make_upstream(op, inputs), torch.float64)
+    rounding = numerical_errors.relative_error(truth["output 0"].bfloat16(), truth["output 0"])
+    allowed = numerical_errors.allowed_errors(op, inputs, truth, torch.bfloat16, dict.fromkeys(truth, 0.0))
     assert allowed["output 0"] == pytest.approx(2 * rounding, rel=1e-3)
-    allowed = accuracy.allowed_errors(op, inputs, truth, torch.bfloat16, dict.fromkeys(truth, 0.5))
+    allowed = numerical_errors.allowed_errors(op, inputs, truth, torch.bfloat16, dict.fromkeys(truth, 0.5))
     assert allowed["output 0"] == pytest.approx(1.0, rel=1e-3)
-    allowed = accuracy.allowed_errors(op, inputs, truth, torch.bfloat16, None)
+    allowed = numerical_errors.allowed_errors(op, inputs, truth, torch.bfloat16, None)
     assert allowed["output 0"] == pytest.approx(2 * max(op.errors["bf16"], rounding), rel=1e-3)
-    assert accuracy.breaks_rule({"output 0": math.nan}, allowed) == ["output 0"]
-    assert accuracy.breaks_rule({"output 0": allowed["output 0"]}, allowed) == []
+    assert numerical_errors.breaks_rule({"output 0": math.nan}, allowed) == ["output 0"]
+    assert numerical_errors.breaks_rule({"output 0": allowed["output 0"]}, allowed) == []
 
 
 def test_row_is_judged_by_its_graph_time_if_it_asks_for_one():

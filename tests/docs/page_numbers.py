@@ -7,8 +7,6 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from tigon.planner.simulate.statics import at_rest
-
 from benchmarks.pages import planner_accuracy as plan_accuracy
 from benchmarks.pages import sweep_accuracy
 from benchmarks.pages.planner_accuracy import QUANTITIES, Comparison
@@ -17,6 +15,7 @@ from tigon.models.loading.presets import PRESETS
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
+from tigon.planner.simulate.model_states import at_rest
 from tigon.techniques.choices import Choices
 
 ROOT = Path(__file__).parents[2]

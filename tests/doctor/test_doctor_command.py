@@ -14,12 +14,11 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
-from tigon.ops.self_check import OpCheck
-
 from tigon.cli import app
 from tigon.doctor import diagnose, diagnosis
 from tigon.doctor.self_test import CHECKS
 from tigon.errors import UsageError
+from tigon.ops.self_test import OpCheck
 
 SRC = Path(__file__).parents[2] / "src"
 LLAMA = {

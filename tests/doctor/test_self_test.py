@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tigon.ops.self_check import DTYPES, PRODUCT, OpCheck, cases_of, check_op, share_of_allowance
 
 from tigon.doctor import self_test
 from tigon.doctor.self_test import CHECKS
 from tigon.ops import OPS
+from tigon.ops.self_test import DTYPES, PRODUCT, OpCheck, cases_of, check_op, share_of_allowance
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

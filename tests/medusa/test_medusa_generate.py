@@ -107,7 +107,7 @@ def test_decoding_refuses_prompts_trees_and_models_it_cannot_handle() -> None:
         with pytest.raises(UsageError, match="sliding window of 8"):
             medusa_generate(with_heads(MEDUSA, Objective(), family=family), prompt(), max_new_tokens=8)
     for family in STATEFUL:
-        with pytest.raises(UsageError, match="state along"):
+        with pytest.raises(UsageError, match="has a recurrent state"):
             medusa_generate(with_heads(MEDUSA, Objective(), family=family), prompt(), max_new_tokens=8)
 
 

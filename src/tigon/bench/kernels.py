@@ -10,9 +10,9 @@ import torch
 
 from tigon.bench import record as records
 from tigon.bench import table, timing
-from tigon.bench.accuracy import DTYPE_NAMES
 from tigon.bench.impls import impl_names
 from tigon.bench.measure import implementations, measure_row
+from tigon.bench.numerical_errors import DTYPE_NAMES
 from tigon.bench.record import Measurement, RowRecord, RunRecord
 from tigon.bench.suites import Row, select
 from tigon.errors import BenchError, OptionError

@@ -1,7 +1,7 @@
 """Measures one row: first errors, then memory, then the times of all implementations in turns.
 
 If an implementation is not installed, does not support the inputs, fails or runs out of memory, the record says so and
-the run continues. tigon is not timed if its error exceeds the limit of `accuracy.py`.
+the run continues. tigon is not timed if its error exceeds the limit of `numerical_errors.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.bench import accuracy, timing
+from tigon.bench import numerical_errors, timing
 from tigon.bench.impls import Impl, impls_for
 from tigon.bench.inputs import Bound, Inputs, make_inputs, make_upstream
 from tigon.bench.record import Measurement, RowRecord, Times, jsonable
@@ -109,7 +109,7 @@ def _blank(problem: Problem, dtype: torch.dtype, ceilings: dict[str, float]) -> 
         id=row.id,
         op=row.op,
         shape=list(row.shape),
-        dtype=accuracy.DTYPE_NAMES[dtype],
+        dtype=numerical_errors.DTYPE_NAMES[dtype],
         options=jsonable(row.options),
         logits=row.logits,
         graph=row.graph,
@@ -172,9 +172,9 @@ def _judge_errors(
     op, inputs = smaller.op, smaller.inputs
     baseline: dict[str, float] | None = None
     with contextlib.suppress(torch.cuda.OutOfMemoryError):
-        baseline = accuracy.errors_of(accuracy.oracle(op, inputs, smaller.upstream), truth)
+        baseline = numerical_errors.errors_of(numerical_errors.oracle(op, inputs, smaller.upstream), truth)
     timing.release(device)
-    record.allowed_errors = accuracy.allowed_errors(op, inputs, truth, dtype, baseline)
+    record.allowed_errors = numerical_errors.allowed_errors(op, inputs, truth, dtype, baseline)
     for name, b in bound.items():
         measurement = by_name[name]
         if measurement.role not in ("variant", "limit"):
@@ -182,23 +182,23 @@ def _judge_errors(
             _guarded(measurement, device, functools.partial(_errors, judged, measurement, truth, record.allowed_errors))
 
 
-def _truth(problem: Problem, dtype: torch.dtype, device: torch.device) -> tuple[Problem, accuracy.Named]:
+def _truth(problem: Problem, dtype: torch.dtype, device: torch.device) -> tuple[Problem, numerical_errors.Named]:
     """The fp64 results on the row's shape or, if they do not fit, on half the tokens as often as needed."""
     smaller: Problem | None = problem
     while smaller is not None:
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
-            return smaller, accuracy.oracle(smaller.op, smaller.inputs, smaller.upstream, torch.float64)
+            return smaller, numerical_errors.oracle(smaller.op, smaller.inputs, smaller.upstream, torch.float64)
         timing.release(device)
         smaller = smaller.with_half_the_tokens(dtype, device)
     raise BenchError(f"fp64 results of {problem.row.id} do not fit on this device, even for one token.")
 
 
-def _errors(bound: Bound, measurement: Measurement, truth: accuracy.Named, allowed: dict[str, float]) -> bool:
+def _errors(bound: Bound, measurement: Measurement, truth: numerical_errors.Named, allowed: dict[str, float]) -> bool:
     bound.restore()
     outputs, grads = bound.both()
-    got = accuracy.name_results(outputs, bound.names, grads)
-    measurement.errors = accuracy.errors_of(got, truth)
-    measurement.breaks_rule = accuracy.breaks_rule(measurement.errors, allowed)
+    got = numerical_errors.name_results(outputs, bound.names, grads)
+    measurement.errors = numerical_errors.errors_of(got, truth)
+    measurement.breaks_rule = numerical_errors.breaks_rule(measurement.errors, allowed)
     if measurement.breaks_rule and measurement.role == "ours":
         worst = measurement.breaks_rule[0]
         measurement.status = "refused"

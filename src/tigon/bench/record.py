@@ -43,7 +43,7 @@ class Measurement:
     errors: dict[str, float] = field(default_factory=dict)
     """Relative Frobenius error against fp64 of each output and gradient."""
     breaks_rule: list[str] = field(default_factory=list)
-    """Results whose error is over the limit of accuracy.py. Only tigon is then not timed."""
+    """Results whose error is over the limit of numerical_errors.py. Only tigon is then not timed."""
     graph_ms: Times | None = None
     graph_detail: str = ""
     """Why there is no graph time."""

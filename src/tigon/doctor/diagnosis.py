@@ -14,7 +14,7 @@ from tigon.doctor.finding import LEVELS, Finding
 from tigon.doctor.model import ModelCheck, check_model, prove
 from tigon.doctor.self_test import run_self_test
 from tigon.ops import OPS
-from tigon.ops.self_check import DTYPES, PRODUCT, OpCheck
+from tigon.ops.self_test import DTYPES, PRODUCT, OpCheck
 
 
 @dataclass(frozen=True, kw_only=True)

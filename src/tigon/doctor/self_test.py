@@ -1,4 +1,4 @@
-"""Compares every op with its fp64 formula (tigon.ops.self_check) on this machine, in child processes.
+"""Compares every op with its fp64 formula (tigon.ops.self_test) on this machine, in child processes.
 
 A faulty kernel can end the process (an illegal instruction, an address out of bounds), and after a CUDA fault the
 process cannot use the GPU any more. The checks therefore run in a child, which prints the name of each check first. If
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from tigon.ops import OPS
-from tigon.ops.self_check import DTYPES, PRODUCT, OpCheck, check_op
+from tigon.ops.self_test import DTYPES, PRODUCT, OpCheck, check_op
 
 CHECKS = tuple((name, dtype) for dtype in DTYPES for name in (PRODUCT, *OPS))
 TIMEOUT_S = 300.0

@@ -3,7 +3,7 @@
 One estimate is a pipeline. `_from_trace` calls each stage once:
 
     engine_of         the engine that the run trains with             engines/
-    at_rest           weights and optimizer states                    simulate/statics.py
+    at_rest           weights and optimizer states                    simulate/model_states.py
     step_tapes        what a micro-batch allocates and computes       trace/
     placement         what one rank holds                             engines/
     SimulatedRun      memory over three steps                         simulated_run.py

@@ -1,6 +1,6 @@
 """Parts of the simulation.
 
-statics.py       weights, gradients, optimizer states
+model_states.py  weights, gradients, optimizer states
 ledger.py        memory by component and phase
 allocator.py     PyTorch's caching allocator
 playback.py      plays a tape into a ledger

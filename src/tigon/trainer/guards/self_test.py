@@ -13,7 +13,7 @@ import torch
 
 from tigon.errors import KernelError
 from tigon.ops import OPS, _dispatch
-from tigon.ops.self_check import check_op
+from tigon.ops.self_test import check_op
 from tigon.recipe.keys import Recipe
 from tigon.techniques.choices import Choices
 
