@@ -73,7 +73,7 @@ assert matrix.wrong_values(Choices(ring_size=9)) == ("ring_size is 9; it must be
 assert reason == "train.ring_size: 2 with sharding.fsdp: true: made-up reason; use train.ring_size: 1"
 
 request = Request(model="tigon-demo", config=load_config("tigon-demo"), batch=1, seq=8, choices=Choices())
-asked = space.Asked(request=request, free=SEARCHED, gpu=find_gpu("24GiB"))
+asked = space.SearchProblem(request=request, free=SEARCHED, gpu=find_gpu("24GiB"))
 walks = space.walks(asked)
 assert {walk.ring_size for walk in walks} == {1, 2} and walks[0].ring_size == 1
 assert "ring_size" in _TRACE_FIELDS and "ring" in space.changes(choices)
