@@ -43,7 +43,7 @@ def _interpreter_chosen() -> Iterator[None]:
 def _patching_once(module: Any) -> None:
     """Make Triton's interpreter replace the language's functions once per launch instead of in every function call.
 
-    The replacements are most of the Python calls of an interpreted kernel (docs/LOG.md).
+    The replacements are most of the Python calls of an interpreted kernel (docs/log/2026-11.md).
     """
     patch, restore, done = module._patch_lang, module._LangPatchScope.restore, set[Any]()
 

@@ -139,7 +139,7 @@ def in_groups(attend: Attend, groups: int) -> Attend:
 
 def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> _Kernel | None:
     """Returns the kernel that PyTorch chooses for these tensors: on Hopper and later cuDNN's, which is faster there
-    (docs/LOG.md, "cuDNN's")."""
+    (docs/log/2026-11.md, "cuDNN's")."""
     width, shared = query.shape[-1], query.shape[1] != key.shape[1]
     if not query.shape[2] == key.shape[2] > 1 or value.shape[-1] != width or width % 8:
         return None
