@@ -65,9 +65,9 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "raises an error.",
             known=MEASURED,
             links=(f"{TRL}/issues/4612", f"{TRL}/pull/5977"),
-            here="`lm_head`'s own forward computes the loss. It is used only if exactly that object reaches "
-            "`loss_function`. The sum with an adapter's output is another object, so the loss is then computed from "
-            "the full logits, with one warning. 31 tuners of PEFT are compared.",
+            here="`lm_head`'s own forward computes the loss. The loss is used only if `loss_function` receives "
+            "exactly the head's object. The sum with an adapter's output is another object. The loss is then computed "
+            "from the full logits, with one warning. 31 tuners of PEFT are compared.",
             tests=(
                 f"{_HAZARDS}::test_adapter_on_the_head_counts_in_the_loss_or_is_refused",
                 f"{_HEADS}::test_adapter_on_the_head_is_trained_through_full_logits",
@@ -250,7 +250,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             name="Labels that are edited in the forward",
             elsewhere="Liger Kernel's forwards use the labels that they are called with. The mistake is easy to make "
             "if labels are counted before the trunk runs: `labels[:, :5] = -100` in a subclass's forward or in a hook "
-            "then has no effect.",
+            "then changes nothing.",
             known=READ,
             here="The versions of labels, `shift_labels` and `num_items_in_batch` are compared at the head and at the "
             "loss. Labels that changed before the head are read again. If they change after the head, the loss is "
@@ -385,8 +385,8 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             name="Patching one model patches the others",
             elsewhere="`apply_liger_kernel_to_llama(model=a)` also replaces the classes and functions of the modeling "
-            "module. Every other Llama of the process changes with it, and so does every later one. Only reloading "
-            "modules reverts this.",
+            "module. All other Llamas of the process, built before or later, change with it. Only reloading modules "
+            "reverts this.",
             known=MEASURED,
             here="A patched module gets a new class. All names in torch.nn, torch.nn.functional, the modeling module "
             "and its classes are the same objects afterwards. Models built before and after give the same bits, and "
@@ -445,7 +445,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             name="Dead patches",
             elsewhere="With transformers 5.17, 13 of the 172 names that are assigned to do not exist any more. The "
-            "assignment succeeds and has no effect. RoPE of qwen2_vl and the experts of glm4v_moe are not replaced, "
+            "assignment succeeds and does nothing. RoPE of qwen2_vl and the experts of glm4v_moe are not replaced, "
             "`cross_entropy=True` does nothing for six families, and the project's own tests pass.",
             known=MEASURED,
             links=(f"{LIGER}/issues/920",),
@@ -563,7 +563,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
 }
 
 CASES = {
-    "P01": "per family: loss, gradients, evaluation logits, greedy generation, checkpointing, packed sequences, tied head",
+    "P01": "per family: loss, gradients, evaluation logits, greedy generation, checkpointing, packing, tied head",
     "P02": "any PEFT tuner on the head; `modules_to_save` under another name; `disable_adapter`",
     "P03": "a biased, quantised or hooked head; a custom loss function",
     "P04": "a frozen trunk under a trainable head",
