@@ -94,14 +94,14 @@ def test_closed_streams_are_opened_before_a_file_takes_their_number(tmp_path):
 @pytest.mark.parametrize(
     "variables, said",
     [
-        ({"RANK": "0"}, "RANK is set in the environment, and WORLD_SIZE is not; `unset RANK`"),
-        ({"WORLD_SIZE": "8"}, "WORLD_SIZE is set in the environment, and RANK is not; `unset WORLD_SIZE`"),
-        ({"LOCAL_RANK": "3"}, "LOCAL_RANK is set in the environment, and RANK is not"),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK is set in the environment, and MASTER_ADDR is not"),
+        ({"RANK": "0"}, "RANK is set in the environment, but WORLD_SIZE is not; `unset RANK`"),
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE is set in the environment, but RANK is not; `unset WORLD_SIZE`"),
+        ({"LOCAL_RANK": "3"}, "LOCAL_RANK is set in the environment, but RANK is not"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK is set in the environment, but MASTER_ADDR is not"),
         ({"RANK": "-1", "WORLD_SIZE": "1"}, "RANK is '-1' in the environment"),
         (
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
-            "RANK is 2 in the environment, and WORLD_SIZE is 2; it must be less",
+            "RANK is 2 in the environment, but must be less than WORLD_SIZE, which is 2",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The files of DeepSpeed's NVMe offload (`sharding.offload: nvme`): no other run uses them, and a resume restores them."""
+"""The files of DeepSpeed's NVMe offload (`sharding.offload: nvme`): reserves them for one run, and restores them."""
 
 from __future__ import annotations
 
