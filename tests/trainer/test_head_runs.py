@@ -64,7 +64,7 @@ def test_stage_2_follows_stage_1(here: Path, recipe: Any, tigon: Any) -> None:
     summary = json.loads((one / "summary.json").read_text())
     assert summary["decoded"]["same_text"] == summary["decoded"]["prompts"] > 0
     chart = (one / "charts" / "heads.svg").read_text()
-    assert all(words in chart for words in ("head 2", "held out", "unigram entropy")), "a mark without its name"
+    assert all(words in chart for words in ("head 2", "eval", "unigram entropy")), "a mark without its name"
     report = (one / "report.md").read_text()
     assert "head 2, 3 tokens ahead" in report and "tokens a pass" in report
 
