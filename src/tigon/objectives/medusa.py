@@ -236,7 +236,7 @@ class MedusaTraining(CausalLM):
             _heads_of(model).load_state_dict(load_file(folder / CHECKPOINTED))
 
     def save(self, built: Any, final: FinalSave) -> bool:
-        """Save the heads to `heads/` and the model to `model/`. Stage 1 does not save a checkpoint's unchanged model."""
+        """Save the heads to `heads/`, and the model to `model/` unless stage 1 left a checkpoint's model unchanged."""
         writes_model = self.heads.stage == 2 or self.recipe.model.name in PRESETS
         target = final.folder / "model"
         inner: Any = unwrap(built)
