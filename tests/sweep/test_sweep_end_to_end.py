@@ -160,7 +160,7 @@ cap(torch.device("cpu"), 4 << 30, Choices())
 try:
     torch.ones(3 << 30)
 except RuntimeError as error:
-    print(failures.of_exception(error)[0])
+    print(failures.status_of_exception(error)[0])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == failures.OUT_OF_MEMORY, done.stderr[-500:]
