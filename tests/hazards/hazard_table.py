@@ -157,7 +157,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             here="The ops are named operators without a sharding rule, so PyTorch refuses a DTensor and names the "
             "operator. Under FSDP2 the ops receive plain tensors.",
             tests=(
-                "hazards/test_patched_models.py::test_dtensor_is_refused_or_keeps_its_placements_and_values",
+                "hazards/test_patched_models.py::test_dtensor_is_refused_by_every_op",
                 "hazards/test_two_ranks.py::test_gradients_of_two_ranks_are_those_of_one",
             ),
             cases=("P05",),
@@ -203,7 +203,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "raises a LabelError. On a GPU the loss and gradients of that row are NaN and the other rows are "
             "unchanged, without a synchronisation.",
             tests=(
-                f"{_HAZARDS}::test_label_out_of_range_raises_or_gives_a_nan_loss",
+                f"{_HAZARDS}::test_label_out_of_range_is_refused_with_its_value_and_position",
                 "ops/test_cross_entropy.py::test_label_out_of_range_raises_or_gives_nan_in_its_row_alone",
             ),
             cases=("P07",),

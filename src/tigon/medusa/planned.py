@@ -19,10 +19,10 @@ from tigon.techniques.condition import Condition
 _LORA = Condition("lora_rank", "is at least", 1)
 # (stages, kinds, choices, reason): combinations that are refused. recipe/keys.py has the same rules with recipe keys.
 _EXCLUSIONS: tuple[tuple[tuple[int, ...], tuple[str, ...], tuple[Condition, ...], str], ...] = (
-    ((1,), ("medusa", "mtp"), (_LORA,), "stage 1 freezes the model, so that adapters would not learn; use stage 2"),
+    ((1,), ("medusa", "mtp"), (_LORA,), "stage 1 freezes the model, so adapters would not learn; use stage 2"),
     (
         (1,), ("medusa", "mtp"), (Condition("checkpointing", "is not", "none"),),
-        "stage 1 keeps no activations of the model, so that there is nothing to compute again; use checkpointing none",
+        "stage 1 keeps no activations of the model, so checkpointing would save nothing; use checkpointing none",
     ),
     (
         (2,), ("medusa", "mtp"), (_LORA, Condition("zero", "is", 3)),
@@ -34,22 +34,22 @@ _EXCLUSIONS: tuple[tuple[tuple[int, ...], tuple[str, ...], tuple[Condition, ...]
     ),
     (
         (2,), ("mtp",), (_LORA,),
-        "MTP modules start from a copy of the last layer, which LoRA freezes but for its adapters; use Medusa heads",
+        "MTP modules start from a copy of the last layer, whose weights LoRA freezes; use Medusa heads",
     ),
     (
         (1, 2), ("medusa", "mtp"), (Condition("optimizer", "is", "galore-layerwise"),),
-        "galore-layerwise has no learning rate for each part of the model; use galore",
+        "galore-layerwise has one learning rate for model and heads; use galore",
     ),
     (
         (1, 2), ("medusa", "mtp"), (Condition("kernels", "is", "liger"),),
-        "Liger Kernel has no loss of several heads; use kernels tigon, no-flce or none",
+        "Liger Kernel lacks a loss for several heads; use kernels tigon, no-flce or none",
     ),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """These heads, ready to be attached to a model."""
+    """Heads that can be attached to a traced model."""
 
     spec: HeadsSpec
     objective: Objective

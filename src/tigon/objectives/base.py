@@ -84,7 +84,7 @@ class Objective(Protocol):
         ...
 
     def model(self, run: Path) -> ModelConfig:
-        """The model to load: the recipe's, or the one that `phase` made. run: the run folder."""
+        """The model to load: the recipe's, or the one that `phase` trained. run: the run folder."""
         ...
 
     def attach(self, built: Any) -> Any:
@@ -106,7 +106,7 @@ class Objective(Protocol):
         ...
 
     def metrics(self, model: Any, reduce: Reduce) -> dict[str, float]:
-        """Metrics beside the loss for the training log, over the steps since the last log."""
+        """More metrics for the training log, over the steps since the last log."""
         ...
 
     def counted(self, model: Any) -> dict[str, Any]:
@@ -126,17 +126,18 @@ class Objective(Protocol):
     ) -> torch.Tensor:
         """Returns (sum of the losses, number of target tokens) of a batch in fp64; zeros if `counts` is false.
 
-        precision: makes the autocast context of a forward pass. The result stays on the device and the host does not
-        wait for it: if another process has run out of memory in a collective forward pass, this wait would not end.
+        The result stays on the device. The host must not wait for it, because that wait would not end if another
+        process has run out of memory in a collective forward pass. precision: makes the autocast context of a forward
+        pass.
         """
         ...
 
     def count_batch(self) -> None:
-        """Count the last batch: it has fit in every process, so no process repeats it with fewer samples."""
+        """Add the last batch to the metrics. It did not run out of memory in any process, so none repeats it."""
         ...
 
     def evaluation_metrics(self, reduce: Reduce) -> dict[str, float]:
-        """Metrics beside the eval loss for the evaluation log."""
+        """More metrics for the evaluation log."""
         ...
 
     # --- files -------------------------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class Objective(Protocol):
     # --- after training ----------------------------------------------------------------------------------------------
 
     def sampled(self, built: Any, samples: Sequence[Sample], eos: int | None) -> dict[str, Any] | None:
-        """Decode held-out prompts after training, for the summary's `decoded`; None if the objective does not."""
+        """Decode from prompts of eval samples, for the summary's `decoded`; None if the objective decodes nothing."""
         ...
 
     def sampled_line(self, found: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Chooses the objective of a recipe. No other file does."""
+"""Chooses the objective of a recipe."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from tigon.recipe.keys import Recipe
 
 
 def objective_of(recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]) -> Objective:
-    """The objective of a run, checked against its model. Raises RecipeError.
+    """The objective of a run, checked against its model.
 
-    config: the model's config. shapes: returns the shapes of its parameters by name; called only if needed.
+    Args:
+        recipe: The recipe of the run.
+        config: The model's config.
+        shapes: Returns the shapes of the model's parameters by name; called only if needed.
+
+    Raises:
+        RecipeError: The heads do not fit the model.
     """
     if recipe.heads.stage is None:
         return CausalLM(recipe.model)
