@@ -24,8 +24,8 @@ SPECIAL = {
     "fifo": "a named pipe",
     "socket": "a socket",
     "/dev/zero": "a character device",
-    "/proc/kmsg": "a file of the kernel",
-    "/proc/self/environ": "a file of the kernel",
+    "/proc/kmsg": "a file that the kernel generates",
+    "/proc/self/environ": "a file that the kernel generates",
 }
 
 
