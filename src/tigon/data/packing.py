@@ -93,8 +93,8 @@ def _shorten(documents: Sequence[Encoded], length: int, too_long: str) -> tuple[
         if too_long == "error":
             n_over = sum(len(d.tokens) > length for d in documents)
             raise DataError(
-                f"{document.origin}: {len(document.tokens)} tokens, over data.sequence_length {length} ({n_over} documents "
-                "are); raise it, or set data.too_long to truncate or drop"
+                f"{document.origin}: {len(document.tokens)} tokens, over data.sequence_length {length} "
+                f"({n_over} documents are); raise it, or set data.too_long to truncate or drop"
             )
         cut = _slice(document, 0, length)
         if too_long == "drop" or all(label == IGNORE_INDEX for label in cut.labels):  # only prompt is left
