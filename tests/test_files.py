@@ -76,5 +76,5 @@ def test_a_file_over_the_limit_is_refused_before_it_is_read_whole(tmp_path):
     os.truncate(path, 2**40)
     with pytest.raises(OSError, match=f"{2**40} bytes is over the limit of 1000 bytes"):
         read_text(path, 1000)
-    with pytest.raises(TigonError, match=f"{2**40} bytes is over the {recipe_file.MAX_RECIPE_BYTES} bytes"):
+    with pytest.raises(TigonError, match=f"{2**40} bytes is over the limit of {recipe_file.MAX_RECIPE_BYTES} bytes"):
         recipe_file.load(path, gpu_present=lambda: False)
