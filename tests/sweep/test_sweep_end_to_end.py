@@ -121,7 +121,7 @@ def test_refusal_of_this_machine_and_divergence_have_different_statuses(here):
     assert result(precision="amp-fp16") == (
         failures.REFUSED, "train.precision: amp-fp16 needs a GPU, and this run is on the CPU"
     )  # fmt: skip
-    wrong = "kernels that give wrong results here: rope"  # with model.self_test: strict
+    wrong = "kernels that give wrong results on this device: rope"  # with model.self_test: strict
     assert result(refused=wrong) == (failures.REFUSED, wrong)
     status, detail = result(learning_rate=1e38)
     assert status == failures.FAILED and "not finite" in detail
