@@ -211,6 +211,8 @@ def errors_raised_by(value: object, seen: set[object] | None = None) -> set[str]
     seen.add(value)
     module = vars(sys.modules[value.__module__])
     found: set[str] = set()
+    for cell in getattr(value, "__closure__", None) or ():  # a decorated function
+        found |= errors_raised_by(cell.cell_contents, seen)
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(value)))):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
             found |= {node.exc.func.id} & vars(errors).keys()
