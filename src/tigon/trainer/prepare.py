@@ -226,7 +226,7 @@ def _check_enough(recipe: Recipe, n_samples: int, n_processes: int) -> None:
 
 
 def _nothing_to_evaluate(recipe: Recipe, n_documents: int, n_dropped: int) -> DataError:
-    """The error for eval documents that give no sample; the run would silently have no eval loss."""
+    """The error for eval documents without a usable sample. The run would silently lack an eval loss."""
     data = recipe.data
     if data.eval_source:
         what, fix = (
