@@ -57,7 +57,7 @@ def test_heads_attach_once_and_only_to_a_model_that_can_have_them() -> None:
     with pytest.raises(UsageError, match="does not have heads"):
         heads_of(model)
     attach(model, SHARED, Objective())
-    with pytest.raises(PatchError, match="has heads already"):
+    with pytest.raises(PatchError, match="already has heads"):
         attach(model, SHARED, Objective())
     biased: Any = tiny_model("llama")
     biased.lm_head.bias = torch.nn.Parameter(torch.zeros(biased.lm_head.out_features))
