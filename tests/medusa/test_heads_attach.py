@@ -74,7 +74,7 @@ def test_state_of_other_heads_is_refused() -> None:
     model: Any = tiny_model("llama")
     state = {name: t.clone() for name, t in attach(model, MEDUSA, Objective()).state_dict().items()}
     detach(model)
-    with pytest.raises(UsageError, match=r"does not fit: .*count, layers and output"):
+    with pytest.raises(UsageError, match=r"does not fit: .*count, layers, output"):
         attach(model, SHARED, Objective(), state)
     assert not hasattr(model, "draft_heads")
 
