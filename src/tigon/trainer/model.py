@@ -66,8 +66,8 @@ def load_config(model: ModelConfig) -> Any:
     """The transformers config, with `model.config` applied to a preset.
 
     Raises:
-        RecipeError: The model does not exist, `model.revision` or `model.config` does not apply to it, or its config cannot
-            be loaded.
+        RecipeError: The model does not exist, `model.revision` or `model.config` does not apply to it, or its config
+            cannot be loaded.
     """
     from transformers import AutoConfig
 
