@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tigon.errors import RunFolderError
+from tigon.objectives.recipe_checks import loads_saved
 from tigon.recipe.keys import OutputConfig, Recipe
-from tigon.recipe.recipe_file import loads_saved
 from tigon.trainer.checkpoint import checkpoint
 
 RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (
