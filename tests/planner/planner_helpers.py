@@ -45,8 +45,8 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 def request_of(
-    name: str = "llama", *, batch: int = 2, seq: int = 64, masked: bool = False, objective: PlannedObjective | None = None,
-    evaluated: bool = False, shape: dict[str, Any] | None = None, **choices: Any,
+    name: str = "llama", *, batch: int = 2, seq: int = 64, masked: bool = False, evaluated: bool = False,
+    objective: PlannedObjective | None = None, shape: dict[str, Any] | None = None, **choices: Any,
 ) -> Request:  # fmt: skip
     """A request for a small model with these choices."""
     return Request(

@@ -133,7 +133,7 @@ def measure(
         recipe.train, choices, run_info, folder=folder / "checkpoints", device=device, evaluate=False
     )
     make_optimizer = engine.make_optimizer(recipe.train, choices)
-    trainer = _CountingTrainer(built, args, collator, data, None, make_optimizer)
+    trainer = _CountingTrainer(built, args, collator, data, None, make_optimizer, objective=objective)
     trainer.meter = meter
     steps = _Steps(meter, trainer, metered_step)
     trainer.add_callback(steps)

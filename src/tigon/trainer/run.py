@@ -423,6 +423,7 @@ def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals
         device=prepared.device,
         collator=prepared.collator,
         samples=SampleDataset(prepared.train.samples),
+        objective=prepared.objective,
         announce=lambda text: console.print(text, markup=False),
         stop=stop,
     )
