@@ -2,6 +2,9 @@
 
 Before `yaml.safe_load` reads the file, its node tree is checked. The tree gives the line of every key. Repeated keys
 (of which YAML silently keeps the last), deep nesting and alias bombs are refused.
+
+pydantic is not used. It would check types and limits, but its errors know neither the line in the file nor the nearest
+key, and each of its error types would have to be translated into the messages below.
 """
 
 from __future__ import annotations
