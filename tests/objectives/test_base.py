@@ -104,7 +104,7 @@ class Scaled(CausalLM):
         return {"answer": 42.0}
 
     def save_beside(self, model: Any, folder: Path) -> None:
-        (folder / "scale.txt").write_text(str(float(model.scale)))
+        (folder / "scale.txt").write_text(str(float(model.scale.detach())))
 
     def load_beside(self, model: Any, folder: Path) -> None:
         self.calls.append(f"load {(folder / 'scale.txt').is_file()}")
@@ -118,7 +118,7 @@ class Scaled(CausalLM):
 
 
 def trainer_of(folder: Path, objective: Scaled, steps: int) -> TigonTrainer:
-    train = TrainConfig(steps=steps, batch_size=4, learning_rate=0.01, log_steps=1, save_steps=1)
+    train = TrainConfig(steps=steps, batch_size=4, learning_rate=0.01, schedule="constant", log_steps=1, save_steps=1)
     made = small_trainer(folder, Recipe(model=SMALL, train=train))
     return TigonTrainer(
         objective.attach(made.model), made.args, made.data_collator, rows(), rows(8), objective=objective
