@@ -152,19 +152,19 @@ def names_medusa_heads(name: str) -> bool:
     """`heads` as one word of the name, or Medusa; not attention's heads, which have a word before them."""
     words = [word for word in re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) if word]
     of_attention = {"attention", "key", "value", "query", "kv", "q", "n", "num", "multi", "warned"}
-    heads = [
-        word
-        for word, before in zip(words, ["", *words], strict=False)
-        if word == "heads" and before not in of_attention
-    ]
-    return "medusa" in words or bool(heads)
+    before = ["", *words][: len(words)]
+    return any(
+        word == "medusa" or re.fullmatch(r"head\d+", word) or (word == "heads" and previous not in of_attention)
+        for word, previous in zip(words, before, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "is_theirs"),
     {
         "heads": True, "HeadsConfig": True, "medusa": True, "PlannedMedusa": True, "draft_heads": True,
-        "heads.stage": True, "num_attention_heads": False, "head": False, "multi_head": False, "head_groups": False,
+        "heads.stage": True, "head1_loss": True, "num_attention_heads": False, "head": False, "multi_head": False,
+        "head_groups": False,
     }.items(),
 )  # fmt: skip
 def test_names_of_medusa_heads_are_told_from_those_of_attention(name: str, is_theirs: bool) -> None:
