@@ -141,7 +141,7 @@ def test_trainer_needs_only_the_protocol_of_an_objective(tmp_path: Path) -> None
     resumed = trainer_of(tmp_path, again, 3)
     resumed.train(resume_from_checkpoint=str(saved))
     assert again.calls == ["group", "load True", "loss"] or again.calls == ["load True", "group", "loss"]
-    assert float(resumed.model.scale) < logged[1]
+    assert float(resumed.model.scale.detach()) < logged[1]
 
 
 def test_report_draws_the_metrics_that_an_objective_declares() -> None:
