@@ -4,8 +4,8 @@
     python -m benchmarks.measure_families --measure --json RECORD            # and the peaks, on a GPU
     python -m benchmarks.measure_families --json RECORD --into docs/planner.md   # the table, from the record
 
-The models have two layers with random weights, batches of 3 x 1111 tokens and a vocabulary of 50,257 words, so that
-these sizes are not multiples of a kernel's block size. Each family takes three optimizer steps under autocast, in a
+The models have two layers with random weights. Batches of 3 x 1111 tokens and a vocabulary of 50,257 words are not
+multiples of a kernel's block size. Each family takes three optimizer steps under autocast, in a
 separate process, so that a failure does not affect the next family. The exit code is 1 if a peak is beyond the limit.
 """
 

@@ -1,10 +1,10 @@
-"""Host time of one eager forward and backward of every op, beside PyTorch's own and an empty autograd.Function.
+"""Measure the host time of one eager forward and backward of every op, of PyTorch's own ops and of an empty function.
 
     python -m benchmarks.measure_host_time --json RECORD                       # on a GPU: about 30 s
     python -m benchmarks.measure_host_time --json RECORD --before OTHER/src    # two versions of tigon in one run
     python -m benchmarks.measure_host_time --device cpu                        # the whole call, on any machine
 
-The shapes are small, so that the GPU always waits for the host. Each version runs in its own process. PyTorch's ops and
+The shapes are small, so that every call is CPU-bound. Each version runs in its own process. PyTorch's ops and
 the empty function are measured in both processes: if they differ, the machine changed and not tigon.
 """
 
@@ -33,7 +33,7 @@ Call = Callable[[], Any]
 
 
 class Empty(torch.autograd.Function):
-    """The least that an op written as an autograd.Function costs."""
+    """The minimum cost of an op that is written as an autograd.Function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def forward_and_backward(call: Callable[..., Any], inputs: Mapping[str, Any]) ->
 
 
 def calls(device: torch.device) -> dict[str, dict[str, Call]]:
-    """What is timed: op -> {"tigon": ..., "torch": ...}; without fused ops of its own, PyTorch runs the formula."""
+    """The timed calls: op -> {"tigon": ..., "torch": ...}. If PyTorch has no fused op, it runs the formula."""
     from tigon import ops
 
     def leaf(*shape: int) -> Tensor:

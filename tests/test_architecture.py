@@ -282,17 +282,21 @@ def test_engine_compares_with_no_model_name() -> None:
 def errors_raised_by(value: object, seen: set[object] | None = None) -> set[str]:
     """Names of tigon's errors in the `raise` statements of a function, and of the code of tigon.ops that it refers to.
 
-    An operator stands for its autograd function, a primitive for its check.
+    An operator stands for its autograd function, a primitive for its check and its composite.
     """
     seen = set() if seen is None else seen
-    value = value._function.__self__ if isinstance(value, Differentiable) else value
-    value = value._check if isinstance(value, Primitive) else value
+    if isinstance(value, Differentiable):
+        value = getattr(value._function, "__self__", value._function)  # the class of a bound `apply`
+    if isinstance(value, Primitive):
+        return errors_raised_by(value._check, seen) | errors_raised_by(value._composite, seen)
     code = inspect.isfunction(value) or inspect.isclass(value)
     if not code or value in seen or not value.__module__.startswith("tigon.ops"):
         return set()
     seen.add(value)
     module = vars(sys.modules[value.__module__])
     found: set[str] = set()
+    for cell in getattr(value, "__closure__", None) or ():  # a decorated function
+        found |= errors_raised_by(cell.cell_contents, seen)
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(value)))):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
             found |= {node.exc.func.id} & vars(errors).keys()

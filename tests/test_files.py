@@ -25,8 +25,8 @@ SPECIAL = {
     "fifo": "a named pipe",
     "socket": "a socket",
     "/dev/zero": "a character device",
-    "/proc/kmsg": "a file of the kernel",
-    "/proc/self/environ": "a file of the kernel",
+    "/proc/kmsg": "a file that the kernel generates",
+    "/proc/self/environ": "a file that the kernel generates",
 }
 
 
@@ -75,7 +75,7 @@ def test_a_file_over_the_limit_is_refused_before_it_is_read_whole(tmp_path):
     path = tmp_path / "sparse"
     path.touch()
     os.truncate(path, 2**40)
-    with pytest.raises(OSError, match=f"{2**40} bytes is over the 1000 bytes"):
+    with pytest.raises(OSError, match=f"{2**40} bytes is over the limit of 1000 bytes"):
         read_text(path, 1000)
-    with pytest.raises(TigonError, match=f"{2**40} bytes is over the {recipe_file.MAX_RECIPE_BYTES} bytes"):
+    with pytest.raises(TigonError, match=f"{2**40} bytes is over the limit of {recipe_file.MAX_RECIPE_BYTES} bytes"):
         recipe_checks.load(path, gpu_present=lambda: False)

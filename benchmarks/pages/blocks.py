@@ -19,7 +19,7 @@ NONE = "–"
 ANOTHER_LOSS = 0.5
 """Nats after the ladder's steps. Precisions and other random weights of one seed differ by less than 0.1."""
 FOR_LONG_SEQUENCES = {"+ tiled MLPs", "tiled-mlp", "grouped-attention", "checkpointing-offload"}
-"""Left out of tables at 4 x 1024 tokens, where these techniques do not change the peak; their pages show longer runs."""
+"""Left out of tables at 4 x 1024 tokens, where these techniques do not change the peak. Their pages show other runs."""
 BATCH, SEQUENCE, MODEL = "train.batch_size", "data.sequence_length", "model.name"
 
 

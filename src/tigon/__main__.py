@@ -1,4 +1,4 @@
-"""`python -m tigon` is `tigon`."""
+"""Runs the program `tigon` for `python -m tigon`."""
 
 from tigon.cli.app import main
 

@@ -1,7 +1,7 @@
 """Opens files that a user names, but only regular files on a disk.
 
-Reading a FIFO waits forever for a writer, `/dev/zero` never ends, and some files under `/proc` and `/sys` block. Every
-refusal is an OSError whose `strerror` says what the path is, so callers that report OSErrors report refusals too.
+Reading a FIFO waits forever for a writer, `/dev/zero` never ends, and some files under `/proc` and `/sys` block. A
+refused path raises an OSError whose `strerror` names the kind of file, so callers handle it like any other OSError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SPECIAL = (
 
 
 def is_of_kernel(path: Path) -> bool:
-    """Whether `path` leads into /proc or /sys, whose contents the kernel generates on reading."""
+    """Whether `path` leads into /proc or /sys, whose files the kernel generates on reading."""
     return os.path.realpath(path).split(os.sep)[1:2] in [[name] for name in _KERNEL_FOLDERS]
 
 
@@ -47,14 +47,15 @@ def open_regular(path: Path) -> BinaryIO:
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """The UTF-8 text of the regular file `path`.
 
-    Raises OSError if the path cannot be read, is not a regular file or has more than `max_bytes`; UnicodeDecodeError
-    if the text is not UTF-8.
+    Raises:
+        OSError: The path cannot be read, is not a regular file, or has more than `max_bytes` bytes.
+        UnicodeDecodeError: The text is not UTF-8.
     """
     with open_regular(path) as handle:
         content = handle.read(max_bytes + 1)
     if len(content) > max_bytes:
         size_bytes = os.stat(path).st_size
-        raise OSError(errno.EFBIG, f"{size_bytes} bytes is over the {max_bytes} bytes that are read of it", str(path))
+        raise OSError(errno.EFBIG, f"{size_bytes} bytes is over the limit of {max_bytes} bytes", str(path))
     return content.decode("utf-8")
 
 
@@ -68,4 +69,4 @@ def _refuse(path: Path, status: os.stat_result) -> None:
         if is_special(status.st_mode):
             raise OSError(errno.EINVAL, words, str(path))
     if is_of_kernel(path):
-        raise OSError(errno.EINVAL, "a file of the kernel, not of a disk; copy what it says to a file", str(path))
+        raise OSError(errno.EINVAL, "a file that the kernel generates; copy its content to a file on a disk", str(path))

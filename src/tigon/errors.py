@@ -1,17 +1,17 @@
-"""Every exception tigon raises on purpose, as one tree.
+"""The exceptions that tigon raises on purpose.
 
     TigonError
-      x UsageError            the caller passed something the op or command cannot take   (also a ValueError)
-        + ShapeError          shapes that do not belong together
-        + DtypeError          a dtype the op has no defined result for
-        + OptionError         an option value or a combination of options
+      x UsageError            a value that the op or command does not accept         (also a ValueError)
+        + ShapeError          tensor shapes that do not match
+        + DtypeError          a dtype for which the op has no defined result
+        + OptionError         an option value, or a combination of options, that is not valid
         + LabelError          a label outside [0, vocab) that is not ignore_index         (also an IndexError)
-      x RecipeError           a run recipe that cannot be carried out
+      x RecipeError           a recipe that cannot be run
         + DataError           a data file, named with its line
         + RunFolderError      a run folder or checkpoint that cannot be written or resumed
-        + ProcessError        a process of a run that has died
-      x PatchError            a model the patcher must not, or cannot, change
-      x KernelError           a kernel that cannot run here                             (also a RuntimeError)
+        + ProcessError        a process of a run has died
+      x PatchError            a model that the patcher must not or cannot change
+      x KernelError           a kernel that cannot run on this machine               (also a RuntimeError)
       x BenchError            a benchmark that cannot continue, or a file that is not a record
       x DoubleBackwardError   create_graph=True through an op without a second derivative  (also a RuntimeError)
 
@@ -26,11 +26,11 @@ class TigonError(Exception):
 
 
 class UsageError(TigonError, ValueError):
-    """The caller passed a value that the op or command cannot take."""
+    """The caller passed a value that the op or command does not accept."""
 
 
 class ShapeError(UsageError):
-    """Tensor shapes that do not belong together."""
+    """Tensor shapes that do not match one another."""
 
 
 class DtypeError(UsageError):
@@ -46,7 +46,7 @@ class LabelError(UsageError, IndexError):
 
 
 class RecipeError(TigonError):
-    """A run recipe that cannot be carried out as written."""
+    """A recipe that cannot be run as written."""
 
 
 class DataError(RecipeError):
@@ -66,7 +66,7 @@ class PatchError(TigonError):
 
 
 class KernelError(TigonError, RuntimeError):
-    """A kernel that cannot run here."""
+    """A kernel that cannot run on this machine, or gives wrong results on it."""
 
 
 class BenchError(TigonError):

@@ -1,10 +1,10 @@
-"""Numbers as readers see them."""
+"""Formats bytes, FLOP/s, times and prediction errors for readers."""
 
 from __future__ import annotations
 
 
 def in_bytes(nbytes: float) -> str:
-    """In the largest unit that there is one of."""
+    """Format a size in the largest unit whose value is at least 1."""
     for unit, size, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:,.{digits}f} {unit}"
@@ -12,19 +12,19 @@ def in_bytes(nbytes: float) -> str:
 
 
 def in_flops(flops_per_s: float) -> str:
-    """TFLOP/s from one on, else GFLOP/s; nothing for none."""
+    """Format a rate in TFLOP/s if it is at least 1 TFLOP/s, otherwise in GFLOP/s; "" for 0."""
     if not flops_per_s:
         return ""
     return f"{flops_per_s / 1e12:,.1f} TFLOP/s" if flops_per_s >= 1e12 else f"{flops_per_s / 1e9:,.1f} GFLOP/s"
 
 
 def in_ms(time_ms: float) -> str:
-    """Three digits, or as many as there are before the point; seconds from one on."""
+    """Format a time in milliseconds, or in seconds if it is at least 1 s, with three digits or more."""
     if time_ms >= 1000:
         return f"{time_ms / 1000:,.2f} s"
     return f"{time_ms:.3g} ms" if time_ms < 100 else f"{time_ms:.0f} ms"
 
 
 def off_by(predicted: float, measured: float) -> str:
-    """How far a prediction is from what was measured."""
+    """Format the error of a prediction relative to the measurement, such as +1.5%; "" if that is 0."""
     return f"{predicted / measured - 1:+.1%}" if measured else ""

@@ -33,7 +33,7 @@ def test_recipe_with_a_stage_trains_heads_that_fit_the_model() -> None:
 
 def test_heads_that_would_learn_nothing_are_refused() -> None:
     config = load_config("tigon-demo")
-    with pytest.raises(RecipeError, match=r"heads\.layers is 0 .* set layers: 1"):
+    with pytest.raises(RecipeError, match=r"heads\.layers is 0 .* set heads\.layers to 1"):
         objective_of(recipe_of(stage=1, layers=0, output="shared"), config, lambda: model.parameter_shapes(config))
 
 

@@ -121,7 +121,7 @@ def test_refusal_of_this_machine_and_divergence_have_different_statuses(here):
     assert result(precision="amp-fp16") == (
         failures.REFUSED, "train.precision: amp-fp16 needs a GPU, and this run is on the CPU"
     )  # fmt: skip
-    wrong = "kernels that give wrong results here: rope"  # with model.self_test: strict
+    wrong = "kernels that give wrong results on this device: rope"  # with model.self_test: strict
     assert result(refused=wrong) == (failures.REFUSED, wrong)
     status, detail = result(learning_rate=1e38)
     assert status == failures.FAILED and "not finite" in detail
@@ -160,7 +160,7 @@ cap(torch.device("cpu"), 4 << 30, Choices())
 try:
     torch.ones(3 << 30)
 except RuntimeError as error:
-    print(failures.of_exception(error)[0])
+    print(failures.status_of_exception(error)[0])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == failures.OUT_OF_MEMORY, done.stderr[-500:]

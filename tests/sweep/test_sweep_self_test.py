@@ -29,7 +29,10 @@ def test_probe_finds_every_wrong_op_before_the_points(wrong, tmp_path):
 
 def test_strict_point_is_refused_for_a_wrong_op(wrong):
     found = try_ops(Kind("no-flce", "strict", "fp32", "cpu"))
-    assert found["refused"].startswith("kernels that give wrong results here: swiglu: ") and not found["wrong_ops"]
+    assert (
+        found["refused"].startswith("kernels that give wrong results on this device: swiglu: ")
+        and not found["wrong_ops"]
+    )
 
 
 def test_point_that_this_machine_refuses_is_not_self_tested(wrong, monkeypatch):
@@ -53,7 +56,10 @@ def test_wrong_op_is_left_out_of_its_points_and_recorded(both, fake_workers, mon
     out = sweep(both)
     told = [line.split()[3:] for line in (here / "started.txt").read_text(encoding="utf-8").splitlines()]
     assert told == [[], ["rope,swiglu"]] * 2, "what the points are told to leave out"
-    assert f"warning  wrong results here: rope in bf16 ({WHY}); the model's own code is used" in capsys.readouterr().out
+    assert (
+        f"warning  wrong results on this device: rope in bf16 ({WHY}); the model's own code is used"
+        in capsys.readouterr().out
+    )
     found = json.loads((out / "results.json").read_text(encoding="utf-8"))
     assert found["environment"]["wrong_ops"] == {"bf16": {"rope": WHY, "swiglu": "CompilationError: no"}}
     assert [set(row["wrong_ops"]) for row in found["points"]] == [set(), {"rope", "swiglu"}] * 2

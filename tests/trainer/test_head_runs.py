@@ -202,7 +202,7 @@ def test_heads_of_another_model_are_refused(here: Path, recipe: Any, tigon: Any)
     )
     path = recipe(**merged(STAGE_1, {"heads": {"start": "other"}}))
     before = tree(here)
-    assert "hidden states of 16, and tigon-demo has 32" in tigon("medusa", path).error_line()
+    assert "hidden states of width 16, but tigon-demo has width 32" in tigon("medusa", path).error_line()
     assert tree(here) == before
 
 

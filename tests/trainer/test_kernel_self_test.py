@@ -45,7 +45,7 @@ def test_wrong_op_is_left_out_of_the_run_and_recorded(recipe, tigon, here, wrong
 def test_strict_run_with_a_wrong_op_is_refused(recipe, tigon, here, wrong):
     path = recipe(model={"kernels": "tigon", "self_test": "strict"})
     line = tigon("train", path).error_line()
-    assert "kernels that give wrong results here: swiglu: " in line and "tigon doctor" in line
+    assert "kernels that give wrong results on this device: swiglu: " in line and "tigon doctor" in line
     assert not (here / "runs").exists()
 
 

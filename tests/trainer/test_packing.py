@@ -71,7 +71,7 @@ def test_a_prompt_row_keeps_its_mask_inside_a_packed_row():
 
 def test_rows_that_are_too_long_stop_are_cut_or_are_dropped_and_counted():
     documents = prompts(5, 12, 11) + prompts(30, prompt=10)
-    with pytest.raises(DataError, match=r"p\.jsonl:2: 12 tokens, over data\.sequence_length 8 \(3 rows are\)"):
+    with pytest.raises(DataError, match=r"p\.jsonl:2: 12 tokens, over data\.sequence_length 8 \(3 documents are\)"):
         run(documents)
     cut = run(documents, too_long="truncate")
     assert (cut.n_truncated, cut.n_dropped) == (2, 1), "a row of which only the prompt would be left cannot be cut"

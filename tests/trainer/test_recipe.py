@@ -149,7 +149,7 @@ WRONG = {
         "d: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: [*d,*d,*d,*d,*d,*d,*d,*d,*d,*d]",
         r"more than 4096 values",
     ),
-    "file too large": ("# " + "x" * 70_000, r"over the 65536 bytes"),
+    "file too large": ("# " + "x" * 70_000, r"over the limit of 65536 bytes"),
 }
 
 

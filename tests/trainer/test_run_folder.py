@@ -225,7 +225,7 @@ HOSTILE = {
     ),
     "path in the name": ("output: {name: ../../x}\ntrain: {steps: 1}\n", r"output\.name is '\.\./\.\./x'"),
     "markup in the name": ("output: {name: '<script>'}\ntrain: {steps: 1}\n", r"output\.name is '<script>'"),
-    "link in the name": ("output: {name: 'a/b'}\ntrain: {steps: 1}\n", r"names one folder inside output\.folder"),
+    "link in the name": ("output: {name: 'a/b'}\ntrain: {steps: 1}\n", r"must name one folder inside output\.folder"),
 }
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from tigon.errors import TigonError
 from tigon.trainer.guards import console, system_limits
 
-USAGE_EXIT, INTERRUPTED_EXIT, BROKEN_PIPE_EXIT = 2, 130, 141  # shells use the last two for SIGINT and SIGPIPE
-# Errors of a path that the user gave, in whichever call first uses the path.
+USAGE_EXIT, INTERRUPTED_EXIT, BROKEN_PIPE_EXIT = 2, 130, 141  # shells use 130 for SIGINT and 141 for SIGPIPE
+# Errors that a path given by the user can cause, in any call that uses the path.
 _PATH_ERRORS = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)
 
 
@@ -76,8 +76,8 @@ def _app() -> Any:
         pretty_exceptions_enable=False,
     )
 
-    def show_version(asked: bool) -> None:
-        if asked:
+    def show_version(requested: bool) -> None:
+        if requested:
             from tigon import __version__
 
             print(f"tigon {__version__}")

@@ -14,14 +14,14 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check this machine, every op, and which kernels a model gets; exit code 1 when something is wrong."""
+    """Check this machine, every op, and which kernels a model gets; exit code 1 if something is wrong."""
     import json
 
     from tigon.doctor import diagnose
     from tigon.models.loading import hub
     from tigon.techniques.quiet import quiet_packages
 
-    # both change the whole process, so the command sets them and the library does not
+    # These two change the whole process, so the command calls them instead of the library.
     hub.set_offline_mode(() if model is None else (model,))
     quiet_packages()
     diagnosis = diagnose(model)

@@ -45,11 +45,12 @@ def models(
 ) -> bool:
     """Print the table or write it into a document. Returns False if a patched family differs from the unpatched one.
 
-    Raises OptionError for a family without a row, an unknown device or dtype, a document without markers, or options
-    that exclude each other.
+    Raises:
+        OptionError: A family has no row, a device or dtype is unknown, the document lacks markers, or options exclude
+            each other.
     """
     if into is not None and (as_json or verified or names):
-        raise OptionError("--into writes the whole table; leave the families, --json and --verify out.")
+        raise OptionError("--into writes the whole table; leave out the families, --json and --verify.")
     if (device or dtype) and not (verified or as_json):
         raise OptionError("--device and --dtype require --verify or --json; add one of them.")
     if others and into is None:

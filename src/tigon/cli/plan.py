@@ -27,16 +27,16 @@ from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.quiet import quiet_packages
 
 DEFAULT_BATCH, DEFAULT_SEQ = 8, 1024
-"""The recipe's train.batch_size and data.sequence_length."""
+"""The defaults of train.batch_size and data.sequence_length in a recipe."""
 EVALUATED = True
-"""The recipe's data.eval_fraction is not 0, so that a recommended recipe evaluates."""
+"""A recommended recipe evaluates, because the default of data.eval_fraction is not 0."""
 MOST = 1 << 20
 """Limit for batch sizes and counts of micro-batches. Beyond it tensor sizes overflow 64 bits."""
 METHODS, POLICIES = ("trace", "study"), ("search", "study")
 
 
 def _with_technique_flags(function: Callable[..., None]) -> Callable[..., None]:
-    """Replaces `**given` in the signature, which typer reads, by the flags that the techniques declare."""
+    """Replace `**given` in the signature, which typer reads, by the flags that the techniques declare."""
     signature = inspect.signature(function, eval_str=True)
     flags = []
     for setting in SETTINGS.values():
@@ -88,9 +88,10 @@ def run(
     policy: str = "search", effective_batch: int | None = None, medusa: int | None = None, stage: int | None = None,
     as_json: bool = False, plot: Path | None = None, explain: bool = False, **given: Any,
 ) -> None:  # fmt: skip
-    """Predict, plan and print. given: fields of Choices, with None for flags that were left out.
+    """Predict, plan and print. given: Fields of Choices; a flag that was left out is None.
 
-    Raises UsageError if a flag has an unknown value or a value out of range, or if flags exclude each other.
+    Raises:
+        UsageError: A flag has an unknown value or a value out of range, or flags exclude each other.
     """
     _quiet(model)
     given = {name: value for name, value in given.items() if value is not None and value is not False}
@@ -104,7 +105,7 @@ def run(
 
     import torch
 
-    torch.set_num_threads(1)  # nothing is computed, and OpenMP's threads spin while they wait
+    torch.set_num_threads(1)  # the planner computes no tensors, and OpenMP's threads spin while they wait
     choices = replace(Choices(), **given)
     if effective_batch is not None:
         batch = _micro_batch(effective_batch, batch, choices.gpus, given.get("accumulate"))
@@ -119,7 +120,7 @@ def run(
 def _request(
     model: str, choices: Choices, batch: int | None, seq: int | None, heads: tuple[int, int] | None
 ) -> Request:
-    """heads: (number of Medusa heads, stage of their training), or None for a model without heads."""
+    """The plan request. heads: (number of Medusa heads, training stage), or None for a model without heads."""
     config = load_config(model)
     return Request(
         model=model, config=config, batch=DEFAULT_BATCH if batch is None else batch,
@@ -161,12 +162,12 @@ def _check_sizes(sizes: Mapping[str, int | None]) -> None:
         least, _ = LIMITS.get(name, (1, None))
         if value is not None and value < least:
             raise UsageError(f"--{name} is {value}; it must be at least {least}.")
-        if value is not None and value > MOST and name != "seq":  # that one has the model's limit
+        if value is not None and value > MOST and name != "seq":  # the model limits --seq
             raise UsageError(f"--{name} is {value}; it must be at most {MOST}.")
 
 
 def _check_settings(given: Mapping[str, Any]) -> None:
-    """The same check as everywhere, by the names of the flags."""
+    """Check each setting by its own rules, with the flag's name in the message."""
     for name, value in given.items():
         setting, flag = SETTINGS[name], SETTINGS[name].flag
         assert flag is not None

@@ -23,7 +23,7 @@ from tigon.data import sources as named
 from tigon.data.sources import BUILT_IN, unreadable
 from tigon.errors import DataError
 
-MAX_ROW_BYTES = 2**28  # a row is one document; a longer line is not JSONL, or is text that belongs into a .txt file
+MAX_ROW_BYTES = 2**28  # a row is one document; a longer line is not JSONL, or is text for a .txt file
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant",
          "tool": "tool", "observation": "tool", "function_call": "assistant"}  # fmt: skip
 
@@ -46,7 +46,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Document:
-    """Segments, or messages that a chat template will turn into text. `origin` is `file` or `file:line`."""
+    """Segments of text, or messages for the chat template. `origin` is `file` or `file:line`."""
 
     origin: str
     segments: tuple[Segment, ...] = ()
@@ -67,7 +67,7 @@ class Document:
 
 @dataclass
 class BadRows:
-    """Handles a row that cannot be used: refuses the run, or leaves the row out and counts it."""
+    """The policy for unusable rows: end the run, or skip and count them."""
 
     policy: str = "error"
     """The value of `data.bad_rows`."""
@@ -75,6 +75,7 @@ class BadRows:
     """One message per row left out, with its file and line."""
 
     def take(self, error: DataError) -> None:
+        """Raise `error`, or count it if the policy is to skip rows."""
         if self.policy == "error":
             raise error
         self.problems.append(str(error))
@@ -86,8 +87,15 @@ def read(
 ) -> list[Document]:  # fmt: skip
     """Read the documents of `sources` in order, up to `max_text_mib` of text.
 
-    key: the recipe key that names the sources, for messages. Raises DataError with file and line for a row or file that
-    cannot be read, and for sources without any text.
+    Args:
+        sources: Files, folders, or `python-docs`.
+        layout: The value of `data.format`.
+        max_text_mib: The value of `data.max_text_mib`; None: no limit.
+        bad: The policy for unusable rows.
+        key: The recipe key that names the sources, for messages.
+
+    Raises:
+        DataError: A file or row cannot be read, the first document is over the limit, or there is no text.
     """
     budget_bytes = math.inf if max_text_mib is None else max_text_mib * 2**20
     documents: list[Document] = []
@@ -114,9 +122,12 @@ def read(
 
 
 def split_eval(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """(training, evaluation) documents. Whole documents are held out at even spacing, so both parts have every kind.
+    """(training, eval) documents. The eval split takes documents at even spacing, so that both parts have every kind.
 
-    If there is only one text document, its end is held out instead, from a line break on.
+    If there is only one text document, its last lines are the eval split.
+
+    Raises:
+        DataError: There is only one document, and it is not plain text or too short to split.
     """
     if fraction == 0:
         return list(documents), []
@@ -165,7 +176,7 @@ def _python_docs() -> Iterator[Document]:
             try:
                 with tokenize.open(path) as handle:  # honours the file's coding line
                     text = handle.read()
-            except (SyntaxError, UnicodeDecodeError, OSError):  # a few are broken on purpose
+            except (SyntaxError, UnicodeDecodeError, OSError):  # a few files are invalid on purpose
                 continue
             if text.strip():
                 yield Document(path.relative_to(root).as_posix(), (Segment(text, True),))
@@ -184,7 +195,7 @@ def _file(path: Path, layout: str, max_text_mib: float | None, bad: BadRows) -> 
             if max_text_mib is not None and size_bytes // 2 > max_text_mib * 2**20:
                 yield Document(str(path), at_least_bytes=size_bytes // 2)
                 return
-            content = handle.read(size_bytes)  # the limit also holds for a file that is still growing
+            content = handle.read(size_bytes)  # the file may still be growing
     except OSError as error:
         raise unreadable(path, error) from None
     try:

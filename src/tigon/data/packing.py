@@ -61,8 +61,15 @@ class SampleDataset(Dataset[Sample]):
 def pack(documents: Sequence[Encoded], length: int, *, packing: bool, cross_document: bool, too_long: str) -> Packed:
     """Pack documents into sequences of at most `length` tokens: text first, then prompts with answers.
 
-    too_long: error, truncate or drop, for a prompt and answer of more than `length` tokens. With error, DataError names
-    the first of them.
+    Args:
+        documents: The encoded documents.
+        length: The most tokens per sequence.
+        packing: Whether a sequence may hold several documents.
+        cross_document: Whether tokens attend to earlier documents in their sequence.
+        too_long: error, truncate or drop, for a prompt with its answer of more than `length` tokens.
+
+    Raises:
+        DataError: `too_long` is error and a prompt with its answer is too long; the message names the first one.
     """
     text = [d for d in documents if d.is_text]
     prompted, n_truncated, n_dropped = _shorten([d for d in documents if not d.is_text], length, too_long)
@@ -72,8 +79,8 @@ def pack(documents: Sequence[Encoded], length: int, *, packing: bool, cross_docu
     else:
         pieces = [_slice(d, i, i + length) for d in text for i in range(0, len(d.tokens), length)]
         samples = [_sample([piece], cross_document) for piece in [*pieces, *prompted]]
-    samples = [row for row in samples if bool((row.labels_T != IGNORE_INDEX).any())]
-    return Packed(samples, sum(len(row.tokens_T) for row in samples), n_truncated, n_dropped)
+    samples = [sample for sample in samples if bool((sample.labels_T != IGNORE_INDEX).any())]
+    return Packed(samples, sum(len(sample.tokens_T) for sample in samples), n_truncated, n_dropped)
 
 
 def _shorten(documents: Sequence[Encoded], length: int, too_long: str) -> tuple[list[Encoded], int, int]:
@@ -86,8 +93,8 @@ def _shorten(documents: Sequence[Encoded], length: int, too_long: str) -> tuple[
         if too_long == "error":
             n_over = sum(len(d.tokens) > length for d in documents)
             raise DataError(
-                f"{document.origin}: {len(document.tokens)} tokens, over data.sequence_length {length} ({n_over} rows "
-                "are); raise it, or set data.too_long to truncate or drop"
+                f"{document.origin}: {len(document.tokens)} tokens, over data.sequence_length {length} "
+                f"({n_over} documents are); raise it, or set data.too_long to truncate or drop"
             )
         cut = _slice(document, 0, length)
         if too_long == "drop" or all(label == IGNORE_INDEX for label in cut.labels):  # only prompt is left
@@ -104,26 +111,26 @@ def _slice(document: Encoded, start: int, stop: int) -> Encoded:
 
 def _stream(documents: Sequence[Encoded], length: int) -> Iterable[list[Encoded]]:
     """Pieces of consecutive documents, `length` tokens at a time. The last sequence may be shorter."""
-    row: list[Encoded] = []
+    pieces: list[Encoded] = []
     free = length
     for document in documents:
         start = 0
         while start < len(document.tokens):
             piece = _slice(document, start, start + free)
-            row.append(piece)
+            pieces.append(piece)
             start += len(piece.tokens)
             free -= len(piece.tokens)
             if free == 0:
-                yield row
-                row, free = [], length
-    if row:
-        yield row
+                yield pieces
+                pieces, free = [], length
+    if pieces:
+        yield pieces
 
 
 def _best_fit(documents: Sequence[Encoded], length: int) -> list[list[Encoded]]:
     """Best fit, longest first: each goes into the sequence with the least sufficient room. O(N log N) by bisection."""
     samples: list[list[Encoded]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    room: list[tuple[int, int]] = []  # (free tokens, index of the sequence), sorted
     for document in sorted(documents, key=lambda d: -len(d.tokens)):
         size = len(document.tokens)
         at = bisect.bisect_left(room, (size, -1))
@@ -165,15 +172,15 @@ class Collator:
     flatten: bool = False
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        longest = max(len(row.tokens_T) for row in samples)
-        padding = [longest - len(row.tokens_T) for row in samples]
-        tokens = _stack([row.tokens_T for row in samples], padding, self.pad_id)
-        labels = _stack([row.labels_T for row in samples], padding, IGNORE_INDEX)
+        longest = max(len(sample.tokens_T) for sample in samples)
+        padding = [longest - len(sample.tokens_T) for sample in samples]
+        tokens = _stack([sample.tokens_T for sample in samples], padding, self.pad_id)
+        labels = _stack([sample.labels_T for sample in samples], padding, IGNORE_INDEX)
         if not self.packing:
-            mask = _stack([torch.ones_like(row.tokens_T) for row in samples], padding, 0)
+            mask = _stack([torch.ones_like(sample.tokens_T) for sample in samples], padding, 0)
             return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
         positions = torch.stack(
-            [torch.cat([row.positions_T, torch.arange(n)]) for row, n in zip(samples, padding, strict=True)]
+            [torch.cat([sample.positions_T, torch.arange(n)]) for sample, n in zip(samples, padding, strict=True)]
         ).long()
         batch = {"input_ids": tokens, "labels": labels, "position_ids": positions}
         return {name: value.reshape(1, -1) for name, value in batch.items()} if self.flatten else batch
@@ -187,7 +194,7 @@ def _stack(samples: Sequence[Tensor], padding: Sequence[int], fill: int) -> Tens
 
 def unigram_entropy(samples: Iterable[Sample]) -> float:
     """Entropy in nats per learned token of the best predictor without context: H = -sum_v p_v ln p_v."""
-    labels = torch.cat([row.labels_T[row.labels_T != IGNORE_INDEX] for row in samples]).long()
+    labels = torch.cat([sample.labels_T[sample.labels_T != IGNORE_INDEX] for sample in samples]).long()
     counts = torch.bincount(labels)
     p = counts[counts > 0].double() / labels.numel()
     return float(-(p * p.log()).sum())
@@ -198,7 +205,7 @@ def fingerprint(samples: Iterable[Sample]) -> str:
     import hashlib
 
     digest = hashlib.sha256()
-    for row in samples:
-        digest.update(row.tokens_T.numpy().tobytes())
-        digest.update(row.labels_T.numpy().tobytes())
+    for sample in samples:
+        digest.update(sample.tokens_T.numpy().tobytes())
+        digest.update(sample.labels_T.numpy().tobytes())
     return digest.hexdigest()

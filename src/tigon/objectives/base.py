@@ -243,9 +243,10 @@ class Objective(Protocol):
     ) -> torch.Tensor:
         """Returns (sum of the losses, number of target tokens) of a batch in fp64; zeros if `counts` is false.
 
-        The result stays on the device. The host must not wait for it, because that wait would not end if another
-        process has run out of memory in a collective forward pass. precision: makes the autocast context of a forward
-        pass.
+        The result stays on the device. The host must not wait for it: the wait would not end if another process has
+        run out of memory in a collective forward pass.
+
+        precision: Makes the autocast context of a forward pass.
         """
         ...
 

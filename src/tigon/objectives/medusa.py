@@ -176,7 +176,7 @@ class MedusaTraining(CausalLM):
 
     recipe: Recipe = field(kw_only=True)
     spec: HeadsSpec = field(kw_only=True)
-    _held_out: HeadMetrics | None = field(default=None, init=False)
+    _evaluated: HeadMetrics | None = field(default=None, init=False)
     _scored: HeadMetrics | None = field(default=None, init=False)
 
     @classmethod
@@ -266,7 +266,7 @@ class MedusaTraining(CausalLM):
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
-        self._held_out = None
+        self._evaluated = None
 
     def evaluation_sums(
         self, model: Any, inputs: Mapping[str, Any], counts: bool, precision: Callable[[], AbstractContextManager[Any]]
@@ -279,13 +279,13 @@ class MedusaTraining(CausalLM):
 
     def count_batch(self) -> None:
         assert self._scored is not None, "a batch was evaluated"
-        if self._held_out is None:
-            self._held_out = self._scored
+        if self._evaluated is None:
+            self._evaluated = self._scored
         else:
-            self._held_out.join(self._scored)
+            self._evaluated.join(self._scored)
 
     def evaluation_metrics(self, reduce: Reduce) -> dict[str, float]:
-        return self._held_out.take(reduce) if self._held_out is not None else {}
+        return self._evaluated.take(reduce) if self._evaluated is not None else {}
 
     def metric_section(self) -> MetricSection:
         """One row for each head and, in stage 2, one for the model. The total loss, a weighted sum, says little."""

@@ -288,7 +288,7 @@ def _measure(run: Run, chosen: Sequence[Point], *, time_limit_s: float | None, r
     if todo:
         _say(run, f"device   {run.environment['device']}{_limit_words(run)}")
         for wrong_op in self_test.words(run.environment["wrong_ops"]):
-            _say(run, f"warning  wrong results here: {wrong_op}; the model's own code is used, see `tigon doctor`")
+            _say(run, f"warning  wrong results on this device: {wrong_op}; the model's own code is used (tigon doctor)")
         _measure_all(run, todo, began_s, time_limit_s)
 
 

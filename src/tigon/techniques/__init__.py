@@ -1,7 +1,7 @@
-"""Whole-run techniques: what a training run does, beyond its model and its data, to fit and to be fast.
+"""The techniques by which a training run saves memory or time, apart from its model and its data.
 
 choices.py        the values that a run chooses, one typed field per setting
-setting.py        the record of a setting: recipe key, flag, allowed values, what the planner does with it
+setting.py        the record of a setting: recipe key, flag, allowed values, how the planner uses it
 technique.py      the record of a technique: memory, time, result, hooks; and `Declaration`, what one file declares
 condition.py      conditions on choices, and exclusions, as data
 matrix.py         checks of choices: allowed values, exclusions, packages
@@ -9,9 +9,9 @@ galore.py         the GaLore optimizer
 host_offload.py   moves the tensors that autograd saves to host memory
 recompute.py      recomputes a function in the backward pass
 
-Every other file declares techniques. To add one, write a file with a `DECLARATION`, which is found by itself, and give
-each new setting its line in `Choices`. Recipe keys, the flags of `tigon plan`, the search, the checks and the pages
-follow from the declaration.
+Every other file declares techniques. To add one, write a file with a `DECLARATION`, which is imported automatically,
+and add a field to `Choices` for each new setting. Recipe keys, the flags of `tigon plan`, the search, the checks and
+the pages follow from the declaration.
 """
 
 from __future__ import annotations

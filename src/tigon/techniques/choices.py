@@ -1,7 +1,7 @@
 """The values that a run chooses, one typed field per setting. Recipe, trainer and planner share these names.
 
-A field's line here gives its name, type and default, and its place in every list. All else about a setting stands in
-the file of its technique: the recipe key, the flag, the values it takes, and what the planner does with it.
+A field's line here gives its name, type and default, and its place in every list. All else about a setting is in the
+file of its technique: the recipe key, the flag, the allowed values, and how the planner uses it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention whose backward pass processes one group of heads after another.
 
 A fused kernel's memory grows linearly with the sequence. Its backward pass adds an fp32 copy of dQ and, if query heads
-share key heads, a dK and a dV for each query head. For Llama-3.2-1B at 524,288 tokens this is 8 GiB beside 2 GiB of Q.
+share key heads, a dK and a dV for each query head. For Llama-3.2-1B at 524,288 tokens this is 8 GiB, and Q has 2 GiB.
 Heads are independent, so groups of heads can take turns, and only one group needs scratch memory at a time.
 
 The forward pass stays one call, because its output is one tensor. The backward pass calls PyTorch's kernel on slices

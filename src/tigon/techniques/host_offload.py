@@ -1,7 +1,7 @@
 """Keeps the tensors that autograd saves in pinned host memory, and copies them on a second stream.
 
-A copy to the host starts when a tensor is saved, and runs beside the next layer. The copy back starts one tensor before
-it is used. On devices without streams, tensors stay on the device.
+A copy to the host starts when a tensor is saved, and runs while the next layer computes. The copy back starts one
+tensor before it is used. On devices without streams, tensors stay on the device.
 """
 
 from __future__ import annotations

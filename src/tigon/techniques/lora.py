@@ -68,7 +68,7 @@ def _without_cpu_packing(model: Any, choices: Choices, run_info: RunInfo) -> Any
     return model
 
 
-# The planner adds no adapters that were not asked for, because they train less than the whole model.
+# The planner adds adapters only on request, because they train less than the whole model.
 _RANK = Setting(
     field="lora_rank", key="lora.rank", help="Rank of the adapters; none: full fine-tuning.", minimum=1, maximum=4096,
     flag=Flag(name="lora", metavar="R", help="Train LoRA adapters of rank R."), traced=True,

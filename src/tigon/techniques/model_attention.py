@@ -5,7 +5,7 @@ from __future__ import annotations
 from tigon.techniques.setting import Flag, Setting
 from tigon.techniques.technique import Declaration
 
-# The planner changes it only if it was asked to, because the others are slower or need a package.
+# The planner changes it only on request, because the others are slower or need a package.
 _ATTENTION = Setting(
     field="attention", key="model.attention",
     help="Attention implementation. The flash implementations need their package and a GPU.",

@@ -6,7 +6,7 @@ from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.setting import Flag, Setting
 from tigon.techniques.technique import Declaration
 
-# The planner changes the kernels only if it was asked to, because the others are slower.
+# The planner changes the kernels only on request, because the others are slower.
 _KERNELS = Setting(
     field="kernels", key="model.kernels",
     help="`tigon`: patch every op; `no-flce`: patch all ops except the linear cross entropy; `none`: do not patch; "

@@ -62,7 +62,7 @@ class Setting:
     traced: bool = False
     """A trace of the model depends on it."""
     search: Search | None = None
-    """None: the planner changes it only if it was asked to."""
+    """None: the planner changes the setting only on request."""
     candidates: Callable[[Any], tuple[Any, ...]] = lambda config: ()
     """(transformers config) -> the values that the search tries, best first."""
     always_written: bool = False

@@ -1,4 +1,4 @@
-"""The records that a technique's file declares: what it does to memory, time and result, and how it is switched on."""
+"""The records that a technique's file declares: its effects on memory, time and result, and its settings."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class Technique:
     source: str
 
     change_rank: int = 0
-    """How far it takes a run's numbers from AdamW under autocast: our order, not a measurement. The planner compares
-    sums of ranks to decide which of two runs changes less. 0: it changes nothing."""
+    """How much it changes a run's numbers from AdamW under autocast, as a rank that was set by hand, not measured. The
+    planner compares sums of ranks to decide which of two runs changes less. 0: it changes nothing."""
     rough_time: bool = False
     """The planner models its time only roughly, so it counts as one more rank."""
     last_resort: bool = False

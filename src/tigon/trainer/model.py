@@ -66,7 +66,7 @@ def load_config(model: ModelConfig) -> Any:
     """The transformers config, with `model.config` applied to a preset.
 
     Raises:
-        RecipeError: The name is no model, `model.revision` or `model.config` does not apply to it, or its config cannot
+        RecipeError: The model does not exist, `model.revision` or `model.config` does not apply to it, or its config cannot
             be loaded.
     """
     from transformers import AutoConfig
@@ -231,7 +231,7 @@ def _problem_of(config: Any) -> str | None:
         if config.num_hidden_layers < 1:
             return "a model has at least one layer"
         tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
-        # Pass a mask: without one, transformers makes a mask or reads the positions, and meta tensors have no values.
+        # Pass a mask: without one, transformers makes a mask or reads the positions, and meta tensors lack values.
         mask = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta")
         with torch.no_grad():
             assert built.train()(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False).loss.ndim == 0

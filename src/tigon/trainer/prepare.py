@@ -128,30 +128,30 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     bad = documents.BadRows(data.bad_rows)
     read = documents.read(data.source, data.format, data.max_text_mib, bad)
     if data.eval_source:
-        learned, held_out = read, documents.read(data.eval_source, data.format, None, bad, "data.eval_source")
+        train_docs, eval_docs = read, documents.read(data.eval_source, data.format, None, bad, "data.eval_source")
     else:
-        learned, held_out = documents.split_eval(read, data.eval_fraction)
-    tok = _tokenizer(recipe, learned)
+        train_docs, eval_docs = documents.split_eval(read, data.eval_fraction)
+    tok = _tokenizer(recipe, train_docs)
     preflight.check_vocabulary(recipe, config, len(tok))
     encode = partial(tokenizer.encode, tokenizer=tok, vocab_size=config.vocab_size, bad=bad)
-    train = objective.samples(encode(learned), data)
-    held = objective.samples(encode(held_out), data) if held_out else None
-    eval_samples = held.samples if held else []
+    train = objective.samples(encode(train_docs), data)
+    eval_packed = objective.samples(encode(eval_docs), data) if eval_docs else None
+    eval_samples = eval_packed.samples if eval_packed else []
     _check_enough(recipe, len(train.samples), choices.gpus)
-    if held is not None and not held.samples:
-        raise _nothing_to_evaluate(recipe, len(held_out), held.n_dropped)
+    if eval_packed is not None and not eval_packed.samples:
+        raise _nothing_to_evaluate(recipe, len(eval_docs), eval_packed.n_dropped)
     prompt = _prompt(recipe, tok, eval_samples or train.samples)
     preflight.check_sample(recipe, config, len(prompt))
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
     flatten = data.packing and recipe.model.attention.startswith("flash")
     data_summary = {
-        "documents": len(learned),
-        "held_out_documents": len(held_out),
+        "documents": len(train_docs),
+        "held_out_documents": len(eval_docs),
         "rows": len(train.samples),
         "tokens": train.n_tokens,
-        "held_out_tokens": held.n_tokens if held else 0,
-        "truncated_rows": train.n_truncated + (held.n_truncated if held else 0),
-        "dropped_rows": train.n_dropped + (held.n_dropped if held else 0),
+        "held_out_tokens": eval_packed.n_tokens if eval_packed else 0,
+        "truncated_rows": train.n_truncated + (eval_packed.n_truncated if eval_packed else 0),
+        "dropped_rows": train.n_dropped + (eval_packed.n_dropped if eval_packed else 0),
         "bad_rows": len(bad.problems),
         "tokenizer_size": len(tok),
         "parameters": n_parameters,
@@ -177,12 +177,12 @@ def _trains_tokenizer(recipe: Recipe) -> bool:
     return recipe.data.tokenizer == "auto" and model.is_preset(recipe.model.name)
 
 
-def _tokenizer(recipe: Recipe, learned: Sequence[documents.Document]) -> Any:
+def _tokenizer(recipe: Recipe, train_docs: Sequence[documents.Document]) -> Any:
     from tigon.data import tokenizer
 
     name = recipe.data.tokenizer
     if _trains_tokenizer(recipe):
-        texts = [document.text for document in learned]
+        texts = [document.text for document in train_docs]
         return tokenizer.train_bpe(texts, recipe.data.vocab_size, tokenizer.default_cache_folder())
     own = name == "auto"
     return tokenizer.load_tokenizer(
@@ -216,7 +216,7 @@ def _check_enough(recipe: Recipe, n_samples: int, n_processes: int) -> None:
 
 
 def _nothing_to_evaluate(recipe: Recipe, n_documents: int, n_dropped: int) -> DataError:
-    """The error for eval documents that give no sample; the run would silently have no eval loss."""
+    """The error for eval documents without a usable sample. The run would silently lack an eval loss."""
     data = recipe.data
     if data.eval_source:
         what, fix = (

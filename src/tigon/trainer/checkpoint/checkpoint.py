@@ -238,7 +238,7 @@ def _sync(path: Path) -> None:
 def disk_is_full(error: BaseException, folder: Path) -> bool:
     """Whether `error` or one of its causes means that a disk or quota is full.
 
-    PyTorch's writer gives no reason for a failed write, so for a RuntimeError the free space of the disk decides. Call
+    PyTorch's writer does not name the cause of a failed write, so for a RuntimeError the disk's free space decides. Call
     this before removing any of the written files.
     """
     while True:

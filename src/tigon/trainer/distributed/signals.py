@@ -124,7 +124,7 @@ class StopRequest:
         self.number = 0
         """The signal that came; 0: none."""
         self.promise = "saving at the end of this step"
-        """What the confirmation announces."""
+        """The text of the confirmation."""
         self._speaks = speaks
         self._before: dict[int, Any] = {}
         self._listener: _SignalListener | None = None

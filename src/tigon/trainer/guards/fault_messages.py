@@ -62,7 +62,7 @@ def _is_removed(run: RunFolder) -> bool:
 
 
 def _again(run: RunFolder, command: str) -> str:
-    """How to continue the run, or to repeat it if it has no checkpoint, as the end of a sentence."""
+    """How to continue the run, or to repeat it without a checkpoint, as the end of a sentence."""
     if any((run.path / run_folder.CHECKPOINTS).glob("checkpoint-*")):
         return f"run `{command} --resume`"
     return f"remove this folder, which holds no checkpoint, and run `{command}`"

@@ -21,7 +21,7 @@ from tigon.errors import RecipeError
 
 
 class NanGuard:
-    """The guard of one trainer. Its counters are on `device`, so that a step does not wait for the host."""
+    """The guard of one trainer. Its counters are on `device`, so that the host need not synchronise with the GPU in each step."""
 
     def __init__(self, device: torch.device, limit: int) -> None:
         """Make a guard that allows `limit` skipped steps in a row."""

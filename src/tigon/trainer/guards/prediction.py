@@ -1,6 +1,6 @@
 """The planner's prediction of a run on this machine's GPU: before the run, compared with its peak, and if it fails.
 
-On a CPU there is no prediction, because the planner's estimates are for GPUs and the CPU has no allocator statistics.
+On a CPU nothing is predicted, because the planner's estimates are for GPUs.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ EXTRAS = (
     "transformers", "accelerate", "tokenizers", "safetensors", "yaml", "rich", "tensorboard", "matplotlib", "jinja2",
 )  # fmt: skip
 OLDEST_TRANSFORMERS = (5, 8)
-CPU_ZERO_PROCESSES = 1  # on the CPU, Accelerate 1.15 has no backend for more
+CPU_ZERO_PROCESSES = 1  # Accelerate 1.15 lacks a backend for more on the CPU
 
 
 def check_packages() -> None:

@@ -65,7 +65,7 @@ def _words(error: BaseException) -> str | None:
     if number == errno.EFBIG or re.search(_TOO_LARGE, text):
         return _file_too_large()
     if isinstance(error, RuntimeError) and "PytorchStreamWriter" in text and _limit("RLIMIT_FSIZE") != "unlimited":
-        return _file_too_large()  # PyTorch's writer gives no reason for a failed write
+        return _file_too_large()  # PyTorch's writer does not name the cause of a failed write
     if isinstance(error, MemoryError) or number == errno.ENOMEM or re.search(_NO_MEMORY, text):
         return _no_memory(text)
     return None
