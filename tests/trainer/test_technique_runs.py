@@ -24,8 +24,8 @@ from forks import forks, in_forks
 from tigon.cli import app
 from tigon.models import DeferredLogits
 from tigon.models.loading.presets import PRESETS
+from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import LoraConfig, ModelConfig, Recipe, TrainConfig
-from tigon.recipe.recipe_file import load
 from tigon.techniques import SETTINGS
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS

@@ -108,7 +108,7 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
 def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     # imports transformers, so it has to come after quiet_libraries
     from tigon.data import tokenizer
-    from tigon.data.packing import Collator, fingerprint, unigram_entropy
+    from tigon.data.packing import fingerprint, unigram_entropy
     from tigon.objectives.choose import objective_of
     from tigon.techniques import head_groups
     from tigon.trainer import engine, model
@@ -134,8 +134,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     tok = _tokenizer(recipe, train_docs)
     preflight.check_vocabulary(recipe, config, len(tok))
     encode = partial(tokenizer.encode, tokenizer=tok, vocab_size=config.vocab_size, bad=bad)
-    train = _pack(recipe, encode(train_docs))
-    eval_packed = _pack(recipe, encode(eval_docs)) if eval_docs else None
+    train = objective.samples(encode(train_docs), data)
+    eval_packed = objective.samples(encode(eval_docs), data) if eval_docs else None
     eval_samples = eval_packed.samples if eval_packed else []
     _check_enough(recipe, len(train.samples), choices.gpus)
     if eval_packed is not None and not eval_packed.samples:
@@ -160,7 +160,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     }
     return Prepared(
         recipe, device, choices, engine.run_info_of(recipe, config, shapes, device), objective, config, n_parameters,
-        tok, train, eval_samples, Collator(pad_id, data.packing, flatten), prompt, data_summary,
+        tok, train, eval_samples, objective.collator(data, pad_id=pad_id, flatten=flatten), prompt, data_summary,
         bad_rows=tuple(bad.problems[:3]),
         warnings=warnings_of(
             recipe, RunSize(len(train.samples), len(eval_samples), choices.gpus),
@@ -190,16 +190,6 @@ def _tokenizer(recipe: Recipe, train_docs: Sequence[documents.Document]) -> Any:
         revision=recipe.model.revision if own else None,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-
-
-def _pack(recipe: Recipe, encoded: Any) -> Packed:
-    from tigon.data.packing import pack
-
-    data = recipe.data
-    return pack(
-        encoded, data.sequence_length, packing=data.packing, cross_document=data.cross_document_attention,
-        too_long=data.too_long,
-    )  # fmt: skip
 
 
 def _check_enough(recipe: Recipe, n_samples: int, n_processes: int) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tigon.data import sources
 from tigon.errors import RunFolderError, TigonError
-from tigon.recipe import recipe_file
+from tigon.objectives import recipe_checks
 from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.sharding import weights_are_sharded
@@ -60,7 +60,7 @@ def train(
     """
     preflight.check_packages()
     command = shlex.join(["tigon", "train", str(path), *(word for text in overrides for word in ("--set", text))])
-    recipe = recipe_file.load(path, overrides, gpu_present=preflight.gpu_present)
+    recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     if require is not None:
         require(path, recipe)
     preflight.check_process(recipe.train.workers)
@@ -76,7 +76,7 @@ def train(
         from tigon.trainer.guards import prediction
 
         overrides = prediction.with_auto(recipe, overrides, device, resume=resume)
-        recipe = recipe_file.load(path, overrides, gpu_present=preflight.gpu_present)
+        recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     if recipe.sharding.gpus > 1 and not launch.started_by_launcher():
         preflight.check_techniques(recipe, device)
         code = launch.launch(path, overrides, recipe.sharding.gpus, resume=resume)
@@ -451,6 +451,7 @@ def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals
         device=prepared.device,
         collator=prepared.collator,
         samples=SampleDataset(prepared.train.samples),
+        objective=prepared.objective,
         announce=lambda text: console.print(text, markup=False),
         stop=stop,
     )
@@ -472,7 +473,8 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any], objecti
         line = f"eval loss {summary['eval_loss']:.4f} nats, {abs(gap):.2f} {side} the unigram entropy"
         console.print(line, markup=False)
     if summary["decoded"]:
-        console.print(f"heads    {objective.sampled_line(summary['decoded'])}", markup=False, soft_wrap=True)
+        line = f"{objective.name:<8} {objective.sampled_line(summary['decoded'])}"
+        console.print(line, markup=False, soft_wrap=True)
     if summary["evaluation_error"]:
         console.print(f"warning  {summary['evaluation_error']}", markup=False, soft_wrap=True)
     if summary["skipped_steps"]:

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tigon.errors import RunFolderError
+from tigon.objectives.recipe_checks import loads_saved
 from tigon.recipe.keys import OutputConfig, Recipe
-from tigon.recipe.recipe_file import loads_saved
 from tigon.trainer.checkpoint import checkpoint
 
 RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (
@@ -125,7 +125,10 @@ class RunFolder:
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """The record in a line of metrics.jsonl; None if the line is damaged, for example by a full disk."""
+    """The record in a line of metrics.jsonl; None if the line is damaged, for example by a full disk.
+
+    pydantic is not used, because the keys of a record depend on the objective.
+    """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -243,6 +246,9 @@ def with_checkpoint(run: RunFolder, recipe: Recipe) -> RunFolder:
 @contextmanager
 def locked(path: Path, file: str = RECIPE, work: str = "training into this run folder") -> Iterator[None]:
     """Lock a folder for the block. The system releases the lock of a killed process.
+
+    `filelock.FileLock` is not used. It locks a file of its own, which would stay in every run folder. It makes that
+    file again if another process has removed the folder, and here that removal is an error.
 
     Args:
         path: The folder.

@@ -6,6 +6,9 @@ waits until the file is gone (torch.utils.file_baton), which is forever if the c
 tigon also locks its file with flock, which the system releases when the process ends. So a file of tigon's is stale if
 no process has it locked and no compiler works in its folder. The file's mode distinguishes it from another program's.
 For a file of another program, whose owner is unknown, tigon waits and prints a message with its path.
+
+`filelock` is not used. PyTorch in other processes waits for any existing file, but `FileLock` leaves its file behind.
+`SoftFileLock` removes it if the process that made it is gone, and does not look for compilers that outlived it.
 """
 
 from __future__ import annotations
