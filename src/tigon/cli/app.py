@@ -5,6 +5,7 @@ import errno
 import sys
 from typing import Annotated, Any
 
+from tigon import __version__
 from tigon.errors import TigonError
 from tigon.trainer.guards import console, system_limits
 
@@ -78,8 +79,6 @@ def _app() -> Any:
 
     def show_version(asked: bool) -> None:
         if asked:
-            from tigon import __version__
-
             print(f"tigon {__version__}")
             raise typer.Exit
 

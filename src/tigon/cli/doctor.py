@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -15,8 +16,6 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check this machine, every op, and which kernels a model gets; exit code 1 when something is wrong."""
-    import json
-
     from tigon.doctor import diagnose
     from tigon.models.loading import hub
     from tigon.techniques.quiet import quiet_packages

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from tigon.errors import UsageError
@@ -100,8 +101,6 @@ def run(
         raise UsageError(f"--plot {plot} is a file; give a folder.")
     if stage is not None and medusa is None:
         raise UsageError(f"--stage {stage} requires --medusa N; add --medusa 3.")
-
-    import torch
 
     torch.set_num_threads(1)  # nothing is computed, and OpenMP's threads spin while they wait
     choices = replace(Choices(), **given)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import torch
 
+from tigon import __version__
 from tigon.ops import _dispatch
 
 PACKAGES = (
@@ -73,8 +74,6 @@ def current_environment() -> Environment:
 
 def _version(package: str) -> str | None:
     if package == "tigon":
-        from tigon import __version__
-
         return __version__
     if package == "torch":
         return str(torch.__version__)  # with the +cpu or +cu130 that some installers leave out of the metadata

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from tigon.errors import RecipeError, UsageError
+from tigon.models import patch as patch_model
 from tigon.models.loading import weight_files
 from tigon.models.loading.config import check_counts, declared_in, is_hub_id
 from tigon.models.loading.presets import PRESETS
@@ -351,8 +352,6 @@ def patch(model: Any, kernels: str, **ops: bool) -> Any:
 
 
 def _tigon(model: Any, **ops: bool) -> Any:
-    from tigon.models import patch as patch_model
-
     return patch_model(model, **ops)
 
 

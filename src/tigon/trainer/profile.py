@@ -23,16 +23,19 @@ from typing import TYPE_CHECKING
 from tigon.data import sources
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
 from tigon.objectives.recipe_checks import without_phases
+from tigon.planner.search.recommend import label
+from tigon.profiler.render import page, result, tables
+from tigon.profiler.render.result import Predicted, Profile
+from tigon.profiler.timeline import timeline_chart
 from tigon.recipe import recipe_file
 from tigon.recipe.keys import ComparisonConfig, Recipe
-from tigon.trainer import prepare
+from tigon.trainer import model, prepare
 from tigon.trainer.distributed import launch
-from tigon.trainer.guards import preflight
+from tigon.trainer.guards import prediction, preflight
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tigon.profiler.render.result import Predicted, Profile
     from tigon.trainer.prepare import Prepared
 
 TRACED_STEPS = 2
@@ -168,9 +171,6 @@ def _free(parent: Path, name: str) -> Path:
 
 
 def _write(folder: Path, profiles: Sequence[Profile]) -> None:
-    from tigon.profiler.render import page, result
-    from tigon.profiler.timeline import timeline_chart
-
     if len(profiles) == 1:
         (folder / result.FILE).write_text(json.dumps(profiles[0].as_mapping()) + "\n", encoding="utf-8")
         rows = [row.as_mapping() for row in profiles[0].ops]
@@ -184,8 +184,6 @@ def _write(folder: Path, profiles: Sequence[Profile]) -> None:
 
 def _profile_in_a_process(path: Path, overrides: Sequence[str], steps: int, out: Path) -> Profile:
     """One profile by a process of its own. What it prints is in the page; how it fails is said here."""
-    from tigon.profiler.render import result
-
     _console().print(f"profile  {out.name}: {shlex.join([str(path), *overrides])}", markup=False, soft_wrap=True)
     words = [word for text in overrides for word in ("--set", text)]
     command = [sys.executable, "-m", "tigon", "profile", str(path), *words, "--steps", str(steps), "--out", str(out)]
@@ -213,8 +211,6 @@ def _told_apart(profiles: Sequence[Profile], request: ProfileRequest) -> list[Pr
 
 
 def _profile_here(recipe: Recipe, steps: int, folder: Path) -> Profile:
-    from tigon.profiler.render.result import Profile
-    from tigon.trainer import model
     from tigon.trainer.profiled_run import record
 
     device = preflight.check_device(recipe)
@@ -231,8 +227,6 @@ def _profile_here(recipe: Recipe, steps: int, folder: Path) -> Profile:
 
 def _label(prepared: Prepared) -> str:
     """The run in a line, which its page is headed with."""
-    from tigon.planner.search.recommend import label
-
     recipe = prepared.recipe
     technique_label = label(prepared.choices)
     if prepared.choices.kernels == "tigon":
@@ -254,9 +248,6 @@ def _details(prepared: Prepared) -> dict[str, str]:
 
 def _predict(prepared: Prepared) -> tuple[Predicted | None, str]:
     """(what the planner says of this run on this GPU, or why it says nothing)"""
-    from tigon.profiler.render.result import Predicted
-    from tigon.trainer.guards import prediction
-
     if prepared.device.type != "cuda":
         return None, "none: the planner's is of a GPU"
     gpu = prediction.gpu_here(prepared.device, prepared.choices)
@@ -273,8 +264,6 @@ def _predict(prepared: Prepared) -> tuple[Predicted | None, str]:
 
 
 def _conclude(profiles: Sequence[Profile], target: Path) -> None:
-    from tigon.profiler.render import tables
-
     console = _console()
     tables.show(profiles, console)
     for path in sorted(path for path in target.rglob("*") if path.is_file()):

@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon.data import sources
+from tigon.data.packing import SampleDataset
 from tigon.errors import RunFolderError, TigonError
+from tigon.objectives.base import FinalSave
 from tigon.recipe import recipe_file
 from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.sharding import weights_are_sharded
-from tigon.trainer import run_folder
+from tigon.trainer import model, run_folder
 from tigon.trainer.checkpoint import checkpoint, nvme_swap
 from tigon.trainer.distributed import launch, signals
-from tigon.trainer.guards import fault_messages, preflight, system_limits
+from tigon.trainer.guards import fault_messages, prediction, preflight, self_test, system_limits
+from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.prepare import Prepared, prepare, quiet_libraries
 from tigon.trainer.run_folder import RunFolder
 
@@ -59,8 +62,6 @@ def train(
     checkpoint.no_pickles()
     device = preflight.check_device(recipe)
     if auto:
-        from tigon.trainer.guards import prediction
-
         overrides = prediction.with_auto(recipe, overrides, device, resume=resume)
         recipe = recipe_file.load(path, overrides, gpu_present=preflight.gpu_present)
     if recipe.sharding.gpus > 1 and not launch.started_by_launcher():
@@ -180,8 +181,6 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         counts = f"{data['truncated_rows']} rows truncated, {data['dropped_rows']} dropped"
         lines.append(f"warning  {counts} (data.too_long: {recipe.data.too_long})")
     if prepared.unused_tensors:
-        from tigon.trainer import model
-
         lines.append(model.unused_line(prepared.unused_tensors))
     for name, why in prepared.wrong_ops.items():
         lines.append(
@@ -196,8 +195,6 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
 
 def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequence[str]) -> Prepared:
     """`prepared` with what the planner says about it, which is printed."""
-    from tigon.trainer.guards import prediction
-
     words = (word for text in overrides for word in ("--set", text))
     command = shlex.join(["tigon", "train", str(path), *words])
     predicted = None
@@ -215,7 +212,6 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     """(model, patch report or None)"""
     # imports transformers, which quiet_libraries has to come before
     from tigon.trainer import engine
-    from tigon.trainer.guards import self_test
 
     recipe, objective = prepared.recipe, prepared.objective
     built, patched = engine.build(
@@ -296,7 +292,6 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
 def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) -> None:
     """The final weights, if they are wanted. Every process calls it; adapters may be part of the weights afterwards."""
     # imports transformers, which quiet_libraries has to come before
-    from tigon.objectives.base import FinalSave
     from tigon.trainer import engine
 
     target, objective = run.path / "model", prepared.objective
@@ -323,10 +318,8 @@ def _train(
     from torch.utils.tensorboard import SummaryWriter
 
     # imports transformers, which quiet_libraries has to come before
-    from tigon.data.packing import SampleDataset
     from tigon.trainer import engine
     from tigon.trainer import trainer as trainers
-    from tigon.trainer.guards import prediction
     from tigon.trainer.report.progress import MetricsWriter, ProgressDisplay
 
     recipe = prepared.recipe
@@ -406,7 +399,6 @@ def _final_eval_loss(trainer: Any) -> float | None:
 
 def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals.StopRequest) -> list[Repeat]:
     # imports transformers, which quiet_libraries has to come before
-    from tigon.data.packing import SampleDataset
     from tigon.trainer.report.comparison import compare
 
     recipe = prepared.recipe
@@ -435,7 +427,6 @@ def _last_step(run: RunFolder) -> int:
 def _conclude(console: Console, run: RunFolder, summary: dict[str, Any], objective: Objective) -> None:
     from rich.table import Table
 
-    from tigon.trainer.guards.prediction import comparison_line
     from tigon.trainer.report.progress import format_bytes
 
     if summary["eval_loss"] is not None:

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tigon.errors import UsageError
+from tigon.models import patch
 from tigon.models.seams.loss import causal_lm_loss, without_logits
 from tigon.models.tracing import attention_replaced
 from tigon.planner.gpus import Gpu
@@ -194,7 +196,6 @@ def _patch(model: Any, kernels: str, recorder: TraceRecorder) -> None:
     flags = PATCH_FLAGS[kernels]
     if flags is None:
         return
-    from tigon.models import patch
 
     patch(model, **flags)
     if kernels == "no-flce":
@@ -303,7 +304,6 @@ class _Run:
         """checkpoint()'s own pair, of forward and recomputation; here they also tell which of the two is on."""
         if not selective:
             return contextlib.nullcontext(), self._recomputation()
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
         forward, again = create_selective_checkpoint_contexts(_keeps)
         return _both(self._watched(), forward), _both(self._recomputation(), _both(self._watched(), again))
@@ -397,8 +397,6 @@ _KEPT = frozenset({*KEPT_OPS, attention.OPERATOR})
 
 def _keeps(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """The run's own policy; attention goes by another name here."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
     return CheckpointPolicy.MUST_SAVE if op._schema.name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 

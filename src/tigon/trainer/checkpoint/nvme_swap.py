@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tigon.errors import RunFolderError
 from tigon.trainer import run_folder
 from tigon.trainer.distributed import launch
@@ -61,7 +63,6 @@ def restore(engine: Any, checkpoint: Path) -> None:
     """Give the optimizer of a DeepSpeedEngine, which has loaded `checkpoint`, what that does not where states are in
     files (0.19.8): it copies the files and no more. Adam would begin anew with moments of zero, and what is too small
     for a file, the norms' weights, would stay as it was drawn."""
-    import torch
     from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
 
     if not engine.zero_nvme_offload_optimizer():
@@ -86,8 +87,6 @@ def restore(engine: Any, checkpoint: Path) -> None:
 
 def _expect_moments(state: dict[str, Any], n_elements: int) -> None:
     """Have the moments, which a checkpoint holds in files, be read from these: tensors of their size, of no memory."""
-    import torch
-
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and not value.numel():
             state[name] = torch.empty(1, dtype=value.dtype).expand(n_elements)

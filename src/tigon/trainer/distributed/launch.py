@@ -19,13 +19,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
 
 from tigon.errors import ProcessError
 from tigon.trainer.distributed import signals
-
-if TYPE_CHECKING:
-    import torch
 
 T = TypeVar("T")
 _rounds = itertools.count()
@@ -121,9 +121,6 @@ def init_distributed(device: torch.device, *, alone: bool = False) -> None:
 
 def _init_process_group(device: torch.device) -> None:
     """Gloo carries what is on the CPU, FSDP2's offloaded states among it."""
-    import torch
-    from torch import distributed
-
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:  # Accelerate's name for it would be cpu:0, for which torch.load knows no place
@@ -139,8 +136,6 @@ def _waiting_is_said() -> Iterator[None]:
 
     Raises ProcessError where the others have not come within PyTorch's limit of time, or the address is not usable.
     """
-    from torch import distributed
-
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     who = f"process {rank()} of {world_size()} (RANK, WORLD_SIZE)"
     way = "`unset RANK WORLD_SIZE` if this run is of one process"
@@ -160,8 +155,6 @@ def _waiting_is_said() -> Iterator[None]:
 @contextmanager
 def main_process_first() -> Iterator[None]:
     """The first process runs the block, then the others: what the first leaves in a cache is made once."""
-    from torch import distributed
-
     if rank() > 0:
         distributed.barrier()
     try:
@@ -204,8 +197,6 @@ def shutdown_distributed(*, together: bool = False) -> None:
 
     together: wait for all of them before, where the first to go would have a launcher end the others.
     """
-    from torch import distributed
-
     if distributed.is_initialized():
         if together:
             distributed.barrier()
@@ -214,8 +205,6 @@ def shutdown_distributed(*, together: bool = False) -> None:
 
 def broadcast(value: T) -> T:
     """The first process's `value`, everywhere."""
-    from torch import distributed
-
     if world_size() == 1:
         return value
     words = [value]
@@ -228,8 +217,6 @@ def all_gather_ints(value: int, *, patience_s: float = PATIENCE_S) -> list[int] 
 
     By the store over which they met, not by a collective: a process that waits in vain for one cannot end either.
     """
-    from torch import distributed
-
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return [value]
     n, rank, world = next(_rounds), distributed.get_rank(), distributed.get_world_size()
@@ -250,9 +237,6 @@ def all_gather_ints(value: int, *, patience_s: float = PATIENCE_S) -> list[int] 
 def _all_gather_by_collective(value: int) -> list[int] | None:
     """What all processes say, where it is no matter if it is waited for in vain: without a launcher a process ends in
     time whatever it does."""
-    import torch
-    from torch import distributed
-
     values = [torch.zeros(1, dtype=torch.long) for _ in range(distributed.get_world_size())]
     try:
         distributed.all_gather(values, torch.tensor([value]))

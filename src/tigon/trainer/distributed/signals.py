@@ -23,6 +23,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+from torch import distributed
+
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT") if hasattr(signal, name))
 NOTING_S = 1  # for a handler that can run; it takes microseconds
 EXIT_OFFSET = 128  # as shells have it: 130 after SIGINT, 143 after SIGTERM
@@ -148,9 +151,6 @@ class StopRequest:
 
     def signal_in_any_process(self) -> int:
         """The signal that any process has had, asked by all of them at once; 0: none."""
-        import torch
-        from torch import distributed
-
         if _alone():
             return self.number
         signal_number = torch.tensor([self.number])  # on the CPU, where nothing waits for a GPU
@@ -170,8 +170,6 @@ def is_ending() -> bool:
 
 
 def _alone() -> bool:
-    from torch import distributed
-
     return not distributed.is_initialized() or distributed.get_world_size() == 1
 
 

@@ -14,7 +14,7 @@ from tigon.errors import ProcessError, RecipeError, RunFolderError, TigonError
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch, signals
-from tigon.trainer.guards import preflight, system_limits
+from tigon.trainer.guards import prediction, preflight, system_limits
 from tigon.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -91,7 +91,6 @@ def _worker_is_lost(error: Exception) -> bool:
 def explain_out_of_memory(run: RunFolder, prepared: Prepared) -> Iterator[None]:
     """Running out of memory in the block is said with what was needed, and how the run can go on."""
     # imports transformers, which quiet_libraries has to come before
-    from tigon.trainer.guards import prediction
     from tigon.trainer.trainer import EvaluationBroken
 
     try:
