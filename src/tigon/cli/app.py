@@ -67,7 +67,7 @@ def _fail_as_typed(error: Any) -> None:
 def _app() -> Any:
     import typer
 
-    from tigon.cli import bench, doctor, medusa, models, plan, profile, sweep, train
+    from tigon.cli import bench, doctor, medusa, models, plan, profile, sweep, train  # loads typer
 
     app = typer.Typer(
         help="Train larger batches and longer contexts of Hugging Face language models.",

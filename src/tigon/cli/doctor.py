@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from tigon.models.loading import hub
+from tigon.techniques.quiet import quiet_packages
+
 
 def command(
     model: Annotated[
@@ -16,9 +19,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check this machine, every op, and which kernels a model gets; exit code 1 when something is wrong."""
-    from tigon.doctor import diagnose
-    from tigon.models.loading import hub
-    from tigon.techniques.quiet import quiet_packages
+    from tigon.doctor import diagnose  # not for --help
 
     # both change the whole process, so the command sets them and the library does not
     hub.set_offline_mode(() if model is None else (model,))

@@ -25,7 +25,7 @@ def command(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
 ) -> None:
     """Train heads that predict several tokens ahead (Medusa, MTP), with a report at the end."""
-    from tigon.trainer import run  # with what it imports too slow for --help
+    from tigon.trainer import run  # not for --help
 
     with console.survive_broken_streams():
         run.train(recipe, [*(assignments or ()), *gpus_as_override(gpus)], resume=resume, require=require_heads)

@@ -18,6 +18,8 @@ from tigon.medusa.planned import planned
 from tigon.models.loading import hub
 from tigon.models.loading.config import load_config
 from tigon.planner.gpus import find_gpu
+from tigon.planner.render import charts, terminal
+from tigon.planner.render import explain as explanation
 from tigon.planner.request import Request
 from tigon.planner.search.recommend import Plan, plan
 from tigon.planner.search.space import SearchProblem
@@ -129,9 +131,6 @@ def _request(
 def _print(answer: Plan, as_json: bool, explain: bool, plot: Path | None) -> None:
     from rich.console import Console
 
-    from tigon.planner.render import explain as explanation
-    from tigon.planner.render import terminal
-
     if as_json:
         extra = {"explanation": explanation.lines(answer)} if explain else {}
         print(json.dumps(terminal.as_mapping(answer) | extra, indent=2))
@@ -141,8 +140,6 @@ def _print(answer: Plan, as_json: bool, explain: bool, plot: Path | None) -> Non
         if explain:
             console.print(explanation.explanation(answer), markup=False, soft_wrap=True)
     if plot is not None:
-        from tigon.planner.render import charts
-
         written = charts.write(answer, plot)
         if not as_json:
             Console(highlight=False).print(f"charts   {', '.join(map(str, written))}", markup=False, soft_wrap=True)

@@ -30,7 +30,7 @@ def command(
     ] = None,
 ) -> None:
     """Train a recipe over a grid of its keys. Points that are already in the results folder are not measured again."""
-    from tigon.sweep.run import sweep
+    from tigon.sweep.run import sweep  # not for --help
 
     with console.survive_broken_streams():
         sweep(

@@ -501,7 +501,7 @@ def _finish(run: Run) -> None:
         worker.write(run.folder.path / PREDICTIONS, run.predictions)
     written = run.results()
     run.folder.write_results(written)  # before the report, which takes seconds: the sweep may be killed meanwhile
-    from tigon.sweep import report  # matplotlib
+    from tigon.sweep import report  # loads transformers
 
     report.write(written, run.folder.path)
     done = sum(map(_finished, written["points"]))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from tigon.errors import RecipeError, UsageError
 from tigon.models import patch as patch_model
@@ -282,6 +281,7 @@ def read(model: ModelConfig, *, dtype: torch.dtype, **loading: Any) -> Any:
     Raises:
         RecipeError: it cannot be loaded, or a tensor of the model is in no file.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:

@@ -101,8 +101,7 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
 
 
 def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
-    # imports transformers, which quiet_libraries has to come before
-    from tigon.trainer import engine, model
+    from tigon.trainer import engine  # loads transformers
 
     config = model.load_config(recipe.model)
     preflight.check_lengths(recipe, config)

@@ -211,7 +211,7 @@ def _told_apart(profiles: Sequence[Profile], request: ProfileRequest) -> list[Pr
 
 
 def _profile_here(recipe: Recipe, steps: int, folder: Path) -> Profile:
-    from tigon.trainer.profiled_run import record
+    from tigon.trainer.profiled_run import record  # loads transformers
 
     device = preflight.check_device(recipe)
     prepared = prepare.prepare(recipe, device)

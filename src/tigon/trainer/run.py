@@ -210,8 +210,7 @@ def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequen
 
 def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     """(model, patch report or None)"""
-    # imports transformers, which quiet_libraries has to come before
-    from tigon.trainer import engine
+    from tigon.trainer import engine  # loads transformers
 
     recipe, objective = prepared.recipe, prepared.objective
     built, patched = engine.build(
@@ -226,8 +225,7 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
     """Train, compare, report. A signal is answered where nothing is half-written: until the final weights are being
     saved with a checkpoint, which --resume goes on from; afterwards the comparison alone is left out. Raises Stopped.
     """
-    # imports transformers, which quiet_libraries has to come before
-    from tigon.trainer.report import report
+    from tigon.trainer.report import report  # loads transformers
 
     with signals.StopRequest(speaks=launch.rank() == 0) as stop:
         summary = _train_and_save(run, prepared, console, stop)
@@ -249,10 +247,9 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
 
 def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: signals.StopRequest) -> dict[str, Any]:
     """What the run found, but for the comparison. Raises Stopped before the final weights are saved."""
-    # imports transformers, which quiet_libraries has to come before
-    from tigon.trainer import engine, model
-    from tigon.trainer.first_phase import train_phase
-    from tigon.trainer.report.progress import ProgressDisplay
+    from tigon.trainer import engine  # loads transformers
+    from tigon.trainer.first_phase import train_phase  # loads transformers
+    from tigon.trainer.report.progress import ProgressDisplay  # loads transformers
 
     recipe, tok, objective = prepared.recipe, prepared.tokenizer, prepared.objective
     if phase := objective.phase(prepared.choices, run.path):
@@ -291,8 +288,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
 
 def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) -> None:
     """The final weights, if they are wanted. Every process calls it; adapters may be part of the weights afterwards."""
-    # imports transformers, which quiet_libraries has to come before
-    from tigon.trainer import engine
+    from tigon.trainer import engine  # loads transformers
 
     target, objective = run.path / "model", prepared.objective
     if not prepared.recipe.output.save_model:
@@ -317,10 +313,9 @@ def _train(
     weights are saved before the evaluation, as one that runs out of memory ends all processes."""
     from torch.utils.tensorboard import SummaryWriter
 
-    # imports transformers, which quiet_libraries has to come before
-    from tigon.trainer import engine
-    from tigon.trainer import trainer as trainers
-    from tigon.trainer.report.progress import MetricsWriter, ProgressDisplay
+    from tigon.trainer import engine  # loads transformers
+    from tigon.trainer import trainer as trainers  # loads transformers
+    from tigon.trainer.report.progress import MetricsWriter, ProgressDisplay  # loads transformers
 
     recipe = prepared.recipe
     args = trainers.arguments(
@@ -383,8 +378,7 @@ def _end_if_asked(prepared: Prepared, trainer: Any) -> None:
 def _final_eval_loss(trainer: Any) -> float | None:
     """The held-out loss after the last step, from the records when that step was an evaluation's anyway; None where
     evaluation does not fit into memory, which is no reason to lose what was trained, and where a signal ends it."""
-    # imports transformers, which quiet_libraries has to come before
-    from tigon.trainer.trainer import EvaluationFailed
+    from tigon.trainer.trainer import EvaluationFailed  # loads transformers
 
     for record in reversed(trainer.state.log_history):
         if "eval_loss" in record and record["step"] == trainer.state.global_step:
@@ -398,8 +392,7 @@ def _final_eval_loss(trainer: Any) -> float | None:
 
 
 def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals.StopRequest) -> list[Repeat]:
-    # imports transformers, which quiet_libraries has to come before
-    from tigon.trainer.report.comparison import compare
+    from tigon.trainer.report.comparison import compare  # loads transformers
 
     recipe = prepared.recipe
     if recipe.comparison.steps == 0:
@@ -427,7 +420,7 @@ def _last_step(run: RunFolder) -> int:
 def _conclude(console: Console, run: RunFolder, summary: dict[str, Any], objective: Objective) -> None:
     from rich.table import Table
 
-    from tigon.trainer.report.progress import format_bytes
+    from tigon.trainer.report.progress import format_bytes  # loads transformers
 
     if summary["eval_loss"] is not None:
         gap = summary["unigram_entropy"] - summary["eval_loss"]

@@ -90,8 +90,7 @@ def _worker_is_lost(error: Exception) -> bool:
 @contextmanager
 def explain_out_of_memory(run: RunFolder, prepared: Prepared) -> Iterator[None]:
     """Running out of memory in the block is said with what was needed, and how the run can go on."""
-    # imports transformers, which quiet_libraries has to come before
-    from tigon.trainer.trainer import EvaluationBroken
+    from tigon.trainer.trainer import EvaluationBroken  # loads transformers
 
     try:
         yield
