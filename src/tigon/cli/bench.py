@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tigon.cli.shared import Command
+
 
 def kernels_command(
     suite: Annotated[
@@ -55,3 +57,9 @@ def report_command(
     from tigon.bench.report import report_file  # not for --help
 
     report_file(record, plot, into)
+
+
+_GROUP = typer.Typer(help="Measure kernels against other libraries and the hardware's limit.", no_args_is_help=True)
+_GROUP.command("kernels")(kernels_command)
+_GROUP.command("report")(report_command)
+COMMAND = Command(_GROUP, place=8)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tigon.cli.shared import Command
 from tigon.models.loading import hub
 from tigon.techniques.quiet import quiet_packages
 
@@ -27,3 +28,6 @@ def command(
     diagnosis = diagnose(model)
     print(json.dumps(diagnosis.to_dict(), indent=2) if as_json else diagnosis)
     raise typer.Exit(0 if diagnosis.ok else 1)
+
+
+COMMAND = Command(command, place=7)

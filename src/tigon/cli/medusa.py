@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tigon.cli.shared import gpus_as_override
+from tigon.cli.shared import Command, gpus_as_override
 from tigon.objectives.recipe_checks import require_heads
 from tigon.trainer.guards import console
 
@@ -29,3 +29,6 @@ def command(
 
     with console.survive_broken_streams():
         run.train(recipe, [*(assignments or ()), *gpus_as_override(gpus)], resume=resume, require=require_heads)
+
+
+COMMAND = Command(command, place=2)

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from tigon.cli.shared import Command
 from tigon.errors import UsageError
 from tigon.medusa.planned import planned
 from tigon.models.loading import hub
@@ -196,3 +197,6 @@ def _quiet(model: str) -> None:
     hub.set_offline_mode((model,))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # tigon turns the relevant warnings into errors
     quiet_packages()
+
+
+COMMAND = Command(command, place=3)

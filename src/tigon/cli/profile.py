@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tigon.cli.shared import Command
 from tigon.trainer.guards import console
 
 
@@ -30,3 +31,6 @@ def command(
 
     with console.survive_broken_streams():
         profile(ProfileRequest(recipe, tuple(assignments or ()), steps, beside, tuple(beside_assignments or ()), out))
+
+
+COMMAND = Command(command, place=5)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tigon.cli.shared import Command
 from tigon.trainer.guards import console
 
 
@@ -37,3 +38,6 @@ def command(
             file, assignments or (), memory_limit=memory_limit, time_limit=time_limit, out=out, only=only,
             retry=retry, draw=draw, earlier=earlier,
         )  # fmt: skip
+
+
+COMMAND = Command(command, place=4)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tigon.cli.shared import gpus_as_override
+from tigon.cli.shared import Command, gpus_as_override
 from tigon.trainer.guards import console
 
 
@@ -32,3 +32,6 @@ def command(
 
     with console.survive_broken_streams():
         train(recipe, [*(assignments or ()), *gpus_as_override(gpus)], resume=resume, auto=auto)
+
+
+COMMAND = Command(command, place=1)
