@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,8 @@ LEAVES = {"errors", "_types", "_files", "units"}  # every package may import the
 MAY_IMPORT_TRANSFORMERS = {
     "cli", "doctor", "models", "techniques", "medusa", "data", "planner", "trainer", "sweep", "bench", "compat",
 }  # fmt: skip
+# What may say "Medusa" or ask for its heads: the objective, its modules, its command, and the declaration of its keys.
+MAY_NAME_HEADS = {"objectives", "medusa", "cli"}
 MAX_LINES = 600
 
 
@@ -121,6 +124,87 @@ def test_packages_import_only_their_allowed_libraries(path: Path) -> None:
 def test_every_file_is_below_the_line_limit(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MAX_LINES, f"{lines} lines; split it"
+
+
+def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of all that code names: variables, arguments, attributes, keywords, modules, and whole strings."""
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Name):
+            yield line, node.id
+        elif isinstance(node, ast.Attribute):
+            yield line, node.attr
+        elif isinstance(node, (ast.arg, ast.keyword)):
+            yield line, node.arg or ""
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield line, node.name
+        elif isinstance(node, ast.alias):
+            yield from ((line, part) for part in (*node.name.split("."), node.asname or ""))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            yield line, node.value
+
+
+def names_medusa_heads(name: str) -> bool:
+    """`heads` as one word of the name, or Medusa; not attention's heads, which have a word before them."""
+    words = [word for word in re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) if word]
+    of_attention = {"attention", "key", "value", "query", "kv", "q", "n", "num", "multi", "warned"}
+    heads = [
+        word
+        for word, before in zip(words, ["", *words], strict=False)
+        if word == "heads" and before not in of_attention
+    ]
+    return "medusa" in words or bool(heads)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_theirs"),
+    {
+        "heads": True, "HeadsConfig": True, "medusa": True, "PlannedMedusa": True, "draft_heads": True,
+        "heads.stage": True, "num_attention_heads": False, "head": False, "multi_head": False, "head_groups": False,
+    }.items(),
+)  # fmt: skip
+def test_names_of_medusa_heads_are_told_from_those_of_attention(name: str, is_theirs: bool) -> None:
+    assert names_medusa_heads(name) == is_theirs
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in FILES
+        # a kernel, an op or a model may have heads: attention's, or several output layers
+        if LEVEL.get(room_of(path), 0) < LEVEL["models"] and room_of(path) not in {*MAY_NAME_HEADS, "bench", "compat"}
+    ]
+    + sorted((SOURCE / "techniques").glob("*.py")),
+    ids=lambda p: str(p.relative_to(SOURCE)),
+)
+def test_only_the_objective_asks_for_medusa_heads(path: Path) -> None:
+    """A decision about heads is the objective's; the trainer, the planner and the sweep ask its protocol."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if path == SOURCE / "recipe" / "keys.py":  # the section's declaration
+        declared = ("HeadsConfig", "Recipe", "SECTIONS", "OBJECTIVE_SECTIONS")
+        kept = [node for node in tree.body if not any(name in declared for _, name in _defined(node))]
+        tree = ast.Module(kept, [])
+    if path == SOURCE / "planner" / "request.py":  # checks the numbers of attention heads in a config
+        tree = ast.Module([n for n in tree.body if getattr(n, "name", "") != "check"], [])
+    found = [f"line {line}: {name}" for line, name in names_in(tree) if names_medusa_heads(name)]
+    assert not found, f"{path.relative_to(SOURCE)} names Medusa or its heads: {found}"
+
+
+def _defined(node: ast.stmt) -> Iterator[tuple[int, str]]:
+    """What a statement of a module defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        yield node.lineno, node.name
+    elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from ((node.lineno, target.id) for target in targets if isinstance(target, ast.Name))
+
+
+def test_recipes_are_loaded_with_the_objectives_rules() -> None:
+    """`recipe_file.load` does not know them; `objectives.recipe_checks.load` passes them on."""
+    for path in FILES:
+        if room_of(path) not in ("objectives", "recipe"):
+            assert not {"tigon.recipe.recipe_file", "tigon.recipe.recipe_file.load"} & imports(path), path
 
 
 def test_importing_tigon_imports_neither_transformers_nor_triton() -> None:

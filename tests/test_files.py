@@ -13,6 +13,7 @@ from tigon.bench import record
 from tigon.data import sources
 from tigon.errors import TigonError
 from tigon.models.loading.config import load_config
+from tigon.objectives import recipe_checks
 from tigon.profiler.render import result
 from tigon.recipe import recipe_file
 from tigon.sweep import definition, import_results
@@ -52,7 +53,7 @@ def test_special_file_is_refused_with_its_kind_and_without_waiting(special):
 
 
 READERS = {
-    "a recipe": lambda path: recipe_file.load(path, gpu_present=lambda: False),
+    "a recipe": lambda path: recipe_checks.load(path, gpu_present=lambda: False),
     "a sweep": definition.load,
     "--from": import_results.read,
     "a bench record": record.load,
@@ -77,4 +78,4 @@ def test_a_file_over_the_limit_is_refused_before_it_is_read_whole(tmp_path):
     with pytest.raises(OSError, match=f"{2**40} bytes is over the 1000 bytes"):
         read_text(path, 1000)
     with pytest.raises(TigonError, match=f"{2**40} bytes is over the {recipe_file.MAX_RECIPE_BYTES} bytes"):
-        recipe_file.load(path, gpu_present=lambda: False)
+        recipe_checks.load(path, gpu_present=lambda: False)

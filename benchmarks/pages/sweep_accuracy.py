@@ -30,8 +30,8 @@ from benchmarks.pages.planner_accuracy import (
     write_between,
 )
 from tigon.errors import TigonError, UsageError
+from tigon.objectives import recipe_checks
 from tigon.planner.gpus import GPUS, find_gpu
-from tigon.recipe import recipe_file
 from tigon.recipe.keys import Recipe
 from tigon.sweep import failures
 from tigon.sweep.prediction import predict
@@ -156,7 +156,7 @@ def recipe_of(case: Mapping[str, Any], folder: Path) -> Recipe:
         tree.setdefault(section, {})[name] = value
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(tree), encoding="utf-8")  # JSON is YAML
-    return recipe_file.load(file, gpu_present=lambda: True, checked=not case["unchecked"])
+    return recipe_checks.load(file, gpu_present=lambda: True, checked=not case["unchecked"])
 
 
 def unexpected(comparisons: Sequence[Comparison], quantity: Quantity) -> list[str]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from tigon.objectives.base import PlannedObjective
+from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.planner.gpus import MIB, Gpu, find_gpu
 from tigon.planner.request import Request
 from tigon.techniques.choices import Choices
@@ -43,11 +45,11 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 def request_of(
-    name: str = "llama", *, batch: int = 2, seq: int = 64, masked: bool = False, heads: Any = None,
-    evaluated: bool = False, shape: dict[str, Any] | None = None, **choices: Any,
+    name: str = "llama", *, batch: int = 2, seq: int = 64, masked: bool = False, evaluated: bool = False,
+    objective: PlannedObjective | None = None, shape: dict[str, Any] | None = None, **choices: Any,
 ) -> Request:  # fmt: skip
     """A request for a small model with these choices."""
     return Request(
         model=name, config=config_of(name, **(shape or {})), batch=batch, seq=seq, masked=masked,
-        heads=heads, evaluated=evaluated, choices=Choices(**choices),
+        objective=objective or PlannedCausalLM(), evaluated=evaluated, choices=Choices(**choices),
     )  # fmt: skip

@@ -9,10 +9,12 @@ import pytest
 from planner_helpers import BARE, H200, config_of, request_of
 
 from tigon.errors import UsageError
-from tigon.medusa import Attachment, HeadsSpec, Objective
+from tigon.medusa import HeadsSpec, Objective
 from tigon.models import MODELS
 from tigon.models.loading.config import load_config
 from tigon.models.verification.tiny import tiny_config
+from tigon.objectives.causal_lm import PlannedCausalLM
+from tigon.objectives.medusa import PlannedMedusa
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.estimate import COMPONENTS, PHASES, estimate, logits_bytes
 from tigon.planner.gpus import GPUS, Gpu, find_gpu
@@ -23,8 +25,8 @@ from tigon.techniques.choices import Choices
 GIB = 1 << 30
 
 
-def heads_of(stage: int, count: int = 3, shared: bool = True) -> Attachment:
-    return Attachment(HeadsSpec(count=count, shared=shared), Objective(stage=stage))
+def heads_of(stage: int, count: int = 3, shared: bool = True) -> PlannedMedusa:
+    return PlannedMedusa(HeadsSpec(count=count, shared=shared), Objective(stage=stage))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -47,8 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
     "zero-2-cpu": {"zero": 2, "gpus": 2, "offload": "cpu"},
     "zero-3-nvme": {"zero": 3, "offload": "nvme"},
     "fsdp": {"fsdp": True, "gpus": 4},
-    "heads": {"heads": heads_of(2)},
-    "heads-stage-1": {"heads": heads_of(1), "precision": "bf16"},
+    "heads": {"objective": heads_of(2)},
+    "heads-stage-1": {"objective": heads_of(1), "precision": "bf16"},
     "evaluated": {"evaluated": True},
 }
 
@@ -88,10 +90,10 @@ def test_fused_loss_and_other_kernels_each_lower_the_peak() -> None:
         # with more tokens the loss is the peak, and neither has a gradient then
         ({"zero": 1, "gpus": 4, "batch": 1, "seq": 8}, {"zero": 2, "gpus": 4, "batch": 1, "seq": 8}),
         ({"zero": 2, "gpus": 4}, {"zero": 2, "gpus": 4, "offload": "cpu"}),
-        ({"heads": heads_of(2)}, {}),
-        ({"heads": heads_of(2)}, {"heads": heads_of(1)}),
-        ({"heads": heads_of(2, shared=False)}, {"heads": heads_of(2)}),
-        ({"heads": heads_of(2), "kernels": "none"}, {"heads": heads_of(2)}),
+        ({"objective": heads_of(2)}, {}),
+        ({"objective": heads_of(2)}, {"objective": heads_of(1)}),
+        ({"objective": heads_of(2, shared=False)}, {"objective": heads_of(2)}),
+        ({"objective": heads_of(2), "kernels": "none"}, {"objective": heads_of(2)}),
     ],
     ids=lambda case: "-".join(f"{name}={value}" for name, value in case.items()),
 )
@@ -298,8 +300,8 @@ def test_an_evaluation_of_the_fused_head_holds_no_logits(precision: str) -> None
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_evaluation_with_heads_counts_the_heads_losses(stage: int) -> None:
     """The trainer evaluates the model's loss and then the heads', which need a chunk of logits beside their weights."""
-    request = request_of(heads=heads_of(stage, 4), precision="bf16", batch=64, seq=256)
-    without = dataclasses.replace(request, heads=None)
+    request = request_of(objective=heads_of(stage, 4), precision="bf16", batch=64, seq=256)
+    without = dataclasses.replace(request, objective=PlannedCausalLM())
     alone, with_heads = (estimate(dataclasses.replace(one, evaluated=True), gpu=BARE) for one in (without, request))
     at_rest = with_heads.phases["save"] - alone.phases["save"]
     assert with_heads.phases["eval"] - alone.phases["eval"] > at_rest + 2 * 64 * 256 * 64

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import pytest
 from torch import nn
 
 from tests.planner.planner_helpers import BARE, request_of
-from tigon.medusa.attach import NAME
 from tigon.models.loading.config import load_config
+from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.planner.engines.base import Placement
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.estimate import estimate
@@ -184,9 +183,12 @@ def test_gathered_layers_are_freed_after_their_backward() -> None:
 # --- what is loaded whole ---------------------------------------------------------------------------------------------
 
 
-def _loaded_gib(model: str, gpu: str = "h200", *, heads: Any = None, **choices: Any) -> float:
+_CAUSAL_LM = PlannedCausalLM()
+
+
+def _loaded_gib(model: str, gpu: str = "h200", *, objective: Any = _CAUSAL_LM, **choices: Any) -> float:
     request = Request(
-        model=model, config=load_config("llama-3.2-1b"), batch=1, seq=128, heads=heads,
+        model=model, config=load_config("llama-3.2-1b"), batch=1, seq=128, objective=objective,
         choices=Choices(precision="amp-bf16", **choices),
     )  # fmt: skip
     return estimate(request, gpu=find_gpu(gpu)).phases["load"] / GIB
@@ -202,17 +204,18 @@ def test_loading_a_checkpoint_is_planned_in_partitions() -> None:
     assert _loaded_gib("org/model", fsdp=True, gpus=2, offload="cpu") < 0.7
 
 
-class NoHeads:
-    """Heads that add nothing to a model."""
+class ReadsWholeWeights(PlannedCausalLM):
+    """An objective that adds nothing to a model and still needs whole weights."""
 
-    def __call__(self, model: Any) -> None: ...
+    @property
+    def reads_whole_weights(self) -> bool:
+        return True
 
-    def scoring(self, model: Any) -> Any:
-        return nullcontext()
 
-
-@pytest.mark.parametrize("what", [{"lora_rank": 8}, {"heads": NoHeads()}], ids=["adapters", "heads"])
-def test_loading_for_adapters_or_heads_is_planned_with_the_whole_model(what: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "what", [{"lora_rank": 8}, {"objective": ReadsWholeWeights()}], ids=["adapters", "an objective"]
+)
+def test_loading_for_adapters_or_an_objective_is_planned_with_the_whole_model(what: dict[str, Any]) -> None:
     """DeepSpeed moves the whole model to the GPU, in 16 bits."""
     assert _loaded_gib("org/model", zero=3, offload="cpu", **what) == pytest.approx(2.30, rel=0.02)
     if "lora_rank" in what:  # a preset's weights are files by then, to be merged from
@@ -231,16 +234,20 @@ def test_random_weights_are_planned_on_the_device_they_are_drawn_on() -> None:
 def test_draft_heads_are_planned_outside_the_layers() -> None:
     """FSDP2 gathers them with the rest of what is outside the layers, for both passes."""
 
-    def heads(model: Any) -> None:
-        model.add_module(NAME, nn.ModuleList(nn.Linear(64, 64) for _ in range(3)))
+    class Heads(PlannedCausalLM):
+        own_parameters = "draft_heads."
+
+        def attach(self, model: Any) -> None:
+            model.add_module("draft_heads", nn.ModuleList(nn.Linear(64, 64) for _ in range(3)))
 
     plain = at_rest(request_of(fsdp=True, gpus=2))
-    found = at_rest(request_of(fsdp=True, gpus=2, heads=heads))
+    found = at_rest(request_of(fsdp=True, gpus=2, objective=Heads()))
     new = {weight.name: weight.layer for weight in found.weights} | {w.name: None for w in plain.weights}
     assert len(new) > len(plain.weights) and set(new.values()) == {None}
     engine = engine_of(Choices(fsdp=True, gpus=2))
     placements = [
-        engine.placement(request_of(fsdp=True, gpus=2, heads=h), m) for h, m in ((None, plain), (heads, found))
+        engine.placement(request_of(fsdp=True, gpus=2, objective=one), m)
+        for one, m in ((_CAUSAL_LM, plain), (Heads(), found))
     ]
     more = sum(weight.nbytes for weight in found.weights) - sum(weight.nbytes for weight in plain.weights)
     assert placements[1].gathered.both_passes - placements[0].gathered.both_passes == more

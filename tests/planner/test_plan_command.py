@@ -94,7 +94,7 @@ def test_micro_batch_follows_from_effective_batch_and_accumulation(capsys):
 
 
 def test_heads_reach_the_recommended_recipe(capsys, tmp_path):
-    from tigon.recipe import recipe_file
+    from tigon.objectives import recipe_checks
 
     def asked(**changes):
         return json.loads(printed(capsys, batch=4, seq=256, as_json=True, **changes))
@@ -106,7 +106,7 @@ def test_heads_reach_the_recommended_recipe(capsys, tmp_path):
         peaks.append(found["peak_allocated_bytes"])
         assert found["heads"]["heads.count"] == 2 and "Medusa" not in found["recommended"][0]["label"]
         (tmp_path / "recipe.yaml").write_text(found["recommended"][0]["yaml"])
-        recipe = recipe_file.load(tmp_path / "recipe.yaml", gpu_present=lambda: True)
+        recipe = recipe_checks.load(tmp_path / "recipe.yaml", gpu_present=lambda: True)
         assert (recipe.heads.stage, recipe.heads.count) == (stage, 2)
         assert recipe.heads.output == found["heads"]["heads.output"] != "auto"
         assert f"--set heads.stage={stage}" in found["recommended"][0]["command"]
@@ -135,8 +135,8 @@ WRONG = {
     "no heads": ({"medusa": 0}, "--medusa is 0"),
     "stage": ({"medusa": 2, "stage": 3}, "--stage is 3"),
     "a stage of no heads": ({"stage": 1}, "add --medusa"),
-    "heads and Liger": ({"medusa": 2, "kernels": "liger"}, "no loss of several heads"),
-    "heads and adapters": ({"medusa": 2, "lora_rank": 8}, "use stage 2"),
+    "heads and Liger": ({"medusa": 2, "kernels": "liger"}, "a loss over several heads, which Liger Kernel lacks"),
+    "heads and adapters": ({"medusa": 2, "lora_rank": 8}, "set heads.stage: 2"),
     "no name": ({"model": ""}, "neither a file"),
     "effective batch": ({"gpus": 4, "effective_batch": 6}, "not a multiple"),
     "pair": ({"optimizer": "galore", "zero": 3}, "projects whole matrices"),

@@ -11,6 +11,7 @@ import pytest
 
 from tests.planner.planner_helpers import H200, config_of, small_gpu
 from tigon.errors import UsageError
+from tigon.objectives import recipe_checks
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB
 from tigon.planner.render import as_recipe
@@ -18,7 +19,6 @@ from tigon.planner.request import Request
 from tigon.planner.search import recommend, space
 from tigon.planner.search.recommend import estimate_option, plan, search
 from tigon.planner.search.space import SearchProblem
-from tigon.recipe import recipe_file
 from tigon.techniques import SEARCHED, SETTINGS, matrix, tiling
 from tigon.techniques.choices import Choices
 
@@ -51,7 +51,7 @@ CASES = {
 def from_yaml(text, tmp_path, overrides=()):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    return recipe_file.load(path, overrides, gpu_present=lambda: True)
+    return recipe_checks.load(path, overrides, gpu_present=lambda: True)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

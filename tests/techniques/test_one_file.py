@@ -55,14 +55,14 @@ from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
 from tigon.planner.search import recommend, space
 from tigon.models.loading.config import load_config
-from tigon.recipe import recipe_file
+from tigon.objectives import recipe_checks
 from tigon.recipe.keys import reference_table
 from tigon.techniques import SEARCHED, TECHNIQUES, matrix
 from tigon.techniques.choices import Choices
 
 path = Path("recipe.yaml")
 path.write_text("train: {steps: 1, ring_size: 2}")
-choices = recipe_file.load(path, gpu_present=lambda: False).choices()
+choices = recipe_checks.load(path, gpu_present=lambda: False).choices()
 assert choices.ring_size == 2 and "`train.ring_size`" in reference_table()
 
 commands = typer.main.get_command(app._app()).commands

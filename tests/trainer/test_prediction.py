@@ -10,8 +10,8 @@ import torch
 
 from tests.planner.planner_helpers import small_gpu
 from tigon.errors import RecipeError
+from tigon.objectives import recipe_checks
 from tigon.planner.gpus import GIB, MIB, find_gpu
-from tigon.recipe import recipe_file
 from tigon.techniques.choices import Choices
 from tigon.trainer import model
 from tigon.trainer.distributed import launch
@@ -26,7 +26,7 @@ def recipe_of(tmp_path):
 
     def load(more="optimizer: adamw-foreach, precision: amp-bf16", overrides=()):
         path.write_text(TEXT.replace("{more}", more))
-        return recipe_file.load(path, overrides, gpu_present=lambda: True)
+        return recipe_checks.load(path, overrides, gpu_present=lambda: True)
 
     return load
 

@@ -54,15 +54,15 @@ def test_profile_files_describe_the_run(recipe, tigon, here):
 def test_profile_has_the_peak_of_a_run(recipe, tigon, here):
     """Beside the trainer's own measurement of the second step, in which nothing is hooked or recorded but memory."""
     from tigon.data.packing import SampleDataset
+    from tigon.objectives import recipe_checks
     from tigon.profiler.recording.peak import PeakMeter, training_state
-    from tigon.recipe import recipe_file
     from tigon.trainer import engine, prepare
     from tigon.trainer import trainer as trainers
 
     path = recipe(model={"kernels": "tigon"})
     _, profile = profiled(tigon, path)
     prepared = prepare.prepare(
-        recipe_file.load(path, ["train.steps=2"], gpu_present=lambda: False), torch.device("cpu")
+        recipe_checks.load(path, ["train.steps=2"], gpu_present=lambda: False), torch.device("cpu")
     )
     configured = prepared.recipe
     built, _ = engine.build(

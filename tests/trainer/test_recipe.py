@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tigon.errors import RecipeError
+from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import SECTIONS, DataConfig, reference_table
-from tigon.recipe.recipe_file import load
 from tigon.techniques.choices import Choices
 
 ROOT = Path(__file__).parents[2]

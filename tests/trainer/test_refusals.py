@@ -17,7 +17,7 @@ import torch
 from trainer_helpers import TINY_MODEL, tree
 
 from forks import forks, in_forks, python
-from tigon.recipe import recipe_file
+from tigon.objectives import recipe_checks
 from tigon.recipe.keys import ModelConfig
 from tigon.trainer.prepare import prepare as look_ahead
 
@@ -270,7 +270,7 @@ def test_disk_too_small_for_nvme_states_is_refused_before_the_run(recipe, here, 
         "tigon.trainer.guards.preflight.shutil.disk_usage",
         lambda folder: usage(folder)._replace(free=0 if Path(folder).name == "swap" else 2**40),
     )
-    loaded, said = recipe_file.load(path, gpu_present=lambda: False), here / "said"
+    loaded, said = recipe_checks.load(path, gpu_present=lambda: False), here / "said"
     assert in_forks(lambda _: look_ahead(loaded, torch.device("cpu")), said=said) == [0], said.read_text()
     left.parent.rename(left.parent.with_name("rank1"))  # this run has no rank 1, so it does not remove the file
     done = python("train", str(path), module="tigon", cwd=here)

@@ -24,8 +24,8 @@ from forks import forks, in_forks
 from tigon.cli import app
 from tigon.models import DeferredLogits
 from tigon.models.loading.presets import PRESETS
+from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import LoraConfig, ModelConfig, Recipe, TrainConfig
-from tigon.recipe.recipe_file import load
 from tigon.techniques import SETTINGS
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS
@@ -406,9 +406,9 @@ def test_partitioned_model_keeps_its_buffers_and_heads_get_whole_weights(family,
         parts, whole = (
             engine.build(
                 model, config, choices, run_info, device=torch.device("cpu"), seed=1, kernels="tigon",
-                base=tmp_path / "base", heads=heads,
+                base=tmp_path / "base", reads_whole_weights=whole_weights,
             )[0]
-            for heads in (False, True)
+            for whole_weights in (False, True)
         )  # fmt: skip
         assert not any(weight.numel() for weight in parts.parameters())
         assert all(weight.numel() for weight in whole.parameters())

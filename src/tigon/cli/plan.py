@@ -15,9 +15,10 @@ import typer
 
 from tigon.cli.shared import Command
 from tigon.errors import UsageError
-from tigon.medusa.planned import planned
 from tigon.models.loading import hub
 from tigon.models.loading.config import load_config
+from tigon.objectives.causal_lm import PlannedCausalLM
+from tigon.objectives.medusa import planned_medusa
 from tigon.planner.gpus import find_gpu
 from tigon.planner.render import charts, terminal
 from tigon.planner.render import explain as explanation
@@ -125,7 +126,7 @@ def _request(
     return Request(
         model=model, config=config, batch=DEFAULT_BATCH if batch is None else batch,
         seq=DEFAULT_SEQ if seq is None else seq, choices=choices, clipped=not OPTIMIZERS[choices.optimizer].in_backward,
-        heads=None if heads is None else planned(model, config, *heads), evaluated=EVALUATED,
+        objective=PlannedCausalLM() if heads is None else planned_medusa(model, config, *heads), evaluated=EVALUATED,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ spec.py      the shape of the heads, and their training objective
 heads.py     the modules: Medusa's residual blocks (arXiv 2401.10774), DeepSeek-V3's MTP modules (arXiv 2412.19437)
 loss.py      the losses of the heads, fused or plain
 attach.py    attaches heads to a model, which gets another forward in training
-planned.py   heads for the planner
 record.py    losses and accuracies of the heads, summed until they are logged
 layout.py    files of heads, in the formats of FasterDecoding/Medusa and vLLM
 generate.py  decoding with the heads: the output of greedy decoding in fewer forward passes
@@ -15,10 +14,9 @@ from __future__ import annotations
 from tigon.medusa.attach import attach, detach, heads_of
 from tigon.medusa.generate import Generated, medusa_generate
 from tigon.medusa.layout import load_heads, save_heads
-from tigon.medusa.planned import Attachment, planned
 from tigon.medusa.spec import HeadsSpec, Objective
 
 __all__ = [
-    "Attachment", "Generated", "HeadsSpec", "Objective", "attach", "detach", "heads_of", "load_heads",
-    "medusa_generate", "planned", "save_heads",
+    "Generated", "HeadsSpec", "Objective", "attach", "detach", "heads_of", "load_heads", "medusa_generate",
+    "save_heads",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""The protocol of a training objective, and the dataclasses that the trainer passes to it.
+"""The protocols of a training objective: one for the trainer, one for the planner, and the dataclasses they exchange.
 
-The trainer imports this package. No objective imports the trainer; an objective gets what it needs as arguments. A run
-has one objective. It stores no reference to a model, because a comparison builds several models.
+The trainer and the planner import this package. No objective imports either of them; an objective gets what it needs as
+arguments. A run has one objective. It stores no reference to a model, because a comparison builds several models.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from tigon.data.packing import Sample
-from tigon.recipe.keys import ModelConfig, TrainConfig
+from tigon.data.packing import Collator, Packed, Sample
+from tigon.data.tokenizer import Encoded
+from tigon.recipe.keys import DataConfig, ModelConfig, Recipe, TrainConfig
 from tigon.techniques.choices import Choices
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -57,8 +58,108 @@ class FinalSave:
     """Writes `model/` for `from_pretrained`, with merged adapters."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MetricColumn:
+    """A kind of metric: a column of the report's table and, if it has an axis, a panel of its chart."""
+
+    title: str
+    axis: str | None = None
+    """The label of the panel's y axis; None: the chart leaves the column out."""
+    is_share: bool = False
+    """Its values are fractions, shown in percent. Other metrics are losses in nats per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricRow:
+    """A row of the report's table, and a line in each panel of its chart."""
+
+    title: str
+    """In the table."""
+    label: str
+    """In the chart's legend."""
+    metrics: tuple[str, ...]
+    """The metric's name in the records of metrics.jsonl, for each column."""
+    is_baseline: bool = False
+    """Drawn in the chart's muted colour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSection:
+    """The report's section about an objective's own metrics. It stands in place of the chart of the total loss."""
+
+    name: str
+    """The name of the chart's file."""
+    title: str
+    chart_text: str
+    """What the chart shows, for readers who do not see it."""
+    columns_text: str
+    """What the columns hold, as the end of a sentence."""
+    columns: tuple[MetricColumn, ...]
+    rows: tuple[MetricRow, ...]
+    tile: str
+    """The words for the first metric of the first row that is no baseline, whose first and last value the report
+    names."""
+
+    @property
+    def tile_metric(self) -> str:
+        return next(row.metrics[0] for row in self.rows if not row.is_baseline)
+
+
+class PlannedObjective(Protocol):
+    """What the planner needs to know about an objective. Hashable; objectives with equal traces are equal."""
+
+    @property
+    def reads_whole_weights(self) -> bool:
+        """Whether the run loads whole weights before ZeRO-3 partitions them; see `Objective.reads_whole_weights`."""
+        ...
+
+    @property
+    def own_parameters(self) -> str | None:
+        """The prefix of the names of the parameters that `attach` adds; they belong to none of the model's layers."""
+        ...
+
+    def attach(self, model: Any) -> None:
+        """Add the objective's modules to a model without weights."""
+        ...
+
+    def inputs(self, batch: int, seq: int) -> dict[str, torch.Tensor]:
+        """The inputs of a micro-batch of `batch` samples of `seq` tokens. The planner calls it under a fake mode."""
+        ...
+
+    def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
+        """One context per forward pass that the evaluation of a batch makes."""
+        ...
+
+    def refusals(self, choices: Choices) -> tuple[str, ...]:
+        """The reasons why a run with these choices cannot minimise the objective, one sentence each."""
+        ...
+
+    def recipe_keys(self) -> Mapping[str, Any]:
+        """Dotted recipe keys -> values that set the objective."""
+        ...
+
+    def description(self) -> str:
+        """What the plan says about the objective after the techniques; empty for causal language modelling."""
+        ...
+
+
 class Objective(Protocol):
-    """The loss that a run minimises, and what depends on it: modules, optimizer groups, metrics, files, samples."""
+    """The loss that a run minimises, and what depends on it: samples, modules, optimizer groups, metrics, files."""
+
+    @classmethod
+    def of_recipe(
+        cls, recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
+    ) -> Objective | None:
+        """The objective, if the recipe sets it, checked against the model; else None. Raises RecipeError.
+
+        config: the model's config. shapes: returns the shapes of its parameters by name; called only if needed.
+        """
+        ...
+
+    @property
+    def name(self) -> str:
+        """A short name. A line for the console about the objective begins with it."""
+        ...
 
     # --- before there is a model -------------------------------------------------------------------------------------
 
@@ -67,8 +168,8 @@ class Objective(Protocol):
         """Whether `attach` reads weights of the model, so ZeRO-3 must not partition them while they are loaded."""
         ...
 
-    def attachment(self) -> Any:
-        """The modules that the planner adds to the traced model (`planner.request.Heads`), or None."""
+    def planned(self) -> PlannedObjective:
+        """The objective as the planner traces it."""
         ...
 
     def announcement(self) -> str | None:
@@ -89,6 +190,16 @@ class Objective(Protocol):
 
     def attach(self, built: Any) -> Any:
         """Add the objective's modules to `built`, a patched model with its techniques, and return it."""
+        ...
+
+    # --- data --------------------------------------------------------------------------------------------------------
+
+    def samples(self, encoded: Sequence[Encoded], data: DataConfig) -> Packed:
+        """Make the training samples, or those for evaluation, of encoded documents."""
+        ...
+
+    def collator(self, data: DataConfig, *, pad_id: int, flatten: bool) -> Collator:
+        """What makes batches of the samples. flatten: a batch is one packed row, as flash attention takes it."""
         ...
 
     # --- training ----------------------------------------------------------------------------------------------------
@@ -139,6 +250,10 @@ class Objective(Protocol):
         """Metrics beside the eval loss for the evaluation log."""
         ...
 
+    def metric_section(self) -> MetricSection | None:
+        """How the report shows the metrics; None: it draws the training loss and the eval loss."""
+        ...
+
     # --- files -------------------------------------------------------------------------------------------------------
 
     def checkpoint_state(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
@@ -164,5 +279,5 @@ class Objective(Protocol):
         ...
 
     def sampled_line(self, found: Mapping[str, Any]) -> str:
-        """One line for the console and the report about the result of `sampled`."""
+        """One line for the console and the report about the result of `sampled`, without the objective's name."""
         ...

@@ -10,12 +10,43 @@ from typing import Any
 
 import torch
 
-from tigon.data.packing import Sample
-from tigon.data.tokenizer import IGNORE_INDEX
+from tigon.data.packing import Collator, Packed, Sample, pack
+from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 from tigon.models.seams.loss import without_logits
-from tigon.objectives.base import FinalSave, Phase, Reduce, Step
-from tigon.recipe.keys import ModelConfig
+from tigon.objectives.base import FinalSave, MetricSection, Phase, PlannedObjective, Reduce, Step
+from tigon.recipe.keys import DataConfig, ModelConfig, Recipe
 from tigon.techniques.choices import Choices
+
+
+@dataclass(frozen=True)
+class PlannedCausalLM:
+    """See `tigon.objectives.base.PlannedObjective` for what each method is."""
+
+    @property
+    def reads_whole_weights(self) -> bool:
+        return False
+
+    @property
+    def own_parameters(self) -> str | None:
+        return None
+
+    def attach(self, model: Any) -> None:
+        pass
+
+    def inputs(self, batch: int, seq: int) -> dict[str, torch.Tensor]:
+        return {name: torch.empty(batch, seq, dtype=torch.int64) for name in ("input_ids", "labels")}
+
+    def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
+        return (without_logits(),)
+
+    def refusals(self, choices: Choices) -> tuple[str, ...]:
+        return ()
+
+    def recipe_keys(self) -> Mapping[str, Any]:
+        return {}
+
+    def description(self) -> str:
+        return ""
 
 
 @dataclass
@@ -25,12 +56,22 @@ class CausalLM:
     config: ModelConfig = field(default_factory=ModelConfig)
     """The recipe's model."""
 
+    @classmethod
+    def of_recipe(
+        cls, recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
+    ) -> CausalLM | None:
+        return cls(recipe.model)
+
+    @property
+    def name(self) -> str:
+        return "causal LM"
+
     @property
     def reads_whole_weights(self) -> bool:
-        return False
+        return self.planned().reads_whole_weights
 
-    def attachment(self) -> Any:
-        return None
+    def planned(self) -> PlannedObjective:
+        return PlannedCausalLM()
 
     def announcement(self) -> str | None:
         return None
@@ -46,6 +87,15 @@ class CausalLM:
 
     def attach(self, built: Any) -> Any:
         return built
+
+    def samples(self, encoded: Sequence[Encoded], data: DataConfig) -> Packed:
+        return pack(
+            encoded, data.sequence_length, packing=data.packing, cross_document=data.cross_document_attention,
+            too_long=data.too_long,
+        )  # fmt: skip
+
+    def collator(self, data: DataConfig, *, pad_id: int, flatten: bool) -> Collator:
+        return Collator(pad_id, data.packing, flatten)
 
     def group(self, model: Any, optimizer: Any) -> None:
         pass
@@ -84,6 +134,9 @@ class CausalLM:
 
     def evaluation_metrics(self, reduce: Reduce) -> dict[str, float]:
         return {}
+
+    def metric_section(self) -> MetricSection | None:
+        return None
 
     def checkpoint_state(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
         return state

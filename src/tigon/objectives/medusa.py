@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,15 @@ from tigon.medusa.spec import HeadsSpec, scheduled, shares_head
 from tigon.models.loading.config import build_on_meta
 from tigon.models.loading.presets import PRESETS
 from tigon.models.patch import unwrap
-from tigon.objectives.base import FinalSave, Phase, Reduce, Step
-from tigon.objectives.causal_lm import CausalLM
+from tigon.objectives.base import FinalSave, MetricColumn, MetricRow, MetricSection, Phase, Reduce, Step
+from tigon.objectives.causal_lm import CausalLM, PlannedCausalLM
+from tigon.objectives.recipe_checks import heads_refusals
 from tigon.recipe.keys import HeadsConfig, ModelConfig, Recipe
 from tigon.techniques.choices import Choices
 
 HEADS, CHECKPOINTED = "heads", "heads.safetensors"
 PROMPTS, PROMPT_TOKENS = 4, 24
+RANKS = 5  # accuracies among the first 1 to 5 guesses (ops/losses/multi_head.py)
 
 
 # --- before the model -------------------------------------------------------------------------------------------------
@@ -103,6 +105,63 @@ def _read(start: str) -> tuple[HeadsSpec, dict[str, torch.Tensor]]:
         raise RecipeError(f"heads.start: {' '.join(str(error).split())[:240]}") from None
 
 
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlannedMedusa(PlannedCausalLM):
+    """These heads, ready to be attached to a model that the planner traces."""
+
+    spec: HeadsSpec
+    minimised: medusa.Objective
+
+    @property
+    def reads_whole_weights(self) -> bool:
+        return True
+
+    @property
+    def own_parameters(self) -> str | None:
+        return f"{NAME}."
+
+    def attach(self, model: Any) -> None:
+        medusa.attach(model, self.spec, self.minimised)
+
+    def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
+        return (*super().evaluation_passes(model), scoring(model))
+
+    def refusals(self, choices: Choices) -> tuple[str, ...]:
+        return tuple(heads_refusals(self.minimised.stage, self.spec.kind, choices))
+
+    def recipe_keys(self) -> Mapping[str, Any]:
+        spec = self.spec
+        output = "shared" if spec.shared else "separate"
+        own = {} if spec.kind == "mtp" else {"heads.layers": spec.layers, "heads.output": output}
+        return {
+            "heads.stage": self.minimised.stage, "heads.kind": spec.kind, "heads.count": spec.count, **own
+        }  # fmt: skip
+
+    def description(self) -> str:
+        what = "MTP modules" if self.spec.kind == "mtp" else "Medusa heads"
+        output = "the model's lm_head" if self.spec.shared else "an output weight each"
+        return f"{self.spec.count} {what} with {output}, stage {self.minimised.stage}"
+
+
+def planned_medusa(name: str, config: Any, count: int, stage: int) -> PlannedMedusa:
+    """The Medusa heads of a recipe that sets only `heads.count` and `heads.stage`.
+
+    Raises UsageError if count or stage is out of range.
+    """
+    limits = next(f.metadata for f in fields(HeadsConfig) if f.name == "count")
+    if not limits["minimum"] <= count <= limits["maximum"]:
+        raise UsageError(f"--medusa is {count}; it must be {limits['minimum']} to {limits['maximum']} heads.")
+    if stage not in (1, 2):
+        raise UsageError(f"--stage is {stage}; it must be 1 (only the heads learn) or 2 (model and heads).")
+    model: Any = build_on_meta(name, config)
+    numel = sum(p.numel() for p in model.parameters())
+    shared = shares_head("auto", "medusa", count, numel, model.get_output_embeddings().weight.numel())
+    return PlannedMedusa(HeadsSpec(count=count, shared=shared), medusa.Objective(stage=stage))
+
+
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
@@ -115,16 +174,24 @@ class MedusaTraining(CausalLM):
     _held_out: HeadMetrics | None = field(default=None, init=False)
     _scored: HeadMetrics | None = field(default=None, init=False)
 
+    @classmethod
+    def of_recipe(
+        cls, recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
+    ) -> MedusaTraining | None:
+        if recipe.heads.stage is None:
+            return None
+        return cls(recipe.model, recipe=recipe, spec=check(recipe, config, shapes()))
+
+    @property
+    def name(self) -> str:
+        return HEADS
+
     @property
     def heads(self) -> HeadsConfig:
         return self.recipe.heads
 
-    @property
-    def reads_whole_weights(self) -> bool:
-        return True
-
-    def attachment(self) -> medusa.Attachment:
-        return medusa.Attachment(self.spec, self._minimised())
+    def planned(self) -> PlannedMedusa:
+        return PlannedMedusa(self.spec, self._minimised())
 
     def _minimised(self) -> medusa.Objective:
         heads = self.heads
@@ -136,7 +203,7 @@ class MedusaTraining(CausalLM):
         what = "MTP modules" if spec.kind == "mtp" else f"Medusa heads of {spec.layers} residual blocks"
         output = "the model's lm_head" if spec.shared else "an output weight each"
         learning = "the heads learn, the model is frozen" if self.heads.stage == 1 else "model and heads learn"
-        return f"heads    {spec.count} {what}, {output}; stage {self.heads.stage}: {learning}"
+        return f"{self.name:<8} {spec.count} {what}, {output}; stage {self.heads.stage}: {learning}"
 
     def no_sample_line(self) -> str:
         return "no text sample, nothing decoded with the heads"
@@ -214,6 +281,31 @@ class MedusaTraining(CausalLM):
 
     def evaluation_metrics(self, reduce: Reduce) -> dict[str, float]:
         return self._held_out.take(reduce) if self._held_out is not None else {}
+
+    def metric_section(self) -> MetricSection:
+        """One row for each head and, in stage 2, one for the model. The total loss, a weighted sum, says little."""
+        own = [("model", "the model", "model")] if self.heads.stage == 2 else []
+        own += [(f"head{k}", f"head {k}, {k + 1} tokens ahead", f"head {k}") for k in range(1, self.spec.count + 1)]
+        accuracy = "right at the first guess (%)"
+        return MetricSection(
+            name=HEADS, title="Heads", chart_text="losses and accuracies of the heads over steps",
+            columns_text="the loss, and how often the token was among the head's first guesses",
+            columns=(
+                MetricColumn(title="loss", axis="loss (nats a token)"),
+                *(
+                    MetricColumn(title=str(k), axis=accuracy if k == 1 else None, is_share=True)
+                    for k in range(1, RANKS + 1)
+                ),
+            ),
+            rows=tuple(
+                MetricRow(
+                    title=title, label=label, is_baseline=name == "model",
+                    metrics=(f"{name}_loss", *(f"{name}_top{k}" for k in range(1, RANKS + 1))),
+                )
+                for name, title, label in own
+            ),
+            tile="head 1's training loss",
+        )  # fmt: skip
 
     # --- files -------------------------------------------------------------------------------------------------------
 

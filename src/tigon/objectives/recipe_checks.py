@@ -1,12 +1,37 @@
-"""Checks of a recipe's objective that need no transformers: its environment variables follow from the recipe."""
+"""Loads a recipe, checked with the rules of the objectives' sections.
+
+The checks need neither transformers nor the model, because the environment variables of transformers follow from the
+recipe. Checks that need the model's config are in the objective's own file.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tigon.errors import RecipeError
-from tigon.recipe.keys import Recipe
+from tigon.recipe import recipe_file
+from tigon.recipe.keys import Recipe, Rule, Rules, Switch, other_keys
+from tigon.techniques.choices import Choices
+from tigon.techniques.condition import Condition
+
+
+def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], checked: bool = True) -> Recipe:
+    """Load the recipe in `path`, with `--set section.key=value` applied last.
+
+    gpu_present: Called only if `train.device` is auto and the recipe has an `on_gpu` block (importing torch is slow).
+    checked: False skips the checks for keys that exclude each other or do nothing.
+
+    Raises RecipeError naming file, line and key.
+    """
+    return recipe_file.load(path, overrides, gpu_present=gpu_present, objective_rules=RULES, checked=checked)
+
+
+def loads_saved(path: Path) -> Recipe:
+    """The resolved recipe that a run wrote into its own folder."""
+    return load(path, gpu_present=lambda: False)
 
 
 def without_phases(recipe: Recipe) -> Recipe:
@@ -20,3 +45,93 @@ def require_heads(path: Path, recipe: Recipe) -> None:
         raise RecipeError(
             f"{path}: heads.stage is not given; set it to 1 (only heads) or 2 (model and heads), or use tigon train"
         )
+
+
+# --- Medusa heads -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsExclusion:
+    """Choices with which heads of these stages and kinds cannot be trained. Recipe and planner use the same rows."""
+
+    stages: tuple[int, ...] = (1, 2)
+    kinds: tuple[str, ...] = ("medusa", "mtp")
+    when: tuple[Condition, ...]
+    reason: str
+
+    def applies(self, stage: int, kind: str, choices: Choices) -> bool:
+        return stage in self.stages and kind in self.kinds and all(one.holds(choices) for one in self.when)
+
+
+_LORA = Condition("lora_rank", "is at least", 1)
+_UNSAVED = (
+    "lora.rank and heads.stage together cannot be saved from sharded weights; set sharding.zero to 2 or less and "
+    "sharding.fsdp: false, or leave lora.rank out"
+)
+_EXCLUSIONS = (
+    HeadsExclusion(
+        stages=(1,), when=(_LORA,),
+        reason="heads.stage: 1 freezes the model, so adapters would not learn; set heads.stage: 2, or leave lora.rank "
+        "out",
+    ),
+    HeadsExclusion(
+        stages=(1,), when=(Condition("checkpointing", "is not", "none"),),
+        reason="heads.stage: 1 keeps no activations of the model, so there is nothing to recompute; set "
+        "train.checkpointing: none",
+    ),
+    HeadsExclusion(
+        when=(_LORA, Condition("lora_targets", "includes", "head")),
+        reason="heads.stage requires an lm_head without an adapter, because the heads' losses use its weight directly; "
+        "leave head out of lora.targets",
+    ),
+    HeadsExclusion(when=(_LORA, Condition("zero", "is", 3)), reason=_UNSAVED),
+    HeadsExclusion(when=(_LORA, Condition("fsdp", "is", True)), reason=_UNSAVED),
+    HeadsExclusion(
+        kinds=("mtp",), when=(_LORA,),
+        reason="heads.kind: mtp starts from a copy of the last layer, whose weights lora.rank freezes; use heads.kind: "
+        "medusa",
+    ),
+    HeadsExclusion(
+        when=(Condition("optimizer", "is", "galore-layerwise"),),
+        reason="heads.stage needs a separate learning rate for the heads, which train.optimizer: galore-layerwise "
+        "lacks; use galore",
+    ),
+    HeadsExclusion(
+        when=(Condition("kernels", "is", "liger"),),
+        reason="heads.stage needs a loss over several heads, which Liger Kernel lacks; set model.kernels to tigon, "
+        "no-flce or none",
+    ),
+)  # fmt: skip
+
+
+def heads_refusals(stage: int, kind: str, choices: Choices) -> Iterator[str]:
+    """The reasons why heads of this stage and kind cannot be trained with these choices, one sentence each."""
+    return (row.reason for row in _EXCLUSIONS if row.applies(stage, kind, choices))
+
+
+def _excludes_heads(row: HeadsExclusion, recipe: Recipe) -> bool:
+    heads = recipe.heads
+    # A folder of heads, `heads.start`, may hold another kind than the default; that is known once it is read.
+    return heads.stage is not None and row.applies(heads.stage, heads.kind or "medusa", recipe.choices())
+
+
+RULES = Rules(
+    (
+        *(Rule(partial(_excludes_heads, row), row.reason) for row in _EXCLUSIONS),
+        Rule(
+            lambda r: r.heads.kind == "mtp" and r.heads.layers is not None,
+            "heads.layers is for medusa heads, and an MTP module has exactly one transformer layer; leave it out, or "
+            "use heads.kind: medusa",
+        ),
+        Rule(
+            lambda r: r.heads.kind == "mtp" and r.heads.output == "separate",
+            "heads.output: separate is for medusa heads, and heads.kind: mtp always shares the model's lm_head; leave "
+            "it out",
+        ),
+    ),
+    (
+        Switch(other_keys("heads", "stage"), "heads.stage", lambda r: r.heads.stage is not None, "heads.stage: 1"),
+        Switch(("heads.ramp",), "heads.schedule", lambda r: r.heads.schedule != "constant", "heads.schedule: linear"),
+    ),
+)
+"""The rules of all objectives' sections."""

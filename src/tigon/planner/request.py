@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from tigon.errors import UsageError
 from tigon.models.loading.config import build_on_meta
+from tigon.objectives.base import PlannedObjective
+from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.techniques import matrix
 from tigon.techniques.choices import Choices
-
-
-class Heads(Protocol):
-    """Heads of `tigon.medusa`. Hashable; equal if the heads are equal. `str()` describes them."""
-
-    def __call__(self, model: Any) -> Any:
-        """Put the heads on a model."""
-
-    def scoring(self, model: Any) -> AbstractContextManager[Any]:
-        """While the context is open, an evaluation call of `model` with labels computes the losses of the heads."""
-
-    def refusals(self, choices: Choices) -> tuple[str, ...]:
-        """The reasons why these choices cannot train the heads."""
-
-    def recipe_keys(self) -> Mapping[str, Any]:
-        """Dotted recipe keys that set the heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +29,7 @@ class Request:
     choices: Choices
     masked: bool = False
     """Rows hold several documents, and attention needs a block mask."""
-    heads: Heads | None = None
+    objective: PlannedObjective = field(default_factory=PlannedCausalLM)
     clipped: bool = True
     """Gradients are clipped by their norm, which the Trainer does unless max_grad_norm is 0."""
     evaluated: bool = False
@@ -78,7 +62,7 @@ def build(name: str, config: Any) -> Any:
 
 def refusals(request: Request, choices: Choices) -> tuple[str, ...]:
     """The reasons why `request` cannot run with these choices, one sentence each."""
-    return (*matrix.refusals(choices), *(request.heads.refusals(choices) if request.heads is not None else ()))
+    return (*matrix.refusals(choices), *request.objective.refusals(choices))
 
 
 def check(request: Request) -> None:

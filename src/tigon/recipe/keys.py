@@ -2,7 +2,8 @@
 
 A key is declared once, with its help, limits and choices; the loader (recipe_file.py), the error messages and the table
 in docs/train.md are generated from that declaration. The keys of techniques are declared in tigon.techniques. A section
-names such a key only if code reads it by name; the others are added at its end.
+names such a key only if code reads it by name; the others are added at its end. The section of an objective is declared
+here as data, because this package is below the objectives. Its rules are in objectives/recipe_checks.py.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tigon.errors import RecipeError
-from tigon.techniques import SETTINGS
+from tigon.techniques import KEY_EXCLUSIONS, KEY_SWITCHES, SETTINGS
 from tigon.techniques.choices import LIMITS, Choices
+from tigon.techniques.condition import KeyExclusion, KeySwitch
 from tigon.techniques.matrix import refusals
 
 T = TypeVar("T")
@@ -214,7 +216,8 @@ class HeadsConfig:
     count: int | None = key(
         None,
         "Number of heads; head k predicts the token k + 1 ahead; none: as many as in `start`, or 3.",
-        limits="heads",
+        minimum=1,
+        maximum=16,
     )
     layers: int | None = key(
         None, "Residual blocks per medusa head; none: the number in `start`, or 1.", minimum=0, maximum=8
@@ -312,10 +315,82 @@ SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig, "data": DataConfig, "train": TrainConfig, "lora": LoraConfig, "sharding": ShardingConfig,
     "heads": HeadsConfig, "comparison": ComparisonConfig, "output": OutputConfig,
 }  # fmt: skip
+OBJECTIVE_SECTIONS = ("heads",)
+"""The sections that set a training objective."""
 
 
-def check_combinations(recipe: Recipe, path: object) -> None:
-    """Refuse keys and techniques that exclude each other. Raises RecipeError with the file's name."""
+@dataclass(frozen=True)
+class Rule:
+    """Refuses a recipe for which `breaks` returns True."""
+
+    breaks: Callable[[Recipe], bool]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Keys that have no effect unless `on` returns True for the recipe."""
+
+    keys: tuple[str, ...]
+    key: str
+    on: Callable[[Recipe], bool]
+    instead: str
+    """The setting that makes the keys take effect."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Checks of keys in relation to each other."""
+
+    rules: tuple[Rule, ...] = ()
+    switches: tuple[Switch, ...] = ()
+
+    def __add__(self, other: Rules) -> Rules:
+        return Rules(self.rules + other.rules, self.switches + other.switches)
+
+
+def other_keys(section: str, but: str) -> tuple[str, ...]:
+    """The dotted keys of a section, except one."""
+    return tuple(f"{section}.{f.name}" for f in dataclasses.fields(SECTIONS[section]) if f.name != but)
+
+
+def _rule_of(row: KeyExclusion) -> Rule:
+    section, _, name = row.key.partition(".")
+    return Rule(lambda r: row.applies(r.choices(), getattr(getattr(r, section), name)), row.reason)
+
+
+def _switch_of(row: KeySwitch) -> Switch:
+    return Switch(row.keys, SETTINGS[row.on.field].key, lambda r: row.on.holds(r.choices()), row.instead)
+
+
+# The checks that techniques declare, and those of the comparison. `refusals` covers pairs of techniques.
+_RULES = Rules(
+    (
+        *(_rule_of(row) for row in KEY_EXCLUSIONS),
+        Rule(
+            lambda r: bool(r.comparison.steps) and (r.sharding.gpus > 1 or r.sharding.zero > 0 or r.sharding.fsdp),
+            "comparison.steps needs one process without sharding; set comparison.steps: 0",
+        ),
+        Rule(
+            lambda r: bool(r.comparison.steps) and r.lora.rank is not None,
+            "comparison.steps compares kernels in full fine-tuning; with lora.rank set comparison.steps: 0",
+        ),
+    ),
+    (
+        *(_switch_of(row) for row in KEY_SWITCHES),
+        Switch(
+            other_keys("comparison", "steps"), "comparison.steps", lambda r: r.comparison.steps > 0,
+            "comparison.steps: 6",
+        ),
+    ),
+)  # fmt: skip
+
+
+def check_combinations(recipe: Recipe, path: object, more: Rules) -> None:
+    """Refuse keys and techniques that exclude each other. more: the objectives' rules.
+
+    Raises RecipeError with the file's name.
+    """
     train, output = recipe.train, recipe.output
     if (train.steps is None) == (train.epochs is None):
         complaint = "both are given" if train.steps is not None else "neither is given"
@@ -331,9 +406,9 @@ def check_combinations(recipe: Recipe, path: object) -> None:
         raise RecipeError(f"{path}: data.source is empty; name a file, a folder or python-docs")
     for reason in refusals(recipe.choices()):
         raise RecipeError(f"{path}: {reason}")
-    for wrong, reason in _WRONG_PAIRS:
-        if wrong(recipe):
-            raise RecipeError(f"{path}: {reason}")
+    for rule in (_RULES + more).rules:
+        if rule.breaks(recipe):
+            raise RecipeError(f"{path}: {rule.reason}")
 
 
 def folder_name_problem(name: str, most: int) -> str | None:
@@ -350,105 +425,12 @@ def folder_name_problem(name: str, most: int) -> str | None:
     return None
 
 
-# Excluded pairs in which at least one key is not a technique; `refusals` covers pairs of techniques.
-_WRONG_PAIRS: tuple[tuple[Callable[[Recipe], bool], str], ...] = (
-    (
-        lambda r: r.train.optimizer == "galore-layerwise" and r.train.max_grad_norm > 0,
-        "train.optimizer: galore-layerwise frees each gradient before the total norm is known, so it cannot clip; set "
-        "train.max_grad_norm: 0, or use train.optimizer: galore",
-    ),
-    (
-        lambda r: (r.sharding.offload == "nvme") != (r.sharding.nvme_folder is not None),
-        "sharding.offload: nvme and sharding.nvme_folder belong together; give both or neither",
-    ),
-    (
-        lambda r: bool(r.comparison.steps) and (r.sharding.gpus > 1 or r.sharding.zero > 0 or r.sharding.fsdp),
-        "comparison.steps needs one process without sharding; set comparison.steps: 0",
-    ),
-    (
-        lambda r: bool(r.comparison.steps) and r.lora.rank is not None,
-        "comparison.steps compares kernels in full fine-tuning; with lora.rank set comparison.steps: 0",
-    ),
-    (
-        lambda r: r.heads.stage == 1 and r.lora.rank is not None,
-        "heads.stage: 1 freezes the model, so adapters would not learn; set heads.stage: 2, or leave lora.rank out",
-    ),
-    (
-        lambda r: r.heads.stage == 1 and r.train.checkpointing != "none",
-        "heads.stage: 1 keeps no activations of the model, so there is nothing to recompute; set "
-        "train.checkpointing: none",
-    ),
-    (
-        lambda r: r.heads.stage is not None and r.lora.rank is not None and "head" in r.lora.targets,
-        "heads.stage requires an lm_head without an adapter, because the heads' losses use its weight directly; leave "
-        "head out of lora.targets",
-    ),
-    (
-        lambda r: r.heads.stage is not None and r.lora.rank is not None and (r.sharding.zero == 3 or r.sharding.fsdp),
-        "lora.rank and heads.stage together cannot be saved from sharded weights; set sharding.zero to 2 or less and "
-        "sharding.fsdp: false, or leave lora.rank out",
-    ),
-    (
-        lambda r: r.heads.kind == "mtp" and r.heads.stage is not None and r.lora.rank is not None,
-        "heads.kind: mtp starts from a copy of the last layer, whose weights lora.rank freezes; use heads.kind: medusa",
-    ),
-    (
-        lambda r: r.heads.kind == "mtp" and r.heads.layers is not None,
-        "heads.layers is for medusa heads, and an MTP module has exactly one transformer layer; leave it out, or use "
-        "heads.kind: medusa",
-    ),
-    (
-        lambda r: r.heads.kind == "mtp" and r.heads.output == "separate",
-        "heads.output: separate is for medusa heads, and heads.kind: mtp always shares the model's lm_head; leave it "
-        "out",
-    ),
-    (
-        lambda r: r.heads.stage is not None and r.train.optimizer == "galore-layerwise",
-        "heads.stage needs a separate learning rate for the heads, which train.optimizer: galore-layerwise lacks; use "
-        "galore",
-    ),
-    (
-        lambda r: r.heads.stage is not None and r.model.kernels == "liger",
-        "heads.stage needs a loss over several heads, which Liger Kernel lacks; set model.kernels to tigon, no-flce or "
-        "none",
-    ),
-)
-
-
-@dataclass(frozen=True)
-class Switch:
-    """Keys that have no effect unless `on` returns True for the recipe."""
-
-    keys: tuple[str, ...]
-    key: str
-    on: Callable[[Recipe], bool]
-    instead: str
-    """The setting that makes the keys take effect."""
-
-
-def _others(section: str, but: str) -> tuple[str, ...]:
-    return tuple(f"{section}.{f.name}" for f in dataclasses.fields(SECTIONS[section]) if f.name != but)
-
-
-SWITCHES = (
-    Switch(_others("lora", "rank"), "lora.rank", lambda r: r.lora.rank is not None, "lora.rank: 16"),
-    Switch(_others("heads", "stage"), "heads.stage", lambda r: r.heads.stage is not None, "heads.stage: 1"),
-    Switch(_others("comparison", "steps"), "comparison.steps", lambda r: r.comparison.steps > 0, "comparison.steps: 6"),
-    Switch(
-        ("train.galore_rank", "train.galore_gap"), "train.optimizer", lambda r: r.train.optimizer.startswith("galore"),
-        "train.optimizer: galore",
-    ),
-    Switch(("sharding.reshard",), "sharding.fsdp", lambda r: r.sharding.fsdp, "sharding.fsdp: true"),
-    Switch(("heads.ramp",), "heads.schedule", lambda r: r.heads.schedule != "constant", "heads.schedule: linear"),
-)  # fmt: skip
-
-
-def check_effects(recipe: Recipe, given_keys: typing.Collection[str], where: Callable[[str], str]) -> None:
-    """Refuse keys in `given_keys` (the keys that the user gave) that would do nothing.
+def check_effects(recipe: Recipe, given_keys: typing.Collection[str], where: Callable[[str], str], more: Rules) -> None:
+    """Refuse keys in `given_keys` (the keys that the user gave) that would do nothing. more: the objectives' rules.
 
     If the switch is given too, the keys are accepted, so that one key can turn a technique off. Raises RecipeError.
     """
-    for switch in SWITCHES:
+    for switch in (_RULES + more).switches:
         idle = [key for key in switch.keys if key in given_keys]
         if idle and switch.key not in given_keys and not switch.on(recipe):
             section, name = switch.key.split(".")

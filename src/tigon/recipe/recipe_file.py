@@ -2,6 +2,9 @@
 
 Before `yaml.safe_load` reads the file, its node tree is checked. The tree gives the line of every key. Repeated keys
 (of which YAML silently keeps the last), deep nesting and alias bombs are refused.
+
+pydantic is not used. It would check types and limits, but its errors know neither the line in the file nor the nearest
+key, and each of its error types would have to be translated into the messages below.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from tigon.errors import RecipeError
 from tigon.recipe.keys import (
     SECTIONS,
     Recipe,
+    Rules,
     TrainConfig,
     check_combinations,
     check_effects,
@@ -43,8 +47,13 @@ RENAMED_KEYS: Mapping[str, str] = {
 OF_VALUES = (ValueError, KeyError, AttributeError, RecursionError)
 
 
-def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], checked: bool = True) -> Recipe:
+def load(
+    path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], objective_rules: Rules,
+    checked: bool = True,
+) -> Recipe:  # fmt: skip
     """Load the recipe in `path`, with `--set section.key=value` applied last.
+
+    Packages above the objectives call `objectives.recipe_checks.load` instead, which knows the objectives' rules.
 
     gpu_present: Called only if `train.device` is auto and the recipe has an `on_gpu` block (importing torch is slow).
     checked: False skips the checks for keys that exclude each other or do nothing.
@@ -71,14 +80,9 @@ def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[],
     recipe = _build(Recipe, raw, "", where)
     assert isinstance(recipe, Recipe)
     if checked:
-        check_combinations(recipe, path)
-        check_effects(recipe, given_keys, where)
+        check_combinations(recipe, path, objective_rules)
+        check_effects(recipe, given_keys, where, objective_rules)
     return recipe
-
-
-def loads_saved(path: Path) -> Recipe:
-    """The resolved recipe that a run wrote into its own folder."""
-    return load(path, gpu_present=lambda: False)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -24,9 +24,6 @@ from tigon.sweep.points import Point, changed_keys
 from tigon.units import in_bytes
 
 FILE = "taken.json"
-_KEPT: Mapping[str, Any] = {
-    "rows": {"*": {"key": str, "warmup": int, "environment": schema.MACHINE, "row": schema.ROW}}
-}
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ def load(own: Path) -> dict[str, ImportedPoint]:
         return {}
     except (OSError, ValueError):
         stored = None
-    wrong = schema.misfit(stored, _KEPT)
+    wrong = schema.misfit(stored, schema.Imported)
     wrong = wrong or schema.first(schema.misfit_of_row(one["row"], name) for name, one in stored["rows"].items())
     if wrong:
         raise RunFolderError(f"{path}: damaged ({wrong}); remove it, and name the earlier results with --from again")

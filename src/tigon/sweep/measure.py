@@ -112,6 +112,7 @@ def measure(
     preflight.check_lengths(recipe, config)
     shapes = models.parameter_shapes(config)
     models.check_weights(recipe.model, config)
+    objective = objective_of(recipe, config, lambda: shapes)
     run_info = engine.run_info_of(recipe, config, shapes, device)
     assert recipe.train.steps is not None, "a sweep counts steps"
     metered_step = recipe.train.steps if device.type == "cpu" else None
@@ -119,10 +120,9 @@ def measure(
         train = dataclasses.replace(recipe.train, steps=recipe.train.steps + 1)
         recipe = dataclasses.replace(recipe, train=train)
     with launch.main_process_first():
-        data, collator = rows.make(recipe, config, how_rows, processes=launch.world_size(), folder=folder)
+        data, collator = rows.make(recipe, config, objective, how_rows, processes=launch.world_size(), folder=folder)
     meter = StepMeter(device)
     load_s = time.perf_counter()
-    objective = objective_of(recipe, config, lambda: shapes)
     built, _ = engine.build(
         recipe.model, config, choices, run_info, device=device, seed=recipe.train.seed, kernels=recipe.model.kernels,
         base=folder / "base", ops=self_test.without(wrong_ops), reads_whole_weights=objective.reads_whole_weights,
@@ -134,7 +134,7 @@ def measure(
         recipe.train, choices, run_info, folder=folder / "checkpoints", device=device, evaluate=False
     )
     make_optimizer = engine.make_optimizer(recipe.train, choices)
-    trainer = _CountingTrainer(built, args, collator, data, None, make_optimizer)
+    trainer = _CountingTrainer(built, args, collator, data, None, make_optimizer, objective=objective)
     trainer.meter = meter
     steps = _Steps(meter, trainer, metered_step)
     trainer.add_callback(steps)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tigon.errors import RecipeError
-from tigon.recipe import recipe_file
+from tigon.objectives import recipe_checks
 from tigon.recipe.keys import Recipe
+from tigon.recipe.recipe_file import OF_VALUES
 from tigon.sweep.definition import Sweep, Variant, check_key
 
 # Points only train: they do not evaluate, save or compare.
@@ -86,7 +87,7 @@ def expand(
         assert file is not None, "a sweep without a base recipe has one for each variant"
         point = Point(variant=variant.name, axes=axes, recipe=None, unchecked=variant.unchecked)
         try:
-            recipe = recipe_file.load(file, overrides, gpu_present=gpu_present, checked=not variant.unchecked)
+            recipe = recipe_checks.load(file, overrides, gpu_present=gpu_present, checked=not variant.unchecked)
         except RecipeError as error:
             point = replace(point, refused=_reason(error, file))
         else:
@@ -127,7 +128,7 @@ def _assignments(sweep: Sweep, texts: Sequence[str]) -> dict[str, Any]:
             raise RecipeError(f"--set {text}: {key} is an axis of {sweep.path}'s grid; change it there")
         try:
             assigned[key.strip()] = yaml.safe_load(value)
-        except (yaml.YAMLError, *recipe_file.OF_VALUES):
+        except (yaml.YAMLError, *OF_VALUES):
             raise RecipeError(f"--set {text[:200]}: the value is not valid YAML; quote it") from None
     return assigned
 

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from tigon.data import documents, tokenizer
-from tigon.data.packing import Collator, Sample, SampleDataset, pack
+from tigon.data.packing import Collator, Sample, SampleDataset
 from tigon.data.sources import BUILT_IN
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import RecipeError
+from tigon.objectives.base import Objective
 from tigon.recipe.keys import Recipe
 from tigon.trainer import model as models
 from tigon.trainer.guards import preflight
@@ -34,7 +35,9 @@ _ANSWER_CHARACTERS = (120, 240, 480)
 """Used in turns. Several such samples fit into a sequence of 512 tokens, as with Alpaca's."""
 
 
-def make(recipe: Recipe, config: Any, how: str, *, processes: int, folder: Path) -> tuple[SampleDataset, Collator]:
+def make(
+    recipe: Recipe, config: Any, objective: Objective, how: str, *, processes: int, folder: Path
+) -> tuple[SampleDataset, Collator]:
     """(data set, its collator) of a point.
 
     how: recipe, random or alpaca. processes: number of ranks. folder: where the Alpaca samples are written. Raises
@@ -46,15 +49,16 @@ def make(recipe: Recipe, config: Any, how: str, *, processes: int, folder: Path)
     flatten = recipe.data.packing and recipe.model.attention.startswith("flash")
     if how == "random":
         samples, pad_id = _random(count, recipe.data.sequence_length, config.vocab_size), 0
-        return SampleDataset(samples), Collator(pad_id, packing=True, flatten=flatten)
+        packed = replace(recipe.data, packing=True)
+        return SampleDataset(samples), objective.collator(packed, pad_id=pad_id, flatten=flatten)
     if how == "alpaca":
         source = alpaca_file(folder)
         data = replace(recipe.data, source=(str(source),), format="alpaca", too_long="truncate")
         recipe = replace(recipe, data=data)
-    samples, pad_id = _of_recipe(recipe, config)
+    samples, pad_id = _of_recipe(recipe, config, objective)
     if len(samples) < count:  # repeated, because the last batch of an epoch could be smaller than the others
         samples = (samples * math.ceil(count / len(samples)))[:count]
-    return SampleDataset(samples), Collator(pad_id, recipe.data.packing, flatten)
+    return SampleDataset(samples), objective.collator(recipe.data, pad_id=pad_id, flatten=flatten)
 
 
 def _random(count: int, length: int, vocab_size: int) -> list[Sample]:
@@ -69,7 +73,7 @@ def _random(count: int, length: int, vocab_size: int) -> list[Sample]:
     return samples
 
 
-def _of_recipe(recipe: Recipe, config: Any) -> tuple[list[Sample], int]:
+def _of_recipe(recipe: Recipe, config: Any, objective: Objective) -> tuple[list[Sample], int]:
     data, model = recipe.data, recipe.model
     bad = documents.BadRows(data.bad_rows)
     read = documents.read(data.source, data.format, data.max_text_mib, bad)
@@ -83,10 +87,7 @@ def _of_recipe(recipe: Recipe, config: Any) -> tuple[list[Sample], int]:
             trust_remote_code=model.trust_remote_code,
         )  # fmt: skip
     preflight.check_vocabulary(recipe, config, len(tok))
-    packed = pack(
-        tokenizer.encode(read, tok, vocab_size=config.vocab_size, bad=bad), data.sequence_length, packing=data.packing,
-        cross_document=data.cross_document_attention, too_long=data.too_long,
-    )  # fmt: skip
+    packed = objective.samples(tokenizer.encode(read, tok, vocab_size=config.vocab_size, bad=bad), data)
     if not packed.samples:
         raise RecipeError(
             f"{', '.join(data.source)}: not enough text for one sequence of {data.sequence_length} tokens; name more"

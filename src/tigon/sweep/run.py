@@ -486,7 +486,7 @@ def _read_predictions(own: SweepFolder, every: Sequence[Point]) -> dict[str, dic
         stored: dict[str, dict[str, Any]] = json.loads((own.path / PREDICTIONS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    if schema.misfit(stored, schema.PREDICTIONS):
+    if schema.misfit(stored, schema.Predictions):
         return {}
     keys = {point.id: point.key for point in every}
     return {name: predicted for name, predicted in stored.items() if predicted.get("key") == keys.get(name)}

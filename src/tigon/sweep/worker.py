@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tigon.errors import KernelError, TigonError
-from tigon.recipe import recipe_file
+from tigon.objectives import recipe_checks
 from tigon.sweep import failures
 from tigon.sweep.self_test import Kind, try_ops
 from tigon.trainer.checkpoint import nvme_swap
@@ -65,7 +65,7 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
         tried = order["self_test"]
         if tried["refused"]:
             raise KernelError(tried["refused"])
-        recipe = recipe_file.load(Path(order["recipe"]), gpu_present=lambda: False, checked=not order["unchecked"])
+        recipe = recipe_checks.load(Path(order["recipe"]), gpu_present=lambda: False, checked=not order["unchecked"])
         with nvme_swap.own_files(recipe.sharding.nvme_folder):
             measured = measure(
                 recipe, how_rows=order["rows"], unchecked=order["unchecked"], limit_bytes=order["limit_bytes"],

@@ -22,7 +22,7 @@ import pkgutil
 from collections.abc import Mapping
 
 from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Exclusion
+from tigon.techniques.condition import Exclusion, KeyExclusion, KeySwitch
 from tigon.techniques.setting import Setting
 from tigon.techniques.technique import Declaration, Technique
 
@@ -58,6 +58,8 @@ TECHNIQUES: Mapping[str, Technique] = {
     technique.name: technique for declaration in _DECLARATIONS for technique in declaration.techniques
 }
 EXCLUSIONS: tuple[Exclusion, ...] = tuple(row for declaration in _DECLARATIONS for row in declaration.exclusions)
+KEY_EXCLUSIONS: tuple[KeyExclusion, ...] = tuple(row for one in _DECLARATIONS for row in one.key_exclusions)
+KEY_SWITCHES: tuple[KeySwitch, ...] = tuple(row for one in _DECLARATIONS for row in one.key_switches)
 PAGES: Mapping[str, str] = {page: title for declaration in _DECLARATIONS for page, title in declaration.pages.items()}
 """Pages of docs/techniques -> their titles."""
 SEARCHED = frozenset(name for name, setting in SETTINGS.items() if setting.search is not None)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 # Size -> (minimum, maximum or None), for sizes that recipes and plans share and that belong to no technique.
-LIMITS: Mapping[str, tuple[int, int | None]] = {"batch": (1, None), "seq": (8, None), "heads": (1, 16)}
+LIMITS: Mapping[str, tuple[int, int | None]] = {"batch": (1, None), "seq": (8, None)}
 
 
 @dataclass(frozen=True, kw_only=True)

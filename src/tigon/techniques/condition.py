@@ -14,6 +14,8 @@ _TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
     "is one of": lambda value, wanted: value in wanted,
     "is not one of": lambda value, wanted: value not in wanted,
     "is at least": lambda value, wanted: value is not None and bool(value >= wanted),
+    "is above": lambda value, wanted: value is not None and bool(value > wanted),
+    "includes": lambda value, wanted: wanted in value,
     "starts with": lambda value, wanted: str(value).startswith(wanted),
 }
 
@@ -51,6 +53,32 @@ class Exclusion:
 
     def applies(self, choices: Choices) -> bool:
         return all(condition.holds(choices) for condition in self.when)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyExclusion:
+    """Refuses a recipe if `when` holds and a recipe key that is no field of Choices passes a test of `_TESTS`."""
+
+    when: Condition
+    key: str
+    test: str
+    wanted: Any
+    reason: str
+    """The whole message, with what to do instead."""
+
+    def applies(self, choices: Choices, value: Any) -> bool:
+        """value: the value of the key."""
+        return self.when.holds(choices) and _TESTS[self.test](value, self.wanted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeySwitch:
+    """Recipe keys that have no effect unless a condition holds."""
+
+    keys: tuple[str, ...]
+    on: Condition
+    instead: str
+    """The recipe line that makes the condition hold."""
 
 
 def yaml_word(value: Any) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.condition import Condition, Exclusion, KeySwitch
 from tigon.techniques.setting import Flag, Setting
 from tigon.techniques.technique import Declaration, RunInfo, Technique
 
@@ -122,6 +122,12 @@ DECLARATION = Declaration(
             reason="4-bit weights get no gradient, so nothing would be trained",
             instead="lora.rank: 16",
             source="arXiv 2305.14314", untraceable=True,
+        ),
+    ),
+    key_switches=(
+        KeySwitch(
+            keys=("lora.alpha", "lora.targets", "lora.quantize"), on=Condition("lora_rank", "is at least", 1),
+            instead="lora.rank: 16",
         ),
     ),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.condition import Condition, Exclusion, KeyExclusion, KeySwitch
 from tigon.techniques.setting import Flag, Setting
 from tigon.techniques.technique import Declaration, Technique
 
@@ -516,4 +516,17 @@ DECLARATION = Declaration(
     settings=(_OPTIMIZER, _GALORE_RANK),
     techniques=tuple(_technique(row) for row in _ROWS),
     exclusions=_EXCLUSIONS,
-)
+    key_exclusions=(
+        KeyExclusion(
+            when=_LAYERWISE, key="train.max_grad_norm", test="is above", wanted=0,
+            reason="train.optimizer: galore-layerwise frees each gradient before the total norm is known, so it cannot "
+            "clip; set train.max_grad_norm: 0, or use train.optimizer: galore",
+        ),
+    ),
+    key_switches=(
+        KeySwitch(
+            keys=("train.galore_rank", "train.galore_gap"), on=Condition("optimizer", "starts with", "galore"),
+            instead="train.optimizer: galore",
+        ),
+    ),
+)  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.condition import Condition, Exclusion, KeyExclusion, KeySwitch
 from tigon.techniques.setting import Flag, Setting
 from tigon.techniques.technique import Declaration, RunInfo, Technique
 
@@ -133,13 +133,13 @@ def fit_whole(weights_bytes: Iterable[int], room_bytes: int | None) -> bool:
     return room_bytes is None or sum(sizes) + max(sizes) <= room_bytes
 
 
-def are_read_in_parts(choices: Choices, *, heads: bool) -> bool:
+def are_read_in_parts(choices: Choices, *, reads_whole_weights: bool) -> bool:
     """Returns whether files are read directly into stage 3's partitions.
 
-    Adapters and heads need whole weights, and DeepSpeed needs one dtype for all partitioned weights. With them it first
-    moves the model to the GPU in 16 bits.
+    Adapters and some objectives need whole weights, and DeepSpeed needs one dtype for all partitioned weights. With
+    them it first moves the model to the GPU in 16 bits.
     """
-    return choices.zero == 3 and choices.lora_rank is None and not choices.quantized and not heads
+    return choices.zero == 3 and choices.lora_rank is None and not choices.quantized and not reads_whole_weights
 
 
 @contextlib.contextmanager
@@ -321,6 +321,7 @@ _EXCLUSIONS = (
         source="deepspeed.ai/docs/config-json, offload_optimizer and offload_param",
     ),
 )
+_NVME_TOGETHER = "sharding.offload: nvme and sharding.nvme_folder belong together; give both or neither"
 
 DECLARATION = Declaration(
     pages={
@@ -329,4 +330,14 @@ DECLARATION = Declaration(
     settings=_SETTINGS,
     techniques=_TECHNIQUES,
     exclusions=_EXCLUSIONS,
+    key_exclusions=(
+        KeyExclusion(when=_NVME, key="sharding.nvme_folder", test="is", wanted=None, reason=_NVME_TOGETHER),
+        KeyExclusion(
+            when=Condition("offload", "is not", "nvme"), key="sharding.nvme_folder", test="is not", wanted=None,
+            reason=_NVME_TOGETHER,
+        ),
+    ),
+    key_switches=(
+        KeySwitch(keys=("sharding.reshard",), on=Condition("fsdp", "is", True), instead="sharding.fsdp: true"),
+    ),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition, Exclusion
+from tigon.techniques.condition import Condition, Exclusion, KeyExclusion, KeySwitch
 from tigon.techniques.setting import Setting
 
 # The extra of tigon that installs a package.
@@ -107,5 +107,7 @@ class Declaration:
     settings: tuple[Setting, ...] = ()
     techniques: tuple[Technique, ...] = ()
     exclusions: tuple[Exclusion, ...] = ()
+    key_exclusions: tuple[KeyExclusion, ...] = ()
+    key_switches: tuple[KeySwitch, ...] = ()
     pages: Mapping[str, str] = field(default_factory=dict)
     """Pages of docs/techniques -> their titles."""

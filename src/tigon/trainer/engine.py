@@ -89,7 +89,7 @@ def build(
     elif models.is_preset(model.name):
         stays = _stays_on(device, choices, run_info, dtype)
         built = load(device=device) if stays else load(device=None, through=device)
-    elif are_read_in_parts(choices, heads=reads_whole_weights):
+    elif are_read_in_parts(choices, reads_whole_weights=reads_whole_weights):
         with partitioned_loading(choices, run_info):
             built = load(device=None)
         models.make_buffers_anew(built, model, config, dtype=dtype)

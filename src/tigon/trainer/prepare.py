@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tigon.data import documents, tokenizer
-from tigon.data.packing import Collator, fingerprint, pack, unigram_entropy
+from tigon.data.packing import Collator, fingerprint, unigram_entropy
 from tigon.errors import DataError, RecipeError, TigonError
 from tigon.models.loading import hub
 from tigon.objectives.choose import objective_of
@@ -123,8 +123,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     tok = _tokenizer(recipe, learned)
     preflight.check_vocabulary(recipe, config, len(tok))
     encode = partial(tokenizer.encode, tokenizer=tok, vocab_size=config.vocab_size, bad=bad)
-    train = _pack(recipe, encode(learned))
-    held = _pack(recipe, encode(held_out)) if held_out else None
+    train = objective.samples(encode(learned), data)
+    held = objective.samples(encode(held_out), data) if held_out else None
     eval_samples = held.samples if held else []
     _check_enough(recipe, len(train.samples), choices.gpus)
     if held is not None and not held.samples:
@@ -149,7 +149,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     }
     return Prepared(
         recipe, device, choices, engine.run_info_of(recipe, config, shapes, device), objective, config, n_parameters,
-        tok, train, eval_samples, Collator(pad_id, data.packing, flatten), prompt, data_summary,
+        tok, train, eval_samples, objective.collator(data, pad_id=pad_id, flatten=flatten), prompt, data_summary,
         bad_rows=tuple(bad.problems[:3]),
         warnings=warnings_of(
             recipe, RunSize(len(train.samples), len(eval_samples), choices.gpus),
@@ -175,14 +175,6 @@ def _tokenizer(recipe: Recipe, learned: Sequence[documents.Document]) -> Any:
         revision=recipe.model.revision if own else None,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-
-
-def _pack(recipe: Recipe, encoded: Any) -> Packed:
-    data = recipe.data
-    return pack(
-        encoded, data.sequence_length, packing=data.packing, cross_document=data.cross_document_attention,
-        too_long=data.too_long,
-    )  # fmt: skip
 
 
 def _check_enough(recipe: Recipe, n_samples: int, n_processes: int) -> None:

@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING
 
 from tigon.data import sources
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
-from tigon.objectives.recipe_checks import without_phases
+from tigon.objectives import recipe_checks
 from tigon.planner.search.recommend import label
 from tigon.profiler.render import page, result, tables
 from tigon.profiler.render.result import Predicted, Profile
 from tigon.profiler.timeline import timeline_chart
-from tigon.recipe import recipe_file
 from tigon.recipe.keys import ComparisonConfig, Recipe
 from tigon.trainer import model, prepare
 from tigon.trainer.distributed import launch
@@ -69,13 +68,13 @@ def profile(request: ProfileRequest) -> Path:
     if request.steps < 1:
         raise UsageError(f"--steps {request.steps}: at least one step is recorded")
     recipe = _short(
-        recipe_file.load(request.recipe, request.overrides, gpu_present=preflight.gpu_present), request.steps
+        recipe_checks.load(request.recipe, request.overrides, gpu_present=preflight.gpu_present), request.steps
     )
     preflight.check_process(recipe.train.workers)
     other = None
     if request.is_pair:
         path, overrides = request.beside or request.recipe, (*request.overrides, *request.beside_overrides)
-        other = _short(recipe_file.load(path, overrides, gpu_present=preflight.gpu_present), request.steps)
+        other = _short(recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present), request.steps)
     prepare.quiet_libraries(recipe)
     for each in filter(None, (recipe, other)):
         sources.check(each.data.source)
@@ -111,7 +110,7 @@ def _short(recipe: Recipe, steps: int) -> Recipe:
         log_steps=steps + TRACED_STEPS,
     )  # fmt: skip
     output = replace(recipe.output, save_model=False, sample_tokens=0)
-    return without_phases(replace(recipe, train=train, output=output, comparison=ComparisonConfig()))
+    return recipe_checks.without_phases(replace(recipe, train=train, output=output, comparison=ComparisonConfig()))
 
 
 # --- the folder ------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from tigon.data import sources
 from tigon.data.packing import SampleDataset
 from tigon.errors import RunFolderError, TigonError
+from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
-from tigon.recipe import recipe_file
 from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.sharding import weights_are_sharded
@@ -49,7 +49,7 @@ def train(
     when the run itself fails, after leaving the folder ready for --resume."""
     preflight.check_packages()
     command = shlex.join(["tigon", "train", str(path), *(word for text in overrides for word in ("--set", text))])
-    recipe = recipe_file.load(path, overrides, gpu_present=preflight.gpu_present)
+    recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     if require is not None:
         require(path, recipe)
     preflight.check_process(recipe.train.workers)
@@ -63,7 +63,7 @@ def train(
     device = preflight.check_device(recipe)
     if auto:
         overrides = prediction.with_auto(recipe, overrides, device, resume=resume)
-        recipe = recipe_file.load(path, overrides, gpu_present=preflight.gpu_present)
+        recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     if recipe.sharding.gpus > 1 and not launch.started_by_launcher():
         preflight.check_techniques(recipe, device)
         code = launch.launch(path, overrides, recipe.sharding.gpus, resume=resume)
@@ -408,6 +408,7 @@ def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals
         device=prepared.device,
         collator=prepared.collator,
         samples=SampleDataset(prepared.train.samples),
+        objective=prepared.objective,
         announce=lambda text: console.print(text, markup=False),
         stop=stop,
     )
@@ -428,7 +429,8 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any], objecti
         line = f"held-out loss {summary['eval_loss']:.4f} nats, {abs(gap):.2f} {side} the unigram entropy"
         console.print(line, markup=False)
     if summary["decoded"]:
-        console.print(f"heads    {objective.sampled_line(summary['decoded'])}", markup=False, soft_wrap=True)
+        line = f"{objective.name:<8} {objective.sampled_line(summary['decoded'])}"
+        console.print(line, markup=False, soft_wrap=True)
     if summary["evaluation_error"]:
         console.print(f"warning  {summary['evaluation_error']}", markup=False, soft_wrap=True)
     if summary["skipped_steps"]:

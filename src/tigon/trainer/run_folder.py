@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tigon.errors import RunFolderError
+from tigon.objectives.recipe_checks import loads_saved
 from tigon.recipe.keys import OutputConfig, Recipe
-from tigon.recipe.recipe_file import loads_saved
 from tigon.trainer.checkpoint import checkpoint
 
 RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (
@@ -120,7 +120,10 @@ class RunFolder:
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """None for what a killed run, a full disk or a bad disk left of one."""
+    """The record in a line of metrics.jsonl; None for what a killed run, a full disk or a bad disk left of one.
+
+    pydantic is not used, because the keys of a record depend on the objective.
+    """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -226,6 +229,9 @@ def locked(path: Path, file: str = RECIPE, work: str = "training into this run f
     """Alone in the folder, for as long as the block runs; the system takes the lock back from a killed process.
 
     file: which of it is locked. Raises RunFolderError where another process has it.
+
+    `filelock.FileLock` is not used: it locks a file of its own, which would stay in every run folder, and makes that
+    file again if another process has removed the folder. Here that removal has to be noticed.
     """
     try:
         import fcntl

@@ -93,7 +93,7 @@ class Fsdp(Engine):
         host_calls = HOST_CALLS * len(model.trained)
         if self.choices.gpus == 1:
             return Traffic(link=link, host_calls=host_calls)
-        # Weights below the first trained one are not gathered for backward, so heads on a frozen model gather once.
+        # Weights below the first trained one are not gathered for backward. A run whose layers are frozen gathers once.
         passes = 2 if any(weight.layer is not None for weight in model.trained) else 1
         return Traffic(
             link=link,

@@ -258,7 +258,8 @@ class Zero3(_Zero):
         if drawn_whole(request):
             return super()._loaded_itemsize(request, model)
         # DeepSpeed moves weights that it did not load to the GPU in 16 bits before it partitions any of them.
-        in_parts = are_read_in_parts(self.choices, heads=request.heads is not None) and not is_drawn(request)
+        whole = request.objective.reads_whole_weights
+        in_parts = are_read_in_parts(self.choices, reads_whole_weights=whole) and not is_drawn(request)
         return 0 if in_parts or self.choices.quantized else model.weights[0].itemsize
 
     def _link_bytes(self, model: ModelStates) -> int:

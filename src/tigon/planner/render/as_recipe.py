@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.planner.request import Request
+from tigon.recipe.keys import OBJECTIVE_SECTIONS
 from tigon.techniques import SETTINGS, TECHNIQUES
 from tigon.techniques.choices import Choices
 from tigon.techniques.condition import yaml_word
@@ -26,8 +27,7 @@ def keys(request: Request) -> dict[str, Any]:
         value = getattr(choices, field)
         if setting.always_written or value != getattr(default, field):
             values[setting.key] = list(value) if isinstance(value, tuple) else value
-    if request.heads is not None:
-        values |= request.heads.recipe_keys()
+    values |= request.objective.recipe_keys()
     if not request.masked:
         values["data.cross_document_attention"] = True
     if not request.clipped:
@@ -36,7 +36,7 @@ def keys(request: Request) -> dict[str, Any]:
     for technique in TECHNIQUES.values():
         if technique.used_by(choices):
             values |= {key: value for key, value in technique.recipe.items() if key not in of_choices}
-    order = ("model", "data", "train", "lora", "heads", "sharding")
+    order = ("model", "data", "train", "lora", *OBJECTIVE_SECTIONS, "sharding")
     return dict(sorted(values.items(), key=lambda item: order.index(item[0].partition(".")[0])))
 
 

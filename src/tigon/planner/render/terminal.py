@@ -10,10 +10,12 @@ from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.estimate import PHASES, Estimate
 from tigon.planner.gpus import GIB, Gpu
 from tigon.planner.render import as_recipe
+from tigon.planner.request import Request
 from tigon.planner.search import space
 from tigon.planner.search.largest_batch import MaxSizes
 from tigon.planner.search.recommend import Option, Plan, Recommendation, Rejected, against, label
 from tigon.planner.simulate.ledger import COMPONENTS
+from tigon.recipe.keys import OBJECTIVE_SECTIONS
 from tigon.techniques import TECHNIQUES
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
     return {
         "model": request.model, "batch": request.batch, "seq": request.seq, "method": plan.method,
         "evaluated": request.evaluated, "choices": asdict(request.choices),
-        "heads": None if request.heads is None else dict(request.heads.recipe_keys()),
+        **_objective_sections(request),
         "gpu": {
             "name": gpu.name, "memory_bytes": gpu.memory_bytes, "source": gpu.source,
         },
@@ -61,6 +63,15 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
         ],
         "refused": list(plan.refused),
     }  # fmt: skip
+
+
+def _objective_sections(request: Request) -> dict[str, dict[str, Any] | None]:
+    """Each recipe section that belongs to an objective -> its dotted keys; None for those of other objectives."""
+    keys = request.objective.recipe_keys()
+    return {
+        section: {key: value for key, value in keys.items() if key.startswith(f"{section}.")} or None
+        for section in OBJECTIVE_SECTIONS
+    }
 
 
 def _max_sizes(plan: Plan, name: str) -> dict[str, int | None]:
@@ -122,8 +133,8 @@ def gib(n_bytes: float) -> str:
 
 def _show_option(option: Option, gpu: Gpu, console: Console) -> None:
     result = option.estimate
-    heads = "" if option.request.heads is None else f", {option.request.heads}"
-    console.print(f"as asked: {label(option.request.choices)}{heads}", markup=False)
+    objective = option.request.objective.description()
+    console.print(f"as asked: {', '.join(filter(None, (label(option.request.choices), objective)))}", markup=False)
     console.print(_table(result))
     console.print(bar(result, gpu))
     console.print(verdict(option, gpu), markup=False, soft_wrap=True)

@@ -2,7 +2,8 @@
 
 `concurrent.futures.ProcessPoolExecutor` is not used. It starts a thread in this process, and a plan forks a second time
 while the first child still runs. A fork of a process with threads can deadlock; Python 3.12 warns of it. The executor
-also delays the end of the program until its child is done, even after an error.
+also delays the end of the program until its child is done, even after an error. A pool of spawned processes would
+import torch again and trace again what this process has traced.
 """
 
 from __future__ import annotations

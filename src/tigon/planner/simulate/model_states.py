@@ -18,7 +18,6 @@ from tigon.techniques.optimizers import FP32, OPTIMIZERS, Parameter
 
 # The first number in a parameter's path: `model.layers.7.mlp...`, `transformer.h.7.attn...`.
 _LAYER = re.compile(r"\.(\d+)\.")
-_HEADS = "draft_heads."
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,16 @@ class Weight:
     """A matrix of a layer, which GaLore projects."""
     nf4: bool = False
     embedding: bool = False
+    of_objective: bool = False
+    """The objective adds it to the model."""
 
     @property
     def layer(self) -> int | None:
         """The number of the model's layer that holds it; None outside the layers.
 
-        Draft heads are outside: they number their own layers from 0 again.
+        Weights of the objective are outside: their modules may number their own layers from 0 again.
         """
-        match = None if self.name.startswith(_HEADS) else _LAYER.search(self.name)
+        match = None if self.of_objective else _LAYER.search(self.name)
         return int(match[1]) if match else None
 
     @property
@@ -97,14 +98,14 @@ def _at_rest(parts: TracedParts) -> ModelStates:
         adapters.quantize(model)
     if choices.lora_rank is not None:
         adapters.attach(model, choices)
-    if request.heads is not None:
-        request.heads(model)
+    request.objective.attach(model)
     head = model.get_output_embeddings()
     buffer_bytes = sum(rounded(buffer.numel() * buffer.itemsize) for buffer in model.buffers())
-    return ModelStates(_weights(model, choices.precision), buffer_bytes, (head.out_features, head.in_features))
+    weights = _weights(model, choices.precision, request.objective.own_parameters)
+    return ModelStates(weights, buffer_bytes, (head.out_features, head.in_features))
 
 
-def _weights(model: Any, precision: str) -> tuple[Weight, ...]:
+def _weights(model: Any, precision: str, own_parameters: str | None) -> tuple[Weight, ...]:
     quantized = {id(m.weight) for m in model.modules() if isinstance(m, adapters.Nf4Linear)}
     layers = {id(p) for name, m in model.named_modules() if _LAYER.search(f"{name}.") for p in m.parameters(False)}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -118,6 +119,7 @@ def _weights(model: Any, precision: str) -> tuple[Weight, ...]:
             Weight(
                 name, tuple(p.shape), p.numel(), bytes_each, trained=p.requires_grad,
                 projected=id(p) in layers and p.ndim == 2, nf4=id(p) in quantized, embedding=id(p) in embeddings,
+                of_objective=own_parameters is not None and name.startswith(own_parameters),
             )
         )  # fmt: skip
     return tuple(weights)

@@ -23,7 +23,7 @@ class TracedParts:
     def __init__(self, request: Request) -> None:
         self.request = request
         choices = tuple(getattr(request.choices, name) for name in _TRACE_FIELDS)
-        shape = (request.batch, request.seq, request.masked, request.heads)
+        shape = (request.batch, request.seq, request.masked, request.objective)
         self._parts: Hashable = (request.model, request.config.to_json_string(use_diff=False), shape, choices)
 
     def __hash__(self) -> int:

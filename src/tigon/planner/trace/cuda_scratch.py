@@ -20,7 +20,7 @@ from tigon.planner.trace.dispatch_recorder import Scratch, TraceRecorder
 
 # By its name: `tigon.ops.linear_cross_entropy` is the function of the same name.
 _LOSS: Any = importlib.import_module("tigon.ops.losses.linear_cross_entropy")
-_HEADS_LOSS: Any = importlib.import_module("tigon.ops.losses.multi_head")
+_MULTI_HEAD_LOSS: Any = importlib.import_module("tigon.ops.losses.multi_head")
 
 
 class _ExpertsProduct(torch.autograd.Function):
@@ -77,7 +77,7 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
         (_LOSS, "_rows_that_count"): rows_that_count,
         (_LOSS, "product_into"): product_into,
         (_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
-        (_HEADS_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
+        (_MULTI_HEAD_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
         (functional, "dropout"): dropout,
     }
     if plain_grouped_mm is not None:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from tigon.errors import UsageError
 from tigon.models import patch
-from tigon.models.seams.loss import causal_lm_loss, without_logits
+from tigon.models.seams.loss import causal_lm_loss
 from tigon.models.tracing import attention_replaced
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
@@ -144,8 +144,7 @@ def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluati
     head_groups.check_groups(config, choices.attention_groups)
     if choices.mlp_tile_tokens:
         tiling.tile(model, choices.mlp_tile_tokens)
-    if request.heads is not None:
-        request.heads(model)
+    request.objective.attach(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     run = _Run(request, model, recorder, accumulating)
     collecting = gc.isenabled()
@@ -263,14 +262,12 @@ class _Run:
         recorder.exclude(weight for weight in self.model.parameters())
         recorder.exclude(buffer for buffer in self.model.buffers())
         self.model.eval()
-        heads = self.request.heads
-        passes = [without_logits(), *([heads.scoring(self.model)] if heads is not None else [])]
         handles = _watch_forward(self.model, recorder)
         try:
             with torch.no_grad(), recorder:
-                for one in passes:
+                for context in self.request.objective.evaluation_passes(self.model):
                     recorder.mark(Where("forward"), "activations")
-                    with one:
+                    with context:
                         self._forward(self._inputs())
         finally:
             for handle in handles:
@@ -279,8 +276,7 @@ class _Run:
         return recorder.tape
 
     def _inputs(self) -> dict[str, Tensor]:
-        shape = (self.request.batch, self.request.seq)
-        return {name: torch.empty(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
+        return self.request.objective.inputs(self.request.batch, self.request.seq)
 
     def _forward(self, inputs: dict[str, Tensor]) -> Any:
         """The model's call as Accelerate wraps it."""
@@ -386,7 +382,7 @@ def _is_checkpointed(layer: nn.Module) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers: the longest list of modules in the model's trunk. Heads are outside the trunk."""
+    """The repeated layers: the longest list of modules in the model's trunk. An objective's modules are outside."""
     trunk = getattr(model, "base_model", model)
     stacks = [list(module) for module in trunk.modules() if isinstance(module, nn.ModuleList)]
     return max(stacks, key=len)

@@ -5,6 +5,9 @@ for one that is there (torch.utils.file_baton). A process that is killed while i
 process also locks its file for the system (flock), which ends with the process: a file of ours that nobody has locked,
 with no compiler left in its folder, is stale. The mode of the file tells ours from another program's, whose owner
 cannot be known: that one is waited for, and a message names it.
+
+`filelock` is not used. PyTorch in other processes takes any existing file for a lock, whereas FileLock leaves its file
+behind and SoftFileLock decides by the process that made the file; neither looks for compilers that outlived it.
 """
 
 from __future__ import annotations

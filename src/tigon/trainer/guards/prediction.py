@@ -115,7 +115,7 @@ def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool
     return Request(
         model=recipe.model.name, config=config, batch=train.batch_size, seq=data.sequence_length, choices=choices,
         masked=not flash and not (data.packing and data.cross_document_attention), clipped=train.max_grad_norm > 0,
-        evaluated=evaluated, heads=objective.attachment(),
+        evaluated=evaluated, objective=objective.planned(),
     )  # fmt: skip
 
 

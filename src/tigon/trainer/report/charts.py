@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tigon.objectives.base import MetricSection
 from tigon.profiler.render.figure import GRID, INK, MUTED, new_figure, svg
 
 ACCENT, SECOND, BASELINE = "#c2410c", "#0f766e", MUTED
+_COLOURS = (ACCENT, SECOND, "#4338ca", "#a16207", "#be185d")
 
 
-def draw(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> dict[str, str]:
+def draw(
+    records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], section: MetricSection | None
+) -> dict[str, str]:
     """Name -> SVG of every chart that this run has data for.
 
-    records: metrics.jsonl. summary: `unigram_entropy` in nats and the `comparison` rows.
+    records: metrics.jsonl. summary: `unigram_entropy` in nats and the `comparison` rows. section: the metrics of the
+    run's objective, whose chart stands in place of the loss.
     """
     train = [record for record in records if record["event"] == "train"]
     eval_records = [record for record in records if record["event"] == "eval"]
     charts = {}
-    if train and "head1_loss" in train[0]:  # a sum of losses says little
-        charts["heads"] = _heads(train, eval_records, summary["unigram_entropy"])
+    if section is not None and train:
+        charts[section.name] = _metrics(section, train, eval_records, summary["unigram_entropy"])
     elif train:
         charts["loss"] = _loss(train, eval_records, summary["unigram_entropy"])
     if train:
@@ -42,27 +48,39 @@ def _loss(train: Sequence[Any], eval_records: Sequence[Any], entropy: float) -> 
     return svg(figure, "loss")
 
 
-def _heads(train: Sequence[Any], eval_records: Sequence[Any], entropy: float) -> str:
-    """Loss and accuracy of each head, and of the model where it learns too."""
-    figure, (loss, top) = new_figure(2, columns=2)
-    names = [name.removesuffix("_loss") for name in train[0] if name.endswith("_loss")]
-    colours = (BASELINE, ACCENT, SECOND, "#4338ca", "#a16207", "#be185d")
-    for number, name in enumerate(names, start=0 if names[0] == "model" else 1):
-        colour, label = colours[number % len(colours)], "model" if name == "model" else f"head {name[4:]}"
-        for axes, of, scale in ((loss, f"{name}_loss", 1), (top, f"{name}_top1", 100)):
-            points = [(r["step"], scale * r[of]) for r in train if of in r]
-            axes.plot(*zip(*points, strict=True), color=colour, label=label)
-            eval_points = [(r["step"], scale * r[of]) for r in eval_records if of in r]
+def _metrics(section: MetricSection, train: Sequence[Any], eval_records: Sequence[Any], entropy: float) -> str:
+    """One panel for each column with an axis, and one line for each row."""
+    panels = [(number, column) for number, column in enumerate(section.columns) if column.axis is not None]
+    figure, all_axes = new_figure(len(panels), columns=len(panels))
+    colours = iter(itertools.cycle(_COLOURS))
+    has_eval = False
+    for row in section.rows:
+        colour = BASELINE if row.is_baseline else next(colours)
+        for axes, (number, column) in zip(all_axes, panels, strict=True):
+            name, scale = row.metrics[number], 100 if column.is_share else 1
+            points = _points(train, name, scale)
+            if points:
+                axes.plot(*zip(*points, strict=True), color=colour, label=row.label)
+            eval_points = _points(eval_records, name, scale)
             if eval_points:
                 axes.plot(*zip(*eval_points, strict=True), "o", color=colour, ms=4)
-    if any(f"{name}_loss" in r for r in eval_records for name in names):
-        loss.plot([], [], "o", color=INK, ms=4, label="held out")
-    loss.axhline(entropy, color=BASELINE, ls="--", lw=1, label="unigram entropy")
-    loss.set(xlabel="step", ylabel="loss (nats a token)")
-    top.set(xlabel="step", ylabel="right at the first guess (%)", ylim=(0, None))
-    handles, labels = loss.get_legend_handles_labels()  # over both, and over no line
+                has_eval = True
+    first = all_axes[0]
+    if has_eval:
+        first.plot([], [], "o", color=INK, ms=4, label="held out")
+    for axes, (_, column) in zip(all_axes, panels, strict=True):
+        axes.set(xlabel="step", ylabel=column.axis)
+        if column.is_share:
+            axes.set(ylim=(0, None))
+        else:
+            axes.axhline(entropy, color=BASELINE, ls="--", lw=1, label="unigram entropy")
+    handles, labels = first.get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=min(len(labels), 6))
-    return svg(figure, "heads")
+    return svg(figure, section.name)
+
+
+def _points(records: Sequence[Any], name: str, scale: int) -> list[tuple[int, float]]:
+    return [(record["step"], scale * record[name]) for record in records if name in record]
 
 
 def _throughput(train: Sequence[Any]) -> str:

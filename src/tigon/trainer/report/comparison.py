@@ -18,6 +18,7 @@ import torch
 from transformers import TrainerCallback
 
 from tigon.data.packing import Collator, SampleDataset
+from tigon.objectives.base import Objective
 from tigon.profiler.recording.peak import Peak, PeakMeter, training_state
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques.choices import Choices
@@ -104,6 +105,7 @@ def compare(
     device: torch.device,
     collator: Collator,
     samples: SampleDataset,
+    objective: Objective,
     announce: Callable[[str], None],
     stop: StopRequest,
 ) -> list[Repeat]:
@@ -124,8 +126,11 @@ def compare(
             args = trainers.arguments(short, choices, run_info, folder=folder, device=device, evaluate=False)
             optimizer = make_optimizer(short, choices)
             repeats.append(
-                _repeat(choice, build, args, optimizer, device=device, collator=collator, samples=samples, stop=stop)
-            )
+                _repeat(
+                    choice, build, args, optimizer, device=device, collator=collator, samples=samples,
+                    objective=objective, stop=stop,
+                )
+            )  # fmt: skip
         except torch.OutOfMemoryError:
             repeats.append(Repeat(choice, error="out of memory"))
         _release(device)
@@ -134,10 +139,10 @@ def compare(
 
 def _repeat(
     choice: str, build: Callable[[str], Any], args: Any, optimizer: trainers.MakeOptimizer | None, *,
-    device: torch.device, collator: Collator, samples: SampleDataset, stop: StopRequest,
+    device: torch.device, collator: Collator, samples: SampleDataset, objective: Objective, stop: StopRequest,
 ) -> Repeat:  # fmt: skip
     observer = _Observer(device, args.max_steps, stop)
-    trainer = trainers.TigonTrainer(build(choice), args, collator, samples, None, optimizer)
+    trainer = trainers.TigonTrainer(build(choice), args, collator, samples, None, optimizer, objective=objective)
     trainer.add_callback(observer)
     try:
         trainer.train()

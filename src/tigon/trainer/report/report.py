@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tigon.objectives.base import Objective
-from tigon.recipe import recipe_file
+from tigon.objectives import recipe_checks
+from tigon.objectives.base import MetricRow, MetricSection, Objective
 from tigon.trainer import run_folder
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.report import charts
@@ -29,7 +29,7 @@ def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> N
     from jinja2 import Environment
     from markupsafe import Markup
 
-    drawn = charts.draw(run.records(), summary)
+    drawn = charts.draw(run.records(), summary, objective.metric_section())
     for name, svg in drawn.items():
         run.write_text(f"charts/{name}.svg", svg)
     view = _view(run, summary, objective)
@@ -45,16 +45,17 @@ def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> N
 
 def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> dict[str, Any]:
     recipe_text = (run.path / run_folder.RECIPE).read_text(encoding="utf-8")
-    recipe = recipe_file.loads_saved(run.path / run_folder.RECIPE)
+    recipe = recipe_checks.loads_saved(run.path / run_folder.RECIPE)
     data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
-    train = [record for record in run.records() if record["event"] == "train"]
+    train, section = [record for record in run.records() if record["event"] == "train"], objective.metric_section()
     millions, sources = data["parameters"] / 1e6, ", ".join(recipe.data.source)
     on_gpu = environment["hardware"]["device"].startswith("cuda")
     return {
         "title": run.path.name,
         "lead": f"{recipe.model.name}, {millions:,.1f} M parameters, on {sources}",
-        "tiles": _tiles(train, summary),
-        "heads": _head_rows(run.records()),
+        "tiles": _tiles(train, summary, section),
+        "metrics": section,
+        "metric_rows": _metric_rows(section, run.records()) if section is not None else [],
         "decoded": objective.sampled_line(summary["decoded"]) if summary.get("decoded") else None,
         "comparison": _comparison_rows(summary["comparison"]),
         "comparison_columns": COMPARISON_COLUMNS,
@@ -69,13 +70,17 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
     }  # fmt: skip
 
 
-def _tiles(train: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[dict[str, str]]:
+def _tiles(
+    train: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], section: MetricSection | None
+) -> list[dict[str, str]]:
     tiles = []
     if summary["eval_loss"] is not None:
         tiles.append(("final held-out loss (nats a token)", f"{summary['eval_loss']:.4f}"))
     tiles.append(("unigram entropy of the held-out text", f"{summary['unigram_entropy']:.4f}"))
     if train:
-        name, of = ("head 1's training loss", "head1_loss") if "head1_loss" in train[0] else ("training loss", "loss")
+        name, of = "training loss", "loss"
+        if section is not None and section.tile_metric in train[0]:
+            name, of = section.tile, section.tile_metric
         measured = [record[of] for record in train if of in record]
         steady = [r["tokens_per_s"] for r in train[1:]] or [train[0]["tokens_per_s"]]
         tiles += [
@@ -93,26 +98,22 @@ def _tiles(train: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> li
     return [{"name": name, "value": value} for name, value in tiles]
 
 
-def _head_rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each head's loss and accuracies, held out where something was, else of the last step that measured them."""
-    measured = [r for r in records if _scored_heads(r)]
+def _metric_rows(section: MetricSection, records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The metrics of the last evaluation or, if none has them, of the last step that measured them all."""
+    measured = [record for record in records if any(_has(record, row) for row in section.rows)]
     if not measured:
         return []
-    last = next((r for r in reversed(measured) if r["event"] == "eval"), measured[-1])
-    names = _scored_heads(last)
+    last = next((record for record in reversed(measured) if record["event"] == "eval"), measured[-1])
+    formats = [".1%" if column.is_share else ".4f" for column in section.columns]
     return [
-        {
-            "label": "the model" if name == "model" else f"head {name[4:]}, {int(name[4:]) + 1} tokens ahead",
-            "cells": [f"{last[f'{name}_loss']:.4f}", *(f"{last[f'{name}_top{k}']:.1%}" for k in range(1, 6))],
-        }
-        for name in names
+        {"label": row.title, "cells": [format(last[n], form) for n, form in zip(row.metrics, formats, strict=True)]}
+        for row in section.rows
+        if _has(last, row)
     ]
 
 
-def _scored_heads(record: Mapping[str, Any]) -> list[str]:
-    """The heads, and the model, of which a record has the loss and all accuracies."""
-    names = [name.removesuffix("_loss") for name in record if re.fullmatch(r"(head\d+|model)_loss", name)]
-    return [name for name in names if all(f"{name}_top{k}" in record for k in range(1, 6))]
+def _has(record: Mapping[str, Any], row: MetricRow) -> bool:
+    return all(name in record for name in row.metrics)
 
 
 def _comparison_rows(repeats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -10,11 +10,13 @@ import pytest
 
 pytest.importorskip("transformers")
 from tigon.errors import RecipeError
-from tigon.medusa import Attachment, HeadsSpec, Objective, planned
+from tigon.medusa import HeadsSpec, Objective
 from tigon.models.loading.config import load_config
+from tigon.objectives import recipe_checks
+from tigon.objectives.causal_lm import PlannedCausalLM
+from tigon.objectives.medusa import PlannedMedusa, check, planned_medusa
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
-from tigon.recipe import recipe_file
 from tigon.techniques.choices import Choices
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -25,10 +27,10 @@ CASES: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def yaml_of(heads: Attachment, choices: Choices) -> str:
+def yaml_of(heads: PlannedMedusa, choices: Choices) -> str:
     """The recipe that a plan with these heads and choices prints."""
     request = Request(
-        model="tigon-demo", config=load_config("tigon-demo"), batch=2, seq=64, choices=choices, heads=heads,
+        model="tigon-demo", config=load_config("tigon-demo"), batch=2, seq=64, choices=choices, objective=heads,
         clipped=choices.optimizer != "galore-layerwise",
     )  # fmt: skip
     return as_recipe.yaml_text(request)
@@ -37,7 +39,7 @@ def yaml_of(heads: Attachment, choices: Choices) -> str:
 @pytest.mark.parametrize("kind", ["medusa", "mtp"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_planner_and_recipe_refuse_the_same_heads(stage: int, kind: str, tmp_path: Path) -> None:
-    heads = Attachment(HeadsSpec(kind=kind, count=2, shared=kind == "mtp"), Objective(stage=stage))
+    heads = PlannedMedusa(HeadsSpec(kind=kind, count=2, shared=kind == "mtp"), Objective(stage=stage))
     path, refused = tmp_path / "recipe.yaml", []
     for case in CASES:
         choices = Choices(**case)
@@ -47,16 +49,15 @@ def test_planner_and_recipe_refuse_the_same_heads(stage: int, kind: str, tmp_pat
         if reasons:
             refused.append(case)
             with pytest.raises(RecipeError):
-                recipe_file.load(path, gpu_present=lambda: True)
+                recipe_checks.load(path, gpu_present=lambda: True)
         else:
-            made = recipe_file.load(path, gpu_present=lambda: True)
+            made = recipe_checks.load(path, gpu_present=lambda: True)
             assert (made.heads.stage, made.heads.kind, made.heads.count) == (stage, kind, 2)
             assert made.choices() == choices
     assert {"kernels": "liger"} in refused and {} not in refused
 
 
 def test_planned_heads_are_those_of_a_recipe_that_gives_only_their_count() -> None:
-    from tigon.objectives.medusa import check
     from tigon.recipe.keys import DataConfig, HeadsConfig, ModelConfig, Recipe, TrainConfig
     from tigon.trainer import model
 
@@ -67,7 +68,7 @@ def test_planned_heads_are_those_of_a_recipe_that_gives_only_their_count() -> No
                 model=ModelConfig(name=name), data=DataConfig(), train=TrainConfig(steps=1),
                 heads=HeadsConfig(stage=1, count=count),
             )  # fmt: skip
-            assert planned(name, config, count, 1).spec == check(recipe, config, model.parameter_shapes(config))
+            assert planned_medusa(name, config, count, 1).spec == check(recipe, config, model.parameter_shapes(config))
 
 
 def test_search_recommends_nothing_that_the_heads_exclude() -> None:
@@ -75,11 +76,13 @@ def test_search_recommends_nothing_that_the_heads_exclude() -> None:
     from tigon.planner.gpus import find_gpu
     from tigon.planner.search import recommend, space
 
-    heads = Attachment(HeadsSpec(count=2, shared=True), Objective(stage=1))
+    heads = PlannedMedusa(HeadsSpec(count=2, shared=True), Objective(stage=1))
     fixed = Choices(checkpointing="full")
-    request = Request(model="tigon-demo", config=load_config("tigon-demo"), batch=1, seq=64, choices=fixed, heads=heads)
+    request = Request(
+        model="tigon-demo", config=load_config("tigon-demo"), batch=1, seq=64, choices=fixed, objective=heads
+    )
     problem = space.SearchProblem(request=request, free=frozenset({"precision"}), gpu=find_gpu("h200"))
     found, why = recommend.search(problem)
     assert not found and any("keeps no activations" in reason for reason in why)
-    plain = dataclasses.replace(problem, request=dataclasses.replace(request, heads=None))
+    plain = dataclasses.replace(problem, request=dataclasses.replace(request, objective=PlannedCausalLM()))
     assert recommend.search(plain)[0]

@@ -1,0 +1,162 @@
+"""The protocols: every objective satisfies them, and the trainer and the planner need nothing else of one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+from tests.planner.planner_helpers import BARE, request_of
+from tests.trainer.trainer_helpers import SMALL, rows, small_trainer
+from tigon.medusa import HeadsSpec
+from tigon.medusa import Objective as HeadLosses
+from tigon.objectives.base import MetricColumn, MetricRow, MetricSection, Objective, PlannedObjective, Reduce
+from tigon.objectives.causal_lm import CausalLM, PlannedCausalLM
+from tigon.objectives.choose import OBJECTIVES
+from tigon.objectives.medusa import PlannedMedusa
+from tigon.planner.estimate import estimate
+from tigon.recipe.keys import Recipe, TrainConfig
+from tigon.trainer.report import charts
+from tigon.trainer.trainer import TigonTrainer
+
+PLANNED = (PlannedCausalLM(), PlannedMedusa(HeadsSpec(count=2), HeadLosses(stage=1)))
+
+
+def members(protocol: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(protocol).items() if not name.startswith("_")}
+
+
+def lacks(cls: type, protocol: Any) -> list[str]:
+    """The members of the protocol that the class lacks, or has with other parameters."""
+    wrong = []
+    for name, wanted in members(protocol).items():
+        found = inspect.getattr_static(cls, name, None)
+        if type(found) is not type(wanted):
+            wrong.append(name)
+        elif not isinstance(wanted, property):
+            signatures = [inspect.signature(getattr(one, "__func__", one)).parameters for one in (wanted, found)]
+            if list(signatures[0]) != list(signatures[1]):
+                wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda cls: cls.__name__)
+def test_every_objective_has_all_of_the_protocol(objective: type) -> None:
+    assert members(Objective) and lacks(objective, Objective) == []
+    assert "loss" in lacks(object, Objective)
+
+
+@pytest.mark.parametrize("planned", PLANNED, ids=lambda one: type(one).__name__)
+def test_every_planned_objective_has_all_of_the_protocol_and_a_hash(planned: PlannedObjective) -> None:
+    assert lacks(type(planned), PlannedObjective) == []
+    assert len({planned, type(planned)(**vars(planned))}) == 1
+    assert planned != PLANNED[planned is PLANNED[0]]
+
+
+# --- an objective that the library does not know ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlannedScaled(PlannedCausalLM):
+    own_parameters = "scale."
+
+    def attach(self, model: Any) -> None:
+        model.scale = nn.Linear(64, 1024, bias=False, device="meta")
+
+    def recipe_keys(self) -> Mapping[str, Any]:
+        return {"train.seed": 7}
+
+    def description(self) -> str:
+        return "a scale"
+
+
+class Scaled(CausalLM):
+    """The model's loss times a learned scale, which it logs and saves beside the model."""
+
+    name = "scaled"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def attach(self, built: Any) -> Any:
+        built.scale = nn.Parameter(torch.ones(()))
+        return built
+
+    def group(self, model: Any, optimizer: Any) -> None:
+        self.calls.append("group")
+
+    def loss(self, model: Any, inputs: Mapping[str, Any], of_model: Callable[[], Any]) -> Any:
+        self.calls.append("loss")
+        return of_model() * model.scale
+
+    def metrics(self, model: Any, reduce: Reduce) -> dict[str, float]:
+        return {"scale": float(reduce(model.scale.detach()))}
+
+    def evaluation_metrics(self, reduce: Reduce) -> dict[str, float]:
+        return {"answer": 42.0}
+
+    def save_beside(self, model: Any, folder: Path) -> None:
+        (folder / "scale.txt").write_text(str(float(model.scale)))
+
+    def load_beside(self, model: Any, folder: Path) -> None:
+        self.calls.append(f"load {(folder / 'scale.txt').is_file()}")
+
+    def metric_section(self) -> MetricSection:
+        return MetricSection(
+            name="scaled", title="Scale", chart_text="the scale over steps", columns_text="the scale",
+            columns=(MetricColumn(title="scale", axis="scale"),),
+            rows=(MetricRow(title="the scale", label="scale", metrics=("scale",)),), tile="the scale",
+        )  # fmt: skip
+
+
+def trainer_of(folder: Path, objective: Scaled, steps: int) -> TigonTrainer:
+    train = TrainConfig(steps=steps, batch_size=4, learning_rate=0.01, log_steps=1, save_steps=1)
+    made = small_trainer(folder, Recipe(model=SMALL, train=train))
+    return TigonTrainer(
+        objective.attach(made.model), made.args, made.data_collator, rows(), rows(8), objective=objective
+    )
+
+
+def test_trainer_needs_only_the_protocol_of_an_objective(tmp_path: Path) -> None:
+    objective = Scaled()
+    trainer = trainer_of(tmp_path, objective, 2)
+    trainer.train()
+    logged = [record["scale"] for record in trainer.state.log_history if "loss" in record]
+    assert len(logged) == 2 and logged[1] < logged[0] <= 1.0
+    assert objective.calls == ["group", "loss", "loss"]
+    trainer.evaluate()
+    assert trainer.state.log_history[-1]["answer"] == 42.0
+    saved = tmp_path / "c" / "checkpoint-2"
+    assert float((saved / "scale.txt").read_text()) == pytest.approx(logged[1])
+
+    again = Scaled()
+    resumed = trainer_of(tmp_path, again, 3)
+    resumed.train(resume_from_checkpoint=str(saved))
+    assert again.calls == ["group", "load True", "loss"] or again.calls == ["load True", "group", "loss"]
+    assert float(resumed.model.scale) < logged[1]
+
+
+def test_report_draws_the_metrics_that_an_objective_declares() -> None:
+    records = [
+        {"event": "train", "step": step, "loss": 3.0, "scale": 1.0 / step, "tokens_per_s": 1.0, "memory_bytes": 1,
+         "memory_peak_bytes": 1}
+        for step in (1, 2)
+    ]  # fmt: skip
+    drawn = charts.draw(records, {"unigram_entropy": 2.0, "comparison": []}, Scaled().metric_section())
+    assert drawn.keys() == {"scaled", "throughput"}
+    drawn = charts.draw(records, {"unigram_entropy": 2.0, "comparison": []}, CausalLM().metric_section())
+    assert drawn.keys() == {"loss", "throughput"}
+
+
+def test_planner_needs_only_the_protocol_of_an_objective() -> None:
+    plain, scaled = (estimate(request_of(objective=one), gpu=BARE) for one in (PlannedCausalLM(), PlannedScaled()))
+    more = scaled.components["weights"] - plain.components["weights"]
+    assert more == 4 * 64 * 1024

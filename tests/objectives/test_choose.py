@@ -1,0 +1,41 @@
+"""A recipe has one objective; its choice needs the model's shapes only if there are heads to fit to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+from tigon.errors import RecipeError
+from tigon.models.loading.config import load_config
+from tigon.objectives.causal_lm import CausalLM
+from tigon.objectives.choose import OBJECTIVES, objective_of
+from tigon.objectives.medusa import MedusaTraining
+from tigon.recipe.keys import HeadsConfig, ModelConfig, Recipe, TrainConfig
+from tigon.trainer import model
+
+
+def recipe_of(**heads: Any) -> Recipe:
+    return Recipe(model=ModelConfig(name="tigon-demo"), train=TrainConfig(steps=1), heads=HeadsConfig(**heads))
+
+
+def test_recipe_without_a_section_of_an_objective_trains_the_next_token() -> None:
+    chosen = objective_of(recipe_of(), None, lambda: pytest.fail("the shapes were computed"))
+    assert type(chosen) is CausalLM and chosen is not objective_of(recipe_of(), None, dict)
+
+
+def test_recipe_with_a_stage_trains_heads_that_fit_the_model() -> None:
+    config = load_config("tigon-demo")
+    chosen = objective_of(recipe_of(stage=1, count=2), config, lambda: model.parameter_shapes(config))
+    assert isinstance(chosen, MedusaTraining) and chosen.spec.count == 2 and chosen.spec.kind == "medusa"
+
+
+def test_heads_that_would_learn_nothing_are_refused() -> None:
+    config = load_config("tigon-demo")
+    with pytest.raises(RecipeError, match=r"heads\.layers is 0 .* set layers: 1"):
+        objective_of(recipe_of(stage=1, layers=0, output="shared"), config, lambda: model.parameter_shapes(config))
+
+
+def test_last_objective_takes_every_recipe() -> None:
+    assert OBJECTIVES[-1] is CausalLM and len(set(OBJECTIVES)) == len(OBJECTIVES)
