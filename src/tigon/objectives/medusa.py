@@ -415,3 +415,6 @@ def decoding_line(found: Mapping[str, Any]) -> str:
         f"{found['tokens']} tokens in {found['forward_passes']} forward passes instead of "
         f"{found['forward_passes_without']}, {found['acceptance_length']:.2f} tokens a pass; {same}"
     )
+
+
+OBJECTIVE = MedusaTraining
