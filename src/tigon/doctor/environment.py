@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from tigon import __version__
-from tigon.ops import _dispatch
+from tigon.ops import dispatch
 
 PACKAGES = (
     "tigon", "torch", "triton", "numpy", "transformers", "accelerate", "peft", "trl", "deepspeed", "bitsandbytes",
@@ -99,9 +99,9 @@ def _device() -> str:
 
 
 def _runs() -> str:
-    if not _dispatch.HAS_TRITON:
+    if not dispatch.HAS_TRITON:
         return "PyTorch reference of each op (triton is not installed)"
-    if _dispatch.INTERPRET:
+    if dispatch.INTERPRET:
         return "Triton kernels in the interpreter (TRITON_INTERPRET=1)"
     if torch.cuda.is_available():
         return "Triton kernels on the GPU; fp64 uses the PyTorch reference"
@@ -113,7 +113,7 @@ def _conditions(foreign: bool) -> Iterable[str]:
     checks = {
         "gpu": gpu,
         "interpreter": os.environ.get("TRITON_INTERPRET") == "1",
-        "no-triton": not _dispatch.HAS_TRITON,
+        "no-triton": not dispatch.HAS_TRITON,
         "no-compiler": not _has_compiler(),
         "gpu-not-seen": not gpu and Path("/proc/driver/nvidia/version").exists(),
         "before-ampere": gpu and not torch.version.hip and torch.cuda.get_device_capability() < (8, 0),
