@@ -1,4 +1,4 @@
-"""What adding takes: the examples of CONTRIBUTING.md, carried out in a copy of the package, work and touch nothing else.
+"""What adding takes: the examples of CONTRIBUTING.md work in a copy of the package, and touch nothing else.
 
 Each test writes the files of one section into a copy of `src/tigon`, and runs its checks in a process that imports the
 copy.
@@ -94,7 +94,7 @@ assert list(OPS)[-1] == "squared_relu"
 for dtype, most in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
     for case in op.cases:
         x = op.make(case, dtype, torch.device("cpu"))["x"].requires_grad_()
-        assert dispatch.uses_kernel(x) == (dtype == torch.float32), "fp32 runs the interpreted kernel, fp64 the reference"
+        assert dispatch.uses_kernel(x) == (dtype == torch.float32)  # fp64 runs the reference
         wide = x.detach().double().requires_grad_()
         y, right = op.call(x), op.oracle(wide)
         dy = torch.randn_like(y)

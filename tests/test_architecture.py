@@ -218,7 +218,7 @@ def private_names_of_others(text: str, room: str) -> list[str]:
         else:
             continue
         for name, full in named.items():
-            other = (full.split(".") + [""])[1]
+            other = [*full.split("."), ""][1]
             if full.split(".")[0] == "tigon" and other not in LEAVES | {room}:
                 bound[name] = full
                 if is_private(full):

@@ -11,7 +11,7 @@ from pathlib import Path
 import tigon
 
 ROOT = Path(__file__).parents[2]
-NEW_FIELD = "new_type=int, new_default=1, "
+NEW_FIELD = "            new_type=int, new_default=1,\n"
 FILE = '''
 """A made-up technique."""
 
@@ -23,7 +23,8 @@ DECLARATION = Declaration(
     pages={"ring": "Ring attention"},
     settings=(
         Setting(
-            field="ring_size", key="train.ring_size", new_type=int, new_default=1, help="Ranks of the ring.", minimum=1, maximum=8,
+            field="ring_size", key="train.ring_size", help="Ranks of the ring.", minimum=1, maximum=8,
+            new_type=int, new_default=1,
             flag=Flag(name="ring-size", help="How many ranks the ring has."), traced=True, search="run",
             candidates=lambda config: (1, 2),
             label=lambda choices: f"ring of {choices.ring_size}" if choices.ring_size > 1 else "",
