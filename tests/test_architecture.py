@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import tigon
 from tigon import errors
 from tigon.models import MODELS
 from tigon.ops import OPS
+from tigon.ops.dispatch import Differentiable, Primitive
 
 SOURCE = Path(__file__).parent.parent / "src" / "tigon"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -297,19 +301,19 @@ def names_medusa_heads(name: str) -> bool:
     """`heads` as one word of the name, or Medusa; not attention's heads, which have a word before them."""
     words = [word for word in re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) if word]
     of_attention = {"attention", "key", "value", "query", "kv", "q", "n", "num", "multi", "warned"}
-    heads = [
-        word
-        for word, before in zip(words, ["", *words], strict=False)
-        if word == "heads" and before not in of_attention
-    ]
-    return "medusa" in words or bool(heads)
+    before = ["", *words][: len(words)]
+    return any(
+        word == "medusa" or re.fullmatch(r"head\d+", word) or (word == "heads" and previous not in of_attention)
+        for word, previous in zip(words, before, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "is_theirs"),
     {
         "heads": True, "HeadsConfig": True, "medusa": True, "PlannedMedusa": True, "draft_heads": True,
-        "heads.stage": True, "num_attention_heads": False, "head": False, "multi_head": False, "head_groups": False,
+        "heads.stage": True, "head1_loss": True, "num_attention_heads": False, "head": False, "multi_head": False,
+        "head_groups": False,
     }.items(),
 )  # fmt: skip
 def test_names_of_medusa_heads_are_told_from_those_of_attention(name: str, is_theirs: bool) -> None:
@@ -374,6 +378,7 @@ real = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *a: None if name == "triton" else real(name, *a)
 import torch, tigon
 from tigon.ops import OPS
+from tigon.ops.dispatch import Differentiable, Primitive
 assert not tigon.ops.dispatch.HAS_TRITON
 for op in OPS.values():
     inputs = op.make(op.cases[0], torch.float32, torch.device("cpu"))
@@ -423,9 +428,47 @@ def test_engine_compares_with_no_model_name() -> None:
         assert not names & asked, path.name
 
 
-def test_every_op_has_a_docstring_and_distinct_cases() -> None:
+def errors_raised_by(value: object, seen: set[object] | None = None) -> set[str]:
+    """Names of tigon's errors in the `raise` statements of a function, and of the code of tigon.ops that it refers to.
+
+    An operator stands for its autograd function, a primitive for its check.
+    """
+    seen = set() if seen is None else seen
+    value = value._function.__self__ if isinstance(value, Differentiable) else value
+    value = value._check if isinstance(value, Primitive) else value
+    code = inspect.isfunction(value) or inspect.isclass(value)
+    if not code or value in seen or not value.__module__.startswith("tigon.ops"):
+        return set()
+    seen.add(value)
+    module = vars(sys.modules[value.__module__])
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(value)))):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
+            found |= {node.exc.func.id} & vars(errors).keys()
+        elif isinstance(node, ast.Name):
+            found |= errors_raised_by(module.get(node.id), seen)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found |= errors_raised_by(getattr(module.get(node.value.id), node.attr, None), seen)
+    return found
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_docstring_of_every_op_documents_arguments_result_and_each_error(name: str) -> None:
+    function = getattr(tigon, name)
+    parts = re.split(r"^(Args|Returns|Raises):\n", inspect.getdoc(function) or "", flags=re.M)
+    assert parts[1::2] == ["Args", "Returns", "Raises"]
+    summary, args, returns, raises = parts[::2]
+    assert summary.split("\n\n")[0].strip().endswith(".") and returns.strip()
+    documented, listed = (
+        {word for line in re.findall(r"^    ([\w, ]+):", text, flags=re.M) for word in line.split(", ")}
+        for text in (args, raises)
+    )
+    assert documented == set(inspect.signature(function).parameters)
+    assert listed == errors_raised_by(function) > {"DoubleBackwardError"}
+
+
+def test_every_op_has_cases_of_distinct_names_and_tensors_to_differentiate() -> None:
     for op in OPS.values():
-        assert op.call.__doc__ or op.name == "multi_head_linear_cross_entropy"
         assert op.cases and op.grads
         for case in op.cases:
             assert case.id == case.id.lower() and " " not in case.id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
 
 import pytest
 
@@ -44,9 +45,16 @@ FUNCTIONS = [name for name in PUBLIC if inspect.isfunction(getattr(tigon, name))
 def test_every_public_function_documents_arguments_results_and_errors(name: str) -> None:
     function = getattr(tigon, name)
     doc = inspect.getdoc(function) or ""
-    for section in ("Args:", "Returns:", "Raises:"):
-        # Functions that point to a sibling's section say so in their first lines.
-        assert section in doc or "errors as" in doc or "errors `" in doc or name == "prepare_targets", section
+    sections = re.split(r"^(Args|Returns|Raises):\n", doc, flags=re.M)
+    assert sections[1::2] == ["Args", "Returns", "Raises"]
+    args, returns, raises = sections[2::2]
+    documented = {word for line in re.findall(r"^    ([\w, ]+):", args, flags=re.M) for word in line.split(", ")}
+    flags = {p for p, v in inspect.signature(function).parameters.items() if v.kind is v.VAR_KEYWORD}
+    assert documented == set(inspect.signature(function).parameters) - flags
+    assert returns.strip()
+    named = [word for line in re.findall(r"^    ([\w, ]+):", raises, flags=re.M) for word in line.split(", ")]
+    assert named and all(issubclass(getattr(tigon.errors, error), tigon.errors.TigonError) for error in named)
+    assert not re.search(r"(other )?errors (as|`)", doc, flags=re.I), "an error needs its condition, not a reference"
     signature = inspect.signature(function)
     assert signature.return_annotation is not inspect.Signature.empty
     assert all(p.annotation is not inspect.Parameter.empty for p in signature.parameters.values())

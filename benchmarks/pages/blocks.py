@@ -18,6 +18,8 @@ Results = Mapping[str, Any]
 NONE = "–"
 ANOTHER_LOSS = 0.5
 """Nats after the ladder's steps. Precisions and other random weights of one seed differ by less than 0.1."""
+FOR_LONG_SEQUENCES = {"+ tiled MLPs", "tiled-mlp", "grouped-attention", "checkpointing-offload"}
+"""Left out of tables at 4 x 1024 tokens, where these techniques do not change the peak; their pages show longer runs."""
 BATCH, SEQUENCE, MODEL = "train.batch_size", "data.sequence_length", "model.name"
 
 
@@ -77,7 +79,7 @@ def _ok(rows: Iterable[Row]) -> list[Row]:
 
 
 def _at(results: Results, variant: str, **axes: Any) -> Row | None:
-    """The point of a variant where its axes have these values."""
+    """The point of a variant at these values of its axes."""
     wanted = {name.replace("__", "."): value for name, value in axes.items()}
     for row in results["points"]:
         if row["variant"] == variant and all(row["axes"].get(name) == value for name, value in wanted.items()):
@@ -135,7 +137,7 @@ def sequence(results: Results) -> str:
     """Peak and throughput per sequence length."""
     findings = list(_findings(results, SEQUENCE))
     findings.append(
-        f"The study's longest rows: 4 rows of {published.STUDY_LONGEST_SEQUENCE:,} tokens with Liger, in about "
+        f"The study's longest sequences: 4 x {published.STUDY_LONGEST_SEQUENCE:,} tokens with Liger, in about "
         f"{published.STUDY_LONGEST_GB:g} GB."
     )
     return "\n\n".join([_by_axis(results, SEQUENCE, study=False), _list(findings)])
@@ -213,8 +215,8 @@ def extreme(results: Results) -> str:
             ]
         )
     theirs = {
-        BATCH: f"The study's largest batch with Liger: {published.STUDY_LARGEST_BATCH} rows of 1024 tokens.",
-        SEQUENCE: f"The study's longest rows with Liger: 4 rows of {published.STUDY_LONGEST_SEQUENCE:,} tokens.",
+        BATCH: f"The study's largest batch with Liger: {published.STUDY_LARGEST_BATCH} x 1024 tokens.",
+        SEQUENCE: f"The study's longest sequences with Liger: 4 x {published.STUDY_LONGEST_SEQUENCE:,} tokens.",
     }[axis]
     titles = ["", f"most {axis_words(axis)}", "GiB", "predicted", "tokens/s", "out of memory at"]
     return f"{_table(titles, rows)}\n\n{theirs}"
@@ -229,6 +231,8 @@ def ladder(results: Results) -> str:
     first = next(iter(_ok(results["points"])), None)
     nearest = {after["id"]: before for before, after in _rung_pairs(results)}
     for row in results["points"]:
+        if row["variant"] in FOR_LONG_SEQUENCES:
+            continue
         change = speed = NONE
         before = nearest.get(row["id"])
         if before is not None:
@@ -238,8 +242,8 @@ def ladder(results: Results) -> str:
         rows.append([row["variant"], _gib(row), _predicted_gib(row), change, _speed(row), speed, *_loss(row, first)])
         above = row if row["status"] == failures.OK else above
     titles = [
-        "rung", "GiB", "predicted", "GiB against the one before", "tokens/s", "tokens/s against the one before",
-        f"loss after {results['steps']} steps", "against the first",
+        "rung", "GiB", "predicted", "GiB against the rung before", "tokens/s", "tokens/s against the rung before",
+        f"loss after {results['steps']} steps", "against the first rung",
     ]  # fmt: skip
     return _table(titles, rows)
 
@@ -265,6 +269,8 @@ def techniques(results: Results) -> str:
     ran = sorted(_ok(results["points"]), key=lambda row: int(row["peak_allocated_bytes"]))
     rows = []
     for row in [*ran, *(row for row in results["points"] if row["status"] != failures.OK)]:
+        if row["variant"] in FOR_LONG_SEQUENCES:
+            continue
         memory = speed = NONE
         if row["status"] == failures.OK and reference is not None and row is not reference:
             memory = _share(row["peak_allocated_bytes"] / reference["peak_allocated_bytes"] - 1)
@@ -336,8 +342,8 @@ def _gain(row: Row | None, base: Row | None) -> str:
 def _published(gain: published.Gain | None) -> str:
     if gain is None:
         return NONE
-    rows = f" ({gain.batch} rows)" if gain.batch else ""
-    return f"{_share(gain.memory)}, {_share(gain.tokens_per_s)}{rows}"
+    sequences = f" ({gain.batch} sequences)" if gain.batch else ""
+    return f"{_share(gain.memory)}, {_share(gain.tokens_per_s)}{sequences}"
 
 
 # --- blocks of all records, or of none --------------------------------------------------------------------------------
@@ -353,7 +359,7 @@ def estimate(_: Mapping[str, Results]) -> str:
         checkpoints, logits = tokens * hidden * 2 * layers, tokens * vocab * 4 * 3
         rows.append([f"{size} x {length:,}", f"{checkpoints / GIB:.2f}", f"{logits / GIB:.2f}",
                      f"{logits / checkpoints:.0f}"])  # fmt: skip
-    return _table(["rows x tokens", "checkpoints, GiB", "logits, GiB", "logits / checkpoints"], rows)
+    return _table(["sequences x tokens", "checkpoints, GiB", "logits, GiB", "logits / checkpoints"], rows)
 
 
 Finding = Callable[[Mapping[str, Results]], "str | None"]
@@ -364,10 +370,10 @@ def advice(records: Mapping[str, Results]) -> str:
     findings: tuple[Finding, ...] = (
         _fused_head,
         _cheapest_rung,
-        partial(_most, name="largest-batch", axis=BATCH, what="largest batch in 24 GiB is {:,} rows of 1024 tokens"),
         partial(
-            _most, name="longest-sequence", axis=SEQUENCE, what="longest sequence in 24 GiB is one row of {:,} tokens"
+            _most, name="largest-batch", axis=BATCH, what="largest batch in 24 GiB is {:,} sequences of 1024 tokens"
         ),
+        partial(_most, name="longest-sequence", axis=SEQUENCE, what="longest sequence in 24 GiB has {:,} tokens"),
         _fastest_technique,
     )
     sentences = [line for line in (finding(records) for finding in findings) if line]
@@ -390,7 +396,7 @@ def _fused_head(records: Mapping[str, Results]) -> str | None:
     saved = base["peak_allocated_bytes"] - fused["peak_allocated_bytes"]
     head = without["peak_allocated_bytes"] - fused["peak_allocated_bytes"]
     return (
-        f"Never hold copies of the logits. At {value} rows of 1024 tokens tigon's kernels save {saved / GIB:.1f} of "
+        f"Never hold copies of the logits. At {value} x 1024 tokens tigon's kernels save {saved / GIB:.1f} of "
         f"{base['peak_allocated_bytes'] / GIB:.1f} GiB. A loss that writes its gradient over the logits saves "
         f"{(saved - head) / GIB:.1f} GiB of that, and computing the logits in chunks saves {head / GIB:.1f} GiB."
     )

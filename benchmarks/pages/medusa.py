@@ -47,7 +47,7 @@ def load(root: Path) -> dict[str, dict[str, Record]]:
 
 
 def points(record: Record) -> dict[tuple[str, int], Record]:
-    """(variant, tokens in a row) -> point"""
+    """(variant, tokens per sequence) -> point"""
     return {(point["variant"], int(point["axes"][AXIS])): point for point in record["points"]}
 
 
@@ -73,7 +73,7 @@ def table(record: Record) -> str:
     """One row per group and length: peaks in GiB, with the planner's prediction for the fused variant."""
     by_point, lengths = points(record), sorted({int(point["axes"][AXIS]) for point in record["points"]})
     lines = [
-        "| | tokens in a row | eager, GiB | fused, GiB | predicted | eager, tokens/s | fused, tokens/s |",
+        "| | tokens per sequence | eager, GiB | fused, GiB | predicted | eager, tokens/s | fused, tokens/s |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for group in groups(record):
@@ -89,7 +89,7 @@ def table(record: Record) -> str:
 
 
 def longest(record: Record) -> str:
-    """The longest row that each variant ran, and whether a longer one was tried."""
+    """The longest sequence that each variant ran, and whether a longer one was tried."""
     by_point = points(record)
     lines = []
     for group, variants in groups(record).items():
@@ -100,10 +100,10 @@ def longest(record: Record) -> str:
             beyond = any(
                 name == variant and point["status"] == "out of memory" for (name, _), point in by_point.items()
             )
-            tail = "" if beyond else ", and no longer one was tried"
+            tail = "" if beyond else " (nothing longer was tried)"
             sentences.append(f"{variant.rpartition(', ')[2]} {most}{tail}")
         lines.append(f"- {group}: {'; '.join(sentences)}")
-    return "\n".join(["The longest row that ran:", "", *lines])
+    return "\n".join(["The longest sequence that ran:", "", *lines])
 
 
 DRAWN = (
@@ -113,7 +113,7 @@ DRAWN = (
 
 
 def chart(record: Record, name: str) -> str:
-    """Peak memory and throughput over the length of a row, a column for each stage."""
+    """Peak memory and throughput over the sequence length, a column for each stage."""
     by_point, stages = points(record), sorted({variant.split(",")[0] for variant in record["variants"]})
     figure, panels = new_figure(len(DRAWN) * len(stages), columns=len(stages))
     figure.set_size_inches(10, 6.4)
@@ -133,7 +133,7 @@ def chart(record: Record, name: str) -> str:
                 axes.plot(*zip(*line, strict=True), color=COLOURS[kind], ms=4, label=f"{heads}, {kind}", **style)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, labels=ticks)
-        axes.set(xlabel="tokens in a row", ylabel=words, title=stage, ylim=(0, None))
+        axes.set(xlabel="tokens per sequence", ylabel=words, title=stage, ylim=(0, None))
     known = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(known.values(), known.keys(), frameon=False, loc="outside upper center", ncols=len(known))
     return svg(figure, name)
@@ -155,7 +155,7 @@ def block(name: str, records: Mapping[str, Mapping[str, Record]], drawn: dict[Pa
             continue
         image = IMAGES / gpu / f"{name}.svg"
         drawn[image] = chart(own[name], name) + "\n"
-        shown = f"![peak memory and tokens/s over the length of a row]({image.as_posix()})"
+        shown = f"![peak memory and tokens/s over the sequence length]({image.as_posix()})"
         parts += [machine(own[name]), shown, longest(own[name]), table(own[name])]
     return "\n\n".join(parts) or NOT_MEASURED
 

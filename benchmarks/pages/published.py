@@ -18,11 +18,11 @@ STUDY = Source("the study", "Llama-3.2-1B on one RTX 4090 of 24 GB, unpatched an
 PAPER = Source(
     "the paper", "Liger Kernel, arXiv 2410.10989, figures 4 to 7: four A100 of 80 GB, FSDP, Alpaca, 20 steps"
 )
-AMD = Source("the AMD port", "Liger on four MI300X, FSDP, Alpaca, rows of 512 tokens")
+AMD = Source("the AMD port", "Liger on four MI300X, FSDP, Alpaca, sequences of 512 tokens")
 
 OUT_OF_MEMORY = None
 
-# Rows of 1024 tokens -> (unpatched, Liger): peak in GiB, or out of memory.
+# Sequences of 1024 tokens -> (unpatched, Liger): peak in GiB, or out of memory.
 STUDY_PEAK_GIB: Mapping[int, tuple[float | None, float | None]] = {
     4: (9.0, 3.4),
     8: (17.1, 3.4),
@@ -30,9 +30,9 @@ STUDY_PEAK_GIB: Mapping[int, tuple[float | None, float | None]] = {
     112: (OUT_OF_MEMORY, 19.4),
 }
 STUDY_LARGEST_BATCH = 112
-"""The largest batch that the study trained in 24 GB with Liger, in rows of 1024 tokens."""
+"""The largest batch that the study trained in 24 GB with Liger, in sequences of 1024 tokens."""
 STUDY_LONGEST_SEQUENCE = 24576
-"""The longest of 4 rows that the study trained in 24 GB with Liger, in tokens."""
+"""The longest of 4 sequences that the study trained in 24 GB with Liger, in tokens."""
 STUDY_LONGEST_GB = 17.0
 """Memory of that run, in GB."""
 
@@ -44,7 +44,7 @@ class Gain:
     memory: float
     tokens_per_s: float
     batch: int | None
-    """Rows of 512 tokens in a micro-batch of each GPU, where the source says so."""
+    """Sequences of 512 tokens per micro-batch and GPU; None if the source does not say."""
 
 
 PAPER_GAINS: Mapping[str, Gain] = {

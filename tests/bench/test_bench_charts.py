@@ -45,13 +45,23 @@ def test_unmeasured_op_gets_no_chart():
     assert charts.draw(run(nobody)) == {}
 
 
-def test_missing_point_leaves_a_chart_without_nan():
-    """An implementation out of memory at one size is drawn at the sizes it was measured at."""
+def points_of(svg: str, impl: str) -> list[tuple[float, float]]:
+    """The places of an implementation's markers, from the left; the last one is in the legend."""
+    colour = charts.COLOURS[impl]
+    uses = (node.attrib for node in ElementTree.fromstring(svg).iter() if node.tag.endswith("use"))
+    return [(float(use["x"]), float(use["y"])) for use in uses if f"stroke: {colour}" in use.get("style", "")]
+
+
+def test_implementation_is_drawn_at_the_sizes_where_it_was_measured_and_nowhere_else():
+    """An implementation that ran out of memory at one size keeps its points at the other sizes."""
     rows = [row(shape=(8, n)) for n in (16, 32, 64)]
+    complete = charts.draw(run(*rows))["speed-rms_norm"]
     rows[1].measurements = [m for m in rows[1].measurements if m.impl != "liger"]
     svg = charts.draw(run(*rows))["speed-rms_norm"]
     assert "NaN" not in svg and "nan" not in svg
-    ElementTree.fromstring(svg)
+    (first, _, last, legend) = points_of(complete, "liger")
+    assert points_of(svg, "liger") == [first, last, legend]
+    assert points_of(svg, "tigon") == points_of(complete, "tigon") and len(points_of(svg, "tigon")) == 4
 
 
 def test_charts_of_one_page_have_distinct_ids():

@@ -74,7 +74,7 @@ def test_refused_op_fails_the_command_after_the_other_rows(bench, tmp_path, monk
     path = tmp_path / "x.json"
     code, _, err = bench(*QUICK, "--op", "swiglu", "--op", "geglu", "--json", path)
     assert code == 2
-    assert err.startswith("tigon: tigon has wrong results and was not timed on these rows: tigon on swiglu")
+    assert err.startswith("tigon: tigon's error exceeds the limit, so it was not timed on these rows: tigon on swiglu")
     assert len(err.splitlines()) == 1
     rows = json.loads(path.read_text())["rows"]
     assert [m["status"] for row in rows for m in row["measurements"]] == ["refused", "ok", "ok", "ok"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from tigon.bench.impls import Impl, impl_names, impls_for
+from tigon.bench.impls import Impl, _Adapted, impl_names, impls_for
 from tigon.bench.inputs import PERMISSIONS, differentiable, make_inputs
 from tigon.bench.suites import ODD, PAPER, SMALL, SUITES, TARGETS, Row, select
 from tigon.errors import OptionError, ShapeError
@@ -15,6 +16,9 @@ from tigon.ops import OPS
 
 ROWS = [row for rows in SUITES.values() for row in rows]
 IMPLS = [impl for op in OPS.values() for impl in impls_for(op)]
+EPS = {
+    op: inspect.signature(OPS[op].call).parameters["eps"].default for op in ("rms_norm", "add_rms_norm", "layer_norm")
+}
 
 
 def tiny(row: Row) -> Row:
@@ -120,12 +124,35 @@ def test_every_op_is_compared_with_eager_and_compile(op):
     assert set(roles) <= set(impl_names())
 
 
-@pytest.mark.parametrize("impl", IMPLS, ids=lambda impl: f"{impl.op}-{impl.name}")
-def test_adapter_accepts_the_inputs_of_its_rows(impl: Impl):
-    """Checked by signature, so for libraries too that are not installed here."""
-    if impl.adapt is None:
-        return
+# The order in which the functions of the libraries take the tensors of an op, if it is not the op's order.
+OTHER_ORDERS = {("quack", "add_rms_norm"): ("x", "weight", "residual")}
+
+
+@pytest.mark.parametrize("impl", [i for i in IMPLS if i.adapt], ids=lambda impl: f"{impl.op}-{impl.name}")
+def test_adapter_passes_every_input_of_its_rows_to_the_library(impl: Impl):
+    """A stand-in replaces the library's function, so libraries that are not installed here are checked too."""
     row = next(row for row in SMALL if row.op == impl.op)
     inputs = make_inputs(row, torch.float32, torch.device("cpu"))
     passed = {name: value for name, value in inputs.items() if name not in PERMISSIONS}
-    inspect.signature(impl.adapt).bind(None, **passed)
+    library = MagicMock()
+    adapted = _Adapted(impl.adapt, library)
+    inspect.signature(adapted).bind(**passed)
+    adapted(**passed)
+    (call,) = library.call_args_list
+    received = [*call.args, *call.kwargs.values()]
+    want = {name: value for name, value in passed.items() if isinstance(value, torch.Tensor)}
+    if (impl.name, impl.op) == ("torch", "add_rms_norm"):  # PyTorch's norm takes the sum
+        want = {"sum": want["x"] + want["residual"], "weight": want["weight"]}
+    order = OTHER_ORDERS.get((impl.name, impl.op), tuple(want))
+    tensors = [value for value in received if isinstance(value, torch.Tensor)]
+    assert len(tensors) == len(order)
+    assert all(torch.equal(got, want[name]) for got, name in zip(tensors, order, strict=True))
+    if "eps" in inspect.signature(impl.adapt).parameters:
+        assert [v for v in received if isinstance(v, float)] == [passed.get("eps", EPS[impl.op])]
+
+
+@pytest.mark.parametrize("impl", [i for i in IMPLS if not i.adapt], ids=lambda impl: f"{impl.op}-{impl.name}")
+def test_implementation_without_an_adapter_takes_the_inputs_of_its_rows(impl: Impl):
+    row = next(row for row in SMALL if row.op == impl.op)
+    inputs = make_inputs(row, torch.float32, torch.device("cpu"))
+    inspect.signature(impl.target).bind(**{n: v for n, v in inputs.items() if n not in PERMISSIONS}, **impl.fixed)

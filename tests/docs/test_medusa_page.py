@@ -1,4 +1,4 @@
-"""The measured part of docs/medusa.md: what a record says, and that the page is that of the committed ones."""
+"""The measured part of docs/medusa.md shows the figures of the records."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_block_shows_the_figures_of_the_record(tool: Any) -> None:
     assert "A GPU (driver 580.1), torch 2.11; tigon at commit 0123abc; 2026-11-21." in said
     assert "| stage 1, 3 heads | 1,024 | 40.5 | 30.2 | 30.0 | 1,000 | 2,000 |" in said
     assert "| stage 1, 3 heads | 2,048 | out of memory | 31.0 | 30.0 |  | 2,100 |" in said
-    assert "- stage 1, 3 heads: eager 1,024 tokens; fused 2,048 tokens, and no longer one was tried" in said
+    assert "- stage 1, 3 heads: eager 1,024 tokens; fused 2,048 tokens (nothing longer was tried)" in said
     assert list(drawn) == [Path("img/medusa/a-gpu/medusa.svg")]
     chart = drawn[Path("img/medusa/a-gpu/medusa.svg")]
     assert chart.startswith("<svg") and "peak memory (GiB)" in chart and "tokens/s" in chart

@@ -104,7 +104,9 @@ def test_wrong_op_is_a_problem_and_ends_with_one(monkeypatch: Any, capsys: Any) 
     code, out, _ = type_in(monkeypatch, capsys)
     assert code == 1
     text = " ".join(out.split())
-    assert "rope in fp32, bf16, fp16: errs 31 times what is allowed, in output 1" in text and "1 problem" in text
+    assert (
+        "rope in fp32, bf16, fp16: the error is 31 times the allowed error, in output 1" in text and "1 problem" in text
+    )
     code, out, _ = type_in(monkeypatch, capsys, "--json")
     assert code == 1 and json.loads(out)["ok"] is False
 

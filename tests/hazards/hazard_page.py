@@ -1,4 +1,4 @@
-"""docs/hazards.md from the rows of `hazard_table`: `python tests/hazards/hazard_page.py` writes it."""
+"""Writes docs/hazards.md from the rows of `hazard_table`: `python tests/hazards/hazard_page.py`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ PAGE = REPOSITORY / "docs" / "hazards.md"
 _HEADER = """\
 # Hazards
 
-Putting kernels into a model can go wrong without an error: a gradient that is missing, a loss that is not the model's,
-another model that changes too. This page lists such ways, what happens elsewhere, what tigon does instead, and the
-tests that fail if it stops doing so. It is made from `tests/hazards/hazard_table.py`; a test compares the two and looks
-for every test named here.
+```sh
+python -m pytest tests/hazards tests/models tests/ops tests/integration      # runs the tests of this page
+```
 
-*Elsewhere* is Liger Kernel 0.8.5 with transformers 5.17, unless another project is named. *Measured* was run, with
-Triton's interpreter on a CPU; *read in the source* and *reported* were not. The point is not the other project, which
-found and fixed more of these than any: each row is a mistake that is easy to make again here.
+Kernels in a model can fail without an error: a gradient is missing, the loss is not the model's, or another model
+changes too. For each such hazard this page describes what happens elsewhere and what tigon does. It names the tests
+that fail if tigon stops doing so.
 
-Run the tests of this page with `python -m pytest tests/hazards tests/models tests/ops tests/integration`.
+Checked with transformers 5.17.0 and 5.23.0 and torch 2.13.0. *Elsewhere* means Liger Kernel 0.8.5 with transformers
+5.17, unless another project is named. *Measured* claims were run with Triton's interpreter on a CPU. *Read in the
+source* and *reported* claims were not run. Liger Kernel has found and fixed more of these hazards than any other
+project. They are listed because the same mistakes are easy to make in tigon.
+
+This page is generated from `tests/hazards/hazard_table.py`. A test compares the two and checks that every named test
+exists.
 """
 
 
 @functools.cache
 def functions_of(file: str) -> dict[str, bool]:
-    """The test functions of a file below tests/, and whether each needs a GPU."""
+    """Name of each test function of a file below tests/ -> whether it needs a GPU."""
     path = REPOSITORY / "tests" / file
     if not path.is_file():
         return {}
@@ -45,13 +50,13 @@ def functions_of(file: str) -> dict[str, bool]:
 
 
 def render() -> str:
-    """The page."""
+    """Returns the text of docs/hazards.md."""
     parts = [_HEADER]
     for section, hazards in SECTIONS.items():
         parts.append(f"## {section}\n")
         parts += [_one(hazard) for hazard in hazards]
     parts.append("## The patcher's cases\n")
-    parts.append("| case | input | where above |\n|---|---|---|")
+    parts.append("| case | input | hazards above |\n|---|---|---|")
     by_case = {case: [h.name for hs in SECTIONS.values() for h in hs if case in h.cases] for case in CASES}
     parts += [f"| {case} | {text} | {'; '.join(by_case[case])} |" for case, text in CASES.items()]
     return "\n".join(parts) + "\n"

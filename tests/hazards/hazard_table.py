@@ -1,14 +1,14 @@
-"""The hazards of putting kernels into models: what goes wrong elsewhere, what tigon does, and the tests that show it.
+"""The hazards of putting kernels into models: failures elsewhere, what tigon does, and the tests that show it.
 
-docs/hazards.md is made from these rows: `python tests/hazards/hazard_page.py` writes it. `test_hazard_page.py` fails
-where the page is not what the rows say, or a row names a test that does not exist.
+`python tests/hazards/hazard_page.py` writes docs/hazards.md from these rows. `test_hazard_page.py` fails if the page
+differs from the rows, or if a row names a test that does not exist.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# How a claim about another project is known.
+# The evidence for a claim about another project.
 MEASURED = "measured"
 READ = "read in the source"
 REPORTED = "reported"
@@ -20,20 +20,20 @@ TRANSFORMERS = "https://github.com/huggingface/transformers"
 
 @dataclass(frozen=True, kw_only=True)
 class Hazard:
-    """One way of being wrong without an error."""
+    """One way to get wrong results without an error."""
 
     name: str
     elsewhere: str
-    """What happens, on Liger Kernel 0.8.5 with transformers 5.17 unless it names another project."""
+    """What happens in Liger Kernel 0.8.5 with transformers 5.17, unless the text names another project."""
     known: str
     """MEASURED, READ or REPORTED."""
     links: tuple[str, ...] = ()
     here: str
     """What tigon does instead."""
     tests: tuple[str, ...]
-    """file::function below tests/."""
+    """Each as file::function, relative to tests/."""
     cases: tuple[str, ...] = ()
-    """The cases P01 to P11 of the list at the end of the page that it is part of."""
+    """The cases P01 to P11, from the end of the page, that this hazard belongs to."""
 
 
 _OPS, _MODELS, _HAZARDS = "ops/test_autograd_contract.py", "models/test_patch.py", "hazards/test_patched_models.py"
@@ -45,11 +45,12 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
     "The head": (
         Hazard(
             name="A frozen trunk leaves the head without a gradient",
-            elsewhere="With the trunk frozen and the head trainable, `lm_head.weight.grad` is None and the loss looks "
-            "normal: the weight gradient is computed only if the hidden states want one. Linear probing, new tokens "
-            "and the first stage of Medusa train nothing.",
+            elsewhere="The trunk is frozen and the head is trainable. `lm_head.weight.grad` is None and the loss "
+            "looks normal, because the weight gradient is computed only if the hidden states require one. Linear "
+            "probing, training new tokens and the first stage of Medusa then train nothing.",
             known=MEASURED,
-            here="Each gradient is decided by its own `needs_input_grad`. A frozen half costs no product.",
+            here="Each gradient is computed if its own `needs_input_grad` is set. A frozen half costs no matrix "
+            "product.",
             tests=(
                 f"{_HAZARDS}::test_trainable_head_on_a_frozen_trunk_gets_its_gradient",
                 f"{_OPS}::test_gradient_is_the_same_whichever_other_inputs_require_one",
@@ -60,13 +61,13 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             name="An adapter on the head trains as if it were not there",
             elsewhere="With `target_modules=[..., 'lm_head']` the fused loss reads `lm_head.weight` and skips the "
-            "adapter. Its gradients stay None. The loss is that of the base weight: 5.21 instead of 5.90. "
-            "TRL now raises.",
+            "adapter, whose gradients stay None. The loss is that of the base weight: 5.21 instead of 5.90. TRL now "
+            "raises an error.",
             known=MEASURED,
             links=(f"{TRL}/issues/4612", f"{TRL}/pull/5977"),
-            here="The loss is computed inside `lm_head`'s own forward and taken only if exactly that object reaches "
-            "`loss_function`. An adapter's sum is another object. The loss is then computed from the full logits, and "
-            "one warning says so. 31 tuners of PEFT are compared.",
+            here="`lm_head`'s own forward computes the loss. The loss is used only if `loss_function` receives "
+            "exactly the head's object. The sum with an adapter's output is another object. The loss is then computed "
+            "from the full logits, with one warning. 31 tuners of PEFT are compared.",
             tests=(
                 f"{_HAZARDS}::test_adapter_on_the_head_counts_in_the_loss_or_is_refused",
                 f"{_HEADS}::test_adapter_on_the_head_is_trained_through_full_logits",
@@ -77,19 +78,19 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="`modules_to_save` under another adapter name",
-            elsewhere="`modules_to_save=['lm_head']` works for the adapter called default; one called foo is an "
-            "AttributeError.",
+            elsewhere="`modules_to_save=['lm_head']` works for the adapter named default. An adapter named foo raises "
+            "an AttributeError.",
             known=MEASURED,
-            here="The wrapper is looked into by structure, whatever its adapters are called.",
+            here="tigon finds the active copy by the structure of the wrapper, for any adapter name.",
             tests=(f"{_HEADS}::test_modules_to_save_on_the_head_trains_its_copy_with_the_fused_loss",),
             cases=("P02",),
         ),
         Hazard(
             name="The head's bias is dropped",
-            elsewhere="The patched forward reads the weight alone: a Llama with a biased head has a loss of 5.15 "
-            "where 9.64 is right, and the bias gets no gradient.",
+            elsewhere="The patched forward reads only the weight. A Llama with a biased head has a loss of 5.15 "
+            "instead of 9.64, and the bias gets no gradient.",
             known=MEASURED,
-            here="The op takes the bias and differentiates it.",
+            here="The op takes the bias and computes its gradient.",
             tests=(
                 f"{_HAZARDS}::test_bias_of_the_head_counts_in_the_loss_and_gets_a_gradient",
                 f"{_PARITY}::test_head_with_a_bias_trains_the_bias",
@@ -98,11 +99,11 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="Hooks on the head do not run",
-            elsewhere="The module is never called, so forward hooks on it never fire.",
+            elsewhere="The module is never called, so its forward hooks never run.",
             known=MEASURED,
-            here="The head is called. Pre-hooks act, forward hooks see an object of the logits' shape, and one that "
-            "edits them changes the loss. A hook with a custom autograd function is refused, because it would get "
-            "the gradient of a scalar.",
+            here="The head is called. Pre-hooks take effect. Forward hooks receive an object of the logits' shape, "
+            "and a hook that edits it changes the loss. A hook with a custom autograd function is refused, because it "
+            "would get the gradient of a scalar.",
             tests=(
                 f"{_HAZARDS}::test_hooks_on_the_head_are_called_and_take_effect",
                 f"{_HAZARDS}::test_hook_that_edits_the_logits_reaches_the_loss",
@@ -114,8 +115,8 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             name="A quantised or parametrised head is multiplied by its raw weight",
             elsewhere="The loss multiplies by `lm_head.weight` and ignores the head's forward.",
             known=READ,
-            here="Only an `nn.Linear` with `nn.Linear`'s forward is fused. Others keep their forward, and the report "
-            "names their class.",
+            here="Only an `nn.Linear` with `nn.Linear`'s forward is fused. Other heads keep their forward, and the "
+            "report names their class.",
             tests=(
                 f"{_HEADS}::test_quantised_head_is_left_to_its_own_forward",
                 f"{_HEADS}::test_parametrized_head_trains_its_parametrization",
@@ -124,8 +125,9 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="A shard of the weight is taken for the weight",
-            elsewhere="Reading `lm_head.weight` outside its module's forward bypasses what gathers it: size errors or "
-            "worse under ZeRO-3, FSDP2 and tensor parallelism; only FSDP1 has a special case.",
+            elsewhere="Reading `lm_head.weight` outside its module's forward bypasses the hooks that gather it. The "
+            "results are size errors or worse under ZeRO-3, FSDP2 and tensor parallelism. Only FSDP1 has a special "
+            "case.",
             known=REPORTED,
             links=(
                 f"{TRL}/issues/5891",
@@ -133,9 +135,9 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
                 "https://github.com/EvolvingLMMs-Lab/lmms-engine/issues/29",
                 f"{LIGER}/pull/674",
             ),
-            here="Inside the head's forward the weight is whole. If nothing gathered the weight, an error or a "
-            "warning names `lm_head.weight`. Tensor-parallel heads compute their own logits. Gradients on "
-            "two ranks are compared with those of one.",
+            here="Inside the head's forward the weight is whole. If nothing gathered it, an error or a warning names "
+            "`lm_head.weight`. Tensor-parallel heads compute their own logits. Gradients on two ranks are compared "
+            "with those on one.",
             tests=(
                 "hazards/test_two_ranks.py::test_gradients_of_two_ranks_are_those_of_one",
                 f"{_SHARDED}::test_fsdp2_trains_with_the_fused_loss",
@@ -149,13 +151,13 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="RMSNorm gathers a sequence-parallel tensor",
-            elsewhere="On a DTensor the norm calls `full_tensor()`, and the sharding over the sequence is lost; the "
-            "other ops have no DTensor path.",
+            elsewhere="The norm calls `full_tensor()` on a DTensor, and the sharding over the sequence is lost. The "
+            "other ops do not handle DTensors.",
             known=READ,
-            here="The ops are named operators without a sharding rule, so PyTorch refuses a DTensor by the operator's "
-            "name. Under FSDP2 they get plain tensors.",
+            here="The ops are named operators without a sharding rule, so PyTorch refuses a DTensor and names the "
+            "operator. Under FSDP2 the ops receive plain tensors.",
             tests=(
-                "hazards/test_patched_models.py::test_dtensor_is_refused_or_keeps_its_placements_and_values",
+                "hazards/test_patched_models.py::test_dtensor_is_refused_by_every_op",
                 "hazards/test_two_ranks.py::test_gradients_of_two_ranks_are_those_of_one",
             ),
             cases=("P05",),
@@ -164,7 +166,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             name="A loss function of the user's own is ignored",
             elsewhere="`model.loss_function = mine` has no effect on a patched model.",
             known=MEASURED,
-            here="It is asked at every call; only transformers' own next-token loss is fused.",
+            here="The patched model calls it every time. Only transformers' own next-token loss is fused.",
             tests=(
                 f"{_HAZARDS}::test_custom_loss_function_is_respected",
                 f"{_MODELS}::test_custom_loss_function_is_respected_and_reported",
@@ -173,12 +175,12 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="Logits are None in training, and all there in evaluation",
-            elsewhere="`outputs.logits` of a training step is None, which fails far away, in metrics and distillation. "
-            "In evaluation the full logits are computed even if only the loss is wanted.",
+            elsewhere="`outputs.logits` of a training step is None, and metrics or distillation fail later. In "
+            "evaluation the full logits are computed even if only the loss is needed.",
             known=READ,
             links=(f"{TRL}/issues/5069", f"{TRANSFORMERS}/issues/44981"),
-            here="In training `outputs.logits` is a tensor that computes itself when it is read, with a warning, once. "
-            "In evaluation the logits are computed, since metrics read them; `skip_logits=True` does without.",
+            here="In training `outputs.logits` is a tensor that is computed when it is read, with one warning. "
+            "Evaluation computes the logits, because metrics read them; `skip_logits=True` avoids this.",
             tests=(
                 f"{_HAZARDS}::test_logits_of_a_training_step_can_be_read",
                 f"{_HAZARDS}::test_evaluation_with_skip_logits_computes_the_loss_alone",
@@ -193,25 +195,27 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             name="A label out of range gives garbage",
             elsewhere="The fused loss does not check labels. A label equal to the vocabulary size gives a loss of "
-            "7.5e30 or a plausible one. On a GPU it reads memory beyond the logits. The plain cross entropy asserts, "
+            "7.5e30, or a plausible one. On a GPU it reads memory beyond the logits. The plain cross entropy asserts, "
             "with two synchronisations, unless Python runs with -O.",
             known=MEASURED,
             links=(f"{LIGER}/issues/916",),
-            here="The comparison is in 64 bits before any address is formed. On the CPU it is a LabelError; on a GPU "
-            "that row's loss and gradients are NaN and the other rows are unchanged, without a synchronisation.",
+            here="Labels are compared in 64 bits before any address is computed. On the CPU a label out of range "
+            "raises a LabelError. On a GPU the loss and gradients of that row are NaN and the other rows are "
+            "unchanged, without a synchronisation.",
             tests=(
-                f"{_HAZARDS}::test_label_out_of_range_raises_or_gives_a_nan_loss",
+                f"{_HAZARDS}::test_label_out_of_range_is_refused_with_its_value_and_position",
                 "ops/test_cross_entropy.py::test_label_out_of_range_raises_or_gives_nan_in_its_row_alone",
             ),
             cases=("P07",),
         ),
         Hazard(
             name="Ignored labels and torch.compile",
-            elsewhere="Under torch.compile the fused loss is wrong as soon as one label is ignored: 61.73 for 21.40.",
+            elsewhere="Under torch.compile the fused loss is wrong as soon as one label is ignored: 61.73 instead of "
+            "21.40.",
             known=REPORTED,
             links=(f"{LIGER}/pull/1338",),
             here="Every op is registered with torch.library and writes every row. One compiled graph is called with "
-            "labels of which none, some, nearly all and all are ignored, and compared with eager mode.",
+            "none, some, nearly all and all labels ignored, and compared with eager mode.",
             tests=(
                 "integration/test_compiled_families.py::test_compiled_loss_equals_eager_with_and_without_ignored_labels",
                 "models/test_compile.py::test_compiled_training_equals_eager_with_and_without_ignored_labels",
@@ -220,10 +224,10 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="Evaluation zeroes the logits of ignored rows",
-            elsewhere="Under `no_grad`, the rows whose label is ignored are set to zero in the caller's own logits; "
-            "metrics and generation read them afterwards.",
+            elsewhere="Under `no_grad`, the fused loss sets the rows of ignored labels to zero in the caller's own "
+            "logits. Metrics and generation read them afterwards.",
             known=MEASURED,
-            here="No op writes to an input unless `inplace=True` was passed, and then not under `no_grad`.",
+            here="No op writes to an input unless `inplace=True` was passed, and never under `no_grad`.",
             tests=(
                 f"{_HAZARDS}::test_evaluation_gives_the_unpatched_logits_and_loss",
                 f"{_OPS}::test_inputs_outputs_and_upstream_gradient_are_not_modified",
@@ -232,11 +236,11 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="A checkpoint without some of its tensors trains from random numbers",
-            elsewhere="transformers 5.23 draws a missing tensor anew, and logs a table of such tensors as a warning. "
-            "A script that lowers the verbosity says nothing.",
+            elsewhere="transformers 5.23 initialises a missing tensor with random numbers and logs a table of such "
+            "tensors as a warning. A script that lowers the verbosity does not see it.",
             known=MEASURED,
-            here="The headers of the files are compared with the model. A missing tensor is refused by name before the "
-            "run folder is made.",
+            here="tigon compares the headers of the files with the model. It refuses a missing tensor by name before "
+            "it creates the run folder.",
             tests=(
                 "trainer/test_model.py::test_missing_tensor_is_named_before_the_run_folder_exists",
                 "models/test_weight_files.py::test_missing_and_renamed_tensors_are_named",
@@ -244,14 +248,14 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="Labels that are edited in the forward",
-            elsewhere="Liger Kernel's forwards take the labels that they are called with. The mistake is easy to make "
-            "where labels are counted before the trunk runs: `labels[:, :5] = -100` in a subclass's forward or in a "
-            "hook then changes nothing.",
+            elsewhere="Liger Kernel's forwards use the labels that they are called with. The mistake is easy to make "
+            "if labels are counted before the trunk runs: `labels[:, :5] = -100` in a subclass's forward or in a hook "
+            "then changes nothing.",
             known=READ,
             here="The versions of labels, `shift_labels` and `num_items_in_batch` are compared at the head and at the "
-            "loss. Labels that changed before the head are read again. If they change after the head, the loss is the "
-            "ordinary one of the full logits. A compiled step gives NaN instead, because its graph cannot choose. "
-            "A write through `.data` or into a numpy view leaves the version unchanged. It counts on the CPU, where "
+            "loss. Labels that changed before the head are read again. If they change after the head, the loss is "
+            "computed from the full logits. A compiled step returns NaN instead, because its graph cannot choose. A "
+            "write through `.data` or into a numpy view does not change the version. It counts on the CPU, where "
             "values are compared, and in a compiled step. On a GPU in eager mode a write to `labels.data` inside the "
             "forward is not noticed, because a comparison would wait for the device. Write to the labels themselves.",
             tests=(
@@ -263,12 +267,12 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="Logits that are edited between head and loss",
-            elsewhere="A fused loss has no logits to edit. `with torch.no_grad(): logits[..., 90:] = -1e4`, "
-            "`logits.detach().mul_(2)` or a hook on the head has no effect on the loss.",
+            elsewhere="A fused loss has no logits to edit. These have no effect on the loss: `with torch.no_grad(): "
+            "logits[..., 90:] = -1e4`, `logits.detach().mul_(2)`, a hook on the head.",
             known=READ,
-            here="A read of or a write to the logits makes an ordinary tensor, and the loss of that step is computed "
-            "from it. All aliases share its memory: `detach`, `.data`, views, numpy arrays, `out=`. The step then "
-            "costs the memory of the logits and of a copy, as the warning says.",
+            here="A read of the logits, or a write to them, creates an ordinary tensor, and the loss of that step is "
+            "computed from it. All aliases share its memory: `detach`, `.data`, views, numpy arrays, `out=`. The step "
+            "then costs the memory of the logits and of a copy, as the warning says.",
             tests=(
                 f"{_SEAM}::test_logits_edited_between_head_and_loss_count_in_the_loss",
                 f"{_SEAM}::test_logits_edited_by_a_hook_of_the_head_count_in_the_loss",
@@ -278,12 +282,12 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             ),
         ),
         Hazard(
-            name="A loss that is asked for twice",
+            name="A loss that is computed twice",
             elsewhere="A forward may call `loss_function(logits, labels)` again, for a ratio or an auxiliary loss. A "
-            "loss that is handed out once has one gradient to give.",
+            "precomputed loss has only one gradient to return.",
             known=READ,
-            here="The second loss of one pair of logits and labels is a copy of the first. Other labels or options "
-            "get the ordinary loss of the full logits.",
+            here="The second loss of the same logits and labels is a copy of the first. Other labels or options get "
+            "the ordinary loss of the full logits.",
             tests=(
                 f"{_SEAM}::test_loss_asked_for_again_has_the_unpatched_models_gradients",
                 f"{_SEAM}::test_repeated_loss_of_one_pair_computes_no_logits",
@@ -291,11 +295,11 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="A batch without any label poisons the run",
-            elsewhere="Dividing by no targets: NaN in PyTorch and in transformers' loss, and NaN gradients in the "
-            "chunked `linear_cross_entropy` of PyTorch 2.13. Liger Kernel gives 0.",
+            elsewhere="Division by zero labels gives NaN in PyTorch and in transformers' loss, and NaN gradients in "
+            "the chunked `linear_cross_entropy` of PyTorch 2.13. Liger Kernel gives 0.",
             known=MEASURED,
-            here="The loss is 0 and every gradient exactly 0, also for `num_items_in_batch=0` and for class weights "
-            "that are all 0.",
+            here="The loss is 0 and every gradient is exactly 0. This also holds for `num_items_in_batch=0` and for "
+            "class weights that are all 0.",
             tests=(
                 f"{_HAZARDS}::test_batch_with_all_labels_ignored_gives_zero_loss_and_gradients",
                 "ops/test_cross_entropy.py::test_all_labels_ignored_gives_zero_loss_and_gradient",
@@ -306,12 +310,12 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="Labels are shifted twice, or `shift_labels` is dropped",
-            elsewhere="Heads that take keyword arguments and forget one: more than 20 heads of transformers dropped "
-            "`shift_labels`, so that each sequence-parallel shard lost its last target.",
+            elsewhere="Heads with keyword arguments forget one of them. More than 20 heads of transformers dropped "
+            "`shift_labels`, so each sequence-parallel shard lost its last target.",
             known=REPORTED,
             links=(f"{TRANSFORMERS}/issues/48493", f"{LIGER}/issues/708", f"{LIGER}/issues/888"),
-            here="No forward is copied: the model's own passes its arguments to the loss, and the patched model is "
-            "compared for labels, shift_labels, both, num_items_in_batch, logits_to_keep and ignore_index.",
+            here="tigon copies no forward: the model's own forward passes its arguments to the loss. The patched "
+            "model is compared with labels, shift_labels, both, num_items_in_batch, logits_to_keep and ignore_index.",
             tests=(
                 f"{_PARITY}::test_each_keyword_keeps_its_meaning",
                 f"{_PARITY}::test_gradient_accumulation_with_num_items_equals_one_large_batch",
@@ -328,7 +332,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "saved tensors. With `retain_graph=True` a second backward of SwiGLU, cross entropy or the fused loss "
             "returns other gradients, without an error.",
             known=MEASURED,
-            here="The second backward equals the first; `create_graph=True` is a DoubleBackwardError.",
+            here="The second backward equals the first. `create_graph=True` raises a DoubleBackwardError.",
             tests=(
                 f"{_HAZARDS}::test_second_backward_gives_the_unpatched_gradients",
                 f"{_OPS}::test_second_backward_equals_the_first",
@@ -337,8 +341,9 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="A residual connection around the norm",
-            elsewhere="RMSNorm's backward writes its gradient into the upstream one, which autograd shares between the "
-            "branches of an addition. The gradient of z in `z + norm(x)` is wrong by 0.3, that of `norm(x) + z` right.",
+            elsewhere="RMSNorm's backward writes its gradient over the upstream gradient, which autograd shares "
+            "between the branches of an addition. The gradient of z in `z + norm(x)` is wrong by 0.3. In `norm(x) + "
+            "z` it is correct.",
             known=MEASURED,
             links=(f"{LIGER}/issues/370",),
             here="Gradients are written to new memory.",
@@ -349,9 +354,9 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="Another use of a gate, a query or the logits",
-            elsewhere="SwiGLU's backward overwrites the gate it saved, RoPE rotates queries in place and cross entropy "
-            "turns logits into gradients, without telling autograd. A regulariser, an auxiliary loss or a logging hook "
-            "on the same tensor gets gradients that are off by up to 8.",
+            elsewhere="SwiGLU's backward overwrites the gate that it saved, RoPE rotates queries in place, and cross "
+            "entropy turns logits into gradients. Autograd does not know. A regulariser, an auxiliary loss or a "
+            "logging hook on the same tensor gets gradients that are wrong by up to 8.",
             known=MEASURED,
             links=(f"{LIGER}/issues/272",),
             here="Nothing is overwritten. A penalty on the inputs and outputs of every projection and norm of a model "
@@ -364,11 +369,11 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="Parameters become gradients",
-            elsewhere="If the gate, up or logits are leaves, their values are the gradients after the backward, and "
-            "their version counters are still 0.",
+            elsewhere="If the gate, up or logits are leaves, they contain the gradients after the backward, and their "
+            "version counters are still 0.",
             known=MEASURED,
-            here="Weights, buffers, inputs and labels are the same bits with the same version after a training step. "
-            "With `inplace=True` the version counter moves, and autograd raises for later uses.",
+            here="Weights, buffers, inputs and labels have the same bits and the same version after a training step. "
+            "With `inplace=True` the version counter increases, and autograd raises an error for later uses.",
             tests=(
                 f"{_HAZARDS}::test_training_step_leaves_weights_inputs_and_labels_unmodified",
                 f"{_OPS}::test_inputs_outputs_and_upstream_gradient_are_not_modified",
@@ -380,11 +385,11 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         Hazard(
             name="Patching one model patches the others",
             elsewhere="`apply_liger_kernel_to_llama(model=a)` also replaces the classes and functions of the modeling "
-            "module, so every other Llama of the process, and every later one, changes with it. There is no way back "
-            "but reloading modules.",
+            "module. All other Llamas of the process, built before or later, change with it. Only reloading modules "
+            "reverts this.",
             known=MEASURED,
-            here="A patched module gets a new class. Every name of torch.nn, torch.nn.functional, the modeling module "
-            "and its classes is the same object afterwards. Models built before and after give the same bits, and "
+            here="A patched module gets a new class. All names in torch.nn, torch.nn.functional, the modeling module "
+            "and its classes are the same objects afterwards. Models built before and after give the same bits, and "
             "`report.undo()` restores the model's own bits.",
             tests=(
                 f"{_HAZARDS}::test_patch_leaves_other_models_and_the_process_unchanged",
@@ -397,10 +402,10 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="`torch.nn.functional.cross_entropy` is replaced for the process",
-            elsewhere="`cross_entropy=True` assigns to it. In code that has nothing to do with the model, probability "
-            "targets and (N, C, L) logits then raise, and the logits of ignored rows are zeroed.",
+            elsewhere="`cross_entropy=True` replaces it. Code that has nothing to do with the model then gets errors "
+            "for probability targets and (N, C, L) logits, and zeroed logits in ignored rows.",
             known=MEASURED,
-            here="`tigon.patch(cross_entropy=True)` changes the loss of that model.",
+            here="`tigon.patch(cross_entropy=True)` changes only the loss of that model.",
             tests=(
                 f"{_HAZARDS}::test_cross_entropy_and_layer_norm_of_torch_keep_their_features",
                 f"{_HAZARDS}::test_patch_leaves_other_models_and_the_process_unchanged",
@@ -409,11 +414,11 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="`torch.nn.LayerNorm` is another class",
-            elsewhere="Without `model=`, the functions for mllama, gemma3, paligemma, internvl and smolvlm make it "
-            "LigerLayerNorm. `elementwise_affine=False` is a TypeError, and `isinstance(x, nn.LayerNorm)` is False for "
-            "modules that exist, which moves them into weight decay.",
+            elsewhere="Without `model=`, the functions for mllama, gemma3, paligemma, internvl and smolvlm replace it "
+            "by LigerLayerNorm. `elementwise_affine=False` then raises a TypeError. `isinstance(x, nn.LayerNorm)` is "
+            "False for existing modules, so their weights get weight decay.",
             known=MEASURED,
-            here="A patched LayerNorm is an instance of `nn.LayerNorm`, and `nn.LayerNorm` is PyTorch's.",
+            here="A patched LayerNorm is an instance of `nn.LayerNorm`, and `nn.LayerNorm` stays PyTorch's class.",
             tests=(
                 f"{_HAZARDS}::test_cross_entropy_and_layer_norm_of_torch_keep_their_features",
                 f"{_HAZARDS}::test_patched_layer_norm_is_an_instance_of_torch_layer_norm",
@@ -422,12 +427,12 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="Patching after the model was built does half of it",
-            elsewhere="Called without `model=` once the model exists, the functions change forward and RoPE, and "
-            "neither norms nor MLPs.",
+            elsewhere="If the functions are called without `model=` after the model was built, they replace forward "
+            "and RoPE, but not norms and MLPs.",
             known=MEASURED,
             links=(f"{LIGER}/issues/170", f"{LIGER}/issues/199"),
-            here="`patch` takes a model that exists, replaces all of it or nothing, and the report counts. Parameters "
-            "keep their identity, so an optimizer made before goes on.",
+            here="`patch` takes an existing model, replaces everything or nothing, and the report counts the modules. "
+            "Parameters stay the same objects, so an existing optimizer continues to work.",
             tests=(
                 f"{_MODELS}::test_report_counts_every_replaced_module_and_prints_them",
                 f"{_MODELS}::test_failure_half_way_through_takes_everything_back",
@@ -439,13 +444,13 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
     "What no longer matches": (
         Hazard(
             name="Dead patches",
-            elsewhere="With transformers 5.17, 13 of the 172 names that are assigned to do not exist any more; the "
-            "assignment succeeds and nothing happens. RoPE of qwen2_vl and the experts of glm4v_moe are not replaced, "
+            elsewhere="With transformers 5.17, 13 of the 172 names that are assigned to do not exist any more. The "
+            "assignment succeeds and does nothing. RoPE of qwen2_vl and the experts of glm4v_moe are not replaced, "
             "`cross_entropy=True` does nothing for six families, and the project's own tests pass.",
             known=MEASURED,
             links=(f"{LIGER}/issues/920",),
-            here="A row that claims a seam, or a flag that is on, and matches nothing is a PatchError, and nothing has "
-            "been changed. Each row is tried against its family.",
+            here="If a row claims a seam, or a flag is on, and nothing matches, `patch` raises a PatchError and "
+            "changes nothing. Each row is tested on its family.",
             tests=(
                 f"{_HAZARDS}::test_renamed_eps_attribute_is_refused_and_changes_nothing",
                 f"{_FAMILIES}::test_row_replaces_what_its_flags_claim_and_refuses_other_flags",
@@ -455,11 +460,10 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="An unknown family is a line in a log",
-            elsewhere="`_apply_liger_kernel` for a model type it does not know writes to the log at level INFO and "
-            "returns.",
+            elsewhere="For an unknown model type, `_apply_liger_kernel` writes to the log at level INFO and returns.",
             known=READ,
-            here="A family without a row is matched by structure, module by module, each against its own forward and "
-            "gradient on a few numbers. If nothing matches, `patch` raises.",
+            here="A family without a row is matched by structure, one module at a time. Each module is compared with "
+            "the op on a small input, forward and gradient. If nothing matches, `patch` raises an error.",
             tests=(
                 f"{_FAMILIES}::test_family_without_a_row_is_patched_by_structure_and_verified",
                 f"{_FAMILIES}::test_model_in_which_nothing_matches_is_refused",
@@ -470,10 +474,10 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="A subclass, or remote code, with another formula under the same name",
-            elsewhere="Classes are replaced by name, whatever their forward computes.",
+            elsewhere="Classes are replaced by name, regardless of what their forward computes.",
             known=READ,
-            here="The module's own forward and the op are compared before the module is taken; a class whose formula "
-            "differs stays and is reported.",
+            here="The module's own forward and the op are compared before the module is replaced. A class with "
+            "another formula stays and is reported.",
             tests=(
                 f"{_HAZARDS}::test_model_with_custom_code_trains_as_unpatched",
                 f"{_FAMILIES}::test_remote_code_with_a_capped_head_trains_right_and_is_fused_after_one_step",
@@ -484,11 +488,11 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="eps = 0 becomes 1e-6",
-            elsewhere="The instance patch takes the first truthy of several attributes, then a default. A norm with "
-            "eps 0, or with its eps under a new name, gets another eps.",
+            elsewhere="The instance patch uses the first nonzero value of several attributes, or a default. A norm "
+            "with eps 0, or with its eps under a new name, gets another eps.",
             known=MEASURED,
-            here="The row names the attribute; its value is read at every call. A norm without it is left alone, and "
-            "where none has it, `patch` raises.",
+            here="The row names the attribute, and its value is read at every call. A norm without the attribute is "
+            "left alone. If no norm has it, `patch` raises an error.",
             tests=(
                 f"{_HAZARDS}::test_eps_of_the_norm_is_kept",
                 f"{_MODELS}::test_eps_zero_and_an_edited_eps_are_used_as_they_are",
@@ -498,12 +502,12 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="A release of transformers breaks the import",
-            elsewhere="Names move in modeling files, and the patcher fails when it is imported, or does nothing.",
+            elsewhere="Names move in modeling files. The patcher then fails when it is imported, or does nothing.",
             known=REPORTED,
             links=(f"{LIGER}/issues/526", f"{LIGER}/issues/978", f"{LIGER}/issues/1242"),
-            here="Importing tigon imports neither transformers nor a modeling file, patching one family imports no "
-            "other, and `tigon doctor` knows the tested range. The tests of models, trainers, hazards and convergence "
-            "pass with transformers 5.17.0 and 5.23.0. With 5.8.0, 31 of 36 families verify, granitemoe, deepseek_v3 "
+            here="Importing tigon imports neither transformers nor a modeling file, and patching one family imports "
+            "no other. `tigon doctor` knows the tested range. The tests of models, trainers, hazards and convergence "
+            "pass with transformers 5.17.0 and 5.23.0. With 5.8.0, 31 of 36 families verify. granitemoe, deepseek_v3 "
             "and qwen2_5_vl are refused with a PatchError, and gpt_neox and gemma3 train with full logits.",
             tests=(
                 "test_architecture.py::test_importing_tigon_imports_neither_transformers_nor_triton",
@@ -514,11 +518,11 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
         ),
         Hazard(
             name="A family is patched and not the same model",
-            elsewhere="Parity of loss, gradients, generation, packed rows and checkpointing per family. Liger Kernel "
-            "passes this.",
+            elsewhere="Per family: equal loss, gradients, generation, packed sequences and checkpointing. Liger "
+            "Kernel passes this.",
             known=MEASURED,
-            here="`verify(row)` proves it for every row, in fp32 and in bf16, and training for 32 steps ends at the "
-            "same weights.",
+            here="`verify(row)` proves it for every row, in fp32 and in bf16. Training for 32 steps ends at the same "
+            "weights.",
             tests=(
                 f"{_FAMILIES}::test_patched_family_equals_unpatched_in_fp32",
                 f"{_FAMILIES}::test_patched_family_is_as_accurate_as_unpatched_in_bf16",
@@ -531,11 +535,11 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
     "Compilers and devices": (
         Hazard(
             name="torch.compile stops at every layer",
-            elsewhere="RoPE, LayerNorm and cross entropy go through a function that Dynamo is told not to trace: "
-            "`fullgraph=True` fails, and a model has a graph break per layer. Losses call `.item()`.",
+            elsewhere="RoPE, LayerNorm and cross entropy call a function that Dynamo must not trace. `fullgraph=True` "
+            "fails, and a model has a graph break per layer. Losses call `.item()`.",
             known=MEASURED,
             links=(f"{LIGER}/issues/174",),
-            here="A patched Llama, Qwen 3 and Gemma 2 are one graph each, without recompiling for other labels.",
+            here="Patched Llama, Qwen 3 and Gemma 2 are one graph each, and other labels cause no recompilation.",
             tests=(
                 "integration/test_compiled_families.py::test_compiled_loss_equals_eager_with_and_without_ignored_labels",
                 "integration/test_compiled_families.py::test_batches_of_any_size_share_at_most_three_graphs",
@@ -549,7 +553,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             "do not switch devices, so the best outcome is an error.",
             known=REPORTED,
             links=(f"{LIGER}/issues/401", f"{LIGER}/issues/593", f"{LIGER}/issues/1303"),
-            here="Every launch is under the tensor's device, on its stream.",
+            here="Every launch uses the tensor's device and its current stream.",
             tests=(
                 "ops/test_on_gpu.py::test_tensor_on_another_than_the_current_device_gives_the_same_result",
                 "ops/test_on_gpu.py::test_side_stream_and_worker_thread_get_the_same_result",
@@ -559,15 +563,15 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
 }
 
 CASES = {
-    "P01": "per family: loss, gradients, evaluation logits, greedy generation, checkpointing, packed rows, tied head",
+    "P01": "per family: loss, gradients, evaluation logits, greedy generation, checkpointing, packing, tied head",
     "P02": "any PEFT tuner on the head; `modules_to_save` under another name; `disable_adapter`",
-    "P03": "a biased, quantised or hooked head; a loss function of one's own",
+    "P03": "a biased, quantised or hooked head; a custom loss function",
     "P04": "a frozen trunk under a trainable head",
-    "P05": "FSDP2 with the head in the root or a unit of its own, with PEFT; ZeRO-3; DTensor",
+    "P05": "FSDP2 with the head in the root or its own unit, with PEFT; ZeRO-3; DTensor",
     "P06": "`compute_metrics`, and `outputs.logits` in training",
     "P07": "labels, shift_labels, both; logits_to_keep; num_items_in_batch as int, tensor and 0",
     "P08": "a second model of the process; torch's own names; undo; patching twice",
-    "P09": "an unknown model type; a subclass with a forward of its own; remote code",
+    "P09": "an unknown model type; a subclass with its own forward; remote code",
     "P10": "eps = 0; an attribute renamed; an attribute missing",
     "P11": "the oldest and newest transformers; no modeling file at import",
 }

@@ -1,4 +1,4 @@
-"""docs/hazards.md says what the table says, and every test it names exists."""
+"""docs/hazards.md equals the table, and every test that it names exists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_test_that_a_hazard_names_exists(hazard: Hazard) -> None:
 
 @pytest.mark.parametrize("hazard", HAZARDS, ids=lambda hazard: hazard.name)
 def test_every_hazard_has_a_test_that_runs_without_a_gpu(hazard: Hazard) -> None:
-    """On other machines the suite would say nothing about it. What only a GPU can get wrong is excepted by name."""
+    """Otherwise nothing tests the hazard on machines without a GPU. One hazard exists only on GPUs and is excepted."""
     needs_gpu = [
         functions_of(file).get(name, False) for file, _, name in (test.partition("::") for test in hazard.tests)
     ]

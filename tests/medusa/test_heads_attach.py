@@ -54,7 +54,7 @@ def test_evaluation_gives_the_loss_and_logits_of_the_model() -> None:
 
 def test_heads_attach_once_and_only_to_a_model_that_can_have_them() -> None:
     model: Any = tiny_model("llama")
-    with pytest.raises(UsageError, match="no heads"):
+    with pytest.raises(UsageError, match="does not have heads"):
         heads_of(model)
     attach(model, SHARED, Objective())
     with pytest.raises(PatchError, match="has heads already"):

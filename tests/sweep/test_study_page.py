@@ -98,9 +98,9 @@ def test_page_shows_every_figure_of_its_records(made_up, tmp_path):
     assert "OOM" in row and row.rstrip().endswith("| OOM | 19.4 |")
     assert "Most rows in a micro-batch that ran: unpatched 8, all but linear CE 16, tigon 112, Liger 112." in batch
     advice = inside(text, "advice")
-    assert "At 8 rows of 1024 tokens tigon's kernels save 11.3 of 14.0 GiB." in advice
+    assert "At 8 x 1024 tokens tigon's kernels save 11.3 of 14.0 GiB." in advice
     assert "saves 2.0 GiB of that" in advice
-    assert "0.548" not in text and "-55 %, +43 % (64 rows)" in inside(text, "paper-two-gpus")
+    assert "0.548" not in text and "-55 %, +43 % (64 sequences)" in inside(text, "paper-two-gpus")
     for image in re.findall(r"\]\((img/study/[^)]+)\)", text):
         assert (tmp_path / image).read_text(encoding="utf-8").startswith("<svg"), image
     again = study.page(text, study.load(made_up))

@@ -2,7 +2,7 @@
 
     python tests/techniques/technique_pages.py
 
-Each page keeps its own words; what stands between its markers is made here.
+This file generates the text between the markers of each page. The rest is written by hand.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ from tigon.techniques.technique import Technique
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "techniques"
-SWEEPS = ("techniques", "techniques-two-gpus")  # records of recipes/techniques, each beside the first of its kind
+SWEEPS = ("techniques", "techniques-two-gpus")  # records of recipes/techniques
+# At the 4 x 1024 tokens of those records these techniques do not change the peak. The record `largest-batch` has
+# larger batches: technique -> (its variant, the variant without it). None: no record has a run with and without it.
+FOR_LONG_SEQUENCES: dict[str, tuple[str, str] | None] = {
+    "checkpointing-offload": ("checkpoints on the host", "checkpoints on the GPU"),
+    "tiled-mlp": ("tiled MLPs too", "checkpoints on the host"),
+    "grouped-attention": None,
+}
 BEGIN, END = "<!-- from the records -->", "<!-- end of the records -->"
 
 
 def recipe_lines(recipe: Mapping[str, Any]) -> str:
-    """Dotted keys as YAML."""
+    """Recipe keys, given with dots, as YAML."""
     sections: dict[str, list[str]] = {}
     for dotted, value in recipe.items():
         section, name = dotted.split(".")
@@ -61,7 +68,7 @@ def _chosen(technique: Technique) -> Choices:
 
 @functools.cache
 def measured() -> dict[str, str]:
-    """Technique -> what its recipe took on GPUs."""
+    """Technique -> memory, throughput and loss of its recipe, as measured on GPUs."""
     found = {}
     for path in sorted(path for name in SWEEPS for path in ROOT.glob(f"benchmarks/results/*/study/{name}.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -69,21 +76,46 @@ def measured() -> dict[str, str]:
         where = record["environment"]
         base = rows.get(record["baseline"])
         for name, row in rows.items():
+            if name in FOR_LONG_SEQUENCES:
+                continue
             gpus = row["keys"].get("sharding.gpus", 1)
             commits, dates = (row.get(key) or where[key] for key in ("tigon_commits", "dates"))
-            made = f"tigon at {', '.join(commits)}, {', '.join(dates)}"
             beside = f" ({record['baseline']}: {base['last_loss']:.3f})" if base and base is not row else ""
             found[name] = (
                 f"{row['peak_allocated_bytes'] / 2**30:.2f} GiB per GPU, {row['tokens_per_s']:,.0f} tokens/s, a loss "
                 f"of {row['last_loss']:.3f} after {record['steps']} steps{beside}: `{record['command']}` on "
-                f"{f'{gpus} x ' if gpus > 1 else ''}{where['device']}, {made}; versions and predictions in "
+                f"{f'{gpus} x ' if gpus > 1 else ''}{where['device']}, tigon at "
+                f"{', '.join(commits)}, {', '.join(dates)}; versions and predictions in "
                 "[the study](../study.md)"
             )
+    for path in ROOT.glob("benchmarks/results/*/study/largest-batch.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        found |= {name: _at_the_largest_batch(record, *pair) for name, pair in FOR_LONG_SEQUENCES.items() if pair}
     return found
 
 
+def _at_the_largest_batch(record: Mapping[str, Any], variant: str, without: str) -> str:
+    """A variant compared with another at the largest batch that both ran."""
+    batches: dict[int, dict[str, Any]] = {}
+    for row in record["points"]:
+        if row["status"] == "ok":
+            batches.setdefault(row["axes"]["train.batch_size"], {})[row["variant"]] = row
+    batch = max(batch for batch, rows in batches.items() if variant in rows and without in rows)
+    figures = [
+        f"{row['peak_allocated_bytes'] / 2**30:.2f} GiB, {row['tokens_per_s']:,.0f} tokens/s"
+        for row in (batches[batch][variant], batches[batch][without])
+    ]
+    rows = (batches[batch][variant], batches[batch][without])
+    commits, dates = (sorted({text for row in rows for text in row[key]}) for key in ("tigon_commits", "dates"))
+    return (
+        f"{figures[0]} at {batch} x 1024 tokens; without it {figures[1]}: `{record['command']}` on "
+        f"{record['environment']['device']}, tigon at {', '.join(commits)}, {', '.join(dates)}; settings and versions "
+        "in [the study](../study.md)"
+    )
+
+
 def section(technique: Technique) -> str:
-    needs = ", ".join((*technique.needs, *technique.tools)) or "nothing else"
+    needs = ", ".join((*technique.needs, *technique.tools)) or "no other package"
     if technique.devices == ("cuda",):
         needs += "; a GPU"
     lines = [
@@ -102,19 +134,19 @@ def section(technique: Technique) -> str:
 
 def optimizer_table() -> str:
     lines = [
-        "| `train.optimizer` | what it is | bytes of state per parameter | result | needs |",
+        "| `train.optimizer` | algorithm | bytes of state per parameter | result | needs |",
         "|---|---|---|---|---|",
     ]
     for row in OPTIMIZERS.values():
         needs = ", ".join(filter(None, (row.package, "a GPU" if row.devices == ("cuda",) else ""))) or "-"
         lines.append(f"| `{row.name}` | {row.help} | {bytes_per_parameter(row):.3g} | {row.precision} | {needs} |")
     notes = [f"- `{name}`: {measured()[name]}." for name in OPTIMIZERS if name in measured()]
-    note = "Bytes are the state of a 4096 x 4096 fp32 matrix, GaLore's at rank 128; `state_tensors` of a row is exact."
+    note = "Bytes per parameter are those of a 4096 x 4096 fp32 matrix, with rank 128 for GaLore."
     return "\n".join([*lines, "", note, *(["", "Measured:", "", *notes] if notes else [])])
 
 
 def generated(page: str) -> str:
-    """What stands between the markers of a page."""
+    """The text between the markers of a page."""
     if page == "README":
         listed = ["| technique | saves | costs |", "|---|---|---|"]
         for name, technique in TECHNIQUES.items():

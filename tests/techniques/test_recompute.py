@@ -220,23 +220,49 @@ def test_gradient_taken_inside_the_function_works():
     assert torch.equal(torch.autograd.grad(recomputed(penalised, x), x)[0], want[0])
 
 
-@pytest.mark.parametrize("where", ["meta", "fake", "subclass"])
-def test_subclass_meta_and_fake_tensors_are_handled(where):
-    """PyTorch's own serves them."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+class Other(Tensor):
+    pass
 
-    class Other(Tensor):
-        pass
 
-    layer = Layer()
-    if where == "subclass":
-        x = torch.randn(5, WIDTH).as_subclass(Other).requires_grad_()
-        recomputed(layer, x).sum().backward()
-    elif where == "meta":
-        recomputed(layer.to("meta"), torch.randn(5, WIDTH, device="meta", requires_grad=True)).sum().backward()
+@pytest.mark.parametrize("kind", ["meta", "fake", "subclass"])
+def test_subclass_meta_and_fake_tensors_are_recomputed_by_pytorchs_checkpoint(kind, monkeypatch):
+    """They get the gradients that they get without checkpointing, of the same type, and the function runs twice."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    from tigon.techniques import recompute
+
+    calls = []
+    monkeypatch.setattr(recompute, "checkpoint", lambda *args, **kw: calls.append("") or checkpoint(*args, **kw))
+    torch.manual_seed(0)
+    layer, data, runs = Layer(), torch.randn(5, WIDTH), []
+
+    def function(x: Tensor) -> Tensor:
+        runs.append(type(x))
+        return layer(x)
+
+    def gradients_of(run: Callable[..., Any]) -> list[Tensor]:
+        layer.zero_grad()
+        x = data.as_subclass(Other) if kind == "subclass" else data.clone()
+        x.requires_grad_()
+        run(function, x).sum().backward()
+        return [x.grad, *(p.grad for p in layer.parameters())]
+
+    mode = FakeTensorMode() if kind == "fake" else torch.device("meta" if kind == "meta" else "cpu")
+    with mode:
+        if kind != "subclass":
+            layer, data = Layer(), torch.randn(5, WIDTH)
+        want = gradients_of(plain)
+        assert len(runs) == 1 and not calls
+        got = gradients_of(recomputed)
+    assert len(runs) == 3 and len(calls) == 1
+    assert len(got) == 7 and [type(t) for t in got] == [type(t) for t in want]
+    assert [(t.shape, t.dtype, t.device) for t in got] == [(t.shape, t.dtype, t.device) for t in want]
+    if kind == "subclass":
+        assert runs == [Other] * 3 and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    elif kind == "meta":
+        assert all(t.is_meta for t in got)
     else:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            recomputed(Layer(), torch.randn(5, WIDTH, requires_grad=True)).sum().backward()
+        assert all(isinstance(t, FakeTensor) for t in got)
 
 
 def test_inputs_by_keyword_are_recomputed_under_autocast():

@@ -168,7 +168,8 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def losses(name: str, folder: Path, mesh: Any = None) -> list[float]:
+def losses(name: str, folder: Path, mesh: Any = None) -> tuple[list[float], list[torch.Tensor]]:
+    """The losses of three steps, and the whole weights after them."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -189,19 +190,28 @@ def losses(name: str, folder: Path, mesh: Any = None) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.item())
-    return found
+    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return found, [w.detach().clone() for w in weights]
 
 
 BY_TRAINER = [row.name for row in OPTIMIZERS.values() if row.trainer_name and "cpu" in row.devices]
 
 
 @pytest.mark.parametrize("name", BY_TRAINER)
-def test_optimizer_on_sharded_weights_is_refused_or_has_the_same_losses(name, mesh, tmp_path):
+def test_optimizer_on_sharded_weights_is_refused_or_trains_to_the_same_weights(name, mesh, tmp_path):
+    """An optimizer that the matrix refuses works on whole weights and fails on sharded ones."""
     row = OPTIMIZERS[name]
     if row.package and importlib.util.find_spec(row.package) is None:
         pytest.skip(f"{row.package} is not installed")
-    if refusals(Choices(optimizer=name, fsdp=True)):
+    want, weights = losses(name, tmp_path)
+    assert want[-1] < want[0] and all(w.isfinite().all() for w in weights)
+    if reasons := refusals(Choices(optimizer=name, fsdp=True)):
+        assert any(name in reason for reason in reasons)
         with pytest.raises(RuntimeError, match=r"DTensor|sharding strategy"):
             losses(name, tmp_path, mesh)
     else:
-        assert losses(name, tmp_path, mesh) == pytest.approx(losses(name, tmp_path), rel=1e-6)
+        got, sharded = losses(name, tmp_path, mesh)
+        assert got == pytest.approx(want, rel=1e-6)
+        assert len(sharded) == len(weights) == 4
+        for a, b in zip(sharded, weights, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -98,7 +98,7 @@ def test_lock_of_another_program_is_left_and_named(tmp_path, monkeypatch, capfd)
     while not said and thread.is_alive():
         said = capfd.readouterr().err.strip()
         time.sleep(0.01)
-    assert said.startswith(f"tigon: waiting for {path}: another process compiles there, or was killed before")
+    assert said.startswith(f"tigon: waiting for {path}: another process compiles there or was killed")
     assert path.exists()
     theirs.release()
     thread.join(30)

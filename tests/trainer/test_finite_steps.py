@@ -208,7 +208,7 @@ def test_skipped_steps_are_printed_recorded_and_reported(recipe, tigon, here, mo
     assert "1 steps skipped: loss or gradient was not finite" in outcome.out
     train = records(here / "runs" / "r", "train")
     assert [(r["step"], r.get("skipped_steps")) for r in train] == [(1, None), (3, 1), (4, 1)]
-    assert "steps skipped, loss or gradient not finite" in (here / "runs" / "r" / "report.md").read_text(
+    assert "skipped steps (loss or gradient not finite)" in (here / "runs" / "r" / "report.md").read_text(
         encoding="utf-8"
     )
 

@@ -58,9 +58,9 @@ def test_stage_2_follows_stage_1(here: Path, recipe: Any, tigon: Any) -> None:
     summary = json.loads((one / "summary.json").read_text())
     assert summary["decoded"]["same_text"] == summary["decoded"]["prompts"] > 0
     chart = (one / "charts" / "heads.svg").read_text()
-    assert all(words in chart for words in ("head 2", "held out", "unigram entropy")), "a mark without its name"
+    assert all(words in chart for words in ("head 2", "eval", "unigram entropy")), "a mark without its name"
     report = (one / "report.md").read_text()
-    assert "head 2, 3 tokens ahead" in report and "tokens a pass" in report
+    assert "head 2, 3 tokens ahead" in report and "tokens per pass" in report
 
     done = tigon("medusa", recipe("two.yaml", **merged(STAGE_1, STAGE_2)))
     assert done.code == 0, done.err
@@ -170,7 +170,7 @@ REFUSED = {
     ),
     "adapters and MTP": ({"heads": {"stage": 2, "kind": "mtp"}, "lora": {"rank": 2}}, r"use heads\.kind: medusa"),
     "another kernel": ({"model": {"kernels": "liger"}}, r"a loss over several heads, which Liger Kernel lacks"),
-    "nothing to learn": ({"heads": {"layers": 0, "output": "shared"}}, r"nothing would learn; set layers: 1"),
+    "nothing to learn": ({"heads": {"layers": 0, "output": "shared"}}, r"no weights to train; set heads\.layers to 1"),
     "too many": ({"heads": {"count": 17}}, r"heads\.count is 17; it must be at least 1 and at most 16"),
 }
 

@@ -34,7 +34,7 @@ def test_wrong_op_is_left_out_of_the_run_and_recorded(recipe, tigon, here, wrong
     outcome = tigon("train", path)
     assert outcome.code == 0, outcome.err
     assert set(found) == WRONG and all("times what rounding allows" in why for why in found.values())
-    assert outcome.out.count("gives wrong results here") == 2 and "warning  swiglu" in outcome.out
+    assert outcome.out.count("gives wrong results on this device") == 2 and "warning  swiglu" in outcome.out
     (said,) = records(here / "runs" / "r", "self_test")
     assert said["wrong_ops"] == found
     patched = records(here / "runs" / "r", "result")[0]["patch"]

@@ -61,7 +61,7 @@ def test_unused_tensors_are_announced_and_recorded(recipe, tigon, here, checkpoi
     change(checkpoint, visual__patch=torch.zeros(3), model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(3))
     result = tigon("train", recipe(model={"name": "base", "config": None}, train={"steps": 1}))
     assert result.code == 0, result.err
-    assert "the checkpoint holds 1 tensor: visual.patch, which the model does not have" in result.out
+    assert "the checkpoint holds 1 tensor: visual.patch, which the model lacks" in result.out
     (record,) = records(here / "runs" / "r", "checkpoint")
     assert record["unused_tensors"] == ["visual.patch"]
 

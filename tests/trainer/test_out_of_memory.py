@@ -55,7 +55,7 @@ def test_out_of_memory_in_a_step_names_a_command_that_continues_the_run(recipe, 
     assert line.endswith(way) and "the same numbers" in line
     outcome = tigon("train", path, *way.split())
     assert outcome.code == 0, outcome.err
-    assert "train.batch_size: 4 before, 2 now; the same numbers to rounding" in outcome.out
+    assert "train.batch_size: 4 before, 2 now; losses may differ in rounding" in outcome.out
     whole, resumed = (train_losses(here / "runs" / name) for name in ("whole", "r"))
     assert [step for step, _ in resumed] == [step for step, _ in whole]
     assert [loss for _, loss in resumed] == pytest.approx([loss for _, loss in whole], rel=1e-5)
@@ -80,7 +80,7 @@ def test_evaluation_that_does_not_fit_keeps_the_trained_model(recipe, tigon, her
     path = recipe(train={"eval_steps": 2, "save_steps": 2}, output={"save_model": True})
     outcome = tigon("train", path)
     assert outcome.code == 0, outcome.err
-    assert "warning  evaluation ran out of memory with 1 rows at once; lower data.sequence_length" in outcome.out
+    assert "warning  evaluation ran out of memory with batch size 1; lower data.sequence_length" in outcome.out
     run = here / "runs" / "r"
     assert (run / "model" / "model.safetensors").is_file() and (run / "report.html").is_file()
     assert checkpoint.newest(run / "checkpoints").path.name == "checkpoint-4"
@@ -125,7 +125,7 @@ def test_evaluation_too_large_for_one_process_shrinks_in_both_to_the_same_loss(t
     assert first == second
     whole, smaller, largest, why = first
     assert smaller == pytest.approx(whole, rel=1e-6) and largest == 3
-    assert why == "evaluation ran out of memory in process 1 of 2 with 1 rows at once; lower data.sequence_length"
+    assert why == "evaluation ran out of memory in process 1 of 2 with batch size 1; lower data.sequence_length"
 
 
 @forks
@@ -156,7 +156,7 @@ def test_sharded_evaluation_too_large_for_one_process_ends_both_after_the_save(r
     statuses = in_forks(train, 2, said=said)
     assert time.monotonic() - started_s < 60 and 0 not in statuses
     assert os.waitstatus_to_exitcode(statuses[1]) == 2, said.read_text()[-3000:]
-    line = "rank 1: evaluation ran out of memory in process 1 of 2 with 2 rows at once; lower train.batch_size"
+    line = "rank 1: evaluation ran out of memory in process 1 of 2 with batch size 2; lower train.batch_size"
     assert line in said.read_text() and "--set train.batch_size=1" in said.read_text()
     assert (here / "runs" / "r" / "model" / "model.safetensors").is_file()
     assert "the final weights are in runs/r/model" in said.read_text()

@@ -132,8 +132,8 @@ def test_two_profiles_are_shown_side_by_side(recipe, tigon, here, monkeypatch):
         (["--set", "train.nothing=1"], "train.nothing"),
         (["--beside-set", "model.kernels=all"], "model.kernels"),
         (["--beside", "missing.yaml"], "missing.yaml"),
-        (["--out", "recipe.yaml"], "recipe.yaml: there is something already"),
-        (["--out", "recipe.yaml/p"], "cannot be made"),
+        (["--out", "recipe.yaml"], "recipe.yaml exists and is not an empty folder"),
+        (["--out", "recipe.yaml/p"], "cannot be created"),
         (["--set", "data.sequence_length=4096"], "sequence_length"),
         (["--set", "data.source=none.txt"], "none.txt"),
     ],
@@ -148,7 +148,7 @@ def test_wrong_input_is_refused_in_one_line_and_leaves_nothing(recipe, tigon, he
 def test_profile_overwrites_no_existing_folder(recipe, tigon, here):
     (here / "p").mkdir()
     (here / "p" / "mine.txt").write_text("kept", encoding="utf-8")
-    assert "there is something already" in tigon("profile", recipe(), "--out", "p").error_line()
+    assert "exists and is not an empty folder" in tigon("profile", recipe(), "--out", "p").error_line()
     assert tree(here / "p") == {"mine.txt"}
     from pathlib import Path
 

@@ -12,8 +12,8 @@ from tigon.trainer.guards.recipe_warnings import RunSize, steps_of, warnings_of
 
 ROWS = RunSize(n_samples=100, n_eval_samples=4, n_processes=1)
 UNINTENDED = {
-    "warm-up": ({"warmup_steps": 10}, {}, ROWS, "train.warmup_steps is 10 and the run has 10 steps"),
-    "late evaluation": ({"eval_steps": 11}, {}, ROWS, "train.eval_steps is 11 and the run has 10 steps"),
+    "warm-up": ({"warmup_steps": 10}, {}, ROWS, "train.warmup_steps is 10, but the run has 10 steps"),
+    "late evaluation": ({"eval_steps": 11}, {}, ROWS, "train.eval_steps is 11, but the run has 10 steps"),
     "evaluation of nothing": ({"eval_steps": 5}, {}, replace(ROWS, n_eval_samples=0), "nothing is evaluated"),
     "late checkpoint": ({"save_steps": 11}, {}, ROWS, "no checkpoint is written"),
     "late record": ({"log_steps": 11}, {}, ROWS, "only the first step is recorded"),
@@ -46,5 +46,5 @@ def test_a_warning_is_announced_and_recorded(recipe, tigon, here):
     outcome = tigon("train", recipe(train={"steps": 2, "warmup_steps": 5}, output={"sample_tokens": 0}))
     assert outcome.code == 0, outcome.err
     (record,) = records(here / "runs" / "r", "warnings")
-    assert len(record["warnings"]) == 1 and "train.warmup_steps is 5 and the run has 2 steps" in record["warnings"][0]
+    assert len(record["warnings"]) == 1 and "train.warmup_steps is 5, but the run has 2 steps" in record["warnings"][0]
     assert f"warning  {record['warnings'][0]}" in outcome.out

@@ -74,7 +74,7 @@ def test_stream_that_fails_becomes_the_null_device(number, monkeypatch, capfd):
         print("step 1", flush=True)
     assert 1 in dropped
     said = capfd.readouterr().err.splitlines()
-    assert said[0] == f"tigon: stdout: {os.strerror(number)}; the command goes on, and prints nothing more"
+    assert said[0] == f"tigon: stdout: {os.strerror(number)}; the command continues without output"
 
 
 def test_closed_streams_are_opened_before_a_file_takes_their_number(tmp_path):
@@ -94,14 +94,14 @@ def test_closed_streams_are_opened_before_a_file_takes_their_number(tmp_path):
 @pytest.mark.parametrize(
     "variables, said",
     [
-        ({"RANK": "0"}, "RANK is set in the environment, and WORLD_SIZE is not; `unset RANK`"),
-        ({"WORLD_SIZE": "8"}, "WORLD_SIZE is set in the environment, and RANK is not; `unset WORLD_SIZE`"),
-        ({"LOCAL_RANK": "3"}, "LOCAL_RANK is set in the environment, and RANK is not"),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK is set in the environment, and MASTER_ADDR is not"),
+        ({"RANK": "0"}, "RANK is set in the environment, but WORLD_SIZE is not; `unset RANK`"),
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE is set in the environment, but RANK is not; `unset WORLD_SIZE`"),
+        ({"LOCAL_RANK": "3"}, "LOCAL_RANK is set in the environment, but RANK is not"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK is set in the environment, but MASTER_ADDR is not"),
         ({"RANK": "-1", "WORLD_SIZE": "1"}, "RANK is '-1' in the environment"),
         (
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
-            "RANK is 2 in the environment, and WORLD_SIZE is 2; it must be less",
+            "RANK is 2 in the environment, but must be less than WORLD_SIZE, which is 2",
         ),
     ],
 )
@@ -287,9 +287,9 @@ def test_what_the_report_needs_is_written_anew_where_it_is_damaged(resumable, ti
         handle.write('{"event": "train", "step": 2, "loss": "x"}\n[1]\n{"step": 1}\n{"event": "eval", "step": 1e999}\n')
     outcome = tigon("train", path, "--resume")
     assert outcome.code == 0, outcome.err
-    assert "warning  data.json: rows did not agree with the data, and are written anew" in outcome.out
+    assert "warning  data.json: rows did not agree with the data and are corrected" in outcome.out
     assert "warning  environment.json is damaged" in outcome.out
-    assert "warning  metrics.jsonl: lines that are no records are left out: 4" in outcome.out
+    assert "warning  metrics.jsonl: damaged lines that are dropped: 4" in outcome.out
     assert {name: (run / name).read_text(encoding="utf-8") for name in good} == good
     assert train_losses(run) == train_losses(whole) and weights(run, 4) == weights(whole, 4)
 

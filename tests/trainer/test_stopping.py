@@ -142,7 +142,7 @@ def test_signal_after_the_model_is_saved_leaves_a_complete_run(phase, recipe, ti
         kill_at(patch, owner, name, call, signal.SIGINT)
         outcome = tigon("train", path)
     assert outcome.code == 130, (outcome.code, outcome.err)
-    but = ", but for its comparison" if n_left_out else ""
+    but = " except its comparison" if n_left_out else ""
     assert outcome.err.endswith(f"stopped by SIGINT after step 4; the run is complete{but}\n")
     cut = here / "runs" / "r"
     assert (cut / "model" / "model.safetensors").is_file() and (cut / "report.html").is_file()

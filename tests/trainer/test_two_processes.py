@@ -223,7 +223,10 @@ def test_second_signal_ends_a_process_that_waits_in_vain_for_another(tmp_path):
     said = tmp_path / "stderr"
     statuses = in_forks(lambda rank: wait_in_vain(rank, tmp_path), 2, said=said)
     assert [os.waitstatus_to_exitcode(status) for status in statuses] == [143, 0], said.read_text()[-3000:]
-    assert said.read_text().count("tigon: SIGTERM: saving at the end of this step; a second signal ends at once") == 1
+    assert (
+        said.read_text().count("tigon: SIGTERM: saving at the end of this step; a second signal ends the run at once")
+        == 1
+    )
 
 
 @forks
@@ -380,7 +383,7 @@ def test_process_that_waits_in_vain_for_another_ends_after_its_launcher(tmp_path
     statuses = launched(tmp_path, act)
     said = (tmp_path / "said").read_text()
     assert [os.waitstatus_to_exitcode(each) for each in statuses] == [143, -signal.SIGALRM], said[-3000:]
-    assert said.count("tigon: process 0 of 2: its launcher is gone, and it has not come to its end within 1 s") == 1
+    assert said.count("tigon: process 0 of 2: ended, because its launcher is gone and it did not end within 1 s") == 1
 
 
 def fill_stderr() -> None:
@@ -446,7 +449,7 @@ def test_signal_before_training_ends_a_process_that_waits_in_vain_for_another(nu
     said = tmp_path / "said"
     statuses = in_forks(act, 2, said=said)
     assert [os.waitstatus_to_exitcode(each) for each in statuses] == [128 + number, 0], said.read_text()[-3000:]
-    assert said.read_text().count(f"tigon: {number.name}: ended in a call that does not return") == 1
+    assert said.read_text().count(f"tigon: {number.name}: ended in a call that did not return") == 1
 
 
 def wait_for(path: Path) -> None:

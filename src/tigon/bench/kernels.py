@@ -43,9 +43,10 @@ def bench_kernels(
         plot_dir: folder for charts and the table, see `charts.draw`.
 
     Raises:
-        OptionError, ShapeError: an option value that does not exist.
-        BenchError: tigon has wrong results on a row (raised after everything is measured and written), nothing could
-            be measured, the file at `json_path` is not a record, or an implementation left the device unusable.
+        OptionError: an option's value is unknown, or `repetitions` is below 1.
+        ShapeError: a shape does not parse or does not fit its op.
+        BenchError: tigon's error exceeds the limit on a row (raised after all rows are measured and written), nothing
+            could be measured, the file at `json_path` is not a record, or an implementation left the device unusable.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     gpu = device.type == "cuda"
@@ -142,7 +143,7 @@ def _finish(run: RunRecord, json_path: Path | None, plot_dir: Path | None) -> No
         f"{m.impl} on {row.id}: {m.detail}" for row in run.rows for m in row.measurements if m.status == "refused"
     ]
     if refused:
-        raise BenchError("tigon has wrong results and was not timed on these rows: " + "; ".join(refused))
+        raise BenchError("tigon's error exceeds the limit, so it was not timed on these rows: " + "; ".join(refused))
 
 
 def _print_header(run: RunRecord) -> None:

@@ -214,7 +214,7 @@ def _shaped(op: str, text: str) -> Row:
     try:
         shape = tuple(int(part) for part in text.lower().split("x"))
     except ValueError:
-        raise ShapeError(f"--shape {text!r} is not numbers joined by x; write one like 16384x4096.") from None
+        raise ShapeError(f"--shape {text!r} must be numbers joined by x, such as 16384x4096.") from None
     if len(shape) != len(like.shape) or min(shape) < 1:
         example = "x".join(map(str, like.shape))
         raise ShapeError(f"--shape {text} does not fit {op}: {len(like.shape)} positive numbers, as in {example}.")

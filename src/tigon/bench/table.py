@@ -102,7 +102,7 @@ def _target_text(target: dict[str, Any]) -> str:
         "ms": f"<= {bound:g} ms",
         "ratio": f"<= {bound:g} x {target['vs']}",
         "host_us": f"host <= {bound:g} us",
-        "kept_bytes": "nothing kept but the inputs",
+        "kept_bytes": "keeps its inputs only",
     }
     text = texts[target["quantity"]]
     within = f" within {target['memory_gib']:g} GiB" if target["memory_gib"] is not None else ""

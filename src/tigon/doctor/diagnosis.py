@@ -30,7 +30,7 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """True if there is no finding of level "problem"; warnings and notes do not count."""
+        """Whether no finding has the level "problem"; warnings and notes do not count."""
         return not any(finding.level == "problem" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Diagnosis:
             yield f"  replaced by another library: {name}"
 
     def _self_test(self) -> Iterable[str]:
-        yield f"self-test, {self.checks_s:.1f} s: error as a share of what is allowed against fp64"
+        yield f"self-test, {self.checks_s:.1f} s: error against fp64 as a share of the allowed error"
         yield f"  {'':34s}" + "".join(f"{dtype:>8s}" for dtype in DTYPES)
         by_key = {(check.op, check.dtype): check for check in self.checks}
         for op in (PRODUCT, *OPS):
@@ -90,7 +90,7 @@ class Diagnosis:
     def _model(self) -> Iterable[str]:
         if self.model is None:
             yield "model"
-            yield "  none named; `tigon doctor MODEL` says which kernels a model gets, and why not the others"
+            yield "  none given; `tigon doctor MODEL` lists the kernels that a model gets, and why it lacks the others"
             return
         yield f"model {self.model.name}"
         text = f"{self.model.cls}: not patched" if self.model.report is None else str(self.model.report)
@@ -128,7 +128,7 @@ def diagnose(model: str | None = None) -> Diagnosis:
         model: a preset, folder, config.json or hub id.
 
     Raises:
-        UsageError: the name is none of these, or transformers cannot build the model or is not installed.
+        UsageError: `model` is not a preset, folder, config.json or hub id; transformers cannot build it or is missing.
     """
     model_check = None if model is None else check_model(model)
     environment = current_environment()
@@ -155,13 +155,13 @@ def _failed(checks: Iterable[OpCheck]) -> Iterable[Finding]:
     causes: dict[tuple[str, str], list[str]] = {}
     for (dtype, _), group in alike.items():
         first = group[0]
-        what = first.error or f"errs {first.share:.3g} times what is allowed, in {first.worst}"
+        what = first.error or f"the error is {first.share:.3g} times the allowed error, in {first.worst}"
         causes.setdefault((", ".join(check.op for check in group), what), []).append(dtype)
     for (names, what), dtypes in causes.items():
         yield Finding(
             level="problem",
             id="self-test",
             what=f"{names} in {', '.join(dtypes)}: {what}",
-            fix="do not train so here. If nothing above explains it, report it with the output of --json.",
+            fix="do not train with this op here. If no finding above explains it, report it with the output of --json.",
             source="the self-test",
         )

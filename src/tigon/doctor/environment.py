@@ -100,12 +100,12 @@ def _device() -> str:
 
 def _runs() -> str:
     if not dispatch.HAS_TRITON:
-        return "PyTorch reference of each op (triton is not installed)"
+        return "composite path of each op in PyTorch (triton is not installed)"
     if dispatch.INTERPRET:
         return "Triton kernels in the interpreter (TRITON_INTERPRET=1)"
     if torch.cuda.is_available():
-        return "Triton kernels on the GPU; fp64 uses the PyTorch reference"
-    return "PyTorch reference of each op on the CPU"
+        return "Triton kernels on the GPU; fp64 uses the composite path in PyTorch"
+    return "composite path of each op in PyTorch, on the CPU"
 
 
 def _conditions(foreign: bool) -> Iterable[str]:

@@ -96,7 +96,7 @@ ROWS: tuple[KnownBad, ...] = (
         id="gpu-without-triton",
         level="problem",
         conditions=frozenset({"gpu", "no-triton"}),
-        what="There is a GPU, but triton is not installed. Every op runs its PyTorch reference: correct, but slow.",
+        what="There is a GPU, but triton is not installed. Every op runs its composite path: correct, but slow.",
         fix="pip install triton (triton-windows on Windows).",
         source="https://github.com/triton-lang/triton#quick-installation",
     ),

@@ -35,11 +35,11 @@ class ModelCheck:
 def check_model(name: str) -> ModelCheck:
     """Build the model of a preset, a folder, a config.json or a hub id, and patch it.
 
-    It is built on the meta device, so neither memory nor weights are needed. transformers' logging is turned down,
+    The model is built on the meta device, so neither memory nor weights are needed. transformers' logging is silenced,
     because its advice concerns training.
 
     Raises:
-        UsageError: the name is none of these, transformers cannot build the model, or is not installed.
+        UsageError: the name is not one of these; transformers cannot build the model, or is not installed.
     """
     if importlib.util.find_spec("transformers") is None:
         raise UsageError(f"{name}: examining a model needs transformers: pip install 'tigon[train]'")
@@ -96,7 +96,7 @@ def _weights(name: str, config: Any, cls: type[torch.nn.Module]) -> list[Finding
         if problem is None and report.unexpected:
             listed = weight_files.listed(report.unexpected, "tensor")
             what = f"The files hold {listed}, which the model does not have."
-            fix = "nothing, if they belong to a part that is not trained; else the config belongs to another model."
+            fix = "none if they belong to a part that is not trained; otherwise the config belongs to another model."
             return [Finding(level="note", id="unused-tensors", what=what, fix=fix, source=f"the headers in {folder}")]
     if problem is None:
         return []

@@ -1,8 +1,8 @@
 """Compares every op with its fp64 formula (tigon.ops.self_test) on this machine, in child processes.
 
 A faulty kernel can end the process (an illegal instruction, an address out of bounds), and after a CUDA fault the
-process cannot use the GPU any more. The checks therefore run in a child, which prints the name of each check first. If
-the child dies, that check is the finding, and another child runs the rest.
+process cannot use the GPU any more. The checks therefore run in a child process, which prints the name of each check
+before it starts. If the child dies, the started check becomes the finding, and another child runs the remaining checks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run_self_test(timeout_s: float = TIMEOUT_S, child: str = CHILD) -> list[OpCh
         done = list(_one_child(remaining, timeout_s, child))
         results += done
         finished = {(check.op, check.dtype) for check in done}
-        assert finished, "a child accounts for at least the check it died of"
+        assert finished, "a child reports at least the check in which it died"
         remaining = [check for check in remaining if check not in finished]
     return results
 

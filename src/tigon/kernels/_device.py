@@ -1,4 +1,4 @@
-"""Facts about the device a kernel is launched on, and the launch tables that depend on it."""
+"""Limits of the device that a kernel is launched on."""
 
 import contextlib
 import functools
@@ -8,12 +8,12 @@ import torch
 
 @functools.cache
 def multiprocessors(index):
-    """Number of SMs (CUs on AMD) of a device; 4 for the interpreter, so that persistent loops take several turns."""
+    """Number of SMs (CUs on AMD) of a device. The interpreter has 4, so that persistent loops run several turns."""
     return torch.cuda.get_device_properties(index).multi_processor_count if index is not None else 4
 
 
 def cdiv(a, b):
-    """triton.cdiv and triton.next_power_of_2 are also callable in kernels, for which they take 2 us on the host."""
+    """ceil(a / b). triton.cdiv and triton.next_power_of_2 take 2 us of CPU time because kernels can call them too."""
     return -(-a // b)
 
 
@@ -23,7 +23,7 @@ def next_power_of_2(n):
 
 @functools.cache
 def shared_bytes(index):
-    """Most shared memory (LDS) of one program."""
+    """The most bytes of shared memory (LDS on AMD) that one program may use."""
     if index is None:
         return 48 << 10
     properties = torch.cuda.get_device_properties(index)
@@ -36,12 +36,12 @@ def _lanes():
 
 
 def clamp_warps(num_warps):
-    """AMD's warps have 64 lanes and a workgroup at most 1024 threads; 32 warps compile there and fail at launch."""
+    """`num_warps`, at most 1024 threads. AMD's warps have 64 lanes, so 32 warps compile there but fail at launch."""
     return min(num_warps, 1024 // _lanes())
 
 
 def on_device(x):
-    """Triton launches on the current device, whatever device the tensors are on."""
+    """Makes x's device the current one, because Triton launches on the current device, not on the tensors' device."""
     if x.is_cuda and torch.cuda.current_device() != x.device.index:
         return torch.cuda.device(x.device)
     return contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""Launching a kernel with little host time.
+"""Kernel launches that take little CPU time.
 
-`kernel[grid](...)` binds, specialises and looks up in Python at every launch, and its C launcher asks the driver about
-every pointer. `launch` keeps the compiled kernels under its own key and passes addresses.
+At every launch `kernel[grid](...)` binds and specialises the arguments in Python, and its C launcher asks the driver
+about every pointer. `launch` keeps the compiled kernels under its own key and passes addresses.
 """
 
 import torch
@@ -10,25 +10,24 @@ from triton import knobs
 
 from tigon.kernels import _device
 
-# The launcher's arguments were read and tried with these versions of Triton. Other versions, AMD and the interpreter
-# use `kernel[grid](...)`.
+# The launcher's arguments are known for these versions of Triton only. Other versions, AMD and the interpreter use
+# `kernel[grid](...)`.
 _DIRECT = torch.version.cuda is not None and triton.__version__.startswith("3.6.")
 _compiled = {}
 _pointers = {}
-# Numbers are in the key as they are, which costs less than classifying them as Triton does (1, a multiple of 16,
-# wide). Numbers that change with every call would fill the cache, so it is emptied at this size. Triton keeps the
-# compiled kernels.
+# The key holds numbers unchanged, which costs less than Triton's classes (1, a multiple of 16, wide). A number that
+# changes with every call would fill the cache, so the cache is emptied at this size. Triton keeps the compiled kernels.
 _MOST_KEYS = 1 << 14
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def launch(kernel, grid, x, *, num_warps, **arguments):
-    """`kernel[grid](**arguments, num_warps=num_warps)` on x's device and its current stream.
+    """Launch `kernel[grid](**arguments, num_warps=num_warps)` on x's device and its current stream.
 
-    `arguments` are under the names of the kernel's parameters, in their order: first tensors (or None), then numbers
-    and constexprs. A parameter is always an int or always a float, because 1 and 1.0 are the same key. The key holds
-    all that makes Triton compile a kernel again: dtypes, alignment to 16 bytes, integers and constexprs.
+    `arguments` have the names and the order of the kernel's parameters: first tensors (or None), then numbers and
+    constexprs. A parameter is always an int or always a float, because 1 and 1.0 are the same key. The key holds
+    everything that makes Triton compile a kernel again: dtypes, alignment to 16 bytes, integers and constexprs.
     """
     if not (_DIRECT and x.is_cuda):
         launch_by_triton(kernel, grid, x, num_warps=num_warps, **arguments)
@@ -59,7 +58,7 @@ def launch(kernel, grid, x, *, num_warps, **arguments):
 
 
 def launch_by_triton(kernel, grid, x, *, num_warps, num_stages=None, **arguments):
-    """`launch` through Triton's own launcher, which tensor descriptors need."""
+    """Launch a kernel with Triton's own launcher, which tensor descriptors need."""
     if list(arguments) != kernel.arg_names:
         raise TypeError(f"{kernel.__name__} takes {', '.join(kernel.arg_names)} in this order, not {list(arguments)}.")
     options = {} if num_stages is None else {"num_stages": num_stages}

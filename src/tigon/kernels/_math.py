@@ -1,10 +1,10 @@
-"""Device functions that Triton's libdevice has on some targets only, in forms that every target can run."""
+"""Device functions that Triton's libdevice lacks on some targets, written so that every target can run them."""
 
 import triton
 import triton.language as tl
 from triton import knobs
 
-# Whether kernels run as Python on the CPU (TRITON_INTERPRET=1), where some operations round or fail as on no GPU.
+# Whether kernels run as Python on the CPU (TRITON_INTERPRET=1). Some operations round differently there, or fail.
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
@@ -12,9 +12,9 @@ INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 def tanh(x):
     """(tanh x, its derivative) in fp32, from e = exp(-2|x|).
 
-    (1 - e) / (1 + e) alone cancels near 0, where its error of 6e-8 is not small beside x; there the odd Taylor
-    polynomial to x^9 is exact to 5e-8 relative. The derivative is 4e / (1 + e)^2, which does not cancel where tanh
-    saturates, as 1 - tanh^2 does.
+    (1 - e) / (1 + e) cancels near 0: its error of 6e-8 is not small relative to x. There the odd Taylor polynomial to
+    x^9 has a relative error of at most 5e-8. The derivative is 4e / (1 + e)^2, because 1 - tanh^2 cancels when tanh
+    saturates.
     """
     e = tl.exp(-2.0 * tl.abs(x))
     large = (1.0 - e) / (1.0 + e)

@@ -1,8 +1,8 @@
-"""Chips by name: what of the launch tables was measured on which, and what only some of them get.
+"""GPU architectures, the measurements that their launch settings come from, and the settings that only some chips have.
 
-The tiles of the norms, the gated units, rope and cross entropy hold for all chips: they are chosen by width, and give
-way where shared memory or a workgroup's threads do not suffice (kernels/_device.py). They were tuned on an H200. A chip
-that could not be measured runs them as they are, and says so here.
+The tiles of the norms, the gated units, rope and cross entropy are the same on all chips. They are chosen by width and
+were tuned on an H200. They shrink if shared memory or a workgroup's threads do not suffice (kernels/_device.py). A chip
+that was not measured uses the same tiles, and its `measured` says so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class LogitsTile:
-    """The tile of the product that writes exponentials (kernels/linear_cross_entropy.py)."""
+    """The tile of the matrix product that writes exponentials (kernels/linear_cross_entropy.py)."""
 
     tokens: int
     vocab: int
@@ -25,20 +25,20 @@ class LogitsTile:
     warps: int
     stages: int
     group_bytes: int
-    """Bytes of hidden that stay in L2 while the weight passes by."""
+    """Bytes of hidden states that stay in L2 while the product reads the weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One architecture. `arch`: CUDA's compute capability, or AMD's gfx name."""
+    """One GPU architecture. `arch` is CUDA's compute capability or AMD's gfx name."""
 
     names: str
     arch: tuple[int, int] | str
     measured: str = NOT_MEASURED
-    """Card, versions, commit and date of the measurements that chose its entries."""
+    """GPU, versions and date of the measurements that chose this chip's settings."""
     logits_tile: LogitsTile | None = None
-    """None: the logits are the vendor's product, and a pass over them follows. Needs tensor descriptors (TMA), and a
-    product as fast as the vendor's, which a chip must have been measured for."""
+    """None: cuBLAS or hipBLAS computes the logits, and a second pass reads them. A chip gets a tile only if it has
+    tensor descriptors (TMA) and Triton's product was measured to be as fast as the vendor's on it."""
 
 
 CHIPS = (
@@ -66,7 +66,7 @@ _INTERPRETER = Chip(
 
 @functools.cache
 def chip(index: int | None) -> Chip | None:
-    """The row of a device; None where there is none. `index` None: the interpreter on the CPU."""
+    """The `Chip` of a CUDA device, or None if the table lacks it. `index` None means the interpreter on the CPU."""
     if index is None:
         return _INTERPRETER
     if torch.version.hip:
@@ -77,5 +77,5 @@ def chip(index: int | None) -> Chip | None:
 
 
 def chip_of_arch(arch: tuple[int, int] | str) -> Chip | None:
-    """The row of a compute capability or gfx name."""
+    """The `Chip` of a compute capability or gfx name, or None if the table lacks it."""
     return next((row for row in CHIPS if row.arch == arch), None)

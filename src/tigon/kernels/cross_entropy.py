@@ -1,18 +1,20 @@
-"""Cross entropy over rows of logits: one pass for the statistics, one for the gradient, nothing V wide in between.
+"""Cross entropy over rows of logits: one pass for the statistics and one for the gradient, without buffers of width V.
 
     z   = c · tanh(scale · r / c)  with a softcap c, else  scale · r            (r: the raw logit)
     m   = max_v z_v      log_s = log Σ_v exp(z_v - m)      lse = m + log_s
+
     l   = a · [ (1-ε) · w_y · (lse - z_y) + (ε/V) · Σ_v w_v · (lse - z_v) + λ · lse² ]
+
     dz  = a · [ (W + 2λ·lse) · p_v - (1-ε) · w_y · 1[v = y] - (ε/V) · w_v ],   p_v = exp((z_v - m) - log_s)
     dr  = scale · (1 - (z/c)²) · dz,      W = (1-ε) · w_y + (ε/V) · Σ_v w_v
 
-a: token weight, w: class weights, ε: label smoothing, λ: z-loss; each absent unless its flag is set.
+a: token weight, w: class weights, ε: label smoothing, λ: z-loss. A term is computed only if its flag is set.
 
-m and log_s are kept apart. Added up first, a confident token (p_y = 1 - 1e-6, z_y = 20) would lose its gradient: the
-sum is rounded to 2e-6, the size of 1 - p_y.
+m and log_s are kept apart. If they were added first, a confident token (p_y = 1 - 1e-6, z_y = 20) would lose its
+gradient, because the sum is rounded to 2e-6, the size of 1 - p_y.
 
-A label outside [0, V) that is not ignore_index is never used as an address: its row becomes NaN, loss and gradient, so
-that the mistake shows, and no other row changes.
+A label outside [0, V) that is not ignore_index is never used as an address. Its row's loss and gradient become NaN, so
+that the mistake is visible. No other row changes.
 """
 
 import torch
@@ -25,13 +27,13 @@ from tigon.kernels._launch import launch
 # N rows (tokens), V columns (vocabulary).
 # The widest vector of loads and stores.
 VECTOR_BYTES = 16
-# (BLOCK, num_warps, stages) of the statistics alone, and with the gradient of narrow and of wide rows; (BLOCK,
-# num_warps) of the backward. Stages buffer tiles in shared memory. A wide row takes a multiprocessor for itself (1024
-# threads of more than 32 registers), so that the 132 rows in work, 34 MB of 128,256 bf16 logits, are still in L2 when
-# they are read again: of 677 MB, 25 to 130 MB were read twice on an H200, where smaller programs read all of it twice.
+# (BLOCK, num_warps, stages) of the statistics alone, of narrow rows with gradient and of wide rows with gradient, and
+# (BLOCK, num_warps) of the backward. Stages buffer tiles in shared memory. A wide row takes a whole multiprocessor
+# (1024 threads of more than 32 registers). The 132 rows in work, 34 MB for 128,256 bf16 logits per row, then stay in L2
+# until the second read. On an H200, 25 to 130 of 677 MB were read twice; with smaller programs, all 677 MB were.
 FWD, FWD_GRAD, FWD_GRAD_WIDE, BWD = (4096, 8, 3), (4096, 8, 4), (16384, 32, 1), (4096, 8)
 WIDE_ROW = 65536
-# Up to so many rows, tiles of a row are programs of their own, in two launches.
+# With at most FEW_ROWS rows, each tile of a row is a program, in two launches.
 FEW_ROWS, FEW_ROWS_TILE = 8, 2048
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -54,7 +56,7 @@ def squash(r, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 def row_weights(
     row, y, valid, ClassWeight, TokenWeight, HAS_CLASS_WEIGHT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr
 ):
-    """(w_y, a) of a row: 1 where not given; a is NaN where the label is none."""
+    """(w_y, a) of a row. A weight that is not given is 1; a is NaN if the label is not valid."""
     w_y = tl.full([], 1.0, dtype=tl.float32)
     if HAS_CLASS_WEIGHT:
         w_y = tl.load(ClassWeight + y, mask=valid, other=0.0).to(tl.float32)
@@ -77,7 +79,7 @@ def _gradient(
     z, slope, cols, y, m, log_s, row, smoothing, z_loss, w_y, weight_sum, V, ClassWeight, mask,
     HAS_SMOOTHING: tl.constexpr, HAS_Z_LOSS: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """dr of one tile, times `row`, the row's factor."""
+    """dr of one tile, multiplied by `row`, the row's factor."""
     p = tl.exp2(((z - m) - log_s) * LOG2E)
     hit = (1.0 - smoothing) * w_y
     on_p = hit + smoothing / V * weight_sum
@@ -98,7 +100,7 @@ def _accumulate(
     MASKED: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SCALE: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_PREDICTED: tl.constexpr,
 ):  # fmt: skip
-    """One tile into the lanes' running maximum, sum of exp(z - shift) and what else is wanted."""
+    """Adds one tile to each lane's running maximum, sum of exp(z - shift) and optional statistics."""
     z, _ = squash(r.to(tl.float32), scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     if MASKED:
         z = tl.where(mask, z, -float("inf"))
@@ -124,7 +126,7 @@ def _write_gradient(
     MASKED: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """dr of one tile but for the label's own term: (on_p · exp(z - m) - even · w_v) · factor · dz/dr."""
+    """Writes dr of one tile without the label's own term: (on_p · exp(z - m) - even · w_v) · factor · dz/dr."""
     z, slope = squash(r.to(tl.float32), scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     dz = tl.exp2((z - m) * LOG2E) * (on_p * factor)
     if HAS_SMOOTHING:
@@ -149,22 +151,23 @@ def cross_entropy_fwd_kernel(
     GRAD_LIKE_R: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. Grad may be R itself: a tile is read before it is overwritten, by the same program.
+    """Loss, statistics and, if wanted, the gradient; one program per row.
 
-    Stats holds m, log_s and z_y, each (N,).
+    Grad may be R itself, because the same program reads a tile before it overwrites it. Stats holds m, log_s and z_y,
+    each (N,).
 
-    The lanes of a tile keep sums of their own, so that nothing is exchanged between threads before the row ends. That
-    takes a shift that is known before the row is read: the label's logit, never above the maximum. Where the maximum
-    is more than 88 above it, the sum overflows and the row is read again with its maximum.
+    Each lane keeps separate sums, so that threads exchange nothing before the end of the row. This needs a shift that
+    is known before the row is read: the label's logit, which is at most the maximum. If the maximum is more than 88
+    above the shift, the sum overflows and the row is read again with its maximum as the shift.
 
     HAS_EDGES: rows do not start or end at multiples of 16 bytes (an odd V). The elements before the first such address
-    and after the last are handled apart, so that the tiles are loaded and stored 16 bytes at a time.
+    and after the last are handled separately, so that tiles are loaded and stored 16 bytes at a time.
     """
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(Target + row).to(tl.int64)
     ignored = y == ignore_index
     offs = tl.arange(0, BLOCK)
-    # The tiles begin at `head` and span V_body columns; `edge` are the columns before and after them.
+    # The tiles begin at `head` and span V_body columns; `edge` holds the columns before and after the tiles.
     head = 0
     V_body = V
     at_r = row * stride_r
@@ -253,13 +256,13 @@ def cross_entropy_fwd_kernel(
                 sum_wz += tl.sum(edge_wz, axis=0)
                 sum_ez += tl.sum(edge_ez, axis=0)
             over = (s == float("inf")) & (m < float("inf")) & (shift < m)
-            # The shift of a label that is -inf is 0, at which all of a row of large negative logits is 0.
+            # If the label's logit is -inf, the shift is 0, and all exponentials of large negative logits underflow.
             under = (shift > m + 64.0) & (m > -float("inf"))
             again = over | under
             shift = tl.where(again, m, shift)
         if WANT_ENTROPY:
             tl.store(Entropy + row, tl.log(s) - sum_ez / s)
-        # All of it -inf: any finite maximum gives exp(-inf) = 0, where -inf - -inf would give NaN.
+        # In a row of -inf alone, a maximum of 0 gives exp(-inf) = 0; -inf - -inf would give NaN.
         m_or_0 = tl.where(m == -float("inf"), 0.0, m)
         s *= tl.exp2((shift - m_or_0) * LOG2E)
         log_s = tl.log(s)
@@ -283,12 +286,12 @@ def cross_entropy_fwd_kernel(
             if HAS_Z_LOSS:
                 on_p += 2.0 * z_loss * (m + log_s)
             on_p /= s
-            # The label's own element, from the logit that was read before anything was overwritten.
+            # The label's own element comes from z_y, which was read before the row was overwritten.
             w_even = w_y if HAS_CLASS_WEIGHT else 1.0
             dz_y = tl.exp2((z_y - m) * LOG2E) * on_p - hit
             if HAS_SMOOTHING:
                 dz_y -= even * w_even
-            # Backwards: what was read last is still in L2.
+            # From the end of the row to its start, because the tiles read last are still in L2.
             if whole < V_body:
                 pos = whole + offs
                 r = tl.load(R + at_r + pos, mask=pos < V_body, other=0.0)
@@ -318,7 +321,7 @@ def cross_entropy_part_kernel(
     R, Target, Part, ZY, V, P, stride_r, softcap, scale,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Maximum and sum of exponentials of a row's tile into Part (N, 2, P); z_y into ZY, before it is overwritten."""
+    """Stores a tile's maximum and sum of exponentials in Part (N, 2, P), and z_y in ZY before it is overwritten."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     cols = tile * BLOCK + tl.arange(0, BLOCK)
@@ -345,8 +348,11 @@ def cross_entropy_whole_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_GRAD: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each tile of a row puts the row's parts together for itself, and writes its share of the gradient; the first also
-    writes loss and statistics. For a few rows, which one program each would leave most of the chip without work."""
+    """Combines the parts of a row and writes one tile of its gradient; one program per tile.
+
+    The program of the first tile also writes loss and statistics. This kernel serves a few rows only: with one program
+    per row, they would leave most multiprocessors idle.
+    """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     y = tl.load(Target + row).to(tl.int64)
@@ -356,7 +362,7 @@ def cross_entropy_whole_kernel(
     m_P = tl.load(Part + row * 2 * P + parts, mask=parts < P, other=-float("inf"))
     s_P = tl.load(Part + row * 2 * P + P + parts, mask=parts < P, other=0.0)
     m = tl.max(m_P, axis=0)
-    # Also NaN where a tile has one: the maximum may leave it out, the sum does not.
+    # The sum propagates the NaN of a tile, which the maximum may not.
     m_or_0 = tl.where(m == -float("inf"), 0.0, m)
     log_s = tl.log(tl.sum(tl.where(m_P == -float("inf"), 0.0, s_P * tl.exp2((m_P - m_or_0) * LOG2E)), axis=0))
     z_y = tl.load(ZY + row)
@@ -388,7 +394,7 @@ def cross_entropy_bwd_kernel(
     HAS_CLASS_WEIGHT: tl.constexpr, HAS_TOKEN_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dr from the saved statistics, one program per tile; the row's factor is a · dloss_i · Scale."""
+    """Computes dr from the saved statistics, one program per tile. The row's factor is a · dloss_i · Scale."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < V
@@ -424,7 +430,7 @@ def scale_rows_kernel(
 ):  # fmt: skip
     """Out[Index[row]] = X[row] · Scale[row], multiplied in fp32 and rounded once.
 
-    In place, a row whose factor is 1, the usual upstream gradient, is not touched.
+    In place, a row with factor 1 (the usual upstream gradient) is neither read nor written.
     """
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(Scale + row * stride_scale).to(tl.float32)
@@ -438,7 +444,7 @@ def scale_rows_kernel(
 
 @triton.jit
 def inverse_count_kernel(Target, Out, N, ignore_index, BLOCK: tl.constexpr):
-    """Out = 1 / max(1, how many labels are not ignored), by one program."""
+    """Out = 1 / max(1, number of labels that are not ignored), computed by one program."""
     lanes = tl.zeros([BLOCK], dtype=tl.int32)
     for start in range(0, N, BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -449,7 +455,7 @@ def inverse_count_kernel(Target, Out, N, ignore_index, BLOCK: tl.constexpr):
 
 @triton.jit
 def scaled_sum_kernel(X, Factor, Out, N, BLOCK: tl.constexpr):
-    """Out = Σ X · Factor, by one program."""
+    """Out = Σ X · Factor, computed by one program."""
     lanes = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, N, BLOCK):
         offs = start + tl.arange(0, BLOCK)
@@ -475,7 +481,8 @@ def cross_entropy_fwd(
     """Launch the forward.
 
     `grad_NV` (None, logits_NV itself, or a tensor like it) receives the gradient times the fp32 scalar `grad_scale`.
-    Returns per-row loss (N,) and stats (3, N) in fp32, entropy (N,) fp32 and predicted (N,) int64, empty if not wanted.
+    Returns the loss per row (N,) and stats (3, N), both fp32; entropy (N,) fp32 and predicted (N,) int64. Entropy and
+    predicted are empty if they are not wanted.
     """
     N, V = logits_NV.shape
     device = logits_NV.device
@@ -532,7 +539,7 @@ def cross_entropy_bwd(
     logits_NV, target, class_weight, token_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss,
     stats, dloss, scale,
 ):  # fmt: skip
-    """Launch the backward; `dloss` is (N,), any stride, `scale` an fp32 scalar. Returns a new (N, V) gradient."""
+    """Launch the backward; returns a new (N, V) gradient. `dloss` is (N,) of any stride, `scale` an fp32 scalar."""
     N, V = logits_NV.shape
     grad = torch.empty((N, V), dtype=logits_NV.dtype, device=logits_NV.device)
     if grad.numel():
@@ -551,14 +558,14 @@ def cross_entropy_bwd(
 
 
 def scale_rows(x_NH, scale, index_N, rows, dtype):
-    """out[index[i]] = x[i] · scale[i] in new (rows, H); rows without an index are 0; `scale`: (N,) or 0-dim."""
+    """A new (rows, H) tensor with out[index[i]] = x[i] · scale[i], other rows 0. `scale` is (N,) or 0-dim."""
     x_NH = x_NH if x_NH.stride(1) == 1 else x_NH.contiguous()
     make = torch.empty if index_N is None else torch.zeros
     return _scale_rows(x_NH, scale, index_N, make((rows, x_NH.shape[1]), dtype=dtype, device=x_NH.device))
 
 
 def scale_rows_(x_NH, scale):
-    """x[i] *= scale[i], in place, without traffic for rows whose factor is 1."""
+    """x[i] *= scale[i] in place; rows with factor 1 cause no memory traffic."""
     return _scale_rows(x_NH, scale, None, x_NH)
 
 
@@ -573,13 +580,13 @@ def _scale_rows(x_NH, scale, index_N, out_MH):
     return out_MH
 
 
-# Rows that one program walks over faster than PyTorch launches its four, or two, operators: by arithmetic, 8 us at the
-# most for 32 tiles of 4096 that follow each other.
+# With at most this many rows, one program is faster than launching the four (or two) PyTorch operators it replaces. By
+# arithmetic, its 32 successive tiles of 4096 take at most 8 us.
 ONE_PROGRAM_ROWS = 1 << 17
 
 
 def inverse_count(like, target, ignore_index):
-    """1 / how many labels are not ignored, 1 if none; fp32, 0-dim."""
+    """1 / max(1, number of labels that are not ignored); fp32, 0-dim."""
     out = torch.empty((), dtype=torch.float32, device=like.device)
     launch(
         inverse_count_kernel, (1,), like,
@@ -589,7 +596,7 @@ def inverse_count(like, target, ignore_index):
 
 
 def scaled_sum(x_N, factor):
-    """The sum of fp32 (N,) times a scalar."""
+    """The sum of an fp32 (N,) tensor times a scalar; fp32, 0-dim."""
     out = torch.empty((), dtype=torch.float32, device=x_N.device)
     launch(
         scaled_sum_kernel, (1,), x_N, X=x_N, Factor=factor, Out=out, N=x_N.shape[0], BLOCK=4096, num_warps=8,

@@ -7,8 +7,8 @@
 
     dg = dy · u · f'(g)          du = dy · f(g)
 
-f is recomputed in backward: saving it would cost as much memory as g. Everything between load and store is fp32; f(g)
-is not rounded before it is multiplied with u.
+The backward recomputes f, because saving it would cost as much memory as g. Everything between load and store is fp32;
+f(g) is not rounded before it is multiplied by u.
 """
 
 import torch
@@ -20,8 +20,8 @@ from tigon.kernels._launch import launch
 from tigon.kernels.layout import row_view
 
 # M rows, F columns of gate, up and y.
-# Elements of a program's tile. One program per row, as wide as the row, leaves a Hopper at 40 % of its bandwidth in
-# backward (five streams in flight, idle lanes when F is not a power of two).
+# Elements of a program's tile. With one program per whole row, the backward reaches 40 % of a Hopper's bandwidth: five
+# streams are in flight, and lanes idle if F is not a power of two.
 FWD_TILE = 2048
 BWD_TILE = 1024
 NUM_WARPS = 4
@@ -34,7 +34,7 @@ TANH_CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def _activation(g, ACTIVATION: tl.constexpr):
-    """f(g) and f'(g); the compiler drops the one that is not used."""
+    """f(g) and f'(g); the compiler removes the one that is not used."""
     if ACTIVATION == "silu":
         s = tl.sigmoid(g)
         f = g * s
@@ -55,7 +55,7 @@ def glu_fwd_kernel(
     G, U, Y, M, F, stride_g, stride_u,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of one row are neighbours in a flat grid, whose second dimension would end at 65535 rows.
+    # The grid is flat because a second dimension is limited to 65535 rows. Tiles of one row are neighbours.
     tiles = tl.cdiv(F, BLOCK)
     rows = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -95,7 +95,7 @@ def _halves(gate, up):
 def _tile(M, F, elements, index):
     warps = NUM_WARPS
     while warps > 1 and elements * _device.multiprocessors(index) > M * F:
-        # A few rows: smaller tiles on more multiprocessors, of as many elements a lane.
+        # With few rows, smaller tiles with as many elements per lane use more multiprocessors.
         elements, warps = elements // 2, warps // 2
     block = min(_device.next_power_of_2(F), elements)
     rows = elements // block
@@ -122,7 +122,7 @@ def glu_fwd(gate, up, activation):
 
 
 def glu_bwd(dy, gate, up, activation, want_dgate, want_dup):
-    """Launch the backward; returns (dgate, dup), empty where not wanted. A packed gate has one packed gradient."""
+    """Launch the backward; returns (dgate, dup), empty if not wanted. A packed gate has one packed gradient."""
     dgate = torch.empty(gate.shape if want_dgate else (0,), dtype=gate.dtype, device=gate.device)
     other = gate if up is None else up
     dup = torch.empty(other.shape if want_dup else (0,), dtype=other.dtype, device=other.device)
@@ -131,8 +131,10 @@ def glu_bwd(dy, gate, up, activation, want_dgate, want_dup):
 
 
 def glu_bwd_inplace(dy, gate, up, activation):
-    """Launch the backward with the gradients written over gate and up, which are contiguous: an element's program has
-    read all three of its numbers before it writes two."""
+    """Launch the backward with the gradients written over gate and up, which must be contiguous.
+
+    This is safe because each program reads dy, gate and up of an element before it writes the element's two gradients.
+    """
     _launch_bwd(dy, gate, up, gate, up, activation, True, True)
 
 

@@ -1,26 +1,28 @@
-"""Logits that leave their product as exponentials, so that no pass over them follows.
+"""A matrix product that writes logits as exponentials, so that no softmax pass follows.
 
-For a token with hidden x, label y and its logit z_y (the label's shift, z_y · log2 e, needs one row of W_head):
+For a token with hidden state x, label y and the label's logit z_y (the shift, z_y · log2 e, needs one row of W_head):
 
-    E_v = 2^(z_v · log2 e - shift - 64) · slope_v for v != y,   0 for v = y     written by the product's own epilogue
-    s   = e_y + Σ_v E_v / slope_v,   e_y = 2^-64                                as sums over its column tiles
+    E_v = 2^(z_v · log2 e - shift - 64) · slope_v for v != y,   0 for v = y     written by the product's epilogue
+    s   = e_y + Σ_v E_v / slope_v,   e_y = 2^-64                                summed per column tile
+
     l   = a · [ w · log(s / e_y) + λ · lse² ]                                   lse = z_y + log(s / e_y)
+
     dz  = f · E + c · 1[v = y],   f = a · W / s,   c = a · [ (W - w) · e_y - w · (s - e_y) ] / s · slope_y
 
-with a: token weight, w: class weight of y, λ: z-loss, W = w + 2λ · lse, slope: dz over the raw logit. The gradients are
+a: token weight, w: class weight of y, λ: z-loss, W = w + 2λ · lse, slope: dz over the raw logit. The gradients are
 
     dX = f ⊙ (E W_head) + c ⊙ W_head[y]       dW = Eᵀ (f ⊙ X) + Σ_i c_i · x_i in row y_i
 
-The row's normaliser goes onto X and dX, V / H times smaller than E. The label's own term stays out of E and in fp32: it
-is most of a gradient's norm while a model is unsure, and exact in the unfused op (-1 + p rounds to -1), where f ⊙ X
-would round it. The shift is the label's logit because that is known before the product. z_v is the fp32 accumulator,
-which the unfused op rounds to bf16 first.
+X and dX are multiplied by the row's normaliser f, because they are V / H times smaller than E. The label's own term is
+kept out of E, in fp32. It is most of a gradient's norm while a model is unsure. The unfused op has it exactly (-1 + p
+rounds to -1), but f ⊙ X would round it. The shift is the label's logit, because that is known before the product. z_v
+is the fp32 accumulator, which the unfused op rounds to bf16 first.
 
-The label is left out of the sum, so that 1 - p_y = Σ_v E_v / s keeps its relative precision for a confident token, and
-so does its loss. 2^-64 puts the label into the middle of what bf16 can hold: a logit 99 above the label's would leave
-it, and such a row (a loss above 99 nats) is computed again by itself, with its maximum as the shift.
+E excludes the label. So 1 - p_y = Σ_v E_v / s and the loss keep their relative precision for a confident token. The
+factor 2^-64 puts the label into the middle of bf16's range. A logit 99 above the label's would exceed this range. The
+row (a loss above 99 nats) is then computed again on its own, with its maximum as the shift.
 
-Only bf16 has the exponent range for E.
+E needs the exponent range of bf16; fp16 does not suffice.
 """
 
 import torch
@@ -35,7 +37,7 @@ from tigon.kernels.cross_entropy import LOG2E, row_weights, squash
 # C rows (tokens of a chunk), V columns (vocabulary), H hidden, P column tiles.
 
 OFFSET = tl.constexpr(64.0)
-# Above this a row is computed again: E · W and f must stay far from the ends of bf16's range.
+# A row with a larger sum is computed again, because E · W and f must stay far from the ends of bf16's range.
 LARGEST_SUM = tl.constexpr(2.0**80)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -45,7 +47,7 @@ def label_logit_kernel(
     X, W, Bias, Target, ZY, Shift, Slope, V, H, stride_x, stride_w, ignore_index, softcap, scale,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """z_y and the shift, one program a row. The shift of a row without a valid label is +inf: all its E are 0."""
+    """z_y and the shift, one program per row. A row without a valid label has shift +inf, so that all its E are 0."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(Target + row).to(tl.int64)
     counts = (y != ignore_index) & (y >= 0) & (y < V)
@@ -73,7 +75,7 @@ def _write_half(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, STORE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """E (STORE) of raw logits at column `at_v`, and its row sums."""
+    """Writes E (if STORE) of the raw logits from column `at_v` on; returns its row sums."""
     cols = at_v + tl.arange(0, WIDTH)
     if HAS_BIAS:
         r += tl.load(Bias + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
@@ -87,7 +89,7 @@ def _write_half(
 
 @triton.jit
 def _tile_at(tile, row_tiles, column_tiles, group_tiles):
-    """(row tile, column tile): `group_tiles` row tiles stay in L2 while all columns pass by."""
+    """(row tile, column tile) in an order that keeps `group_tiles` row tiles in L2 while all columns are read."""
     group = tile // (group_tiles * column_tiles) * group_tiles
     in_group = tl.minimum(row_tiles - group, group_tiles)
     return group + tile % in_group, tile % (group_tiles * column_tiles) // in_group
@@ -99,8 +101,11 @@ def exp_logits_kernel(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, STORE: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """E (STORE) and its sums over column tiles, by as many programs as run at once; tile after tile, so that a tile's
-    loads begin during the epilogue of the one before."""
+    """Writes E (if STORE) and its sums over column tiles.
+
+    The grid has as many programs as run at once. Each computes tile after tile, so that the loads of a tile begin
+    during the epilogue of the tile before it.
+    """
     row_tiles = tl.cdiv(C, BLOCK_C)
     column_tiles = tl.cdiv(V, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
@@ -110,14 +115,15 @@ def exp_logits_kernel(
         for k in range(tl.cdiv(H, BLOCK_H)):
             x = x_desc.load([at_c, k * BLOCK_H])
             w = w_desc.load([at_v, k * BLOCK_H])
-            if INTERPRETED:  # it multiplies the bits of bf16 as integers
+            if INTERPRETED:  # the interpreter multiplies the bits of bf16 as integers
                 acc = tl.dot(x.to(tl.float32), w.T.to(tl.float32), acc)
             else:
                 acc = tl.dot(x, w.T, acc)
         rows = at_c + tl.arange(0, BLOCK_C)
         shift = tl.load(Shift + rows, mask=rows < C, other=float("inf"))
         y = tl.load(Target + rows, mask=rows < C, other=-1).to(tl.int32)
-        # Two halves: the exponentials and slopes of a whole tile would spill, and its staging buffer cost a stage.
+        # In two halves, because the exponentials and slopes of a whole tile would spill registers, and its staging
+        # buffer would take the shared memory of one stage.
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_C, 2, BLOCK_V // 2)), (0, 2, 1)))
         total = _write_half(
             left, e_desc, Bias, at_c, at_v, y, shift, V, softcap, scale, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE, STORE,
@@ -135,7 +141,7 @@ def _logits_again(
     X, W, Bias, row, cols, V, H, stride_x, stride_w, softcap, scale,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(z, dz/dr) of one row at `cols`, -inf past the vocabulary."""
+    """(z, dz/dr) of one row at `cols`, computed again; z is -inf past the vocabulary."""
     r = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, H, 64):
         h = start + tl.arange(0, 64)
@@ -157,7 +163,7 @@ def row_factors_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_GRAD: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss, statistics, f and c, one program a row. Stats is (3, N): shift, log s, z_y; Factors (2, N)."""
+    """Loss, statistics, f and c, one program per row. Stats (3, N) holds m, log s and z_y; Factors (2, N) f and c."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(Target + row).to(tl.int64)
     ignored = y == ignore_index
@@ -196,7 +202,7 @@ def row_factors_kernel(
         others = tl.sum(again, axis=0)
         tl.debug_barrier()
     s = e_y + others
-    # s · 2^64 is exact below fp32's largest number, and 1 + a small sum keeps the sum.
+    # s · 2^64 is exact as long as fp32 can hold it, and log1p's series below keeps a small sum's precision.
     log_s = tl.where(s < 2.0**60, tl.log(s * 2.0**64), tl.log(s) + OFFSET * LN2)
     small = others * 2.0**64
     confident = (z_y == m) & (small < 1e-3)
@@ -214,7 +220,7 @@ def row_factors_kernel(
     tl.store(Stats + 2 * N + row, tl.where(ignored, 0.0, z_y))
     if WANT_GRAD:
         factor = a * tl.load(GradScale)
-        # p_y · W - w_y without the cancellation.
+        # This is p_y · W - w_y in a form that does not cancel.
         c = factor * ((on_p - w_y) * e_y - w_y * others) / s
         f = factor * (on_p / s)
         if HAS_SOFTCAP:
@@ -228,7 +234,7 @@ def row_factors_kernel(
 
 @triton.jit
 def _store_with_label(r, f, c, y, W, dx_desc, at_c, at_h, V, H, stride_w, WIDTH: tl.constexpr):
-    """dx = f · r + c · W[y], columns from at_h on."""
+    """Stores dx = f · r + c · W[y] for the columns from at_h on."""
     cols = at_h + tl.arange(0, WIDTH)
     mask = ((y >= 0) & (y < V))[:, None] & (cols < H)[None, :]
     w = tl.load(W + y[:, None] * stride_w + cols[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -240,7 +246,7 @@ def scaled_product_kernel(
     e_desc, w_desc, dx_desc, W, Target, Factors, C, V, H, N, stride_w, group_tiles,
     BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """dX = f ⊙ (E W) + c ⊙ W[y], rounded once, tile after tile as in `exp_logits_kernel`."""
+    """dX = f ⊙ (E W) + c ⊙ W[y], rounded once; each program computes tile after tile as in `exp_logits_kernel`."""
     row_tiles = tl.cdiv(C, BLOCK_C)
     column_tiles = tl.cdiv(H, BLOCK_H)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
@@ -258,7 +264,8 @@ def scaled_product_kernel(
         y = tl.load(Target + rows, mask=rows < C, other=-1).to(tl.int64)
         f = tl.load(Factors + rows, mask=rows < C, other=0.0)
         c = tl.load(Factors + N + rows, mask=rows < C, other=0.0)
-        # Four quarters: shared memory for the labels' rows of W and for staging, beside all stages of the loads.
+        # In four quarters, so that the labels' rows of W and the staging buffer fit into shared memory together with
+        # all stages of the loads.
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_C, 2, BLOCK_H // 2)), (0, 2, 1)))
         a, b = tl.split(tl.permute(tl.reshape(left, (BLOCK_C, 2, BLOCK_H // 4)), (0, 2, 1)))
         _store_with_label(a, f, c, y, W, dx_desc, at_c, at_h, V, H, stride_w, BLOCK_H // 4)
@@ -270,7 +277,7 @@ def scaled_product_kernel(
 
 @triton.jit
 def scaled_rows_kernel(P, W, Target, Factors, DX, V, H, N, stride_w, BLOCK: tl.constexpr):
-    """dX = f ⊙ P + c ⊙ W[y] of a product P in fp32, one program a row."""
+    """dX = f ⊙ P + c ⊙ W[y] of a product P in fp32, one program per row."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(Target + row).to(tl.int64)
     f = tl.load(Factors + row)
@@ -286,15 +293,17 @@ def scaled_rows_kernel(P, W, Target, Factors, DX, V, H, N, stride_w, BLOCK: tl.c
 
 @triton.jit
 def _label(Target, rows, mask, V):
-    """Labels as int32, -1 for what is none."""
+    """Labels as int32, -1 if outside [0, V)."""
     y = tl.load(Target + rows, mask=mask, other=-1).to(tl.int64)
     return tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)
 
 
 @triton.jit
 def label_order_kernel(Target, Order, C, V, BLOCK: tl.constexpr, BLOCK_OTHERS: tl.constexpr):
-    """Order[p] = the row of p-th smallest (label, row): its place is the number of smaller ones. C² comparisons take a
-    hundredth of the time of the products, and one launch."""
+    """Order[p] = the row with the p-th smallest (label, row). A row's place is the number of smaller pairs.
+
+    The C² comparisons take one launch and a hundredth of the time of the products.
+    """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
     y = _label(Target, rows, rows < C, V)
     smaller = tl.zeros([BLOCK, BLOCK_OTHERS], dtype=tl.int32)
@@ -311,7 +320,7 @@ def label_order_kernel(Target, Order, C, V, BLOCK: tl.constexpr, BLOCK_OTHERS: t
 def label_rows_kernel(
     X, Target, Factors, Order, DW, C, V, H, N, stride_x, stride_dw, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr
 ):
-    """dW[y] += Σ c_i · x_i over the rows i with label y, in the order of rows, by the program of the first of them."""
+    """dW[y] += Σ c_i · x_i over the rows i with label y, in the order of rows. The program of the first row adds."""
     p = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     y = _label(Target, tl.load(Order + p), True, V)
@@ -335,12 +344,12 @@ def label_rows_kernel(
         tl.store(into, (dw + total).to(DW.dtype.element_ty), mask=cols < H)
 
 
-# Row tiles of dX that share W's: 8 by 16 tiles are in work at once.
+# Row tiles of dX that share the tiles of W: 8 by 16 tiles are in work at once.
 _GROUP = 8
 
 
 def _rows_in_l2(rows, row_bytes, tile):
-    """Row tiles of a group: as many as stay in L2, in groups of one size."""
+    """Row tiles per group: as many as stay in L2, in groups of equal size."""
     tiles = _device.cdiv(rows, tile.tokens)
     return _device.cdiv(tiles, _device.cdiv(tiles * tile.tokens * row_bytes, tile.group_bytes))
 
@@ -349,10 +358,11 @@ def exp_logits(
     x_CH, weight_VH, bias, target, class_weight, token_weight, ignore_index, softcap, logit_scale, z_loss, tile,
     grad_scale=None, e_CV=None,
 ):  # fmt: skip
-    """(loss (C,), stats (3, C), factors (2, C)) in fp32 of bf16 hidden and weight; E into `e_CV` if given.
+    """Launch the product and the row kernel; returns (loss (C,), stats (3, C), factors (2, C)) in fp32.
 
-    x_CH and weight_VH have unit stride along H and rows that start at multiples of 16 bytes, as e_CV's do. `factors`
-    are f and c, the fp32 scalar `grad_scale` included; empty without `e_CV`.
+    Hidden states and weight are bf16. E is written to `e_CV` if it is given. x_CH and weight_VH have unit stride along
+    H, and the rows of all three start at multiples of 16 bytes. `factors` holds f and c, which include the fp32 scalar
+    `grad_scale`; it is empty without `e_CV`.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton 3.4
 
@@ -401,8 +411,11 @@ def exp_logits(
 
 
 def suits_scaled_product(rows, hidden, tile, index):
-    """Whether most multiprocessors have a tile in every turn, as the sum over V is not shared among programs; and rows
-    of W start at multiples of 16, as others take more shared memory on their way to the product's layout."""
+    """Whether `scaled_product` is fast for this size.
+
+    Most multiprocessors need a tile in every turn, because programs do not share the sum over V. Rows of W must start
+    at multiples of 16 elements, because other rows take more shared memory for the conversion to the product's layout.
+    """
     if hidden % 16:
         return False
     tiles = _device.cdiv(rows, tile.tokens) * _device.cdiv(hidden, tile.vocab)
@@ -411,14 +424,14 @@ def suits_scaled_product(rows, hidden, tile, index):
 
 
 def scaled_product(e_CV, weight_VH, factors, target, tile):
-    """f ⊙ (E W) + c ⊙ W[y], (C, H) in bf16, of rows that start at multiples of 16 bytes; `factors` is (2, C) fp32."""
+    """f ⊙ (E W) + c ⊙ W[y], (C, H) in bf16. Rows start at multiples of 16 bytes; `factors` is (2, C) fp32."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton 3.4
 
     (C, V), H = e_CV.shape, weight_VH.shape[1]
     dx_CH = torch.empty((C, H), dtype=e_CV.dtype, device=e_CV.device)
     if not C:
         return dx_CH
-    columns = tile.vocab  # the tile's wide side
+    columns = tile.vocab  # the wide side of the tile
     programs = min(_device.multiprocessors(e_CV.device.index), _device.cdiv(C, tile.tokens) * _device.cdiv(H, columns))
     launch_by_triton(
         scaled_product_kernel, (programs,), e_CV,
@@ -433,7 +446,7 @@ def scaled_product(e_CV, weight_VH, factors, target, tile):
 
 
 def scaled_rows(product_CH, weight_VH, factors, target):
-    """f ⊙ P + c ⊙ W[y], (C, H) in bf16, of a product that is there in fp32."""
+    """f ⊙ P + c ⊙ W[y], (C, H) in bf16, of a product P that is already computed in fp32."""
     (C, H), V = product_CH.shape, weight_VH.shape[0]
     dx_CH = torch.empty((C, H), dtype=weight_VH.dtype, device=product_CH.device)
     if C:
@@ -446,8 +459,10 @@ def scaled_rows(product_CH, weight_VH, factors, target):
 
 
 def add_label_rows(x_CH, target, factors, dw_VH):
-    """dw[target[i]] += c_i · x[i], summed in fp32 in the order of rows, so that runs repeat; labels outside [0, V) add
-    nothing. `factors` is (2, C) fp32; the rows of x and dw have unit stride."""
+    """dw[target[i]] += c_i · x[i], summed in fp32 in the order of rows, so that runs repeat bit for bit.
+
+    Labels outside [0, V) add nothing. `factors` is (2, C) fp32; the rows of x and dw have unit stride.
+    """
     (C, H), V = x_CH.shape, dw_VH.shape[0]
     if not C:
         return

@@ -1,6 +1,6 @@
 """RMSNorm, add + RMSNorm and LayerNorm: one forward and one backward, switched by constexpr flags.
 
-    s  = x + r                                   (HAS_RESIDUAL; rounded to x's dtype, as the unfused sum is)
+    s  = x + r                                   (HAS_RESIDUAL; rounded to x's dtype like the unfused sum)
     m  = mean(s) if CENTER else 0
     r̂  = 1 / sqrt(mean((s - m)^2) + eps)         ("rstd")
     x̂  = (s - m) · rstd
@@ -10,9 +10,9 @@
     dx = rstd · (g - x̂ · mean(g · x̂) - [CENTER] mean(g)) + ds
     dw = Σ_rows dy · x̂        db = Σ_rows dy
 
-Saved: s (or x), rstd and, when centred, the mean; the last two in fp32. x̂ is recomputed: storing it would cost as much
-as x. The weight gradient is summed in two steps without atomics: each program keeps fp32 sums of its rows in registers,
-then a second kernel adds the programs' partial rows in a fixed order, so runs repeat bit for bit.
+The backward needs s (or x), rstd and, with CENTER, the mean; the last two are fp32. It recomputes x̂, because storing x̂
+would cost as much memory as x. The weight gradient is summed in two steps without atomics. Each program keeps fp32 sums
+of its rows in registers. A second kernel adds these partial sums in a fixed order, so that runs repeat bit for bit.
 """
 
 import functools
@@ -29,7 +29,7 @@ from tigon.kernels.layout import rows_of
 
 # M rows, H columns; a program handles ROWS rows at a time and BLOCK columns.
 
-# Widest row held in registers. Wider rows are read tile by tile, twice, the second time mostly from L2.
+# The widest row that registers hold. Wider rows are read twice, tile by tile; the second read comes mostly from L2.
 MAX_BLOCK = 16384
 
 
@@ -41,7 +41,7 @@ def _add_pairs(a, b, c, d):
 @triton.jit
 def _two_sums(a, b):
     """Row sums of two tiles with one exchange between the warps."""
-    # `tl.reduce` adds term after term there, which rounds as no GPU does; `tl.sum` does not.
+    # The interpreter's `tl.reduce` adds term after term, which no GPU does, and rounds differently; `tl.sum` does not.
     if INTERPRETED:
         return tl.sum(a, axis=1, keep_dims=True), tl.sum(b, axis=1, keep_dims=True)
     return tl.reduce((a, b), 1, _add_pairs, keep_dims=True)
@@ -67,7 +67,8 @@ def norm_fwd_kernel(
             s = rounded.to(tl.float32)
         if CENTER:
             mean = tl.sum(s, axis=1, keep_dims=True) / H
-            # The rounded mean is off by half an ulp, 4e-6 at 100 standard deviations; the rest is taken off.
+            # The rounded mean is off by half an ulp, 4e-6 at 100 standard deviations. The mean of the differences
+            # corrects it.
             s = tl.where(mask, s - mean, 0.0)
             left, square = _two_sums(s, s * s)
             left /= H
@@ -91,7 +92,7 @@ def norm_fwd_kernel(
             total += s if CENTER else s * s
         if CENTER:
             mean = tl.sum(total, axis=1, keep_dims=True) / H
-            # A pass of its own: E[x^2] - mean^2 loses the variance when the mean is 100 standard deviations away.
+            # A second pass, because E[x^2] - mean^2 loses the variance if the mean is 100 standard deviations from 0.
             total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
             left = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
             for start in range(0, H, BLOCK):
@@ -138,7 +139,7 @@ def norm_bwd_kernel(
     WANT_DX: tl.constexpr, WANT_DW: tl.constexpr, WANT_DB: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
 ):  # fmt: skip
-    """A persistent program walks over rows; DW and DB are (programs, H) fp32 partial sums."""
+    """dx and partial dw and db of rows up to MAX_BLOCK. Programs are persistent; DW and DB are (programs, H) fp32."""
     program = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)[None, :]
     col_mask = cols < H
@@ -155,7 +156,7 @@ def norm_bwd_kernel(
         if CENTER:
             s = tl.where(mask, s - tl.load(Mean + rows, mask=rows < M, other=0.0), 0.0)
         xhat = s * rstd
-        # Before dx, so that the rounded x̂ dies early.
+        # dw comes before dx, so that the registers of the rounded x̂ are free early.
         if WANT_DW:
             if ROUND_XHAT:
                 dw += dy * xhat.to(X.dtype.element_ty).to(tl.float32)
@@ -167,7 +168,7 @@ def norm_bwd_kernel(
             g = dy
             if HAS_WEIGHT:
                 if RELOAD_W:
-                    # Again from L1: kept in registers, its fp32 values would push others out.
+                    # The weight is read again from L1, because its fp32 values would spill other registers.
                     w = tl.load(W + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
                 g = dy * w
             if CENTER:
@@ -263,7 +264,7 @@ def sum_rows_kernel(P, Out, rows, H, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr)
 
 @dataclass(frozen=True)
 class Tile:
-    """How rows of a width are worked on."""
+    """The block of rows that one program works on, with its warps and stages."""
 
     rows: int
     """Rows of a tile."""
@@ -271,11 +272,11 @@ class Tile:
     per_sm: int = 1
     """Persistent programs of the backward pass per multiprocessor."""
     stages: int = 1
-    """Tiles that the backward pass holds in shared memory, loading ahead."""
+    """Tiles in shared memory while the backward pass loads ahead."""
 
 
-# By the width rounded up to a power of 2, up to; measured on an H200, bf16, 16384 rows. 16 values a thread are two
-# 16-byte loads of bf16: fewer warps leave loads serial, more split them below 16 bytes.
+# Tiles by the width rounded up to a power of 2, measured on an H200 in bf16 with 16384 rows. 16 values per thread are
+# two 16-byte loads of bf16. Fewer warps make loads serial; more warps make them smaller than 16 bytes.
 FWD_TILES = {1024: Tile(2, 4), 2048: Tile(2, 8), 4096: Tile(1, 8), 8192: Tile(1, 8), 16384: Tile(1, 16)}
 FWD_TILES_CENTERED = {**FWD_TILES, 2048: Tile(1, 4), 4096: Tile(1, 4)}
 BWD_TILES = {
@@ -288,7 +289,7 @@ BWD_TILES_CENTERED = {
 }  # fmt: skip
 
 
-# Widths of q and k norms, measured with 10^6 rows.
+# Tiles for the widths of q and k norms, measured with 10^6 rows.
 NARROW_BWD_TILES = {128: Tile(16, 8, 3, 3), 256: Tile(8, 4, 3, 4)}
 # (columns of a tile, warps) of the backward's two kernels for rows wider than MAX_BLOCK, measured at 28672.
 WIDE_DX, WIDE_DW = (16384, 16), (512, 1)
@@ -301,7 +302,7 @@ def block_of(width):
 
 @functools.cache
 def fwd_tile(width, center):
-    """The tile of the forward; narrow rows share one of 2048 elements."""
+    """The tile of the forward; narrow rows share a tile of 2048 elements."""
     block = block_of(width)
     if block < 1024:
         return Tile(2048 // block, 4)
@@ -310,20 +311,20 @@ def fwd_tile(width, center):
 
 @functools.cache
 def bwd_tile(width, center, loaded_bytes, device):
-    """The tile of the backward; `loaded_bytes` are read per element, and wait in shared memory if there is room."""
+    """The tile of the backward, with fewer stages if `loaded_bytes` per element do not fit into shared memory."""
     block = block_of(width)
     if block < 1024:
         best = NARROW_BWD_TILES.get(block, Tile(2048 // block, 4, 3, 3))
     else:
         best = (BWD_TILES_CENTERED if center else BWD_TILES)[block]
-    # What is left of it: the exchange between warps.
+    # 2048 bytes are reserved for the exchange between warps.
     if (best.stages - 1) * best.rows * block * loaded_bytes + 2048 <= _device.shared_bytes(device):
         return best
     return Tile(max(1, 2048 // block), 4 if block <= 2048 else 8 if block <= 4096 else 16, 2)
 
 
 def norm_fwd(x, residual, weight, bias, eps, offset, center, fp32_weight):
-    """Launch the forward; returns (y, s, mean, rstd), with empty tensors for what the flags leave out."""
+    """Launch the forward; returns (y, s, mean, rstd). A result that the flags switch off is an empty tensor."""
     width = x.shape[-1]
     x_MH, M, stride_x = rows_of(x, width)
     residual_MH, _, stride_r = (x_MH, M, stride_x) if residual is None else rows_of(residual, width)
@@ -344,7 +345,7 @@ def norm_fwd(x, residual, weight, bias, eps, offset, center, fp32_weight):
 
 
 def norm_outputs(x, residual, weight, center, fp32_weight):
-    """Uninitialised outputs of the forward. The tensor's own constructors take a third of torch.empty's 3 us."""
+    """Uninitialised outputs of the forward. `x.new_empty` takes a third of the 3 us of torch.empty."""
     y_dtype = x.dtype
     if not fp32_weight and weight is not None and weight.dtype != y_dtype:
         y_dtype = torch.promote_types(y_dtype, weight.dtype)
@@ -358,7 +359,7 @@ def norm_outputs(x, residual, weight, center, fp32_weight):
 
 
 def norm_bwd(dy, ds, x, weight, mean, rstd, offset, center, fp32_weight, want_dx, want_dw, want_db):
-    """Launch the backward; returns (dx, dw, db), with empty tensors for what is not wanted."""
+    """Launch the backward; returns (dx, dw, db). A gradient that is not wanted is an empty tensor."""
     width = x.shape[-1]
     x_MH, M, stride_x = rows_of(x, width)
     dy_MH, _, stride_dy = rows_of(dy, width)
@@ -378,12 +379,12 @@ def norm_bwd(dy, ds, x, weight, mean, rstd, offset, center, fp32_weight, want_dx
     multiprocessors = _device.multiprocessors(device)
     t = bwd_tile(width, center, loaded_bytes, device)
     if multiprocessors >= M:
-        # One turn each: nothing to load ahead, and a second row of a tile would be empty.
+        # Each program has one turn: it cannot load ahead, and a second row of its tile would be empty.
         t = Tile(1 if block >= 1024 else t.rows, t.num_warps)
     programs = min(_device.cdiv(M, t.rows), t.per_sm * multiprocessors)
     dw, db = _parameter_grad(weight, x, width, want_dw), _parameter_grad(weight, x, width, want_db)
     alone = programs == 1 and width <= block
-    # The sums of one program are the result.
+    # The sums of a single program are already the result.
     partial_dw, partial_db = (dw, db) if alone else _partial_sums(want_dw, want_db, programs, x)
     if width <= block:
         launch(
@@ -421,7 +422,7 @@ def norm_bwd(dy, ds, x, weight, mean, rstd, offset, center, fp32_weight, want_dx
 
 
 def _partial_sums(want_dw, want_db, programs, x):
-    """fp32 rows for what is wanted of dw and db, in one allocation."""
+    """fp32 partial sums for dw and db, if wanted, in one allocation."""
     if not (want_dw and want_db):
         rows = programs if want_dw or want_db else 0
         partial = x.new_empty((rows, x.shape[-1]), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys in one launch; the transposed map is the backward.
+"""Rotary position embedding of queries and keys in one launch; the backward is the transposed map.
 
 The pairs of the rotary width R are (i, i + R/2), or (2i, 2i + 1) when INTERLEAVED. With a, b the two members of a pair
 and c_a, c_b, s_a, s_b their entries of the tables:
@@ -6,12 +6,11 @@ and c_a, c_b, s_a, s_b their entries of the tables:
     y_a = x_a · c_a - x_b · s_a              dx_a = dy_a · c_a + dy_b · s_b
     y_b = x_b · c_b + x_a · s_b              dx_b = dy_b · c_b - dy_a · s_a
 
-The right side is the left one with (s_a, s_b) replaced by (-s_b, -s_a), which is what TRANSPOSE does. It is a rotation
-only when the table repeats itself (c_a = c_b, s_a = s_b), but the gradient is right for any table. Columns R..D pass
-through.
+The right side is the left one with (s_a, s_b) replaced by (-s_b, -s_a); TRANSPOSE does this. The map is a rotation only
+if the table repeats itself (c_a = c_b, s_a = s_b), but the gradient is right for any table. Columns R to D are copied.
 
-Nothing but the tables is needed for backward. The output is new memory: rotating q in place would save its bytes, and
-corrupt whatever else autograd saved q for.
+The backward needs the tables only. The output is new memory. Rotating q in place would save memory, but corrupt q for
+other functions whose backward saved it.
 """
 
 import triton
@@ -22,10 +21,10 @@ from tigon.kernels._launch import launch
 from tigon.kernels.layout import empty_ordered
 
 # B batch, H heads, T tokens, D head width, R rotary width; N = B·T.
-# A program rotates HEADS heads of some tokens, so that a table row is read from DRAM once and used HEADS times from
-# registers. The heads' groups of the same tokens are neighbours in the grid and find the tables in L2.
+# A program rotates HEADS heads of some tokens, so that it reads a table row from DRAM once and uses it HEADS times from
+# registers. Programs for the same tokens are neighbours in the grid and find the tables in L2.
 HEADS = 4
-# Elements of one member of the pairs in a tile: 8 a thread with 4 warps, one 16-byte load of bf16.
+# Pairs per tile: with 4 warps 8 per thread, one 16-byte load of bf16 for each member.
 TILE = 1024
 NUM_WARPS = 4
 
@@ -34,7 +33,7 @@ NUM_WARPS = 4
 def _load_pair(
     X, offsets, row_mask, SPLIT: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Both members of the pairs of some rows, (ROWS, BLOCK) each, in fp32; SPLIT = R/2."""
+    """Both members of the pairs of some rows in fp32, (ROWS, BLOCK) each; SPLIT = R/2."""
     if INTERLEAVED:
         cols = tl.arange(0, 2 * BLOCK)[None, :]
         both = tl.load(X + offsets + cols, mask=row_mask & (cols < 2 * SPLIT), other=0.0).to(tl.float32)
@@ -95,7 +94,7 @@ def rope_kernel(
     q_groups = tl.cdiv(q_heads, HEADS)
     groups = q_groups + tl.cdiv(k_heads, HEADS)
     group = tl.program_id(0) % groups
-    # Rows are tokens of all sequences: one decoding step of a batch fills a tile too.
+    # Rows are the tokens of all sequences, so that one decoding step of a batch also fills a tile.
     n = (tl.program_id(0) // groups).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = n < N
     batch = n // T
@@ -129,14 +128,14 @@ def _strides(prefix, x, heads_dim):
 
 
 def _table_strides(table):
-    """(batch, token) strides of (T, R), (1, T, R) or (B, T, R); 0 where one row serves all."""
+    """(batch, token) strides of (T, R), (1, T, R) or (B, T, R). The batch stride is 0 if all sequences share a row."""
     return 0 if table.ndim == 2 or table.shape[0] == 1 else table.stride(0), table.stride(-2)
 
 
 def rope(q, k, cos, sin, q_order, k_order, heads_dim, interleaved, transpose):
-    """Launch the rotation, or its transpose; returns new q and k whose outer dimensions lie in memory as ordered.
+    """Launch the rotation or its transpose; returns new q and k whose outer dimensions lie in memory as ordered.
 
-    q and k are (B, H, T, D) with heads_dim 1, (B, T, H, D) with heads_dim 2; either may have no heads.
+    q and k are (B, H, T, D) with heads_dim 1 and (B, T, H, D) with heads_dim 2. The number of heads may be 0 in either.
     """
     y_q, y_k = empty_ordered(q, q_order), empty_ordered(k, k_order)
     time_dim = 3 - heads_dim

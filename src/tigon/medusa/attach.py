@@ -1,4 +1,4 @@
-"""Attaches heads to a model: the heads become a submodule, and the model gets another forward in training.
+"""Attaches heads to a model: the heads become a submodule, and training runs a different forward of the model.
 
 As in `tigon.models.seams.base`, the model's `__class__` becomes a generated subclass. Trainer, Accelerate, FSDP2,
 DeepSpeed and PEFT still see a transformers model, and checkpoints hold the heads under `draft_heads.`.
@@ -102,7 +102,7 @@ class HeadedSeam(Seam):
 
     objective: Objective
     fused: bool
-    """False: use PyTorch's own ops, with all logits, for comparison."""
+    """False: use PyTorch's ops and all logits, for comparison."""
     logit_map: LogitMap = field(default_factory=LogitMap)
     """The scaling and capping of the model's logits, which the heads apply too."""
 
@@ -113,7 +113,7 @@ class HeadedSeam(Seam):
         if not self.candidate(module) or module.base_model is module:
             return "it is not a causal language model with a separate trunk"
         if isinstance(getattr(module, NAME, None), nn.Module):
-            return "it has heads already; detach them first"
+            return "it already has heads; detach them first"
         if self.objective.stage == 2 and getattr(module.config, "output_router_logits", False):
             return "its config has output_router_logits, whose loss would be lost; set it to False"
         return LmHeadSeam().objection(module.get_output_embeddings())
@@ -153,14 +153,14 @@ class HeadedSeam(Seam):
                 raise UsageError(f"{name} is not supported by the losses of heads; leave it out.")
         heads, head = getattr(model, NAME), model.get_output_embeddings()
         labels, positions = inputs["labels"], inputs.get("position_ids")
-        if positions is not None and positions.ndim == 2:  # (1, T) stands for every row
+        if positions is not None and positions.ndim == 2:  # (1, T) applies to every sample
             positions = positions.expand(labels.shape)
         shifts = self.objective.shifts(heads.spec.count)
 
         def targets() -> Tensor | PreparedTargets:
             return ops.prepare_targets(labels, shifts=shifts, positions=positions) if self.fused else labels
 
-        # Before the trunk, so that the loss does not wait for the trunk.
+        # The targets are prepared before the trunk runs, so that the loss does not wait for the trunk.
         early, written = targets(), _versions(labels, positions)
         layer_inputs: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
@@ -180,8 +180,8 @@ class HeadedSeam(Seam):
             if joint:
                 hiddens, weights, blocks = [hidden, *hiddens], [head.weight, *weights], [[], *blocks]
             compute_losses: Callable[..., MultiHeadOutput] = loss.fused if self.fused else loss.plain
-            # A hook may have edited the labels since. A write through `.data` has no version, but off the GPU reading
-            # the labels again waits for nothing.
+            # A hook may have edited the labels since. A write through `.data` does not change the version, so on the
+            # CPU, where this costs no wait, the labels are read again.
             unwritten = labels.is_cuda and not torch.compiler.is_compiling() and _versions(labels, positions) == written
             target = early if unwritten else targets()
             outputs.append(
@@ -299,8 +299,8 @@ def check_fits(heads: nn.Module, state: Mapping[str, Tensor]) -> None:
     wrong = sorted(own.keys() ^ state.keys()) or [n for n, t in own.items() if t.shape != state[n].shape]
     if wrong:
         raise UsageError(
-            f"the heads' file does not fit: {wrong[0]} ({len(wrong)} differ); kind, count, layers and output must be "
-            "those that it was trained with, and the model the same."
+            f"the file of heads does not fit: {wrong[0]} ({len(wrong)} differ); use the kind, count, layers, output "
+            "and model that the heads were trained with."
         )
 
 
@@ -308,7 +308,7 @@ def heads_of(model: Any) -> MedusaHeads | MtpHeads:
     """The heads of a model. Raises UsageError if it has none."""
     heads = getattr(unwrap(model), NAME, None)
     if heads is None:
-        raise UsageError(f"this {type(model).__name__} has no heads; attach them first.")
+        raise UsageError(f"this {type(model).__name__} does not have heads; attach them first.")
     return heads  # type: ignore[no-any-return]
 
 

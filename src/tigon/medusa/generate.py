@@ -81,8 +81,8 @@ def medusa_generate(
         input_ids: (1, T), the prompt.
         max_new_tokens: largest number of tokens to generate, at least 1.
         tree: the number of guesses that each head adds to every guess of the previous head. If it is shorter than the
-            number of heads, only the first heads are used; if empty, decoding is plain greedy. Default: `DEFAULT_TREE`
-            for Medusa heads, then one guess per further head; for MTP modules one guess each.
+            number of heads, only the first heads are used; if empty, decoding is plain greedy. The default for Medusa
+            heads is `DEFAULT_TREE`, then one guess per further head. The default for MTP modules is one guess each.
         eos_token_id: stop after this token.
 
     Returns:
@@ -171,8 +171,8 @@ class _Decoder:
         known.append(int(self.head(hidden[0, -1]).argmax()))
         last = hidden[0, -1]
         while len(known) - prompt < max_new_tokens and known[-1] != eos_token_id:
-            # The tree is no deeper than the remaining tokens, minus the one that every pass gives, so that positions
-            # stay in range.
+            # Every pass adds one token besides the guesses. The tree is therefore at most as deep as the remaining
+            # tokens minus 1, so that positions stay in range.
             wanted = max_new_tokens - (len(known) - prompt) - 1
             n_nodes = sum(depth <= wanted for depth in self.tree.depths)
             nodes, depths = self._guess(last, known)[:n_nodes], self.depths[:n_nodes]

@@ -158,7 +158,7 @@ class MtpHeads(nn.Module):
         scored.
         """
         ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
-        given: Tensor = embeds if ids is None else ids  # type: ignore[assignment]  # the trunk has asked for one
+        given: Tensor = embeds if ids is None else ids  # type: ignore[assignment]  # the trunk requires one of the two
         found, T = [], given.shape[1]
         for depth, module in enumerate(self.mtp, start=1):
             ahead = given[:, torch.arange(depth, depth + T, device=given.device).clamp(max=T - 1)]

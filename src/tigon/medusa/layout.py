@@ -80,21 +80,23 @@ def load_heads(folder: Path) -> tuple[HeadsSpec, dict[str, Tensor]]:
     """Load (spec, state_dict) of heads from a folder written by `save_heads` or by FasterDecoding/Medusa's trainer.
 
     Raises:
-        UsageError: a file is missing, cannot be read, or is not one of heads.
+        UsageError: a file is missing, cannot be read, or does not hold heads.
     """
     if not (folder / CONFIG).is_file():
-        raise UsageError(f"{folder}: no {CONFIG}; give a folder with heads, as `tigon medusa` leaves one in its run.")
+        raise UsageError(f"{folder} has no {CONFIG}; give a folder of heads, which `tigon medusa` writes into its run.")
     try:
         config = json.loads(read_text(folder / CONFIG))
         if not isinstance(config, dict):
-            raise UsageError(f"{folder / CONFIG} holds a {type(config).__name__}, not an object; give a heads folder.")
+            raise UsageError(
+                f"{folder / CONFIG} holds a {type(config).__name__}, not an object; give a folder of heads."
+            )
         spec, state = _load(folder, config)
     except UsageError:
         raise
     except Exception as error:  # the three file formats raise different errors for damaged files
         raise UsageError(f"{folder}: its heads cannot be read ({type(error).__name__}: {error}).") from None
     if not state:
-        raise UsageError(f"{folder}: its files contain no weights; give the folder that `tigon medusa` left.")
+        raise UsageError(f"{folder}: its files contain no weights; give the folder that `tigon medusa` wrote.")
     return spec, state
 
 

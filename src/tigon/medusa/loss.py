@@ -1,4 +1,4 @@
-"""The losses of a model and its heads: fused, or by PyTorch's ops for comparison."""
+"""The losses of a model and its heads: fused, or with PyTorch's ops for comparison."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fused(
     factors: Sequence[float], positions: Tensor | None, num_items: Tensor | float | None, logit_map: LogitMap,
     ranked: bool,
 ) -> MultiHeadOutput:  # fmt: skip
-    """Σ_k factors_k · loss_k by `tigon.ops.multi_head_linear_cross_entropy`, and the values for the log."""
+    """Σ_k factors_k · loss_k from `tigon.ops.multi_head_linear_cross_entropy`, and the values for the log."""
     return ops.multi_head_linear_cross_entropy(  # type: ignore[return-value]  # a tuple, as outputs are named
         hiddens, weights, labels_BT, shifts=shifts, blocks=blocks, positions=positions, head_weights=factors,
         num_items=num_items, logit_scale=logit_map.scale, softcap=logit_map.softcap,
@@ -39,7 +39,7 @@ def plain(
     factors: Sequence[float], positions: Tensor | None, num_items: Tensor | float | None, logit_map: LogitMap,
     ranked: bool,
 ) -> MultiHeadOutput:  # fmt: skip
-    """Same result as `fused`, by PyTorch's own ops, head by head, with all logits of a head."""
+    """The result of `fused`, computed with PyTorch's ops head by head, with all logits of a head."""
     losses, counts, accuracy = [], [], []
     for hidden, weight, of_head, shift in zip(hiddens, weights, blocks, shifts, strict=True):
         x = hidden

@@ -64,7 +64,7 @@ def scheduled(schedule: str, step: int, steps: int, ramp: float) -> float:
 
 
 def shares_head(output: str, kind: str, count: int, model_numel: int, head_numel: int) -> bool:
-    """Whether heads use the model's lm_head; with `auto`, if separate output weights would be larger than the model."""
+    """Whether heads use the model's lm_head. `auto` does if separate output weights would be larger than the model."""
     if kind == "mtp" or output != "auto":
         return kind == "mtp" or output == "shared"
     return count * head_numel > model_numel

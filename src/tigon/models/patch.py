@@ -31,7 +31,7 @@ from tigon.models.table import MODELS
 
 Flags = Mapping[str, bool | None]
 
-# Objections that do not name the package in the way: another package's kernels often refuse the probe's tensors.
+# Objections that do not name the package that caused them. Another package's kernels often refuse the probe's tensors.
 UNTOLD = ("cannot be compared", "overridden on the instance")
 
 
@@ -224,7 +224,7 @@ def _decide_loss(model: nn.Module, spec: PatchSpec, flags: Flags, decision: _Dec
         if model._tigon_seam != seam:
             decision.notes.append("the loss was patched with other flags; undo that patch first to change them")
         elif seam.fused and head is not None and not any(isinstance(m, PatchedModule) for m in peel(head)):
-            _decide_head(head, seam.head, decision)  # a new head, as resize_token_embeddings makes
+            _decide_head(head, seam.head, decision)  # resize_token_embeddings creates a new head
         return
     if head is None or not seam.candidate(model):
         reason: str | None = f"it has no {spec.head or 'output embeddings'}, so it computes no language-model loss"

@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
         hidden_size: H.
         eps: added to the mean square.
         offset: added to the weight; 1 for Gemma, whose weight then starts at 0.
-        casting: where the normalised value is rounded; see `tigon.rms_norm`.
+        casting: "llama" (default), "gemma" or "fp32": where the normalised value is rounded, as in `tigon.rms_norm`.
         elementwise_affine: False for a norm without weight.
         device, dtype: device and dtype of the weight.
 

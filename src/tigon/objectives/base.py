@@ -93,7 +93,7 @@ class MetricSection:
     chart_text: str
     """What the chart shows, for readers who do not see it."""
     columns_text: str
-    """What the columns hold, as the end of a sentence."""
+    """A sentence about the columns."""
     columns: tuple[MetricColumn, ...]
     rows: tuple[MetricRow, ...]
     tile: str
@@ -150,9 +150,15 @@ class Objective(Protocol):
     def of_recipe(
         cls, recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
     ) -> Objective | None:
-        """The objective, if the recipe sets it, checked against the model; else None. Raises RecipeError.
+        """Make the objective if the recipe sets it; return None otherwise.
 
-        config: the model's config. shapes: returns the shapes of its parameters by name; called only if needed.
+        Args:
+            recipe: The recipe of the run.
+            config: The model's config.
+            shapes: Returns the shapes of the model's parameters by name; called only if needed.
+
+        Raises:
+            RecipeError: The objective does not fit the model.
         """
         ...
 
@@ -185,7 +191,7 @@ class Objective(Protocol):
         ...
 
     def model(self, run: Path) -> ModelConfig:
-        """The model to load: the recipe's, or the one that `phase` made. run: the run folder."""
+        """The model to load: the recipe's, or the one that `phase` trained. run: the run folder."""
         ...
 
     def attach(self, built: Any) -> Any:
@@ -217,7 +223,7 @@ class Objective(Protocol):
         ...
 
     def metrics(self, model: Any, reduce: Reduce) -> dict[str, float]:
-        """Metrics beside the loss for the training log, over the steps since the last log."""
+        """More metrics for the training log, over the steps since the last log."""
         ...
 
     def counted(self, model: Any) -> dict[str, Any]:
@@ -237,17 +243,18 @@ class Objective(Protocol):
     ) -> torch.Tensor:
         """Returns (sum of the losses, number of target tokens) of a batch in fp64; zeros if `counts` is false.
 
-        precision: makes the autocast context of a forward pass. The result stays on the device and the host does not
-        wait for it: if another process has run out of memory in a collective forward pass, this wait would not end.
+        The result stays on the device. The host must not wait for it, because that wait would not end if another
+        process has run out of memory in a collective forward pass. precision: makes the autocast context of a forward
+        pass.
         """
         ...
 
     def count_batch(self) -> None:
-        """Count the last batch: it has fit in every process, so no process repeats it with fewer samples."""
+        """Add the last batch to the metrics. It did not run out of memory in any process, so none repeats it."""
         ...
 
     def evaluation_metrics(self, reduce: Reduce) -> dict[str, float]:
-        """Metrics beside the eval loss for the evaluation log."""
+        """More metrics for the evaluation log."""
         ...
 
     def metric_section(self) -> MetricSection | None:
@@ -275,7 +282,7 @@ class Objective(Protocol):
     # --- after training ----------------------------------------------------------------------------------------------
 
     def sampled(self, built: Any, samples: Sequence[Sample], eos: int | None) -> dict[str, Any] | None:
-        """Decode held-out prompts after training, for the summary's `decoded`; None if the objective does not."""
+        """Decode from prompts of eval samples, for the summary's `decoded`; None if the objective decodes nothing."""
         ...
 
     def sampled_line(self, found: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The next token, by the model's own loss: nothing is added to the model, its records or its files."""
+"""Next-token prediction by the model's own loss. It adds nothing to the model, the records or the files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PlannedCausalLM:
 
 @dataclass
 class CausalLM:
-    """See `tigon.objectives.base.Objective` for what each method is."""
+    """The objective of an ordinary run. `tigon.objectives.base.Objective` documents each method."""
 
     config: ModelConfig = field(default_factory=ModelConfig)
     """The recipe's model."""
@@ -121,9 +121,9 @@ class CausalLM:
     def evaluation_sums(
         self, model: Any, inputs: Mapping[str, Any], counts: bool, precision: Callable[[], AbstractContextManager[Any]]
     ) -> torch.Tensor:
-        # one item: the model then returns the sum over its tokens (the Trainer's own loss contract)
+        # With num_items_in_batch 1, the model returns the sum of the losses over its tokens.
         one = torch.ones((), dtype=torch.long, device=inputs["labels"].device)
-        # only the loss is wanted: whole logits would take more memory than a training step
+        # Compute the loss without logits, which would take more memory than a training step.
         with torch.no_grad(), without_logits(), precision():
             loss = model(**inputs, num_items_in_batch=one).loss
         n_learned = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
@@ -155,7 +155,7 @@ class CausalLM:
         return None
 
     def sampled_line(self, found: Mapping[str, Any]) -> str:
-        raise NotImplementedError("nothing is decoded beside the text sample")
+        raise NotImplementedError("this objective decodes nothing except the text sample")
 
 
 OBJECTIVE = CausalLM

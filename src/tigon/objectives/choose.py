@@ -30,9 +30,15 @@ OBJECTIVES: tuple[type[Objective], ...] = tuple(_BY_NAME.values())
 
 
 def objective_of(recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]) -> Objective:
-    """The objective of a run, checked against its model. Raises RecipeError.
+    """The objective of a run, checked against its model.
 
-    config: the model's config. shapes: returns the shapes of its parameters by name; called only if needed.
+    Args:
+        recipe: The recipe of the run.
+        config: The model's config.
+        shapes: Returns the shapes of the model's parameters by name; called only if needed.
+
+    Raises:
+        RecipeError: The heads do not fit the model.
     """
     made = ((name, objective.of_recipe(recipe, config, shapes)) for name, objective in _BY_NAME.items())
     name, chosen = next((name, objective) for name, objective in made if objective is not None)

@@ -36,15 +36,15 @@ RANKS = 5  # accuracies among the first 1 to 5 guesses (ops/losses/multi_head.py
 
 
 def check(recipe: Recipe, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> HeadsSpec:
-    """The heads of a run.
+    """Check the heads of a recipe against its model, and return their spec.
 
     Args:
-        recipe: a recipe with heads.
-        config: the model's config.
-        shapes: the shapes of the model's parameters by name.
+        recipe: A recipe with heads.
+        config: The model's config.
+        shapes: The shapes of the model's parameters by name.
 
     Raises:
-        RecipeError: the heads do not fit the model, or heads.base_steps is set for a trained model.
+        RecipeError: The heads do not fit the model, or heads.base_steps is set for a trained model.
     """
     heads = recipe.heads
     if heads.base_steps and recipe.model.name not in PRESETS:
@@ -58,8 +58,8 @@ def check(recipe: Recipe, config: Any, shapes: Mapping[str, tuple[int, ...]]) ->
         wide, width = _width(state), text.hidden_size
         if wide != width:
             raise RecipeError(
-                f"heads.start: {heads.start} has heads for hidden states of {wide}, and {recipe.model.name} has "
-                f"{width}; give the heads that were trained on this model"
+                f"heads.start: {heads.start} has heads for hidden states of width {wide}, but {recipe.model.name} has "
+                f"width {width}; give heads that were trained on this model"
             )
         _check_agrees(heads, spec)
         try:
@@ -72,12 +72,15 @@ def check(recipe: Recipe, config: Any, shapes: Mapping[str, tuple[int, ...]]) ->
     model = sum(math.prod(shape) for shape in shapes.values())
     shared = shares_head(heads.output, new.kind, new.count, model, text.vocab_size * text.hidden_size)
     if shared and new.kind == "medusa" and new.layers == 0:
-        raise RecipeError("heads.layers is 0 and heads share the model's lm_head: nothing would learn; set layers: 1")
+        raise RecipeError(
+            "heads.layers is 0 and the heads share the model's lm_head, so the heads have no weights to train; set "
+            "heads.layers to 1"
+        )
     return replace(new, shared=shared)
 
 
 def _check_agrees(heads: HeadsConfig, spec: HeadsSpec) -> None:
-    """Refuse a key that asks for other heads than those in the folder."""
+    """Raise RecipeError if a key of the recipe does not match the heads in `heads.start`."""
     output = "shared" if spec.shared else "separate"
     found = {"kind": spec.kind, "count": spec.count, "layers": spec.layers, "output": output}
     for name, is_there in found.items():
@@ -85,7 +88,7 @@ def _check_agrees(heads: HeadsConfig, spec: HeadsSpec) -> None:
         if wanted not in (None, "auto", is_there):
             raise RecipeError(
                 f"heads.{name} is {wanted}, but the heads in {heads.start} have {name} {is_there}; leave heads.{name} "
-                "out, or leave heads.start out to begin with new ones"
+                "out, or leave heads.start out to train new heads"
             )
 
 
@@ -149,7 +152,8 @@ class PlannedMedusa(PlannedCausalLM):
 def planned_medusa(name: str, config: Any, count: int, stage: int) -> PlannedMedusa:
     """The Medusa heads of a recipe that sets only `heads.count` and `heads.stage`.
 
-    Raises UsageError if count or stage is out of range.
+    Raises:
+        UsageError: `count` or `stage` is out of range.
     """
     limits = next(f.metadata for f in fields(HeadsConfig) if f.name == "count")
     if not limits["minimum"] <= count <= limits["maximum"]:
@@ -202,14 +206,14 @@ class MedusaTraining(CausalLM):
         spec = self.spec
         what = "MTP modules" if spec.kind == "mtp" else f"Medusa heads of {spec.layers} residual blocks"
         output = "the model's lm_head" if spec.shared else "an output weight each"
-        learning = "the heads learn, the model is frozen" if self.heads.stage == 1 else "model and heads learn"
+        learning = "trains the heads, the model is frozen" if self.heads.stage == 1 else "trains model and heads"
         return f"{self.name:<8} {spec.count} {what}, {output}; stage {self.heads.stage}: {learning}"
 
     def no_sample_line(self) -> str:
         return "no text sample, nothing decoded with the heads"
 
     def phase(self, choices: Choices, run: Path) -> Phase | None:
-        """Ordinary training of a preset before it gets heads, into `base/`, unless it is there (a resumed run)."""
+        """The training of a preset into `base/` before it gets heads; None if `base/` exists (a resumed run)."""
         if not self.heads.base_steps or self.model(run) is not self.recipe.model:
             return None
         return Phase(
@@ -269,7 +273,7 @@ class MedusaTraining(CausalLM):
         sums = super().evaluation_sums(model, inputs, counts, precision)
         with scoring(model) as record, precision():
             model(**inputs)
-        self._scored = record if counts else record.blank()  # else it was run for the collectives in it
+        self._scored = record if counts else record.blank()  # not counted: the pass only joined the collectives
         return sums
 
     def count_batch(self) -> None:
@@ -286,12 +290,12 @@ class MedusaTraining(CausalLM):
         """One row for each head and, in stage 2, one for the model. The total loss, a weighted sum, says little."""
         own = [("model", "the model", "model")] if self.heads.stage == 2 else []
         own += [(f"head{k}", f"head {k}, {k + 1} tokens ahead", f"head {k}") for k in range(1, self.spec.count + 1)]
-        accuracy = "right at the first guess (%)"
+        accuracy = "first guess correct (%)"
         return MetricSection(
             name=HEADS, title="Heads", chart_text="losses and accuracies of the heads over steps",
-            columns_text="the loss, and how often the token was among the head's first guesses",
+            columns_text="Columns 1 to 5: how often the token was among the head's first 1 to 5 guesses.",
             columns=(
-                MetricColumn(title="loss", axis="loss (nats a token)"),
+                MetricColumn(title="loss", axis="loss (nats per token)"),
                 *(
                     MetricColumn(title=str(k), axis=accuracy if k == 1 else None, is_share=True)
                     for k in range(1, RANKS + 1)
@@ -312,13 +316,13 @@ class MedusaTraining(CausalLM):
     def checkpoint_state(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
         if self.heads.stage == 2:
             return state
-        whole = model.state_dict() if state is None else state  # stage 1: the model is where it came from
+        whole = model.state_dict() if state is None else state  # stage 1 does not change the model's own weights
         return {name: tensor for name, tensor in whole.items() if name.startswith(f"{NAME}.")}
 
     def save_beside(self, model: Any, folder: Path) -> None:
         from safetensors.torch import save_file
 
-        if hasattr(model, "get_base_model"):  # PEFT writes the adapters alone
+        if hasattr(model, "get_base_model"):  # PEFT saves only the adapters
             save_file(dict(_heads_of(model).state_dict()), folder / CHECKPOINTED)
 
     def load_beside(self, model: Any, folder: Path) -> None:
@@ -328,13 +332,13 @@ class MedusaTraining(CausalLM):
             _heads_of(model).load_state_dict(load_file(folder / CHECKPOINTED))
 
     def save(self, built: Any, final: FinalSave) -> bool:
-        """Heads to `heads/`, the model to `model/`; a checkpoint that stage 1 has left as it was is not written."""
+        """Save the heads to `heads/`, and the model to `model/` unless stage 1 left a checkpoint's model unchanged."""
         writes_model = self.heads.stage == 2 or self.recipe.model.name in PRESETS
         target = final.folder / "model"
         inner: Any = unwrap(built)
         spec, n_layers = medusa.heads_of(inner).spec, len(decoder_layers(inner))
         head_name = next(name for name, m in inner.named_modules() if m is inner.get_output_embeddings()) + ".weight"
-        # gathered by all; None with ZeRO-3 but for the first
+        # Every process gathers the weights; with ZeRO-3 only the main process receives them.
         state: Any = final.gathered_state() if final.sharded else inner.state_dict()
         if final.is_first:
             own = {n.removeprefix(f"{NAME}."): t for n, t in state.items() if n.startswith(f"{NAME}.")}
@@ -369,7 +373,7 @@ def split_groups(optimizer: Any, own: set[int], multiplier: float) -> None:
         heads = [p for p in group["params"] if id(p) in own]
         if not heads:
             continue
-        if len(heads) == len(group["params"]):  # DeepSpeed takes no empty groups
+        if len(heads) == len(group["params"]):  # DeepSpeed does not accept empty groups
             group["lr"] *= multiplier
             continue
         group["params"] = [p for p in group["params"] if id(p) not in own]
@@ -378,8 +382,17 @@ def split_groups(optimizer: Any, own: set[int], multiplier: float) -> None:
 
 
 def decoded(built: Any, n_tokens: int, samples: Sequence[Sample], eos: int | None) -> dict[str, Any]:
-    """Greedy decoding of held-out beginnings with the heads and without: tokens, forward passes, and whether the texts
-    are the same."""
+    """Decode greedily from the beginnings of samples, with and without the heads.
+
+    Args:
+        built: The model with its heads.
+        n_tokens: The number of new tokens per prompt.
+        samples: The samples whose first tokens are the prompts.
+        eos: The id of the token that ends a text.
+
+    Returns:
+        Tokens, forward passes with and without heads, acceptance length, and the number of equal texts; or an `error`.
+    """
     device = next(built.parameters()).device
     beginnings = [sample.tokens_T[:PROMPT_TOKENS].long().unsqueeze(0).to(device) for sample in samples[:PROMPTS]]
     tokens = passes = plain_passes = same = 0
@@ -395,7 +408,7 @@ def decoded(built: Any, n_tokens: int, samples: Sequence[Sample], eos: int | Non
             plain_passes += plain.forward_passes
     except UsageError as error:
         return {"error": str(error)}
-    except Exception as error:  # a demonstration must not cost the heads, which are saved after it
+    except Exception as error:  # decoding is a demonstration, and the heads are saved after it
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     n = len(beginnings)
     return {
@@ -405,15 +418,15 @@ def decoded(built: Any, n_tokens: int, samples: Sequence[Sample], eos: int | Non
 
 
 def decoding_line(found: Mapping[str, Any]) -> str:
-    """One line for the console and the report."""
+    """One line for the console and the report about the result of `decoded`."""
     if "error" in found:
         return f"no decoding with the heads: {found['error']}"
-    same = "the text of greedy decoding" if found["same_text"] == found["prompts"] else (
+    same = "the same text as greedy decoding" if found["same_text"] == found["prompts"] else (
         f"{found['prompts'] - found['same_text']} of {found['prompts']} texts differ from greedy decoding"
     )  # fmt: skip
     return (
         f"{found['tokens']} tokens in {found['forward_passes']} forward passes instead of "
-        f"{found['forward_passes_without']}, {found['acceptance_length']:.2f} tokens a pass; {same}"
+        f"{found['forward_passes_without']}, {found['acceptance_length']:.2f} tokens per pass; {same}"
     )
 
 

@@ -21,10 +21,15 @@ from tigon.techniques.condition import Condition
 def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], checked: bool = True) -> Recipe:
     """Load the recipe in `path`, with `--set section.key=value` applied last.
 
-    gpu_present: Called only if `train.device` is auto and the recipe has an `on_gpu` block (importing torch is slow).
-    checked: False skips the checks for keys that exclude each other or do nothing.
+    Args:
+        path: The recipe file.
+        overrides: `section.key=value` texts.
+        gpu_present: Called only if `train.device` is auto and the recipe has an `on_gpu` block, because importing
+            torch is slow.
+        checked: False skips the checks for keys that exclude each other or do nothing.
 
-    Raises RecipeError naming file, line and key.
+    Raises:
+        RecipeError: The file cannot be read, or a key or value is wrong; the message names file, line and key.
     """
     return recipe_file.load(path, overrides, gpu_present=gpu_present, objective_rules=RULES, checked=checked)
 
@@ -40,7 +45,15 @@ def without_phases(recipe: Recipe) -> Recipe:
 
 
 def require_heads(path: Path, recipe: Recipe) -> None:
-    """Raise RecipeError for a recipe without heads; `tigon medusa` calls it. path: the recipe file."""
+    """Refuse a recipe without heads; `tigon medusa` calls it.
+
+    Args:
+        path: The recipe file.
+        recipe: The recipe in it.
+
+    Raises:
+        RecipeError: `heads.stage` is not given.
+    """
     if recipe.heads.stage is None:
         raise RecipeError(
             f"{path}: heads.stage is not given; set it to 1 (only heads) or 2 (model and heads), or use tigon train"

@@ -34,26 +34,27 @@ class Case:
     shape: tuple[int, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     small: bool = True
-    """Small enough for Triton's interpreter (a few hundred programs). Larger cases run on the reference and on GPUs."""
+    """Small enough for Triton's interpreter (a few hundred programs). Larger cases run on GPUs and the composite path.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
     """One fused op.
 
-    `oracle` is the unfused PyTorch formula, differentiated by autograd. In fp64 it gives the reference result; in the
-    inputs' dtype it gives the baseline. The op's error may be at most `error_factor` times the baseline's error.
+    `oracle` is the unfused PyTorch formula, differentiated by autograd. Its fp64 result is the truth; its result in the
+    inputs' dtype is the baseline. The op's error may be at most `error_factor` times the baseline's error.
     """
 
     name: str
     call: Callable[..., Any]
     oracle: Callable[..., Any]
     make: Callable[[Case, torch.dtype, torch.device], dict[str, Any]]
-    """Makes random inputs, by parameter name; the tensors named in `grads` are differentiated."""
+    """Makes random inputs by parameter name. The tensors named in `grads` are differentiated."""
     grads: tuple[str, ...]
     cases: tuple[Case, ...]
     cost: Callable[..., Cost]
-    """Takes the same arguments as `call`."""
+    """The cost of a call; takes the same arguments as `call`."""
     error_factor: float = 2.0
     errors: Mapping[str, float] = field(default_factory=dict)
     """Largest relative Frobenius error against fp64 over all cases, outputs and gradients, by dtype, on an H200."""

@@ -2,16 +2,16 @@
 
     y = f(gate) · up        f = silu (swiglu), gelu or its tanh approximation (geglu)
 
-f is computed in fp32 and not rounded before the product. That is one rounding less than in the unfused model, which
-stores f(gate) in its own dtype. The inputs gate and up are saved for backward, where f is recomputed; the projections
-that made them do not need to keep them.
+f is computed in fp32 and not rounded before the product. The unfused model rounds once more, because it stores f(gate)
+in the model's dtype. The op saves gate and up, and its backward recomputes f. The projections that produced gate and up
+do not need to save them.
 
-`swiglu(gate_up)` takes a packed projection (..., 2F): it reads the two halves in place and writes one packed gradient.
-Splitting with `chunk` would cost a copy of the gradient.
+`swiglu(gate_up)` takes a packed projection (..., 2F). It reads the two halves in place and writes one packed gradient.
+A split with `chunk` would cost a copy of the gradient.
 
-`inplace=True` lets the backward write dgate and dup over gate and up. It saves two tensors at the memory peak of an
+`inplace=True` lets the backward write dgate and dup over gate and up. This saves two tensors at the memory peak of an
 MLP's backward. The caller guarantees that nothing else reads gate and up; `alone` checks this for a tensor that the
-caller has just made. A backward that keeps the graph (`retain_graph=True`) does not overwrite them.
+caller has just created. A backward that keeps the graph (`retain_graph=True`) does not overwrite gate and up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_order
 
 Approximate = Literal["tanh", "none"]
-# approximate, by torch's names -> the kernel's activation
+# PyTorch's value of `approximate` -> the kernel's activation
 _GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
@@ -58,7 +58,7 @@ def _fwd_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     y_dtype = torch.promote_types(g.dtype, u.dtype)
     acc = torch.promote_types(y_dtype, torch.float32)
     y = (_activation(g.to(acc), activation)[0] * u.to(acc)).to(y_dtype)
-    return y if y.is_contiguous() else y.contiguous()  # as in the fake and the kernel
+    return y if y.is_contiguous() else y.contiguous()  # the fake and the kernel return contiguous tensors
 
 
 def _bwd_reference(
@@ -145,7 +145,7 @@ class GLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         want_dgate, want_dup = ctx.needs_input_grad[:2]
-        # Recomputation of an activation checkpoint makes one alias for each node that saved the tensor.
+        # With activation checkpointing, each node that saved the tensor gets a separate alias when it is recomputed.
         shared = ctx.inplace and any(t is not None and _sharers(t) != _UNSHARED for t in (gate, up))
         if ctx.inplace and not shared and not torch._C._autograd._get_current_graph_task_keep_graph():
             dgate, dup = gate.detach(), None if up is None else up.detach()
@@ -191,7 +191,7 @@ _ALONE = _of_a_new_tensor() if _CAN_TELL else (0, 0, 0)
 
 
 def alone(x: Tensor) -> bool:
-    """Whether one local variable of the calling function is all that holds `x` or its memory.
+    """Whether only one local variable of the calling function refers to `x` or its memory.
 
     Call this before the call that `x` is passed to, because arguments of a call count as references too.
     """
@@ -209,7 +209,7 @@ def _gated(gate: Tensor, up: Tensor | None, activation: str, inplace: bool) -> T
         if gate.device != up.device:
             raise ShapeError(f"gate is on {gate.device} and up on {up.device}; move them to one device.")
         if torch.float64 in (gate.dtype, up.dtype):
-            # No kernel computes in fp64, and the dtype of gate decides whether a kernel runs, so cast both.
+            # No kernel computes in fp64, and the dtype of gate decides whether a kernel runs. So cast both to fp64.
             gate, up = gate.double(), up.double()
     # Under torch.compile the compiler plans the buffers.
     return _glu(gate, up, activation, inplace and not torch.compiler.is_compiling())  # type: ignore[no-any-return]
@@ -221,14 +221,14 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = False) -> 
     Args:
         gate: (..., F), fp16, bf16, fp32 or fp64, any strides; or both halves packed, (..., 2F) = [gate | up].
         up: (..., F), the shape of gate; its dtype may differ. None if gate is packed.
-        inplace: let the backward overwrite gate and up with their gradients. Use it only if nothing else reads them.
+        inplace: let the backward overwrite gate and up with their gradients. Use this only if no other code reads them.
 
     Returns:
         (..., F), in the promoted dtype of gate and up. Gradients have the dtype of their input.
 
     Raises:
         ShapeError: gate and up differ in shape or device, or a packed gate has an odd width or no dimensions.
-        DtypeError: a dtype is none of the four.
+        DtypeError: a dtype is not fp16, bf16, fp32 or fp64.
         DoubleBackwardError: in backward, with create_graph=True.
     """
     return _gated(gate, up, "silu", inplace)
@@ -237,17 +237,20 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = False) -> 
 def geglu(
     gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", inplace: bool = False
 ) -> Tensor:
-    """Compute `gelu(gate) * up` in one pass; arguments, result and other errors as `swiglu`.
+    """Compute `gelu(gate) * up` in one pass.
 
     Args:
         gate, up, inplace: as in `swiglu`.
         approximate: "tanh" (Gemma's) or "none" (the error function), as in `torch.nn.functional.gelu`.
 
     Returns:
-        (..., F), in the promoted dtype of gate and up.
+        (..., F), in the promoted dtype of gate and up. Gradients have the dtype of their input.
 
     Raises:
+        ShapeError: gate and up differ in shape or device, or a packed gate has an odd width or no dimensions.
+        DtypeError: a dtype is not fp16, bf16, fp32 or fp64.
         OptionError: approximate is neither "tanh" nor "none".
+        DoubleBackwardError: in backward, with create_graph=True.
     """
     if approximate not in _GELU:
         raise OptionError(f"approximate={approximate!r} is not known; choose one of {', '.join(_GELU)}.")

@@ -2,8 +2,8 @@
 
     y = x̂ · w + b,   x̂ = (x - mean) · rstd,   rstd = 1 / sqrt(mean((x - mean)²) + eps)
 
-Mean and rstd are computed and saved in fp32. Saved in bf16, they cause an error of 1 % in the weight gradient at a mean
-of ten standard deviations. The variance takes a second pass over x, because E[x²] - mean² cancels for such inputs.
+Mean and rstd are computed and saved in fp32. If they were saved in bf16, the weight gradient would be off by 1 % at a
+mean of ten standard deviations. The variance takes a second pass over x, because E[x²] - mean² cancels for such inputs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     Args:
         x: (..., H), fp16, bf16, fp32 or fp64, any strides; never written to.
-        weight, bias: (H,) or None, both of one dtype, which may be wider than x's.
+        weight, bias: (H,) or None. Both have the same dtype, which may be wider than x's.
         eps: added to the variance.
 
     Returns:
@@ -53,7 +53,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     Raises:
         ShapeError: x is 0-dim, or weight or bias is not (H,) or is on another device than x.
-        DtypeError: a dtype is none of the four, or weight or bias is fp64 and x is not.
+        DtypeError: a dtype is not fp16, bf16, fp32 or fp64, or weight or bias is fp64 and x is not.
         OptionError: eps is not a number, is negative or is not finite.
         DoubleBackwardError: in backward, with create_graph=True.
     """

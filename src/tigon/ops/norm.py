@@ -1,6 +1,6 @@
-"""The two primitives behind rms_norm, add_rms_norm and layer_norm, and their PyTorch reference.
+"""The two primitives behind rms_norm, add_rms_norm and layer_norm, with their composite path in PyTorch.
 
-The formulas are at the top of `kernels/norm.py`; the reference below runs the same algorithm on whole tensors.
+The formulas are at the top of `kernels/norm.py`. The composite path runs the same algorithm on whole tensors.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _fwd_reference(
         y = y * (weight.to(wide.dtype) + offset)
     if bias is not None:
         y = y + bias.to(wide.dtype)
-    # A torch.library output must not be an input, so without a residual no sum is returned. Outputs are contiguous, as
-    # those of the fake and the kernel are.
+    # A torch.library operator must not return its input, so without a residual it returns no sum. The outputs are
+    # contiguous like those of the fake and the kernel.
     s = s if residual is not None else x.new_empty(0)
     return y.to(y_dtype).contiguous(), s.contiguous(), mean.contiguous(), rstd.contiguous()
 

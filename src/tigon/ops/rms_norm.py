@@ -9,7 +9,7 @@ only in this (the 191 RMSNorm classes of transformers 5.23 have five distinct bo
     gemma    x̂ · (w + offset) in fp32, rounded once, to x's dtype; Gemma's offset is 1, Gemma 4's and OLMo-2's is 0
     fp32     another name for gemma's order, for families that do not add an offset
 
-Saved for backward: x (or the sum) and rstd.
+The op saves x (or the sum) and rstd for the backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_dtype, first_order
 
 Casting = Literal["llama", "gemma", "fp32"]
-# casting -> is the product with the weight taken in fp32?
+# casting -> whether the product with the weight is computed in fp32
 _FP32_WEIGHT = {"llama": False, "gemma": True, "fp32": True}
 
 
@@ -101,15 +101,15 @@ def rms_norm(
         weight: (H,) or None. Its dtype may be wider than x's, for example fp32 master weights.
         eps: added to the mean square.
         offset: added to the weight; 1 for Gemma.
-        casting: where the normalised value is rounded. "llama": to x's dtype before the product with the weight.
-            "gemma" and "fp32": once, after the product.
+        casting: where the normalised value is rounded. "llama" rounds to x's dtype before the product with the weight.
+            "gemma" and "fp32" round once, after the product.
 
     Returns:
         (..., H), in x's dtype; with casting="llama" in the promoted dtype of x and weight.
 
     Raises:
         ShapeError: x is 0-dim, or weight is not (H,) or is on another device than x.
-        DtypeError: a dtype is none of the four, or weight is fp64 and x is not.
+        DtypeError: a dtype is not fp16, bf16, fp32 or fp64, or weight is fp64 and x is not.
         OptionError: casting is unknown; or eps or offset is not a finite number, or eps is negative.
         DoubleBackwardError: in backward, with create_graph=True.
     """
@@ -134,10 +134,14 @@ def add_rms_norm(
         weight, eps, offset, casting: as in `rms_norm`.
 
     Returns:
-        (rms_norm(s), s), both (..., H); s is in x's dtype.
+        (rms_norm(s), s), both (..., H). s has x's dtype; rms_norm(s) has the dtype that `rms_norm` returns.
 
     Raises:
-        ShapeError: residual differs from x in shape, dtype or device. Other errors as `rms_norm`.
+        ShapeError: residual differs from x in shape, dtype or device; or x is 0-dim; or weight is not (H,) or is on
+            another device than x.
+        DtypeError: a dtype is not fp16, bf16, fp32 or fp64, or weight is fp64 and x is not.
+        OptionError: casting is unknown; or eps or offset is not a finite number, or eps is negative.
+        DoubleBackwardError: in backward, with create_graph=True.
     """
     norm.check_scalars(eps, offset)
     fp32_weight = _check(x, weight, casting)

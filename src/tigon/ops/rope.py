@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021, arXiv 2104.09864, eq. 34) of queries and keys.
 
-    y = x · cos + rotate(x) · sin        over the first R columns; columns R..D pass through
+    y = x · cos + rotate(x) · sin        over the first R columns; columns R to D are copied
 
     half-split    rotate(x) = (-x[R/2:], x[:R/2])               Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX
     interleaved   rotate(x) = (-x1, x0, -x3, x2, ...)           Cohere, GLM
@@ -31,7 +31,7 @@ from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_ord
 
 
 def _pair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of the two members of all pairs, each (..., R/2)."""
+    """Views of the first and the second members of all pairs, each (..., R/2)."""
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
     return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
@@ -102,7 +102,7 @@ class Rope(torch.autograd.Function):
         given = dq if want_dq else dk
         if given is None or not (want_dq or want_dk):
             return None, None, None, None, None, None
-        # For a gradient that is not wanted, the kernel gets a tensor with 0 heads.
+        # If a gradient is not wanted, the kernel gets a tensor with 0 heads in its place.
         nothing = given.narrow(ctx.heads_dim, 0, 0)
         dq, dk = rotate(
             dq if want_dq else nothing, dk if want_dk else nothing,
@@ -121,7 +121,9 @@ _rope = Differentiable(
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> None:
     check_dtype(q, k, cos, sin)
     if heads_dim not in (1, 2):
-        raise OptionError(f"unsqueeze_dim={heads_dim} is not known; 1 for (B, heads, T, D), 2 for (B, T, heads, D).")
+        raise OptionError(
+            f"unsqueeze_dim={heads_dim} is not known; use 1 for (B, heads, T, D) or 2 for (B, T, heads, D)."
+        )
     if q.dtype != k.dtype:
         raise DtypeError(f"q is {q.dtype} and k is {k.dtype}; they must agree. Cast one of them.")
     if q.ndim != 4 or k.ndim != 4:
@@ -160,18 +162,18 @@ def rope(
     Args:
         q: (B, Hq, T, D), or (B, T, Hq, D) with unsqueeze_dim=2; fp16, bf16, fp32 or fp64. Any strides; a copy is made
             only if the last dimension does not have stride 1. Never written to.
-        k: as q, with its own number of heads; q's dtype.
+        k: (B, Hk, T, D), or (B, T, Hk, D) with unsqueeze_dim=2, in q's dtype. Any strides, as for q. Never written to.
         cos, sin: (T, R), (1, T, R) or (B, T, R); fp16, bf16, fp32 or fp64. R is even and at most D. Not differentiated.
         interleaved: rotate the pairs (2i, 2i+1) instead of (i, i + R/2).
-        unsqueeze_dim: the dimension of the heads, 1 or 2; the name is that of transformers.
+        unsqueeze_dim: the dimension of the heads, 1 or 2. The name is the one that transformers uses.
 
     Returns:
         Rotated q and k: new tensors of the same shapes and dtype, in the memory order of q and k.
 
     Raises:
-        ShapeError: q or k is not 4-D; q and k differ in more than the number of heads; cos and sin differ in shape or
-            do not fit q's batch and tokens; R is odd, 0 or larger than D; or the tensors are on several devices.
-        DtypeError: a dtype is none of the four, or q and k have different dtypes.
+        ShapeError: q or k is not 4-D. q and k differ in more than the number of heads. cos and sin differ in shape or
+            do not fit q's batch and tokens. R is odd, 0 or larger than D. The tensors are on several devices.
+        DtypeError: a dtype is not fp16, bf16, fp32 or fp64, or q and k have different dtypes.
         OptionError: unsqueeze_dim is neither 1 nor 2, or a table requires grad.
         DoubleBackwardError: in backward, with create_graph=True.
     """

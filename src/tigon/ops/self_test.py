@@ -1,13 +1,13 @@
 """Compares each op with its fp64 formula on the present device, for `tigon doctor` and before a run on a GPU.
 
-The error limit is that of the op's record. An op's error against the fp64 oracle may be at most `error_factor` times
-the error of the oracle in the op's own dtype, or the rounding error of that dtype if it is larger. A result is the
-share of this allowance that was used, so 1 is the limit. It holds for the largest error of an element and for the
-Frobenius norm, for the outputs and for every gradient.
+The allowed error is `error_factor` times the error of the oracle in the op's dtype, or the rounding error of that dtype
+if it is larger. All errors are measured against the fp64 oracle. A result is the op's error as a share of the allowed
+error, so 1 is the limit. The limit holds for the largest error of an element and for the Frobenius norm, for the
+outputs and for every gradient.
 
 The repository's tests apply this limit to known devices. On other devices sums may round differently: with other seeds
-the share was 1.03 in one of five draws. The limit is therefore multiplied by `LUCK`; a wrong formula is off by far
-more. Triton's interpreter truncates bf16 instead of rounding it, so it gets an extra factor too.
+the share was 1.03 in one of five draws. The limit is therefore multiplied by `LUCK`; a wrong formula exceeds it by far.
+Triton's interpreter truncates bf16 instead of rounding it, so an extra factor applies to it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OpCheck:
     op: str
     dtype: str
     share: float | None = None
-    """Largest error over the cases, as a share of the allowance; None if the check did not finish."""
+    """Largest error over the cases as a share of the allowed error; None if the check did not finish."""
     worst: str = ""
     """Case and tensor with the largest share."""
     cases: int = 0
@@ -72,7 +72,7 @@ def _check_product(dtype: str) -> OpCheck:
 
 
 def cases_of(op: Op, device: torch.device) -> Sequence[Case]:
-    """All small cases for the reference (2 s in total); the first one for kernels, as each case compiles variants."""
+    """All small cases for the composite path (2 s in total). Kernels run the first only, as each case compiles anew."""
     small = [case for case in op.cases if case.small]
     kernel = dispatch.uses_kernel(torch.empty(1, device=device))
     return small[:1] if kernel else small
@@ -93,9 +93,10 @@ def _share(op: Op, case: Case, dtype: torch.dtype, device: torch.device) -> tupl
 
 
 def share_of_allowance(got: Tensor, truth: Tensor, baseline: Tensor, factor: float) -> float:
-    """The larger of error / allowance for the largest element and for the Frobenius norm.
+    """The error as a share of the allowed error, for the largest element or the Frobenius norm if that is larger.
 
-    Raises ValueError if the two cannot be compared: shape or dtype differ, or NaNs are in different places.
+    Raises:
+        ValueError: shape or dtype differ, or NaNs are in different places.
     """
     if got.shape != baseline.shape or got.dtype != baseline.dtype:
         raise ValueError(f"{tuple(got.shape)} {got.dtype} instead of {tuple(baseline.shape)} {baseline.dtype}")
@@ -110,7 +111,7 @@ def share_of_allowance(got: Tensor, truth: Tensor, baseline: Tensor, factor: flo
     norms: tuple[Callable[[Tensor], Tensor], ...] = (Tensor.max, torch.linalg.vector_norm)
     for norm in norms:
         size, err = float(norm(truth.abs())), float(norm(error))
-        # Among fp16's subnormals, `rounding` is more than half a step.
+        # For fp16's subnormal numbers, `rounding` is more than half a step.
         rounded = max(float(norm(rounding)), half_step * size)
         allowed = factor * (max(float(norm(unfused)), rounded) + arithmetic * size)
         shares.append(err / allowed if err else 0.0)
@@ -126,8 +127,8 @@ def _run(
 ) -> dict[str, Tensor]:
     """Outputs and gradients by name, for a random upstream gradient.
 
-    The upstream gradient is rounded to the given dtypes, or the outputs' own, so that the fp64 formula gets the numbers
-    that the op gets.
+    The upstream gradient is rounded to the given dtypes, by default the outputs' dtypes, so that the fp64 formula and
+    the op get the same numbers.
     """
     leaves = {n: v.detach().clone() if isinstance(v, Tensor) else v for n, v in inputs.items()}
     wanted = [name for name in op.grads if isinstance(leaves.get(name), Tensor)]

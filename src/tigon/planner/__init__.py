@@ -1,11 +1,11 @@
-"""How much memory and time a training run will take, without a GPU.
+"""Predicts the memory and time of a training run without a GPU.
 
 request.py         the input: a model, a batch and the run's techniques
 gpus.py            GPUs as data
 estimate.py        the pipeline, and its result
 simulated_run.py   memory of a run over three steps
 step_time.py       seconds of a step
-closed_form.py     the formulas of the Liger study (docs/study.md), to compare
+closed_form.py     the formulas of the Liger study (docs/study.md), for comparison
 
 trace/             one micro-batch of the real model code on fake tensors
 simulate/          memory by component, the caching allocator, the roofline

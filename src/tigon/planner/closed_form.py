@@ -1,4 +1,6 @@
-"""The Liger study's formulas (docs/study.md), to compare with the trace: full fine-tuning, fp32 states, checkpointing.
+"""The Liger study's formulas (docs/study.md), for comparison with the trace.
+
+They hold for full fine-tuning with fp32 states and checkpointing:
 
 states       16 bytes per parameter: weight, gradient and two moments in fp32
     checkpoints  batch x seq x hidden x 2 x layers
@@ -43,7 +45,7 @@ def differences(request: Request, ours: dict[str, int], theirs: dict[str, int]) 
     why = {
         "weights": f"{choices.precision} holds weights in {2 if choices.precision == 'bf16' else 4} bytes",
         "gradients": "gradients have the weights' dtype, and at some peaks not all of them exist",
-        "optimizer": f"{choices.optimizer} has its own state size",
+        "optimizer": f"{choices.optimizer} has another state size than AdamW",
         "checkpoints": f"checkpointing is {choices.checkpointing}; under autocast the layers' inputs are fp32",
         "activations": "the trace keeps one layer's activations with checkpointing and every layer's without",
         "logits": "the formula omits the 16-bit copy, and a fused loss holds a chunk of logits and the sums of dW",

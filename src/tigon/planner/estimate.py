@@ -148,7 +148,7 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelStates) -> tu
     if choices.offload == "nvme":
         notes.append("The step time does not include the disk: NVMe files are read and written in every step.")
     if choices.quantized:
-        notes.append("Weights are stored in NF4, half a byte each, and copied to 16 bits while they are multiplied.")
+        notes.append("Weights are stored in NF4, half a byte each, and copied to 16 bits for each matrix product.")
     return tuple(notes)
 
 

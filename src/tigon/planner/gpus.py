@@ -1,8 +1,8 @@
 """The known GPUs: usable memory and speed of each.
 
-Rates are those that a large bf16 matmul and a device copy reach, not the data sheet's. The H200's were measured (8192³
-matmul of random data, torch 2.11, driver 580). The H200 reached 0.69 of its data sheet's tensor rate and 0.89 of its
-bandwidth. The rates of the other GPUs are those of their data sheets times these shares.
+The H200's rates were measured with a large bf16 matmul and a device copy (8192³ matmul of random data, torch 2.11,
+driver 580). It reached 0.69 of its data sheet's tensor rate and 0.89 of its bandwidth. The rates of the other GPUs are
+their data sheets' rates times these shares.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Gpu:
 
     name: str
     memory_bytes: int
-    """The device's total as CUDA reports it; the context comes out of this."""
+    """The device's total memory as CUDA reports it, including the CUDA context."""
     context_bytes: int
     """The CUDA context with the kernels of a training run loaded, outside the caching allocator
     (engines/non_allocator_memory.py)."""

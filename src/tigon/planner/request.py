@@ -23,17 +23,17 @@ class Request:
     config: Any
     """Its transformers config, as `tigon.models.loading.config.load_config` returns it."""
     batch: int
-    """Rows of one micro-batch on one GPU."""
+    """Samples of one micro-batch on one GPU."""
     seq: int
-    """Tokens in a row."""
+    """Tokens per sample."""
     choices: Choices
     masked: bool = False
-    """Rows hold several documents, and attention needs a block mask."""
+    """Whether samples hold several documents, so that attention needs a block mask."""
     objective: PlannedObjective = field(default_factory=PlannedCausalLM)
     clipped: bool = True
-    """Gradients are clipped by their norm, which the Trainer does unless max_grad_norm is 0."""
+    """Whether gradients are clipped by their norm, which the Trainer does unless max_grad_norm is 0."""
     evaluated: bool = False
-    """The run evaluates, in batches of the same size. Then the evaluation counts in the peak too."""
+    """Whether the run evaluates, in batches of the same size. If so, the evaluation counts in the peak."""
 
 
 def text_config(config: Any) -> Any:
@@ -80,11 +80,11 @@ def check(request: Request) -> None:
     if isinstance(heads, int) and isinstance(key_heads, int) and (key_heads < 1 or heads % key_heads):
         raise UsageError(
             f"{request.model} has num_key_value_heads {key_heads}, which does not divide its num_attention_heads "
-            f"{heads}; mend its config.json."
+            f"{heads}; correct its config.json."
         )
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and request.seq > limit:
         raise UsageError(
-            f"seq is {request.seq}, but {request.model} has max_position_embeddings {limit}; ask for at most that, or "
+            f"seq is {request.seq}, but {request.model} has max_position_embeddings {limit}; use at most {limit}, or "
             "give a config.json with longer positions."
         )

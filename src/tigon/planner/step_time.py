@@ -1,4 +1,4 @@
-"""How long one optimizer step takes: micro-batches, the update, copies to the host and traffic between GPUs."""
+"""The time of one optimizer step: micro-batches, the update, copies to the host and traffic between GPUs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from tigon.techniques.optimizers import OPTIMIZERS
 
 # Host memory bandwidth of DeepSpeed's AdamW on 16 cores, from Llama-3.2-1B's step on one machine with an H200.
 HOST_BYTES_S = 74e9
-# The host's overflow check on fp16's gradients, which are fp32 there: the extra time over bf16 in the study on an H200.
+# Rate of the overflow check of fp16 training on the host, whose gradients are fp32 there. It was computed from the
+# extra time over bf16 in the study on an H200.
 HOST_OVERFLOW_BYTES_S = 8.4e9
-# Up to this part of the micro-batches hides collectives.
+# Collectives overlap with at most this share of a micro-batch's time.
 _HIDING_SHARE = 0.5
 
 

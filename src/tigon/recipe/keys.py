@@ -34,12 +34,19 @@ AUTO_PRECISION = "amp-bf16"  # `auto` on a GPU; every combination that amp-bf16 
 def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | None = None,
         renamed: Mapping[str, str] | None = None, minimum: float | None = None, maximum: float | None = None,
         above: float | None = None, limits: str | None = None, prose: bool = False) -> Any:  # fmt: skip
-    """A recipe key. `minimum` and `maximum` are inclusive, `above` is exclusive; a tuple default makes a list key.
+    """Declare a recipe key.
 
-    pattern: A regular expression for the allowed values, if `choices` does not list all of them.
-    renamed: Former values and their new names.
-    limits: The row of LIMITS that gives minimum and maximum.
-    prose: The text may have line breaks.
+    Args:
+        default: The default value; a tuple makes a list key.
+        help: The meaning of the key, for the table of docs/train.md.
+        choices: The allowed values.
+        pattern: A regular expression for the allowed values, if `choices` does not list all of them.
+        renamed: Former values and their new names.
+        minimum: The smallest allowed value.
+        maximum: The largest allowed value.
+        above: A limit that the value must exceed.
+        limits: The row of LIMITS that gives minimum and maximum.
+        prose: The text may have line breaks.
     """
     if limits is not None:
         minimum, maximum = LIMITS[limits]
@@ -64,7 +71,7 @@ def technique_key(name: str) -> Any:
 
 
 def with_technique_keys(section: str) -> Callable[[type[T]], type[T]]:
-    """Class decorator, to be applied before `dataclass`: adds the keys of techniques that the section does not name."""
+    """Class decorator, applied before `dataclass`, that adds the keys of techniques which the section does not name."""
 
     def extend(cls: type[T]) -> type[T]:
         for setting in SETTINGS.values():
@@ -99,7 +106,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The training data, and how text becomes rows of tokens."""
+    """The training data, and how text becomes samples of tokens."""
 
     source: tuple[str, ...] = key(
         ("python-docs",), "Files or folders (`.txt`, `.md`, `.py`, `.jsonl`), or `python-docs`: the language reference "
@@ -110,24 +117,24 @@ class DataConfig:
         choices=("auto", "text", "alpaca", "messages", "prompt-completion"),
     )  # fmt: skip
     max_text_mib: float | None = key(None, "Stop reading after this much text (MiB of UTF-8).", above=0)
-    eval_source: tuple[str, ...] = key((), "Files for evaluation; empty: hold out whole documents from `source`.")
-    eval_fraction: float = key(0.02, "Fraction of documents held out if `eval_source` is empty; 0: no evaluation.",
+    eval_source: tuple[str, ...] = key((), "Files for evaluation; empty: take whole documents of `source`.")
+    eval_fraction: float = key(0.02, "Fraction of documents for evaluation if `eval_source` is empty; 0: none.",
                                minimum=0, maximum=0.5)  # fmt: skip
     tokenizer: str = key(
         "auto", "A tokenizer folder or hub id. `auto`: the checkpoint's tokenizer; for a preset, a byte-level BPE "
         "trained on the data.",
     )  # fmt: skip
     vocab_size: int = key(8192, "Vocabulary size of the BPE that `auto` trains.", minimum=300, maximum=262144)
-    sequence_length: int = key(1024, "Tokens per row.", limits="seq")
+    sequence_length: int = key(1024, "Tokens per sample.", limits="seq")
     packing: bool = key(
-        True, "Pack several documents into a row; false: one document (or piece of one) per row, padded."
+        True, "Pack several documents into a sample; false: one document (or piece of one) per sample, padded."
     )
     cross_document_attention: bool = key(
-        False, "Let tokens attend to earlier documents in a packed row. Saves the block mask that sdpa needs."
+        False, "Let tokens attend to earlier documents in a packed sample. Saves the block mask that sdpa needs."
     )
     too_long: str = key(
-        "error", "If a prompt and its answer are longer than `sequence_length`: stop, cut off the end, or leave the "
-        "row out (the report counts both). Plain text is split into several rows and loses nothing.",
+        "error", "If a prompt and its answer are longer than `sequence_length`: stop, cut off the end, or leave both "
+        "out (the report counts these cases). Plain text is split into several samples and loses nothing.",
         choices=("error", "truncate", "drop"),
     )  # fmt: skip
     bad_rows: str = key(
@@ -143,12 +150,12 @@ class TrainConfig:
     """The training loop: batch, optimizer, precision and memory techniques."""
 
     steps: int | None = key(None, "Optimizer steps; give this or `epochs`.", minimum=1, maximum=MAX_COUNT)
-    epochs: float | None = key(None, "Passes over the rows; give this or `steps`.", above=0, maximum=1_000_000)
+    epochs: float | None = key(None, "Passes over the samples; give this or `steps`.", above=0, maximum=1_000_000)
     objective: str = key(
         "auto", "The loss to minimise, by the name of its file in `tigon.objectives`. `auto`: `medusa` with "
         "`heads.stage`, else `causal_lm`.",
     )  # fmt: skip
-    batch_size: int = key(8, "Rows per micro-batch, in each process.", limits="batch")
+    batch_size: int = key(8, "Samples per micro-batch, in each process.", limits="batch")
     gradient_accumulation: int = technique_key("accumulate")
     learning_rate: float = key(3e-4, "Peak learning rate.", above=0)
     schedule: str = key("cosine", "Learning rate schedule after the warm-up.", choices=("cosine", "linear", "constant"))
@@ -163,7 +170,7 @@ class TrainConfig:
     precision: str = technique_key("precision")
     tf32: bool = key(False, "Let the GPU round the inputs of fp32 matmuls to 10 mantissa bits. Faster.")
     checkpointing: str = technique_key("checkpointing")
-    seed: int = key(1, "Random seed for weights, row order and dropout.", minimum=0, maximum=2**32 - 1)
+    seed: int = key(1, "Random seed for weights, the order of samples, and dropout.", minimum=0, maximum=2**32 - 1)
     device: str = key("auto", "`auto`: the GPU if there is one.", choices=("auto", "cpu", "cuda"))
     workers: int = key(0, "DataLoader worker processes; 0: load in the training process.", minimum=0, maximum=64)
     log_steps: int = key(10, "Steps between records in metrics.jsonl.", minimum=1, maximum=MAX_COUNT)
@@ -184,7 +191,7 @@ class TrainConfig:
 @dataclass(frozen=True)
 @with_technique_keys("lora")
 class LoraConfig:
-    """LoRA: train small adapters beside the frozen weights of the model, and merge them into these at the end."""
+    """LoRA: train small adapters next to the model's frozen weights, and merge them into these weights at the end."""
 
     rank: int | None = technique_key("lora_rank")
     alpha: float | None = key(None, "The adapters' output is scaled by alpha / rank; none: 2 x rank.", above=0)
@@ -253,11 +260,13 @@ class HeadsConfig:
 
 @dataclass(frozen=True)
 class ComparisonConfig:
-    """A short repeat of the run after training, once per kernel choice: same seed, weights and rows."""
+    """A short repeat of the run after training, once per kernel choice: same seed, weights and samples."""
 
     steps: int = key(0, "Steps of each repeat; 0: no comparison. Memory is measured in the last step.",
                      minimum=0, maximum=1000)  # fmt: skip
-    batch_size: int | None = key(None, "Rows per micro-batch; none: `train.batch_size`.", minimum=1, maximum=MAX_COUNT)
+    batch_size: int | None = key(
+        None, "Samples per micro-batch; none: `train.batch_size`.", minimum=1, maximum=MAX_COUNT
+    )
     kernels: tuple[str, ...] = key(
         ("none", "no-flce", "tigon"), "Kernel choices to compare; the values of `model.kernels`.",
         choices=SETTINGS["kernels"].words, renamed=SETTINGS["kernels"].renamed,
@@ -275,7 +284,7 @@ class OutputConfig:
         choices=("error", "number"),
     )  # fmt: skip
     save_model: bool = key(True, "Write the final weights (safetensors) and tokenizer to `model/`.")
-    sample_prompt: str | None = key(None, "Prompt of the text sample; none: the start of a held-out document.",
+    sample_prompt: str | None = key(None, "Prompt of the text sample; none: the start of an eval document.",
                                      prose=True)  # fmt: skip
     sample_tokens: int = key(64, "Length of the text sample before and after training; 0: no sample.",
                              minimum=0, maximum=2048)  # fmt: skip
@@ -305,7 +314,7 @@ class Recipe:
         return {name: plain(section) for name, section in dataclasses.asdict(self).items()}
 
     def choices(self, *, precision: str | None = None) -> Choices:
-        """The techniques as the planner's `Choices`. precision: what `auto` resolves to on this machine."""
+        """The techniques as the planner's `Choices`. precision: the precision that `auto` stands for here."""
         values = {}
         for name, setting in SETTINGS.items():
             section, _, key_name = setting.key.partition(".")
@@ -391,16 +400,22 @@ _RULES = Rules(
 
 
 def check_combinations(recipe: Recipe, path: object, more: Rules) -> None:
-    """Refuse keys and techniques that exclude each other. more: the objectives' rules.
+    """Refuse keys and techniques that exclude each other.
 
-    Raises RecipeError with the file's name.
+    Args:
+        recipe: The recipe.
+        path: Its file, for the message.
+        more: The rules of the objectives.
+
+    Raises:
+        RecipeError: The recipe has such keys, or a value that no run can use. The message begins with `path`.
     """
     train, output = recipe.train, recipe.output
     if (train.steps is None) == (train.epochs is None):
         complaint = "both are given" if train.steps is not None else "neither is given"
         raise RecipeError(f"{path}: train.steps and train.epochs: {complaint}; give exactly one, e.g. train.steps: 200")
     if problem := folder_name_problem(output.name, NAME_CHARACTERS):
-        complaint = f"output.name is {output.name!r}, and names one folder inside output.folder"
+        complaint = f"output.name is {output.name!r}, but must name one folder inside output.folder"
         raise RecipeError(f"{path}: {complaint}: {problem}")
     if not output.folder.strip() or "\0" in output.folder:
         raise RecipeError(f"{path}: output.folder is {output.folder!r}; name a folder, such as runs")
@@ -432,7 +447,10 @@ def folder_name_problem(name: str, most: int) -> str | None:
 def check_effects(recipe: Recipe, given_keys: typing.Collection[str], where: Callable[[str], str], more: Rules) -> None:
     """Refuse keys in `given_keys` (the keys that the user gave) that would do nothing. more: the objectives' rules.
 
-    If the switch is given too, the keys are accepted, so that one key can turn a technique off. Raises RecipeError.
+    If the switch is given too, the keys are accepted, so that one key can turn a technique off.
+
+    Raises:
+        RecipeError: A key would do nothing.
     """
     for switch in (_RULES + more).switches:
         idle = [key for key in switch.keys if key in given_keys]

@@ -36,7 +36,7 @@ ON_GPU = "on_gpu"
 MAX_RECIPE_BYTES = 64 * 1024
 FP32_RANGE = (1.2e-38, 3.4e38)
 MAX_NAME = 1024  # characters in a path or another name; Linux allows paths of 4,096 bytes
-MAX_NODES = 4096  # counted with aliases expanded, which is what an alias bomb blows up
+MAX_NODES = 4096  # counted with aliases expanded, as an alias bomb would expand them
 MAX_DEPTH = 8
 # Former keys, and what to write instead.
 RENAMED_KEYS: Mapping[str, str] = {
@@ -53,12 +53,18 @@ def load(
 ) -> Recipe:  # fmt: skip
     """Load the recipe in `path`, with `--set section.key=value` applied last.
 
-    Packages above the objectives call `objectives.recipe_checks.load` instead, which knows the objectives' rules.
+    Packages above the objectives call `objectives.recipe_checks.load` instead, which adds the objectives' rules.
 
-    gpu_present: Called only if `train.device` is auto and the recipe has an `on_gpu` block (importing torch is slow).
-    checked: False skips the checks for keys that exclude each other or do nothing.
+    Args:
+        path: The recipe file.
+        overrides: `section.key=value` texts.
+        gpu_present: Called only if `train.device` is auto and the recipe has an `on_gpu` block, because importing
+            torch is slow.
+        objective_rules: The rules of the objectives' sections.
+        checked: False skips the checks for keys that exclude each other or do nothing.
 
-    Raises RecipeError naming file, line and key.
+    Raises:
+        RecipeError: The file cannot be read, or a key or value is wrong; the message names file, line and key.
     """
     raw, lines = _read_yaml(path)
     _check_keys(raw, path, lines)

@@ -207,7 +207,7 @@ DECLARATION = Declaration(
             name="grouped-attention", page="tiling",
             saves="Scratch memory of attention's backward pass for all but one group of heads. A flash kernel takes 4 "
             "bytes per element of Q, and 4 more if query heads share key heads.",
-            costs="One launch per group, which slows short rows. A mask adds a copy of the output and of dQ.",
+            costs="One launch per group, which slows short sequences. A mask adds a copy of the output and of dQ.",
             recipe={"train.attention_groups": 4}, chosen=(Condition("attention_groups", "is at least", 2),),
             model=_group, source="PyTorch 2.11 flash_api.cpp: mha_bwd",
         ),

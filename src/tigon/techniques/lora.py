@@ -95,7 +95,7 @@ DECLARATION = Declaration(
             name="lora", page="lora",
             saves="Gradients and optimizer states of all weights except the adapters: about 12 of 16 bytes per "
             "parameter.",
-            costs="Two thin matmuls beside each adapted one. Activations are needed as before.",
+            costs="Two thin matmuls for each adapted one. Activations are needed as before.",
             precision="Updates of rank `lora.rank`; merged into the weights at the end.", needs=("peft",),
             recipe={"lora.rank": 16}, chosen=(Condition("lora_rank", "is at least", 1),), model=_adapters,
             change_rank=6, source="peft; arXiv 2106.09685",

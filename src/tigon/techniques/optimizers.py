@@ -428,7 +428,8 @@ def bytes_per_parameter(row: Optimizer) -> float:
 def _technique(row: Optimizer) -> Technique:
     return Technique(
         name=row.name, page="optimizers",
-        saves=f"{bytes_per_parameter(row):.3g} bytes of state per parameter (AdamW: 8).",
+        saves=f"{bytes_per_parameter(row):.3g} bytes of state per parameter "
+        f"({'the baseline' if row.name == 'adamw' else 'AdamW: 8'}).",
         costs=row.help, precision=row.precision, needs=(row.package,) if row.package else (), devices=row.devices,
         recipe={"train.optimizer": row.name} | ({"train.max_grad_norm": 0} if row.in_backward else {}),
         chosen=(Condition("optimizer", "is", row.name),),

@@ -1,13 +1,13 @@
 """A training run on Hugging Face's Trainer.
 
-run.py            `tigon train`, in order             prepare.py        everything before the run folder exists
-engine.py         the model with its techniques       model.py          the model as the recipe names it
-trainer.py        the Trainer subclass, its arguments run_folder.py     the run folder: new, or one to resume
-first_phase.py    training that an objective asks for before the run's own
-timed_run.py, profiled_run.py    a run whose steps are timed, or whose allocations are recorded
+run.py            the steps of `tigon train`            prepare.py        checks and data before the run folder exists
+engine.py         builds and saves the model            model.py          loads the model that the recipe names
+trainer.py        the Trainer subclass, its arguments   run_folder.py     creates a run folder or finds one to resume
+first_phase.py    training that an objective needs before the run's own
+timed_run.py      times the steps of a run              profiled_run.py   records the allocations of a run
 
-checkpoint/    saved whole or not at all; states that DeepSpeed keeps in files
-distributed/   processes, signals, and what DeepSpeed needs
+checkpoint/    atomic checkpoints; the files of DeepSpeed's NVMe offload
+distributed/   processes, signals, and fixes for DeepSpeed
 guards/        checks before and during a run, and the messages of faults
 report/        progress lines, charts, report.md and report.html
 """

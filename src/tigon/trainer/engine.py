@@ -1,4 +1,4 @@
-"""From choices to the engines that carry them out: the model as techniques want it, its optimizer, its last save."""
+"""Builds the model with its techniques, makes the optimizer, and saves the final weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tigon.trainer.trainer import MakeOptimizer
 
 
 def run_info_of(recipe: Recipe, config: Any, shapes: dict[str, tuple[int, ...]], device: torch.device) -> RunInfo:
-    """What the techniques ask about this run."""
+    """The run info that techniques need: device, parameter shapes, processes and their settings."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return RunInfo(
         device=device.type, shapes=shapes, hidden_size=int(getattr(text, "hidden_size", 0)),
@@ -46,10 +46,10 @@ def run_info_of(recipe: Recipe, config: Any, shapes: dict[str, tuple[int, ...]],
 
 
 def make_optimizer(train: TrainConfig, choices: Choices) -> MakeOptimizer | None:
-    """None where the Trainer makes it from its name."""
+    """The function that makes the optimizer; None if the Trainer makes it from its name."""
     if OPTIMIZERS[choices.optimizer].needs_compiler and choices.fsdp:
-        # Moments of 8 and of 4 bits have one key in PyTorch's cache of traced graphs when their weights are sharded, so
-        # that the run of one would take the other's graph and fail (torch 2.13). The cache of compiled kernels stays.
+        # With sharded weights, PyTorch's cache of traced graphs has one key for 8-bit and 4-bit moments. A run with one
+        # would load the graph of the other and fail (torch 2.13). The cache of compiled kernels is not affected.
         functorch_config.enable_autograd_cache = False
     if OPTIMIZERS[choices.optimizer].trainer_name is not None:
         return None
@@ -66,14 +66,26 @@ def build(
     kernels: str,
     base: Path, reads_whole_weights: bool = False, ops: Mapping[str, bool] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """(model, what patching it did): loaded, patched (without the ops that are False), changed as the techniques say.
+    """Load the model, patch it, and apply the techniques in use.
 
-    A checkpoint whose weights an engine divides is not on `device` afterwards, but on the host, from where FSDP2 takes
-    layer by layer, or in ZeRO-3's partitions. reads_whole_weights: whether the caller's objective
-    does (`Objective.reads_whole_weights`).
+    The model is on `device` unless FSDP2 or ZeRO-3 shards a checkpoint. FSDP2 moves its layers one by one from CPU
+    memory; ZeRO-3 loads it into its partitions.
 
-    base: where a preset's random weights are written first when they are quantised, which happens while loading, or
-    when adapters will be merged into them from there.
+    Args:
+        model: The `model` section of the recipe.
+        config: The transformers config.
+        choices: The techniques in use.
+        run_info: What the techniques need to know about the run.
+        device: The device to train on.
+        seed: The seed of random weights.
+        kernels: The value of `model.kernels`.
+        base: The folder for a preset's random weights. They are saved and loaded from there if they are quantised on
+            loading or if adapters are merged into them at the end.
+        reads_whole_weights: Whether the objective reads whole weights (`Objective.reads_whole_weights`).
+        ops: Flags of `tigon.patch`; an op whose flag is False is not patched.
+
+    Returns:
+        The model, and the patch report or None.
     """
     dtype = getattr(torch, WEIGHT_DTYPES[choices.precision])
     used = [technique for technique in TECHNIQUES.values() if technique.used_by(choices)]
@@ -102,10 +114,11 @@ def build(
 
 
 def refuse_nonfinite(built: Any, model: ModelConfig) -> None:
-    """Refuse weights that are NaN or infinite before the first step. Every process calls it, as each may hold a part.
+    """Refuse weights that are NaN or infinite before the first step. Every process calls it with its own shards.
 
     Raises:
-        RecipeError: in the first process; the others exit.
+        RecipeError: In the main process, if a weight is not finite in any process.
+        SystemExit: In the other processes, with code 2.
     """
     index = first_nonfinite(built)
     indices = launch.all_gather_ints(-1 if index is None else index) or [-1 if index is None else index]
@@ -119,14 +132,17 @@ def refuse_nonfinite(built: Any, model: ModelConfig) -> None:
             f"model.config: the random weights of {name} are not finite (NaN or infinite); lower initializer_range"
         )
     raise RecipeError(
-        f"model.name: {model.name}: {name} holds values that are not finite (NaN or infinite) as it was loaded, and no "
-        "step can be finite with them; use an earlier checkpoint"
+        f"model.name: {model.name}: {name} holds values that are not finite (NaN or infinite) in the checkpoint, and "
+        "training cannot start from them; use an earlier checkpoint"
     )
 
 
 def _stays_on(device: torch.device, choices: Choices, run_info: RunInfo, dtype: torch.dtype) -> bool:
-    """Whether random weights that an engine will divide wait on the GPU they are drawn on: not if they go to the host
-    anyway, when a run's peak would be their drawing, or if it has no room."""
+    """Whether random weights stay on `device` until the engine shards them.
+
+    They do not if they do not fit, or if they are offloaded to CPU memory: the whole model on the GPU would be the
+    peak of such a run.
+    """
     if device.type != "cuda":
         return True
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -136,8 +152,18 @@ def _stays_on(device: torch.device, choices: Choices, run_info: RunInfo, dtype: 
 
 
 def saved_preset(model: ModelConfig, config: Any, *, seed: int, folder: Path, through: torch.device) -> ModelConfig:
-    """A preset's random weights as a bf16 checkpoint in `folder`, unless they are there; the config that names it.
-    through: where they are drawn."""
+    """Save a preset's random weights as a bf16 checkpoint in `folder`, unless it exists.
+
+    Args:
+        model: The `model` section that names the preset.
+        config: The preset's transformers config.
+        seed: The seed of the random weights.
+        folder: The folder of the checkpoint.
+        through: The device that draws the random numbers.
+
+    Returns:
+        A `model` section that names the checkpoint.
+    """
     if not (folder / "config.json").exists():
         built = models.build(model, config, dtype=torch.bfloat16, device=None, seed=seed, through=through)
         built.save_pretrained(folder)
@@ -145,7 +171,7 @@ def saved_preset(model: ModelConfig, config: Any, *, seed: int, folder: Path, th
 
 
 def save(built: Any, trainer: Any, choices: Choices, folder: Path, *, model: ModelConfig, base: Path) -> None:
-    """The final weights as a checkpoint that transformers loads, adapters merged. Every process calls it."""
+    """Save the final weights, with adapters merged, as a checkpoint for transformers. Every process calls it."""
     if choices.lora_rank is None:
         if weights_are_sharded(choices):  # gathered by all processes, written by the first
             trainer.save_model(str(folder))
@@ -165,15 +191,15 @@ def save(built: Any, trainer: Any, choices: Choices, folder: Path, *, model: Mod
 
 
 def _merged_from_files(choices: Choices) -> bool:
-    """Whether the weights in memory are none that adapters could be added to."""
+    """Whether adapters are merged from files, because the weights in memory are quantised or sharded."""
     return choices.lora_rank is not None and (choices.quantized or weights_are_sharded(choices))
 
 
 def merged(wrapped: Any) -> Any:
-    """The base model of a PEFT model with the adapters added to its weights.
+    """Merge the adapters of a PEFT model into its base model, and return the base model.
 
-    A head tied to the embeddings is untied first if either has an adapter of its own: adding to the shared weight would
-    change both.
+    A head tied to the embeddings is untied first if either of them has an adapter, because the sum would change the
+    weight that they share.
     """
     base = wrapped.get_base_model()
     head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
@@ -186,7 +212,7 @@ def merged(wrapped: Any) -> Any:
 
 
 def _merge_saved(adapters: Path, folder: Path, *, model: ModelConfig, base: Path) -> None:
-    """Adapters from their file into the base checkpoint in bf16, on the CPU: quantised weights cannot be added to."""
+    """Merge saved adapters into the bf16 base checkpoint on the CPU, because quantised weights cannot be changed."""
     import peft
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -195,7 +221,7 @@ def _merge_saved(adapters: Path, folder: Path, *, model: ModelConfig, base: Path
         model = replace(model, name=str(base), config=None)
     plain = models.read(model, dtype=torch.bfloat16)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT would merge zeros in their place
+        warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT would use zeros for them
         try:
             adapted = peft.PeftModel.from_pretrained(plain, str(adapters))
         except UserWarning as error:

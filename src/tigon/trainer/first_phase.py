@@ -1,4 +1,4 @@
-"""Ordinary training that makes the model which an objective starts from, before the run's own."""
+"""Ordinary training before the run's own. It makes the model that an objective starts from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tigon.trainer.prepare import Prepared
 
 
 def train_phase(phase: Phase, prepared: Prepared, run: Path, callbacks: Sequence[Any]) -> None:
-    """Train the recipe's model as `phase` says; its folder has the name of a complete model or is not there."""
+    """Train the recipe's model as `phase` says. `phase.folder` exists only if the model in it is complete."""
     recipe, choices, partial = prepared.recipe, phase.choices, phase.folder.with_name(f"{phase.folder.name}-partial")
     built, _ = engine.build(
         recipe.model, prepared.config, choices, prepared.run_info, device=prepared.device, seed=phase.train.seed,

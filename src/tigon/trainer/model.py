@@ -1,4 +1,4 @@
-"""The model of a run: a preset with random weights, a local folder, or a hub id; patched as the recipe says."""
+"""Loads, patches and samples the model of a run: a preset with random weights, a local folder, or a hub id."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tigon.models.loading.presets import PRESETS
 from tigon.models.loading.weight_files import one_line
 from tigon.recipe.keys import ModelConfig
 
-# Keys that every transformers config has, and that say nothing about a shape.
+# Keys that every transformers config has and that do not change a model's shape.
 NO_SHAPE = frozenset({
     "_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "id2label", "is_encoder_decoder", "label2id",
     "model_type", "output_attentions", "output_hidden_states", "problem_type", "return_dict", "transformers_version",
     "use_cache",
 })  # fmt: skip
 
-# What PyTorch says where a value is asked of a tensor that has none.
+# PyTorch's error when code reads a value of a meta tensor.
 _WANTS_NUMBERS = re.compile("meta tensor", re.IGNORECASE)
 # How transformers' RuntimeErrors about a checkpoint begin.
 _NOT_LOADED = re.compile(r"in loading state_dict|automatic conversion of the weights|ignore_mismatched_sizes")
@@ -48,34 +48,42 @@ def check_name(name: str) -> None:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"the nearest preset is {near[0]}" if near else f"presets: {', '.join(PRESETS)}"
         if folder.name == "model":
-            hint = f"the run {folder.parent.name!r} leaves that folder when it ends; make that run first"
+            hint = f"the run {folder.parent.name!r} writes that folder when it ends; finish that run first"
         raise RecipeError(f"model.name: {name!r} is neither a preset nor a folder nor a hub id; {hint}")
     if not (folder / "config.json").is_file():
         raise RecipeError(f"model.name: {name} has no config.json; give the folder of a Hugging Face checkpoint")
-    if not any(folder.glob("*.safetensors*")):  # an index counts too: `check_weights` says what it lacks
+    if not any(folder.glob("*.safetensors*")):  # also matches an index, whose missing files `check_weights` names
         raise RecipeError(f"model.name: {name} has no .safetensors weights; save the model as safetensors there")
     if (folder / "adapter_config.json").exists():
         raise RecipeError(
-            f"model.name: {name} holds adapters (adapter_config.json), beside which transformers reads another model's "
-            "weights; merge the adapters into their base (PEFT's merge_and_unload), and give the folder that holds both"
+            f"model.name: {name} holds adapters (adapter_config.json), for which transformers would load another "
+            "model's weights; merge the adapters into their base model (PEFT's merge_and_unload) and give the merged "
+            "model's folder"
         )
 
 
 def load_config(model: ModelConfig) -> Any:
-    """The transformers config, with `model.config` applied to a preset. Raises RecipeError."""
+    """The transformers config, with `model.config` applied to a preset.
+
+    Raises:
+        RecipeError: The name is no model, `model.revision` or `model.config` does not apply to it, or its config cannot
+            be loaded.
+    """
     from transformers import AutoConfig
 
     check_name(model.name)
     if model.revision is not None and not is_hub_id(model.name):
         what = "a preset" if is_preset(model.name) else "a local folder"
         raise RecipeError(
-            f"model.revision is {model.revision!r}, but {model.name} is {what}, which has no revisions; leave "
-            "model.revision out, or name a model of the hub (owner/model)"
+            f"model.revision is {model.revision!r}, but {model.name} is {what}, and only models of the hub have "
+            "revisions; leave model.revision out, or name a model of the hub (owner/model)"
         )
     if is_preset(model.name):
         return _preset_config(model)
     if model.config:
-        raise RecipeError(f"model.config changes the shape of presets; {model.name} has weights of its own shape")
+        raise RecipeError(
+            f"model.config changes the shape of presets only, and {model.name} is a checkpoint; leave model.config out"
+        )
     try:
         if not is_hub_id(model.name):
             declared_in(Path(model.name) / "config.json")
@@ -84,18 +92,18 @@ def load_config(model: ModelConfig) -> Any:
         )
     except UsageError as error:
         raise RecipeError(f"model.name: {error}") from None
-    except Exception as error:  # transformers and huggingface_hub raise a dozen types for a config they cannot take
+    except Exception as error:  # transformers and huggingface_hub raise a dozen types for a config they cannot load
         raise RecipeError(f"model.name: {model.name} cannot be loaded: {one_line(error)}") from None
 
 
 def check_weights(model: ModelConfig, config: Any) -> tuple[str, ...]:
-    """Refuse a checkpoint that would not fill the model, before any weight is read; presets have no files.
+    """Check, by the headers of its weight files, that a checkpoint has every tensor of the model.
 
     Returns:
-        The tensors of its files that the model does not have, and that stay unused.
+        The names of the tensors in the files that the model lacks; they stay unused.
 
     Raises:
-        RecipeError: a file is missing or damaged, or a tensor of the model is in none or has another shape.
+        RecipeError: A file is missing or damaged, or a tensor of the model is missing or has another shape.
     """
     if is_preset(model.name):
         return ()
@@ -103,7 +111,7 @@ def check_weights(model: ModelConfig, config: Any) -> tuple[str, ...]:
         files = _weight_files(model, config)
         headers = weight_files.read_headers(files)
         if not files or getattr(config, "quantization_config", None):
-            return ()  # the names and shapes of quantised tensors are their quantiser's: `build` asks for the report
+            return ()  # only the quantiser knows the names and shapes of quantised tensors; `read` checks the report
         report = weight_files.compare(
             config, headers, attention=model.attention, trust_remote_code=model.trust_remote_code
         )
@@ -115,9 +123,9 @@ def check_weights(model: ModelConfig, config: Any) -> tuple[str, ...]:
 
 
 def unused_line(names: Sequence[str]) -> str:
-    """One line for the console about tensors that `check_weights` returned."""
+    """The console's warning about the tensors that `check_weights` returned."""
     listed = weight_files.listed(names, "tensor")
-    return f"warning  the checkpoint holds {listed}, which the model does not have; they stay unused"
+    return f"warning  the checkpoint holds {listed}, which the model lacks; they stay unused"
 
 
 def _refuse(model: ModelConfig, report: weight_files.LoadReport) -> None:
@@ -126,7 +134,7 @@ def _refuse(model: ModelConfig, report: weight_files.LoadReport) -> None:
 
 
 def _weight_files(model: ModelConfig, config: Any) -> tuple[Path, ...]:
-    """A checkpoint's files, downloaded if it is the hub's; none where only transformers can find them there."""
+    """A checkpoint's weight files, downloaded if they are on the hub; () if only transformers can find them there."""
     named = getattr(config, "transformers_weights", None)
     if not is_hub_id(model.name):
         return weight_files.files_in(Path(model.name), named)
@@ -164,12 +172,13 @@ def _preset_config(model: ModelConfig) -> Any:
             raise RecipeError(f"model.config.{name} is not a key of {type(config).__name__}{hint}")
         if name in NO_SHAPE:
             raise RecipeError(
-                f"model.config.{name} is no part of a shape, which is all that model.config changes; leave it out"
+                f"model.config.{name} does not change the model's shape, and model.config accepts only keys that do; "
+                "leave it out"
             )
     _check_values(model.config or {}, "model.config")
     try:
         config = type(config)(**{**shape, **(model.config or {})})
-    except Exception as error:  # huggingface_hub raises its own strict-dataclass errors, which are no ValueError
+    except Exception as error:  # huggingface_hub's strict-dataclass errors are not ValueErrors
         raise RecipeError(f"model.config: {type(config).__name__} refuses it: {' '.join(str(error).split())}") from None
     if model.config:
         _check_shape(model, shape, config)
@@ -177,7 +186,7 @@ def _preset_config(model: ModelConfig) -> Any:
 
 
 def _check_values(values: Mapping[str, Any], where: str) -> None:
-    """Refuse numbers that no model has, in a mapping of mappings; transformers takes them as floats."""
+    """Refuse numbers that no model can have, in nested mappings. transformers would accept them."""
     try:
         check_counts(values, where)
     except UsageError as error:
@@ -190,13 +199,13 @@ def _check_values(values: Mapping[str, Any], where: str) -> None:
                 raise RecipeError(f"{where}.{name} is {number}; set a finite number")
             # -1 stands for "no such token" in some configs
             if isinstance(number, (int, float)) and number < 0 and not name.endswith("token_id"):
-                raise RecipeError(f"{where}.{name} is {number}, and no model has a negative one; set 0 or more")
+                raise RecipeError(f"{where}.{name} is {number}, but must not be negative; set 0 or more")
             if name == "rope_theta" and number == 0:
-                raise RecipeError(f"{where}.rope_theta is 0, by which the angles are divided; set a positive number")
+                raise RecipeError(f"{where}.rope_theta is 0, but angles are divided by it; set a positive number")
 
 
 def _check_shape(model: ModelConfig, shape: Mapping[str, Any], config: Any) -> None:
-    """Refuse a shape that no step can be made with, and name the keys without which one could."""
+    """Refuse a shape that cannot be trained, and name each key without which it could."""
     problem, changed = _problem_of(config), model.config or {}
     if problem is None:
         return
@@ -204,17 +213,17 @@ def _check_shape(model: ModelConfig, shape: Mapping[str, Any], config: Any) -> N
     def works_without(name: str) -> bool:
         try:
             rest = type(config)(**{**shape, **{other: value for other, value in changed.items() if other != name}})
-        except Exception:  # as where it is made with all of them
+        except Exception:  # any type, as in `_preset_config`
             return False
         return _problem_of(rest) is None
 
-    guilty = [name for name in changed if works_without(name)]
-    keys_text = ", ".join(f"{name}: {changed[name]}" for name in guilty or changed)
+    culprits = [name for name in changed if works_without(name)]
+    keys_text = ", ".join(f"{name}: {changed[name]}" for name in culprits or changed)
     raise RecipeError(f"model.config: {model.name} cannot be trained with {keys_text}: {problem}; change it")
 
 
 def _problem_of(config: Any) -> str | None:
-    """Why no step can be made with a preset of this shape, found on one without memory for its numbers."""
+    """Why a preset of this shape cannot be trained; None if it can. Runs one forward pass on the meta device."""
     try:
         built = _on_meta(config)
         if empty := [name for name, parameter in built.named_parameters() if not parameter.numel()]:
@@ -222,12 +231,12 @@ def _problem_of(config: Any) -> str | None:
         if config.num_hidden_layers < 1:
             return "a model has at least one layer"
         tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
-        # a mask of its own, as transformers would read the values of one that it makes or of the positions
+        # Pass a mask: without one, transformers makes a mask or reads the positions, and meta tensors have no values.
         mask = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta")
         with torch.no_grad():
             assert built.train()(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False).loss.ndim == 0
-    except Exception as error:  # a shape can be wrong in as many ways as there are models
-        # dynamic RoPE, for one, goes by the numbers of the positions, which are not there: no shape is to blame for it
+    except Exception as error:  # models raise any type of error for a wrong shape
+        # Some code needs the values of meta tensors, such as dynamic RoPE's positions. That is not a wrong shape.
         return None if _WANTS_NUMBERS.search(str(error)) else one_line(error)
     return None
 
@@ -241,10 +250,10 @@ def _on_meta(config: Any) -> Any:
 
 
 def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Every parameter by name, tied ones once, without allocating the model."""
+    """The shape of every parameter by name, tied ones once, without allocating the model."""
     try:
         built = _on_meta(config)
-    except Exception as error:  # as above
+    except Exception as error:  # models raise any type of error for a wrong config
         raise RecipeError(f"model: cannot be built from its config: {one_line(error)}") from None
     return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
 
@@ -253,11 +262,17 @@ def build(
     model: ModelConfig, config: Any, *, dtype: torch.dtype, device: torch.device | None, seed: int,
     loading: Mapping[str, Any] | None = None, through: torch.device | None = None,
 ) -> Any:  # fmt: skip
-    """The model, unpatched, on `device`; None: a checkpoint stays where it was read to. The same seed gives a preset
-    the same weights; through: they are drawn on that GPU, and no more than one module is there at a time.
+    """Load a checkpoint, or a preset with random weights, without patching it.
 
-    A checkpoint is loaded in `dtype`: transformers would keep the file's own, which makes "bf16 autocast over fp32
-    weights" pure bf16 without a word. loading: further options of from_pretrained, such as a quantisation.
+    Args:
+        model: The `model` section of the recipe.
+        config: The transformers config.
+        dtype: The dtype of the weights. Without it transformers would keep the dtype of the files, and "bf16 autocast
+            over fp32 weights" would silently become pure bf16.
+        device: The device of the model; None: a checkpoint stays where it was read to, and a preset is on the CPU.
+        seed: The seed of a preset's weights, which are the same on every device that ends up holding them.
+        loading: More options of from_pretrained, such as a quantisation config.
+        through: The GPU that draws a preset's weights, one module at a time; None: `device` draws them.
     """
     from transformers import set_seed
 
@@ -265,21 +280,21 @@ def build(
     if loading:
         loading = {**loading, "device_map": {"": device}}  # a quantised model cannot be moved afterwards
     if is_preset(model.name):
-        rests = device or torch.device("cpu")
-        built = _drawn(model, config, dtype, rests, through or rests)
+        home = device or torch.device("cpu")
+        built = _drawn(model, config, dtype, home, through or home)
     else:
         built = read(model, dtype=dtype, attn_implementation=model.attention, **(loading or {}))
     if not loading and device is not None:
         built = built.to(device)
-    built.config.use_cache = False  # with a cache, transformers ignores the document borders in position_ids
+    built.config.use_cache = False  # with a cache, transformers ignores the document boundaries in position_ids
     return built
 
 
 def read(model: ModelConfig, *, dtype: torch.dtype, **loading: Any) -> Any:
-    """A checkpoint's model, every tensor of which was in its files. loading: further options of from_pretrained.
+    """Load a checkpoint, and check that its files held every tensor. loading: More options of from_pretrained.
 
     Raises:
-        RecipeError: it cannot be loaded, or a tensor of the model is in no file.
+        RecipeError: The checkpoint cannot be loaded, holds only adapters, or lacks a tensor of the model.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -291,18 +306,18 @@ def read(model: ModelConfig, *, dtype: torch.dtype, **loading: Any) -> Any:
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, RuntimeError) and not _NOT_LOADED.search(str(error)):
-            raise  # of the device or of another process
+            raise  # a fault of the device or of another process
         raise RecipeError(f"model.name: {model.name} cannot be loaded: {one_line(error)}") from None
     if getattr(built, "_hf_peft_config_loaded", False):
         raise RecipeError(
-            f"model.name: {model.name} holds adapters, and not a whole model; merge them into their base first"
+            f"model.name: {model.name} holds adapters instead of a whole model; merge them into their base model first"
         )
     _refuse(model, weight_files.report_of(info))
     return built
 
 
 def _undrawn(model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """A model whose weights nobody has written: on the host they take no memory yet."""
+    """A model with uninitialised weights. In CPU memory they take no physical memory until they are written."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -313,41 +328,49 @@ def _undrawn(model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.
 
 
 def _drawn(model: ModelConfig, config: Any, dtype: torch.dtype, device: torch.device, through: torch.device) -> Any:
-    """A preset on `device`. Its weights are drawn module by module by transformers' rules, without what PyTorch's
-    constructors draw before. So they are the same wherever they stay then; the host's own generator would take a minute
-    for a billion."""
+    """A preset on `device`, with random weights that `through` draws module by module by transformers' rules.
+
+    The random numbers that PyTorch's constructors draw are skipped, so the weights depend on the seed and `through`
+    alone. Drawing a billion weights on the CPU would take a minute.
+    """
     built = _undrawn(model, config, dtype, device)
     built.tie_weights()
-    passing = through != device
+    moves = through != device
     drawn: set[int] = set()
     with torch.no_grad():
         for module in built.modules():
-            mine = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in drawn]
-            drawn.update(map(id, mine))  # a tied weight is its embedding's, where a padding row is 0
-            own = [(parameter, parameter.data) for parameter in mine]
-            for parameter, resting in own if passing else ():
-                parameter.data = torch.zeros_like(resting, device=through)
-            if own:
+            undrawn = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in drawn]
+            drawn.update(map(id, undrawn))  # a tied weight is drawn once, by its embedding, which zeroes a padding row
+            targets = [(parameter, parameter.data) for parameter in undrawn]
+            for parameter, target in targets if moves else ():
+                parameter.data = torch.zeros_like(target, device=through)
+            if targets:
                 built._init_weights(module)
-            for parameter, resting in own if passing else ():
-                parameter.data = resting.copy_(parameter.data)
-    if passing and through.type == "cuda":
-        torch.cuda.empty_cache()  # the largest module's
+            for parameter, target in targets if moves else ():
+                parameter.data = target.copy_(parameter.data)
+    if moves and through.type == "cuda":
+        torch.cuda.empty_cache()  # releases the memory of the largest module
     return built
 
 
 def make_buffers_anew(built: Any, model: ModelConfig, config: Any, *, dtype: torch.dtype) -> None:
-    """Give buffers that no file holds the values and dtypes that they have without deepspeed.zero.Init, which makes
-    16-bit numbers of every tensor of a constructor: a rotary table in bf16 is a radian off after 1000 tokens."""
-    right = dict(_undrawn(model, config, dtype, torch.device("cpu")).named_modules())
+    """Replace the non-persistent buffers of a model that was built under deepspeed.zero.Init.
+
+    deepspeed.zero.Init casts every tensor of a constructor to 16 bits. A rotary table in bf16 is a radian off after
+    1000 tokens.
+    """
+    correct = dict(_undrawn(model, config, dtype, torch.device("cpu")).named_modules())
     for path, module in built.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name in module._non_persistent_buffers_set:
-                module.register_buffer(name, getattr(right[path], name).to(buffer.device), persistent=False)
+                module.register_buffer(name, getattr(correct[path], name).to(buffer.device), persistent=False)
 
 
 def patch(model: Any, kernels: str, **ops: bool) -> Any:
-    """Patch as `kernels` says, without the ops that are False in `ops`; what was done, None where nothing was."""
+    """Patch the model with the kernels that `kernels` names, without the ops that are False in `ops`.
+
+    Returns the patch report, Liger's version, or None if `kernels` is "none".
+    """
     return KERNELS[kernels](model, **ops)
 
 
@@ -356,14 +379,14 @@ def _tigon(model: Any, **ops: bool) -> Any:
 
 
 def _liger(model: Any, **ops: bool) -> str:
-    """Liger's own patcher, with the fused linear cross entropy and without what it replaces."""
+    """Liger's own patcher with its defaults, which include the fused linear cross entropy."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model)
     return f"Liger Kernel {importlib.metadata.version('liger-kernel')}, its defaults for {model.config.model_type}"
 
 
-# What each word of `model.kernels` does to a model.
+# The patcher for each value of `model.kernels`.
 KERNELS: Mapping[str, Callable[[Any], Any]] = {
     "tigon": _tigon,
     "no-flce": partial(_tigon, linear_cross_entropy=False),
@@ -373,7 +396,7 @@ KERNELS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def sample(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, seed: int) -> str:
-    """`n_tokens` drawn at temperature 0.8 after `prompt`; the global random state is left as it was."""
+    """Generate `n_tokens` after `prompt` at temperature 0.8, and return the text. Keeps the global random state."""
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()

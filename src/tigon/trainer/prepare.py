@@ -1,7 +1,7 @@
-"""What a run begins with: the recipe checked against model and machine, the text read, tokenised and packed.
+"""Prepares a run: checks the recipe against model and machine, and reads, tokenises and packs the text.
 
-The run folder comes after it: whatever can speak against the run is raised here, where nothing has been made but a
-tokenizer in the user's cache.
+The run folder is created afterwards. Everything that can refuse the run is checked here, when nothing has been written
+except a tokenizer in the user's cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ if TYPE_CHECKING:
 
 
 def quiet_libraries(recipe: Recipe) -> None:
-    """No network unless a hub id is asked for, and none of the libraries' own chatter; both before their import."""
+    """Set offline mode unless the recipe names a hub id, and silence the libraries. Call it before they are imported.
+
+    Raises:
+        RecipeError: transformers cannot be imported.
+    """
     hub.set_offline_mode((recipe.model.name, recipe.data.tokenizer))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -47,7 +51,7 @@ def quiet_libraries(recipe: Recipe) -> None:
 
     try:
         import transformers
-    except ImportError as error:  # it checks the versions of what it stands on
+    except ImportError as error:  # transformers checks the versions of its dependencies on import
         reason = " ".join(str(error).split())[:200]
         raise RecipeError(f"transformers cannot be imported: {reason}; pip install -U 'tigon[train]'") from None
     transformers.utils.logging.set_verbosity_error()
@@ -56,7 +60,7 @@ def quiet_libraries(recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that nothing speaks against any more."""
+    """A recipe that passed all checks, with everything that its run needs."""
 
     recipe: Recipe
     device: torch.device
@@ -72,20 +76,24 @@ class Prepared:
     prompt: list[int]
     data: dict[str, Any]
     bad_rows: tuple[str, ...] = ()
-    """What is wrong with the first rows left out."""
+    """The problems of the first JSONL rows that were skipped."""
     warnings: tuple[str, ...] = ()
-    """What the recipe says but hardly means."""
+    """Settings of the recipe that are allowed but probably mistakes."""
     wrong_ops: Mapping[str, str] = field(default_factory=dict)
-    """Kernels that failed their self-test, and why; the model keeps its own code in their place."""
+    """Ops that failed their self-test, with the reason. The model keeps its own code for them."""
     unused_tensors: tuple[str, ...] = ()
-    """Tensors in the checkpoint's files that the model does not have."""
+    """Tensors in the checkpoint's files that the model lacks."""
     command: str = ""
     prediction: Prediction | None = None
 
 
 def prepare(recipe: Recipe, device: torch.device) -> Prepared:
-    """Meet the other processes and prepare, the first process first. What it refuses, it refuses in all: only the first
-    says so."""
+    """Connect to the other processes and prepare the run; the main process goes first.
+
+    Raises:
+        TigonError: In the main process, if a check refuses the recipe.
+        SystemExit: In the other processes, with code 2, so that the error is printed once.
+    """
     if launch.started_by_launcher():
         launch.end_with_launcher()
     if recipe.sharding.zero:
@@ -178,31 +186,30 @@ def _tokenizer(recipe: Recipe, learned: Sequence[documents.Document]) -> Any:
 
 
 def _check_enough(recipe: Recipe, n_samples: int, n_processes: int) -> None:
-    """Refuse fewer rows than a step takes: the Trainer would take smaller steps without a word."""
+    """Refuse fewer samples than a step needs; the Trainer would silently take smaller steps."""
     batches = {"train.batch_size": recipe.train.batch_size}
     if recipe.comparison.steps and recipe.comparison.batch_size:
         batches["comparison.batch_size"] = recipe.comparison.batch_size
     for name, size in batches.items():
         if n_samples < size:
             raise RecipeError(
-                f"data.source gives {n_samples} rows of {recipe.data.sequence_length} tokens, fewer than "
-                f"{name} {size}; "
-                "lower it or data.sequence_length, or add text"
+                f"data.source gives {n_samples} samples of {recipe.data.sequence_length} tokens, fewer than "
+                f"{name} {size}; lower {name} or data.sequence_length, or add text"
             )
     train = recipe.train
-    of_step = train.batch_size * train.gradient_accumulation * n_processes
-    if n_samples < of_step:
+    samples_per_step = train.batch_size * train.gradient_accumulation * n_processes
+    if n_samples < samples_per_step:
         factors = f"train.batch_size {train.batch_size} x train.gradient_accumulation {train.gradient_accumulation}"
         factors += f" x {n_processes} processes" if n_processes > 1 else ""
         raise RecipeError(
-            f"data.source gives {n_samples} rows of {recipe.data.sequence_length} tokens, fewer than the "
-            f"{of_step} of one "
-            f"step ({factors}); lower one of them or data.sequence_length, or add text"
+            f"data.source gives {n_samples} samples of {recipe.data.sequence_length} tokens, fewer than the "
+            f"{samples_per_step} of one step ({factors}); lower one of these factors or data.sequence_length, or add "
+            "text"
         )
 
 
 def _nothing_to_evaluate(recipe: Recipe, n_documents: int, n_dropped: int) -> DataError:
-    """Of documents for evaluation that leave no row: the run would silently have no held-out loss."""
+    """The error for eval documents that give no sample; the run would silently have no eval loss."""
     data = recipe.data
     if data.eval_source:
         what, fix = (
@@ -212,9 +219,9 @@ def _nothing_to_evaluate(recipe: Recipe, n_documents: int, n_dropped: int) -> Da
     else:
         what, fix = f"data.eval_fraction: {data.eval_fraction:g} of the documents", "hold out more of them, or 0"
     return DataError(
-        f"{what}: {n_documents} documents, and no row to evaluate on: {n_dropped} over data.sequence_length "
-        f"{data.sequence_length} (data.too_long: {data.too_long}), {n_documents - n_dropped} unusable or with nothing "
-        f"to predict; {fix}"
+        f"{what}: {n_documents} documents give no sample to evaluate on: {n_dropped} are longer than "
+        f"data.sequence_length {data.sequence_length} (data.too_long: {data.too_long}), {n_documents - n_dropped} are "
+        f"unusable or have no token to predict; {fix}"
     )
 
 

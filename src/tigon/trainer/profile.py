@@ -1,8 +1,8 @@
-"""`tigon profile`: the first steps of a recipe with every allocation recorded, then one step with every operator timed.
+"""`tigon profile`: records every allocation of a recipe's first steps, then times every operator of one step.
 
-The two are apart because recording allocations takes time on a CPU, and timing must not be disturbed. What is recorded
-begins before the model is loaded. Evaluation, samples and checkpoints are left out. Two profiles side by side are made
-by two fresh processes, so that neither finds what the other left in the allocator.
+Allocations and times are measured in different steps, because recording allocations takes time on a CPU. The recording
+begins before the model is loaded. A profile leaves out evaluation, samples and checkpoints. Two profiles are made by
+two new processes, so that neither is affected by memory that the other left in the allocator.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ if TYPE_CHECKING:
     from tigon.trainer.prepare import Prepared
 
 TRACED_STEPS = 2
-"""After the recorded ones: one in which the profiler warms up, one that it times."""
+"""Steps after the recorded ones: one warms up the profiler, one is timed."""
 OPS, PAGE, CHART = "ops.json", "profile.html", "timeline.svg"
 STOPPED = "stopped"
-"""The fact that says why a run ended early."""
+"""The key of a profile's details with the reason why the run ended early."""
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What is profiled: a recipe with its overrides, and beside it perhaps another."""
+    """A recipe to profile, and perhaps a second one to compare it with."""
 
     recipe: Path
     overrides: tuple[str, ...] = ()
     steps: int = 2
     beside: Path | None = None
-    """Another recipe; none: the same."""
+    """The second recipe; None: the same recipe if `beside_overrides` are given, otherwise no second one."""
     beside_overrides: tuple[str, ...] = ()
-    """Further overrides of the other one."""
+    """More overrides, for the second recipe only."""
     out: Path | None = None
+    """The folder to write; None: a new one in the recipe's `output.folder`."""
 
     @property
     def is_pair(self) -> bool:
@@ -63,10 +64,19 @@ class ProfileRequest:
 
 
 def profile(request: ProfileRequest) -> Path:
-    """Profile what is asked; the folder written. Raises RecipeError and its kinds, mostly before anything runs."""
+    """Make the requested profile.
+
+    Returns:
+        The folder with profile.html.
+
+    Raises:
+        UsageError: `steps` is less than 1.
+        RunFolderError: The folder exists and is not empty, or cannot be written.
+        TigonError: A check refuses a recipe; or the run failed, and the folder has what was recorded until then.
+    """
     preflight.check_packages()
     if request.steps < 1:
-        raise UsageError(f"--steps {request.steps}: at least one step is recorded")
+        raise UsageError(f"--steps {request.steps} records no step; set 1 or more")
     recipe = _short(
         recipe_checks.load(request.recipe, request.overrides, gpu_present=preflight.gpu_present), request.steps
     )
@@ -82,8 +92,8 @@ def profile(request: ProfileRequest) -> Path:
         processes = max(each.sharding.gpus, launch.world_size())
         if processes > 1:
             raise RecipeError(
-                f"sharding.gpus is {processes}, and a profile is of one process; set sharding.gpus=1, or "
-                "profile on one GPU what each of them does"
+                f"sharding.gpus is {processes}, but only a run of one process can be profiled; add "
+                "--set sharding.gpus=1"
             )
     with _folder(request.out, recipe) as (folder, place):
         if other is None:
@@ -93,18 +103,18 @@ def profile(request: ProfileRequest) -> Path:
                 _profile_in_a_process(request.recipe, request.overrides, request.steps, folder / "A"),
                 _profile_in_a_process(path, overrides, request.steps, folder / "B"),
             ]
-            profiles = _told_apart(profiles, request)
+            profiles = _with_distinct_labels(profiles, request)
         _write(folder, profiles)
     (target,) = place
     _conclude(profiles, target)
     failed = [each.details[STOPPED] for each in profiles if STOPPED in each.details]
     if failed:
-        raise RecipeError(f"{failed[0]}; what was recorded until then is in {target / PAGE}")
+        raise RecipeError(f"{failed[0]}; the recording up to there is in {target / PAGE}")
     return target
 
 
 def _short(recipe: Recipe, steps: int) -> Recipe:
-    """The recipe for as many steps as a profile takes, without what a profile leaves out."""
+    """The recipe with the number of steps of a profile, without evaluation, samples, checkpoints and comparison."""
     train = replace(
         recipe.train, steps=steps + TRACED_STEPS, epochs=None, eval_steps=None, save_steps=None,
         log_steps=steps + TRACED_STEPS,
@@ -118,17 +128,17 @@ def _short(recipe: Recipe, steps: int) -> Recipe:
 
 @contextlib.contextmanager
 def _folder(out: Path | None, recipe: Recipe) -> Iterator[tuple[Path, list[Path]]]:
-    """(a scratch folder, a list that gets the name it has at the end): all is written or nothing."""
+    """Yield a scratch folder, and a list that gets its final path at the end. If the block fails, nothing is kept."""
     target = out if out is not None else _free(Path(recipe.output.folder), f"{recipe.output.name}-profile")
     if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise RunFolderError(f"{target}: there is something already; name an empty or a new folder with --out")
+        raise RunFolderError(f"{target} exists and is not an empty folder; name an empty or a new folder with --out")
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
     new = [parent for parent in scratch.parents if not parent.exists()]
     place: list[Path] = []
     try:
         scratch.mkdir(parents=True)
     except OSError as error:
-        raise RunFolderError(f"{target}: cannot be made: {error.strerror}; name another folder with --out") from None
+        raise RunFolderError(f"{target}: cannot be created: {error.strerror}; name another folder with --out") from None
     try:
         yield scratch, place
         place.append(_put(scratch, target))
@@ -141,18 +151,18 @@ def _folder(out: Path | None, recipe: Recipe) -> Iterator[tuple[Path, list[Path]
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         for parent in new:
-            with contextlib.suppress(OSError):  # it holds the profile
+            with contextlib.suppress(OSError):  # the folder is not empty: it has the profile
                 parent.rmdir()
 
 
 def _put(scratch: Path, target: Path) -> Path:
-    """Where the profile is now: at `target`, or beside it where another process has written there meanwhile."""
+    """Rename the folder to `target`, or to target-2, ... if another process has written there. Returns the path."""
     number, path = 1, target
     while True:
         try:
             if path.is_dir():
                 path.rmdir()
-            return scratch.rename(path)  # takes no folder with something in it
+            return scratch.rename(path)  # fails if `path` is a folder with files
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
@@ -182,21 +192,21 @@ def _write(folder: Path, profiles: Sequence[Profile]) -> None:
 
 
 def _profile_in_a_process(path: Path, overrides: Sequence[str], steps: int, out: Path) -> Profile:
-    """One profile by a process of its own. What it prints is in the page; how it fails is said here."""
+    """Make one profile in a new process. Raises RecipeError with that process's error."""
     _console().print(f"profile  {out.name}: {shlex.join([str(path), *overrides])}", markup=False, soft_wrap=True)
     words = [word for text in overrides for word in ("--set", text)]
     command = [sys.executable, "-m", "tigon", "profile", str(path), *words, "--steps", str(steps), "--out", str(out)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if not (out / result.FILE).exists():
-        if done.returncode != 2:  # no refusal
+        if done.returncode != 2:  # not an error that the user can fix
             print(done.stderr, file=sys.stderr)
-            raise RecipeError(f"profile {out.name} failed with exit code {done.returncode}; what it said is above")
+            raise RecipeError(f"profile {out.name} failed with exit code {done.returncode}; its error is above")
         raise RecipeError(f"{path}: {done.stderr.strip().splitlines()[-1].removeprefix('tigon: ')}")
     return result.read(out / result.FILE)
 
 
-def _told_apart(profiles: Sequence[Profile], request: ProfileRequest) -> list[Profile]:
-    """With what the second is made of in its label, where the labels alone do not say."""
+def _with_distinct_labels(profiles: Sequence[Profile], request: ProfileRequest) -> list[Profile]:
+    """The profiles with the second request's recipe and overrides in the second label, if the labels are equal."""
     labels = [each.timeline.label for each in profiles]
     if labels[0] == labels[1]:
         labels[1] += ", " + ", ".join([*([str(request.beside)] if request.beside else []), *request.beside_overrides])
@@ -225,11 +235,11 @@ def _profile_here(recipe: Recipe, steps: int, folder: Path) -> Profile:
 
 
 def _label(prepared: Prepared) -> str:
-    """The run in a line, which its page is headed with."""
+    """One line about the run: model, batch, techniques. It is the heading of the page."""
     recipe = prepared.recipe
     technique_label = label(prepared.choices)
     if prepared.choices.kernels == "tigon":
-        technique_label += ", kernels tigon"  # the planner says kernels only where they are others
+        technique_label += ", kernels tigon"  # the planner's label names only other kernels
     return f"{recipe.model.name}, {recipe.train.batch_size} x {recipe.data.sequence_length} tokens, {technique_label}"
 
 
@@ -237,8 +247,8 @@ def _details(prepared: Prepared) -> dict[str, str]:
     parts, train = preflight.environment(prepared.device), prepared.recipe.train
     return {
         "model": f"{prepared.recipe.model.name}, {prepared.n_parameters / 1e6:,.1f} M parameters",
-        "rows": f"{train.batch_size} of {prepared.recipe.data.sequence_length} tokens in a micro-batch",
-        "micro-batches in a step": str(train.gradient_accumulation),
+        "samples per micro-batch": f"{train.batch_size} of {prepared.recipe.data.sequence_length} tokens",
+        "micro-batches per step": str(train.gradient_accumulation),
         "precision": prepared.choices.precision,
         "optimizer": prepared.choices.optimizer,
         **{name.replace("_", " "): str(value) for part in parts.values() for name, value in part.items()},
@@ -246,9 +256,9 @@ def _details(prepared: Prepared) -> dict[str, str]:
 
 
 def _predict(prepared: Prepared) -> tuple[Predicted | None, str]:
-    """(what the planner says of this run on this GPU, or why it says nothing)"""
+    """(the planner's prediction or None, its source or the reason why there is none)"""
     if prepared.device.type != "cuda":
-        return None, "none: the planner's is of a GPU"
+        return None, "none: the planner predicts GPU memory only"
     gpu = prediction.gpu_here(prepared.device, prepared.choices)
     try:
         result = prediction.predict(prepared.recipe, prepared.config, prepared.choices, gpu, evaluated=False)

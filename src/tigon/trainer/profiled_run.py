@@ -1,4 +1,4 @@
-"""A recipe's first steps with every allocation recorded, then one with every operator timed."""
+"""Records every allocation of a recipe's first steps, then times every operator of one step."""
 
 from __future__ import annotations
 
@@ -29,8 +29,17 @@ SNAPSHOT, TRACE = "snapshot.pickle", "trace.json"
 
 
 def record(prepared: Prepared, steps: int, folder: Path, label: str) -> tuple[Timeline, tuple[OpRow, ...], str]:
-    """(what was alive when, the operators, why the run stopped early or nothing). `folder` gets the profiler's trace
-    and, on CUDA, the allocator's snapshot."""
+    """Train `steps` steps with every allocation recorded, then one with every operator timed.
+
+    Args:
+        prepared: The prepared run.
+        steps: The number of recorded steps.
+        folder: The folder for the profiler's trace and, on CUDA, the allocator's snapshot.
+        label: The timeline's label.
+
+    Returns:
+        The timeline of live memory, the table of operators, and the reason if the run ran out of memory, else "".
+    """
     device = prepared.device
     recorder: Recorder = CudaRecorder(device, folder / SNAPSHOT) if device.type == "cuda" else CpuRecorder()
     recorder.start()
@@ -58,18 +67,18 @@ def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
     )  # fmt: skip
     engine.refuse_nonfinite(built, recipe.model)
     built = objective.attach(built)
-    # the allocator's frames end where autograd's C++ begins, and the CPU's profiler names the nodes itself
+    # On CUDA, the allocator's Python frames do not reach into autograd's C++. The CPU recorder names autograd's nodes.
     name_nodes = device.type == "cuda"
     args = trainers.arguments(
         recipe.train, prepared.choices, prepared.run_info, folder=folder / "checkpoints", device=device, evaluate=False
     )
     optimizer = engine.make_optimizer(recipe.train, prepared.choices)
-    rows = SampleDataset(prepared.train.samples)
+    samples = SampleDataset(prepared.train.samples)
     with PhaseHooks(
         steps.journal, built, decoder_layers(built), checkpointed=_is_checkpointed, name_nodes=name_nodes
-    ) as it:
-        steps.watch = it
-        trainer = trainers.TigonTrainer(built, args, prepared.collator, rows, None, optimizer, objective=objective)
+    ) as hooks:
+        steps.watch = hooks
+        trainer = trainers.TigonTrainer(built, args, prepared.collator, samples, None, optimizer, objective=objective)
         trainer.add_callback(steps)
         try:
             trainer.train()
@@ -84,7 +93,7 @@ def _is_checkpointed(layer: Any) -> bool:
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
-    """Tells the watch where the training loop is, and goes from recording to timing after `recorded` steps."""
+    """Reports the phases of the training loop to the hooks, and starts timing after `recorded` recorded steps."""
 
     def __init__(self, recorder: Recorder, journal: Journal, recorded: int, trace: Path) -> None:
         self.journal = journal
@@ -97,7 +106,7 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
 
     @property
     def watch(self) -> PhaseHooks:
-        assert self._watch is not None, "the training loop begins under a watch"
+        assert self._watch is not None, "set `watch` before the training loop begins"
         return self._watch
 
     @watch.setter

@@ -1,6 +1,6 @@
-"""`tigon train`, in order: read, refuse, prepare, sample, train, evaluate, sample, save, compare, report.
+"""`tigon train`, in order: read, check, prepare, sample, train, evaluate, sample, save, compare, report.
 
-Everything up to `prepare` only reads; the run folder is made after the last check that can refuse.
+Everything up to `prepare` only reads. The run folder is created after the last check.
 """
 
 from __future__ import annotations
@@ -44,9 +44,23 @@ def train(
     path: Path, overrides: Sequence[str] = (), *, resume: bool = False, auto: bool = False,
     require: Callable[[Path, Recipe], None] | None = None,
 ) -> Path:  # fmt: skip
-    """Carry out the recipe at `path`; returns the run folder. auto: first change it to what fits the GPU. require:
-    refuses a recipe that is not of the caller's kind. Raises RecipeError and its kinds before anything is written, or,
-    when the run itself fails, after leaving the folder ready for --resume."""
+    """Train as the recipe at `path` says.
+
+    Args:
+        path: The recipe file.
+        overrides: `section.key=value` texts that replace keys of the recipe.
+        resume: Continue the newest unfinished run of this recipe.
+        auto: Change the recipe to the planner's recommendation for this GPU before training.
+        require: Called with the path and the recipe; it raises if the caller's command cannot run this recipe.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        TigonError: A check before the run refused the recipe, and nothing was written; or the run failed, and its
+            folder is ready for --resume if it has a checkpoint.
+        SystemExit: A signal stopped the run, or a process of a run on several GPUs failed.
+    """
     preflight.check_packages()
     command = shlex.join(["tigon", "train", str(path), *(word for text in overrides for word in ("--set", text))])
     recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
@@ -81,7 +95,7 @@ def train(
 def _train_alone_or_joined(
     recipe: Recipe, device: torch.device, run: RunFolder | None, path: Path, overrides: Sequence[str], held: ExitStack
 ) -> Path:
-    """One process's part of a run, up to its end. held: what the locks of folders are kept in."""
+    """One process's part of a run, up to its end. held: The stack that releases the folder locks when the run ends."""
     from rich.console import Console
 
     console = Console(highlight=False, quiet=launch.rank() > 0)
@@ -93,7 +107,7 @@ def _train_alone_or_joined(
         if launch.rank() == 0:
             held.enter_context(run_folder.locked(run.path))
     else:
-        run = launch.broadcast(run)  # the first process has looked for the checkpoint
+        run = launch.broadcast(run)  # only the main process has looked for the checkpoint
         fault_messages.check_same_run(run, prepared, console)
     _announce(console, run, prepared)
     prepared = _predict(console, prepared, path, overrides)
@@ -108,7 +122,7 @@ def _train_alone_or_joined(
         except KeyboardInterrupt:
             resumable = any((run.path / run_folder.CHECKPOINTS).glob("checkpoint-*"))
             hint = f"; continue with `{command} --resume`" if resumable else ""
-            console.print(f"interrupted; {run.path} keeps what was written{hint}", markup=False, soft_wrap=True)
+            console.print(f"interrupted; {run.path} keeps its files{hint}", markup=False, soft_wrap=True)
             raise
         except Exception as error:
             known = None if isinstance(error, TigonError) else fault_messages.to_user_error(error, run, command)
@@ -121,27 +135,27 @@ def _train_alone_or_joined(
 
 
 def _newest_folder(recipe: Recipe, resumed: RunFolder | None) -> Path:
-    """Where the processes that this one started have written."""
+    """The run folder that the started processes have written."""
     path = resumed.path if resumed is not None else run_folder.newest(recipe.output)
-    assert path is not None, "the processes ended well without a run folder"
+    assert path is not None, "the processes exited with code 0 but left no run folder"
     return path
 
 
 def _create(prepared: Prepared, command: str) -> RunFolder:
-    """The run folder, made by the first process and told to the others."""
-    made = ""
+    """The main process creates the run folder and broadcasts its path."""
+    folder = ""
     if launch.rank() == 0:
         run = run_folder.create(prepared.recipe.output, command)
         try:
             _write_inputs(run, prepared)
         except BaseException as error:
-            shutil.rmtree(run.path, ignore_errors=True)  # it is of no use, and the next try would be refused for it
+            shutil.rmtree(run.path, ignore_errors=True)  # otherwise the next attempt is refused: the folder exists
             if isinstance(error, OSError):
                 reason = system_limits.words(error) or error.strerror
                 raise RunFolderError(f"{run.path}: cannot be written: {reason}; then start the run again") from None
             raise
-        made = str(run.path)
-    return RunFolder(Path(launch.broadcast(made)))
+        folder = str(run.path)
+    return RunFolder(Path(launch.broadcast(folder)))
 
 
 def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
@@ -170,21 +184,22 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
     lines = [
         f"run      {run.path}" + (f", from {run.checkpoint.name}" if run.checkpoint else ""),
         f"model    {name}, {millions:,.1f} M parameters, kernels: {recipe.model.kernels}",
-        f"data     {', '.join(recipe.data.source)}: {data['tokens']:,} tokens in {data['rows']:,} rows, "
-        f"{data['held_out_tokens']:,} held out; unigram entropy {data['unigram_entropy']:.3f} nats",
-        f"device   {prepared.device}, {prepared.choices.precision}, {tokens:,} tokens a step",
+        f"data     {', '.join(recipe.data.source)}: {data['tokens']:,} tokens in {data['rows']:,} samples, "
+        f"{data['held_out_tokens']:,} tokens for evaluation; unigram entropy {data['unigram_entropy']:.3f} nats",
+        f"device   {prepared.device}, {prepared.choices.precision}, {tokens:,} tokens per step",
         f"memory   {techniques}",
     ]
-    if said := prepared.objective.announcement():
-        lines.append(said)
+    if objective_line := prepared.objective.announcement():
+        lines.append(objective_line)
     if data["truncated_rows"] or data["dropped_rows"]:
-        counts = f"{data['truncated_rows']} rows truncated, {data['dropped_rows']} dropped"
+        counts = f"{data['truncated_rows']} documents truncated, {data['dropped_rows']} dropped"
         lines.append(f"warning  {counts} (data.too_long: {recipe.data.too_long})")
     if prepared.unused_tensors:
         lines.append(model.unused_line(prepared.unused_tensors))
     for name, why in prepared.wrong_ops.items():
         lines.append(
-            f"warning  {name} gives wrong results here ({why}): the model's own code is used; see `tigon doctor`"
+            f"warning  {name} gives wrong results on this device ({why}): the model's own code is used instead; run "
+            "`tigon doctor`"
         )
     if data["bad_rows"]:
         lines.append(f"warning  {data['bad_rows']} rows left out (data.bad_rows: skip): {'; '.join(prepared.bad_rows)}")
@@ -194,7 +209,7 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
 
 
 def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequence[str]) -> Prepared:
-    """`prepared` with what the planner says about it, which is printed."""
+    """Print the planner's prediction of the run, and add it to `prepared`."""
     words = (word for text in overrides for word in ("--set", text))
     command = shlex.join(["tigon", "train", str(path), *words])
     predicted = None
@@ -209,7 +224,7 @@ def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequen
 
 
 def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
-    """(model, patch report or None)"""
+    """Build the model. Returns (model, patch report or None)."""
     from tigon.trainer import engine  # loads transformers
 
     recipe, objective = prepared.recipe, prepared.objective
@@ -222,16 +237,19 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
 
 
 def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
-    """Train, compare, report. A signal is answered where nothing is half-written: until the final weights are being
-    saved with a checkpoint, which --resume goes on from; afterwards the comparison alone is left out. Raises Stopped.
+    """Train, compare and write the report.
+
+    Raises:
+        Stopped: A signal came. Before the final weights are saved, the run ends with a checkpoint for --resume.
+            Afterwards the run ends complete, but its comparison may lack kernels.
     """
     from tigon.trainer.report import report  # loads transformers
 
     with signals.StopRequest(speaks=launch.rank() == 0) as stop:
         summary = _train_and_save(run, prepared, console, stop)
-        if launch.rank() > 0:  # its part is done, whatever comes now
+        if launch.rank() > 0:  # comparison and report are the main process's
             return
-        # The trained model is gone by now: the comparison has the device to itself.
+        # The trained model has been freed by now, so the comparison has the whole device.
         repeats = _compare(run, prepared, console, stop)
         summary["comparison"] = [repeat.as_mapping() for repeat in repeats]
         result = {name: value for name, value in summary.items() if name != "sample"}
@@ -241,12 +259,16 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
         _conclude(console, run, summary, prepared.objective)
         if stop.number:
             cut = any(repeat.stopped for repeat in repeats)
-            kept = f"the run is complete{', but for its comparison' if cut else ''}"
+            kept = f"the run is complete{' except its comparison' if cut else ''}"
             raise signals.Stopped(stop.number, _last_step(run), kept, together=False)
 
 
 def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: signals.StopRequest) -> dict[str, Any]:
-    """What the run found, but for the comparison. Raises Stopped before the final weights are saved."""
+    """Train and save the final weights. Returns the run's summary without the comparison.
+
+    Raises:
+        Stopped: A signal came before the final weights were saved.
+    """
     from tigon.trainer import engine  # loads transformers
     from tigon.trainer.first_phase import train_phase  # loads transformers
     from tigon.trainer.report.progress import ProgressDisplay  # loads transformers
@@ -257,7 +279,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     with fault_messages.explain_out_of_memory(run, prepared):
         built, patched = _build(run, prepared, recipe.model.kernels)
     engine.refuse_nonfinite(built, recipe.model)
-    # drawing a sample from sharded weights would take all processes
+    # All processes would have to take part in sampling from sharded weights.
     alone = launch.rank() == 0 and not weights_are_sharded(prepared.choices)
     n_sample, seed = recipe.output.sample_tokens if alone else 0, recipe.train.seed
     if launch.rank() == 0 and recipe.output.sample_tokens and not alone:
@@ -274,7 +296,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         decoded = objective.sampled(built, prepared.eval_samples or prepared.train.samples, tok.eos_token_id)
     _end_if_asked(prepared, trainer)
     if not weights_are_sharded(prepared.choices):
-        _save_model(run, prepared, built, trainer)  # which may take off what the objective has put on
+        _save_model(run, prepared, built, trainer)  # after sampling: it may detach the objective's heads
     return {
         **outcome,
         "unigram_entropy": prepared.data["unigram_entropy"],
@@ -287,7 +309,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
 
 
 def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) -> None:
-    """The final weights, if they are wanted. Every process calls it; adapters may be part of the weights afterwards."""
+    """Save the final weights if `output.save_model` is set. Every process calls it. It may merge adapters in place."""
     from tigon.trainer import engine  # loads transformers
 
     target, objective = run.path / "model", prepared.objective
@@ -309,8 +331,12 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
 def _train(
     run: RunFolder, prepared: Prepared, built: Any, console: Console, stop: signals.StopRequest
 ) -> tuple[Any, dict[str, Any]]:
-    """Train and evaluate: (trainer, what was found; the final held-out loss is None when nothing was held out). Sharded
-    weights are saved before the evaluation, as one that runs out of memory ends all processes."""
+    """Train and evaluate. Sharded weights are saved before the evaluation, because an evaluation that runs out of
+    memory ends all processes.
+
+    Returns:
+        The trainer, and a mapping with `eval_loss` (None without eval samples), `train_s` and `memory`.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
     from tigon.trainer import engine  # loads transformers
@@ -366,18 +392,20 @@ def _train(
 
 
 def _end_if_asked(prepared: Prepared, trainer: Any) -> None:
-    """Raise Stopped if a signal came, with a checkpoint of the last step. Every process calls it at once."""
+    """If a signal came, save a checkpoint of the last step and raise Stopped. Every process calls it together."""
     if not trainer.asked_to_stop():
         return
     trainer.save_last()
     step = trainer.state.global_step
-    kept = f"{checkpoint.name_of(step)} is complete; `{prepared.command} --resume` goes on from it"
+    kept = f"{checkpoint.name_of(step)} is complete; continue with `{prepared.command} --resume`"
     raise signals.Stopped(trainer.safeguards.stop.number, step, kept, together=True)
 
 
 def _final_eval_loss(trainer: Any) -> float | None:
-    """The held-out loss after the last step, from the records when that step was an evaluation's anyway; None where
-    evaluation does not fit into memory, which is no reason to lose what was trained, and where a signal ends it."""
+    """The eval loss after the last step, taken from the records if the last step was evaluated anyway.
+
+    None if evaluation ran out of memory, so that the trained weights are still saved, or if a signal ended it.
+    """
     from tigon.trainer.trainer import EvaluationFailed  # loads transformers
 
     for record in reversed(trainer.state.log_history):
@@ -426,7 +454,7 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any], objecti
     if summary["eval_loss"] is not None:
         gap = summary["unigram_entropy"] - summary["eval_loss"]
         side = "below" if gap > 0 else "above"
-        line = f"held-out loss {summary['eval_loss']:.4f} nats, {abs(gap):.2f} {side} the unigram entropy"
+        line = f"eval loss {summary['eval_loss']:.4f} nats, {abs(gap):.2f} {side} the unigram entropy"
         console.print(line, markup=False)
     if summary["decoded"]:
         line = f"{objective.name:<8} {objective.sampled_line(summary['decoded'])}"
@@ -436,7 +464,7 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any], objecti
     if summary["skipped_steps"]:
         console.print(f"warning  {summary['skipped_steps']} steps skipped: loss or gradient was not finite")
     if summary["comparison"]:
-        table = Table(title="the same steps, seed and rows", box=None, header_style="bold")
+        table = Table(title="the same steps, seed and samples", box=None, header_style="bold")
         for title in ("kernels", "last loss", "peak memory", "step alone", "tokens/s"):
             table.add_column(title, justify="left" if title == "kernels" else "right")
         for row in summary["comparison"]:

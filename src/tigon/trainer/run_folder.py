@@ -1,18 +1,18 @@
-"""The run folder: where it is, when it may be used, what is in it.
+"""Creates, finds, checks and locks run folders. A run folder contains:
 
-    recipe.yaml        the resolved recipe, runnable as it is
+    recipe.yaml        the resolved recipe, which can be run again
     environment.json   versions and hardware
-    data.json          rows, tokens, unigram entropy, fingerprint
-    metrics.jsonl      one record a line, in order of time; `event` says what it is
-    tensorboard/       the same as scalars
+    data.json          samples, tokens, unigram entropy, fingerprint
+    metrics.jsonl      one record per line, in order of time; `event` is the kind of record
+    tensorboard/       the same records as scalars
     checkpoints/       checkpoint-N, to resume from; each with a manifest of its files
-    tokenizer/         the tokenizer used
+    tokenizer/         the tokenizer of the run
     model/             final weights (safetensors) and tokenizer
     charts/            the report's charts as SVG
     report.md, report.html
-    summary.json       written last: its presence says that the run is complete
+    summary.json       written last, so a folder without it is an incomplete run
 
-Nothing is created before every check has passed, and nothing outside the folder is written (but the tokenizer cache).
+The folder is created after every check has passed. A run writes nothing outside it except the tokenizer cache.
 """
 
 from __future__ import annotations
@@ -34,27 +34,28 @@ from tigon.trainer.checkpoint import checkpoint
 RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (
     "recipe.yaml", "metrics.jsonl", "summary.json", "data.json", "environment.json"
 )  # fmt: skip
-# What a resumed run may change: it has no part in the losses.
+# Keys that a resumed run may change, because they do not affect the losses.
 FREE_TO_CHANGE = (
     "comparison.", "output.", "train.log_steps", "train.eval_steps", "train.save_steps", "train.keep_checkpoints",
     "train.workers", "train.max_skipped_steps",
 )  # fmt: skip
 BATCH_SPLIT = ("train.batch_size", "train.gradient_accumulation")  # may change if their product stays
 CHECKPOINTS = "checkpoints"
-# Records of measurements, and what each of them has.
+# The keys that each record of a measurement must have.
 MEASURED = {"train": ("loss", "tokens_per_s", "memory_bytes", "memory_peak_bytes"), "eval": ("eval_loss",)}
-LARGEST = 2**63  # more than any count or number of bytes; what draws them takes no larger integers
-LOCK_PATIENCE = 7  # s
+LARGEST = 2**63  # more than any count or number of bytes; the chart library accepts no larger integers
+LOCK_PATIENCE = 7  # seconds to wait for another process's lock
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run folder that exists and is ours. `resume_point` is what to resume from, None for a new run."""
+    """An existing run folder of this run."""
 
     path: Path
     resume_point: checkpoint.ResumePoint | None = None
+    """The checkpoint to resume from; None for a new run."""
     changed: tuple[tuple[str, Any, Any], ...] = ()
-    """Recipe keys that differ from the run's so far and may: (key, before, now)."""
+    """The recipe keys that a resumed run changes, as (key, value before, value now)."""
 
     @property
     def checkpoint(self) -> Path | None:
@@ -65,26 +66,30 @@ class RunFolder:
         return self.path / METRICS
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The mapping in one of the folder's files. Raises RunFolderError where it cannot be read as one."""
+        """The mapping in one of the folder's JSON files.
+
+        Raises:
+            RunFolderError: The file cannot be read, or is not a mapping in JSON.
+        """
         file = self.path / name
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise _damaged(file, str(error.strerror)) from None
         except (ValueError, RecursionError):
-            raise _damaged(file, "no JSON") from None
+            raise _damaged(file, "it is not JSON") from None
         if not isinstance(content, dict):
-            raise _damaged(file, "no mapping")
+            raise _damaged(file, "it is not a JSON object")
         return content
 
     def write_json(self, name: str, value: Any) -> None:
         self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        """Whole or not at all: a scratch file renamed into place."""
+        """Write a file of the folder completely or not at all, by renaming a scratch file."""
         target = self.path / name
-        if target.parent != self.path:
-            target.parent.mkdir(exist_ok=True)  # not the run's own: a run that was removed must not come back in part
+        if target.parent != self.path:  # create only subfolders: a run folder that was deleted must not reappear
+            target.parent.mkdir(exist_ok=True)
         scratch = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             scratch.write_text(text, encoding="utf-8")
@@ -96,7 +101,7 @@ class RunFolder:
         return [record for line in self._lines() if (record := _record(line)) is not None]
 
     def damaged_lines(self) -> int:
-        """How many lines of metrics.jsonl are no records, and are left out."""
+        """The number of damaged lines in metrics.jsonl, which `records` drops."""
         return sum(_record(line) is None for line in self._lines())
 
     def _lines(self) -> list[str]:
@@ -110,17 +115,17 @@ class RunFolder:
             if handle.tell():
                 handle.seek(-1, os.SEEK_END)
                 if handle.read(1) != b"\n":
-                    handle.write(b"\n")  # after the half line that a full disk left, which would swallow this one
+                    handle.write(b"\n")  # end a half line that a full disk left, so that this record has its own line
             handle.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
 
     def forget_after(self, step: int) -> None:
-        """Drop the records of steps that a resumed run will do again."""
+        """Drop the records of later steps, which a resumed run will repeat."""
         kept = [record for record in self.records() if record.get("step", 0) <= step]
         self.write_text(METRICS, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """The record in a line of metrics.jsonl; None for what a killed run, a full disk or a bad disk left of one.
+    """The record in a line of metrics.jsonl; None if the line is damaged, for example by a full disk.
 
     pydantic is not used, because the keys of a record depend on the objective.
     """
@@ -133,7 +138,7 @@ def _record(line: str) -> dict[str, Any] | None:
     numbers = MEASURED.get(record["event"])
     if numbers is None:
         return record
-    # the report draws every value of these
+    # The report draws every value of a measurement.
     whole = all(name in record for name in numbers)
     return record if whole and all(_is_drawn(value) for name, value in record.items() if name != "event") else None
 
@@ -147,7 +152,11 @@ def _damaged(file: Path, why: str) -> RunFolderError:
 
 
 def check(output: OutputConfig, command: str) -> None:
-    """Refuse, before anything is computed, a new run whose folder exists or cannot be made."""
+    """Check before a new run that its folder can be created.
+
+    Raises:
+        RunFolderError: The folder exists and `output.if_exists` is "error", or its parent cannot be written.
+    """
     target = Path(output.folder) / output.name
     if output.if_exists == "error" and (target.exists() or target.is_symlink()):
         ours, complete = (target / RECIPE).exists(), (target / SUMMARY).exists()
@@ -158,14 +167,18 @@ def check(output: OutputConfig, command: str) -> None:
     while not parent.exists():
         if parent.is_symlink():
             gone = os.readlink(parent)
-            raise RunFolderError(f"{parent}: a link to {gone}, which is not there; choose another output.folder")
+            raise RunFolderError(f"{parent}: a link to {gone}, which does not exist; choose another output.folder")
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise RunFolderError(f"{parent}: not a folder that can be written to; choose one with --set output.folder=...")
 
 
 def create(output: OutputConfig, command: str) -> RunFolder:
-    """Make the folder; with `if_exists: number` the first free of name, name-2, name-3, ..."""
+    """Create the folder; with `if_exists: number` the first free one of name, name-2, name-3, ...
+
+    Raises:
+        RunFolderError: As `check`, or the folder cannot be created.
+    """
     check(output, command)
     parent = Path(output.folder)
     try:
@@ -181,13 +194,16 @@ def create(output: OutputConfig, command: str) -> RunFolder:
                     raise
                 number += 1
     except OSError as error:
-        raise RunFolderError(f"{parent / output.name}: cannot be made: {error.strerror}") from None
+        raise RunFolderError(f"{parent / output.name}: cannot be created: {error.strerror}") from None
 
 
 def find(output: OutputConfig, recipe: Recipe) -> RunFolder:
-    """The folder to resume: there, incomplete, of this recipe. `with_checkpoint` looks for what to resume from.
+    """The folder of an incomplete run of this recipe, without its checkpoint, which `with_checkpoint` adds.
 
-    With `if_exists: number` the newest of name, name-2, ... Raises RunFolderError saying which of these fails.
+    With `if_exists: number` it is the newest of name, name-2, ...
+
+    Raises:
+        RunFolderError: There is no run folder, the run is complete, or a key that affects the losses has changed.
     """
     path = newest(output)
     if path is None:
@@ -197,28 +213,31 @@ def find(output: OutputConfig, recipe: Recipe) -> RunFolder:
 
 
 def _checked(path: Path, recipe: Recipe) -> RunFolder:
-    """The run folder at `path`, incomplete and of this recipe. Raises RunFolderError otherwise."""
+    """The run folder at `path`. Raises RunFolderError unless it is an incomplete run of this recipe."""
     if path.is_symlink() or not (path / RECIPE).is_file():
-        raise RunFolderError(f"{path}: not a run folder, it has no {RECIPE}; set output.name to the run to resume")
+        raise RunFolderError(f"{path}: not a run folder: {RECIPE} is missing; set output.name to the run to resume")
     if (path / SUMMARY).exists():
-        raise RunFolderError(f"{path}: this run is complete, see report.html in it; start a new one without --resume")
+        raise RunFolderError(f"{path}: this run is complete (see its report.html); start a new one without --resume")
     _refuse_links(path)
     if not isinstance(RunFolder(path).read_json(DATA).get("fingerprint"), str):
-        raise _damaged(path / DATA, "it lacks the data's fingerprint")
+        raise _damaged(path / DATA, "the fingerprint of the data is missing")
     before = loads_saved(path / RECIPE)
     changed = _differences(before, recipe)
     refused = [(name, old, new) for name, old, new in changed if not _only_rounds(name, before, recipe)]
     if refused:
         differences = "; ".join(f"the run had {name}: {old}, the recipe now has {new}" for name, old, new in refused)
-        raise RunFolderError(f"{path}: {differences}; make them agree")
+        raise RunFolderError(f"{path}: {differences}; use the run's values, or start a new run without --resume")
     return RunFolder(path, changed=tuple(changed))
 
 
 def with_checkpoint(run: RunFolder, recipe: Recipe) -> RunFolder:
-    """`run`, checked again, with the newest checkpoint that is as it was written.
+    """`run`, checked again, with its newest intact checkpoint.
 
-    Call it with the folder locked: the process that had the lock before may have completed the run meanwhile, or
-    written a newer checkpoint. Raises RunFolderError for what `find` refuses, and when there is no such checkpoint.
+    Call it with the folder locked: the process that had the lock before may have completed the run or written a newer
+    checkpoint.
+
+    Raises:
+        RunFolderError: As `find`, or there is no intact checkpoint.
     """
     run = _checked(run.path, recipe)
     return replace(run, resume_point=checkpoint.newest(run.path / CHECKPOINTS))
@@ -226,12 +245,18 @@ def with_checkpoint(run: RunFolder, recipe: Recipe) -> RunFolder:
 
 @contextmanager
 def locked(path: Path, file: str = RECIPE, work: str = "training into this run folder") -> Iterator[None]:
-    """Alone in the folder, for as long as the block runs; the system takes the lock back from a killed process.
+    """Lock a folder for the block. The system releases the lock of a killed process.
 
-    file: which of it is locked. Raises RunFolderError where another process has it.
+    `filelock.FileLock` is not used. It locks a file of its own, which would stay in every run folder. It makes that
+    file again if another process has removed the folder, and here that removal is an error.
 
-    `filelock.FileLock` is not used: it locks a file of its own, which would stay in every run folder, and makes that
-    file again if another process has removed the folder. Here that removal has to be noticed.
+    Args:
+        path: The folder.
+        file: The file in it that is locked.
+        work: The activity of the process that has the lock, for the message.
+
+    Raises:
+        RunFolderError: Another process has the lock for `LOCK_PATIENCE` seconds, or has removed the folder.
     """
     try:
         import fcntl
@@ -246,11 +271,11 @@ def locked(path: Path, file: str = RECIPE, work: str = "training into this run f
             except BlockingIOError:
                 if not patience:
                     raise RunFolderError(f"{path}: another process is {work}; wait for its end, or stop it") from None
-                time.sleep(1)  # processes that prepare batches notice after 5 s that a killed run is gone
+                time.sleep(1)  # data loader processes notice after 5 s that their run was killed
             except OSError:  # a file system without locks
                 break
-        if not _is_at(handle, path / file):  # its process has removed the folder, perhaps made another
-            raise RunFolderError(f"{path}: another process has removed this folder meanwhile; start again")
+        if not _is_at(handle, path / file):  # the process with the lock has removed the folder, or made it again
+            raise RunFolderError(f"{path}: another process has removed this folder; start the run again")
         yield
 
 
@@ -258,7 +283,9 @@ def _opened(path: Path) -> BinaryIO:
     try:
         return path.open("r+b")
     except OSError as error:
-        raise RunFolderError(f"{path}: cannot be opened to lock its folder: {error.strerror}; mend this") from None
+        raise RunFolderError(
+            f"{path}: cannot be opened to lock its folder: {error.strerror}; make it readable and writable"
+        ) from None
 
 
 def _is_at(handle: BinaryIO, path: Path) -> bool:
@@ -270,12 +297,12 @@ def _is_at(handle: BinaryIO, path: Path) -> bool:
 
 
 def _refuse_links(path: Path) -> None:
-    """A run makes no links, and one in its folder would have it write somewhere else."""
+    """Raise RunFolderError for a link in the folder: runs create none, and would write through it to another place."""
     for folder, folders, files in os.walk(path):
         for name in folders + files:
             here = Path(folder, name)
             if here.is_symlink():
-                raise RunFolderError(f"{here}: a link to {os.readlink(here)}, which no run makes; remove it")
+                raise RunFolderError(f"{here}: a link to {os.readlink(here)}, but runs create no links; remove it")
 
 
 def newest(output: OutputConfig) -> Path | None:
@@ -302,6 +329,6 @@ def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
 
 
 def _only_rounds(name: str, before: Recipe, now: Recipe) -> bool:
-    """Whether a resumed run has the same numbers to rounding with this key as it is now."""
-    rows = [recipe.train.batch_size * recipe.train.gradient_accumulation for recipe in (before, now)]
-    return name == "train.checkpointing" or (name in BATCH_SPLIT and rows[0] == rows[1])
+    """Whether the new value of this key changes the losses only by rounding."""
+    samples = [recipe.train.batch_size * recipe.train.gradient_accumulation for recipe in (before, now)]
+    return name == "train.checkpointing" or (name in BATCH_SPLIT and samples[0] == samples[1])

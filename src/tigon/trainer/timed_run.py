@@ -1,4 +1,4 @@
-"""A training whose steps are timed and whose peaks are read phase by phase: for sweeps and measurements."""
+"""Times each step of a training run and reads the memory peak of each phase, for sweeps and measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tigon.trainer import trainer as trainers
 
 
 class StepMeter:
-    """Step times and peaks. Every mark reads what the allocator's peaks became since the last one, and resets them."""
+    """Step times and memory peaks. Every mark reads the allocator's peaks since the previous mark and resets them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -24,7 +24,7 @@ class StepMeter:
             torch.cuda.reset_peak_memory_stats(device)
 
     def mark(self, phase: str) -> None:
-        """What came before this belongs to `phase`."""
+        """End a phase: the peak since the previous mark belongs to `phase`."""
         if self.device.type != "cuda":
             return
         peak = torch.cuda.max_memory_allocated(self.device)
@@ -34,14 +34,15 @@ class StepMeter:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def begin(self) -> None:
+        """Start the time of a step, once the GPU is idle."""
         self._synchronize()
         self._begin_s = time.perf_counter()
 
     def end(self, trainer: Any) -> None:
-        """The step is over, its update among it."""
+        """End a step, after its optimizer update."""
         self._synchronize()
         self.step_s.append(time.perf_counter() - self._begin_s)
-        # Accelerate does not hear of a step that a fused optimizer leaves out by itself for a loss scale too large.
+        # Accelerate does not notice when a fused optimizer itself skips a step because the loss scale is too large.
         skipped = trainer.accelerator.optimizer_step_was_skipped or bool(trainer.gate.left_out)
         self.updated.append(not skipped)
         self.mark("optimizer")
@@ -52,7 +53,7 @@ class StepMeter:
 
 
 class TimedTrainer(trainers.TigonTrainer):
-    """The trainer of `tigon train`, which marks where the phases end. DeepSpeed's backward holds its optimizer step."""
+    """The trainer of `tigon train`, with a mark after each phase. DeepSpeed's backward includes its optimizer step."""
 
     meter: StepMeter
 

@@ -3,13 +3,13 @@
 1. Evaluation is the exact mean over tokens, and a patched model computes it without logits. The Trainer's own averages
    batch means, which differs when batches hold different numbers of learned tokens, and asks for the logits.
 2. Every logged record carries tokens/s and memory.
-3. A step whose loss or gradient is not finite is left out (finite.py): the Trainer's default logs such a loss as 0.0
-   and goes on. Weights that are not finite are never saved.
-4. Checkpoints are complete or not there, and hold no pickled arguments (checkpoint.py).
-5. A signal saves at the end of the step (stopping.py).
-6. Evaluation that runs out of memory halves its batches, which changes nothing in a mean over tokens.
+3. A step whose loss or gradient is not finite is skipped (guards/nan_guard.py). The Trainer's default logs such a loss
+   as 0.0 and updates the weights. Weights that are not finite are never saved.
+4. Checkpoints are complete or absent, and hold no pickled arguments (checkpoint/checkpoint.py).
+5. After a signal the run saves a checkpoint at the end of the step and ends (distributed/signals.py).
+6. Evaluation that runs out of memory halves its batches, which does not change a mean over tokens.
 
-Whatever one process fails in, all hear of before the next collective: else they would wait for it there.
+If one process fails, all processes learn of it before the next collective. Otherwise they would wait there for it.
 """
 
 from __future__ import annotations
@@ -50,36 +50,37 @@ from tigon.trainer.guards import prediction
 from tigon.trainer.guards.nan_guard import NanGuard, first_nonfinite, innermost
 
 MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
-WORKER_TIMEOUT_S = 600  # for a batch from a process that prepares them; making one takes milliseconds
+WORKER_TIMEOUT_S = 600  # for one batch from a data loader process, which takes milliseconds to prepare it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Safeguards:
-    """What a trainer does about faults, beyond what it always does."""
+    """Settings of a trainer's guards against faults."""
 
     stop: StopRequest | None = None
-    """What takes note of signals while it trains; None: they have their usual effect."""
+    """Receives signals while the model trains; None: signals have their usual effect."""
     max_skipped_steps: int = TrainConfig.max_skipped_steps
+    """Consecutive skipped steps after which the run ends."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What a checkpoint says of its run, for the one that resumes it."""
+    """The run's settings that every checkpoint stores. A resumed run compares them with its own."""
 
 
 class EvaluationFailed(Exception):
-    """Evaluation ran out of memory, whatever its batches; training has lost nothing by it."""
+    """Evaluation ran out of memory even with one sample per batch. Training can continue."""
 
 
 class EvaluationBroken(Exception):
-    """Evaluation ran out of memory in the middle of a forward pass that takes all processes: none can go on."""
+    """Evaluation ran out of memory inside a forward pass that needs all processes, so no process can continue."""
 
 
 class _NothingLeft(Exception):
-    """The checkpoint is that of the last step."""
+    """The checkpoint to resume from is already at the last step."""
 
 
 def arguments(
     train: TrainConfig, choices: Choices, run_info: RunInfo, *, folder: Path, device: torch.device, evaluate: bool
 ) -> Any:
-    """TrainingArguments of a run: what every run has, and what its techniques add."""
+    """The TrainingArguments of a run: the recipe's settings, then the arguments of the techniques in use."""
     values: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": train.steps if train.steps is not None else -1,
@@ -95,7 +96,7 @@ def arguments(
         "max_grad_norm": train.max_grad_norm,
         "seed": train.seed,
         "data_seed": train.seed,
-        "use_cpu": device.type == "cpu" and choices.zero == 0,  # DeepSpeed finds the CPU by itself, and wants to
+        "use_cpu": device.type == "cpu" and choices.zero == 0,  # DeepSpeed has to choose the device itself
         "dataloader_num_workers": train.workers,
         "dataloader_pin_memory": device.type == "cuda",
         "logging_steps": train.log_steps,
@@ -117,14 +118,14 @@ def arguments(
         if technique.used_by(choices):
             values |= technique.arguments(choices, run_info)
     result = TrainingArguments(**values)
-    # With several GPUs in one process the Trainer would wrap the model in DataParallel, which replicates it each step.
+    # With several GPUs in one process the Trainer uses DataParallel, which copies the model to each GPU every step.
     if result.n_gpu > 1:
         result._n_gpu = 1
     return result
 
 
 class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped here
-    """See the module docstring."""
+    """Hugging Face's Trainer with the changes that the module docstring lists."""
 
     def __init__(
         self, model: Any, args: Any, collator: Collator, train_samples: SampleDataset,
@@ -132,8 +133,19 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         make_optimizer: MakeOptimizer | None = None, safeguards: Safeguards | None = None,
         objective: Objective | None = None,
     ) -> None:  # fmt: skip
-        """make_optimizer: (model, names of decayed parameters) -> optimizer, where the Trainer has no name for it.
-        objective: what is minimised; None: the model's own loss."""
+        """Make a trainer.
+
+        Args:
+            model: The model, with its techniques applied.
+            args: The result of `arguments`.
+            collator: Makes a batch from samples.
+            train_samples: The samples to train on.
+            eval_samples: The samples of the eval loss; None: no evaluation.
+            make_optimizer: Called with the model and the names of the parameters that decay; returns the optimizer.
+                None: the Trainer makes the optimizer that `args` names.
+            safeguards: The settings of the guards; None: their defaults.
+            objective: The loss to minimise; None: the model's own loss.
+        """
         super().__init__(
             model=model, args=args, data_collator=collator, train_dataset=train_samples, eval_dataset=eval_samples
         )
@@ -158,13 +170,13 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
             keep_partition_dtype()
         if resume_from_checkpoint is not None:
             file = Path(resume_from_checkpoint) / self._counted_file
-            if file.exists():  # checkpoints of old have none
+            if file.exists():  # checkpoints of older versions of tigon lack it
                 self.resume_counting(json.loads(file.read_text(encoding="utf-8")))
         if self.safeguards.stop is not None:
             self.safeguards.stop.listen()
         try:
             return super().train(resume_from_checkpoint, **kwargs)
-        except _NothingLeft:  # the Trainer would take one step more
+        except _NothingLeft:  # without this exception the Trainer would take one more step
             self.is_in_train = False
             self._saved_step = self.state.global_step
 
@@ -173,30 +185,33 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         return f"counted-{self.args.process_index}.json"
 
     def counted(self) -> dict[str, Any]:
-        """What has been counted and summed since the run began or the last record, in this process: for a checkpoint
-        between two records, so that the next is the one of a run that was never interrupted."""
+        """This process's counters and running sums, for a checkpoint between two records.
+
+        A resumed run restores them, so that its next record equals that of a run without interruption.
+        """
         return {"gate": self.gate.state(), **self.objective.counted(self.model)}
 
     def resume_counting(self, counted: Mapping[str, Any]) -> None:
+        """Restore what `counted` returned when the checkpoint was saved."""
         self.gate.resume(counted["gate"])
         self.objective.resume_counting(self.model, counted, self.args.device)
 
     def asked_to_stop(self) -> bool:
-        """Whether a signal came, in any process; all of them ask at once."""
+        """Whether any process received a signal. Every process has to call it at the same point."""
         return self.safeguards.stop is not None and bool(self.safeguards.stop.signal_in_any_process())
 
     def save_last(self) -> None:
-        """Save the step that training ended with, unless there is a checkpoint of it."""
+        """Save a checkpoint of the last step unless one exists."""
         if self._saved_step != self.state.global_step:
             self._save_checkpoint(self.model, None)
 
     def restart_clock(self) -> None:
-        """Evaluating and saving are no training time."""
+        """Restart the measurement of tokens/s, which excludes evaluation and saving."""
         self.tokens_since_mark = 0
         self.mark_s = time.perf_counter()
 
     def _sum_in_fp32(self) -> None:
-        """Accelerate's FSDP2 would add up gradients of all GPUs in bf16 and round the loss to it; DDP does neither."""
+        """Make FSDP2 reduce gradients in fp32, as DDP does. Accelerate would use bf16, and round the loss to bf16."""
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         policy = getattr(plugin, "mixed_precision_policy", None)
         if plugin is not None and policy is not None:
@@ -224,12 +239,14 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         return self.gate.add(super().training_step(model, inputs, *args, **kwargs))
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        of_model = partial(super().compute_loss, model, inputs, *args, **kwargs)
-        return self.gate.nan_if_not_finite(self.objective.loss(model, inputs, of_model))
+        model_loss = partial(super().compute_loss, model, inputs, *args, **kwargs)
+        return self.gate.nan_if_not_finite(self.objective.loss(model, inputs, model_loss))
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Called once a step, between the backward pass and the optimizer; with DeepSpeed after its step, which leaves
-        out by itself what is not finite."""
+        """Decide whether this step is skipped. The Trainer calls it once per step, after the backward pass.
+
+        Without DeepSpeed the optimizer step follows. DeepSpeed has already taken its step, or skipped it by itself.
+        """
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         scale = None
         if self.is_deepspeed_enabled:
@@ -243,8 +260,10 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         return float(getattr(self.optimizer.optimizer, "loss_scale", 1.0))
 
     def keep_schedule(self) -> None:
-        """After a step: what DeepSpeed left out would hold the learning rate's schedule back, as it does for no other
-        engine; while it looks for a loss scale that fits, it should, as GradScaler does."""
+        """Advance the learning rate schedule after a step that DeepSpeed skipped, as the other engines do.
+
+        While DeepSpeed still lowers the loss scale, the schedule waits, as it does with GradScaler.
+        """
         skipped = self.is_deepspeed_enabled and self.accelerator.optimizer_step_was_skipped
         if skipped and self._deepspeed_scale() <= 1.0:
             self.lr_scheduler.step()
@@ -253,7 +272,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         loader = super().get_train_dataloader()
         if self.args.dataloader_num_workers:
             start = partial(_start_worker, loader.worker_init_fn)
-            for each in (loader, getattr(loader, "base_dataloader", loader)):  # Accelerate's, and the one it asks
+            for each in (loader, getattr(loader, "base_dataloader", loader)):  # Accelerate wraps a loader
                 each.timeout, each.worker_init_fn = WORKER_TIMEOUT_S, start
         return loader
 
@@ -271,7 +290,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         super().log(logs, *args, **kwargs)
 
     def _put_losses(self, logs: dict[str, float]) -> None:
-        """The mean loss of the steps that were taken, instead of all; none where none was."""
+        """Replace the logged loss by the mean over the steps that were not skipped; drop it if all were skipped."""
         self.gate.settle(self.state.global_step)
         loss_sum, n_steps = self.gate.mean_loss()
         loss_sum = self.accelerator.reduce(loss_sum, "mean")
@@ -285,9 +304,13 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
             logs["skipped_steps"] = self.gate.skipped
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """The mean loss over all learned tokens of the evaluation rows, in nats; {} where a signal came in between.
+        """The mean loss over all learned tokens of the eval samples, in nats; {} if a signal interrupts it.
 
-        Raises EvaluationFailed, or EvaluationBroken, in all processes alike.
+        Raises:
+            EvaluationFailed: One sample at once runs out of memory.
+            EvaluationBroken: A forward pass on sharded weights ran out of memory in one of the processes.
+
+        Both errors are raised in all processes.
         """
         samples, first, was_training = eval_dataset or self.eval_dataset, 0, self.model.training
         self.objective.begin_evaluation()
@@ -295,7 +318,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         try:
             while first < len(samples):
-                if self.asked_to_stop():  # the step is done: save it, while there is time
+                if self.asked_to_stop():  # the step before the evaluation is complete: save it, and end
                     if self.is_in_train:
                         self.control.should_save = self.control.should_training_stop = True
                         self.control.should_evaluate = False  # else the end of the epoch evaluates, and saves, again
@@ -314,16 +337,18 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         return metrics
 
     def _sums_at(self, first: int, samples: SampleDataset) -> torch.Tensor | None:
-        """(sum of the losses, learned tokens) of this process's part of the batch that begins with row `first`. None
-        where it did not fit into the memory of one of the processes; then the next is half as large in all of them.
+        """(sum of the losses, learned tokens) of this process's part of the batch that begins at sample `first`.
 
-        All have as many batches, as sharded weights are gathered by all at once: a process that has no rows left takes
-        the first, and it does not count. The Trainer's own loader has such rows count twice.
+        None if one of the processes ran out of memory; all processes have halved their batch size then.
+
+        Every process runs the same number of batches, because all of them gather sharded weights together. A process
+        without samples left runs the first sample and does not count it. The Trainer's own loader counts it twice.
         """
         size = self.args.per_device_eval_batch_size
         start, error = first + self.args.process_index * size, None
         own = [samples[i] for i in range(start, min(start + size, len(samples)))]
-        together = self.args.world_size > 1 and _is_sharded(self.model)  # asked now: a pass that fails leaves it whole
+        # Determined before the forward pass: one that fails leaves the weights gathered.
+        together = self.args.world_size > 1 and _is_sharded(self.model)
         try:
             sums = self._forward_sums(own or [samples[0]], bool(own))
         except RuntimeError as caught:
@@ -337,12 +362,12 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
             return sums
         short = [rank for rank, failed in enumerate(failures or ()) if failed] or [self.args.process_index]
         where = f" in process {short[0]} of {self.args.world_size}" if self.args.world_size > 1 else ""
-        text = f"evaluation ran out of memory{where} with {size} rows at once; lower "
+        text = f"evaluation ran out of memory{where} with batch size {size}; lower "
         if together or failures is None:
             raise EvaluationBroken(f"{text}train.batch_size") from error
         if size == 1:
             raise EvaluationFailed(f"{text}data.sequence_length") from error
-        error = None  # it holds the tensors of the pass that failed
+        error = None  # it refers to the tensors of the failed pass
         gc.collect()
         if self.args.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -355,12 +380,12 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
 
     @contextmanager
     def _in_precision(self) -> Iterator[None]:
-        """Around a forward pass."""
+        """Run a forward pass in the precision of training."""
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             yield
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Between steps: training goes on without an evaluation that does not fit."""
+        """Evaluate between steps. If the evaluation runs out of memory, training continues without it."""
         try:
             return super()._evaluate(*args, **kwargs)
         except EvaluationFailed as error:
@@ -377,8 +402,7 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         self.objective.load_beside(self.model, Path(resume_from_checkpoint))
 
     def gathered_state(self) -> dict[str, torch.Tensor] | None:
-        """The whole of weights that are divided among processes, all of which call it; None with ZeRO-3 but for the
-        first."""
+        """The whole weights of a sharded model. Every process calls it; with ZeRO-3 only the main process gets them."""
         wrapped = self.deepspeed if self.is_deepspeed_enabled else self.model
         state: dict[str, torch.Tensor] | None = self.accelerator.get_state_dict(wrapped)
         return state
@@ -387,10 +411,10 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
         return str(self._writing) if self._writing is not None else str(super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """All processes write into the scratch folder; when all are done, the first makes a checkpoint of it."""
+        """All processes write into the scratch folder; then the main process renames it to the checkpoint."""
         step, first, folder = self.state.global_step, self.is_world_process_zero(), Path(self.args.output_dir)
         refuse_nonfinite_weights(model, step)
-        if not folder.parent.is_dir():  # the Trainer would make it again, for half a run
+        if not folder.parent.is_dir():  # the run folder was deleted; the Trainer would create it again, incomplete
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder.parent))
         if first:
             checkpoint.clear(folder)
@@ -412,8 +436,14 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
             checkpoint.publish(folder, step, self.safeguards.metadata, keep=self.args.save_total_limit)
 
     def _write(self, part: Callable[[], None]) -> None:
-        """Do a part of a save. Where it failed in one process it ends in all, and only then is what they wrote removed;
-        not where one does not answer, which may be writing still: then the next save removes it."""
+        """Run one part of a save. If it fails in one process, all processes end the save and the files are removed.
+
+        If a process does not answer, the files stay until the next save, because that process may still be writing.
+
+        Raises:
+            OSError: The disk is full in one of the processes.
+            RunFolderError: Another process failed or did not answer.
+        """
         folder, error, full = Path(self.args.output_dir), None, False
         try:
             part()
@@ -430,9 +460,9 @@ class TigonTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped he
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         if error is not None:
             raise error
-        others = [rank for rank, word in enumerate(failures or ()) if word]
+        others = [rank for rank, failure in enumerate(failures or ()) if failure]
         who = f"process {others[0]} failed" if others else f"a process has not answered for {launch.PATIENCE_S} s"
-        raise RunFolderError(f"{folder}: {who} while a checkpoint was written, which was given up")
+        raise RunFolderError(f"{folder}: {who} while a checkpoint was written; the checkpoint was not saved")
 
 
 def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
@@ -442,7 +472,7 @@ def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
 
 
 def refuse_nonfinite_weights(model: Any, step: int) -> None:
-    """Raise rather than save weights that can only give NaN."""
+    """Raise RecipeError if a weight is NaN or infinite, so that such weights are not saved."""
     index = first_nonfinite(model)
     if index is not None:
         name = [name for name, _ in model.named_parameters()][index]
@@ -450,18 +480,18 @@ def refuse_nonfinite_weights(model: Any, step: int) -> None:
 
 
 def _is_sharded(model: Any) -> bool:
-    """Whether a forward pass gathers weights, by FSDP2 or ZeRO-3: then it takes all processes."""
+    """Whether FSDP2 or ZeRO-3 gathers weights in a forward pass, so that every process has to take part in it."""
     return any(hasattr(p, "ds_tensor") or hasattr(p, "to_local") for p in model.parameters())
 
 
 class _Boundaries(TrainerCallback):  # type: ignore[misc]
-    """What happens between steps: the clock is kept on training alone, and a wish to stop is heard."""
+    """Between steps: restarts the clock of tokens/s after evaluation and saving, and ends the run after a signal."""
 
     def __init__(self, trainer: TigonTrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # a resumed state has the intervals of the run that saved it, which a recipe may change
+        # A resumed state has the log and save intervals of the earlier recipe; use those of the present one.
         state.compute_steps(args, state.max_steps)
         if state.global_step >= state.max_steps:
             raise _NothingLeft

@@ -160,8 +160,9 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
     function does not take is dropped with a warning.
 
     Raises:
-        OptionError, FlagConflict: as the family's function.
-        PatchError: as `tigon.patch`.
+        OptionError: a flag is not True, False or None.
+        FlagConflict: cross_entropy and fused_linear_cross_entropy are both True.
+        PatchError: a module that the patch needs cannot be patched, as in `tigon.patch`.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:

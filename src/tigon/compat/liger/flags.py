@@ -41,7 +41,7 @@ class Flags:
             The report of `tigon.patch`.
 
         Raises:
-            PatchError: as `tigon.patch`, except for flags in `optional`.
+            PatchError: under the conditions of `tigon.patch`, except for flags in `optional`.
         """
         values = dict(self.values)
         if not loss:

@@ -139,7 +139,7 @@ class LigerCrossEntropyFunction:
 
 
 class LigerFusedLinearCrossEntropyFunction:
-    """The loss of `_input @ weight.T + bias`, without the logits; results as `LigerCrossEntropyFunction`."""
+    """The loss of `_input @ weight.T + bias`, without the logits; returns the four results of the other loss."""
 
     @staticmethod
     def apply(

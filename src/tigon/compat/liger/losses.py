@@ -95,7 +95,7 @@ def set_loss_dtype(choice: str) -> None:
             - "liger": as in liger-kernel 0.8.5, where only the fused loss is fp32.
 
     Raises:
-        OptionError: `choice` is none of these.
+        OptionError: `choice` is not one of the three values.
     """
     global _loss_dtype
     if choice not in LOSS_DTYPES:
@@ -193,7 +193,7 @@ def _statistics(run: Run, options: Options) -> tuple[Tensor, Tensor]:
         None, ignore_index=options.ignore_index, reduction="none", softcap=options.softcap, z_loss=1.0,
         outputs=("logprob",),
     )  # fmt: skip
-    assert out.logprob is not None  # it was asked for
+    assert out.logprob is not None  # outputs= requests it
     return out.logprob, out.loss + out.logprob
 
 

@@ -1,4 +1,4 @@
-"""`AutoModelForCausalLM`: transformers' class of that name, then `patch`."""
+"""`AutoModelForCausalLM`: loads a model with transformers' class of the same name, then patches it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from tigon.errors import UsageError
 from tigon.models.loading.presets import PRESETS
 from tigon.models.loading.weight_files import read_json
 
-# The deepest models with published weights have 126 layers (Llama-3.1-405B), the widest mixtures some hundred experts.
+# The deepest models with published weights have 126 layers (Llama-3.1-405B). The widest mixtures have some hundred
+# experts.
 MAX_LAYERS, MAX_EXPERTS = 1024, 16384
 _LAYERS = re.compile(r"(num_|n_)?((hidden|decoder|encoder|nextn_predict)_)?layers?|num_nextn_predict_layers")
 _EXPERTS = re.compile(r"(num|n)_(local_|routed_|shared_)?experts")
@@ -32,7 +33,7 @@ def load_config(name: str) -> Any:
     Only a hub id may be downloaded, and code that comes with a checkpoint is never run.
 
     Raises:
-        UsageError: the name is none of these, or transformers cannot read the config.
+        UsageError: the name is not a preset, folder, config.json or hub id, or transformers cannot read the config.
     """
     if name in PRESETS:
         from transformers import AutoConfig
@@ -84,7 +85,7 @@ def check_counts(values: Mapping[str, Any], where: str) -> None:
             check_counts(value, f"{where}: {name}")
         limit = MAX_LAYERS if _LAYERS.fullmatch(name) else MAX_EXPERTS if _EXPERTS.fullmatch(name) else None
         if limit is not None and isinstance(value, (int, float)) and value > limit:
-            raise UsageError(f"{where}: {name} is {value:,}, and tigon builds at most {limit:,}; lower it")
+            raise UsageError(f"{where}: {name} is {value:,}, but tigon builds at most {limit:,}; lower it")
 
 
 def _config_from_hub(name: str) -> Any:
@@ -92,7 +93,7 @@ def _config_from_hub(name: str) -> Any:
 
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # as above, and those of the connection
+    except Exception as error:  # transformers, huggingface_hub and the connection raise many types
         raise UsageError(f"{name}: its config cannot be loaded from the hub: {_one_line(error)}") from None
 
 

@@ -1,4 +1,4 @@
-"""Checks by their headers whether the weight files of a checkpoint are complete and belong to the model.
+"""Checks whether the weight files of a checkpoint are complete and belong to the model, from their headers alone.
 
 transformers initialises a tensor that the files lack with random numbers and only logs it. This check runs its loader
 on the meta device with the names, shapes and dtypes of the files. The loader's renaming and merging of tensors are
@@ -42,7 +42,7 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The differences between the tensors of a checkpoint and those of a model. Tied tensors are in the files once."""
+    """The differences between the tensors of a checkpoint and of a model. The files hold tied tensors once."""
 
     missing: tuple[str, ...] = ()
     """Tensors of the model that the files lack."""
@@ -55,13 +55,13 @@ class LoadReport:
     def problem(self) -> str | None:
         """Why the model must not be trained from these files, or None."""
         if self.mismatched:
-            return f"{listed(self.mismatched, 'tensor')}; its weights and its config.json are not of one model"
+            return f"{listed(self.mismatched, 'tensor')}; its weights and its config.json belong to different models"
         if not self.missing:
             return None
-        reason = f"the model needs {listed(self.missing, 'tensor')}, and the weight files have no such names"
+        reason = f"the model needs {listed(self.missing, 'tensor')}, and the weight files lack these names"
         if self.unexpected:
             reason += f"; the model does not have {listed(self.unexpected, 'tensor')} of the files"
-        return f"{reason}; what is missing would begin as random numbers: restore or rename the tensors"
+        return f"{reason}; training would start with random numbers in their place: restore or rename the tensors"
 
 
 def listed(names: Sequence[str], noun: str) -> str:
@@ -74,11 +74,11 @@ def files_in(folder: Path, named: str | None = None) -> tuple[Path, ...]:
     """The safetensors files that transformers reads from a folder: `model.safetensors`, else those of the index.
 
     Args:
-        folder: a checkpoint's.
-        named: the file or index that the config names in their place (`transformers_weights`).
+        folder: the folder of a checkpoint.
+        named: the file or index that the config names instead (`transformers_weights`).
 
     Raises:
-        UsageError: there are no such files; or the index is damaged, or names a missing file or one outside the folder.
+        UsageError: the files are missing; or the index is damaged, or names a file that the folder does not hold.
     """
     single, index = folder / (named or SINGLE), folder / (named or INDEX)
     if single.is_file() and not single.name.endswith(".json"):
@@ -131,7 +131,7 @@ def read_headers(files: Sequence[Path]) -> dict[str, Header]:
         try:
             refuse_special(file)  # opening a FIFO would wait forever
             with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 (it is no mapping)
+                for name in handle.keys():  # noqa: SIM118 (the handle is not a mapping)
                     if name in headers:
                         raise UsageError(f"{name} is in {owners[name]} and in {file.name}; remove one of them")
                     slice_ = handle.get_slice(name)

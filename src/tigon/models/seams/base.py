@@ -13,8 +13,9 @@ Most patchers set `module.forward` on the instance instead. This was rejected fo
 The subclass has two costs: `type(module) is LlamaRMSNorm` becomes False (`isinstance` stays True), and unpickling needs
 tigon installed.
 
-The subclass has its base's `__name__`, `__qualname__` and `__module__`. transformers keys output capturing by
-`str(cls)`, accelerate finds the blocks to wrap by class name, and `save_pretrained` writes the name into config.json.
+The subclass has its base's `__name__`, `__qualname__` and `__module__`, because other code reads them: transformers
+keys output capturing by `str(cls)`, accelerate finds the blocks to wrap by class name, and `save_pretrained` writes the
+name into config.json.
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ class PatchedModule(nn.Module):
         reduced: tuple[Any, ...] = super().__reduce_ex__(max(2, protocol))  # type: ignore[assignment]
         base: type[Any] = self._tigon_base
         seams = [self._tigon_seam]
-        while "_tigon_seam" in vars(base):  # a lower generated class, which also has its base's name
+        while "_tigon_seam" in vars(base):  # a generated class below this one has its base's name too
             base, seams = base._tigon_base, [base._tigon_seam, *seams]
         return (_new_patched, (base, *seams), *reduced[2:])
 
 
 def _new_patched(base: type[nn.Module], *seams: Seam) -> nn.Module:
-    """Rebuild a pickled module's class. seams: the lowest first."""
+    """Rebuild a pickled module's class. `seams` lists the lowest class's seam first."""
     cls = functools.reduce(patched_class, seams, base)
     return cls.__new__(cls)
 
@@ -97,7 +98,7 @@ def patched_class(base: type[nn.Module], seam: Seam) -> type[PatchedModule]:
 def _patched_class(base: type[nn.Module], seam: Seam) -> type[PatchedModule]:
     identity = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     methods = seam.namespace(base)
-    bases = (base,) if issubclass(base, PatchedModule) else (PatchedModule, base)  # a second seam goes on top
+    bases = (base,) if issubclass(base, PatchedModule) else (PatchedModule, base)  # a second seam subclasses the first
     return type(base.__name__, bases, {**identity, **methods, "_tigon_base": base, "_tigon_seam": seam})
 
 

@@ -130,7 +130,7 @@ class _View:
     device: torch.device
     steps: tuple[Step, ...] = ()
     sealed: bool = False
-    """Whether the user holds the object; arithmetic then computes the logits."""
+    """Whether the object was returned to the user; arithmetic then computes the logits."""
 
     def on_meta(self, shape: torch.Size) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")
@@ -175,7 +175,7 @@ class _Memory:
 
 
 class DeferredLogits(Tensor):
-    """Logits that are not computed; see the module docstring. Made by `carry` and `seal` only."""
+    """Logits that are not computed; see the module docstring. Only `carry` and `seal` create them."""
 
     source: LogitsSource
     _view: _View
@@ -364,7 +364,7 @@ def _hand_over_hooks(logits: DeferredLogits, real: Tensor) -> None:
 
 def _no_gradient(logits: DeferredLogits) -> Any:
     raise PatchError(
-        "the gradient of the logits does not exist where the loss is fused with lm_head. Call the model with "
+        "the gradient of the logits does not exist because the loss is fused with lm_head. Call the model with "
         "skip_logits=False, or patch with linear_cross_entropy=False."
     )
 

@@ -101,7 +101,7 @@ class LossCall:
     def _read_labels(self) -> None:
         self.target = next_tokens(self.labels, self.shift_labels, self.ignore_index)
         # Starts counting the labels that are not ignored; the GPU's count arrives before the trunk finishes. Under
-        # torch.compile the host cannot wait for a count, so all rows are kept.
+        # torch.compile the CPU cannot wait for a count, so all tokens are kept.
         compiling = torch.compiler.is_compiling()
         self.prepared = self.target if compiling else ops.prepare_targets(self.target, ignore_index=self.ignore_index)
         self._read_at = self._versions()
@@ -266,7 +266,7 @@ class HeadSeam(Seam):
 
     def objection(self, module: nn.Module) -> str | None:
         if type(module).forward is not nn.Linear.forward:
-            return f"it is a {type(module).__module__}.{type(module).__name__}, whose forward is its own"
+            return f"it is a {type(module).__module__}.{type(module).__name__}, which overrides nn.Linear's forward"
         return "it is parametrized" if parametrize.is_parametrized(module) else None
 
     def namespace(self, base: type[nn.Module]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def _name_of(gated: Gated | None) -> str:
 
 def _no_op_for(activation: Any) -> str:
     if activation is None:
-        return "its gate is a formula of its own, not an activation module"
+        return "its gate is a formula in its forward, not an activation module"
     return f"its activation {type(activation).__name__} has no gated op; known are {', '.join(GATED_OPS)}"
 
 

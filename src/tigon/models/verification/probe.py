@@ -108,11 +108,11 @@ def rounding_disagreement(
         for dtype in (torch.bfloat16, torch.float32):
             want, got = (forward(make().to(dtype), *inputs()) for forward in (original, fused))
             if got.dtype != want.dtype:
-                return f"for bf16 with {dtype} parameters the op returns {got.dtype}, its own {want.dtype}"
+                return f"for bf16 with {dtype} parameters the op returns {got.dtype}, the module {want.dtype}"
             share = (got != want).float().mean().item()
             # The sums may run in another order, which changes one element in a thousand.
             if dtype == torch.bfloat16 and share > 0.02:
-                return f"it rounds elsewhere: {share:.0%} of the op's bf16 results are not its own"
+                return f"it rounds at another place: {share:.0%} of the op's bf16 results differ from the module's"
         return None
 
     return _answered(measure)
@@ -156,10 +156,10 @@ def _difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
     for name, want in expected.items():
         got = actual[name]
         if got.shape != want.shape or got.dtype != want.dtype:
-            return f"the op's {name} is {tuple(got.shape)} {got.dtype}, its own {tuple(want.shape)} {want.dtype}"
+            return f"the op's {name} is {tuple(got.shape)} {got.dtype}, the module's {tuple(want.shape)} {want.dtype}"
         error_max = ((got - want).abs().max() / want.abs().max().clamp_min(1e-12)).item()
         if not error_max <= TOLERANCE:
-            return f"the op's {name} differs from its own by {error_max:.1e} relative (limit {TOLERANCE:.0e})"
+            return f"the op's {name} differs from the module's by {error_max:.1e} relative (limit {TOLERANCE:.0e})"
     return None
 
 

@@ -77,7 +77,7 @@ def surveyed(model_type: str) -> Surveyed:
             with torch.device("meta"):
                 elements = sum(p.numel() for p in tiny_model(model_type, overrides).parameters())
             if elements > MAX_ELEMENTS:
-                return Surveyed(model_type, "not built", f"the shared sizes leave it {elements:,} parameters")
+                return Surveyed(model_type, "not built", f"the model of the shared sizes has {elements:,} parameters")
             model = tiny_model(model_type, overrides)
             model(**tiny_batch(torch.device("cpu"))).loss.backward()
             break

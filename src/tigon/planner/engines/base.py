@@ -1,6 +1,6 @@
-"""The protocol of a training engine, and what one rank holds as data.
+"""The protocol of a training engine, and the records of the memory that one rank holds.
 
-Memory is computed in closed form from the model's statics. The engines themselves are DeepSpeed's and PyTorch's.
+Memory is computed by formula from the model's parameters. DeepSpeed and PyTorch implement the engines themselves.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Gradients:
     """How the engine treats gradients after the backward pass has computed them."""
 
     nbytes: int = 0
-    """Bytes in addition to the gradients that the backward pass makes: reduced gradients, or buckets of them."""
+    """Bytes in addition to the gradients that the backward pass computes: reduced gradients, or their buckets."""
     allocated: Literal["at the start", "with the first", "with each"] = "at the start"
-    """When `nbytes` are allocated. At the start: once, for the whole run. With the first reduced gradient: all of
-    them. With each reduced gradient: its share. The last two are freed after the step."""
+    """When `nbytes` are allocated: "at the start" once for the whole run, "with the first" reduced gradient all at
+    once, or "with each" reduced gradient its share. The last two are freed after the step."""
     kept: bool = True
     """True: every gradient stays until the step. False: each is reduced and freed as soon as it is computed."""
     copies: tuple[GradientCopy, ...] = ()
@@ -72,7 +72,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What one rank holds: bytes on its GPU, on its share of the host, and on NVMe."""
+    """The memory of one rank: bytes on its GPU, on its share of the host, and on NVMe."""
 
     weights: int
     optimizer_tensors: tuple[int, ...]
@@ -90,7 +90,7 @@ class Placement:
     shard_itemsize: int = 0
     """Bytes per element of a weight at rest if the GPU holds a shard of each weight; else 0."""
     loaded_itemsize: int = 0
-    """Bytes per element of the whole weights that the GPU holds until the engine shards them; 0 if it holds none."""
+    """Bytes per element of the whole weights that the GPU holds until the engine shards them; else 0."""
     managed: int = 0
     """Optimizer state in unified memory, which moves to the host during the forward and backward passes."""
     host: int = 0
@@ -154,7 +154,7 @@ class Engine(ABC):
 
     @abstractmethod
     def placement(self, request: Request, model: ModelStates) -> Placement:
-        """What one rank holds. `model` counts floats in the dtype that layers compute in."""
+        """The memory of one rank. `model` counts floats in the dtype that layers compute in."""
 
     def load(self, loading: Loading) -> None:
         """Simulate how the weights reach the GPU. By default they are loaded whole and stay."""
@@ -171,8 +171,11 @@ def is_drawn(request: Request) -> bool:
 
 
 def drawn_whole(request: Request) -> bool:
-    """Whether the GPU has the whole weights before stage 3 or FSDP2 shards them. Random weights without offload stay on
-    the GPU if they fit; a checkpoint's weights are read into partitions or to the host (trainer/engine.py)."""
+    """Whether the GPU has the whole weights before stage 3 or FSDP2 shards them.
+
+    Random weights without offload stay on the GPU if they fit. A checkpoint's weights are read into partitions or to
+    the host (trainer/engine.py).
+    """
     return is_drawn(request) and request.choices.offload == "none"
 
 
@@ -182,7 +185,7 @@ def computed_in_16_bits(choices: Choices) -> Choices:
 
 
 def share(nbytes: int, gpus: int) -> int:
-    """One rank's part of something that is divided by the GPUs, rounded up."""
+    """One rank's part of bytes that are divided by the GPUs, rounded up."""
     return -(-nbytes // gpus)
 
 
@@ -206,11 +209,11 @@ def grad_bytes(model: ModelStates) -> int:
 
 
 def embedding_grad_bytes(model: ModelStates) -> int:
-    """Bytes of the embeddings' gradients, which the backward pass makes last."""
+    """Bytes of the embeddings' gradients, which the backward pass computes last."""
     return sum(weight.grad_bytes for weight in model.weights if weight.embedding)
 
 
 def sharded_update(model: ModelStates, *, gpus: int, optimizer_bytes: int, sm_s: float = 0.0) -> UpdateWork:
-    """The work of a rank's step: its share of the weights and its states are read and written, gradients are read."""
+    """The work of a rank's step. It reads and writes its share of the weights and its states, and reads gradients."""
     weights = sum(weight.nbytes for weight in model.trained)
     return UpdateWork(2 * (weights // gpus + optimizer_bytes) + grad_bytes(model), 0, sm_s)

@@ -1,4 +1,4 @@
-"""torch.nn.parallel.DistributedDataParallel: every GPU holds everything, and gradients are summed over the GPUs."""
+"""torch.nn.parallel.DistributedDataParallel: every GPU holds the whole model, and gradients are summed over GPUs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Host memory and file space of DeepSpeed's offload for one process, from the allocations in deepspeed 0.19.8.
 
-Most are pinned. PyTorch's caching host allocator rounds them up to powers of two and never frees them.
+Most allocations are pinned. PyTorch's caching host allocator rounds them up to powers of two and never frees them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,11 @@ def _part(weight: Weight, choices: Choices) -> int:
 
 
 def _groups(choices: Choices, model: ModelStates, wanted: int) -> list[int]:
-    """Elements of this process's part of each sub-group. Weights that decay come first, then the others. A group is
-    closed when it reaches `wanted` elements (stage3.py: _create_fp16_sub_groups)."""
+    """Elements of this process's part of each sub-group.
+
+    Weights that decay come first, then the others. A group ends when it reaches `wanted` elements (stage3.py:
+    _create_fp16_sub_groups).
+    """
     groups = []
     for decays in (True, False):
         group = 0

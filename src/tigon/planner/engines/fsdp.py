@@ -105,8 +105,11 @@ class Fsdp(Engine):
         )
 
     def _copies(self) -> tuple[GradientCopy, ...]:
-        """The output of a reduction, and a copy in the shard's dtype if the dtypes differ. The last of them is the
-        gradient, which stays unless it goes to the host (_fsdp_collectives.py: foreach_reduce)."""
+        """The output of a reduction, and a copy in the shard's dtype if the dtypes differ.
+
+        The last of these is the gradient, which stays unless it goes to the host (_fsdp_collectives.py,
+        foreach_reduce).
+        """
         made = [GradientCopy(share=1 / self.choices.gpus, stays=True)]
         if self._widening > 1:
             made.append(GradientCopy(share=self._widening / self.choices.gpus))
@@ -140,6 +143,5 @@ class Fsdp(Engine):
 
 
 def _allocated_as(nbytes: int, tensors: list[int]) -> tuple[int, ...]:
-    """The tensors of optimizer state: each weight's on one GPU, which divides nothing; else one block stands for all
-    shards."""
+    """The tensors of optimizer state. On one GPU each weight has its own; for shards, one block represents them all."""
     return tuple(tensors) if nbytes == sum(tensors) else (nbytes,)

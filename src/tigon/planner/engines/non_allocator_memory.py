@@ -1,7 +1,7 @@
 """GPU memory of a process outside PyTorch's allocator: the CUDA context, loaded kernels, NCCL's buffers.
 
-Read at the end of 225 training runs on H200s (driver 580.159.04, torch 2.11.0+cu130, deepspeed 0.19.8). The records in
-benchmarks/results/nvidia-h200 have it as `non_allocator_bytes`. Medians in GiB:
+It was read at the end of 225 training runs on H200s (driver 580.159.04, torch 2.11.0+cu130, deepspeed 0.19.8). The
+records in benchmarks/results/nvidia-h200 have it as `non_allocator_bytes`. Medians in GiB:
 
     one GPU, no engine            0.75
     FSDP2's group of one process  1.34
@@ -9,8 +9,8 @@ benchmarks/results/nvidia-h200 have it as `non_allocator_bytes`. Medians in GiB:
     DeepSpeed on one GPU          1.71
     DeepSpeed on two GPUs         2.05
 
-Copies to the host and GaLore take up to 0.16 GiB more, which is left out. Paged optimizers keep memory on the GPU while
-there is room (4 and 9 GiB), which is left out too. Nine of the runs read 0.84 GiB more than others of their kind, as if
+The planner leaves out two amounts: copies to the host and GaLore take up to 0.16 GiB more, and paged optimizers keep 4
+and 9 GiB on the GPU while there is room. Nine of the runs read 0.84 GiB more than other runs of their kind, as if
 another process had a context on the GPU.
 """
 

@@ -1,4 +1,4 @@
-"""One GPU without an engine: it holds everything."""
+"""One GPU without an engine: it holds all weights, gradients and states."""
 
 from __future__ import annotations
 

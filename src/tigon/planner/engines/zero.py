@@ -46,21 +46,21 @@ class _OptimizerMemory:
     slices: list[Parameter]
     """One flat slice of the weights that decay, and one of the others."""
     moments_bytes: int
-    """The optimizer's own states on the device."""
+    """The optimizer's states on the device, without the flat copy."""
     managed_bytes: int
-    """Its states in unified memory."""
+    """The optimizer's states in unified memory."""
     step_bytes: int
-    """Temporaries of its step."""
+    """Temporaries of the optimizer's step."""
     step_sm_s: float
 
     @property
     def state_bytes(self) -> int:
-        """The flat copy of the slices, and the optimizer's own states."""
+        """The flat copy of the slices, and the optimizer's states."""
         return sum(piece.nbytes for piece in self.slices) + self.moments_bytes
 
 
 class _Zero(Engine):
-    """What all stages share: the optimizer works on flat slices of this GPU's part."""
+    """The common part of all stages: the optimizer works on flat slices of this GPU's part."""
 
     host_calls = 180
     """Host time per trained weight (forward, backward and step), as a number of operators. Measured on Llama-3.2-1B, 4
@@ -78,9 +78,11 @@ class _Zero(Engine):
 
     @property
     def _optimizer_itemsize(self) -> int:
-        """The optimizer works on a flat copy of this GPU's slice at every stage. The copy is bf16 if the whole run is
-        bf16, else fp32 (stage_1_and_2.py: single_partition_of_fp32_groups). stage3.py has a case without a copy, but
-        never takes it, because it compares a device with a device's name."""
+        """Bytes per element of the flat copy of this GPU's slice, on which the optimizer works at every stage.
+
+        The copy is bf16 if the whole run is bf16, else fp32 (stage_1_and_2.py: single_partition_of_fp32_groups).
+        stage3.py never takes its case without a copy, because it compares a device with a device's name.
+        """
         return 2 if self.choices.precision == "bf16" else FP32
 
     @property
@@ -137,7 +139,7 @@ class _Zero(Engine):
         return max(hidden**2, 2**16) * (4 if self.choices.precision == "fp32" else 2)
 
     def _buffer_bytes(self, model: ModelStates) -> int:
-        # temp_grad_buffer_for_gpu_offload: as long as the largest weight
+        # temp_grad_buffer_for_gpu_offload has the length of the largest weight
         return max(weight.numel * weight.itemsize for weight in model.trained) if self._offloads else 0
 
     def _loaded_itemsize(self, request: Request, model: ModelStates) -> int:
@@ -187,7 +189,7 @@ class _Zero(Engine):
 
 
 class Zero1(_Zero):
-    """Divides the optimizer states. Gradients stay where the backward pass makes them."""
+    """Divides the optimizer states. Gradients stay where the backward pass computes them."""
 
     def _gradients(self, model: ModelStates) -> Gradients:
         return Gradients(allocated="with the first", kept=True)
@@ -213,13 +215,15 @@ class Zero3(_Zero):
     def _gradients(self, model: ModelStates) -> Gradients:
         if self._offloads:
             return Gradients(kept=False, copies=self._copies(model))
-        # grad_partitions_flat_buffer is there from the start
+        # grad_partitions_flat_buffer exists from the start
         return Gradients(nbytes=share(grad_bytes(model), self.choices.gpus), kept=False)
 
     def _copies(self, model: ModelStates) -> tuple[GradientCopy, ...]:
-        """Copies of a gradient with states off the GPU. This GPU's part goes to the host and back. It is converted to
-        fp64 for its norm, a part at a time, and to fp32 for the optimizer (stage3.py: partition_grads,
-        _constant_buffered_norm2, _offload_grad_partition_at_boundary)."""
+        """Copies of a gradient if the states are offloaded. This GPU's part goes to the host and back.
+
+        It is converted part by part to fp64 for its norm, and to fp32 for the optimizer (stage3.py: partition_grads,
+        _constant_buffered_norm2, _offload_grad_partition_at_boundary).
+        """
         itemsize, gpus = model.weights[0].itemsize, self.choices.gpus
         return (
             GradientCopy(share=1 / gpus, stays=True),
@@ -242,8 +246,8 @@ class Zero3(_Zero):
             layers=len(layers),
             # at least the largest unit that is gathered at once: a layer, or all weights outside the layers
             most_bytes=min(model.weight_bytes, max(live, non_allocator_bytes, largest_layer_bytes(model))),
-            # The embeddings are the last weight to be prefetched. With tiled MLPs there is already room for them, as
-            # the peaks show in benchmarks/results/nvidia-h200/study/largest-batch.json.
+            # The embeddings are the last weight to be prefetched. With tiled MLPs there is already room for them; see
+            # the peaks in benchmarks/results/nvidia-h200/study/largest-batch.json.
             beyond_bytes=largest_weight if keeps and not choices.mlp_tile_tokens else 0,
             last=[weight.nbytes for weight in outside if weight.embedding],
             head_stays=choices.kernels == "liger",  # its loss reads lm_head's weight outside the lm_head module

@@ -64,5 +64,5 @@ def yaml_text(request: Request, *, steps: int = 100) -> str:
 
 
 def word(value: Any) -> str:
-    """Formats a value for `--set`."""
+    """Format a value for `--set`."""
     return yaml_word(tuple(value)) if isinstance(value, list) else yaml_word(value)

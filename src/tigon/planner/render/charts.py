@@ -39,18 +39,20 @@ def write(plan: Plan, folder: Path) -> list[Path]:
 
 
 def _axes_of(plan: Plan) -> list[tuple[str, list[int], Callable[[int], Request]]]:
-    """(label, values, function from a value to its request) for batch and for sequence length; the values go past the
-    limit if there is one."""
+    """(label, values, function from a value to its request) for batch and for sequence length.
+
+    The values continue beyond the memory limit if there is one.
+    """
     request, reach = plan.option.request, plan.max_sizes
     positions = getattr(text_config(request.config), "max_position_embeddings", None) or 1 << 20
     return [
         (
-            f"rows of {request.seq:,} tokens",
+            f"samples of {request.seq:,} tokens",
             _values(max(request.batch, round(1.3 * reach.largest_batch)), unit=1),
             lambda n: replace(request, batch=n),
         ),
         (
-            f"tokens in each of {request.batch:,} row{'s' if request.batch > 1 else ''}",
+            f"tokens in each of {request.batch:,} sample{'s' if request.batch > 1 else ''}",
             _values(min(positions, max(request.seq, round(1.3 * reach.longest_sequence))), unit=64),
             lambda n: replace(request, seq=n),
         ),

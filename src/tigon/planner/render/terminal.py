@@ -1,4 +1,4 @@
-"""A plan as a mapping for JSON, and on a terminal: tables, a bar, the recipes."""
+"""Formats a plan as a mapping for JSON and as text for a terminal: tables, a bar, the recipes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-# The same colours in the terminal and in charts: at rest in blues and greys, what grows with the rows warm.
+# The colours of components in the terminal and in charts. Memory at rest is blue or grey; memory that grows with the
+# batch has warm colours.
 COLOURS: Mapping[str, str] = {
     "weights": "#1e3a8a", "gradients": "#3b82f6", "optimizer": "#93c5fd", "checkpoints": "#0f766e",
     "activations": "#f59e0b", "logits": "#c2410c", "workspace": "#9ca3af",
@@ -36,7 +37,7 @@ _SHOWN_REJECTED = 3
 
 
 def as_mapping(plan: Plan) -> dict[str, Any]:
-    """Everything, in bytes and seconds."""
+    """The whole plan as JSON values, in bytes and seconds."""
     option, request, gpu = plan.option, plan.option.request, plan.gpu
     return {
         "model": request.model, "batch": request.batch, "seq": request.seq, "method": plan.method,
@@ -109,9 +110,9 @@ def needs(option: Option) -> list[str]:
 
 
 def show(plan: Plan, console: Console) -> None:
-    """The whole report."""
+    """Print the whole plan."""
     request, gpu = plan.option.request, plan.gpu
-    rows = f"{_rows(request.batch)} of {request.seq:,} tokens"
+    rows = f"{_samples(request.batch)} of {request.seq:,} tokens"
     gpus = f"{request.choices.gpus} x {gpu.name}" if request.choices.gpus > 1 else gpu.name
     console.print(f"[bold]{request.model}[/bold], {rows}, on {gpus} ({gib(gpu.memory_bytes)})")
     _show_option(plan.option, gpu, console)
@@ -121,8 +122,8 @@ def show(plan: Plan, console: Console) -> None:
         _recommendations(plan, console)
     else:
         console.print(
-            "[bold]Nothing that was tried fits.[/bold] Lower --batch or --seq, free what was fixed, add GPUs, or train "
-            "adapters with --lora 16."
+            "[bold]No recipe that was tried fits.[/bold] Lower --batch or --seq, leave out options so that they may "
+            "change, add GPUs, or train adapters with --lora 16."
         )
     _reach(plan, console)
 
@@ -155,7 +156,7 @@ def verdict(option: Option, gpu: Gpu) -> str:
     return (
         f"{fits}. Peak {gib(result.peak_allocated_bytes)} allocated ({result.peak_phase}), "
         f"{gib(result.peak_reserved_bytes)} reserved, {gib(result.device_bytes)} on the device{elsewhere}; "
-        f"{seconds(result.step_s)} a step, {result.tokens_per_s:,.0f} tokens/s"
+        f"{seconds(result.step_s)} per step, {result.tokens_per_s:,.0f} tokens/s"
     )
 
 
@@ -164,7 +165,7 @@ def seconds(value: float) -> str:
 
 
 def _table(result: Estimate) -> Table:
-    """Components at the peak beside the phases' peaks."""
+    """A table of the components at the peak, next to the peak of each phase."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -185,7 +186,7 @@ def bar(result: Estimate, gpu: Gpu) -> Text:
     from rich.text import Text
 
     parts = [(COLOURS[name], result.components[name]) for name in COMPONENTS]
-    parts.append(("#d1d5db", result.device_bytes - result.peak_allocated_bytes))  # cached, and not the allocator's
+    parts.append(("#d1d5db", result.device_bytes - result.peak_allocated_bytes))  # cached, and outside the allocator
     scale = _BAR_WIDTH / max(gpu.memory_bytes, result.device_bytes)
     limit = min(_BAR_WIDTH - 1, round(gpu.memory_bytes * scale))
     cells: list[str] = []
@@ -208,7 +209,7 @@ def _recommendations(plan: Plan, console: Console) -> None:
     from rich.table import Table
 
     room = gib(plan.problem.gpu.memory_bytes)
-    console.print(f"\n[bold]What fits[/bold], fastest first, in {room}: {space.HEADROOM:.0%} stay free")
+    console.print(f"\n[bold]Recipes that fit[/bold] in {room} ({space.HEADROOM:.0%} stay free), fastest first")
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("#", "recipe", "batch", "GPU GiB", "host GiB", "step", "tokens/s"):
         table.add_column(title, justify="left" if title == "recipe" else "right")
@@ -227,17 +228,17 @@ def _recommendations(plan: Plan, console: Console) -> None:
             details.append(f"needs {', '.join(packages)}")
         rejected = sorted(one.cheaper, key=lambda other: other.device_bytes)[:_SHOWN_REJECTED]
         chosen = one.option.request.choices
-        details += [f"not {against(chosen, other.choices, other.batch)}: {other.reason}" for other in rejected]
+        details += [f"rejected: {against(chosen, other.choices, other.batch)}: {other.reason}" for other in rejected]
         console.print(f"\n{number}. {label(one.option.request.choices)}", markup=False, style="bold")
         for line in details:
             console.print(f"   {line}", markup=False, soft_wrap=True)
         console.print(f"   {as_recipe.command(one.option.request)}", markup=False, soft_wrap=True)
-    console.print(f"\nwith the first as {as_recipe.RECIPE_FILE}, data and steps to taste:", markup=False)
+    console.print(f"\nthe first as {as_recipe.RECIPE_FILE}; set your data and steps:", markup=False)
     console.print(as_recipe.yaml_text(plan.recommended[0].option.request), markup=False)
 
 
-def _rows(count: int) -> str:
-    return f"{count:,} row{'' if count == 1 else 's'}"
+def _samples(count: int) -> str:
+    return f"{count:,} sample{'' if count == 1 else 's'}"
 
 
 def _ladder_table(plan: Plan) -> Table:
@@ -259,10 +260,10 @@ def _reach(plan: Plan, console: Console) -> None:
     if plan.best_max_sizes is not None:
         lines.append(("recipe 1", plan.best_max_sizes))
     for name, reach in lines:
-        batch = _rows(reach.largest_batch) if reach.largest_batch else "none"
+        batch = _samples(reach.largest_batch) if reach.largest_batch else "none"
         seq = f"{reach.longest_sequence:,} tokens" if reach.longest_sequence else "none"
         rows = plan.recommended[0].option.request.batch if name == "recipe 1" else request.batch
         console.print(
-            f"{name}: largest batch of {request.seq:,} tokens: {batch}; longest sequence with {_rows(rows)}: {seq}",
+            f"{name}: largest batch of {request.seq:,} tokens: {batch}; longest sequence with {_samples(rows)}: {seq}",
             markup=False, soft_wrap=True,
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Which recipes fit a GPU.
+"""Finds the recipes that fit a GPU.
 
-space.py           what the planner may change, and in which order, as data
+space.py           the settings that the planner may change, and their order
 recommend.py       the search, fastest first
 largest_batch.py   the largest batch, and the longest sequence, of one configuration
-pool.py            a computation in a forked process
+pool.py            runs a function in a forked process
 """

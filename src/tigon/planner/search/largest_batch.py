@@ -27,26 +27,26 @@ class MaxSizes:
     """The largest sizes that are predicted to fit; 0 if the smallest does not fit."""
 
     largest_batch: int
-    """Rows of a micro-batch, at the request's sequence: exact up to 50 rows, then to 4%."""
+    """Samples per micro-batch at the request's sequence length; exact up to 50 samples, then to 4%."""
     longest_sequence: int
-    """Tokens, at the request's batch: a multiple of 128, to 4%; never beyond the model's positions."""
+    """Tokens at the request's batch size; a multiple of 128, to 4%, and at most the model's positions."""
 
 
 def max_sizes(request: Request, gpu: Gpu) -> MaxSizes:
-    """Search for both with a few traces each; a forked process searches for the batch, where the system can fork."""
+    """Search for both with a few traces each. A forked process searches for the batch if the system can fork."""
     batch_call = ForkedCall(largest_batch, request, gpu)
     return MaxSizes(longest_sequence=longest_sequence(request, gpu), largest_batch=batch_call.result())
 
 
 def largest_batch(request: Request, gpu: Gpu) -> int:
-    """Rows of a micro-batch."""
+    """The most samples per micro-batch that fit, or 0."""
     return largest(
         lambda n: _room(request, gpu, batch=n), start=request.batch, limit=1 << 16, empty=_empty(request, gpu)
     )
 
 
 def longest_sequence(request: Request, gpu: Gpu) -> int:
-    """Tokens in a row."""
+    """The most tokens per sample that fit, or 0."""
     limit = int(getattr(text_config(request.config), "max_position_embeddings", None) or 1 << 20)
     return SHORTEST * largest(
         lambda n: _room(request, gpu, seq=min(n * SHORTEST, limit)), start=max(1, request.seq // SHORTEST),
@@ -71,9 +71,9 @@ def _empty(request: Request, gpu: Gpu) -> int:
 def largest(room: Callable[[int], tuple[bool, int]], *, start: int, limit: int, empty: int) -> int:
     """The largest n from 1 to `limit` that fits, to 4% beyond 50; 0 if 1 does not fit.
 
-    room(n) returns whether n fits, and the bytes of the device that allocated memory leaves. These bytes fall with n;
-    at n = 0 they are `empty`. A straight line through them leads close to the result. The last steps halve the range,
-    because the caching allocator cannot reuse some memory.
+    room(n) returns whether n fits, and the bytes of the device that remain after allocated memory. These bytes fall
+    with n; at n = 0 they are `empty`. A straight line through them leads close to the result. The last steps halve the
+    range, because the caching allocator cannot reuse some memory.
     """
     known = {0: empty}
     low, high, halve = 0, limit + 1, False
@@ -85,7 +85,8 @@ def largest(room: Callable[[int], tuple[bool, int]], *, start: int, limit: int, 
         unit = max(1, low // 25)
         if high - low <= unit:
             break
-        # The line says no more once fragments decide; nor twice in a row after it cut off less than half.
+        # Halve the range if fragmentation decides, because the line does not predict it. Halve it also after the line
+        # has cut off less than half of it.
         halve = high <= limit and (known[high] >= 0 or (not halve and len(known) > 2 and high - low > span // 2))
         guess = _between(low, high) if halve else _end_of_line(known, low, high)
         guess = min(max(guess, low + unit), high - 1)
@@ -93,14 +94,14 @@ def largest(room: Callable[[int], tuple[bool, int]], *, start: int, limit: int, 
 
 
 def _between(low: int, high: int) -> int:
-    """The geometric middle of a wide stretch, the arithmetic one of a narrow one."""
+    """The geometric mean of the ends of a wide range, the arithmetic mean of those of a narrow one."""
     return math.isqrt(max(low, 1) * high) if high > 4 * low else (low + high) // 2
 
 
 def _end_of_line(known: dict[int, int], low: int, high: int) -> int:
-    """The n at which a line through two known sizes leaves no room, less what fragmentation usually takes.
+    """The n at which a line through two known sizes reaches 0 bytes, reduced by the usual fragmentation.
 
-    The two are the largest size that fits and the smallest that does not, or the two largest that fit.
+    The two sizes are the largest that fits and the smallest that does not, or the two largest that fit.
     """
     a, b = (low, high) if high in known else sorted(known)[-2:]
     slope = (known[b] - known[a]) / (b - a)

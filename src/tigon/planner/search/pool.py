@@ -1,4 +1,4 @@
-"""Runs a function in a forked process while this process goes on, because a plan takes seconds on one core.
+"""Runs a function in a forked process while this process continues, because a plan takes seconds on one core.
 
 `concurrent.futures.ProcessPoolExecutor` is not used. It starts a thread in this process, and a plan forks a second time
 while the first child still runs. A fork of a process with threads can deadlock; Python 3.12 warns of it. The executor
@@ -20,8 +20,8 @@ import torch
 class ForkedCall:
     """`function(*arguments)` in a child process that starts at once; `result()` waits for it.
 
-    The child inherits the traces made so far. If this process cannot be forked or the child fails, `result()` calls the
-    function in this process and raises what it raises.
+    The child inherits the cached traces. If this process cannot fork or the child fails, `result()` calls the function
+    in this process, which then raises the function's error.
     """
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -45,7 +45,7 @@ class ForkedCall:
 
 
 def _can_fork() -> bool:
-    """autograd starts a thread per GPU, and threads do not survive a fork. A daemon cannot have children."""
+    """Whether this process can fork: it has no autograd threads, which do not survive a fork, and is not a daemon."""
     is_daemon = multiprocessing.current_process().daemon
     return not is_daemon and "fork" in multiprocessing.get_all_start_methods() and torch.cuda.device_count() == 0
 

@@ -1,10 +1,10 @@
-"""Which recipes fit a GPU: the search, fastest first, and the study's ladder, rung by rung.
+"""Finds the recipes that fit a GPU: a search, fastest first, or the study's ladder, rung by rung.
 
-The search goes through the classes of recipes by what they change of the run's numbers. Within a class and a placement
-of its states it tries checkpointing from the fastest kind on, each with the batch whole and then in micro-batches, and
-keeps the first that fits. It leaves a class as soon as it is slower than what was found with fewer changes, so that
-what is recommended is fast for what it changes. A trace is made only where a lower bound, from the trace of the whole
-batch, does not say already that the micro-batch cannot fit.
+The search starts with the classes of recipes that change a run's numbers least. Within a class and a placement of its
+states it tries the kinds of checkpointing from the fastest on. It tries each kind with the whole batch, then with
+micro-batches, and keeps the first configuration that fits. It leaves a class when the class is slower than a recipe
+with fewer changes, so a recommendation that changes more is also faster. A micro-batch is traced only if a lower bound
+from the trace of the whole batch leaves open whether it fits.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tigon.techniques import SETTINGS, matrix
 from tigon.techniques.choices import Choices
 
 WORTH = 1.05
-"""A further change of the numbers has to make a step this much faster. Less is what an optimizer's smaller states save
-in bytes, and its own arithmetic, which is not modelled, may take."""
+"""A recipe that changes the numbers more must make a step this many times faster. A smaller gain may be an artefact: an
+optimizer with smaller states moves fewer bytes, but the time of its extra arithmetic is not modelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A configuration that was looked at."""
+    """A configuration and its estimate."""
 
     request: Request
     estimate: Estimate
 
     def fits(self, gpu: Gpu) -> bool:
-        """Whether the allocator gets by with the GPU's memory, giving back what it has cached where it must."""
+        """Whether the run fits into the GPU's memory; the allocator returns cached blocks to the device if it must."""
         return self.estimate.device_bytes <= gpu.memory_bytes
 
 
@@ -47,13 +47,13 @@ class Rejected:
     choices: Choices
     batch: int
     device_bytes: int
-    """What it needs; at least this where `reason` says so."""
+    """The memory that it needs, or a lower bound if `reason` says "more than"."""
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """A recipe that fits, and the cheaper rungs below it that do not."""
+    """A recipe that fits, and the cheaper configurations that do not."""
 
     option: Option
     cheaper: tuple[Rejected, ...]
@@ -62,37 +62,46 @@ class Recommendation:
 
 @dataclass(frozen=True, kw_only=True)
 class RungResult:
-    """A rung of the ladder, tried."""
+    """The result of one rung of the ladder."""
 
     rung: str
     option: Option | None
-    """None: not tried."""
+    """None if the rung was not tried."""
     fits: bool
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer."""
+    """The planner's answer to a `SearchProblem`."""
 
     problem: SearchProblem
-    """Its GPU is the real one less the headroom."""
+    """Its GPU has the memory of `gpu` minus the headroom."""
     gpu: Gpu
     method: str
     option: Option
-    """What was asked for, as it is."""
+    """The requested configuration and its estimate."""
     recommended: tuple[Recommendation, ...]
     refused: tuple[str, ...]
-    """Why combinations were not looked at."""
+    """The reasons why combinations were not tried."""
     ladder: tuple[RungResult, ...]
     max_sizes: MaxSizes
-    """How far what was asked for reaches."""
+    """The largest sizes of the requested configuration."""
     best_max_sizes: MaxSizes | None
-    """How far the first recommendation reaches."""
+    """The largest sizes of the first recommendation."""
 
 
 def plan(problem: SearchProblem, *, method: Method = "trace", by: str = "search") -> Plan:
-    """Predict what was asked for, and find what fits. Raises UsageError for what cannot be."""
+    """Predict the requested configuration, and find recipes that fit.
+
+    Args:
+        problem: the requested run, its GPU, and the settings that the search may change.
+        method: `trace`, or the `study`'s formulas, for the requested configuration.
+        by: `search`, or `study` to climb the study's ladder instead.
+
+    Raises:
+        UsageError: the request cannot run, is out of range, or its model cannot be traced.
+    """
     for reason in refusals(problem.request, problem.request.choices):
         raise UsageError(f"{reason}.")
     option = Option(request=problem.request, estimate=estimate(problem.request, gpu=problem.gpu, method=method))
@@ -125,9 +134,9 @@ class _Search:
     refused: dict[str, None]
 
     def walk(self, choices: Choices) -> None:
-        """Look for the fastest that fits with these choices but for checkpointing and the split of the batch."""
+        """Look for the fastest checkpointing and split of the batch that fit with the other `choices`."""
         problem, rejected = self.problem, list[Rejected]()
-        unchecked: Option | None = None  # the whole batch without checkpointing, which bounds what others keep
+        unchecked: Option | None = None  # the whole batch without checkpointing, which bounds the others' memory
         best: Option | None = None
         for kept in space.recomputations(problem, choices):
             for number, (batch, accumulate) in enumerate(space.splits(problem)):
@@ -144,7 +153,7 @@ class _Search:
                     continue
                 if space.keeps_all(kept) and unchecked is None:
                     unchecked = option
-                if self.beaten(option):  # and so are smaller micro-batches, and more recomputation of this one
+                if self.beaten(option):  # smaller micro-batches and more recomputation would be slower still
                     if number == 0:
                         return self.keep(best, rejected)
                     break
@@ -164,10 +173,10 @@ class _Search:
             self.fitting.append(Recommendation(option=best, cheaper=tuple(rejected)))
 
     def consider(self, choices: Choices, batch: int, unchecked: Option | None) -> Option | Rejected:
-        """The configuration estimated, unless something cheaper to know says that it cannot fit."""
+        """Estimate a configuration, unless a cheaper bound shows that it cannot fit."""
         try:
             return self._consider(choices, batch, unchecked)
-        except RecipeError as error:  # this model has no part that the technique works on
+        except RecipeError as error:  # the model lacks the part that a technique works on
             return Rejected(choices=choices, batch=batch, device_bytes=0, reason=str(error))
 
     def _consider(self, choices: Choices, batch: int, unchecked: Option | None) -> Option | Rejected:
@@ -182,44 +191,44 @@ class _Search:
 
         rejected = too_much(_at_least(unchecked, choices, batch)) if unchecked is not None else None
         if rejected is None and choices.accumulate > 1:
-            # Micro-batches after the first have a trace of their own, made only if the first alone fits.
+            # Later micro-batches need a second trace, so the first one is estimated alone before.
             alone = estimate_option(space.as_request(self.problem.request, replace(choices, accumulate=1), batch), gpu)
             parts = alone.estimate.components
-            # An evaluation has no gradients, so none wait at its peak.
-            waits = _whole_gradients(choices) and alone.estimate.peak_phase != "eval"
-            waiting = parts["weights"] - parts["gradients"] if waits else 0
-            rejected = too_much(alone.estimate.peak_allocated_bytes + max(0, waiting))
+            # Gradients of earlier micro-batches add to the peak, except in an evaluation.
+            accumulated = _whole_gradients(choices) and alone.estimate.peak_phase != "eval"
+            added = parts["weights"] - parts["gradients"] if accumulated else 0
+            rejected = too_much(alone.estimate.peak_allocated_bytes + max(0, added))
         return rejected or estimate_option(space.as_request(self.problem.request, choices, batch), gpu)
 
     def beaten(self, option: Option) -> bool:
-        """Whether something at hand makes it not worth having."""
-        return any(_beats(rivals.option, option) for rivals in self.fitting)
+        """Whether a recipe that was already kept is better."""
+        return any(_beats(kept.option, option) for kept in self.fitting)
 
 
 def _may_be_faster(best: Option, unchecked: Option | None, choices: Choices, batch: int) -> bool:
-    """Whether more recomputation can beat `best`: only by launching larger micro-batches, where the host is slow."""
+    """Whether more recomputation can beat `best`: only with larger micro-batches, if a step is CPU-bound."""
     if unchecked is None or batch <= best.request.batch:
         return False
     return _speed(unchecked) / space.least_cost(choices) > _speed(best)
 
 
 def _at_least(unchecked: Option, choices: Choices, batch: int) -> int:
-    """Bytes that a configuration allocates at least, from the same one with the whole batch and no checkpointing."""
+    """A lower bound of a configuration's bytes, from the estimate of the whole batch without checkpointing."""
     parts = unchecked.estimate.components
     kept = space.kept_share(choices) * batch / unchecked.request.batch
     lower = parts["weights"] + parts["optimizer"] + kept * parts["activations"]
     if choices.accumulate > 1 and _whole_gradients(choices):
-        lower += parts["weights"]  # gradients of the micro-batches before
+        lower += parts["weights"]  # gradients of earlier micro-batches
     return int(lower)
 
 
 def _whole_gradients(choices: Choices) -> bool:
-    """Whether gradients as large as the weights wait for the step."""
+    """Whether gradients as large as the weights are held until the step."""
     return choices.lora_rank is None and not (choices.zero or choices.fsdp)
 
 
 def search(problem: SearchProblem) -> tuple[list[Recommendation], tuple[str, ...]]:
-    """(recommendations, fastest first; why combinations were not looked at)"""
+    """Returns (recommendations, fastest first; the reasons why combinations were not tried)."""
     outcome = _Search(problem, [], {})
     for choices in space.walks(problem):
         if outcome.fitting and space.is_last_resort(problem, choices):
@@ -250,20 +259,22 @@ def _speed(option: Option) -> float:
 
 
 def _beats(a: Option, b: Option) -> bool:
-    """Whether `a` makes `b` not worth having: it changes no more of the numbers and is faster, or hardly slower."""
+    """Whether `a` is better than `b`: it changes the numbers no more, and it is faster.
+
+    If `a` changes the numbers less, it may be slower by up to `WORTH`.
+    """
     ranks = space.change_rank(a.request.choices), space.change_rank(b.request.choices)
     return ranks[0] <= ranks[1] and _speed(a) * (WORTH if ranks[0] < ranks[1] else 1.0) > _speed(b)
 
 
 def why_not(option: Option, gpu: Gpu) -> str:
-    """Why a configuration does not fit: needed against had, and the largest part of it."""
+    """Why a configuration does not fit: the memory needed and available, and the largest component."""
     result = option.estimate
     largest = max(result.components, key=lambda name: result.components[name])
     has = gpu.memory_bytes / GIB
     return (
-        f"needs {result.device_bytes / GIB:.2f} of {has:.2f} GiB, of it {largest} "
-        f"{result.components[largest] / GIB:.2f} "
-        f"in the {result.peak_phase} phase"
+        f"needs {result.device_bytes / GIB:.2f} of {has:.2f} GiB; the largest part is {largest}, "
+        f"{result.components[largest] / GIB:.2f} GiB in the {result.peak_phase} phase"
     )
 
 
@@ -271,7 +282,7 @@ def why_not(option: Option, gpu: Gpu) -> str:
 
 
 def _try_ladder(problem: SearchProblem) -> tuple[tuple[RungResult, ...], list[Recommendation], tuple[str, ...]]:
-    """(rungs, the recipe where the first rung fits, with batch and accumulation; refusals)"""
+    """Returns (rungs; the recipe of the first rung that fits, with batch and accumulation; refusals)."""
     start = {name: value for name, value in space.LADDER_START.items() if name in problem.free}
     current = replace(problem.request.choices, **start)
     steps: list[RungResult] = []
@@ -305,30 +316,30 @@ def _try_ladder(problem: SearchProblem) -> tuple[tuple[RungResult, ...], list[Re
 def _try_rung(
     rung: Rung, current: Choices, problem: SearchProblem, refused: dict[str, None]
 ) -> tuple[RungResult, Choices]:
-    """(the rung, the choices that the next one starts from)"""
+    """Returns (the rung's result, the choices that the next rung starts from)."""
 
     def skipped(reason: str) -> tuple[RungResult, Choices]:
         return RungResult(rung=rung.name, option=None, fits=False, reason=reason), current
 
     if current.gpus < rung.needs_gpus:
-        return skipped(f"is for {rung.needs_gpus} GPUs and more")
+        return skipped(f"needs {rung.needs_gpus} GPUs or more")
     fixed = [
         name for name, value in rung.change.items() if name not in problem.free and getattr(current, name) != value
     ]
     if fixed:
-        return skipped(f"{', '.join(fixed)} was given otherwise")
+        return skipped(f"the request sets {', '.join(fixed)} to another value")
     wanted = replace(current, **rung.change)
     reasons = refusals(problem.request, wanted)
     if not reasons:
         return _step(rung.name, _micro(wanted, problem), problem.gpu, ""), wanted
     refused |= dict.fromkeys(reasons)
-    given_up = {name: value for name, value in rung.without.items() if name in problem.free}
-    alone = replace(wanted, **given_up)
+    dropped = {name: value for name, value in rung.without.items() if name in problem.free}
+    alone = replace(wanted, **dropped)
     if refusals(problem.request, alone):
         return skipped(reasons[0])
-    # A way off the ladder: the rungs above start from where it left.
-    changed = ", ".join(f"{name}: {value}" for name, value in given_up.items() if getattr(wanted, name) != value)
-    return _step(rung.name, _micro(alone, problem), problem.gpu, f"{reasons[0]}; so with {changed}: "), current
+    # The rung drops earlier choices, so the next rung starts without it.
+    changed = ", ".join(f"{name}: {value}" for name, value in dropped.items() if getattr(wanted, name) != value)
+    return _step(rung.name, _micro(alone, problem), problem.gpu, f"{reasons[0]}; tried with {changed}: "), current
 
 
 def _micro(choices: Choices, problem: SearchProblem) -> Option:
@@ -341,13 +352,13 @@ def _step(name: str, option: Option, gpu: Gpu, before: str) -> RungResult:
 
 
 def _enlarge(option: Option, problem: SearchProblem) -> tuple[Option, list[RungResult]]:
-    """Batch and accumulation to the effective batch, with the largest micro-batch that fits."""
+    """Reach the effective batch with the largest micro-batch that fits, then accumulation; returns (result, rungs)."""
     choices, gpu, rows = option.request.choices, problem.gpu, problem.rows
     if problem.effective_batch is None or "accumulate" not in problem.free:
-        return option, []  # the rows of a micro-batch were given, or follow from what was
+        return option, []  # the request sets the samples of a micro-batch
     most = max_sizes(option.request, gpu).largest_batch or option.request.batch
     batch = max(size for size in range(1, min(most, rows) + 1) if rows % size == 0)
-    steps = [_step("batch size", estimate_option(replace(option.request, batch=batch), gpu), gpu, f"{batch} rows: ")]
+    steps = [_step("batch size", estimate_option(replace(option.request, batch=batch), gpu), gpu, f"{batch} samples: ")]
     if rows // batch > 1:
         larger = replace(choices, accumulate=rows // batch)
         reasons = refusals(problem.request, larger)
@@ -355,24 +366,24 @@ def _enlarge(option: Option, problem: SearchProblem) -> tuple[Option, list[RungR
             steps.append(RungResult(rung="accumulation", option=None, fits=False, reason=reasons[0]))
         else:
             enlarged = estimate_option(replace(option.request, batch=batch, choices=larger), gpu)
-            steps.append(_step("accumulation", enlarged, gpu, f"{rows // batch} micro-batches of {batch} rows: "))
+            steps.append(_step("accumulation", enlarged, gpu, f"{rows // batch} micro-batches of {batch} samples: "))
     last = [step.option for step in steps if step.option is not None and step.fits]
     return (last[-1] if last else option), steps
 
 
 def rung(choices: Choices, batch: int) -> str:
-    """What the search varies within a class, in a few words."""
+    """The settings that the search varies within a class, in a few words."""
     kept = [setting.label(choices) for setting in SETTINGS.values() if setting.search == "recomputation"]
-    return f"{', '.join(filter(None, kept))}, {batch} x {choices.accumulate} rows"
+    return f"{', '.join(filter(None, kept))}, {batch} x {choices.accumulate} samples"
 
 
 def against(choices: Choices, other: Choices, batch: int) -> str:
-    """`other` as far as it is not `choices`: of the same class by what the search varies, else in full."""
+    """`other` in a few words: the settings that differ within the class of `choices`, or all settings otherwise."""
     within = [s.field for s in SETTINGS.values() if s.search in ("recomputation", "long rows", "split")]
     varied = {name: getattr(choices, name) for name in within}
     if choices == replace(other, **varied):
         return rung(other, batch)
-    return f"{label(other)}, {batch} x {other.accumulate} rows"
+    return f"{label(other)}, {batch} x {other.accumulate} samples"
 
 
 def label(choices: Choices) -> str:

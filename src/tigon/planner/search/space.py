@@ -1,6 +1,6 @@
-"""What the planner may change, and in which order: the search's space and the study's ladder.
+"""The search space of the planner and the study's ladder: the settings that the planner changes, and their order.
 
-The candidates and their costs stand in the files of the techniques (tigon.techniques).
+The files of the techniques (tigon.techniques) define the candidates and their costs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tigon.techniques.sharding import PLACEMENTS
 from tigon.techniques.technique import Technique
 
 HEADROOM = 0.02
-"""Share of a GPU's memory that a recommended recipe leaves free: what the prediction of reserved memory may miss."""
+"""Share of a GPU's memory that a recommended recipe leaves free, because predicted reserved memory may be too low."""
 
 # --- the search ------------------------------------------------------------------------------------------------------
 
@@ -30,33 +30,33 @@ MAX_SPLITS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class SearchProblem:
-    """A question to the planner: a run, the GPU it is to fit, and what may be changed."""
+    """A question to the planner: a run, the GPU that it must fit, and the settings that may change."""
 
     request: Request
-    """What was not given is the recipe's default."""
+    """The run. Settings that the user left out have the recipe's defaults."""
     free: frozenset[str]
-    """The fields of Choices that were not given."""
+    """The fields of Choices that the user left out, which the search may change."""
     gpu: Gpu
     runnable_here: bool = False
-    """Only what this machine has the packages for."""
+    """Recommend only recipes whose packages this machine has."""
     effective_batch: int | None = None
-    """Rows of an optimizer step over all GPUs that are wanted; None: those of the request."""
+    """Samples per optimizer step over all GPUs; None: as many as the request has."""
 
     @property
     def rows(self) -> int:
-        """Rows of an optimizer step on one GPU."""
+        """Samples per optimizer step on one GPU."""
         gpus = self.request.choices.gpus
         wanted = self.effective_batch
         return self.request.batch * self.request.choices.accumulate if wanted is None else max(1, wanted // gpus)
 
 
 def with_headroom(gpu: Gpu) -> Gpu:
-    """The GPU as recommendations see it."""
+    """The GPU with its memory reduced by the headroom, for recommendations."""
     return replace(gpu, memory_bytes=int(gpu.memory_bytes * (1.0 - HEADROOM)))
 
 
 def as_request(request: Request, choices: Choices, batch: int) -> Request:
-    """`request` with these choices. What is updated in the backward pass cannot be clipped."""
+    """`request` with these choices and batch. Gradients that update weights in the backward pass cannot be clipped."""
     clipped = request.clipped and not OPTIMIZERS[choices.optimizer].in_backward
     return replace(request, choices=choices, batch=batch, clipped=clipped)
 
@@ -67,29 +67,31 @@ def used(choices: Choices) -> list[Technique]:
 
 
 def changes(choices: Choices) -> Mapping[str, str]:
-    """The techniques that change a run's numbers against AdamW under autocast, smallest change first: name -> what they
-    do to them."""
+    """The techniques that change a run's numbers compared with AdamW under autocast, smallest change first.
+
+    Maps the name of each to a description of the change.
+    """
     changing = [technique for technique in reversed(used(choices)) if technique.change_rank]
     return {t.name: t.precision for t in sorted(changing, key=lambda technique: technique.change_rank)}
 
 
 def change_rank(choices: Choices) -> int:
-    """How far the techniques of a run change its numbers, and 1 for each whose time is modelled roughly."""
+    """How much the techniques of a run change its numbers, plus 1 for each whose time is modelled roughly."""
     return sum(technique.change_rank + technique.rough_time for technique in used(choices))
 
 
 def least_cost(choices: Choices) -> float:
-    """A step takes at least this many times as long as without recomputation."""
+    """Lower bound of a step's time, as a multiple of its time without recomputation."""
     return math.prod(technique.least_cost for technique in used(choices))
 
 
 def kept_share(choices: Choices) -> float:
-    """At least this share of the layers' activations stays in memory."""
+    """Lower bound of the share of the layers' activations that stays in memory."""
     return math.prod(technique.kept_share for technique in used(choices))
 
 
 def is_last_resort(problem: SearchProblem, choices: Choices) -> bool:
-    """Whether a technique that the search chose is only for when nothing that changes less fits."""
+    """Whether the search chose a technique that it may use only if no recipe with smaller changes fits."""
     return any(technique.last_resort and _is_free(problem, technique) for technique in used(choices))
 
 
@@ -102,7 +104,7 @@ def _searched(search: Search) -> list[Setting]:
 
 
 def _values(problem: SearchProblem, choices: Choices, setting: Setting) -> tuple[Any, ...]:
-    """What the search tries for a setting: its candidates, or the value that was given."""
+    """The values that the search tries for a setting: its candidates, or the value that the user gave."""
     if setting.field in problem.free:
         return setting.candidates(problem.request.config)
     return (getattr(choices, setting.field),)
@@ -119,14 +121,14 @@ def walks(problem: SearchProblem) -> list[Choices]:
 
 
 def placements(problem: SearchProblem, choices: Choices) -> Iterator[Choices]:
-    """`choices` with every placement that agrees with what is fixed and can make a difference."""
+    """`choices` with every placement that agrees with the fixed settings and can save memory."""
     base = problem.request.choices
     fixed = {name: getattr(base, name) for name in PLACEMENTS[0] if name not in problem.free}
     rows = [row for row in PLACEMENTS if all(row[name] == value for name, value in fixed.items())]
     if base.gpus == 1 and not any(fixed.get(name) for name in ("zero", "fsdp")):
-        # One GPU has nothing to share with: only what lives on the host is gone from it.
+        # A single GPU has no other GPU to shard over, so only offload to the host saves memory.
         rows = [row for row in rows if row["offload"] != "none" or not (row["zero"] or row["fsdp"])]
-        if base.lora_rank is not None:  # adapters have no states worth moving
+        if base.lora_rank is not None:  # the states of adapters are too small to offload
             rows = [row for row in rows if row["offload"] == "none"]
     for row in rows or [fixed]:
         placed = replace(choices, **row)
@@ -136,7 +138,7 @@ def placements(problem: SearchProblem, choices: Choices) -> Iterator[Choices]:
 
 
 def recomputations(problem: SearchProblem, choices: Choices) -> list[Mapping[str, Any]]:
-    """What of a layer may be kept, fastest first: fields of Choices. Last comes a layer in pieces, if rows are long."""
+    """The kinds of recomputation as fields of Choices, fastest first. For long samples, layers in pieces come last."""
     values = {setting.field: _values(problem, choices, setting) for setting in _searched("recomputation")}
     options: list[Mapping[str, Any]] = [
         dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())
@@ -159,7 +161,7 @@ def keeps_all(kept: Mapping[str, Any]) -> bool:
 
 
 def splits(problem: SearchProblem) -> list[tuple[int, int]]:
-    """(batch, accumulate) with as many rows in an optimizer step as asked for, largest micro-batch first."""
+    """(batch, accumulate) pairs with the requested samples per optimizer step, largest micro-batch first."""
     request = problem.request
     if "accumulate" not in problem.free:
         return [(request.batch, request.choices.accumulate)]
@@ -182,7 +184,7 @@ class Rung:
     change: Mapping[str, Any]
     """Fields of Choices."""
     without: Mapping[str, Any]
-    """What of the rungs before it is given up where the matrix refuses both together."""
+    """Fields of Choices to set if the matrix refuses this rung together with earlier ones."""
     needs_gpus: int = 1
 
 

@@ -1,8 +1,8 @@
-"""PyTorch's caching allocator, by its rules, over a sequence of allocations and frees: how much it reserves.
+"""Simulates PyTorch's caching allocator, to predict how much memory it reserves for a sequence of allocations.
 
 Rules and constants are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.11) with default settings: no expandable
 segments, no limit on splitting. A request gets the best-fitting free block of its stream. Free segments of any stream
-go back to the device only if a new segment would not fit otherwise.
+return to the device only if a new segment would not fit otherwise.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ class Block:
     before: Block | None = None
     after: Block | None = None
     stream: int = 0
-    """A stream's blocks are not given to another."""
+    """Only requests of the same stream can reuse the block."""
 
 
 class CachingAllocator:
     """`allocate` returns a handle for `free`; `reserved_bytes` and `peak_reserved_bytes` are its statistics.
 
-    limit_bytes: the device's memory for the allocator; None: no limit. A request that does not fit is granted too.
+    limit_bytes: the device's memory for the allocator; None: no limit. A request that does not fit still succeeds.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = 0
-        # (size, address, block), sorted: best fit is the first that is large enough. By stream, and large or small.
+        # (size, address, block) by stream and by pool (large or small). The lists are sorted, so the best fit is the
+        # first block that is large enough.
         self._pools: defaultdict[tuple[int, bool], list[tuple[int, int, Block]]] = defaultdict(list)
         self._next_address = 0
 
     def allocate(self, nbytes: int, *, stream: int = 0) -> Block:
-        """Take `nbytes` (more than 0) from a pool of the stream."""
+        """Allocate `nbytes` (more than 0) from a pool of the stream."""
         size = max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
         small = size <= SMALL
         pool = self._pools[stream, small]
         at = bisect.bisect_left(pool, (size, -1))
-        # PyTorch takes the best fit whatever is left over: max_split_size is unlimited.
+        # PyTorch splits the best fit however large its rest is, because max_split_size is unlimited.
         block = pool.pop(at)[2] if at < len(pool) else self._segment(size, stream)
         left = block.size - size
         if left >= MIN_BLOCK if small else left > SMALL:
@@ -67,7 +68,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block, *, small: bool) -> None:
-        """Give a block back; neighbours that are free merge with it. small: the pool it came from."""
+        """Return a block to its pool; free neighbours merge with it. small: whether it is the pool of small blocks."""
         self.allocated_bytes -= block.size
         pool = self._pools[block.stream, small]
         before, after = block.before, block.after
@@ -97,12 +98,12 @@ class CachingAllocator:
             self.release()
         self.reserved_bytes += segment
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        # Segments do not touch: blocks of two of them never merge, and are told apart by their address.
+        # A gap between segments keeps their blocks from merging.
         self._next_address += segment + MIN_BLOCK
         return Block(segment, self._next_address - segment - MIN_BLOCK, stream=stream)
 
     def release(self) -> None:
-        """Give segments that are wholly free back to the device, as torch.cuda.empty_cache() does."""
+        """Return segments that are entirely free to the device, like torch.cuda.empty_cache()."""
         for pool in self._pools.values():
             whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
             self.reserved_bytes -= sum(size for size, _, _ in whole)

@@ -1,4 +1,4 @@
-"""What collectives of DeepSpeed and FSDP2 keep in memory: gathered weights, and gradients that are reduced."""
+"""The memory that collectives of DeepSpeed and FSDP2 use: gathered weights, and gradients that are reduced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a run over time: bytes by component, the peak of each phase, and what the allocator reserves for it."""
+"""Memory of a run over time: bytes by component, the peak of each phase, and the allocator's reserved bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer states of a run, which do not depend on its batch; from the model without data."""
+"""Weights, gradients and optimizer states of a run, from the model without data. They do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Weight:
     """Bytes per element while the run holds it."""
     trained: bool
     projected: bool
-    """A matrix of a layer, which GaLore projects."""
+    """Whether it is a matrix of a layer, which GaLore projects."""
     nf4: bool = False
     embedding: bool = False
     of_objective: bool = False
@@ -84,8 +84,10 @@ class ModelStates:
 
 
 def at_rest(request: Request) -> ModelStates:
-    """Weights and states of a request at the model's full depth. Cached: they depend on neither the batch, the kernels
-    nor checkpointing."""
+    """Weights and states of a request at the model's full depth.
+
+    The result is cached, because it depends on neither the batch, the kernels nor checkpointing.
+    """
     choices = replace(request.choices, checkpointing="none", mlp_tile_tokens=0, kernels="none", attention="sdpa")
     return _at_rest(TracedParts(replace(request, batch=1, seq=1, masked=False, choices=choices)))
 
@@ -149,12 +151,12 @@ def state_tensors(request: Request, weights: tuple[Weight, ...]) -> list[int]:
 
 @dataclass(frozen=True)
 class UpdateWork:
-    """What one optimizer step costs on the GPU."""
+    """The cost of one optimizer step on the GPU."""
 
     moved_bytes: int
     """Bytes of weights, gradients and states that are read and written, managed memory included."""
     host_calls: int = 0
-    """Operators that the host launches."""
+    """Operators that the CPU launches."""
     sm_s: float = 0.0
     """Seconds that one multiprocessor computes in addition."""
 

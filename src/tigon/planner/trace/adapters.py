@@ -1,4 +1,4 @@
-"""LoRA by PEFT's own modules, and 4-bit frozen weights as bitsandbytes holds them, on a model without data."""
+"""LoRA with PEFT's modules, and frozen 4-bit weights in the format of bitsandbytes, on a model without data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nf4_bytes(numel: int) -> tuple[int, ...]:
 
 
 class _Product(torch.autograd.Function):
-    """y = x Wᵀ with W made for the product and dropped, in the forward and again in the backward."""
+    """y = x Wᵀ; W is dequantised for the product and then freed, in the forward and again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, module: Nf4Linear) -> Tensor:
@@ -43,14 +43,15 @@ class _Product(torch.autograd.Function):
 
 
 class Nf4Linear(nn.Linear):
-    """A frozen linear module whose weight is not held in a float dtype; what holds it is counted by `model_states`."""
+    """A frozen linear module whose weight is stored in 4 bits; `model_states` counts the bytes of the stored weight."""
 
     multiplied: Callable[[], None]
     """Called at each product."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward: the product's dtype goes in, the input's comes out.
-        # Under autocast that is fp32 after a norm with fp32 weights, where a dense linear module gives 16 bits.
+        # bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward: the input is cast to the product's dtype, and the
+        # result back to the input's dtype. After a norm with fp32 weights under autocast the result is therefore fp32;
+        # a dense linear module would return 16 bits.
         entered = x.dtype
         if torch.is_autocast_enabled("cpu"):
             x = x.to(torch.get_autocast_dtype("cpu"))
@@ -59,8 +60,7 @@ class Nf4Linear(nn.Linear):
 
 
 def quantize(model: Any, multiplied: Callable[[], None] = lambda: None) -> None:
-    """Turn the linear modules of the layers into 4-bit ones, as transformers does: all but the head. `multiplied` is
-    called at each of their products."""
+    """Convert all linear modules except the head to 4 bits, as transformers does. Each product calls `multiplied`."""
     head = model.get_output_embeddings()
     for module in model.modules():
         if type(module) is nn.Linear and module is not head:
@@ -69,9 +69,9 @@ def quantize(model: Any, multiplied: Callable[[], None] = lambda: None) -> None:
 
 
 def _adapted(layer: Any, x: Tensor) -> Tensor:
-    """PEFT's layer around a 4-bit one (PEFT 0.21, tuners/lora/bnb.py, Linear4bit.forward).
+    """The forward of PEFT's layer around a 4-bit layer (PEFT 0.21, tuners/lora/bnb.py, Linear4bit.forward).
 
-    The product is cloned. Under autocast the adapter gets the input unchanged; else the input is cast to its dtype.
+    The product is cloned. Under autocast the adapter gets the input unchanged; otherwise in the adapter's dtype.
     """
     result: Tensor = layer.base_layer(x).clone()
     for name in layer.active_adapters:
@@ -83,10 +83,13 @@ def _adapted(layer: Any, x: Tensor) -> Tensor:
 
 
 def attach(model: Any, choices: Choices) -> None:
-    """Put adapters into `model` in place, and freeze the rest, as the run does. Raises UsageError without PEFT."""
+    """Add adapters to `model` in place and freeze its other weights, as the run does.
+
+    Raises UsageError if PEFT is missing.
+    """
     technique = TECHNIQUES["lora"]
     try:
-        with torch.device("meta"):  # else PEFT draws adapters of a large rank for seconds, in memory of this machine
+        with torch.device("meta"):  # on the CPU, PEFT would initialise adapters of a large rank for seconds
             technique.model(model, choices, RunInfo())
     except ImportError as error:
         raise UsageError(f"LoRA cannot be traced: {error}; pip install -U 'tigon[peft]'.") from None

@@ -1,4 +1,4 @@
-"""Attention as CUDA runs it, on fake tensors: what each kernel saves, and what its backward pass needs in addition.
+"""Attention on fake tensors with the allocations of CUDA: the tensors that each kernel saves, and its scratch memory.
 
 On the CPU, scaled_dot_product_attention uses other kernels, so it is replaced instead of traced. The allocations follow
 PyTorch's source; the constants below name the files.
@@ -18,17 +18,17 @@ from tigon.techniques.head_groups import one_by_one
 
 # B batch, h query heads, k key heads, T tokens, D head width.
 
-# aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: rows of the fp32 accumulator of dQ, and its
-# columns, are rounded up to these.
+# aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd: the rows and columns of the fp32 accumulator
+# of dQ are rounded up to multiples of these.
 FLASH_ROWS, FLASH_COLUMNS = 128, 32
-# .../cuda/attention.cu, _efficient_attention_forward: the log-sum-exp's rows.
+# .../cuda/attention.cu, _efficient_attention_forward: the rows of the log-sum-exp are rounded up to multiples of this.
 EFFICIENT_ROWS = 32
 # sdp_utils.cpp, use_flash_attention.
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
-# Backward's five products against the forward's two; of a causal square half.
+# The backward computes five products and the forward two. With a causal mask, half of each counts.
 _BACKWARD_PRODUCTS, _FORWARD_PRODUCTS = 5, 2
 
-# The forward is a separate operator, so that a policy of selective checkpointing can keep what it returns.
+# The forward is a separate operator, so that a policy of selective checkpointing can keep its outputs.
 _LIBRARY = torch.library.Library("tigon_memory", "DEF")
 _LIBRARY.define("attention(Tensor q, int width, int lse_rows) -> (Tensor, Tensor)")
 OPERATOR = "tigon_memory::attention"
@@ -47,12 +47,12 @@ def _round_up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-# Width of a head, at most -> share of the rate of a model's other products that causal attention without a mask
-# reaches. For cuDNN's kernels, which PyTorch prefers on Hopper and later, whole and in groups of heads. Fitted to two
-# steps of 131,072 tokens (15.97 and 15.73 s; H200, Llama-3.2-1B, torch 2.11.0+cu130, tigon 75aa43a, 2026-11-22).
-# The steps in benchmarks/results/nvidia-h200/study/longest-sequence.json, up to 393,216 tokens, came after it and are
-# within 3 %. With heads 128 wide Llama-3-8B's steps of up to 65,536 tokens need no share. Older GPUs have
-# FlashAttention 2, and were not measured.
+# Largest head width -> share of the rate of a model's other products that causal attention without a mask reaches. The
+# share is for cuDNN's kernels, which PyTorch prefers from Hopper on, whole and in groups of heads. It was fitted to two
+# steps of 131,072 tokens (15.97 and 15.73 s; H200, Llama-3.2-1B, torch 2.11.0+cu130, tigon 75aa43a, 2026-11-22). Later
+# steps of up to 393,216 tokens (benchmarks/results/nvidia-h200/study/longest-sequence.json) are predicted within 3 %.
+# For heads of width 128, Llama-3-8B's steps of up to 65,536 tokens are predicted well without a share. Older GPUs use
+# FlashAttention 2 and were not measured.
 _SHARES = {64: 0.66}
 _MEASURED_ARCH = (9, 0)
 
@@ -65,13 +65,13 @@ def product_share(head_width: int, arch: tuple[int, int]) -> float:
 
 
 def _products(recorder: TraceRecorder, q: Tensor, count: int, causal: bool, share: float = 1.0) -> None:
-    """share: attention reaches this share of the rate of a model's other products."""
+    """Count `count` products of attention. share: their rate as a share of the rate of a model's other products."""
     B, h, T, D = q.shape
     recorder.count(flops=2.0 * count * B * h * T * T * D * (0.5 if causal else 1.0) / share, dtype=q.dtype)
 
 
 class _Flash(torch.autograd.Function):
-    """Saves q, k, v, out and the log-sum-exp (B, h, T) in fp32; heads of a group share k and v without a copy."""
+    """FlashAttention. It saves q, k, v, out and the log-sum-exp (B, h, T) in fp32; a group's heads share k and v."""
 
     @staticmethod
     def forward(
@@ -90,14 +90,14 @@ class _Flash(torch.autograd.Function):
         B, h, T, D = q.shape
         rows = _round_up(T, FLASH_ROWS)
         dq, dk, dv = (x.new_empty((B, T, x.shape[1], D)).transpose(1, 2) for x in (q, k, v))
-        grouped = ctx.groups > 1  # then these are a group's, and its results apart from the whole
+        grouped = ctx.groups > 1  # if so, the tensors below belong to one group and are added to the whole gradients
         h //= ctx.groups
         scratch = [x.new_empty((B, T, x.shape[1] // ctx.groups, D)) for x in (q, k, v)] if grouped else []
         scratch += [
             q.new_empty((B, h, rows), dtype=torch.float32),  # rowsum(dO * O)
             q.new_empty((B, rows, h, _round_up(D, FLASH_COLUMNS)), dtype=torch.float32),
         ]
-        if k.shape[1] != q.shape[1]:  # one dK and dV for each query head first, summed over the group afterwards
+        if k.shape[1] != q.shape[1]:  # dK and dV are computed per query head, then summed over the group
             scratch += [k.new_empty((B, T, h, D)), v.new_empty((B, T, h, D))]
         _products(ctx.recorder, q, _BACKWARD_PRODUCTS, causal=True, share=ctx.share)
         del scratch
@@ -105,7 +105,10 @@ class _Flash(torch.autograd.Function):
 
 
 class _Efficient(torch.autograd.Function):
-    """The kernel that takes a mask, and fp32: k and v one for each query head, the mask saved in q's dtype."""
+    """The memory-efficient kernel, which accepts masks and fp32.
+
+    It needs k and v for each query head, and saves the mask in q's dtype.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, recorder: TraceRecorder) -> Tensor:
@@ -131,8 +134,10 @@ class _Efficient(torch.autograd.Function):
 
 
 def attention(recorder: TraceRecorder, arch: tuple[int, int], groups: int = 1) -> Callable[..., Any]:
-    """What transformers' `sdpa_attention_forward` and flash functions do to memory on CUDA; groups: of key heads whose
-    backward passes take turns."""
+    """An attention function with the allocations of transformers' `sdpa_attention_forward` and flash functions on CUDA.
+
+    groups: number of groups of key heads whose backward passes run one after another.
+    """
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
@@ -143,7 +148,7 @@ def attention(recorder: TraceRecorder, arch: tuple[int, int], groups: int = 1) -
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = (x.to(dtype) for x in (query, key, value))
-        # sdp_utils.cpp: the flash kernel takes heads of one width; latent attention's values are narrower than its keys
+        # sdp_utils.cpp: the flash kernel needs keys and values of equal width. Latent attention's values are narrower.
         flash = query.dtype in _FLASH_DTYPES and query.shape[-1] == value.shape[-1]
         if attention_mask is None and not flash:
             return _without_flash(query, key, value, recorder), None
@@ -167,11 +172,11 @@ def attention(recorder: TraceRecorder, arch: tuple[int, int], groups: int = 1) -
 
 
 def _without_flash(q: Tensor, k: Tensor, v: Tensor, recorder: TraceRecorder) -> Tensor:
-    """Causal attention in a dtype, or with values of a width, that the flash kernel does not take.
+    """Causal attention with a dtype or a width of values that the flash kernel does not support.
 
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: the memory-efficient kernel takes fp32 too, but no groups of
-    heads (check_batch_size_and_num_heads_dense), with which only the products themselves are left. Those are traced as
-    they are, .../transformers/attention.cpp, _scaled_dot_product_attention_math.
+    The memory-efficient kernel supports fp32 too, but not groups of heads (aten/src/ATen/native/transformers/cuda/
+    sdp_utils.cpp, check_batch_size_and_num_heads_dense). With groups, PyTorch computes the products one by one
+    (.../transformers/attention.cpp, _scaled_dot_product_attention_math), which can be traced directly.
     """
     if k.shape[1] == q.shape[1]:
         return _Efficient.apply(q, k, v, None, recorder)  # type: ignore[no-any-return]
@@ -186,9 +191,10 @@ def _repeated(x_BkTD: Tensor, groups: int) -> Tensor:
 
 
 def mask_maker(*, masked: bool, dense: bool) -> Callable[..., Tensor | None]:
-    """The mask function: a (B, 1, T, T) bool where rows hold several documents or a window is narrower than the row.
+    """The mask function. It returns a (B, 1, T, T) bool mask if a mask is needed, else None.
 
-    dense: the attention takes masks at all; the variable-length flash kernels do not.
+    A mask is needed if samples hold several documents (`masked`) or a window is narrower than the sample.
+    dense: whether the attention accepts masks; the variable-length flash kernels do not.
     """
 
     def make(

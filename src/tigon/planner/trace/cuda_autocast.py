@@ -33,7 +33,7 @@ _KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 @contextlib.contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """`torch.autocast("cpu")` treats operators as CUDA's autocast does. It holds for the whole process."""
+    """Context in which `torch.autocast("cpu")` treats operators like CUDA's autocast, in the whole process."""
     library = torch.library.Library("aten", "IMPL")
     kinds: tuple[tuple[tuple[str, ...], Callable[..., Any]], ...] = (
         (FP32, _in_fp32), (FP32_RESULT, _with_fp32_result), (WIDEST, _in_the_widest),
@@ -50,7 +50,7 @@ def cuda_autocast() -> Iterator[None]:
 
 
 def _casts(value: Any) -> bool:
-    """Whether autocast changes the dtype of an argument: it leaves integers and fp64 alone."""
+    """Whether autocast changes the dtype of an argument. It leaves integers and fp64 unchanged."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 

@@ -1,6 +1,6 @@
-"""Allocations of CUDA that fake CPU tensors do not show: tigon's ops on a GPU, and the kernels' scratch.
+"""Allocations of CUDA that fake CPU tensors do not show: tigon's ops on a GPU, and the scratch memory of kernels.
 
-Shapes ride as suffixes: S rows of tokens sorted by expert, E experts, I the width in, O the width out.
+Suffixes of names give shapes: S tokens sorted by expert, E experts, I input width, O output width.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.nn import functional
 from tigon.ops import dispatch
 from tigon.planner.trace.dispatch_recorder import Scratch, TraceRecorder
 
-# By its name: `tigon.ops.linear_cross_entropy` is the function of the same name.
+# Imported by name, because the attribute `tigon.ops.linear_cross_entropy` is the function, not a module.
 _LOSS: Any = importlib.import_module("tigon.ops.losses.linear_cross_entropy")
 _MULTI_HEAD_LOSS: Any = importlib.import_module("tigon.ops.losses.multi_head")
 
 
 class _ExpertsProduct(torch.autograd.Function):
-    """Rows, sorted by expert, times their expert's weight. CUDA multiplies fp32 expert by expert, into one result.
+    """Tokens, sorted by expert, times their expert's weight. CUDA multiplies fp32 expert by expert, into one result.
 
-    How many rows an expert has is data, which a trace has not; the sizes of the results do not depend on it.
+    A trace lacks the number of tokens per expert, which depends on data. The sizes of the results do not depend on it.
     """
 
     @staticmethod
@@ -47,10 +47,10 @@ class _ExpertsProduct(torch.autograd.Function):
 
 @contextlib.contextmanager
 def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored: int) -> Iterator[None]:
-    """tigon's ops plan as on a GPU of `arch`. `ignored` labels of a micro-batch are ignored.
+    """Context in which tigon's ops plan for a GPU of `arch`. ignored: number of ignored labels in a micro-batch.
 
-    Replaced while the context is open:
-    - three functions of the losses, which read values, the device or the realness of their tensors;
+    It replaces:
+    - three functions of the losses, which depend on values, on the device, or on whether a tensor is fake;
     - dropout, whose mask has the input's dtype on a CPU and one byte per element on CUDA;
     - the product of experts, whose fake rejects fp32, which CUDA multiplies expert by expert.
     """
@@ -60,7 +60,7 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
         return torch.empty(target.numel() - ignored, dtype=torch.int64) if ignored else None
 
     def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-        # cuBLAS multiplies 16-bit factors into an fp32 sum without a cast of either.
+        # cuBLAS adds a product of 16-bit factors to an fp32 sum without casting the factors.
         recorder.count(flops=2.0 * math.prod(a.shape) * b.shape[1], dtype=a.dtype)
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -97,12 +97,12 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
 
 
 def scratch_bytes(sm_count: int) -> Mapping[str, Scratch]:
-    """Operator -> what it allocates besides its outputs, and frees."""
+    """Operator -> the function that gives the bytes of its scratch memory."""
 
     def norm_bwd(args: tuple[Any, ...]) -> int:
         x, want_dw, want_db = args[2], args[10], args[11]
-        # kernels/norm.py: one fp32 row for each persistent program, one program for each multiprocessor from 2048
-        # columns on.
+        # kernels/norm.py: one fp32 row per persistent program. A multiprocessor has three programs up to 1024 columns,
+        # one beyond.
         width = x.shape[-1]
         programs = min(x.numel() // max(width, 1), sm_count * (3 if width <= 1024 else 1))
         return int(4 * (want_dw + want_db) * programs * width)
@@ -114,10 +114,10 @@ def scratch_bytes(sm_count: int) -> Mapping[str, Scratch]:
 
 
 def _embedding_backward(args: tuple[Any, ...]) -> int:
-    """aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu: indices sorted, then fp32 sums of ten rows and fewer.
+    """Scratch of aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu: sorted indices, and fp32 sums of up to ten rows.
 
-    Each distinct token has at least one such sum. How many there are depends on the text: counted are those of tokens
-    drawn evenly, which are more than any text has.
+    Each distinct token needs at least one sum. The number of distinct tokens depends on the text. This counts that of
+    uniformly drawn tokens, which is larger than that of any text.
     """
     grad, indices, vocab = args[0], args[1], args[2]
     N, H = indices.numel(), grad.shape[-1]

@@ -1,4 +1,4 @@
-"""A dispatch mode that follows every storage of a fake run from birth to death, and adds up what the operators cost."""
+"""A dispatch mode that records the allocations and frees of a fake run, and sums the costs of its operators."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // ROUND_BYTES) * ROUND_BYTES
 
 
-# The host's time for one of tigon's operators with its autograd, as a number of PyTorch's operators. The forward and
-# backward passes of a small norm take the host 0.08 ms.
+# CPU time of one of tigon's operators with its autograd, as a number of PyTorch's operators. The forward and backward
+# passes of a small norm take 0.08 ms of CPU time.
 HOST_CALLS = 5
 
 Scratch = Callable[[tuple[Any, ...]], int]
 """An operator's arguments -> bytes that it allocates and frees besides its outputs."""
 Inplace = Mapping[int, int]
-"""Output -> the argument whose memory it takes over."""
+"""Index of an output -> index of the argument whose memory it reuses."""
 
 
 class TraceRecorder(TorchDispatchMode):
-    """Records onto `tape`. `scratch` and `inplace` say, by operator name, what fakes do not show.
+    """Records onto `tape`. `scratch` and `inplace` hold, by operator name, the memory use that fakes do not show.
 
-    host_calls: the host's time for one of our fused operators, in ordinary operators.
+    host_calls: CPU time of one of tigon's fused operators, as a number of ordinary operators.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TraceRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._host_calls, self._closed = host_calls, False
         self.watching_calls = 0
-        """Host time beside each operator, in operators, while a mode of Python's watches them."""
+        """Additional CPU time per operator, as a number of operators, while a Python dispatch mode is active."""
         self.tape = Tape()
         self.component = "activations"
         self._scratch, self._inplace = scratch, inplace
@@ -68,13 +68,13 @@ class TraceRecorder(TorchDispatchMode):
         self._closed = True
 
     def exclude(self, tensors: Iterator[Tensor]) -> None:
-        """These exist before the recording starts and are counted elsewhere."""
+        """Leave out tensors that exist before the recording starts, which other code counts."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._storages[storage._cdata] = storage
 
     def block_of(self, tensor: Tensor) -> int | None:
-        """The block behind a tensor, None for one from before."""
+        """The block of a tensor; None if the tensor is older than the recording."""
         return self._blocks.get(tensor.untyped_storage()._cdata)
 
     def relabel(self, tensor: Tensor, component: str) -> None:
@@ -83,7 +83,7 @@ class TraceRecorder(TorchDispatchMode):
             self.tape.components[block] = component
 
     def count(self, *, flops: float = 0.0, moved_bytes: float = 0.0, launches: int = 1, dtype: Any = None) -> None:
-        """Work that no operator of the trace stands for."""
+        """Add work that no operator of the trace represents."""
         if self._closed:
             return
         cost = self.tape.segments[-1].cost
@@ -96,7 +96,7 @@ class TraceRecorder(TorchDispatchMode):
         cost.host_calls += launches
 
     def count_host(self, calls: int) -> None:
-        """Host time that no operator of the trace stands for, in operators."""
+        """Add CPU time that no operator of the trace represents, as a number of operators."""
         if not self._closed:
             self.tape.segments[-1].cost.host_calls += calls
 
@@ -107,7 +107,7 @@ class TraceRecorder(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         else:
             calls = self.tape.segments[-1].cost.host_calls
-            with self:  # its fake allocates what the kernel does, temporaries included
+            with self:  # the fake allocates the same tensors as the kernel, including temporaries
                 out = primitive.fake(*args)
             self.tape.segments[-1].cost.host_calls = calls
         results = out if isinstance(out, (tuple, list)) else _written(func, args) if out is None else (out,)
@@ -127,7 +127,7 @@ class TraceRecorder(TorchDispatchMode):
         return out
 
     def transient(self, nbytes: int) -> None:
-        """Memory that comes and goes within one operator."""
+        """Record memory that is allocated and freed within one operator."""
         if nbytes > 0:
             block = self._new(nbytes, "workspace")
             self.tape.segments[-1].events += [block, ~block]
@@ -186,7 +186,7 @@ class TraceRecorder(TorchDispatchMode):
 
 
 def _written(func: Any, args: Any) -> tuple[Any, ...]:
-    """The arguments that an operator writes to: all the result of one that returns nothing."""
+    """The arguments that an operator writes to. They are the results of an operator that returns None."""
     pairs = zip(args, func._schema.arguments, strict=False)
     return tuple(arg for arg, declared in pairs if declared.alias_info is not None and declared.alias_info.is_write)
 
@@ -195,9 +195,12 @@ _FIRST: Inplace = {0: 0}
 
 
 def _sums_gradients(func: Any, args: Any) -> bool:
-    """Whether the autograd engine itself adds two gradients of one tensor. It adds ordinary tensors in place, but not
-    fakes (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). No backward formula of the operators here adds
-    two tensors of one shape, and a recomputation runs with gradients enabled."""
+    """Whether the autograd engine is adding two gradients of one tensor.
+
+    It adds ordinary tensors in place, but not fakes (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
+    Other additions are excluded: backward formulas of the operators here never add two tensors of one shape, and a
+    recomputation runs with gradients enabled.
+    """
     return (
         func is aten.add.Tensor
         and not torch.is_grad_enabled()
@@ -213,7 +216,7 @@ def _mm(args: Mapping[str, Any]) -> float:
 
 
 def _chunked_loss(args: Mapping[str, Any]) -> float:
-    """Logits, and in the forward the gradients that are wanted without being kept."""
+    """FLOPs of the logits, and of the gradients if the forward computes them."""
     made = 0 if args["keep"] else args["want_hidden"] + args["want_weight"]
     return float(2 * math.prod(args["hidden"].shape) * args["weight"].shape[0] * (1 + made))
 
@@ -223,7 +226,7 @@ def _hidden_grad(args: Mapping[str, Any]) -> float:
 
 
 def _multi_head(args: Mapping[str, Any]) -> float:
-    """Each head's residual blocks and logits, and the gradients of both that are wanted."""
+    """FLOPs of each head's residual blocks and logits, and of their requested gradients."""
     tokens, flops = args["target"].numel(), 0.0
     blocks, start = args["blocks"], 0
     for hidden, weight, count in zip(args["hidden_of"], args["weight_of"], args["block_counts"], strict=True):
@@ -233,11 +236,11 @@ def _multi_head(args: Mapping[str, Any]) -> float:
         flops += 2 * tokens * width * vocab * (1 + upstream + args["want_weights"][weight])
         flops += 2 * tokens * width * width * count * (1 + any(own) + args["want_hiddens"][hidden])
         start += 2 * count
-    assert start == len(blocks), "the blocks' tensors are not two a block"
+    assert start == len(blocks), "each block must have two tensors"
     return float(flops)
 
 
-# Operators that multiply matrices; all others are taken to be bound by the bytes they touch.
+# FLOPs of operators that multiply matrices. The time of all other operators is computed from their bytes.
 _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "aten::mm": _mm,
     "aten::bmm": _mm,

@@ -1,6 +1,6 @@
-"""Liger Kernel 0.8.5's allocations, for comparison: its Triton path as `use_liger_kernel=True` runs it.
+"""Liger Kernel 0.8.5's allocations, for comparison: those of the Triton kernels that `use_liger_kernel=True` selects.
 
-Read in the package's ops/{rms_norm,rope,swiglu,geglu,fused_linear_cross_entropy}.py.
+They follow the package's ops/{rms_norm,rope,swiglu,geglu,fused_linear_cross_entropy}.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tigon.planner.trace.dispatch_recorder import Inplace, TraceRecorder
 
 # N tokens, C tokens of a chunk, H hidden, V vocabulary.
 
-# It writes rotations into q and k, dX of a norm into dY, and the gradients of a gated unit into its saved inputs.
+# Liger writes rotations into q and k, dX of a norm into dY, and the gradients of a gated unit into its saved inputs.
 INPLACE: Mapping[str, Inplace] = {
     "tigon::rope_rotate": {0: 0, 1: 1},
     "tigon::norm_bwd": {0: 0},
@@ -24,19 +24,19 @@ INPLACE: Mapping[str, Inplace] = {
 }
 
 
-# Host calls per launch of one of its kernels: 0.09 ms with roofline.HOST_S. Fitted to a step of 4 x 1024 tokens, which
-# takes longer than its kernels. A small norm's forward and backward passes alone were measured as 0.24 to 0.6 ms.
+# CPU time per launch of a Liger kernel, as a number of operators: 0.09 ms with roofline.HOST_S. It was fitted to a
+# CPU-bound step of 4 x 1024 tokens. A small norm's forward and backward passes alone were measured as 0.24 to 0.6 ms.
 HOST_CALLS = 30
 
 
 def chunk_rows(tokens: int, hidden: int, vocab: int) -> int:
-    """Tokens of a chunk of its fused loss, with `chunk_mem_const` 1."""
+    """Tokens per chunk of Liger's fused loss, with `chunk_mem_const` 1."""
     share = -(-vocab // hidden)
     return min(1 << (-(-tokens // share) - 1).bit_length(), tokens)
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Both gradients are made in the forward, dW in the weight's dtype, and scaled where they lie in the backward."""
+    """The forward computes both gradients, dW in the weight's dtype. The backward scales them in place."""
 
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, recorder: TraceRecorder) -> Tensor:
@@ -45,8 +45,8 @@ class _FusedLoss(torch.autograd.Function):
         grads = torch.empty_like(hidden_NH), torch.empty_like(weight_VH)
         losses, logits_CV = hidden_NH.new_empty(N, dtype=torch.float32), hidden_NH.new_empty((rows, V))
         recorder.count(flops=6.0 * math.prod(hidden_NH.shape) * V, dtype=hidden_NH.dtype, launches=5 * -(-N // rows))
-        # Its loss kernel reads the logits twice and writes them once. Every chunk reads and writes dW. Two products per
-        # chunk read the weight, and have too few rows to hide that.
+        # Liger's loss kernel reads the logits twice and writes them once. Every chunk reads and writes dW. Two products
+        # per chunk read the weight, and have too few rows to hide the time of these reads.
         recorder.count(moved_bytes=3.0 * N * V * logits_CV.itemsize + 4.0 * -(-N // rows) * grads[1].nbytes, launches=0)
         del logits_CV
         ctx.save_for_backward(*grads)
@@ -58,7 +58,7 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def fuse_loss(model: Any, recorder: TraceRecorder) -> None:
-    """Replace the model's loss by Liger's: the head returns its input, and the loss reads the head's weight."""
+    """Replace the model's loss with Liger's: the head returns its input, and the loss reads the head's weight."""
     head = model.get_output_embeddings()
     project, unfused = head.forward, model.loss_function
 

@@ -16,7 +16,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class NotPeriodic(Exception):
-    """The layers of a trace do not repeat; all of them must be traced."""
+    """The layers of a trace do not repeat, so all of them must be traced."""
 
 
 class Where(NamedTuple):
@@ -36,7 +36,7 @@ class SegmentCost:
     launches: int = 0
     """Kernels."""
     host_calls: int = 0
-    """Operators that the host runs, views included."""
+    """Operators that the CPU runs, including views."""
 
     def add(self, other: SegmentCost) -> None:
         for name, value in vars(other).items():
@@ -72,7 +72,7 @@ class Tape:
 
 
 def unrollable(layers: int, period: int) -> int:
-    """How many layers to trace: one, the pattern, and at least one more that ends as the deep model does."""
+    """How many layers to trace: the first, one period, and the layers after the last period (at least one)."""
     return 2 + period + (layers - 2) % period
 
 
@@ -84,7 +84,7 @@ def unrolled(tape: Tape, *, period: int, traced: int, layers: int) -> Tape:
 
 
 class _Unroller:
-    """Layer 0 comes first, [1, 1 + period) are the pattern that is repeated, the others come last."""
+    """Copies the layers [1, 1 + period), the pattern, between layer 0 and the last layers."""
 
     def __init__(self, tape: Tape, period: int, traced: int, layers: int) -> None:
         self.tape, self.period, self.shift = tape, period, layers - traced
@@ -109,7 +109,7 @@ class _Unroller:
         return self.out
 
     def _groups(self) -> list[tuple[list[TapeSegment], Sequence[int | None]]]:
-        """Runs of segments with the copies to make of them, in the order in which a deep model does them."""
+        """Groups of consecutive segments with the copies to make of each, in the order of a deep model."""
         groups: list[tuple[list[TapeSegment], Sequence[int | None]]] = []
         for segment in self.tape.segments:
             repeated = self._repeats(segment.where.layer)
@@ -140,7 +140,7 @@ class _Unroller:
             elif copy is None:
                 placed.events.append(~self.placed[block, 0])
             elif self.born[block][0].layer is None:
-                # What layers share, such as one kind's rotary table, dies with the last that uses it.
+                # The last layer that uses a shared tensor, such as a rotary table, frees it.
                 if copy == (self.copies - 1 if where.phase == FORWARD else 0):
                     placed.events.append(~self.placed[block, 0])
             else:
@@ -157,16 +157,16 @@ class _Unroller:
     def _seen_from(self, where: Where, block: int) -> Sequence[int]:
         """The copies of a repeated layer's block that a segment outside the repeated layers frees."""
         if where.layer is None:
-            return range(self.copies)  # all layers' alike: autocast's casts of the weights, at the end of the forward
+            return range(self.copies)  # of every layer: autocast's casts of the weights, at the end of the forward
         return (0,) if where.layer < self.first else (self.copies - 1,)
 
     def _relative(self, block: int, copy: int) -> int:
         """The block that `copy` of the pattern frees where the recorded pattern frees `block`."""
         where, index = self.born[block]
-        assert where.layer is not None, "a block of no layer has no copies"
+        assert where.layer is not None, "only blocks of a layer have copies"
         target = copy
         if not self._repeats(where.layer):
-            # A neighbour's: in all but the outermost copy the neighbour is another copy of the pattern.
+            # The block belongs to a neighbouring layer, which is another copy of the pattern except for the outermost.
             before = where.layer < self.first
             inner = copy > 0 if before else copy < self.copies - 1
             if not inner:
@@ -175,7 +175,7 @@ class _Unroller:
             twin = where.layer + (self.period if before else -self.period)
             twins = self.births.get(Where(where.phase, twin), [])
             if not self._repeats(twin) or index >= len(twins):
-                raise NotPeriodic(f"{where.phase}: layer {twin} has no block {index} as layer {where.layer} has")
+                raise NotPeriodic(f"{where.phase}: layer {twin} lacks block {index}, which layer {where.layer} has")
             if self.tape.sizes[twins[index]] != self.tape.sizes[block]:
                 raise NotPeriodic(f"{where.phase}: layers {twin} and {where.layer} allocate differently")
             block = twins[index]

@@ -1,8 +1,8 @@
 """One micro-batch through the real model code on fake tensors: every allocation from the inputs to the last gradient.
 
-The model is transformers' own, patched as the run would patch it, with few layers; `tape.unrolled` makes it as deep as
-the real one. Around it stands what the Trainer puts there: autocast, Accelerate's conversion of outputs to fp32, the
-loss divided by `num_items_in_batch`, checkpointing with its own context managers.
+The model is transformers' model with few layers, patched like the run's model; `tape.unrolled` extends the recording to
+the full depth. The trace includes the Trainer's additions: autocast, Accelerate's conversion of outputs to fp32, the
+loss divided by `num_items_in_batch`, and checkpointing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrol
 from tigon.techniques import checkpointing, head_groups, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
 
-# Value of `kernels` -> options of the patcher; None: no patch. Liger's ops inside the layers are traced as tigon's, and
-# write in place where Liger's do. Liger's loss is in liger.py.
+# Value of `kernels` -> options of the patcher; None: no patch. Liger's ops inside the layers are traced as tigon's ops
+# that write in place like Liger's. liger.py has Liger's loss.
 PATCH_FLAGS: Mapping[str, Mapping[str, bool] | None] = {
     "none": None,
     "no-flce": {"linear_cross_entropy": False},
@@ -45,11 +45,11 @@ PATCH_FLAGS: Mapping[str, Mapping[str, bool] | None] = {
     "liger": {"linear_cross_entropy": False, "cross_entropy": False},
 }
 SELECTIVE_CALLS = 3
-"""Host time, in operators, that selective checkpointing's dispatch modes add to each operator of a layer, both in the
-forward pass and in the recomputation. With 16 tiny layers on a CPU it was 3.4 times an ordinary operator's."""
+"""CPU time that selective checkpointing's dispatch modes add to each operator of a layer, as a number of operators, in
+the forward pass and in the recomputation. With 16 tiny layers on a CPU it was 3.4 times an ordinary operator's."""
 NF4_CALLS = 55
-"""The host's time for one product with a 4-bit weight (bitsandbytes 0.50.2: MatMul4Bit and its nested scales, Python),
-in operators: 0.17 ms, fitted to Llama-3.2-1B's and Qwen3-0.6B's step on an H200."""
+"""CPU time of one product with a 4-bit weight, as a number of operators (bitsandbytes 0.50.2: the Python code of
+MatMul4Bit and its nested scales). It is 0.17 ms, fitted to Llama-3.2-1B's and Qwen3-0.6B's steps on an H200."""
 AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
 
 
@@ -74,7 +74,7 @@ def weight_dtype(precision: str) -> torch.dtype:
 def trace(
     request: Request, gpu: Gpu, *, accumulating: bool = False, whole: bool = False, evaluating: bool = True
 ) -> Trace:
-    """Trace one micro-batch of `request`. accumulating: gradients of an earlier micro-batch exist already.
+    """Trace one micro-batch of `request`. accumulating: whether gradients of an earlier micro-batch exist.
 
     whole: trace every layer instead of repeating a few. evaluating: trace an evaluation batch too.
     Raises UsageError for a model whose forward cannot be traced without data.
@@ -87,7 +87,7 @@ def trace(
     shallow = _trace(request, gpu, depth, accumulating, evaluating)
     try:
         shallow.tape = unrolled(shallow.tape, period=period, traced=depth, layers=layers)
-        # An evaluation keeps nothing of its layers but autocast's 16-bit copies of their weights.
+        # An evaluation keeps nothing of its layers except autocast's 16-bit copies of their weights.
         shallow.eval_tape = unrolled(shallow.eval_tape, period=period, traced=depth, layers=layers)
     except NotPeriodic:
         return _trace(request, gpu, layers, accumulating, evaluating)
@@ -182,10 +182,10 @@ def _foreign_code(name: str) -> Iterator[None]:
         untraceable = (RuntimeError, DataDependentOutputException, DynamicOutputShapeException)
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if not isinstance(error, untraceable) and "transformers" not in Path(frame.f_code.co_filename).parts:
-            raise  # ours
+            raise  # tigon's own error
         raise UsageError(
             f"{name}: its step cannot be traced without data ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:160]}); mend its config if that is wrong, or use the method `study`."
+            f"{' '.join(str(error).split())[:160]}); correct its config if that is wrong, or use the method `study`."
         ) from error
     finally:
         log.setLevel(before)
@@ -211,7 +211,7 @@ class _Run:
     accumulating: bool
 
     def fill(self) -> None:
-        """Put fake CPU tensors of the run's dtype where the model has meta ones; tied weights stay one."""
+        """Replace meta tensors of the model with fake CPU tensors of the run's dtype; tied weights stay tied."""
         dtype = weight_dtype(self.request.choices.precision)
         twins: dict[int, nn.Parameter] = {}
         for module in self.model.modules():
@@ -297,7 +297,7 @@ class _Run:
         checkpointing.enable(self.model, every_n_layers(kind) or 1, context_fn=contexts)
 
     def _contexts(self, selective: bool) -> tuple[Any, Any]:
-        """checkpoint()'s own pair, of forward and recomputation; here they also tell which of the two is on."""
+        """Context managers for checkpoint()'s forward and recomputation, which also record which of the two runs."""
         if not selective:
             return contextlib.nullcontext(), self._recomputation()
 
@@ -392,7 +392,7 @@ _KEPT = frozenset({*KEPT_OPS, attention.OPERATOR})
 
 
 def _keeps(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The run's own policy; attention goes by another name here."""
+    """The run's policy of selective checkpointing, for the operator that stands for attention in a trace."""
     return CheckpointPolicy.MUST_SAVE if op._schema.name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 

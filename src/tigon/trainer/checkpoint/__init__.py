@@ -1,3 +1,3 @@
-"""Checkpoints are complete or absent, and compared with their manifest before use (checkpoint.py). `nvme_swap.py` keeps
-what DeepSpeed stores in files apart from other runs, and restores it.
+"""checkpoint.py writes checkpoints that are complete or absent, and compares them with their manifest before use.
+nvme_swap.py separates DeepSpeed's NVMe swap files from those of other runs, and restores them from a checkpoint.
 """

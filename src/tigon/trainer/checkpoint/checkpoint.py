@@ -1,11 +1,12 @@
-"""Checkpoints that are there whole or not at all, and that are looked at before they are used.
+"""Checkpoints that are complete or absent, and that are compared with their manifest before they are loaded.
 
-The Trainer writes its files straight into `checkpoint-N`, in several engines' ways, and takes the highest number for
-the newest checkpoint. Here they are written into `.writing-N/checkpoint-N`, brought to the disk (fsync), listed with
-their sizes and SHA-256 in a manifest, which is the last file, and moved into place by one rename: whatever ends the
-process, at whatever moment, `checkpoints/` holds complete checkpoints and at most folders named with a dot,
-which the next save removes. `newest` compares every file with the manifest and passes over what differs, with the
-reason. The manifest protects against accidents; against malice nothing is read as a pickle (`no_pickles`).
+Hugging Face's Trainer writes its files directly into `checkpoint-N` and takes the highest N for the newest checkpoint.
+tigon writes them into `.writing-N/checkpoint-N` and flushes them to the disk (fsync). It then writes a manifest with
+the size and SHA-256 of every file, and moves the folder into place with one rename.
+
+So `checkpoints/` holds complete checkpoints whenever a process is killed. It may also hold folders whose name begins
+with a dot, which the next save removes. `newest` compares every file with the manifest, skips checkpoints that differ,
+and gives the reason. The manifest protects against accidents only. `no_pickles` protects against malicious files.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ from typing import Any
 from tigon.errors import RunFolderError
 
 MANIFEST, FORMAT = "manifest.json", 1
-PIECE_BYTES = 64 * 2**20  # hashed side by side: one stream of SHA-256 is slower than a good disk
+PIECE_BYTES = 64 * 2**20  # pieces are hashed in parallel, because one stream of SHA-256 is slower than a fast disk
 READ_BYTES = 2**20
-FULL_BYTES = 64 * 2**20
-NOT_OURS = "training_args.bin"  # a pickle that the Trainer leaves and nobody reads
+FULL_BYTES = 64 * 2**20  # a disk with less free space counts as full
+NOT_OURS = "training_args.bin"  # a pickle that the Trainer writes and tigon never reads
 WRITING, REMOVING = ".writing-", ".removing-"
-NFS = ".nfs"  # what NFS calls a removed file that is still open: gone in a moment
+NFS = ".nfs"  # prefix of files that were removed on NFS while they were open; they disappear when they are closed
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint to resume from, and what is wrong with the newer ones."""
+    """A checkpoint to resume from, and the problems of newer ones."""
 
     path: Path
     metadata: Mapping[str, Any]
-    """What the run said of itself when it was written."""
+    """The settings and versions of the run that wrote it."""
     passed_over: tuple[str, ...] = ()
+    """A sentence for each newer checkpoint that cannot be used."""
 
 
 def name_of(step: int) -> str:
@@ -54,12 +56,12 @@ def step_of(checkpoint: Path) -> int:
 
 
 def scratch(folder: Path, step: int) -> Path:
-    """Where the files of `checkpoint-<step>` are written until they are complete; the same in every process."""
+    """The folder in which every process writes the files of `checkpoint-<step>` until it is complete."""
     return folder / f"{WRITING}{step}"
 
 
 def clear(folder: Path) -> None:
-    """Remove what a save or a removal that was cut off has left."""
+    """Remove the folders that an interrupted save or removal has left."""
     for path in folder.glob(".*"):
         if path.name.startswith((WRITING, REMOVING)) and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -68,7 +70,11 @@ def clear(folder: Path) -> None:
 def publish(folder: Path, step: int, metadata: Mapping[str, Any], keep: int) -> None:
     """Complete the checkpoint in `scratch(folder, step)`, move it into place, and remove all but the newest `keep`.
 
-    facts: what a resumed run compares itself with.
+    Args:
+        folder: The `checkpoints` folder of the run.
+        step: The optimizer step of the checkpoint.
+        metadata: The settings and versions that a resumed run compares with its own.
+        keep: The number of checkpoints to keep, with this one.
     """
     written = scratch(folder, step) / name_of(step)
     (written / NOT_OURS).unlink(missing_ok=True)
@@ -78,16 +84,20 @@ def publish(folder: Path, step: int, metadata: Mapping[str, Any], keep: int) -> 
     written.rename(final)
     _sync(folder)
     scratch(folder, step).rmdir()
-    if before is not None:  # not earlier: the new one has to be in place first
+    if before is not None:  # only now, when the new checkpoint is in place
         shutil.rmtree(before, ignore_errors=True)
     others = sorted((n, path) for n, path in _numbered(folder) if n != step)
-    later = [path for n, path in others if n > step]  # of a run that this one was resumed before
+    later = [path for n, path in others if n > step]  # written before the run was resumed from an earlier step
     for path in later + [path for n, path in others if n < step][: -(keep - 1) or None]:
         _remove(path)
 
 
 def newest(folder: Path) -> ResumePoint:
-    """The newest checkpoint that is as it was written. Raises RunFolderError when there is none."""
+    """The newest checkpoint whose files equal its manifest.
+
+    Raises:
+        RunFolderError: There is none; the message gives the problem of each checkpoint.
+    """
     problems: list[str] = []
     for step, path in sorted(_numbered(folder), reverse=True):
         problem = problem_of(path, step)
@@ -99,7 +109,7 @@ def newest(folder: Path) -> ResumePoint:
 
 
 def problem_of(path: Path, step: int) -> str | None:
-    """What differs from the manifest, as the end of a sentence; None: nothing."""
+    """How a checkpoint differs from its manifest, as the end of a sentence; None if it does not."""
     if path.is_symlink():
         return "is a link"
     try:
@@ -108,13 +118,13 @@ def problem_of(path: Path, step: int) -> str | None:
         format_, numbers = int(manifest["format"]), int(manifest["step"])
         dict(dict(manifest["facts"]).get("versions", {}))
     except FileNotFoundError:
-        return f"lacks {MANIFEST}: it was not written to its end"
+        return f"lacks {MANIFEST}: it was not completed"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return f"has an unreadable {MANIFEST}"
     if format_ != FORMAT:
-        return f"has a {MANIFEST} of format {format_}, and this tigon reads {FORMAT}"
+        return f"has a {MANIFEST} of format {format_}, but this version of tigon reads format {FORMAT}"
     if numbers != step:
-        return f"says it is step {numbers}"
+        return f"has a {MANIFEST} of step {numbers}"
     try:
         present = _files(path)
     except RunFolderError as error:
@@ -123,7 +133,7 @@ def problem_of(path: Path, step: int) -> str | None:
         if name not in present:
             return f"lacks {name}"
     for name in present:
-        if name not in listed and not Path(name).name.startswith("."):  # .DS_Store and the like: nothing reads them
+        if name not in listed and not Path(name).name.startswith("."):  # such as .DS_Store, which tigon does not read
             return f"holds {name}, which its {MANIFEST} does not list"
     for name, (size_bytes, _) in listed.items():
         found_bytes = (path / name).stat().st_size
@@ -131,12 +141,12 @@ def problem_of(path: Path, step: int) -> str | None:
             return f"is damaged: {name} has {found_bytes:,} bytes instead of {size_bytes:,}"
     for name, (_, sha256) in listed.items():
         if digest(path / name) != sha256:
-            return f"is damaged: the content of {name} is not what was written"
+            return f"is damaged: the content of {name} has changed"
     return None
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of the concatenated SHA-256 of the file's pieces of `PIECE_BYTES`."""
+    """SHA-256 over the SHA-256 digests of the file's pieces of `PIECE_BYTES`."""
     starts = range(0, path.stat().st_size, PIECE_BYTES)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         return hashlib.sha256(b"".join(pool.map(partial(_piece, path), starts))).hexdigest()
@@ -170,8 +180,11 @@ def _write_manifest(path: Path, step: int, metadata: Mapping[str, Any]) -> None:
 
 
 def _files(path: Path) -> list[str]:
-    """Every file below but the manifest, by its path from there; also .metadata, without which PyTorch's distributed
-    checkpoints of FSDP2 cannot be read."""
+    """The relative paths of every file below `path` except the manifest. FSDP2's checkpoints need their .metadata.
+
+    Raises:
+        RunFolderError: There is a link.
+    """
     paths = []
     for folder, folders, files in os.walk(path):
         for name in sorted(folders + files):
@@ -192,26 +205,26 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _remove(path: Path) -> None:
-    """Out of sight by one rename first, so that no half-removed checkpoint is ever seen."""
-    away = _put_away(path)
-    if away is not None:
-        shutil.rmtree(away, ignore_errors=True)
+    """Rename the folder before removing its files, so that no half-removed checkpoint is ever found."""
+    hidden = _put_away(path)
+    if hidden is not None:
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _put_away(path: Path) -> Path | None:
-    """Where it went, out of sight. A link is only unlinked."""
+    """Rename a checkpoint to a hidden name, which is returned. A link is only unlinked."""
     if path.is_symlink():
         path.unlink()
         return None
-    away = path.with_name(f"{REMOVING}{path.name}")
-    if away.exists():
-        shutil.rmtree(away)
-    path.rename(away)
-    return away
+    hidden = path.with_name(f"{REMOVING}{path.name}")
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    path.rename(hidden)
+    return hidden
 
 
 def _sync(path: Path) -> None:
-    """To the disk. Some file systems cannot do that for folders, and need not."""
+    """Flush a file or folder to the disk. Some file systems cannot flush folders, and do not need it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -223,10 +236,10 @@ def _sync(path: Path) -> None:
 
 
 def disk_is_full(error: BaseException, folder: Path) -> bool:
-    """Whether `error`, or what it came from, is that of a full disk or quota, whichever library said so.
+    """Whether `error` or one of its causes means that a disk or quota is full.
 
-    PyTorch's writer only says that a stream failed, in several ways; then the disk is asked, so ask before any of what
-    was written is removed.
+    PyTorch's writer gives no reason for a failed write, so for a RuntimeError the free space of the disk decides. Call
+    this before removing any of the written files.
     """
     while True:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -242,7 +255,6 @@ def disk_is_full(error: BaseException, folder: Path) -> bool:
 
 
 def no_pickles() -> None:
-    """From here on torch.load executes nothing, whoever calls it in this process or one it starts: DeepSpeed asks for
-    whole pickles."""
+    """Make every torch.load in this process and its children run with `weights_only=True`, also DeepSpeed's."""
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # with both, torch.load refuses every file

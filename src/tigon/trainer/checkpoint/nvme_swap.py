@@ -1,4 +1,4 @@
-"""What DeepSpeed keeps in files (`sharding.offload: nvme`): alone in their folder, and back from a checkpoint."""
+"""The files of DeepSpeed's NVMe offload (`sharding.offload: nvme`): reserves them for one run, and restores them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from tigon.errors import RunFolderError
 from tigon.trainer import run_folder
 from tigon.trainer.distributed import launch
 
-FOLDER = "zero_stage_3"  # DeepSpeed's, below the recipe's
+FOLDER = "zero_stage_3"  # the folder that DeepSpeed creates in sharding.nvme_folder
 
 
 @contextmanager
 def own_files(path: str | None) -> Iterator[None]:
-    """This process's files in the folder `path` are its own as long as the block runs.
+    """Reserve this process's swap files in the folder `path` for the block, and remove them at its start and end.
 
-    What another run left there would be copied into every checkpoint, and is removed; so are its own in the end, which
-    are as large as weights and states. Raises RunFolderError where the folder cannot be used or another run is at it.
+    DeepSpeed would copy files of an earlier run into every checkpoint. At the end the files are as large as weights and
+    optimizer states.
+
+    Raises:
+        RunFolderError: The folder cannot be written, or another run uses it.
     """
     if path is None:
         yield
@@ -44,12 +47,12 @@ def own_files(path: str | None) -> Iterator[None]:
 
 
 def left_bytes(path: str) -> int:
-    """Of the files that a killed run left in the folder `path`, and that the processes here will remove."""
-    first, here = launch.rank() - int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """Bytes of the files in the folder `path` that a killed run left and that this machine's processes will remove."""
+    first, local = launch.rank() - int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     total_bytes = 0
-    for rank in range(first, first + here):
+    for rank in range(first, first + local):
         for file in Path(path).glob(f"{FOLDER}/*/rank{rank}/*"):
-            with suppress(FileNotFoundError):  # another process has begun to remove its own
+            with suppress(FileNotFoundError):  # another process has already removed its own
                 total_bytes += file.stat().st_size
     return total_bytes
 
@@ -60,33 +63,39 @@ def _remove(parent: Path, name: str) -> None:
 
 
 def restore(engine: Any, checkpoint: Path) -> None:
-    """Give the optimizer of a DeepSpeedEngine, which has loaded `checkpoint`, what that does not where states are in
-    files (0.19.8): it copies the files and no more. Adam would begin anew with moments of zero, and what is too small
-    for a file, the norms' weights, would stay as it was drawn."""
+    """Complete the optimizer of a DeepSpeedEngine that has loaded `checkpoint` with its states in files.
+
+    DeepSpeed 0.19.8 only copies the files. Without this, Adam would start again with moments of zero, and weights too
+    small for a file, such as the norms', would keep their random values.
+
+    Args:
+        engine: The DeepSpeedEngine.
+        checkpoint: The folder of the checkpoint.
+    """
     from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
 
     if not engine.zero_nvme_offload_optimizer():
         return
     tag = (checkpoint / "latest").read_text(encoding="utf-8").strip()
     saved = torch.load(engine._get_zero_ckpt_name(str(checkpoint), tag), map_location="cpu", weights_only=True)
-    found, partitioned = saved[OPTIMIZER_STATE_DICT], engine.optimizer
-    partitioned.loss_scaler = found[LOSS_SCALER]
+    state, partitioned = saved[OPTIMIZER_STATE_DICT], engine.optimizer
+    partitioned.loss_scaler = state[LOSS_SCALER]
     partitioned.checkpoint_event_prologue()
     partitioned._set_fp32_optimizer_param_groups()
-    partitioned.optimizer.load_state_dict(found[OPTIMIZER_STATE_DICT])
+    partitioned.optimizer.load_state_dict(state[OPTIMIZER_STATE_DICT])
     partitioned._clear_fp32_optimizer_param_groups()
     flat, numel = partitioned.fp32_partitioned_groups_flat, partitioned.fp16_partitioned_groups_flat_numel
-    for i, (weights, saved_weights) in enumerate(zip(flat, found[FP32_FLAT_GROUPS], strict=True)):
+    for i, (weights, saved_weights) in enumerate(zip(flat, state[FP32_FLAT_GROUPS], strict=True)):
         if partitioned._swappable_optimizer_subgroup(i):
             _expect_moments(partitioned.optimizer.state[weights], int(numel[i]))
         else:
             weights.data.copy_(saved_weights.data)
-    partitioned.reset_swap_buffers()  # reads the moments' files, and has every weight follow its fp32 one
+    partitioned.reset_swap_buffers()  # reads the moments' files, and copies the fp32 weights to the 16-bit weights
     partitioned.checkpoint_event_epilogue()
 
 
 def _expect_moments(state: dict[str, Any], n_elements: int) -> None:
-    """Have the moments, which a checkpoint holds in files, be read from these: tensors of their size, of no memory."""
+    """Set placeholders of the moments' size, which take no memory, so that DeepSpeed reads the moments from files."""
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and not value.numel():
             state[name] = torch.empty(1, dtype=value.dtype).expand(n_elements)

@@ -1,4 +1,4 @@
-"""What tigon knows of DeepSpeed's classes: which a checkpoint may hold, and one whose dtype goes wrong on some CPUs."""
+"""DeepSpeed's classes that a checkpoint may hold, and a fix for the dtype of its partitions on some CPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def allow_deepspeed_globals() -> None:
-    """Let torch.load rebuild the objects that DeepSpeed 0.19.8 puts into its checkpoints, which hold only data."""
+    """Let torch.load rebuild the objects in DeepSpeed 0.19.8's checkpoints. Their classes hold only data."""
     names = {
         "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
         "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
@@ -22,7 +22,7 @@ def allow_deepspeed_globals() -> None:
 
 
 def keep_partition_dtype() -> None:
-    """Have deepspeed.zero.Init partition parameters in the dtype that its caller asks for.
+    """Make deepspeed.zero.Init partition parameters in the dtype that its caller requests.
 
     DeepSpeed 0.19.8 (runtime/zero/partition_parameters.py, _set_dtype) reads `dtype or float16` only if the accelerator
     supports fp16, and takes bf16 otherwise. On a CPU without AVX512-FP16 or AMX-FP16, ZeRO-3 then swaps fp32 parameters
@@ -35,5 +35,5 @@ def keep_partition_dtype() -> None:
         if dtype is not None:
             self.dtype = dtype
 
-    # Defined on the subclass, so that a second call wraps nothing twice.
+    # Set on the subclass and calling its base class, so that a second call does not wrap the first.
     partition_parameters.Init._set_dtype = set_dtype

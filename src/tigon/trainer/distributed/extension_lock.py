@@ -1,13 +1,14 @@
-"""The lock file around the operators that DeepSpeed compiles: one that a killed process left is removed.
+"""The lock file around the operators that DeepSpeed compiles. A lock file of a killed process is removed.
 
-PyTorch makes a file `lock` in the folder of an operator, removes it when the operator is compiled, and waits for ever
-for one that is there (torch.utils.file_baton). A process that is killed while it compiles leaves its file. Here a
-process also locks its file for the system (flock), which ends with the process: a file of ours that nobody has locked,
-with no compiler left in its folder, is stale. The mode of the file tells ours from another program's, whose owner
-cannot be known: that one is waited for, and a message names it.
+PyTorch creates a file `lock` in an operator's folder and removes it after compiling. If the file is already there, it
+waits until the file is gone (torch.utils.file_baton), which is forever if the compiling process was killed.
 
-`filelock` is not used. PyTorch in other processes takes any existing file for a lock, whereas FileLock leaves its file
-behind and SoftFileLock decides by the process that made the file; neither looks for compilers that outlived it.
+tigon also locks its file with flock, which the system releases when the process ends. So a file of tigon's is stale if
+no process has it locked and no compiler works in its folder. The file's mode distinguishes it from another program's.
+For a file of another program, whose owner is unknown, tigon waits and prints a message with its path.
+
+`filelock` is not used. PyTorch in other processes waits for any existing file, but `FileLock` leaves its file behind.
+`SoftFileLock` removes it if the process that made it is gone, and does not look for compilers that outlived it.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ except ModuleNotFoundError:  # Windows
 
 from tigon.trainer.distributed import launch
 
-OURS = 0o600  # of our files; PyTorch's are executable for their owner, whatever the umask
+OURS = 0o600  # the mode of tigon's lock files; PyTorch's are executable by their owner under any umask
 LOOK_S = 0.1
-LOCKED = b"tigon\n"  # what its owner writes into our file, once it has locked it
-SAY_AFTER_S = 5  # most operators that another process compiles take longer; one that is compiled already takes none
+LOCKED = b"tigon\n"  # the content of tigon's lock files, written after the file is locked
+SAY_AFTER_S = 5  # compiling most operators takes longer; loading a compiled operator takes no time
 
 
 class ExtensionLock:
-    """In the place of PyTorch's FileBaton. `try_acquire` waits until this process has the lock, and is always True.
+    """A replacement of PyTorch's FileBaton. `try_acquire` waits until this process has the lock, and returns True.
 
-    FileBaton lets the others load what the first process compiled, and has them fail if it did not get to its end.
-    Here each takes its turn: Ninja finds what is compiled already, or compiles it.
+    With FileBaton the first process compiles and the others load the result, so they fail if the first was killed. Here
+    every process takes the lock in turn and runs Ninja, which compiles only if no earlier process has.
     """
 
     def __init__(self, lock_file_path: str, wait_seconds: float = LOOK_S, warn_after_seconds: float | None = None):
@@ -55,26 +56,26 @@ class ExtensionLock:
         return True
 
     def wait(self) -> None:
-        """FileBaton's; nobody waits here who has not asked for the lock."""
+        """Do nothing. FileBaton has this method, but every process here waits in `try_acquire`."""
 
     def release(self) -> None:
         if self._handle is None:
             return
-        # Unlinked before it is unlocked, so that a process that locks it next sees that it is gone. A user may have
-        # removed the file meanwhile, and another process made its own: that one stays.
+        # Unlink before unlocking, so that the next process that locks the file notices that it is gone. If a user has
+        # removed the file and another process has created its own, that one stays.
         if _is_at(self._handle, self.path):
             self.path.unlink(missing_ok=True)
         os.close(self._handle)
         self._handle = None
 
     def _make(self) -> bool:
-        """Whether the file is made and ours."""
+        """Create and lock the file. Returns whether this process now has the lock."""
         try:
             handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, OURS)
         except FileExistsError:
             return False
         _lock(handle, wait=True)
-        if not _is_at(handle, self.path):  # another took it for stale, before it was locked
+        if not _is_at(handle, self.path):  # another process removed it as stale before it was locked
             os.close(handle)
             return False
         os.write(handle, LOCKED)
@@ -82,12 +83,12 @@ class ExtensionLock:
         return True
 
     def _remove_stale(self) -> bool:
-        """Whether the file was stale, and is gone."""
+        """Remove the file if it is stale. Returns whether it is gone."""
         try:
             handle = os.open(self.path, os.O_RDWR)
         except FileNotFoundError:
             return True
-        except OSError:  # another user's
+        except OSError:  # a file of another user
             return False
         try:
             if not _is_ours(handle) or not _lock(handle, wait=False) or not _is_at(handle, self.path):
@@ -101,13 +102,13 @@ class ExtensionLock:
         return True
 
     def _waiting(self) -> str:
-        here = _compilers(self.path.parent)
-        who = f"process {here[0]} compiles there" if here else "another process compiles there, or was killed before"
-        return f"waiting for {self.path}: {who}; if nothing compiles there any more, remove this file"
+        pids = _compilers(self.path.parent)
+        who = f"process {pids[0]} compiles there" if pids else "another process compiles there or was killed"
+        return f"waiting for {self.path}: {who}; if no process compiles there, remove this file"
 
 
 def install() -> None:
-    """Have what PyTorch compiles from here on in this process take turns by `ExtensionLock`."""
+    """Make PyTorch use `ExtensionLock` for the operators that this process compiles."""
     if fcntl is None:
         return
     from torch.utils import cpp_extension
@@ -120,7 +121,7 @@ def _is_ours(handle: int) -> bool:
 
 
 def _is_new(handle: int) -> bool:
-    """Whether its owner may be about to lock it; that takes microseconds."""
+    """Whether the process that created the file may not have locked it yet, which takes microseconds."""
     status = os.fstat(handle)
     return not status.st_size and abs(time.time() - status.st_mtime) < 2
 
@@ -133,22 +134,22 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _lock(handle: int, *, wait: bool) -> bool:
-    """Whether this process has the system's lock on the file now."""
+    """Lock the file with flock. Returns whether this process has the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # another process has it, or the file system knows no locks: then no file is ever taken for stale
+    except OSError:  # another process has the lock; or the file system lacks locks, and then no file counts as stale
         return False
     return True
 
 
 def _compilers(folder: Path) -> list[int]:
-    """Processes of this user on this machine that work in the folder: Ninja and compilers outlive a killed parent."""
-    processes = []
+    """The pids of this user's other processes whose working directory is `folder`. Ninja outlives a killed parent."""
+    pids = []
     for link in Path("/proc").glob("[0-9]*/cwd"):
-        with suppress(OSError):  # gone meanwhile, or another user's
+        with suppress(OSError):  # the process has ended, or is another user's
             if link.samefile(folder):
-                processes.append(int(link.parent.name))
-    return [pid for pid in processes if pid != os.getpid()]
+                pids.append(int(link.parent.name))
+    return [pid for pid in pids if pid != os.getpid()]
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,8 @@
-"""Several processes: who starts them, and which one this is.
+"""Starts the processes of a run; rank, world size, broadcast and all-gather.
 
-`tigon train` starts one process a GPU itself, by PyTorch's own launcher (torch.distributed.run); started by a launcher,
-it joins in. A lone process needs none, but for DeepSpeed and FSDP2 it names itself the only rank of one.
+`tigon train` starts one process per GPU by PyTorch's launcher (torch.distributed.run). If a launcher started it, it
+joins the launcher's processes. A single process needs no process group, except with DeepSpeed and FSDP2, for which it
+creates one of world size 1.
 """
 
 from __future__ import annotations
@@ -29,53 +30,54 @@ from tigon.trainer.distributed import signals
 
 T = TypeVar("T")
 _rounds = itertools.count()
-SHUTDOWN_S = 180  # for a checkpoint, once the processes have been told to stop
-LOOK_S = 1  # between two looks for the launcher
-LAUNCHER = "TIGON_LAUNCHER"  # the variable that tells its processes its number
-PATIENCE_S = 1800  # for the others, who may be writing tens of GB; the default of gloo's collectives
-NAMED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what every launcher sets
+SHUTDOWN_S = 180  # time for a checkpoint after the processes were told to stop
+LOOK_S = 1  # between two checks that the launcher is alive
+LAUNCHER = "TIGON_LAUNCHER"  # the environment variable with the launcher's pid
+PATIENCE_S = 1800  # wait for other processes, which may be writing tens of GB; the default of gloo's collectives
+NAMED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # the variables that every launcher sets
 OF_ONE_MACHINE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ACCELERATES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
-# Those that a recipe says otherwise; the rest only describes them.
+# Accelerate's variables that request something; the others only set details of it.
 ASKS = (
     "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_MIXED_PRECISION",
     "ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_TORCH_DEVICE",
 )  # fmt: skip
 ASKS_NOTHING = ("", "0", "1.0", "false", "no", "none", "off")
-MEETING_S = 10  # after which a process says for whom it waits
-ALONE_S = 60  # for the others by a process that has failed, for which they may be waiting in a collective
+MEETING_S = 10  # wait for the other processes before a message about it
+ALONE_S = 60  # wait of a process that has failed, because the others may be blocked in a collective with it
 
 
 def check_environment() -> None:
-    """Refuse a launcher's variables that no launcher would leave, such as `RANK` from another job's shell.
+    """Refuse variables of a launcher that are incomplete or impossible, such as `RANK` from another job's shell.
 
-    Raises ProcessError naming the variable and what to do.
+    Raises:
+        ProcessError: Some variables are missing, a value is not a whole number, or a rank is not below its world size.
     """
-    there = [name for name in (*NAMED, *OF_ONE_MACHINE) if name in os.environ]
-    # An address alone is read by nobody: cluster images and shell profiles set one.
-    stray = [name for name in there if name not in ("MASTER_ADDR", "MASTER_PORT")]
+    present = [name for name in (*NAMED, *OF_ONE_MACHINE) if name in os.environ]
+    # Nothing reads an address alone, which cluster images and shell profiles set.
+    stray = [name for name in present if name not in ("MASTER_ADDR", "MASTER_PORT")]
     for name in stray:
         if not re.fullmatch(r"\d{1,9}", os.environ[name]):
-            raise _stray(f"{name} is {os.environ[name]!r} in the environment, and a launcher sets a whole number", name)
+            raise _stray(f"{name} is {os.environ[name]!r} in the environment, but must be a whole number", name)
     missing = [name for name in NAMED if name not in os.environ]
     if stray and missing:
-        raise _stray(f"{stray[0]} is set in the environment, and {missing[0]} is not", *stray)
+        raise _stray(f"{stray[0]} is set in the environment, but {missing[0]} is not", *stray)
     for part, whole in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if part in there and whole in there and int(os.environ[part]) >= int(os.environ[whole]):
-            problem = f"{part} is {os.environ[part]} in the environment, and {whole} is {os.environ[whole]}"
-            raise _stray(f"{problem}; it must be less", part, whole)
+        if part in present and whole in present and int(os.environ[part]) >= int(os.environ[whole]):
+            problem = f"{part} is {os.environ[part]} in the environment, but must be less than {whole}"
+            raise _stray(f"{problem}, which is {os.environ[whole]}", part, whole)
 
 
 def _stray(what: str, *names: str) -> ProcessError:
-    return ProcessError(f"{what}; `unset {' '.join(names)}` for a run of one process, or start it with torchrun")
+    return ProcessError(f"{what}; `unset {' '.join(names)}` for a run of one process, or start the run with torchrun")
 
 
 def ignore_accelerate_variables() -> list[str]:
-    """Remove the variables by which Accelerate would change what the recipe says, and return warnings that name them.
+    """Remove Accelerate's variables, which would override the recipe. Returns warnings about those that would.
 
-    `accelerate launch` sets them from its own configuration. A run in a mixed precision or with an engine of which
-    its recipe, its report and its checkpoints know nothing could not be repeated.
+    `accelerate launch` sets them from its own configuration. A run could not be repeated if its precision or engine
+    were not the ones in its recipe, report and checkpoints.
     """
     names = sorted(name for name in os.environ if name.startswith(ACCELERATES))
     values = {name: os.environ.pop(name) for name in names}
@@ -91,55 +93,64 @@ def started_by_launcher() -> bool:
 
 
 def rank() -> int:
+    """The number of this process; the main process has 0."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
+    """The number of processes of the run."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
 def reserved_address() -> Iterator[dict[str, str]]:
-    """Where processes of this machine can meet, in a launcher's words. Until the block ends the port is theirs: the
-    system gives away none to which a socket is bound, and lets one listen there as long as that does not."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
+    """A free address on this machine for a process group, as MASTER_ADDR and MASTER_PORT.
+
+    A bound socket reserves the port until the block ends. Another socket can listen on it, because this one does not.
+    """
+    with socket.socket() as reserving:
+        reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserving.bind(("127.0.0.1", 0))
+        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserving.getsockname()[1])}
 
 
 def init_distributed(device: torch.device, *, alone: bool = False) -> None:
-    """Meet the other processes, if a launcher started this one. alone: else be the only rank of one, as DeepSpeed and
-    FSDP2 want it."""
+    """Connect to the other processes if a launcher started this one.
+
+    Args:
+        device: The device of this process.
+        alone: Without a launcher, create a process group of world size 1, which DeepSpeed and FSDP2 need.
+    """
     if started_by_launcher():
         _init_process_group(device)
     elif alone:
-        with reserved_address() as meeting:
-            os.environ.update(meeting, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        with reserved_address() as address:
+            os.environ.update(address, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
             _init_process_group(device)
 
 
 def _init_process_group(device: torch.device) -> None:
-    """Gloo carries what is on the CPU, FSDP2's offloaded states among it."""
+    """Create the process group: NCCL for CUDA tensors, gloo for CPU tensors such as FSDP2's offloaded states."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:  # Accelerate's name for it would be cpu:0, for which torch.load knows no place
+    else:  # Accelerate's default, cpu:0, is a device that torch.load does not accept
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     if not distributed.is_initialized():
-        with _waiting_is_said():
+        with _waiting_message():
             distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
 
 @contextmanager
-def _waiting_is_said() -> Iterator[None]:
-    """Say for whom a process waits that has met nobody for a while: its launcher's variables may be another job's.
+def _waiting_message() -> Iterator[None]:
+    """Print a message if the block waits longer than `MEETING_S`: the launcher's variables may be of another job.
 
-    Raises ProcessError where the others have not come within PyTorch's limit of time, or the address is not usable.
+    Raises:
+        ProcessError: The other processes did not connect within PyTorch's time limit, or the address is not usable.
     """
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     who = f"process {rank()} of {world_size()} (RANK, WORLD_SIZE)"
-    way = "`unset RANK WORLD_SIZE` if this run is of one process"
-    message = f"{who} is waiting for the others at {where} (MASTER_ADDR, MASTER_PORT); {way}"
+    fix = "`unset RANK WORLD_SIZE` for a run of one process"
+    message = f"{who} is waiting for the others at {where} (MASTER_ADDR, MASTER_PORT); {fix}"
     timer = threading.Timer(MEETING_S, signals.say, (message,))
     timer.daemon = True
     timer.start()
@@ -147,55 +158,57 @@ def _waiting_is_said() -> Iterator[None]:
         yield
     except distributed.DistError as error:
         text = " ".join(str(error).split())[:160]
-        raise ProcessError(f"{who} has not met the others at {where}: {text}; {way}") from None
+        raise ProcessError(f"{who} could not connect to the others at {where}: {text}; {fix}") from None
     finally:
         timer.cancel()
 
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """The first process runs the block, then the others: what the first leaves in a cache is made once."""
+    """The main process runs the block before the others, so that files in a cache are made once."""
     if rank() > 0:
         distributed.barrier()
     try:
         yield
-    finally:  # also when the first refuses the run: the others then refuse it too, instead of losing a peer
+    finally:  # also if the main process refuses the run, so that the others refuse it too instead of losing a peer
         if world_size() > 1 and rank() == 0:
             distributed.barrier()
 
 
 def end_with_launcher() -> None:
-    """When the process that started this one is gone, have this one end: by SIGTERM, and by force where that does not
-    do within the time that a launcher gives.
+    """Start a thread that ends this process when its launcher is gone: by SIGTERM, and by force after `SHUTDOWN_S`.
 
-    A launcher that was killed would leave its processes to train on, unseen, or to keep a GPU busy in a collective that
-    never ends. Of another launcher than `launch` nothing tells whether it is gone already.
+    Otherwise the processes of a killed launcher would continue to train, or keep a GPU busy in a collective that never
+    ends. For a launcher other than `launch`, the thread cannot notice that it was gone before the thread started.
     """
     launcher = int(os.environ.get(LAUNCHER) or os.getppid())
     threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
 
 
 def _end_with(launcher: int) -> None:
-    """A thread. The system would send a signal too (PR_SET_PDEATHSIG), but one for each thread that the launcher had,
-    and the second ends the process at once, without a checkpoint."""
+    """The thread of `end_with_launcher`.
+
+    PR_SET_PDEATHSIG was rejected: the system sends one signal per thread of the launcher, and the second signal ends
+    the process without a checkpoint.
+    """
     while os.getppid() == launcher:
         time.sleep(LOOK_S)
-    # The system's clock, for where this thread gets no further: while Python exits, or where nobody reads stderr.
+    # A system timer, in case this thread cannot continue: while Python exits, or if nothing reads stderr.
     signal.setitimer(signal.ITIMER_REAL, SHUTDOWN_S + signals.NOTING_S)
-    if not signals.is_ending():  # as where another process, which has looked before, has told this one to stop
+    if not signals.is_ending():  # another process may have noticed first, and stopped this one through the all-reduce
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(SHUTDOWN_S)
     signals.say(
-        f"process {rank()} of {world_size()}: its launcher is gone, and it has not come to its end within "
-        f"{SHUTDOWN_S} s of being told to: ended"
+        f"process {rank()} of {world_size()}: ended, because its launcher is gone and it did not end within "
+        f"{SHUTDOWN_S} s of SIGTERM"
     )
     os._exit(signals.EXIT_OFFSET + signal.SIGTERM)
 
 
 def shutdown_distributed(*, together: bool = False) -> None:
-    """Say goodbye to the other processes, and so to PyTorch's warning about those who do not.
+    """Destroy the process group, which avoids PyTorch's warning at exit.
 
-    together: wait for all of them before, where the first to go would have a launcher end the others.
+    together: First wait for all processes, because a launcher ends the others when the first one exits.
     """
     if distributed.is_initialized():
         if together:
@@ -204,18 +217,19 @@ def shutdown_distributed(*, together: bool = False) -> None:
 
 
 def broadcast(value: T) -> T:
-    """The first process's `value`, everywhere."""
+    """The main process's `value`, in every process."""
     if world_size() == 1:
         return value
-    words = [value]
-    distributed.broadcast_object_list(words, src=0)
-    return words[0]
+    objects = [value]
+    distributed.broadcast_object_list(objects, src=0)
+    return objects[0]
 
 
 def all_gather_ints(value: int, *, patience_s: float = PATIENCE_S) -> list[int] | None:
-    """What all processes say, by rank; they are asked at once. None: one has said nothing within `patience_s`.
+    """The `value` of every process, by rank. None if a process gives none within `patience_s` seconds.
 
-    By the store over which they met, not by a collective: a process that waits in vain for one cannot end either.
+    Every process has to call it at the same point. It uses the store of the rendezvous instead of a collective, because
+    a process that waits in a collective for a dead process cannot end.
     """
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return [value]
@@ -225,9 +239,9 @@ def all_gather_ints(value: int, *, patience_s: float = PATIENCE_S) -> list[int] 
         store = distributed.distributed_c10d._get_default_store()
         store.set(keys[rank], str(value))
         store.wait(keys, timedelta(seconds=patience_s))
-        values = [int(word) for word in store.multi_get(keys)]
-        store.delete_key(f"tigon/{n - 2}/{rank}")  # all have read it, as all have come to this round
-    except distributed.DistNetworkError:  # the store was the launcher's, and is gone with it
+        values = [int(text) for text in store.multi_get(keys)]
+        store.delete_key(f"tigon/{n - 2}/{rank}")  # every process has read it before it came to this round
+    except distributed.DistNetworkError:  # the store was in the launcher, which is gone
         return _all_gather_by_collective(value)
     except distributed.DistError:
         return None
@@ -235,37 +249,45 @@ def all_gather_ints(value: int, *, patience_s: float = PATIENCE_S) -> list[int] 
 
 
 def _all_gather_by_collective(value: int) -> list[int] | None:
-    """What all processes say, where it is no matter if it is waited for in vain: without a launcher a process ends in
-    time whatever it does."""
+    """`all_gather_ints` by a collective, without a launcher: `end_with_launcher` ends a process that hangs in it."""
     values = [torch.zeros(1, dtype=torch.long) for _ in range(distributed.get_world_size())]
     try:
         distributed.all_gather(values, torch.tensor([value]))
     except RuntimeError:  # a process is gone
         return None
-    return [int(word) for word in values]
+    return [int(tensor) for tensor in values]
 
 
 def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bool) -> int:
-    """Run the same command in `n_processes` processes; the exit code of the first that failed, or 0.
+    """Run `tigon train` in `n_processes` processes, and pass signals on to them.
 
-    A signal is passed on to them, and its exit code returned when they have saved. Raises ProcessError for one that was
-    killed.
+    Args:
+        path: The recipe file.
+        overrides: `section.key=value` texts.
+        n_processes: The number of processes.
+        resume: Whether to pass --resume.
+
+    Returns:
+        0; or the exit code of the first process that failed; or after a signal 128 plus its number.
+
+    Raises:
+        ProcessError: A process was killed.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # torchrun sets it to 1 with a warning
+    # Without this, torchrun sets it to 1 and prints a warning.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // n_processes)))
     words = [word for text in overrides for word in ("--set", text)]
     options = ["--standalone", f"--nproc-per-node={n_processes}"]  # SIGTERM and SIGINT are passed on by default
     known = {option for action in run.get_args_parser()._actions for option in action.option_strings}
-    if "--shutdown-timeout" in known:  # PyTorch up to 2.11 has 30 s and no option
+    if "--shutdown-timeout" in known:  # PyTorch up to 2.11 waits 30 s and lacks the option
         options.append(f"--shutdown-timeout={SHUTDOWN_S}")
     arguments = [*options, "-m", "tigon", "train", str(path), *words, *(["--resume"] if resume else [])]
     os.environ[LAUNCHER] = str(os.getpid())
     sys.stdout.flush()
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the processes have said it themselves
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # each process prints its own error
     try:
         run.run(run.parse_args(arguments))
     except SignalException as error:
@@ -281,10 +303,10 @@ def launch(path: Path, overrides: Sequence[str], n_processes: int, *, resume: bo
             ) from None
         return code
     finally:
-        del os.environ[LAUNCHER]  # for what else this process starts it is none
+        del os.environ[LAUNCHER]  # other children of this process have no launcher
     return 0
 
 
 def _was_killed(failure: Any) -> bool:
-    """Not by the launcher. Of those that ended in the same second it is the cause, and the others have missed it."""
+    """Whether another signal than the launcher's SIGTERM ended the process. Its end made the others fail."""
     return bool(failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM)

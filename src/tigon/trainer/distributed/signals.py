@@ -1,13 +1,17 @@
-"""SIGTERM and SIGINT: the first asks for a checkpoint at the end of the step, the second ends the process at once.
+"""SIGTERM and SIGINT: the first saves a checkpoint at the end of the step, the second ends the process at once.
 
-After the last step the first still waits for what is being written (run.py says what is left out then).
+After the last step, the first signal lets the run finish the files that it is writing (see run.py).
 
-A handler runs between two bytecodes, when the optimizer may be half done, so it only takes a note, which the trainer
-reads at step boundaries. All processes read it there together: one of them that stops alone would leave the others
-waiting. The second signal has its default effect, which needs no bytecode to be reached; and where the first has found
-the main thread in a call that does not return, such as a collective whose other end is gone, so that no handler ran, a
-thread ends the process. There is no limit of time: a backward pass may take minutes, and is such a call too. Only
-before training, where there is nothing to save, and without a launcher (launch.py) the first signal is enough.
+A Python handler runs between two bytecodes, when an optimizer step may be half done. So the handler only stores the
+signal, and the trainer reads it at the end of a step. All processes read it there together, because a process that
+stops alone would leave the others waiting.
+
+The second signal has its default effect, which needs no Python code. If the first signal arrived in a call that does
+not return, such as a collective whose peer is gone, the handler could not run. Then a thread ends the process at the
+second signal. There is no time limit, because a backward pass is such a call too and may take minutes.
+
+The first signal alone ends the process in two cases: before training, when there is nothing to save, and after the
+launcher has died (see launch.py).
 """
 
 from __future__ import annotations
@@ -27,69 +31,78 @@ import torch
 from torch import distributed
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT") if hasattr(signal, name))
-NOTING_S = 1  # for a handler that can run; it takes microseconds
-EXIT_OFFSET = 128  # as shells have it: 130 after SIGINT, 143 after SIGTERM
+NOTING_S = 1  # time for the handler to run, which takes microseconds if it can
+EXIT_OFFSET = 128  # the shells' convention: 130 after SIGINT, 143 after SIGTERM
 
 
 class Stopped(Exception):
-    """A run ended after a step because a signal came, with nothing half-written."""
+    """A signal ended a run after a step. No file is half-written."""
 
     def __init__(self, number: int, step: int, kept: str, *, together: bool) -> None:
-        """kept: what there is now. together: every process raises it."""
+        """Make the exception of a signal.
+
+        Args:
+            number: The signal.
+            step: The last step.
+            kept: The part of the message that says what was saved.
+            together: Whether every process raises it.
+        """
         super().__init__(f"stopped by {signal_name(number)} after step {step}; {kept}")
         self.exit_code, self.together = EXIT_OFFSET + number, together
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM where there is no step to wait for: it ends a run as Ctrl-C does."""
+    """SIGTERM outside of training: it ends a run at once, as Ctrl-C does."""
 
 
 class _SignalListener:
-    """Rung by the system's own handler of a signal, so also while the main thread is in a call that does not return."""
+    """A thread that receives signals through set_wakeup_fd, also while the main thread is in a call that blocks."""
 
     def __init__(self, on_signal: Callable[[int], None]) -> None:
-        """heard: called in a thread of its own, with each of SIGNALS that comes."""
-        listened, self._rung = socket.socketpair()
-        self._rung.setblocking(False)
-        self._before = signal.set_wakeup_fd(self._rung.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=_listen, args=(listened, on_signal), daemon=True).start()
+        """Start the thread, which calls `on_signal` with the number of each of SIGNALS."""
+        receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=_listen, args=(receiver, on_signal), daemon=True).start()
 
     def close(self) -> None:
         signal.set_wakeup_fd(self._before)
-        self._rung.close()
+        self._sender.close()
 
 
-def _listen(listened: socket.socket, on_signal: Callable[[int], None]) -> None:
-    with listened:
-        while number := int.from_bytes(listened.recv(1), "big"):
+def _listen(receiver: socket.socket, on_signal: Callable[[int], None]) -> None:
+    with receiver:
+        while number := int.from_bytes(receiver.recv(1), "big"):
             if number in SIGNALS:
                 on_signal(number)
 
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Raise Terminated for SIGTERM, so that what is open is closed and something is said; out of the block comes
-    SystemExit.
+    """Inside the block, SIGTERM raises Terminated, so that files are closed and messages printed.
 
-    One of several processes that cannot raise, being in a call that does not return, ends all the same, on Ctrl-C too:
-    the one that its collective waits for may have ended.
+    If the process is one of several and is blocked in a call, a thread ends it, also after Ctrl-C: the peer of its
+    collective may have ended.
+
+    Raises:
+        SystemExit: The block raised Terminated.
     """
-    noted: list[int] = []
+    handled: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
+        handled.append(number)
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
-    def heard(number: int) -> None:
+    def end_if_blocked(number: int) -> None:
         time.sleep(NOTING_S)
-        if not noted and not _alone():
-            say(f"{signal_name(number)}: ended in a call that does not return")
+        if not handled and not _alone():
+            say(f"{signal_name(number)}: ended in a call that did not return")
             os._exit(EXIT_OFFSET + number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    bell = _SignalListener(heard)
+    listener = _SignalListener(end_if_blocked)
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background jobs ignore it
         before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
@@ -100,23 +113,25 @@ def sigterm_interrupts() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        bell.close()
+        listener.close()
 
 
 class StopRequest:
-    """From `listen` to the end of the block, a signal is a wish to stop. In another thread than the main one it does
-    nothing."""
+    """Stores the first signal, from `listen` to the end of the block, so that the trainer can stop after a step.
+
+    It has no effect outside of the main thread.
+    """
 
     def __init__(self, *, speaks: bool = True) -> None:
-        """speaks: say on stderr that the wish was heard; one process of several does."""
+        """speaks: Confirm the signal on stderr; only the main process does."""
         self.number = 0
         """The signal that came; 0: none."""
         self.promise = "saving at the end of this step"
-        """What is said to follow it."""
+        """What the confirmation announces."""
         self._speaks = speaks
         self._before: dict[int, Any] = {}
-        self._bell: _SignalListener | None = None
-        self._rings = 0
+        self._listener: _SignalListener | None = None
+        self._n_signals = 0
 
     def __enter__(self) -> StopRequest:
         return self
@@ -125,38 +140,38 @@ class StopRequest:
         global _listening
         if threading.current_thread() is threading.main_thread():
             _listening = self
-            self._bell = _SignalListener(self._heard)
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._listener = _SignalListener(self._on_signal)
+            self._before = {number: signal.signal(number, self._store) for number in SIGNALS}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._bell is not None:
-            self._bell.close()
+        if self._listener is not None:
+            self._listener.close()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _store(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
 
-    def _heard(self, number: int) -> None:
-        """In a thread: say that a signal came, and end the process with the second if it finds the first unnoted."""
-        self._rings += 1
-        if self._rings == 1 and self._speaks:
-            say(f"{signal_name(number)}: {self.promise}; a second signal ends at once")
-        elif self._rings > 1:
+    def _on_signal(self, number: int) -> None:
+        """Confirm the first signal. End the process at the second if no handler could run. Called in a thread."""
+        self._n_signals += 1
+        if self._n_signals == 1 and self._speaks:
+            say(f"{signal_name(number)}: {self.promise}; a second signal ends the run at once")
+        elif self._n_signals > 1:
             time.sleep(NOTING_S)
             if not self.number:
                 os._exit(EXIT_OFFSET + number)
 
     def signal_in_any_process(self) -> int:
-        """The signal that any process has had, asked by all of them at once; 0: none."""
+        """The signal that any process has received; 0: none. Every process has to call it at the same point."""
         if _alone():
             return self.number
-        signal_number = torch.tensor([self.number])  # on the CPU, where nothing waits for a GPU
+        signal_number = torch.tensor([self.number])  # on the CPU, so that the host does not wait for the GPU
         distributed.all_reduce(signal_number, op=distributed.ReduceOp.MAX)
         number = int(signal_number)
-        if number:  # else a signal that came in the meantime is for the next time: it must not be lost
+        if number:  # keep a signal that came during the all-reduce for the next call
             self.number = number
         return number
 
@@ -165,7 +180,7 @@ _listening: StopRequest | None = None
 
 
 def is_ending() -> bool:
-    """Whether this process has had a signal, or another has and told it, so that a further one would end it at once."""
+    """Whether this process knows of a signal, its own or another process's, so that a further one ends it at once."""
     return _listening is not None and _listening.number != 0
 
 
@@ -174,7 +189,7 @@ def _alone() -> bool:
 
 
 def say(text: str) -> None:
-    """On stderr, not by print, which may be what was interrupted; whoever read it may be gone."""
+    """Write a line to stderr, by os.write, because print may be what the signal interrupted. Errors are ignored."""
     with suppress(OSError):
         os.write(2, f"\ntigon: {text}\n".encode())
 
@@ -184,15 +199,15 @@ def signal_name(number: int) -> str:
 
 
 def ignore_signals(worker: int) -> None:
-    """For processes that prepare batches: a signal to the whole group is the training process's to answer."""
+    """Ignore signals in a data loader process. The training process responds to a signal to their process group."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_children() -> None:
-    """Kill the processes that prepare batches: Python would wait at exit for one that hangs.
+    """Kill the data loader processes, because Python would wait at exit for one that hangs.
 
-    PyTorch raises from its handler, wherever the program is, when one of them dies; not for these.
+    PyTorch's SIGCHLD handler raises an error when one of them dies, so it is disabled meanwhile.
     """
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():

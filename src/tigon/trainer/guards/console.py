@@ -1,7 +1,7 @@
-"""The three standard streams of a command that runs for hours: none of them may end it.
+"""Keeps a run alive when stdin, stdout or stderr is closed or cannot be written.
 
-A reader such as `head` goes away, a log fills its disk, a shell starts the command with a stream closed. What a run
-prints is also in its folder, so the run goes on without the stream.
+That happens when a reader such as `head` exits, when a log fills its disk, or when a shell starts the command with a
+closed stream. The run continues without the stream, because its folder has all that it prints.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ STREAMS = {1: "stdout", 2: "stderr"}
 def open_closed_streams() -> None:
     """Open /dev/null for each of stdin, stdout and stderr that is closed.
 
-    Otherwise the next file that is opened, perhaps a checkpoint, gets the stream's number, and what a library writes to
-    stdout or stderr goes into that file.
+    Otherwise the next file that is opened, perhaps a checkpoint, gets the descriptor number of the stream. A library's
+    output to stdout or stderr would then go into that file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # The system gives the lowest free number, which is this one.
-            found = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(found, True)
+            # The system assigns the lowest free descriptor, which is `number`.
+            null = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(null, True)
     for name in STREAMS.values():
-        if getattr(sys, name) is None:  # print(file=None) would take stdout instead of stderr
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # as long as the process
+        if getattr(sys, name) is None:  # print(file=None) would write to stdout instead of stderr
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # open until the process ends
 
 
 @contextmanager
 def survive_broken_streams() -> Iterator[None]:
-    """Within the block, a write to stdout or stderr that fails is dropped, and the stream becomes /dev/null."""
+    """Inside the block, a failed write to stdout or stderr is dropped, and the stream becomes /dev/null."""
     before = {name: getattr(sys, name) for name in STREAMS.values()}
     for number, name in STREAMS.items():
         setattr(sys, name, _SurvivingStream(before[name], number))
@@ -75,12 +75,14 @@ class _SurvivingStream:
             self._drop(error)
 
     def _drop(self, error: OSError) -> None:
-        """Give the stream's number to /dev/null: Python flushes what it still holds at exit, and libraries and
-        processes that this one starts write there too."""
+        """Redirect the stream's descriptor to /dev/null.
+
+        Libraries and child processes write to the same descriptor, and Python flushes its buffer to it at exit.
+        """
         with suppress(OSError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._number)
             os.close(null)
         if self._number == 1:
             why = error.strerror or str(error)
-            print(f"tigon: stdout: {why}; the command goes on, and prints nothing more", file=sys.stderr, flush=True)
+            print(f"tigon: stdout: {why}; the command continues without output", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a run does about faults that Python reports: words and the way on; and what a resumed run is refused for."""
+"""Error messages for the faults of a run, and how to continue it; and the checks of a resumed run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
     from tigon.trainer.prepare import Prepared
 
-# Of gloo, of PyTorch's store and of NCCL.
+# The error texts of gloo, PyTorch's store and NCCL for a peer that has gone.
 LOST_PEER = r"Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited"
 
 
 def to_user_error(error: Exception, run: RunFolder, command: str) -> TigonError | None:
-    """What the user can act on; None: a bug, which keeps its traceback."""
+    """The message for a fault that the user can act on; None for a bug, which keeps its traceback."""
     text = " ".join(str(error).split())
     if _is_removed(run):
         return RunFolderError(
-            f"{run.path}: this run folder was removed or renamed while the run wrote into it; start the run anew: "
+            f"{run.path}: this run folder was removed or renamed while the run wrote into it; start the run again: "
             f"`{command}`"
         )
     if checkpoint.disk_is_full(error, run.path):
@@ -42,18 +42,18 @@ def to_user_error(error: Exception, run: RunFolder, command: str) -> TigonError 
         signals.end_children()
         return ProcessError(
             f"a process that prepares batches (train.workers) died or hangs: {type(error).__name__}: {text[:200]}; "
-            f"continue with `{command} --resume`, with --set train.workers=0 if it happens again"
+            f"continue with `{command} --resume`; add --set train.workers=0 if it happens again"
         )
     if lost := lost_peer_message(error):
         return ProcessError(
-            f"process {launch.rank()} of {launch.world_size()} has lost another, which ended or cannot be reached "
-            f"({lost}); mend what ended it and continue with `{command} --resume`"
+            f"process {launch.rank()} of {launch.world_size()} has lost another process, which ended or cannot be "
+            f"reached ({lost}); fix the cause and continue with `{command} --resume`"
         )
     return None
 
 
 def is_no_checkpoints_fault(error: Exception, run: RunFolder) -> bool:
-    """Whether an error while a checkpoint is loaded says nothing of that checkpoint."""
+    """Whether an error while a checkpoint is loaded has another cause than the checkpoint."""
     return bool(_is_removed(run) or system_limits.words(error) or lost_peer_message(error))
 
 
@@ -62,14 +62,14 @@ def _is_removed(run: RunFolder) -> bool:
 
 
 def _again(run: RunFolder, command: str) -> str:
-    """How to continue the run, or to repeat it where it has no checkpoint."""
+    """How to continue the run, or to repeat it if it has no checkpoint, as the end of a sentence."""
     if any((run.path / run_folder.CHECKPOINTS).glob("checkpoint-*")):
-        return f"`{command} --resume`"
-    return f"remove this folder, which holds no checkpoint, and `{command}`"
+        return f"run `{command} --resume`"
+    return f"remove this folder, which holds no checkpoint, and run `{command}`"
 
 
 def lost_peer_message(error: Exception) -> str | None:
-    """In the words of what carries the collectives, if `error` is that another process does not answer any more."""
+    """The part of the error's text that says that another process no longer answers; None for another error."""
     if launch.world_size() == 1 or not isinstance(error, RuntimeError):
         return None
     match = re.search(LOST_PEER, str(error))
@@ -77,9 +77,9 @@ def lost_peer_message(error: Exception) -> str | None:
 
 
 def _worker_is_lost(error: Exception) -> bool:
-    """PyTorch noticed it, by a signal or a time-out, or the process was gone before it had handed a batch over.
+    """Whether a data loader process died or hangs: PyTorch reports it, or a batch of a process that ended is missing.
 
-    An exception raised inside such a process is a bug and none of these: PyTorch raises it here, as what it was.
+    An exception inside such a process is a bug. PyTorch raises it here with its own type, so it does not match.
     """
     if isinstance(error, RuntimeError) and re.search(r"DataLoader (worker \(pid|timed out)", str(error)):
         return True
@@ -89,7 +89,11 @@ def _worker_is_lost(error: Exception) -> bool:
 
 @contextmanager
 def explain_out_of_memory(run: RunFolder, prepared: Prepared) -> Iterator[None]:
-    """Running out of memory in the block is said with what was needed, and how the run can go on."""
+    """Turn an out-of-memory error in the block into a message with the memory needed and how to continue the run.
+
+    Raises:
+        RecipeError: The block ran out of memory.
+    """
     from tigon.trainer.trainer import EvaluationBroken  # loads transformers
 
     try:
@@ -109,23 +113,29 @@ def explain_out_of_memory(run: RunFolder, prepared: Prepared) -> Iterator[None]:
 
 
 def _smaller_steps(run: RunFolder, prepared: Prepared) -> str:
-    """How to go on from the last checkpoint with the same numbers in less memory, as the end of a sentence."""
+    """How to continue from the last checkpoint with the same numbers in less memory, as the end of a sentence."""
     train = prepared.recipe.train
     if not any((run.path / run_folder.CHECKPOINTS).glob("checkpoint-*")):
         return ""
     if train.batch_size % 2:
-        return f"; what was saved is kept: {prepared.command} --set train.checkpointing=full --resume"
+        return (
+            "; the checkpoints are kept, and activation checkpointing gives the same numbers in less memory: "
+            f"{prepared.command} --set train.checkpointing=full --resume"
+        )
     halved = f"--set train.batch_size={train.batch_size // 2} --set train.gradient_accumulation="
     return (
-        f"; what was saved is kept, and half the micro-batch twice as often gives the same numbers: {prepared.command} "
-        f"{halved}{2 * train.gradient_accumulation} --resume"
+        "; the checkpoints are kept, and half the micro-batch with twice the accumulation gives the same numbers: "
+        f"{prepared.command} {halved}{2 * train.gradient_accumulation} --resume"
     )
 
 
 def check_same_run(run: RunFolder, prepared: Prepared, console: Console) -> None:
-    """Refuse to go on with other data, in another number of processes or another precision; say what else differs.
+    """Check that a resumed run has the data, number of processes and precision of the run so far.
 
-    Raises RunFolderError naming every difference that is refused.
+    Other differences, and files that had to be repaired, become warnings on the console and in metrics.jsonl.
+
+    Raises:
+        RunFolderError: One of the three differs; the message names every difference.
     """
     assert run.resume_point is not None
     before, then, now = run.read_json(run_folder.DATA), run.resume_point.metadata, checkpoint_metadata(prepared)
@@ -134,12 +144,14 @@ def check_same_run(run: RunFolder, prepared: Prepared, console: Console) -> None
         tokens = f"{before.get('tokens')} tokens then, {prepared.data['tokens']} now"
         refused.append(f"the data changed since the run began ({tokens})")
     refused += [
-        f"{run.resume_point.path.name} was written with {word} {then.get(name)}, and this run has {now[name]}"
-        for name, word in (("processes", "processes"), ("precision", "train.precision"))
+        f"{run.resume_point.path.name} was written with {title} {then.get(name)}, and this run has {now[name]}"
+        for name, title in (("processes", "processes"), ("precision", "train.precision"))
         if then.get(name) != now[name]
     ]
     if refused:
-        raise RunFolderError(f"{run.path}: {'; '.join(refused)}; make them agree, or start a new run without --resume")
+        raise RunFolderError(
+            f"{run.path}: {'; '.join(refused)}; use the run's settings, or start a new run without --resume"
+        )
     warnings = [*_mended(run, prepared), *_changed(run, then, now)]
     for line in warnings:
         console.print(f"warning  {line}", markup=False, soft_wrap=True)
@@ -148,10 +160,10 @@ def check_same_run(run: RunFolder, prepared: Prepared, console: Console) -> None
 
 
 def _changed(run: RunFolder, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs from the run so far, and may."""
+    """The allowed differences from the run so far, one sentence each."""
     assert run.resume_point is not None
-    changes = [f"passed over: {problem}" for problem in run.resume_point.passed_over]
-    changes += [f"{name}: {old} before, {new} now; the same numbers to rounding" for name, old, new in run.changed]
+    changes = [f"checkpoint skipped: {problem}" for problem in run.resume_point.passed_over]
+    changes += [f"{name}: {old} before, {new} now; losses may differ in rounding" for name, old, new in run.changed]
     versions = {**then.get("versions", {}), "device": then.get("device")}
     current = {**now["versions"], "device": now["device"]}
     return changes + [
@@ -162,25 +174,25 @@ def _changed(run: RunFolder, then: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 
 def _mended(run: RunFolder, prepared: Prepared) -> list[str]:
-    """Write anew what the report needs of the folder and can be had again, where it is damaged; what was."""
+    """Repair damaged files of the run folder that the report needs. Returns a sentence for each repair."""
     repairs = []
     data, environment = run.read_json(run_folder.DATA), preflight.environment(prepared.device)
     wrong = [name for name, value in prepared.data.items() if not _agrees(data.get(name), value)]
     if wrong:
-        repairs.append(f"{run_folder.DATA}: {', '.join(wrong)} did not agree with the data, and are written anew")
+        repairs.append(f"{run_folder.DATA}: {', '.join(wrong)} did not agree with the data and are corrected")
     try:
         intact = _is_environment(run.read_json(run_folder.ENVIRONMENT), environment)
     except RunFolderError:
         intact = False
     if not intact:
         repairs.append(
-            f"{run_folder.ENVIRONMENT} is damaged, or another tigon's; it is written anew, as of this machine now"
+            f"{run_folder.ENVIRONMENT} is damaged or of another version of tigon; it is written again for this machine"
         )
     lost = run.damaged_lines()
     if lost:
-        repairs.append(f"{run_folder.METRICS}: lines that are no records are left out: {lost}")
+        repairs.append(f"{run_folder.METRICS}: damaged lines that are dropped: {lost}")
     if not any(record["event"] == "data" for record in run.records()):
-        repairs.append(f"{run_folder.METRICS} lacks its beginning; the report shows what is left of it")
+        repairs.append(f"{run_folder.METRICS} lacks its beginning; the report shows the remaining records")
     if launch.rank() == 0:
         if wrong:
             run.write_json(run_folder.DATA, prepared.data)
@@ -190,12 +202,12 @@ def _mended(run: RunFolder, prepared: Prepared) -> list[str]:
 
 
 def _agrees(then: Any, now: Any) -> bool:
-    """Another machine may round a float's last digit otherwise."""
+    """Whether two values are equal; floats up to rounding, which may differ between machines."""
     return type(then) is type(now) and (math.isclose(then, now) if isinstance(now, float) else then == now)
 
 
 def _is_environment(environment: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether it has the parts of an environment, and in them what the report reads."""
+    """Whether `environment` has all parts of an environment and every key in them that the report reads."""
     if environment.keys() != now.keys() or not all(isinstance(part, dict) for part in environment.values()):
         return False
     only_on_gpu = {"gpu", "gpu_memory_bytes"}
@@ -204,7 +216,7 @@ def _is_environment(environment: Mapping[str, Any], now: Mapping[str, Any]) -> b
 
 
 def checkpoint_metadata(prepared: Prepared) -> dict[str, Any]:
-    """What a checkpoint says of its run."""
+    """The settings and versions of a run that its checkpoints store, for `check_same_run`."""
     versions = preflight.environment(prepared.device)["versions"]
     return {
         "processes": launch.world_size(), "precision": prepared.choices.precision, "device": prepared.device.type,
@@ -213,10 +225,10 @@ def checkpoint_metadata(prepared: Prepared) -> dict[str, Any]:
 
 
 def unreadable(run: RunFolder, error: Exception) -> RunFolderError:
-    """Of a checkpoint whose files are as they were written, and cannot be loaded all the same."""
-    words = " ".join(str(error).split())
-    refused = re.search(r"GLOBAL (\S+)", words)  # of a pickle
-    reason = f"{type(error).__name__}: {f'holds {refused[1]}, no data' if refused else words[:160]}"
+    """The error for a checkpoint that passed its manifest but cannot be loaded."""
+    text = " ".join(str(error).split())
+    refused = re.search(r"GLOBAL (\S+)", text)  # an object in a pickle that torch.load refuses
+    reason = f"{type(error).__name__}: {f'holds {refused[1]}, which is code' if refused else text[:160]}"
     return RunFolderError(
-        f"{run.checkpoint}: cannot be loaded ({reason}); remove it to resume from the checkpoint before"
+        f"{run.checkpoint}: cannot be loaded ({reason}); remove it to resume from the previous checkpoint"
     )

@@ -1,11 +1,11 @@
-"""The gate before each optimizer step: a loss or gradient that is not finite changes no weight.
+"""Skips an optimizer step whose loss or gradient is not finite, so that it changes no weight.
 
-A micro-batch whose loss is not finite multiplies its gradient by NaN, so that the norm of the step's gradient alone
-decides, and decides alike in all processes: gradients are summed over them before. The step is then left out, counted,
-and not part of the logged loss; the learning rate's schedule goes on. After too many in a row the run stops.
+If the loss of a micro-batch is not finite, its gradient is multiplied by NaN. The gradients are summed over the
+processes, so the norm of the summed gradient decides alike in all processes. A skipped step is counted and is not part
+of the logged loss, and the learning rate schedule advances. The run ends after too many skipped steps in a row.
 
-Nothing waits for the GPU where the optimizer can leave a step out there (PyTorch's fused ones, by the flag that
-GradScaler uses): the host reads the counts of a step while the next one runs. The others are asked before each step.
+PyTorch's fused optimizers skip a step on the GPU by the flag that GradScaler uses. The host then reads the counts of a
+step while the next step runs, so nothing waits for the GPU. For other optimizers the host waits before each step.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from tigon.errors import RecipeError
 
 
 class NanGuard:
-    """One for each trainer. Counters live on `device`: steps left out in all, in a row now, and in this record."""
+    """The guard of one trainer. Its counters are on `device`, so that a step does not wait for the host."""
 
     def __init__(self, device: torch.device, limit: int) -> None:
-        """limit: steps in a row that may be left out."""
+        """Make a guard that allows `limit` skipped steps in a row."""
         self.limit = limit
         self.skipped = 0
-        """Steps left out, as far as the host has heard."""
+        """Skipped steps that the host has counted; on a GPU one step late, until `settle`."""
         self.left_out = torch.zeros((), dtype=torch.bool, device=device)
-        """Whether the last step was, also for a loss scale that does not fit yet."""
+        """Whether the last step was skipped, also if only the loss scale was too large."""
         self._device = device
-        self._counts = torch.zeros(3, dtype=torch.int64, device=device)  # left out in all and in a row; taken
+        # Skipped steps in total, skipped steps in a row, and steps that updated the weights.
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
         self._here = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._copied: Any = None
         self._step_loss = torch.zeros((), device=device)
@@ -39,23 +40,30 @@ class NanGuard:
         self._n_summed = torch.zeros((), dtype=torch.int64, device=device)
 
     def nan_if_not_finite(self, loss: Tensor) -> Tensor:
-        """The loss, which gives NaN gradients everywhere if it is not finite itself."""
+        """The loss, times NaN if it is not finite, so that all gradients of this micro-batch become NaN."""
         return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
     def add(self, loss: Tensor) -> Tensor:
-        """Take note of a micro-batch's loss; returns it, or 0 for one that would spoil the Trainer's own sum."""
+        """Add the loss of a micro-batch. Returns it, or 0 if it is not finite, for the Trainer's own sum."""
         self._step_loss += loss
         return torch.where(torch.isfinite(loss), loss, 0.0)
 
     def close(self, norm: Tensor | float | None, optimizer: Any, *, scale: float | None, step: int) -> None:
-        """Before the optimizer's step: have it left out unless the gradient's norm is finite.
+        """End the gradients of a step: make the optimizer skip the step unless loss and gradient norm are finite.
 
-        scale: GradScaler's, which leaves steps out by itself while it looks for a scale that fits; they only count once
-        it is down to 1. Raises RecipeError after more than `limit` in a row.
+        Args:
+            norm: The norm of the step's gradient over all processes, if it is known.
+            optimizer: The optimizer that is about to step.
+            scale: The loss scale, if GradScaler or DeepSpeed skips steps by itself. Steps skipped to lower the scale
+                are not counted until it is 1.
+            step: The number of this step, for the message.
+
+        Raises:
+            RecipeError: More than `limit` steps in a row were skipped.
         """
         inner = innermost(optimizer)
         bad = ~torch.isfinite(self._step_loss) | ~torch.isfinite(_plain(norm, self._device))
-        if refused := getattr(inner, "take_refused", None):  # updates in the backward pass: it has been its own gate
+        if refused := getattr(inner, "take_refused", None):  # it updates in the backward pass, and checks there
             bad |= refused()
         if scale is None:
             _leave_out(inner, bad)
@@ -70,34 +78,34 @@ class NanGuard:
         self._read_counts(step)
 
     def mean_loss(self) -> tuple[Tensor, Tensor]:
-        """(sum of the losses of the steps taken since the last call, their number)"""
+        """(sum of losses, number of steps) over the steps since the last call that were not skipped."""
         sums = self._loss_sum.clone(), self._n_summed.clone()
         self._loss_sum.zero_()
         self._n_summed.zero_()
         return sums
 
     def state(self) -> dict[str, float]:
-        """What a resumed run goes on counting from, this process's part of the loss since the last record among it."""
-        skipped, in_a_row, counts = self._counts.tolist()
+        """The counters for a checkpoint, with this process's sum of losses since the last record."""
+        skipped, in_a_row, taken = self._counts.tolist()
         return {
-            "skipped": skipped, "in_a_row": in_a_row, "taken": counts, "loss_sum": float(self._loss_sum),
+            "skipped": skipped, "in_a_row": in_a_row, "taken": taken, "loss_sum": float(self._loss_sum),
             "n_summed": int(self._n_summed),
         }  # fmt: skip
 
     def resume(self, state: Mapping[str, float]) -> None:
-        """Go on from `state`."""
+        """Restore the counters that `state` returned."""
         self.skipped = int(state["skipped"])
         self._counts[0], self._counts[1] = self.skipped, int(state["in_a_row"])
-        self._counts[2] = int(state.get("taken", 1))  # older checkpoints do not say
+        self._counts[2] = int(state.get("taken", 1))  # older checkpoints lack it
         self._loss_sum.fill_(state["loss_sum"])
         self._n_summed.fill_(int(state["n_summed"]))
 
     def settle(self, step: int) -> None:
-        """Hear of the last step too, at the cost of waiting for it."""
+        """Read the counts up to the last step, which waits for the GPU. Raises RecipeError as `close` does."""
         self._judge(self._counts.tolist(), step)
 
     def _read_counts(self, step: int) -> None:
-        """The counts of the step before, on a GPU; there they have arrived long ago."""
+        """Read the counts. On a GPU these are the previous step's, which have arrived, so nothing waits."""
         if self._device.type != "cuda":
             self.settle(step)
             return
@@ -116,35 +124,39 @@ class NanGuard:
                 cause = "training diverged and was stopped; these steps changed no weight. Lower train.learning_rate, "
                 cause += "raise train.warmup_steps, or use another precision"
             else:
-                cause = "no step has changed a weight yet, so that the learning rate is not the cause. Look for it in "
-                cause += "the model (its weights, its config), in train.precision (fp32 has the widest range), and in "
-                cause += "the kernels (model.kernels: none trains without them)"
+                cause = "no step has changed a weight yet, so the learning rate is not the cause. Check the model (its "
+                cause += "weights, its config), train.precision (fp32 has the widest range), and the kernels "
+                cause += "(model.kernels: none trains without them)"
             raise RecipeError(
                 f"loss or gradient not finite in {many} with train.max_skipped_steps {self.limit}: {cause}"
             )
 
 
 def first_nonfinite(model: Any) -> int | None:
-    """The index among `model.named_parameters()` of the first whose values are not all finite, in this process's part.
-    Reads each weight once, without a copy of it, and waits for the device once."""
+    """The index in `model.named_parameters()` of the first parameter with a NaN or infinity in this process's part.
+
+    None if all values are finite. Reads each weight once without copying it, and waits once per device.
+    """
     flags: list[tuple[int, Tensor]] = []
     for index, parameter in enumerate(model.parameters()):
         for tensor in _own_values(parameter):
             if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
                 wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor
-                least, most = wide.detach().aminmax()  # both are NaN if a value is
+                least, most = wide.detach().aminmax()  # both are NaN if any value is NaN
                 flags.append((index, torch.isfinite(least) & torch.isfinite(most)))
-    for device in {flag.device for _, flag in flags}:  # the weights of an offloaded model are in two places
-        here = [(index, flag) for index, flag in flags if flag.device == device]
-        fine = torch.stack([flag for _, flag in here]).tolist()
-        if not all(fine):
-            return here[fine.index(False)][0]
+    for device in {flag.device for _, flag in flags}:  # an offloaded model has weights on two devices
+        on_device = [(index, flag) for index, flag in flags if flag.device == device]
+        finite = torch.stack([flag for _, flag in on_device]).tolist()
+        if not all(finite):
+            return on_device[finite.index(False)][0]
     return None
 
 
 def _own_values(parameter: Any) -> list[Tensor]:
-    """What of a parameter is in this process: FSDP2's shard, ZeRO-3's partition unless it is in a file, the scales of
-    weights of 4 bits, or all of it."""
+    """The values of a parameter that this process holds.
+
+    FSDP2: the shard. ZeRO-3: the partition, unless it is in a file. 4-bit weights: the scales. Otherwise: all.
+    """
     if hasattr(parameter, "ds_tensor"):
         partition = parameter.ds_tensor
         return [] if getattr(getattr(partition, "status", None), "name", "") == "NOT_AVAILABLE" else [partition]
@@ -170,7 +182,7 @@ def _plain(norm: Tensor | float | None, device: torch.device) -> Tensor:
 
 
 def _leave_out(optimizer: Any, bad: Tensor) -> None:
-    """Have the next step() do nothing if `bad`. No optimizer touches a parameter without a gradient."""
+    """Make the next step() do nothing if `bad`, by the fused optimizers' flag or by removing the gradients."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if optimizer.defaults.get("fused") and not any(hasattr(p, "to_local") for p in parameters):
         optimizer.found_inf = bad.float()

@@ -1,6 +1,6 @@
-"""What the planner says about a run on this machine's GPU: before it, beside what was measured, and when it fails.
+"""The planner's prediction of a run on this machine's GPU: before the run, compared with its peak, and if it fails.
 
-On a CPU nothing is said: the estimate is of a GPU, and what could be measured there is the whole process.
+On a CPU there is no prediction, because the planner's estimates are for GPUs and the CPU has no allocator statistics.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tigon.trainer.distributed import launch
 from tigon.trainer.guards import preflight
 
 GPUS_PER_HOST = 8
-"""More than these are taken to be spread over several machines."""
+"""More GPUs than this are assumed to be in several machines."""
 SNAPSHOT = "memory_snapshot-{rank}.pickle"
 ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
-"""The name that every version reads."""
-# What PyTorch's OutOfMemoryError says of the request, and of what it has reserved and not given out.
-_ASKED = re.compile(r"Tried to allocate ([\d.]+ [KMGT]iB)")
-_IDLE = re.compile(r"([\d.]+ [KMGT]iB) is reserved by PyTorch but unallocated")
+"""The variable's name that every version of PyTorch reads."""
+# The parts of PyTorch's OutOfMemoryError with the size of the request and with the memory reserved but not in use.
+_REQUESTED = re.compile(r"Tried to allocate ([\d.]+ [KMGT]iB)")
+_UNUSED = re.compile(r"([\d.]+ [KMGT]iB) is reserved by PyTorch but unallocated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,25 +52,26 @@ class Prediction:
     option: Option
     gpu: Gpu
     free: frozenset[str]
+    """The settings that a recommendation may change."""
 
     def lines(self, command: str) -> list[str]:
-        """For the console: the peak and the time, and what to do where it will not fit."""
+        """Console lines with the peak and the time per step, and a warning if the run will not fit."""
         estimate = self.option.estimate
         lines = [
-            f"plan     peak {gib(estimate.peak_allocated_bytes)} allocated, "
-            f"{gib(estimate.peak_reserved_bytes)} reserved a "
-            f"GPU ({estimate.peak_phase}), {seconds(estimate.step_s)} a step"
+            f"plan     peak per GPU {gib(estimate.peak_allocated_bytes)} allocated, "
+            f"{gib(estimate.peak_reserved_bytes)} reserved "
+            f"({estimate.peak_phase}), {seconds(estimate.step_s)} per step"
         ]
         if not self.option.fits(self.gpu):
             lines.append(
-                f"warning  needs {gib(estimate.device_bytes)}, the CUDA context counted, and {self.gpu} has "
+                f"warning  the run needs {gib(estimate.device_bytes)} with the CUDA context, but {self.gpu} has "
                 f"{gib(self.gpu.memory_bytes)}: it will run out of memory. {next_rung(self, command)}"
             )
         host_bytes = estimate.host_bytes * min(self.option.request.choices.gpus, GPUS_PER_HOST)
         if host_bytes > host_free_bytes():
             lines.append(
-                f"warning  offloading needs {gib(host_bytes)} of the host's memory, and {gib(host_free_bytes())} are "
-                "free: it will be killed or swap. Take more GPUs, sharding.offload: none, or nvme"
+                f"warning  offloading needs {gib(host_bytes)} of host memory, but {gib(host_free_bytes())} are free: "
+                "the run will swap or be killed. Use more GPUs, or set sharding.offload to none or nvme"
             )
         return lines
 
@@ -84,31 +85,35 @@ class Prediction:
 
 
 def gpu_here(device: torch.device, choices: Choices) -> Gpu:
-    """The row of this GPU with the memory that this process can have of it."""
+    """The planner's row for this GPU, with the memory that this process can use."""
     properties = torch.cuda.get_device_properties(device)
     row = _row_of(properties.name, properties.total_memory)
     free_bytes, _ = torch.cuda.mem_get_info(device)
     own_bytes = torch.cuda.memory_reserved(device) + row.context_bytes
-    if launch.world_size() > 1 and distributed.is_initialized():  # what it shares with the others is there already
+    if launch.world_size() > 1 and distributed.is_initialized():  # NCCL's buffers are already allocated
         own_bytes += group_bytes(row, choices)
     return replace(row, memory_bytes=min(free_bytes + own_bytes, properties.total_memory))
 
 
 def _row_of(name: str, total_bytes: int) -> Gpu:
-    """By name as the driver says it (`NVIDIA A100-SXM4-80GB`), else the rates of one with as much memory."""
+    """The row for the driver's name of a GPU (`NVIDIA A100-SXM4-80GB`), or else for a GPU with as much memory."""
     words = set(re.split(r"[\s_-]+", name.lower()))
     rows = [row for row in GPUS.values() if set(row.name.split("-")) <= words]
     return max(rows, key=lambda row: len(row.name)) if rows else find_gpu(f"{total_bytes / GIB:.2f}GiB")
 
 
 def predict(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu, *, evaluated: bool) -> Prediction:
-    """The estimate of a recipe. Raises UsageError for a model that cannot be traced."""
+    """The prediction for a recipe on `gpu`.
+
+    Raises:
+        UsageError: The model cannot be traced.
+    """
     request = request_of(recipe, config, choices, evaluated=evaluated)
     return Prediction(option=estimate_option(request, gpu), gpu=gpu, free=free_in(recipe))
 
 
 def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool) -> Request:
-    """The question that a recipe is."""
+    """The plan request for a recipe."""
     data, train = recipe.data, recipe.train
     objective = objective_of(recipe, config, partial(models.parameter_shapes, config))
     flash = recipe.model.attention.startswith("flash")
@@ -120,7 +125,7 @@ def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool
 
 
 def free_in(recipe: Recipe) -> frozenset[str]:
-    """The settings that a recipe leaves at their defaults and that --auto and the next rung may change."""
+    """The settings that a recipe leaves at their defaults, so that --auto and recommendations may change them."""
     default, choices = Choices(), recipe.choices()
     free = {name for name in SEARCHED if getattr(choices, name) == getattr(default, name)}
     if recipe.train.precision != "auto":
@@ -132,7 +137,7 @@ def free_in(recipe: Recipe) -> frozenset[str]:
 
 
 def alternative(request: Request, gpu: Gpu, free: frozenset[str]) -> Option | None:
-    """The fastest recipe that fits among those that change least of the numbers; None: there is none."""
+    """The fastest recommendation of those that change the training numbers least; None if nothing fits."""
     recommendations, _ = search(
         SearchProblem(request=request, free=free, gpu=space.with_headroom(gpu), runnable_here=True)
     )
@@ -143,7 +148,7 @@ def alternative(request: Request, gpu: Gpu, free: frozenset[str]) -> Option | No
 
 
 def changed_keys(before: Request, after: Request) -> dict[str, Any]:
-    """The recipe keys that lead from one to the other; those gone back to their default with it."""
+    """The recipe keys that differ in `after`, with their new values, which may be defaults."""
     old, new = as_recipe.keys(before), as_recipe.keys(after)
     default = as_recipe.keys(replace(before, choices=Choices()))
     keys = {key: value for key, value in new.items() if old.get(key, default.get(key)) != value}
@@ -151,28 +156,37 @@ def changed_keys(before: Request, after: Request) -> dict[str, Any]:
 
 
 def next_rung(prediction: Prediction, command: str, *, failed: bool = False) -> str:
-    """A sentence: what fits, and the command that runs it. failed: the recipe has run out of memory, whatever was
-    predicted, so that what is named has to fit where this one cannot."""
+    """A sentence that names a configuration that fits and the command that runs it.
+
+    Args:
+        prediction: The prediction of the run.
+        command: The run's command, to which the changed keys are appended.
+        failed: The run has run out of memory, so the configuration must need less than this run's predicted peak.
+    """
     gpu, own = prediction.gpu, prediction.option.estimate
     if failed:
-        outside = non_allocator_bytes(gpu, prediction.option.request.choices)
-        gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, own.peak_allocated_bytes + outside - 1))
+        context_bytes = non_allocator_bytes(gpu, prediction.option.request.choices)
+        gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, own.peak_allocated_bytes + context_bytes - 1))
     best = alternative(prediction.option.request, gpu, prediction.free)
     if best is None:
         return (
-            "Nothing that the recipe leaves free makes it fit: lower data.sequence_length or train.batch_size, take "
-            "more GPUs, or train adapters with lora.rank."
+            "No setting that the recipe leaves at its default makes it fit: lower data.sequence_length or "
+            "train.batch_size, use more GPUs, or train adapters with lora.rank."
         )
     changed = changed_keys(prediction.option.request, best.request)
     words = shlex.join(part for key, value in changed.items() for part in ("--set", f"{key}={as_recipe.word(value)}"))
     costs = "".join(f" ({name}: {cost})" for name, cost in space.changes(best.request.choices).items())
-    return f"Next rung: {label(best.request.choices)}, {gib(best.estimate.device_bytes)}{costs}: {command} {words}"
+    return f"This fits: {label(best.request.choices)}, {gib(best.estimate.device_bytes)}{costs}: {command} {words}"
 
 
 def choose(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu) -> tuple[list[str], str]:
-    """(`--set` assignments that make the recipe the fastest that fits, what they are in words), for --auto.
+    """Choose the settings of --auto: the fastest recommendation that fits the GPU.
 
-    Raises RecipeError when nothing fits.
+    Returns:
+        The `--set` assignments that change the recipe to it, and a description with its memory and time per step.
+
+    Raises:
+        RecipeError: Nothing fits.
     """
     evaluated = recipe.data.eval_fraction > 0 or bool(recipe.data.eval_source)
     request = request_of(recipe, config, choices, evaluated=evaluated)
@@ -180,28 +194,34 @@ def choose(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu) -> tuple[lis
     if recommendation is None:
         needs = estimate_option(request, gpu).estimate.device_bytes
         raise RecipeError(
-            f"--auto: nothing that the recipe leaves free fits {gpu} ({gib(gpu.memory_bytes)}; as it is, the run needs "
-            f"{gib(needs)}); lower data.sequence_length or train.batch_size, or set lora.rank"
+            f"--auto: no setting that the recipe leaves at its default makes the run fit {gpu} "
+            f"({gib(gpu.memory_bytes)}; unchanged, it needs {gib(needs)}); lower data.sequence_length or "
+            "train.batch_size, or set lora.rank"
         )
     changed = changed_keys(request, recommendation.request)
     assignments = [f"{key}={as_recipe.word(value)}" for key, value in changed.items()]
     description = ", ".join(assignments) if assignments else "nothing to change"
     return (
         assignments,
-        f"{description}; {gib(recommendation.estimate.device_bytes)}, {seconds(recommendation.estimate.step_s)} a step",
+        f"{description}; {gib(recommendation.estimate.device_bytes)}, "
+        f"{seconds(recommendation.estimate.step_s)} per step",
     )
 
 
 def with_auto(recipe: Recipe, overrides: Sequence[str], device: torch.device, *, resume: bool) -> list[str]:
-    """`overrides` and what --auto adds to them, which is printed. Raises RecipeError."""
+    """`overrides` and the assignments of --auto, which are printed.
+
+    Raises:
+        RecipeError: `resume` is set, the run is on the CPU, a check refuses the recipe, or nothing fits.
+    """
     from rich.console import Console
 
-    if launch.started_by_launcher():  # the process that started this one has chosen
+    if launch.started_by_launcher():  # the launcher process has already chosen
         return list(overrides)
     if resume:
-        raise RecipeError("--auto with --resume: a run goes on with the techniques it began with; leave --auto out")
+        raise RecipeError("--auto with --resume: a resumed run keeps its techniques; leave --auto out")
     if device.type != "cuda":
-        raise RecipeError("--auto chooses for a GPU, and this run is on the CPU; leave it out, or ask `tigon plan`")
+        raise RecipeError("--auto chooses for a GPU, but this run is on the CPU; leave --auto out, or use `tigon plan`")
     config = models.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
     choices = preflight.check_techniques(recipe, device)
@@ -215,7 +235,7 @@ def with_auto(recipe: Recipe, overrides: Sequence[str], device: torch.device, *,
 
 def announce(recipe: Recipe, config: Any, choices: Choices, device: torch.device, *, evaluated: bool,
              command: str) -> tuple[Prediction | None, list[str]]:  # fmt: skip
-    """(the prediction, lines for the console). A model that cannot be predicted is trained all the same."""
+    """(the prediction or None, console lines). If the planner cannot trace the model, a line gives the reason."""
     if device.type != "cuda":
         return None, []
     try:
@@ -226,7 +246,7 @@ def announce(recipe: Recipe, config: Any, choices: Choices, device: torch.device
 
 
 def measured(device: torch.device) -> Mapping[str, int]:
-    """The allocator's own peaks so far."""
+    """The peaks of PyTorch's allocator so far, in bytes."""
     return {
         "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
@@ -234,25 +254,24 @@ def measured(device: torch.device) -> Mapping[str, int]:
 
 
 def compared(prediction: Prediction | None, device: torch.device) -> dict[str, Any] | None:
-    """For the summary: predicted and measured; None where nothing was predicted."""
+    """The predicted and the measured peak for the run's summary; None without a prediction."""
     if prediction is None:
         return None
     return {"predicted": prediction.as_mapping(), "measured": dict(measured(device))}
 
 
 def comparison_line(memory: Mapping[str, Any]) -> str:
-    """One line for the console and the report."""
-    predicted, prediction = memory["predicted"], memory["measured"]
-    words = []
+    """The predicted and the measured peaks in one line, for the console and the report."""
+    parts = []
     for name in ("allocated", "reserved"):
-        ours, theirs = predicted[f"peak_{name}_bytes"], prediction[f"peak_{name}_bytes"]
-        off = f" ({ours / theirs - 1:+.1%})" if theirs else ""
-        words.append(f"{name} {gib(ours)} predicted, {gib(theirs)} measured{off}")
-    return "; ".join(words)
+        predicted, actual = (memory[kind][f"peak_{name}_bytes"] for kind in ("predicted", "measured"))
+        error = f" ({predicted / actual - 1:+.1%})" if actual else ""
+        parts.append(f"{name} {gib(predicted)} predicted, {gib(actual)} measured{error}")
+    return "; ".join(parts)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is the device's memory, whoever asked for it: PyTorch, cuBLAS, Triton or the driver."""
+    """Whether an error says that the device is out of memory: from PyTorch, cuBLAS, Triton or the driver."""
     text = str(error)
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError)
@@ -264,7 +283,19 @@ def out_of_memory(
     error: BaseException, prediction: Prediction | None, recipe: Recipe, *, folder: Path, device: torch.device,
     command: str,
 ) -> RecipeError:  # fmt: skip
-    """The error to raise instead: needed, had, next rung with its command; a memory snapshot is written on CUDA."""
+    """The error for a run that is out of memory. On CUDA it also writes a memory snapshot into `folder`.
+
+    Args:
+        error: The original error.
+        prediction: The prediction of the run, or None.
+        recipe: The recipe of the run.
+        folder: The run folder.
+        device: The device of the run.
+        command: The run's command.
+
+    Returns:
+        An error with the memory needed and available, and the command of a configuration that fits.
+    """
     sentences = [
         f"out of GPU memory with train.batch_size {recipe.train.batch_size} and data.sequence_length "
         f"{recipe.data.sequence_length}"
@@ -273,28 +304,28 @@ def out_of_memory(
         snapshot = folder / SNAPSHOT.format(rank=launch.rank())
         torch.cuda.memory._dump_snapshot(str(snapshot))
         sentences.append(f"snapshot in {snapshot}, for pytorch.org/memory_viz")
-    if match := _ASKED.search(str(error)):
-        sentences.append(f"the last allocation asked for {match[1]}")
-    sentences += _in_pieces(str(error), command)
+    if match := _REQUESTED.search(str(error)):
+        sentences.append(f"the last allocation requested {match[1]}")
+    sentences += _fragmentation_hint(str(error), command)
     if prediction is None:
-        return RecipeError("; ".join([*sentences, "lower one of them, or set train.checkpointing: full"]))
+        return RecipeError("; ".join([*sentences, "lower one of the two, or set train.checkpointing: full"]))
     needed = prediction.option.estimate.device_bytes
     sentences.append(f"needed {gib(needed)}, had {gib(prediction.gpu.memory_bytes)}")
     try:
         sentences.append(next_rung(prediction, command, failed=True))
     except TigonError as why:
-        sentences.append(f"no next rung: {why}")
+        sentences.append(f"no recommendation: {why}")
     return RecipeError("; ".join(sentences))
 
 
-def _in_pieces(text: str, command: str) -> list[str]:
-    """What to say where PyTorch held as much as was asked for, but nowhere in one piece."""
-    asked, idle = _ASKED.search(text), _IDLE.search(text)
-    if asked is None or idle is None or "expandable_segments:True" in os.environ.get(ALLOCATOR_SETTINGS, ""):
+def _fragmentation_hint(text: str, command: str) -> list[str]:
+    """A sentence if PyTorch had enough unused memory for the request, but not in one piece."""
+    requested, unused = _REQUESTED.search(text), _UNUSED.search(text)
+    if requested is None or unused is None or "expandable_segments:True" in os.environ.get(ALLOCATOR_SETTINGS, ""):
         return []
-    if (size_bytes(idle[1]) or 0) < (size_bytes(asked[1]) or 0):
+    if (size_bytes(unused[1]) or 0) < (size_bytes(requested[1]) or 0):
         return []
     return [
-        f"{idle[1]} were free in pieces, which PyTorch can join: "
+        f"{unused[1]} were free but fragmented; PyTorch can use them with "
         f"{ALLOCATOR_SETTINGS}=expandable_segments:True {command}"
     ]

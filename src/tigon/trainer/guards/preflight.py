@@ -1,4 +1,4 @@
-"""What can be refused before the run folder exists: missing packages, device, precision, sizes, disk space."""
+"""Checks before the run folder exists: packages, device, precision, sizes, memory and disk space."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ EXTRAS = (
     "transformers", "accelerate", "tokenizers", "safetensors", "yaml", "rich", "tensorboard", "matplotlib", "jinja2",
 )  # fmt: skip
 OLDEST_TRANSFORMERS = (5, 8)
-CPU_ZERO_PROCESSES = 1  # Accelerate 1.15 has a backend for no more where there is no accelerator
+CPU_ZERO_PROCESSES = 1  # on the CPU, Accelerate 1.15 has no backend for more
 
 
 def check_packages() -> None:
-    """One line instead of an import error deep inside."""
+    """Raise RecipeError if a required package is missing or transformers is too old."""
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
         raise RecipeError(f"tigon train needs {', '.join(missing)}, not installed here: pip install 'tigon[train]'")
@@ -45,16 +45,14 @@ def check_packages() -> None:
 
 
 def check_process(workers: int = 0) -> None:
-    """What the shell gave this process: its limit of open files, and variables of launchers and of Accelerate.
-
-    The limit is raised, and Accelerate's variables are removed with a warning on stdout.
+    """Raise the limit of open files, check the variables of launchers, and remove Accelerate's with a warning.
 
     Args:
         workers: Processes that prepare batches.
 
     Raises:
         RecipeError: The limit is too low for the workers.
-        ProcessError: A launcher's variable is set that no launcher left; the message names it.
+        ProcessError: The variables of a launcher are incomplete; the message names the variable.
     """
     system_limits.raise_open_files(workers)
     launch.check_environment()
@@ -68,14 +66,19 @@ def gpu_present() -> bool:
 
 
 def check_device(recipe: Recipe) -> torch.device:
-    """The device of the run; refuses what that device cannot do."""
+    """The device of the run.
+
+    Raises:
+        RecipeError: The device is not there, too few GPUs are visible, or the device lacks the recipe's precision or
+            attention.
+    """
     wanted = recipe.train.device
     if wanted == "cuda" and not gpu_present():
-        raise RecipeError("train.device is cuda, but PyTorch sees no GPU here; use --set train.device=cpu")
+        raise RecipeError("train.device is cuda, but PyTorch finds no GPU; use --set train.device=cpu")
     on_gpu = wanted != "cpu" and gpu_present()
     if on_gpu and not launch.started_by_launcher() and recipe.sharding.gpus > torch.cuda.device_count():
         raise RecipeError(
-            f"sharding.gpus is {recipe.sharding.gpus}, but PyTorch sees {torch.cuda.device_count()} here; lower it"
+            f"sharding.gpus is {recipe.sharding.gpus}, but PyTorch finds {torch.cuda.device_count()} GPUs; lower it"
         )
     here = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())) if on_gpu else 0
     device = torch.device("cuda", here) if on_gpu else torch.device("cpu")
@@ -88,19 +91,26 @@ def check_device(recipe: Recipe) -> torch.device:
 
 
 def check_techniques(recipe: Recipe, device: torch.device) -> Choices:
-    """The techniques of this run on this machine; refuses those that it cannot carry out."""
+    """The techniques of this run.
+
+    Raises:
+        RecipeError: They exclude one another, or this machine lacks the device or package for one of them.
+    """
     precision = resolve_precision(recipe.train.precision, device)
     choices = replace(recipe.choices(precision=precision), gpus=max(recipe.sharding.gpus, launch.world_size()))
     matrix.check(choices, device=device.type)
     if device.type == "cpu" and choices.zero and (choices.gpus > CPU_ZERO_PROCESSES or choices.precision != "fp32"):
-        raise RecipeError("sharding.zero on the CPU is for one process in fp32 (Accelerate has no more); use GPUs")
+        raise RecipeError(
+            "sharding.zero on the CPU supports one process in fp32 only, because of Accelerate; use GPUs, or leave "
+            "sharding.zero out"
+        )
     compared = recipe.comparison.kernels if recipe.comparison.steps else ()
-    for key, words in (("model.kernels", (choices.kernels,)), ("comparison.kernels", compared)):
-        if "liger" in words:
+    for key, kernels in (("model.kernels", (choices.kernels,)), ("comparison.kernels", compared)):
+        if "liger" in kernels:
             if importlib.util.find_spec("liger_kernel") is None:
-                raise RecipeError(f"{key} is liger, which needs liger-kernel, not installed here")
+                raise RecipeError(f"{key} is liger, but liger-kernel is not installed: pip install liger-kernel")
             if device.type == "cpu":
-                raise RecipeError(f"{key} is liger, whose kernels need a GPU; without one use tigon")
+                raise RecipeError(f"{key} is liger, whose kernels need a GPU; on the CPU use tigon")
     return choices
 
 
@@ -111,18 +121,18 @@ def _check_flash(attention: str, device: torch.device, precision: str) -> None:
     if device.type == "cpu" or not getattr(transformers.utils, probe)():
         raise RecipeError(f"model.attention is {attention}, which needs a GPU and its package; use sdpa")
     if precision == "fp32":
-        raise RecipeError(f"model.attention is {attention}, which has no fp32; set train.precision to amp-bf16")
+        raise RecipeError(f"model.attention is {attention}, which lacks fp32; set train.precision to amp-bf16")
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """`auto` in words."""
+    """The precision that `auto` stands for on `device`; any other precision unchanged."""
     if precision != "auto":
         return precision
     return "amp-bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
 
 
 def check_lengths(recipe: Recipe, config: Any) -> None:
-    """A row must fit the positions the model knows."""
+    """Raise RecipeError if `data.sequence_length` exceeds the model's number of positions."""
     limit = getattr(config, "max_position_embeddings", None)
     length = recipe.data.sequence_length
     if limit is not None and length > limit:
@@ -132,7 +142,7 @@ def check_lengths(recipe: Recipe, config: Any) -> None:
 
 
 def check_sample(recipe: Recipe, config: Any, n_prompt: int) -> None:
-    """The text sample must fit the positions too, with the `n_prompt` tokens that it goes on from."""
+    """Raise RecipeError if a prompt of `n_prompt` tokens and the text sample exceed the model's number of positions."""
     limit = getattr(config, "max_position_embeddings", None)
     n_tokens = recipe.output.sample_tokens
     if limit is None or not n_tokens or n_prompt + n_tokens <= limit:
@@ -147,7 +157,7 @@ def check_sample(recipe: Recipe, config: Any, n_prompt: int) -> None:
 
 
 def check_vocabulary(recipe: Recipe, config: Any, tokenizer_size: int) -> None:
-    """Every token needs a row in the embedding."""
+    """Raise RecipeError if the tokenizer has more tokens than the model's embedding has rows."""
     if tokenizer_size > config.vocab_size:
         if recipe.data.tokenizer == "auto":
             fix = f"set data.vocab_size to {config.vocab_size} or less"
@@ -161,7 +171,7 @@ def check_vocabulary(recipe: Recipe, config: Any, tokenizer_size: int) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of what a run holds, from shapes alone."""
+    """Bytes of weights, gradients and optimizer states, from shapes alone."""
 
     weights: int
     gradients: int
@@ -169,7 +179,7 @@ class Sizes:
 
 
 def sizes(choices: Choices, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
-    """Weights, gradients and optimizer states. Adapters and sharding are left out: both only make the rest smaller."""
+    """The sizes of the model states in bytes, without sharding and without adapters, which are small."""
     row = OPTIMIZERS[choices.optimizer]
     itemsize = 2 if choices.precision == "bf16" else 4
     numel = sum(math.prod(shape) for shape in shapes.values())
@@ -182,23 +192,28 @@ def sizes(choices: Choices, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
 
 
 def check_memory(recipe: Recipe, choices: Choices, device: torch.device, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a model whose weights, gradients and optimizer alone are larger than the device."""
+    """Raise RecipeError if weights, gradients and optimizer states together exceed the device's memory."""
     if choices.zero or choices.fsdp:
-        return  # where they live depends on stage and offload: `tigon plan` knows
+        return  # their place depends on stage and offload, which `tigon plan` takes into account
     model_sizes, has_bytes = sizes(choices, shapes), total_bytes(device)
     needed_bytes = model_sizes.weights + model_sizes.gradients + model_sizes.states
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     if needed_bytes > has_bytes:
         raise RecipeError(
             f"{recipe.model.name} has {n_parameters / 1e9:.1f} G parameters: weights, gradients and "
-            f"{choices.optimizer} take {needed_bytes / 2**30:.0f} GiB, and {device} has {has_bytes / 2**30:.0f} GiB; "
-            "choose a smaller model"
+            f"{choices.optimizer} states take {needed_bytes / 2**30:.0f} GiB, but {device} has "
+            f"{has_bytes / 2**30:.0f} GiB; choose a smaller model"
         )
 
 
 def check_disk(recipe: Recipe, choices: Choices, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Room for the checkpoints kept, the one being written, and the final model; and for states in files, a write of
-    which that does not fit DeepSpeed does not notice."""
+    """Check the disk space for the kept checkpoints, the one being written, the final model, and the NVMe swap.
+
+    DeepSpeed does not notice if a write to its swap files fails on a full disk.
+
+    Raises:
+        RunFolderError: The space is too small.
+    """
     model_sizes = sizes(choices, shapes)
     needed_bytes = 32 * 2**20  # reports, charts, logs
     if recipe.train.save_steps is not None and choices.lora_rank is None:
@@ -209,36 +224,37 @@ def check_disk(recipe: Recipe, choices: Choices, shapes: Mapping[str, tuple[int,
     _check_room(recipe.output.folder, needed_bytes, 0, "checkpoints and model", fix)
     path = recipe.sharding.nvme_folder
     if path is not None:
-        beside_bytes = needed_bytes if _disk(path).stat().st_dev == _disk(recipe.output.folder).stat().st_dev else 0
+        same_disk = _disk(path).stat().st_dev == _disk(recipe.output.folder).stat().st_dev
+        output_bytes = needed_bytes if same_disk else 0
         needed_bytes = model_sizes.weights if choices.precision == "fp32" else model_sizes.weights // 2
         if choices.lora_rank is None:  # adapters are too small to count
             needed_bytes += model_sizes.weights + model_sizes.gradients + model_sizes.states
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.sharding.gpus)) / choices.gpus
-        what = "weights and states in files" + (", and for checkpoints and model" if beside_bytes else "")
+        local_share = int(os.environ.get("LOCAL_WORLD_SIZE", recipe.sharding.gpus)) / choices.gpus
+        what = "weights and states in files" + (", and for checkpoints and model" if output_bytes else "")
         fix = "set another sharding.nvme_folder, or sharding.offload: cpu"
-        _check_room(path, int(needed_bytes * here) + beside_bytes, nvme_swap.left_bytes(path), what, fix)
+        _check_room(path, int(needed_bytes * local_share) + output_bytes, nvme_swap.left_bytes(path), what, fix)
 
 
 def _disk(path: str) -> Path:
-    """What there is already of a path."""
+    """The deepest folder of a path that exists already."""
     existing = Path(path).resolve()
     while not existing.exists():
         existing = existing.parent
     return existing
 
 
-def _check_room(path: str, needed_bytes: int, given_back_bytes: int, what: str, fix: str) -> None:
-    """given_back_bytes: of the disk's, what the run will remove first."""
-    free_bytes = shutil.disk_usage(_disk(path)).free + given_back_bytes
+def _check_room(path: str, needed_bytes: int, removed_bytes: int, what: str, fix: str) -> None:
+    """Raise RunFolderError without enough space. removed_bytes: Bytes of old files that the run removes first."""
+    free_bytes = shutil.disk_usage(_disk(path)).free + removed_bytes
     if free_bytes < needed_bytes:
         raise RunFolderError(
             f"{path}: {in_bytes(free_bytes)} free, but the run needs {in_bytes(needed_bytes)} for {what}; "
-            f"free some, {fix}"
+            f"free some space, {fix}"
         )
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and hardware, from an allow-list: no environment variables, no user or host names."""
+    """Versions and hardware for environment.json. It leaves out environment variables and user and host names."""
     packages = ("torch", "triton", "transformers", "accelerate", "tokenizers", "safetensors")
     fields = {"tigon": tigon.__version__, "python": platform.python_version()}
     for name in packages:

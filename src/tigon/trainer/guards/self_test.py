@@ -1,8 +1,8 @@
-"""The ops that a run is going to use, tried on small inputs on its GPU before anything relies on them.
+"""Tests the ops of a run on small inputs on its GPU before the run relies on them.
 
-A compiler, driver or card of another version can make a kernel wrong without an error. An op that fails is left out of
-the patch, so that the model keeps its own code there, and the run says so and records it. On the CPU the ops are
-PyTorch's own operations, and there is nothing to try.
+A new version of a compiler, a driver or a GPU can make a kernel wrong without an error. An op that fails is left out of
+the patch, so that the model keeps its own code for it, and the run prints and records a warning. On the CPU nothing is
+tested, because the ops run PyTorch's own operations there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tigon.ops.self_test import check_op
 from tigon.recipe.keys import Recipe
 from tigon.techniques.choices import Choices
 
-# The flag of `tigon.patch` that leaves an op out; ops without one are no part of a patch.
+# The flag of `tigon.patch` for each op that a patch uses.
 FLAGS: Mapping[str, str] = {
     "rms_norm": "rms_norm", "layer_norm": "layer_norm", "rope": "rope", "swiglu": "mlp", "geglu": "mlp",
     "cross_entropy": "cross_entropy", "linear_cross_entropy": "linear_cross_entropy",
@@ -26,8 +26,11 @@ DTYPES = {"fp32": "fp32", "amp-bf16": "bf16", "bf16": "bf16", "amp-fp16": "fp16"
 
 
 def wrong_ops(recipe: Recipe, choices: Choices, device: torch.device) -> dict[str, str]:
-    """Op -> what is wrong with it here, of those that this run would use. Raises KernelError where the recipe says
-    `model.self_test: strict`."""
+    """Test the ops that this run uses. Returns the reason for each op that fails.
+
+    Raises:
+        KernelError: An op fails and the recipe sets `model.self_test: strict`.
+    """
     patched = choices.kernels in ("tigon", "no-flce")
     if recipe.model.self_test == "off" or not patched or not dispatch.uses_kernel(torch.empty(1, device=device)):
         return {}
@@ -38,12 +41,12 @@ def wrong_ops(recipe: Recipe, choices: Choices, device: torch.device) -> dict[st
     if failures and recipe.model.self_test == "strict":
         reasons = "; ".join(f"{name}: {why}" for name, why in failures.items())
         raise KernelError(
-            f"kernels that give wrong results here: {reasons}. See `tigon doctor`; with model.self_test: fallback the "
-            "model keeps its own code in their place"
+            f"kernels that give wrong results on this device: {reasons}. Run `tigon doctor`, or set model.self_test: "
+            "fallback, with which the model keeps its own code for them"
         )
     return failures
 
 
 def without(wrong: Mapping[str, str]) -> dict[str, bool]:
-    """The flags of `tigon.patch` that leave these ops out."""
+    """The flags of `tigon.patch` that leave the ops in `wrong` out."""
     return {FLAGS[name]: False for name in wrong}

@@ -1,4 +1,4 @@
-"""The system's limits on a process: open files, a file's size, memory. What a run says when it meets one."""
+"""The system's limits on a process (open files, file size, memory), and the messages for a run that reaches one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ except ModuleNotFoundError:  # Windows
     resource = None  # type: ignore[assignment]
 
 OPEN_FILES = 4096  # far more than a run needs
-LEAST_OPEN_FILES, OPEN_FILES_OF_A_WORKER = 16, 8  # 16 were enough without workers, and 48 with four of them
+LEAST_OPEN_FILES, OPEN_FILES_OF_A_WORKER = 16, 8  # 16 files were enough without workers, and 48 with four workers
 RAISED_TO = 4096
-# glibc's loader, Python's threads, PyTorch's allocator for the CPU.
+# The error texts of glibc's loader, Python's threads and PyTorch's CPU allocator.
 _NO_MEMORY = (
     r"failed to map segment|[Cc]annot allocate memory|can't start new thread|can't allocate memory|not enough memory|"
     r"cannot create (execution|thread)|Resource temporarily unavailable"
@@ -26,8 +26,12 @@ _TOO_LARGE = r"File too large|os error 27\b"
 def raise_open_files(workers: int) -> None:
     """Raise the limit of open files to `OPEN_FILES`, or as far as the user may.
 
-    Raises RecipeError where that is not enough for `workers` processes that prepare batches: a thread of PyTorch's that
-    opens no file any more leaves the run waiting.
+    Args:
+        workers: Processes that prepare batches.
+
+    Raises:
+        RecipeError: The limit is too low for the workers. The run would hang, because PyTorch's threads could not open
+            files.
     """
     if resource is None:
         return
@@ -38,13 +42,13 @@ def raise_open_files(workers: int) -> None:
     needed = LEAST_OPEN_FILES + workers * OPEN_FILES_OF_A_WORKER
     if wanted < needed:
         raise RecipeError(
-            f"a process may open {wanted} files here (`ulimit -n`), and train.workers: {workers} needs {needed}; raise "
-            f"the limit, e.g. `ulimit -n 1024`, or lower train.workers"
+            f"a process may open {wanted} files (`ulimit -n`), but train.workers: {workers} needs {needed}; raise the "
+            f"limit, e.g. `ulimit -n 1024`, or lower train.workers"
         )
 
 
 def words(error: BaseException) -> str | None:
-    """Which limit of the process `error` or one of its causes has met, and what to do; None: it is no such error."""
+    """The limit that `error` or one of its causes has reached, and what to do; None for another error."""
     at: BaseException | None = error
     while at is not None:
         message = _words(at)
@@ -61,7 +65,7 @@ def _words(error: BaseException) -> str | None:
     if number == errno.EFBIG or re.search(_TOO_LARGE, text):
         return _file_too_large()
     if isinstance(error, RuntimeError) and "PytorchStreamWriter" in text and _limit("RLIMIT_FSIZE") != "unlimited":
-        return _file_too_large()  # it does not say why a write failed
+        return _file_too_large()  # PyTorch's writer gives no reason for a failed write
     if isinstance(error, MemoryError) or number == errno.ENOMEM or re.search(_NO_MEMORY, text):
         return _no_memory(text)
     return None
@@ -74,7 +78,7 @@ def _file_too_large() -> str:
 
 
 def _no_memory(text: str) -> str | None:
-    """Only where the process has a limit of its own: without one, out of memory is said by those who know the run."""
+    """The message if the process has a memory limit; None without one, because then the run's own message is better."""
     memory = {"ulimit -v": _limit("RLIMIT_AS"), "ulimit -d": _limit("RLIMIT_DATA")}
     limits = [f"`{option}` is {value} bytes" for option, value in memory.items() if value != "unlimited"]
     if not limits and "thread" in text:

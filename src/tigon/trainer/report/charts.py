@@ -1,4 +1,4 @@
-"""The report's charts as SVG text. No string of the user's reaches a chart, so none can be read as markup there."""
+"""Draws the report's charts as SVG text. Charts contain no text of the user's, so they cannot contain its markup."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ _COLOURS = (ACCENT, SECOND, "#4338ca", "#a16207", "#be185d")
 def draw(
     records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], section: MetricSection | None
 ) -> dict[str, str]:
-    """Name -> SVG of every chart that this run has data for.
+    """Draw every chart that this run has data for.
 
-    records: metrics.jsonl. summary: `unigram_entropy` in nats and the `comparison` rows. section: the metrics of the
-    run's objective, whose chart stands in place of the loss.
+    Args:
+        records: The records of metrics.jsonl.
+        summary: A mapping with `unigram_entropy` in nats and the rows of `comparison`.
+        section: The metrics of the run's objective, whose chart replaces the chart of the loss.
+
+    Returns:
+        The SVG text of each chart by its name.
     """
     train = [record for record in records if record["event"] == "train"]
     eval_records = [record for record in records if record["event"] == "eval"]
@@ -41,9 +46,9 @@ def _loss(train: Sequence[Any], eval_records: Sequence[Any], entropy: float) -> 
     axes.plot([r["step"] for r in train], [r["loss"] for r in train], color=ACCENT, label="training")
     if eval_records:
         axes.plot([r["step"] for r in eval_records], [r["eval_loss"] for r in eval_records], "o-", color=SECOND, ms=4,
-                  label="held out")  # fmt: skip
-    axes.axhline(entropy, color=BASELINE, ls="--", lw=1, label=f"unigram entropy of the held-out text, {entropy:.2f}")
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
+                  label="eval")  # fmt: skip
+    axes.axhline(entropy, color=BASELINE, ls="--", lw=1, label=f"unigram entropy of the eval text, {entropy:.2f}")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.legend(frameon=False)
     return svg(figure, "loss")
 
@@ -67,7 +72,7 @@ def _metrics(section: MetricSection, train: Sequence[Any], eval_records: Sequenc
                 has_eval = True
     first = all_axes[0]
     if has_eval:
-        first.plot([], [], "o", color=INK, ms=4, label="held out")
+        first.plot([], [], "o", color=INK, ms=4, label="eval")
     for axes, (_, column) in zip(all_axes, panels, strict=True):
         axes.set(xlabel="step", ylabel=column.axis)
         if column.is_share:
@@ -97,12 +102,12 @@ def _throughput(train: Sequence[Any]) -> str:
 
 def _comparison(rows: Sequence[Any]) -> str:
     figure, (memory, speed) = new_figure(2, columns=2)
-    # one label a line pair, so that three fit under a bar
+    # Break long labels into two lines, so that three of them fit under the bars.
     labels = [row["label"].replace("all but linear", "all but\nlinear").replace("all of", "all of\n") for row in rows]
     at_rest = [row["at_rest_bytes"] / 2**20 for row in rows]
     step = [(row["peak_bytes"] - row["at_rest_bytes"]) / 2**20 for row in rows]
     memory.bar(labels, at_rest, color=GRID, label="weights and optimizer")
-    bars = memory.bar(labels, step, bottom=at_rest, color=ACCENT, label="the step itself")
+    bars = memory.bar(labels, step, bottom=at_rest, color=ACCENT, label="step")
     memory.bar_label(bars, labels=[f"{row['peak_bytes'] / 2**20:,.0f}" for row in rows], padding=2, color=INK)
     memory.set(ylabel="peak memory of a step (MiB)", ylim=(0, max(r["peak_bytes"] for r in rows) / 2**20 * 1.3))
     memory.legend(frameon=False, loc="upper right")

@@ -1,7 +1,8 @@
-"""The same few training steps with different kernels: same seed, weights and rows; loss, peak memory and tokens/s.
+"""Repeats a few training steps with different kernels, and measures loss, peak memory and tokens/s.
 
-Each repeat is a whole Trainer run, so what is measured is what a user runs. The last step is measured for memory and
-left out of the speed, because recording every allocation on the CPU costs time; so is the first, which warms up.
+Seed, weights and samples are the same. Each repeat is a whole Trainer run, as a user runs it. Memory is measured in the
+last step. The speed leaves out the last step, because recording allocations on the CPU costs time, and the first step,
+which warms up.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ STOPPED = "stopped by a signal"
 
 @dataclass(frozen=True)
 class Repeat:
-    """One row of the table. `error` says why the rest is missing."""
+    """The measurements of one choice of kernels."""
 
     kernels: str
     losses: tuple[float, ...] = ()
+    """The loss of each step in nats per token."""
     at_rest_bytes: int | None = None
+    """Bytes of weights and optimizer states."""
     peak_bytes: int | None = None
+    """The peak of the last step, with `at_rest_bytes`."""
     tokens_per_s: float | None = None
     error: str | None = None
+    """The reason why the other fields are missing."""
 
     @property
     def stopped(self) -> bool:
@@ -80,7 +85,7 @@ class _Observer(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
             control.should_training_stop = True
 
     def end(self) -> None:
-        """End the measurement, also when the measured step failed."""
+        """End the measurement, also if the measured step failed."""
         if self.meter is not None:
             self.peak, self.meter = self.meter.stop(), None
 
@@ -109,8 +114,27 @@ def compare(
     announce: Callable[[str], None],
     stop: StopRequest,
 ) -> list[Repeat]:
-    """One Repeat for each of `kernels`; `build` makes the model, patched so. Out of memory is a result, no failure, and
-    so is a signal."""
+    """Repeat the same steps with each of `kernels`.
+
+    Running out of memory, or a signal, ends a repeat with an `error` instead of an exception.
+
+    Args:
+        kernels: The values of `model.kernels` to compare.
+        build: Makes the model for one of `kernels`.
+        train: The run's training settings.
+        steps: The number of steps.
+        choices: The techniques in use.
+        run_info: What the techniques need to know about the run.
+        folder: The folder of the Trainer.
+        device: The device to train on.
+        collator: Makes a batch from samples.
+        samples: The training samples.
+        announce: Called with a line before each repeat.
+        stop: Receives signals.
+
+    Returns:
+        A Repeat for each of `kernels`.
+    """
     short = replace(
         train, steps=steps, epochs=None, warmup_steps=min(train.warmup_steps, steps // 2), log_steps=1,
         eval_steps=None, save_steps=None,
@@ -163,7 +187,7 @@ def _repeat(
 
 
 def _release(device: torch.device) -> None:
-    """Free one model before the next is built: the Trainer holds reference cycles."""
+    """Free a model before the next one is built. The Trainer has reference cycles, so this needs gc.collect()."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a live table on a terminal, plain lines elsewhere; and the records it keeps."""
+"""Trainer callbacks that show progress (a live table on a terminal, otherwise plain lines) and write records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN_ROWS = 12
 
 
 def format_bytes(n_bytes: float) -> str:
-    """GiB from one GiB on, else MiB."""
+    """Format a size in GiB if it is at least 1 GiB, otherwise in MiB."""
     return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
 
 
@@ -29,10 +29,10 @@ def format_seconds(seconds: float) -> str:
 
 
 class MetricsWriter(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
-    """Each record as a line of metrics.jsonl, {"event": "train" or "eval", "step": ..., ...}, and as scalars.
+    """Writes each record to metrics.jsonl as {"event": "train" or "eval", "step": ..., ...}, and to TensorBoard.
 
-    transformers' own TensorBoardCallback closes its writer when training ends and opens another in a folder of its own
-    for the last evaluation.
+    transformers' TensorBoardCallback is not used, because it closes its writer when training ends. It would write the
+    last evaluation into another folder.
     """
 
     def __init__(self, folder: RunFolder, writer: Any) -> None:
@@ -41,7 +41,7 @@ class MetricsWriter(TrainerCallback):  # type: ignore[misc]  # transformers is u
         self._resumes = folder.checkpoint is not None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Only now is the checkpoint known to load, so only now may the records after it go."""
+        """Drop the records after the checkpoint of a resumed run, once the checkpoint has loaded."""
         if self._resumes:
             self._folder.forget_after(state.global_step)
             self._resumes = False
@@ -55,7 +55,7 @@ class MetricsWriter(TrainerCallback):  # type: ignore[misc]  # transformers is u
 
 
 class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
-    """A live table on a terminal; otherwise one line a record, which also suits a log file."""
+    """Shows a live table on a terminal, otherwise one line per record."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -83,16 +83,16 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
         if "eval_loss" in logs:
             self._eval_loss = logs["eval_loss"]
             if self._live is None:
-                self._line(f"step {state.global_step}/{state.max_steps}  held-out loss {self._eval_loss:.4f}")
+                self._line(f"step {state.global_step}/{state.max_steps}  eval loss {self._eval_loss:.4f}")
         if "loss" not in logs:
             return
         done = state.global_step - self._first_step
         remaining = state.max_steps - state.global_step
         eta = format_seconds((time.perf_counter() - self._started_s) / max(done, 1) * remaining)
         now, peak = format_bytes(logs["memory_bytes"]), format_bytes(logs["memory_peak_bytes"])
-        held_out = "" if self._eval_loss is None else f"{self._eval_loss:.4f}"
+        eval_loss = "" if self._eval_loss is None else f"{self._eval_loss:.4f}"
         loss, speed = f"{logs['loss']:.4f}", f"{logs['tokens_per_s']:,.0f}"
-        self._rows.append((f"{state.global_step:,}", loss, held_out, speed, f"{now} / {peak}", eta))
+        self._rows.append((f"{state.global_step:,}", loss, eval_loss, speed, f"{now} / {peak}", eta))
         if self._live is not None:
             self._live.update(self._render())
         else:
@@ -103,7 +103,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back, also when the run fails."""
+        """End the live table, also if the run fails."""
         if self._live is not None:
             self._live.update(self._render())
             self._live.stop()
@@ -114,7 +114,7 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
 
     def _render(self) -> Group:
         table = Table(expand=True, box=None, header_style="bold")
-        for title in ("step", "loss", "held-out", "tokens/s", "memory now / peak", "ETA"):
+        for title in ("step", "loss", "eval loss", "tokens/s", "memory now / peak", "ETA"):
             table.add_column(title, justify="right")
         for row in self._rows:
             table.add_row(*row)

@@ -1,8 +1,8 @@
-"""report.md and report.html of a run, from what its folder holds.
+"""Writes report.md and report.html of a run from the files of its folder.
 
-Both are filled from one view. Every value is escaped where it is printed: HTML by Jinja2's autoescape, Markdown by
-`escape_markdown` as the template's finalizer; texts that may hold anything stand in fences longer than any inside.
-report.html is one file: charts are inlined as SVG, and its content security policy forbids scripts and all loading.
+Both templates get the same values. Jinja2's autoescape escapes each value in HTML; `escape_markdown`, as the finalizer,
+does so in Markdown. Long texts stand in Markdown fences that are longer than any fence inside them. report.html is one
+file with inline SVG charts. Its content security policy forbids scripts and loading.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tigon.trainer.report import charts
 from tigon.trainer.report.progress import format_bytes, format_seconds
 from tigon.trainer.run_folder import RunFolder
 
-COMPARISON_COLUMNS = ("last loss", "largest difference", "peak memory", "of it the step itself", "saved", "tokens/s")
+COMPARISON_COLUMNS = ("last loss", "largest difference", "peak memory", "peak of the step alone", "saved", "tokens/s")
 
 
 def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> None:
@@ -35,7 +35,7 @@ def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> N
     view = _view(run, summary, objective)
     here = Path(__file__).parent
     html = Environment(autoescape=True).from_string((here / "report.html.j2").read_text(encoding="utf-8"))
-    # the charts are our own markup; nothing else is exempt from escaping
+    # Only the charts are exempt from escaping, because tigon itself draws them.
     run.write_text("report.html", html.render(**view, charts={name: Markup(svg) for name, svg in drawn.items()}))
     plain = Environment(finalize=escape_markdown, keep_trailing_newline=True)
     plain.filters["fenced"] = fenced
@@ -60,8 +60,8 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
         "comparison": _comparison_rows(summary["comparison"]),
         "comparison_columns": COMPARISON_COLUMNS,
         "comparison_note": _comparison_note(recipe.comparison.steps, on_gpu),
-        "memory_note": "Memory is what PyTorch has allocated on the GPU." if on_gpu else
-        "Memory is the resident set of the whole process, Python and libraries included.",
+        "memory_note": "Memory is the memory that PyTorch has allocated on the GPU." if on_gpu else
+        "Memory is the resident set of the whole process, including Python and libraries.",
         "sample": summary["sample"] if recipe.output.sample_tokens else None,
         "data": [(name.replace("_", " "), _number(value)) for name, value in data.items() if name != "fingerprint"],
         "environment": [(k.replace("_", " "), value) for part in environment.values() for k, value in part.items()],
@@ -75,13 +75,13 @@ def _tiles(
 ) -> list[dict[str, str]]:
     tiles = []
     if summary["eval_loss"] is not None:
-        tiles.append(("final held-out loss (nats a token)", f"{summary['eval_loss']:.4f}"))
-    tiles.append(("unigram entropy of the held-out text", f"{summary['unigram_entropy']:.4f}"))
+        tiles.append(("final eval loss (nats per token)", f"{summary['eval_loss']:.4f}"))
+    tiles.append(("unigram entropy of the eval text", f"{summary['unigram_entropy']:.4f}"))
     if train:
-        name, of = "training loss", "loss"
+        name, key = "training loss", "loss"
         if section is not None and section.tile_metric in train[0]:
-            name, of = section.tile, section.tile_metric
-        measured = [record[of] for record in train if of in record]
+            name, key = section.tile, section.tile_metric
+        measured = [record[key] for record in train if key in record]
         steady = [r["tokens_per_s"] for r in train[1:]] or [train[0]["tokens_per_s"]]
         tiles += [
             (f"{name}, first to last", f"{measured[0]:.3f} → {measured[-1]:.3f}"),
@@ -89,12 +89,12 @@ def _tiles(
             ("peak memory", format_bytes(max(r["memory_peak_bytes"] for r in train))),
         ]
     if summary.get("memory"):
-        tiles.append(("peak memory a GPU, predicted beside measured", comparison_line(summary["memory"])))
+        tiles.append(("peak memory per GPU, predicted and measured", comparison_line(summary["memory"])))
     tiles.append(("training time", format_seconds(summary["train_s"])))
     if summary.get("skipped_steps"):
-        tiles.append(("steps skipped, loss or gradient not finite", str(summary["skipped_steps"])))
+        tiles.append(("skipped steps (loss or gradient not finite)", str(summary["skipped_steps"])))
     if summary.get("evaluation_error"):
-        tiles.append(("no evaluation", summary["evaluation_error"]))
+        tiles.append(("evaluation failed", summary["evaluation_error"]))
     return [{"name": name, "value": value} for name, value in tiles]
 
 
@@ -139,11 +139,11 @@ def _comparison_rows(repeats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _comparison_note(steps: int, on_gpu: bool) -> str:
-    how = "as PyTorch's allocator keeps it" if on_gpu else "summed from every allocation and release of PyTorch's"
+    how = "as PyTorch's allocator counts it" if on_gpu else "summed over PyTorch's allocations and releases"
     return (
-        f"{steps} steps each from the same seed, weights and rows. The largest difference is that of any step's loss "
-        f"from the first row's. Peak memory is the last step's, {how}; tokens/s is the median of the steps "
-        "between the first and the last."
+        f"Each row is {steps} steps from the same seed, weights and samples. The largest difference compares the loss "
+        f"of every step with the first row's. Peak memory is the peak of the last step, {how}. Tokens/s is the median "
+        "of the steps between the first and the last."
     )
 
 
@@ -152,7 +152,7 @@ def _number(value: Any) -> str:
 
 
 def escape_markdown(value: Any) -> Any:
-    """For Jinja2's `finalize`: whatever Markdown or HTML would read as markup, escaped; line breaks become spaces."""
+    """Escape the markup of Markdown and HTML, and replace line breaks by spaces. For Jinja2's `finalize`."""
     if isinstance(value, Fenced) or not isinstance(value, str):
         return value
     text = value.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -160,9 +160,10 @@ def escape_markdown(value: Any) -> Any:
 
 
 class Fenced(str):
-    """Text already inside a fence."""
+    """Text in a Markdown fence, which `escape_markdown` leaves unchanged."""
 
 
 def fenced(value: str) -> Fenced:
+    """Put text into a Markdown fence that is longer than any fence inside it."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", value)), default=0))
     return Fenced(f"{fence}text\n{value}\n{fence}")
