@@ -72,9 +72,9 @@ if HAS_TRITON and not HAS_GPU:
         for module in pkgutil.iter_modules(tigon.kernels.__path__, "tigon.kernels."):
             importlib.import_module(module.name)
 
-from tigon.ops import _dispatch  # noqa: E402  (after the kernels, which must see the variable)
+from tigon.ops import dispatch  # noqa: E402  (after the kernels, which must see the variable)
 
-_dispatch.INTERPRET = False
+dispatch.INTERPRET = False
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def kernels_on_the_cpu() -> Iterator[None]:
     """Ops on CPU tensors run their kernels in the interpreter."""
     # A constexpr function of Triton's reads the variable at every call.
     with _interpreter_chosen():
-        _dispatch.INTERPRET = True
+        dispatch.INTERPRET = True
         try:
             yield
         finally:
-            _dispatch.INTERPRET = False
+            dispatch.INTERPRET = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import subprocess
@@ -17,29 +18,29 @@ import tigon
 from tigon import errors
 from tigon.models import MODELS
 from tigon.ops import OPS
-from tigon.ops._dispatch import Differentiable, Primitive
+from tigon.ops.dispatch import Differentiable, Primitive
 
 SOURCE = Path(__file__).parent.parent / "src" / "tigon"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-# A room may import the rooms of the lines below its own, never a neighbour on its line.
-LINES = (
-    ("__main__",),
-    ("cli",),
-    ("doctor",),
-    ("sweep",),
-    ("bench", "trainer", "compat"),
-    ("planner",),
-    ("profiler",),
-    ("objectives",),
-    ("recipe",),
-    ("medusa", "data"),
-    ("models", "techniques"),
-    ("nn",),
-    ("ops",),
-    ("kernels",),
-)
-LEVEL = {room: level for level, line in enumerate(LINES) for room in line}
+CONTRIBUTING = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+"""It documents the order of the packages and the reasons for imports inside functions."""
+
+
+def documented_order() -> tuple[tuple[str, ...], ...]:
+    """The packages from top to bottom. A package may import those of later entries, never one of its own entry."""
+    (line,) = re.findall(r"^`(\w.* -> .*)`$", CONTRIBUTING, re.MULTILINE)
+    return (("__main__",), *(tuple(entry.split(" | ")) for entry in line.split(" -> ")))
+
+
+def documented_late_packages() -> set[str]:
+    """The packages and modules that may be imported inside functions."""
+    rows = CONTRIBUTING.partition("| import inside a function | reason |\n|---|---|\n")[2].partition("\n\n")[0]
+    return {name for row in rows.splitlines() for name in re.findall(r"`([\w.]+)`", row.split("|")[1])}
+
+
+LEVEL = {room: level for level, entry in enumerate(documented_order()) for room in entry}
+LATE = documented_late_packages()
 LEAVES = {"errors", "_types", "_files", "units"}  # every package may import them; they import no package of tigon
 MAY_IMPORT_TRANSFORMERS = {
     "cli", "doctor", "models", "techniques", "medusa", "data", "planner", "trainer", "sweep", "bench", "compat",
@@ -47,6 +48,13 @@ MAY_IMPORT_TRANSFORMERS = {
 # What may say "Medusa" or ask for its heads: the objective, its modules, its command, and the declaration of its keys.
 MAY_NAME_HEADS = {"objectives", "medusa", "cli"}
 MAX_LINES = 600
+
+
+def module_of(path: Path) -> str:
+    return ".".join(("tigon", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
 
 
 def room_of(path: Path) -> str:
@@ -88,22 +96,163 @@ def test_imports_point_down(path: Path) -> None:
         return
     for other in rooms_imported(path) - LEAVES - {room}:
         assert room not in LEAVES, f"{room} is a leaf, but imports {other}"
-        assert other in LEVEL, f"{other} has no place in LINES"
+        assert other in LEVEL, f"{other} has no place in the order of CONTRIBUTING.md"
         assert LEVEL[other] > LEVEL[room], f"{room} imports {other}"
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     """In a package or across, imports in functions and for types included."""
-    names = {
-        ".".join(("tigon", *p.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): p for p in FILES
-    }
     left = {
-        name: {found if found in names else found.rpartition(".")[0] for found in imports(path)} & names.keys() - {name}
-        for name, path in names.items()
+        name: {found if found in MODULES else found.rpartition(".")[0] for found in imports(path)}
+        & MODULES.keys() - {name}
+        for name, path in MODULES.items()
     }
     while free := {name for name, below in left.items() if not below & left.keys()}:
         left = {name: below for name, below in left.items() if name not in free}
     assert not left, f"in a circle, or above one: {sorted(left)}"
+
+
+# --- imports inside functions ----------------------------------------------------------------------------------------
+
+
+def late_package(name: str) -> str | None:
+    """The entry of the documented table that a dotted name belongs to."""
+    return next((entry for entry in LATE if name == entry or name.startswith(f"{entry}.")), None)
+
+
+@functools.cache
+def loaded_by(module: str) -> frozenset[str]:
+    """The entries of the table that are imported with a module of tigon, its packages and what they import."""
+    seen: set[str] = set()
+    found: set[str] = set()
+    waiting = {module}
+    while waiting:
+        name = waiting.pop()
+        name = name if name in MODULES else name.rpartition(".")[0] if name.startswith("tigon.") else name
+        if name in seen:
+            continue
+        seen.add(name)
+        if entry := late_package(name):
+            found.add(entry)
+        if name in MODULES:
+            waiting |= at_import(name)
+            waiting |= {name.rpartition(".")[0]} - {""}
+    return frozenset(found)
+
+
+@functools.cache
+def at_import(module: str) -> frozenset[str]:
+    return frozenset(imports(MODULES[module], module_level=True))
+
+
+def imports_in_functions(text: str) -> Iterator[tuple[int, str, str]]:
+    """(line, dotted name, comment) of each import inside a function."""
+    lines = text.splitlines()
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    inside = {node for function in functions for node in ast.walk(function)}
+    for node in inside:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            comment = lines[(node.end_lineno or 1) - 1].partition("#")[2].strip()
+            parent = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from ((node.lineno, f"{parent}{alias.name}", comment) for alias in node.names)
+
+
+def without_reason(text: str, module: str) -> list[str]:
+    """The imports inside functions that have none of the documented reasons."""
+    wrong = []
+    for line, name, comment in imports_in_functions(text):
+        if late_package(name):
+            continue
+        where = f"{module}:{line} {name}"
+        if named := re.search(r"\bloads (\S+)$", comment):
+            if not name.startswith("tigon.") or named[1] not in loaded_by(name) - loaded_by(module):
+                wrong.append(f"{where} does not load {named[1]}, or the file has loaded it")
+        elif not (comment.endswith("not for --help") and module.startswith("tigon.cli.")):
+            wrong.append(f"{where} gives no reason")
+    return wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_every_import_inside_a_function_has_a_documented_reason(path: Path) -> None:
+    assert not without_reason(path.read_text(encoding="utf-8"), module_of(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "is_allowed"),
+    {
+        "import transformers": True,
+        "from torch.distributed import run": True,
+        "from tigon.trainer import engine  # loads transformers": True,
+        "import json": False,
+        "from torch import nn": False,
+        "from tigon.trainer import engine": False,
+        "from tigon.trainer import engine  # loads matplotlib": False,
+        "from tigon import units  # loads transformers": False,
+        "from tigon import units  # not for --help": False,
+    }.items(),
+)
+def test_an_import_inside_a_function_without_a_reason_is_found(line: str, is_allowed: bool) -> None:
+    assert bool(without_reason(f"def f():\n    {line}\n", "tigon.trainer.run")) != is_allowed
+
+
+def test_every_documented_reason_is_needed() -> None:
+    used = {
+        late_package(name) for path in FILES for _, name, _ in imports_in_functions(path.read_text(encoding="utf-8"))
+    }
+    assert used - {None} == LATE
+
+
+# --- private names ---------------------------------------------------------------------------------------------------
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def private_names_of_others(text: str, room: str) -> list[str]:
+    """The private names of other packages of tigon that a file imports or reads as an attribute."""
+    tree = ast.parse(text)
+    bound: dict[str, str] = {}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            named = {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            named = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        else:
+            continue
+        for name, full in named.items():
+            other = [*full.split("."), ""][1]
+            if full.split(".")[0] == "tigon" and other not in LEAVES | {room}:
+                bound[name] = full
+                if is_private(full):
+                    found.append(f"line {node.lineno}: {full}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner = ast.unparse(node.value)
+            if owner in bound or (owner.partition(".")[0] in bound and owner.startswith("tigon.")):
+                found.append(f"line {node.lineno}: {owner}.{node.attr}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_no_package_uses_a_private_name_of_another(path: Path) -> None:
+    assert not private_names_of_others(path.read_text(encoding="utf-8"), room_of(path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from tigon.ops._op import Case", "from tigon.ops import _op", "from tigon.ops.rope import _check",
+        "import tigon.ops._op", "from tigon.ops import rope\nrope._check()", "import tigon.ops\ntigon.ops._op",
+    ],
+)  # fmt: skip
+def test_a_private_name_of_another_package_is_found(text: str) -> None:
+    assert private_names_of_others(text, "models") and not private_names_of_others(text, "ops")
+    assert not private_names_of_others("from tigon._files import one_line\nself._x", "models")
+
+
+# --- libraries, sizes and names --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
@@ -118,7 +267,7 @@ def test_packages_import_only_their_allowed_libraries(path: Path) -> None:
         assert roots <= allowed, f"ops import {roots - allowed}"
         # Triton comes with the first launch; these two are torch only.
         at_import = {n for n in imports(path, module_level=True) if n.startswith("tigon.kernels")}
-        without_triton = ("tigon.kernels._layout", "tigon.kernels._chips")
+        without_triton = ("tigon.kernels.layout", "tigon.kernels.chips")
         assert all(n in without_triton or n.startswith(without_triton) for n in at_import), at_import
     if "transformers" in roots:
         assert room in MAY_IMPORT_TRANSFORMERS
@@ -229,8 +378,8 @@ real = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *a: None if name == "triton" else real(name, *a)
 import torch, tigon
 from tigon.ops import OPS
-from tigon.ops._dispatch import Differentiable, Primitive
-assert not tigon.ops._dispatch.HAS_TRITON
+from tigon.ops.dispatch import Differentiable, Primitive
+assert not tigon.ops.dispatch.HAS_TRITON
 for op in OPS.values():
     inputs = op.make(op.cases[0], torch.float32, torch.device("cpu"))
     for name in op.grads:

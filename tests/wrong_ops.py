@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from backends import HAS_GPU, kernels_on_the_cpu
-from tigon.ops import OPS, _dispatch
+from tigon.ops import OPS, dispatch
 from tigon.trainer.guards import self_test
 
 WRONG = {"geglu", "swiglu"}
@@ -27,7 +27,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
             return op.call(**inputs) * 1.01
 
         monkeypatch.setitem(OPS, name, replace(op, call=call))
-    monkeypatch.setattr(_dispatch, "uses_kernel", lambda tensor: True)
+    monkeypatch.setattr(dispatch, "uses_kernel", lambda tensor: True)
     tried: list[tuple[Any, ...]] = []
     check: Any = self_test.check_op
     monkeypatch.setattr(self_test, "check_op", lambda *which: tried.append(which) or check(*which))

@@ -12,6 +12,9 @@ A page holds examples in these forms. `test_page_examples.py` refuses a fenced b
   `<!-- /prints -->`.
 - A ```sh block holds commands without output. They are not run; their flags, files and keys are looked up.
 
+A comment `<!-- file: PATH -->` or `<!-- row: PATH -->` above a ```python block makes it a file of the repository or a
+row of a table in one. `tests/test_adding.py` writes it into a copy and runs that.
+
 Comments directly above a ```console block change how it is compared:
 
 - `<!-- shown: FILTER -->`: the page shows what this shell command leaves of the output, `head -20` for instance.
@@ -50,7 +53,7 @@ COLUMNS = 120
 ELSEWHERE = ("docs/math.md", "docs/log/2026-11.md")
 
 _FENCE = re.compile(
-    r"(?P<marks>(?:^<!-- (?:shown: |varies: |slow: |no-gpu|made with )[^\n]*-->\n)*)"
+    r"(?P<marks>(?:^<!-- (?:shown: |varies: |slow: |no-gpu|made with |file: |row: )[^\n]*-->\n)*)"
     r"^```(?P<kind>\w*)\n(?P<body>.*?)^```$"
     r"|^<!-- python\n(?P<hidden>.*?)^-->$"
     r"|^<!-- prints -->\n(?P<printed>.*?)^<!-- /prints -->$",
@@ -199,6 +202,8 @@ def run_python(blocks: Sequence[Block]) -> list[tuple[Block, str]]:
     with workspace(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for block in blocks:
+            if block.mark("file") is not None or block.mark("row") is not None:
+                continue
             if block.kind in ("python", "hidden"):
                 printed = _run_block(block, namespace)
             elif block.kind in ("output", "printed"):

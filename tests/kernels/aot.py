@@ -46,8 +46,8 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from tigon.kernels import _chips
-from tigon.ops import OPS, Case, Op, _dispatch
+from tigon.kernels import chips
+from tigon.ops import OPS, Case, Op, dispatch
 
 ALL_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -71,8 +71,8 @@ class Target:
         return GPUTarget(self.backend, self.arch, self.warp_size)
 
     @property
-    def chip(self) -> _chips.Chip | None:
-        return _chips.chip_of_arch(divmod(self.arch, 10) if isinstance(self.arch, int) else self.arch)
+    def chip(self) -> chips.Chip | None:
+        return chips.chip_of_arch(divmod(self.arch, 10) if isinstance(self.arch, int) else self.arch)
 
 
 TARGETS = {
@@ -207,11 +207,11 @@ def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[No
     with (
         patch.object(JITFunction, "run", run_for_each),
         patch.object(knobs.runtime, "jit_cache_hook", take),
-        patch.object(_dispatch, "INTERPRET", True),  # CPU tensors take the kernels
+        patch.object(dispatch, "INTERPRET", True),  # CPU tensors take the kernels
         patch.object(_device, "_lanes", lambda: lanes),
         patch.object(_device, "shared_bytes", lambda index: shared),
         patch.object(_device, "multiprocessors", lambda index: 1),
-        patch.object(_chips, "chip", lambda index: chip),
+        patch.object(chips, "chip", lambda index: chip),
     ):
         yield
 

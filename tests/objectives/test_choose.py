@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,3 +40,11 @@ def test_heads_that_would_learn_nothing_are_refused() -> None:
 
 def test_last_objective_takes_every_recipe() -> None:
     assert OBJECTIVES[-1] is CausalLM and len(set(OBJECTIVES)) == len(OBJECTIVES)
+
+
+@pytest.mark.parametrize("name", ["medusa", "unknown"])
+def test_a_name_that_the_other_keys_do_not_set_is_refused(name: str) -> None:
+    recipe = recipe_of()
+    recipe = replace(recipe, train=replace(recipe.train, objective=name))
+    with pytest.raises(RecipeError, match=rf"train\.objective is {name}, .* set causal_lm; choose auto, or one of"):
+        objective_of(recipe, None, dict)

@@ -13,8 +13,8 @@ from torch import Tensor
 from backends import Backend
 from helpers import assert_within, relative_error
 from tigon.errors import OptionError
-from tigon.kernels import _chips
-from tigon.ops import _dispatch, linear_cross_entropy
+from tigon.kernels import chips
+from tigon.ops import dispatch, linear_cross_entropy
 from tigon.ops.losses import chunk_loop
 from tigon.ops.losses.common import LossOptions
 
@@ -29,7 +29,7 @@ def bf16_head(device: torch.device, scale: float = 1.0) -> tuple[Tensor, Tensor,
 
 
 def needs_exponentials(backend: Backend) -> None:
-    if backend.device.type == "cuda" and (chip := _chips.chip(backend.device.index)) and chip.logits_tile:
+    if backend.device.type == "cuda" and (chip := chips.chip(backend.device.index)) and chip.logits_tile:
         return
     if not backend.interpreted:
         pytest.skip("neither this chip nor the reference writes exponentials")
@@ -194,11 +194,11 @@ def test_plan_follows_the_chip_it_is_for_not_the_machine() -> None:
         return chunk_loop._exp_tile(x, x, options, False)
 
     assert tile() is None
-    with _dispatch.planned_for((9, 0)):
-        assert _dispatch.planned_device(x) == "cuda"
-        assert tile() == _chips.chip_of_arch((9, 0)).logits_tile  # type: ignore[union-attr]
+    with dispatch.planned_for((9, 0)):
+        assert dispatch.planned_device(x) == "cuda"
+        assert tile() == chips.chip_of_arch((9, 0)).logits_tile  # type: ignore[union-attr]
         assert chunk_loop._exp_tile(x, x, options, True) is None
-        with _dispatch.planned_for((8, 0)):
+        with dispatch.planned_for((8, 0)):
             assert tile() is None
         assert tile() is not None
-    assert _dispatch.planned_device(x) == "cpu" and tile() is None
+    assert dispatch.planned_device(x) == "cpu" and tile() is None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from helpers import assert_within, relative_error
 from tigon.errors import LabelError, OptionError, ShapeError
-from tigon.ops import _dispatch, linear_cross_entropy, prepare_targets
+from tigon.ops import dispatch, linear_cross_entropy, prepare_targets
 from tigon.ops.losses import chunk_loop, common
 from tigon.ops.losses.chunk_plan import make_chunk_plan
 
@@ -385,7 +385,7 @@ def test_logits_beyond_2_31_elements_are_addressed_right() -> None:
 
 def test_interpreter_flag_is_off_by_default() -> None:
     """The fixture must leave the reference as the default, or the reference tests above tested kernels."""
-    assert not _dispatch.INTERPRET
+    assert not dispatch.INTERPRET
 
 
 def test_meta_tensors_give_shapes_alone() -> None:

@@ -27,7 +27,7 @@ from helpers import (
     with_leaves,
 )
 from tigon.ops import OPS, Case, Op
-from tigon.ops._dispatch import Differentiable, Primitive
+from tigon.ops.dispatch import Differentiable, Primitive
 
 # Operators of tigon by name.
 OPERATORS = sorted(

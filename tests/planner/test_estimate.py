@@ -397,7 +397,7 @@ def test_logits_bytes_are_those_of_the_loss_wherever_the_peak_is() -> None:
 def test_estimate_leaves_the_model_code_and_the_ops_unchanged() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    import tigon.ops._dispatch as dispatch
+    import tigon.ops.dispatch as dispatch
 
     before = set(ALL_ATTENTION_FUNCTIONS.valid_keys())
     config = config_of("llama")

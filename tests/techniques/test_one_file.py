@@ -11,7 +11,7 @@ from pathlib import Path
 import tigon
 
 ROOT = Path(__file__).parents[2]
-FIELD_LINE = "    ring_size: int = 1\n"
+NEW_FIELD = "            new_type=int, new_default=1,\n"
 FILE = '''
 """A made-up technique."""
 
@@ -24,6 +24,7 @@ DECLARATION = Declaration(
     settings=(
         Setting(
             field="ring_size", key="train.ring_size", help="Ranks of the ring.", minimum=1, maximum=8,
+            new_type=int, new_default=1,
             flag=Flag(name="ring-size", help="How many ranks the ring has."), traced=True, search="run",
             candidates=lambda config: (1, 2),
             label=lambda choices: f"ring of {choices.ring_size}" if choices.ring_size > 1 else "",
@@ -89,13 +90,11 @@ print("reached")
 
 
 def test_a_technique_in_one_file_reaches_recipe_flag_search_checks_and_pages(tmp_path: Path):
-    """In a copy of the package: the file, and the line that gives its setting a name, a type and a default."""
+    """In a copy of the package."""
     source = tmp_path / "src"
     shutil.copytree(Path(tigon.__file__).parent, source / "tigon", ignore=shutil.ignore_patterns("__pycache__"))
     folder = source / "tigon" / "techniques"
     (folder / "ring.py").write_text(FILE, encoding="utf-8")
-    choices = folder / "choices.py"
-    choices.write_text(choices.read_text(encoding="utf-8") + FIELD_LINE, encoding="utf-8")
     path = os.pathsep.join([str(source), str(ROOT / "tests" / "techniques")])
     done = subprocess.run(
         [sys.executable, "-c", CHECKS], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True,
@@ -104,10 +103,10 @@ def test_a_technique_in_one_file_reaches_recipe_flag_search_checks_and_pages(tmp
     assert done.stdout.strip() == "reached", done.stderr[-2000:]
 
 
-def test_a_setting_without_its_field_is_refused_on_import(tmp_path: Path):
+def test_a_setting_with_neither_field_nor_type_is_refused_on_import(tmp_path: Path):
     source = tmp_path / "src"
     shutil.copytree(Path(tigon.__file__).parent, source / "tigon", ignore=shutil.ignore_patterns("__pycache__"))
-    (source / "tigon" / "techniques" / "ring.py").write_text(FILE, encoding="utf-8")
+    (source / "tigon" / "techniques" / "ring.py").write_text(FILE.replace(NEW_FIELD, ""), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-c", "import tigon.techniques"], env={**os.environ, "PYTHONPATH": str(source)},
         capture_output=True, text=True, check=False,

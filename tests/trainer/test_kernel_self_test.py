@@ -6,7 +6,7 @@ import pytest
 import torch
 from trainer_helpers import records
 
-from tigon.ops import OPS, _dispatch
+from tigon.ops import OPS, dispatch
 from tigon.trainer.guards import self_test
 from wrong_ops import WRONG
 
@@ -26,7 +26,7 @@ def test_wrong_op_is_left_out_of_the_run_and_recorded(recipe, tigon, here, wrong
 
     def ask(*arguments):
         found.update(original(*arguments))
-        _dispatch.uses_kernel = uses_kernel  # the run itself is on the CPU
+        dispatch.uses_kernel = uses_kernel  # the run itself is on the CPU
         return dict(found)
 
     uses_kernel = lambda tensor: False  # noqa: E731
@@ -52,7 +52,7 @@ def test_strict_run_with_a_wrong_op_is_refused(recipe, tigon, here, wrong):
 @pytest.mark.parametrize("model", [{"kernels": "tigon", "self_test": "off"}, {"kernels": "none"}])
 def test_ops_that_are_not_used_are_not_tested(recipe, tigon, wrong, model, monkeypatch):
     monkeypatch.setattr(self_test, "check_op", lambda *_: pytest.fail("tried"))
-    monkeypatch.setattr(_dispatch, "uses_kernel", lambda tensor: False)
+    monkeypatch.setattr(dispatch, "uses_kernel", lambda tensor: False)
     assert tigon("train", recipe(model=model, train={"steps": 1})).code == 0
 
 

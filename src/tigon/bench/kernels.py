@@ -14,6 +14,7 @@ from tigon.bench.impls import impl_names
 from tigon.bench.measure import implementations, measure_row
 from tigon.bench.numerical_errors import DTYPE_NAMES
 from tigon.bench.record import Measurement, RowRecord, RunRecord
+from tigon.bench.report import report
 from tigon.bench.suites import Row, select
 from tigon.errors import BenchError, OptionError
 
@@ -137,8 +138,6 @@ def _finish(run: RunRecord, json_path: Path | None, plot_dir: Path | None) -> No
         records.save(run, json_path)
         print(f"wrote {json_path}")
     if plot_dir is not None:
-        from tigon.bench.report import report
-
         report(run, plot_dir)
     refused = [
         f"{m.impl} on {row.id}: {m.detail}" for row in run.rows for m in row.measurements if m.status == "refused"

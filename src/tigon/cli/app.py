@@ -2,9 +2,13 @@
 
 # No `from __future__ import annotations`: typer reads the annotations of functions made inside `_app`.
 import errno
+import importlib
+import pkgutil
 import sys
 from typing import Annotated, Any
 
+from tigon import __version__, cli
+from tigon.cli.shared import Command
 from tigon.errors import TigonError
 from tigon.trainer.guards import console, system_limits
 
@@ -63,10 +67,16 @@ def _fail_as_typed(error: Any) -> None:
     _fail(f"{' '.join(error.format_message().split()).rstrip('.')}; {typed} --help lists the options.")
 
 
+def _commands() -> dict[str, Command]:
+    """The commands that the files of this folder declare, in the order of the help."""
+    names = [info.name for info in pkgutil.iter_modules(cli.__path__) if f"{cli.__name__}.{info.name}" != __name__]
+    modules = {name: importlib.import_module(f"{cli.__name__}.{name}") for name in names}
+    found = {name: module.COMMAND for name, module in modules.items() if hasattr(module, "COMMAND")}
+    return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
+
+
 def _app() -> Any:
     import typer
-
-    from tigon.cli import bench, doctor, medusa, models, plan, profile, sweep, train
 
     app = typer.Typer(
         help="Train larger batches and longer contexts of Hugging Face language models.",
@@ -78,8 +88,6 @@ def _app() -> Any:
 
     def show_version(requested: bool) -> None:
         if requested:
-            from tigon import __version__
-
             print(f"tigon {__version__}")
             raise typer.Exit
 
@@ -91,17 +99,9 @@ def _app() -> Any:
     ) -> None:
         """Train larger batches and longer contexts of Hugging Face language models."""
 
-    app.command("train")(train.command)
-    app.command("medusa")(medusa.command)
-    app.command("plan")(plan.command)
-    app.command("sweep")(sweep.command)
-    app.command("profile")(profile.command)
-    app.command("models")(models.command)
-    app.command("doctor")(doctor.command)
-    kernels = typer.Typer(
-        help="Measure kernels against other libraries and the hardware's limit.", no_args_is_help=True
-    )
-    kernels.command("kernels")(bench.kernels_command)
-    kernels.command("report")(bench.report_command)
-    app.add_typer(kernels, name="bench")
+    for name, found in _commands().items():
+        if isinstance(found.run, typer.Typer):
+            app.add_typer(found.run, name=name)
+        else:
+            app.command(name)(found.run)
     return app

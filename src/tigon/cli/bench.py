@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tigon.cli.shared import Command
+
 
 def kernels_command(
     suite: Annotated[
@@ -36,7 +38,7 @@ def kernels_command(
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts and write the table.")] = None,
 ) -> None:
     """Measure time, memory and error of every op, and compare with the other libraries installed here."""
-    from tigon.bench.kernels import bench_kernels
+    from tigon.bench.kernels import bench_kernels  # not for --help
 
     bench_kernels(
         suite=suite, ops=ops or (), impls=impls or (), without=without or (), shapes=shapes or (), dtype=dtype,
@@ -52,6 +54,12 @@ def report_command(
     ] = None,
 ) -> None:
     """Print the table of a record and draw its charts, on any machine."""
-    from tigon.bench.report import report_file
+    from tigon.bench.report import report_file  # not for --help
 
     report_file(record, plot, into)
+
+
+_GROUP = typer.Typer(help="Measure kernels against other libraries and the hardware's limit.", no_args_is_help=True)
+_GROUP.command("kernels")(kernels_command)
+_GROUP.command("report")(report_command)
+COMMAND = Command(_GROUP, place=8)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
+
+from tigon.cli.shared import Command
+from tigon.models.loading import hub
+from tigon.techniques.quiet import quiet_packages
 
 
 def command(
@@ -15,11 +20,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check this machine, every op, and which kernels a model gets; exit code 1 if something is wrong."""
-    import json
-
-    from tigon.doctor import diagnose
-    from tigon.models.loading import hub
-    from tigon.techniques.quiet import quiet_packages
+    from tigon.doctor import diagnose  # not for --help
 
     # These two change the whole process, so the command calls them instead of the library.
     hub.set_offline_mode(() if model is None else (model,))
@@ -27,3 +28,6 @@ def command(
     diagnosis = diagnose(model)
     print(json.dumps(diagnosis.to_dict(), indent=2) if as_json else diagnosis)
     raise typer.Exit(0 if diagnosis.ok else 1)
+
+
+COMMAND = Command(command, place=7)

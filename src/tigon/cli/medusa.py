@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tigon.cli.shared import gpus_as_override
+from tigon.cli.shared import Command, gpus_as_override
 from tigon.objectives.recipe_checks import require_heads
 from tigon.trainer.guards import console
 
@@ -25,7 +25,10 @@ def command(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")] = False,
 ) -> None:
     """Train heads that predict several tokens ahead (Medusa, MTP), with a report at the end."""
-    from tigon.trainer import run  # its imports are too slow for --help
+    from tigon.trainer import run  # not for --help
 
     with console.survive_broken_streams():
         run.train(recipe, [*(assignments or ()), *gpus_as_override(gpus)], resume=resume, require=require_heads)
+
+
+COMMAND = Command(command, place=2)

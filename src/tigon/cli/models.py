@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tigon.cli.shared import Command
 from tigon.errors import OptionError
 from tigon.models.verification import listing
 
@@ -89,3 +90,6 @@ def _write(into: Path, others: bool) -> None:
     if others:
         document = listing.put_between_markers(document, "others", listing.survey_markdown())
     into.write_text(document, encoding="utf-8")
+
+
+COMMAND = Command(command, place=6)

@@ -10,14 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
+from tigon.cli.shared import Command
 from tigon.errors import UsageError
 from tigon.models.loading import hub
 from tigon.models.loading.config import load_config
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.objectives.medusa import planned_medusa
 from tigon.planner.gpus import find_gpu
+from tigon.planner.render import charts, terminal
+from tigon.planner.render import explain as explanation
 from tigon.planner.request import Request
 from tigon.planner.search.recommend import Plan, plan
 from tigon.planner.search.space import SearchProblem
@@ -103,8 +107,6 @@ def run(
     if stage is not None and medusa is None:
         raise UsageError(f"--stage {stage} requires --medusa N; add --medusa 3.")
 
-    import torch
-
     torch.set_num_threads(1)  # the planner computes no tensors, and OpenMP's threads spin while they wait
     choices = replace(Choices(), **given)
     if effective_batch is not None:
@@ -132,9 +134,6 @@ def _request(
 def _print(answer: Plan, as_json: bool, explain: bool, plot: Path | None) -> None:
     from rich.console import Console
 
-    from tigon.planner.render import explain as explanation
-    from tigon.planner.render import terminal
-
     if as_json:
         extra = {"explanation": explanation.lines(answer)} if explain else {}
         print(json.dumps(terminal.as_mapping(answer) | extra, indent=2))
@@ -144,8 +143,6 @@ def _print(answer: Plan, as_json: bool, explain: bool, plot: Path | None) -> Non
         if explain:
             console.print(explanation.explanation(answer), markup=False, soft_wrap=True)
     if plot is not None:
-        from tigon.planner.render import charts
-
         written = charts.write(answer, plot)
         if not as_json:
             Console(highlight=False).print(f"charts   {', '.join(map(str, written))}", markup=False, soft_wrap=True)
@@ -202,3 +199,6 @@ def _quiet(model: str) -> None:
     hub.set_offline_mode((model,))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # tigon turns the relevant warnings into errors
     quiet_packages()
+
+
+COMMAND = Command(command, place=3)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tigon.cli.shared import Command
 from tigon.trainer.guards import console
 
 
@@ -26,7 +27,10 @@ def command(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="New or empty folder for the results.")] = None,
 ) -> None:
     """Record every allocation of a recipe's first steps, and the time of each operator."""
-    from tigon.trainer.profile import ProfileRequest, profile
+    from tigon.trainer.profile import ProfileRequest, profile  # not for --help
 
     with console.survive_broken_streams():
         profile(ProfileRequest(recipe, tuple(assignments or ()), steps, beside, tuple(beside_assignments or ()), out))
+
+
+COMMAND = Command(command, place=5)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tigon.cli.shared import Command
 from tigon.trainer.guards import console
 
 
@@ -30,10 +31,13 @@ def command(
     ] = None,
 ) -> None:
     """Train a recipe over a grid of its keys. Points that are already in the results folder are not measured again."""
-    from tigon.sweep.run import sweep
+    from tigon.sweep.run import sweep  # not for --help
 
     with console.survive_broken_streams():
         sweep(
             file, assignments or (), memory_limit=memory_limit, time_limit=time_limit, out=out, only=only,
             retry=retry, draw=draw, earlier=earlier,
         )  # fmt: skip
+
+
+COMMAND = Command(command, place=4)

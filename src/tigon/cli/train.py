@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tigon.cli.shared import gpus_as_override
+from tigon.cli.shared import Command, gpus_as_override
 from tigon.trainer.guards import console
 
 
@@ -28,7 +28,10 @@ def command(
     ] = False,
 ) -> None:
     """Train a model as a recipe says, with a report at the end."""
-    from tigon.trainer.run import train
+    from tigon.trainer.run import train  # not for --help
 
     with console.survive_broken_streams():
         train(recipe, [*(assignments or ()), *gpus_as_override(gpus)], resume=resume, auto=auto)
+
+
+COMMAND = Command(command, place=1)

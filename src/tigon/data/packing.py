@@ -14,6 +14,7 @@ Legend: N sequences (`Sample`), B batch, T tokens per sequence.
 from __future__ import annotations
 
 import bisect
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -202,8 +203,6 @@ def unigram_entropy(samples: Iterable[Sample]) -> float:
 
 def fingerprint(samples: Iterable[Sample]) -> str:
     """SHA-256 of tokens and labels. A resumed run must see the same data."""
-    import hashlib
-
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(sample.tokens_T.numpy().tobytes())

@@ -14,7 +14,8 @@ from types import MappingProxyType
 
 import torch
 
-from tigon.ops import _dispatch
+from tigon import __version__
+from tigon.ops import dispatch
 
 PACKAGES = (
     "tigon", "torch", "triton", "numpy", "transformers", "accelerate", "peft", "trl", "deepspeed", "bitsandbytes",
@@ -73,8 +74,6 @@ def current_environment() -> Environment:
 
 def _version(package: str) -> str | None:
     if package == "tigon":
-        from tigon import __version__
-
         return __version__
     if package == "torch":
         return str(torch.__version__)  # with the +cpu or +cu130 that some installers leave out of the metadata
@@ -100,9 +99,9 @@ def _device() -> str:
 
 
 def _runs() -> str:
-    if not _dispatch.HAS_TRITON:
+    if not dispatch.HAS_TRITON:
         return "composite path of each op in PyTorch (triton is not installed)"
-    if _dispatch.INTERPRET:
+    if dispatch.INTERPRET:
         return "Triton kernels in the interpreter (TRITON_INTERPRET=1)"
     if torch.cuda.is_available():
         return "Triton kernels on the GPU; fp64 uses the composite path in PyTorch"
@@ -114,7 +113,7 @@ def _conditions(foreign: bool) -> Iterable[str]:
     checks = {
         "gpu": gpu,
         "interpreter": os.environ.get("TRITON_INTERPRET") == "1",
-        "no-triton": not _dispatch.HAS_TRITON,
+        "no-triton": not dispatch.HAS_TRITON,
         "no-compiler": not _has_compiler(),
         "gpu-not-seen": not gpu and Path("/proc/driver/nvidia/version").exists(),
         "before-ampere": gpu and not torch.version.hip and torch.cuda.get_device_capability() < (8, 0),

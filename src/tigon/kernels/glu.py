@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tigon.kernels import _device
 from tigon.kernels._launch import launch
-from tigon.kernels._layout import row_view
+from tigon.kernels.layout import row_view
 
 # M rows, F columns of gate, up and y.
 # Elements of a program's tile. With one program per whole row, the backward reaches 40 % of a Hopper's bandwidth: five

@@ -24,8 +24,8 @@ import triton.language as tl
 
 from tigon.kernels import _device
 from tigon.kernels._launch import launch
-from tigon.kernels._layout import rows_of
 from tigon.kernels._math import INTERPRETED
+from tigon.kernels.layout import rows_of
 
 # M rows, H columns; a program handles ROWS rows at a time and BLOCK columns.
 

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tigon.kernels import _device
 from tigon.kernels._launch import launch
-from tigon.kernels._layout import empty_ordered
+from tigon.kernels.layout import empty_ordered
 
 # B batch, H heads, T tokens, D head width, R rotary width; N = B·T.
 # A program rotates HEADS heads of some tokens, so that it reads a table row from DRAM once and uses it HEADS times from

@@ -156,3 +156,6 @@ class CausalLM:
 
     def sampled_line(self, found: Mapping[str, Any]) -> str:
         raise NotImplementedError("this objective decodes nothing except the text sample")
+
+
+OBJECTIVE = CausalLM

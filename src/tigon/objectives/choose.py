@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tigon import objectives
+from tigon.errors import RecipeError
 from tigon.objectives.base import Objective
-from tigon.objectives.causal_lm import CausalLM
-from tigon.objectives.medusa import MedusaTraining
 from tigon.recipe.keys import Recipe
 
-OBJECTIVES: tuple[type[Objective], ...] = (MedusaTraining, CausalLM)
+_TAKES_EVERY_RECIPE = "causal_lm"
+_CHOOSES = __name__.rpartition(".")[2]
+
+
+def _found() -> dict[str, type[Objective]]:
+    """What the files of this folder declare as `OBJECTIVE`, by the file's name; ordinary training comes last."""
+    names = [info.name for info in pkgutil.iter_modules(objectives.__path__) if info.name != _CHOOSES]
+    modules = {name: importlib.import_module(f"{objectives.__name__}.{name}") for name in names}
+    found = {name: module.OBJECTIVE for name, module in modules.items() if hasattr(module, "OBJECTIVE")}
+    return {name: found[name] for name in sorted(found, key=lambda name: (name == _TAKES_EVERY_RECIPE, name))}
+
+
+_BY_NAME = _found()
+OBJECTIVES: tuple[type[Objective], ...] = tuple(_BY_NAME.values())
 """Every recipe has the first objective whose `of_recipe` does not return None; the last takes every recipe."""
 
 
@@ -25,5 +40,12 @@ def objective_of(recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, 
     Raises:
         RecipeError: The heads do not fit the model.
     """
-    made = (objective.of_recipe(recipe, config, shapes) for objective in OBJECTIVES)
-    return next(objective for objective in made if objective is not None)
+    made = ((name, objective.of_recipe(recipe, config, shapes)) for name, objective in _BY_NAME.items())
+    name, chosen = next((name, objective) for name, objective in made if objective is not None)
+    wanted = recipe.train.objective
+    if wanted not in ("auto", name):
+        raise RecipeError(
+            f"train.objective is {wanted}, but the recipe's other keys set {name}; choose auto, or one of "
+            f"{', '.join(_BY_NAME)} together with its keys"
+        )
+    return chosen

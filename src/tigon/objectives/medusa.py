@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from tigon import medusa
 from tigon.data.packing import Sample
@@ -321,10 +320,14 @@ class MedusaTraining(CausalLM):
         return {name: tensor for name, tensor in whole.items() if name.startswith(f"{NAME}.")}
 
     def save_beside(self, model: Any, folder: Path) -> None:
+        from safetensors.torch import save_file
+
         if hasattr(model, "get_base_model"):  # PEFT saves only the adapters
             save_file(dict(_heads_of(model).state_dict()), folder / CHECKPOINTED)
 
     def load_beside(self, model: Any, folder: Path) -> None:
+        from safetensors.torch import load_file
+
         if (folder / CHECKPOINTED).is_file():
             _heads_of(model).load_state_dict(load_file(folder / CHECKPOINTED))
 
@@ -425,3 +428,6 @@ def decoding_line(found: Mapping[str, Any]) -> str:
         f"{found['tokens']} tokens in {found['forward_passes']} forward passes instead of "
         f"{found['forward_passes_without']}, {found['acceptance_length']:.2f} tokens per pass; {same}"
     )
+
+
+OBJECTIVE = MedusaTraining

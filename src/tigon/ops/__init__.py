@@ -1,33 +1,37 @@
-"""The fused ops as public functions, and `OPS`, which maps each op's name to its record."""
+"""The fused ops as public functions, and `OPS`, which maps each op's name to its record.
+
+The records are found in the files of this folder: a file that holds an `Op` adds it.
+"""
 
 from __future__ import annotations
 
-from tigon.ops._op import Case, Cost, Op
-from tigon.ops.glu import GEGLU, SWIGLU, geglu, swiglu
-from tigon.ops.layer_norm import LAYER_NORM, layer_norm
-from tigon.ops.losses.cross_entropy import CROSS_ENTROPY, cross_entropy
-from tigon.ops.losses.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy, prepare_targets
-from tigon.ops.losses.multi_head import (
-    MULTI_HEAD_LINEAR_CROSS_ENTROPY,
-    multi_head_linear_cross_entropy,
-)
-from tigon.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, add_rms_norm, rms_norm
-from tigon.ops.rope import ROPE, rope
+import importlib
+import pkgutil
 
-OPS: dict[str, Op] = {
-    op.name: op
-    for op in (
-        RMS_NORM,
-        ADD_RMS_NORM,
-        LAYER_NORM,
-        ROPE,
-        SWIGLU,
-        GEGLU,
-        CROSS_ENTROPY,
-        LINEAR_CROSS_ENTROPY,
-        MULTI_HEAD_LINEAR_CROSS_ENTROPY,
-    )
-}
+from tigon.ops._op import Case, Cost, Op
+from tigon.ops.glu import geglu, swiglu
+from tigon.ops.layer_norm import layer_norm
+from tigon.ops.losses.cross_entropy import cross_entropy
+from tigon.ops.losses.linear_cross_entropy import linear_cross_entropy, prepare_targets
+from tigon.ops.losses.multi_head import multi_head_linear_cross_entropy
+from tigon.ops.rms_norm import add_rms_norm, rms_norm
+from tigon.ops.rope import rope
+
+# The order of tables and pages. Any other op follows these in alphabetical order.
+_ORDER = ("rms_norm", "add_rms_norm", "layer_norm", "rope", "swiglu", "geglu", "cross_entropy", "linear_cross_entropy")
+_READS_THE_REGISTRY = "self_test"  # imported after it
+
+
+def _records() -> list[Op]:
+    """The `Op` records of this folder's files, in order."""
+    names = [info.name for info in pkgutil.walk_packages(__path__, f"{__name__}.")]
+    modules = [importlib.import_module(name) for name in names if not name.endswith(f".{_READS_THE_REGISTRY}")]
+    ops = {value.name: value for module in modules for value in vars(module).values() if isinstance(value, Op)}
+    places = {name: place for place, name in enumerate(_ORDER)}
+    return sorted(ops.values(), key=lambda op: (places.get(op.name, len(places)), op.name))
+
+
+OPS: dict[str, Op] = {op.name: op for op in _records()}
 
 __all__ = [
     "OPS",

@@ -1,7 +1,7 @@
 """`Op`, the record that describes an op: its formula, test inputs, cost and allowed error.
 
 Tests, benchmarks, the planner and the tables in the docs iterate over these records. A new op therefore needs only
-`kernels/x.py`, `ops/x.py` and one line in `ops/__init__.py`.
+`kernels/x.py` and `ops/x.py`, whose record is found by itself.
 """
 
 from __future__ import annotations

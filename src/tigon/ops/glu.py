@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
-from tigon.ops._dispatch import Differentiable, Primitive, check_dtype, first_order
 from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_order
 
 Approximate = Literal["tanh", "none"]
 # PyTorch's value of `approximate` -> the kernel's activation

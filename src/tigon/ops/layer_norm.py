@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops import _norm
-from tigon.ops._dispatch import Differentiable, check_dtype, first_order
+from tigon.ops import norm
 from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.dispatch import Differentiable, check_dtype, first_order
 
 
 class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        y, _, mean, rstd = _norm.norm_fwd(x, None, weight, bias, eps, 0.0, True, True)
+        y, _, mean, rstd = norm.norm_fwd(x, None, weight, bias, eps, 0.0, True, True)
         ctx.save_for_backward(x, weight, mean, rstd)
         return y  # type: ignore[no-any-return]
 
@@ -31,7 +31,7 @@ class LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         want_dx, want_dw, want_db = ctx.needs_input_grad[:3]
-        dx, dw, db = _norm.norm_bwd(dy, None, x, weight, mean, rstd, 0.0, True, True, want_dx, want_dw, want_db)
+        dx, dw, db = norm.norm_bwd(dy, None, x, weight, mean, rstd, 0.0, True, True, want_dx, want_dw, want_db)
         return dx if want_dx else None, dw if want_dw else None, db if want_db else None, None
 
 
@@ -58,9 +58,9 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         DoubleBackwardError: in backward, with create_graph=True.
     """
     check_dtype(x, weight, bias)
-    _norm.check_scalars(eps)
-    _norm.check_parameter("weight", weight, x)
-    _norm.check_parameter("bias", bias, x)
+    norm.check_scalars(eps)
+    norm.check_parameter("weight", weight, x)
+    norm.check_parameter("bias", bias, x)
     return _layer_norm(x, weight, bias, eps)  # type: ignore[no-any-return]
 
 

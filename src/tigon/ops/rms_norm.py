@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
-from tigon.ops import _norm
-from tigon.ops._dispatch import Differentiable, check_dtype, first_order
+from tigon.ops import norm
 from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.dispatch import Differentiable, check_dtype, first_order
 
 Casting = Literal["llama", "gemma", "fp32"]
 # casting -> whether the product with the weight is computed in fp32
@@ -32,7 +32,7 @@ _FP32_WEIGHT = {"llama": False, "gemma": True, "fp32": True}
 class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, fp32_weight: bool) -> Tensor:
-        y, _, _, rstd = _norm.norm_fwd(x, None, weight, None, eps, offset, False, fp32_weight)
+        y, _, _, rstd = norm.norm_fwd(x, None, weight, None, eps, offset, False, fp32_weight)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset, ctx.fp32_weight = offset, fp32_weight
         return y  # type: ignore[no-any-return]
@@ -42,7 +42,7 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         want_dx, want_dw = ctx.needs_input_grad[:2]
-        dx, dw, _ = _norm.norm_bwd(
+        dx, dw, _ = norm.norm_bwd(
             dy, None, x, weight, rstd, rstd, ctx.offset, False, ctx.fp32_weight, want_dx, want_dw, False
         )
         return dx if want_dx else None, dw if want_dw else None, None, None, None
@@ -53,7 +53,7 @@ class AddRMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, fp32_weight: bool
     ) -> tuple[Tensor, Tensor]:
-        y, s, _, rstd = _norm.norm_fwd(x, residual, weight, None, eps, offset, False, fp32_weight)
+        y, s, _, rstd = norm.norm_fwd(x, residual, weight, None, eps, offset, False, fp32_weight)
         ctx.save_for_backward(s, weight, rstd)
         ctx.offset, ctx.fp32_weight = offset, fp32_weight
         ctx.set_materialize_grads(False)
@@ -66,7 +66,7 @@ class AddRMSNorm(torch.autograd.Function):
         want_dx, want_dr, want_dw = ctx.needs_input_grad[:3]
         if dy is None:
             return ds if want_dx else None, ds if want_dr else None, None, None, None, None
-        dx, dw, _ = _norm.norm_bwd(
+        dx, dw, _ = norm.norm_bwd(
             dy, ds, s, weight, rstd, rstd, ctx.offset, False, ctx.fp32_weight, want_dx or want_dr, want_dw, False
         )
         # x and residual enter only through their sum, so they share one gradient tensor.
@@ -85,7 +85,7 @@ _add_rms_norm = Differentiable(
 
 def _check(x: Tensor, weight: Tensor | None, casting: str) -> bool:
     check_dtype(x, weight)
-    _norm.check_parameter("weight", weight, x)
+    norm.check_parameter("weight", weight, x)
     if casting not in _FP32_WEIGHT:
         raise OptionError(f"casting={casting!r} is not known; choose one of {', '.join(_FP32_WEIGHT)}.")
     return _FP32_WEIGHT[casting]
@@ -113,7 +113,7 @@ def rms_norm(
         OptionError: casting is unknown; or eps or offset is not a finite number, or eps is negative.
         DoubleBackwardError: in backward, with create_graph=True.
     """
-    _norm.check_scalars(eps, offset)
+    norm.check_scalars(eps, offset)
     return _rms_norm(x, weight, eps, offset, _check(x, weight, casting))  # type: ignore[no-any-return]
 
 
@@ -143,7 +143,7 @@ def add_rms_norm(
         OptionError: casting is unknown; or eps or offset is not a finite number, or eps is negative.
         DoubleBackwardError: in backward, with create_graph=True.
     """
-    _norm.check_scalars(eps, offset)
+    norm.check_scalars(eps, offset)
     fp32_weight = _check(x, weight, casting)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ShapeError(

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from tigon.errors import DtypeError, OptionError, ShapeError
-from tigon.kernels._layout import empty_ordered, outer_order
-from tigon.ops._dispatch import Differentiable, Primitive, check_dtype, first_order
+from tigon.kernels.layout import empty_ordered, outer_order
 from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_order
 
 # B batch, H heads, T tokens, D head width, R rotary width. `heads_dim` is 1 for (B, H, T, D), 2 for (B, T, H, D).
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops import OPS, Case, Op, _dispatch
+from tigon.ops import OPS, Case, Op, dispatch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # PyTorch's own matrix product runs first: if it crashes, the ops are not to blame for their crashes.
@@ -74,7 +74,7 @@ def _check_product(dtype: str) -> OpCheck:
 def cases_of(op: Op, device: torch.device) -> Sequence[Case]:
     """All small cases for the composite path (2 s in total). Kernels run the first only, as each case compiles anew."""
     small = [case for case in op.cases if case.small]
-    kernel = _dispatch.uses_kernel(torch.empty(1, device=device))
+    kernel = dispatch.uses_kernel(torch.empty(1, device=device))
     return small[:1] if kernel else small
 
 
@@ -87,7 +87,7 @@ def _share(op: Op, case: Case, dtype: torch.dtype, device: torch.device) -> tupl
     truth = _run(op.oracle, op, wide, upstream_dtypes)
     baseline = _run(op.oracle, op, inputs, upstream_dtypes)
     factor = LUCK * op.error_factor
-    if dtype == torch.bfloat16 and _dispatch.INTERPRET and device.type == "cpu":
+    if dtype == torch.bfloat16 and dispatch.INTERPRET and device.type == "cpu":
         factor *= INTERPRETED_BF16_FACTOR
     return max((share_of_allowance(got[name], truth[name], baseline[name], factor), name) for name in got)
 

@@ -12,6 +12,8 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+import torch
+
 OK, OUT_OF_MEMORY, REFUSED, FAILED, TIMED_OUT = "ok", "out of memory", "refused", "failed", "timed out"
 SKIPPED, NOT_MEASURED = "skipped", "not measured"
 FINISHED = (OK, OUT_OF_MEMORY)
@@ -39,8 +41,6 @@ def line(text: object, limit: int = 300) -> str:
 
 def status_of_exception(error: BaseException) -> tuple[str, str]:
     """(status, reason) of an exception in this process. Its causes are searched too."""
-    import torch
-
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, (torch.OutOfMemoryError, MemoryError)) or _MEMORY.search(str(seen)):

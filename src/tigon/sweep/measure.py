@@ -9,6 +9,7 @@ Step times are taken between synchronisations. Reading data, evaluation, saving 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -182,8 +183,6 @@ def _outside_bytes(device: torch.device) -> int | None:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Card, memory, driver, versions, commit and date."""
-    import importlib.metadata
-
     machine = record.environment(device)
     for package in PACKAGES:
         try:

@@ -26,6 +26,7 @@ from tigon.sweep.definition import Sweep
 from tigon.sweep.folder import SweepFolder
 from tigon.sweep.import_results import EarlierResults, ImportedPoint
 from tigon.sweep.points import Point
+from tigon.sweep.prediction import predict
 from tigon.sweep.processes import AHEAD, Workers
 from tigon.sweep.self_test import Kind
 from tigon.techniques.quiet import quiet_packages
@@ -471,7 +472,6 @@ def _predict(run: Run, point: Point) -> None:
     total_bytes = run.environment.get("memory_bytes")
     if total_bytes is None or point.id in run.predictions or point.recipe is None:
         return
-    from tigon.sweep.prediction import predict
 
     try:
         predicted = predict(point.recipe, run.environment["device"], min(total_bytes, run.limit_bytes or total_bytes))
@@ -501,7 +501,7 @@ def _finish(run: Run) -> None:
         worker.write(run.folder.path / PREDICTIONS, run.predictions)
     written = run.results()
     run.folder.write_results(written)  # before the report, which takes seconds: the sweep may be killed meanwhile
-    from tigon.sweep import report  # matplotlib
+    from tigon.sweep import report  # loads transformers
 
     report.write(written, run.folder.path)
     done = sum(map(_finished, written["points"]))

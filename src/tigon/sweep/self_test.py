@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from tigon.errors import KernelError, RecipeError
 from tigon.recipe.keys import Recipe
+from tigon.trainer.guards import preflight, self_test
 
 
 class Kind(NamedTuple):
@@ -32,8 +33,6 @@ def kind_of(recipe: Recipe) -> Kind:
 
 def try_ops(kind: Kind) -> dict[str, Any]:
     """Run the self-test of `tigon train`: {"dtype", "wrong_ops": op -> why, "refused": why, or empty}."""
-    from tigon.trainer.guards import preflight, self_test
-
     default = Recipe()
     recipe = replace(
         default, model=replace(default.model, kernels=kind.kernels, self_test=kind.self_test),

@@ -11,12 +11,22 @@ import json
 import os
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tigon.errors import KernelError, TigonError
+from tigon.objectives import recipe_checks
+from tigon.sweep import failures
+from tigon.sweep.self_test import Kind, try_ops
+from tigon.trainer.checkpoint import nvme_swap
+from tigon.trainer.distributed import launch
+
 
 def main() -> None:
-    import tigon.sweep.measure  # noqa: F401
+    import tigon.sweep.measure  # loads transformers  # noqa: F401
 
     order = take_order()
     if "probe" in order:
@@ -42,17 +52,11 @@ def take_order() -> dict[str, Any]:
 
 
 def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
-    from tigon.errors import KernelError, TigonError
-    from tigon.sweep import failures
-
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        import torch
         import transformers
 
-        from tigon.objectives import recipe_checks
-        from tigon.sweep.measure import measure
-        from tigon.trainer.checkpoint import nvme_swap
+        from tigon.sweep.measure import measure  # loads transformers
 
         if "OMP_NUM_THREADS" not in os.environ:  # divide the cores among the processes of the point
             torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -72,8 +76,6 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
         print(error, file=sys.stderr)
         return {"status": failures.REFUSED, "detail": failures.line(error)}
     except BaseException as error:  # any error is the result of this point and must be recorded
-        import traceback
-
         traceback.print_exc()
         status, detail = failures.status_of_exception(error)
         return {"status": status, "detail": detail}
@@ -81,10 +83,7 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
 
 def _probe(order: dict[str, Any]) -> dict[str, Any]:
     """The machine's environment and the result of the self-test. A separate process, because both take GPU memory."""
-    import torch
-
-    from tigon.sweep.measure import environment
-    from tigon.sweep.self_test import Kind, try_ops
+    from tigon.sweep.measure import environment  # loads transformers
 
     # the environment first: after a kernel fails badly, the GPU no longer answers this process
     machine = environment(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
@@ -111,8 +110,6 @@ def _end_with_the_sweep() -> None:
 
 
 def _leave() -> None:
-    from tigon.trainer.distributed import launch
-
     if launch.started_by_launcher():
         launch.shutdown_distributed()
 

@@ -9,9 +9,9 @@ galore.py         the GaLore optimizer
 host_offload.py   moves the tensors that autograd saves to host memory
 recompute.py      recomputes a function in the backward pass
 
-Every other file declares techniques. To add one, write a file with a `DECLARATION`, which is imported automatically,
-and add a field to `Choices` for each new setting. Recipe keys, the flags of `tigon plan`, the search, the checks and
-the pages follow from the declaration.
+Every other file declares techniques. To add one, write a file with a `DECLARATION`, which is imported automatically.
+Recipe keys, the flags of `tigon plan`, the search, the checks and the pages follow from the declaration. A setting that
+other packages read by name also has its typed field in `Choices`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 
-from tigon.techniques.choices import Choices
+from tigon.techniques import choices
 from tigon.techniques.condition import Exclusion, KeyExclusion, KeySwitch
 from tigon.techniques.setting import Setting
 from tigon.techniques.technique import Declaration, Technique
@@ -29,30 +29,45 @@ from tigon.techniques.technique import Declaration, Technique
 _READS_THE_REGISTRY = "matrix"  # imported after it
 
 
-def _declarations() -> list[Declaration]:
-    """The declarations of this folder's files, in the order of the fields of Choices."""
-    places = {f.name: place for place, f in enumerate(dataclasses.fields(Choices))}
-
-    def first_field(declaration: Declaration) -> int:
-        names = [setting.field for setting in declaration.settings]
-        names = names or [technique.chosen[0].field for technique in declaration.techniques]
-        for name in names:
-            if name not in places:
-                raise TypeError(f"{name} is declared, but Choices lacks it; add it to techniques/choices.py")
-        return min(places[name] for name in names)
-
+def _declared() -> list[Declaration]:
+    """The declarations of this folder's files."""
     modules = [
         importlib.import_module(f"{__name__}.{info.name}")
         for info in pkgutil.iter_modules(__path__)
         if info.name != _READS_THE_REGISTRY
     ]
-    return sorted((m.DECLARATION for m in modules if hasattr(m, "DECLARATION")), key=first_field)
+    return [m.DECLARATION for m in modules if hasattr(m, "DECLARATION")]
 
 
-_DECLARATIONS = _declarations()
+def _complete_choices(settings: Mapping[str, Setting]) -> None:
+    """Give Choices the fields that it does not list."""
+    new = {name: setting for name, setting in settings.items() if name not in _places()}
+    for name, setting in new.items():
+        if setting.new_type is None:
+            raise TypeError(
+                f"{name} is declared, but Choices lacks it; give the setting new_type and new_default, or add the "
+                "field to techniques/choices.py if other packages read it"
+            )
+    choices.add_fields((name, setting.new_type, setting.new_default) for name, setting in new.items())
+
+
+def _places() -> dict[str, int]:
+    return {f.name: place for place, f in enumerate(dataclasses.fields(choices.Choices))}
+
+
+def _first_place(declaration: Declaration) -> int:
+    """The place in Choices of the first field that a declaration is about."""
+    names = [setting.field for setting in declaration.settings]
+    names = names or [technique.chosen[0].field for technique in declaration.techniques]
+    return min(_places()[name] for name in names)
+
+
+_DECLARATIONS = _declared()
 _BY_FIELD = {setting.field: setting for declaration in _DECLARATIONS for setting in declaration.settings}
+_complete_choices(_BY_FIELD)
+_DECLARATIONS.sort(key=_first_place)
 
-SETTINGS: Mapping[str, Setting] = {f.name: _BY_FIELD[f.name] for f in dataclasses.fields(Choices)}
+SETTINGS: Mapping[str, Setting] = {f.name: _BY_FIELD[f.name] for f in dataclasses.fields(choices.Choices)}
 """Field of Choices -> its setting, in the order of the fields."""
 TECHNIQUES: Mapping[str, Technique] = {
     technique.name: technique for declaration in _DECLARATIONS for technique in declaration.techniques

@@ -10,9 +10,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
 from tigon.errors import RecipeError
 from tigon.techniques.choices import Choices
 from tigon.techniques.condition import Condition
+from tigon.techniques.host_offload import HostOffload
 from tigon.techniques.recompute import recomputed
 from tigon.techniques.setting import Flag, Setting
 from tigon.techniques.technique import Declaration, RunInfo, Technique
@@ -58,8 +61,6 @@ def selective_contexts() -> Any:
 
     A top-level function, because it has to be pickled.
     """
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
     kept = set(KEPT_OPS)
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -74,8 +75,6 @@ def _offload(model: Any, choices: Choices, run_info: RunInfo) -> Any:
 
     transformers' own `offload` copies on the compute stream. This one copies on a second stream.
     """
-    from tigon.techniques.host_offload import HostOffload
-
     enable(model)
     offload = HostOffload()
 

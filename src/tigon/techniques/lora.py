@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 from tigon.techniques.choices import Choices
 from tigon.techniques.condition import Condition, Exclusion, KeySwitch
 from tigon.techniques.setting import Flag, Setting
@@ -18,8 +21,6 @@ _COMPUTE_DTYPES: Mapping[str, str] = {
 
 def target_modules(model: Any, targets: tuple[str, ...]) -> list[str]:
     """Returns the paths of the modules that get adapters."""
-    from torch import nn
-
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     wanted = {
         "linear": lambda module: isinstance(module, nn.Linear) and module is not head,
@@ -44,7 +45,6 @@ def _adapters(model: Any, choices: Choices, run_info: RunInfo) -> Any:
 
 
 def _nf4(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
-    import torch
     from transformers import BitsAndBytesConfig
 
     compute = getattr(torch, _COMPUTE_DTYPES[choices.precision])

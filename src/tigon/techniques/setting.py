@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tigon.techniques import choices as choices_module
 from tigon.techniques.choices import Choices
 
 Search = Literal["run", "placement", "recomputation", "long rows", "split"]
@@ -44,6 +45,10 @@ class Setting:
     field: str
     key: str
     """The recipe key, `section.name`."""
+    new_type: Any = None
+    """The type of a field that `Choices` does not list, because only the technique's own file reads it."""
+    new_default: Any = None
+    """The default of such a field."""
     help: str
     """The key's meaning in docs/train.md."""
     words: tuple[str, ...] = ()
@@ -102,9 +107,9 @@ def _all_in(value: Any, words: tuple[str, ...]) -> bool:
 
 @functools.cache
 def _fields() -> Mapping[str, dataclasses.Field[Any]]:
-    return {f.name: f for f in dataclasses.fields(Choices)}
+    return {f.name: f for f in dataclasses.fields(choices_module.Choices)}
 
 
 @functools.cache
 def _hints() -> Mapping[str, Any]:
-    return typing.get_type_hints(Choices)
+    return typing.get_type_hints(choices_module.Choices)

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch._functorch import config as functorch_config
 
 from tigon.errors import RecipeError, RunFolderError
 from tigon.models.loading import weight_files
 from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
-from tigon.techniques import TECHNIQUES
+from tigon.techniques import TECHNIQUES, galore
 from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.precision import WEIGHT_DTYPES
@@ -52,7 +53,6 @@ def make_optimizer(train: TrainConfig, choices: Choices) -> MakeOptimizer | None
         functorch_config.enable_autograd_cache = False
     if OPTIMIZERS[choices.optimizer].trainer_name is not None:
         return None
-    from tigon.techniques import galore
 
     return partial(
         galore.build, lr=train.learning_rate, betas=(train.adam_beta1, train.adam_beta2),
@@ -201,8 +201,6 @@ def merged(wrapped: Any) -> Any:
     A head tied to the embeddings is untied first if either of them has an adapter, because the sum would change the
     weight that they share.
     """
-    from torch import nn
-
     base = wrapped.get_base_model()
     head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
     adapted = [hasattr(module, "base_layer") for module in (head, embeddings)]

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from tigon.errors import RecipeError, UsageError
+from tigon.models import patch as patch_model
 from tigon.models.loading import weight_files
 from tigon.models.loading.config import check_counts, declared_in, is_hub_id
 from tigon.models.loading.presets import PRESETS
@@ -296,6 +296,7 @@ def read(model: ModelConfig, *, dtype: torch.dtype, **loading: Any) -> Any:
     Raises:
         RecipeError: The checkpoint cannot be loaded, holds only adapters, or lacks a tensor of the model.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
@@ -374,8 +375,6 @@ def patch(model: Any, kernels: str, **ops: bool) -> Any:
 
 
 def _tigon(model: Any, **ops: bool) -> Any:
-    from tigon.models import patch as patch_model
-
     return patch_model(model, **ops)
 
 

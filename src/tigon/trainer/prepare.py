@@ -14,18 +14,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tigon.data import documents
+from tigon.data import documents, tokenizer
+from tigon.data.packing import Collator, fingerprint, unigram_entropy
 from tigon.errors import DataError, RecipeError, TigonError
+from tigon.models.loading import hub
+from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
+from tigon.techniques import head_groups
 from tigon.techniques.quiet import quiet_packages
+from tigon.trainer import model
 from tigon.trainer.distributed import extension_lock, launch
-from tigon.trainer.guards import preflight
+from tigon.trainer.guards import preflight, self_test
 from tigon.trainer.guards.recipe_warnings import RunSize, warnings_of
 
 if TYPE_CHECKING:
     import torch
 
-    from tigon.data.packing import Collator, Packed, Sample
+    from tigon.data.packing import Packed, Sample
     from tigon.objectives.base import Objective
     from tigon.techniques.choices import Choices
     from tigon.techniques.technique import RunInfo
@@ -38,8 +43,6 @@ def quiet_libraries(recipe: Recipe) -> None:
     Raises:
         RecipeError: transformers cannot be imported.
     """
-    from tigon.models.loading import hub
-
     hub.set_offline_mode((recipe.model.name, recipe.data.tokenizer))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -106,13 +109,7 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
 
 
 def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
-    # imports transformers, so it has to come after quiet_libraries
-    from tigon.data import tokenizer
-    from tigon.data.packing import fingerprint, unigram_entropy
-    from tigon.objectives.choose import objective_of
-    from tigon.techniques import head_groups
-    from tigon.trainer import engine, model
-    from tigon.trainer.guards import self_test
+    from tigon.trainer import engine  # loads transformers
 
     config = model.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
@@ -172,14 +169,10 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
 
 
 def _trains_tokenizer(recipe: Recipe) -> bool:
-    from tigon.trainer import model
-
     return recipe.data.tokenizer == "auto" and model.is_preset(recipe.model.name)
 
 
 def _tokenizer(recipe: Recipe, train_docs: Sequence[documents.Document]) -> Any:
-    from tigon.data import tokenizer
-
     name = recipe.data.tokenizer
     if _trains_tokenizer(recipe):
         texts = [document.text for document in train_docs]

@@ -23,15 +23,18 @@ from typing import TYPE_CHECKING
 from tigon.data import sources
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
 from tigon.objectives import recipe_checks
+from tigon.planner.search.recommend import label
+from tigon.profiler.render import page, result, tables
+from tigon.profiler.render.result import Predicted, Profile
+from tigon.profiler.timeline import timeline_chart
 from tigon.recipe.keys import ComparisonConfig, Recipe
-from tigon.trainer import prepare
+from tigon.trainer import model, prepare
 from tigon.trainer.distributed import launch
-from tigon.trainer.guards import preflight
+from tigon.trainer.guards import prediction, preflight
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tigon.profiler.render.result import Predicted, Profile
     from tigon.trainer.prepare import Prepared
 
 TRACED_STEPS = 2
@@ -177,9 +180,6 @@ def _free(parent: Path, name: str) -> Path:
 
 
 def _write(folder: Path, profiles: Sequence[Profile]) -> None:
-    from tigon.profiler.render import page, result
-    from tigon.profiler.timeline import timeline_chart
-
     if len(profiles) == 1:
         (folder / result.FILE).write_text(json.dumps(profiles[0].as_mapping()) + "\n", encoding="utf-8")
         rows = [row.as_mapping() for row in profiles[0].ops]
@@ -193,8 +193,6 @@ def _write(folder: Path, profiles: Sequence[Profile]) -> None:
 
 def _profile_in_a_process(path: Path, overrides: Sequence[str], steps: int, out: Path) -> Profile:
     """Make one profile in a new process. Raises RecipeError with that process's error."""
-    from tigon.profiler.render import result
-
     _console().print(f"profile  {out.name}: {shlex.join([str(path), *overrides])}", markup=False, soft_wrap=True)
     words = [word for text in overrides for word in ("--set", text)]
     command = [sys.executable, "-m", "tigon", "profile", str(path), *words, "--steps", str(steps), "--out", str(out)]
@@ -222,9 +220,7 @@ def _with_distinct_labels(profiles: Sequence[Profile], request: ProfileRequest) 
 
 
 def _profile_here(recipe: Recipe, steps: int, folder: Path) -> Profile:
-    from tigon.profiler.render.result import Profile
-    from tigon.trainer import model
-    from tigon.trainer.profiled_run import record
+    from tigon.trainer.profiled_run import record  # loads transformers
 
     device = preflight.check_device(recipe)
     prepared = prepare.prepare(recipe, device)
@@ -240,8 +236,6 @@ def _profile_here(recipe: Recipe, steps: int, folder: Path) -> Profile:
 
 def _label(prepared: Prepared) -> str:
     """One line about the run: model, batch, techniques. It is the heading of the page."""
-    from tigon.planner.search.recommend import label
-
     recipe = prepared.recipe
     technique_label = label(prepared.choices)
     if prepared.choices.kernels == "tigon":
@@ -263,9 +257,6 @@ def _details(prepared: Prepared) -> dict[str, str]:
 
 def _predict(prepared: Prepared) -> tuple[Predicted | None, str]:
     """(the planner's prediction or None, its source or the reason why there is none)"""
-    from tigon.profiler.render.result import Predicted
-    from tigon.trainer.guards import prediction
-
     if prepared.device.type != "cuda":
         return None, "none: the planner predicts GPU memory only"
     gpu = prediction.gpu_here(prepared.device, prepared.choices)
@@ -282,8 +273,6 @@ def _predict(prepared: Prepared) -> tuple[Predicted | None, str]:
 
 
 def _conclude(profiles: Sequence[Profile], target: Path) -> None:
-    from tigon.profiler.render import tables
-
     console = _console()
     tables.show(profiles, console)
     for path in sorted(path for path in target.rglob("*") if path.is_file()):

@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tigon.data import sources
+from tigon.data.packing import SampleDataset
 from tigon.errors import RunFolderError, TigonError
 from tigon.objectives import recipe_checks
+from tigon.objectives.base import FinalSave
 from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.sharding import weights_are_sharded
-from tigon.trainer import run_folder
+from tigon.trainer import model, run_folder
 from tigon.trainer.checkpoint import checkpoint, nvme_swap
 from tigon.trainer.distributed import launch, signals
-from tigon.trainer.guards import fault_messages, preflight, system_limits
+from tigon.trainer.guards import fault_messages, prediction, preflight, self_test, system_limits
+from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.prepare import Prepared, prepare, quiet_libraries
 from tigon.trainer.run_folder import RunFolder
 
@@ -73,8 +76,6 @@ def train(
     checkpoint.no_pickles()
     device = preflight.check_device(recipe)
     if auto:
-        from tigon.trainer.guards import prediction
-
         overrides = prediction.with_auto(recipe, overrides, device, resume=resume)
         recipe = recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present)
     if recipe.sharding.gpus > 1 and not launch.started_by_launcher():
@@ -194,8 +195,6 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
         counts = f"{data['truncated_rows']} documents truncated, {data['dropped_rows']} dropped"
         lines.append(f"warning  {counts} (data.too_long: {recipe.data.too_long})")
     if prepared.unused_tensors:
-        from tigon.trainer import model
-
         lines.append(model.unused_line(prepared.unused_tensors))
     for name, why in prepared.wrong_ops.items():
         lines.append(
@@ -211,8 +210,6 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
 
 def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequence[str]) -> Prepared:
     """Print the planner's prediction of the run, and add it to `prepared`."""
-    from tigon.trainer.guards import prediction
-
     words = (word for text in overrides for word in ("--set", text))
     command = shlex.join(["tigon", "train", str(path), *words])
     predicted = None
@@ -228,9 +225,7 @@ def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequen
 
 def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     """Build the model. Returns (model, patch report or None)."""
-    # imports transformers, so it has to come after quiet_libraries
-    from tigon.trainer import engine
-    from tigon.trainer.guards import self_test
+    from tigon.trainer import engine  # loads transformers
 
     recipe, objective = prepared.recipe, prepared.objective
     built, patched = engine.build(
@@ -248,8 +243,7 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
         Stopped: A signal came. Before the final weights are saved, the run ends with a checkpoint for --resume.
             Afterwards the run ends complete, but its comparison may lack kernels.
     """
-    # imports transformers, so it has to come after quiet_libraries
-    from tigon.trainer.report import report
+    from tigon.trainer.report import report  # loads transformers
 
     with signals.StopRequest(speaks=launch.rank() == 0) as stop:
         summary = _train_and_save(run, prepared, console, stop)
@@ -275,10 +269,9 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     Raises:
         Stopped: A signal came before the final weights were saved.
     """
-    # imports transformers, so it has to come after quiet_libraries
-    from tigon.trainer import engine, model
-    from tigon.trainer.first_phase import train_phase
-    from tigon.trainer.report.progress import ProgressDisplay
+    from tigon.trainer import engine  # loads transformers
+    from tigon.trainer.first_phase import train_phase  # loads transformers
+    from tigon.trainer.report.progress import ProgressDisplay  # loads transformers
 
     recipe, tok, objective = prepared.recipe, prepared.tokenizer, prepared.objective
     if phase := objective.phase(prepared.choices, run.path):
@@ -317,9 +310,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
 
 def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) -> None:
     """Save the final weights if `output.save_model` is set. Every process calls it. It may merge adapters in place."""
-    # imports transformers, so it has to come after quiet_libraries
-    from tigon.objectives.base import FinalSave
-    from tigon.trainer import engine
+    from tigon.trainer import engine  # loads transformers
 
     target, objective = run.path / "model", prepared.objective
     if not prepared.recipe.output.save_model:
@@ -348,12 +339,9 @@ def _train(
     """
     from torch.utils.tensorboard import SummaryWriter
 
-    # imports transformers, so it has to come after quiet_libraries
-    from tigon.data.packing import SampleDataset
-    from tigon.trainer import engine
-    from tigon.trainer import trainer as trainers
-    from tigon.trainer.guards import prediction
-    from tigon.trainer.report.progress import MetricsWriter, ProgressDisplay
+    from tigon.trainer import engine  # loads transformers
+    from tigon.trainer import trainer as trainers  # loads transformers
+    from tigon.trainer.report.progress import MetricsWriter, ProgressDisplay  # loads transformers
 
     recipe = prepared.recipe
     args = trainers.arguments(
@@ -418,8 +406,7 @@ def _final_eval_loss(trainer: Any) -> float | None:
 
     None if evaluation ran out of memory, so that the trained weights are still saved, or if a signal ended it.
     """
-    # imports transformers, so it has to come after quiet_libraries
-    from tigon.trainer.trainer import EvaluationFailed
+    from tigon.trainer.trainer import EvaluationFailed  # loads transformers
 
     for record in reversed(trainer.state.log_history):
         if "eval_loss" in record and record["step"] == trainer.state.global_step:
@@ -433,9 +420,7 @@ def _final_eval_loss(trainer: Any) -> float | None:
 
 
 def _compare(run: RunFolder, prepared: Prepared, console: Console, stop: signals.StopRequest) -> list[Repeat]:
-    # imports transformers, so it has to come after quiet_libraries
-    from tigon.data.packing import SampleDataset
-    from tigon.trainer.report.comparison import compare
+    from tigon.trainer.report.comparison import compare  # loads transformers
 
     recipe = prepared.recipe
     if recipe.comparison.steps == 0:
@@ -464,8 +449,7 @@ def _last_step(run: RunFolder) -> int:
 def _conclude(console: Console, run: RunFolder, summary: dict[str, Any], objective: Objective) -> None:
     from rich.table import Table
 
-    from tigon.trainer.guards.prediction import comparison_line
-    from tigon.trainer.report.progress import format_bytes
+    from tigon.trainer.report.progress import format_bytes  # loads transformers
 
     if summary["eval_loss"] is not None:
         gap = summary["unigram_entropy"] - summary["eval_loss"]

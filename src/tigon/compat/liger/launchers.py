@@ -20,9 +20,9 @@ from tigon.compat.liger import losses
 from tigon.compat.liger.functions import casting_of, rope_tables
 from tigon.compat.liger.losses import Options
 from tigon.errors import ShapeError
-from tigon.kernels._layout import outer_order
-from tigon.ops._norm import norm_bwd, norm_fwd
+from tigon.kernels.layout import outer_order
 from tigon.ops.glu import glu_bwd, glu_fwd
+from tigon.ops.norm import norm_bwd, norm_fwd
 from tigon.ops.rope import rotate
 
 Mode = str | int

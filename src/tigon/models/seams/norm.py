@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tigon import ops
 from tigon.models.seams.base import Seam, is_dtensor
 from tigon.models.verification import probe
-from tigon.ops import _dispatch
+from tigon.ops import dispatch
 from tigon.ops.rms_norm import Casting
 
 _NOT_OVER_THE_LAST_DIMENSION = re.compile("Batch|Group|Instance|Conv|2d|2D")
@@ -91,7 +91,7 @@ class NormSeam(_NormSeam):
     def _rounds_elsewhere(
         self, make: Callable[[], nn.Module], fused: Callable[..., Any], original: Callable[..., Any]
     ) -> str | None:
-        if _dispatch.INTERPRET:  # Triton's interpreter truncates bf16; hardware rounds
+        if dispatch.INTERPRET:  # Triton's interpreter truncates bf16; hardware rounds
             return None
         return probe.rounding_disagreement(make, probe.many_rows, fused, original)
 

@@ -3,7 +3,7 @@
 For each chunk, one product computes the logits, one pass turns them in place into their gradient, and two products
 compute the gradients of hidden and weight.
 
-On chips with a `logits_tile` in kernels/_chips.py, the product of bf16 logits writes exponentials instead, and the pass
+On chips with a `logits_tile` in kernels/chips.py, the product of bf16 logits writes exponentials instead, and the pass
 is not needed (kernels/linear_cross_entropy.py). Each row of exponentials still lacks a factor, which is applied to dX,
 and to X before dW's product. It also lacks the label's own term, which is added to both in fp32. Label smoothing, a
 trained bias, entropy and predictions need the pass.
@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels._chips import LogitsTile
-from tigon.ops import _dispatch
-from tigon.ops._dispatch import Primitive
+from tigon.kernels.chips import LogitsTile
+from tigon.ops import dispatch
+from tigon.ops.dispatch import Primitive
 from tigon.ops.losses import common
 from tigon.ops.losses.common import LossOptions
 
@@ -37,7 +37,7 @@ def _buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
     rows are contiguous: its bf16 product (oneDNN for AMX, torch 2.13) multiplies the padding between rows by 0, which
     gives NaN if that memory holds a NaN.
     """
-    if _dispatch.planned_device(like) == "cpu" and not _dispatch.uses_kernel(like):
+    if dispatch.planned_device(like) == "cpu" and not dispatch.uses_kernel(like):
         return like.new_empty(rows, vocab)
     align = 16 // like.element_size()
     padded = -(-vocab // align) * align
@@ -123,7 +123,7 @@ def _exp_tile(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_
     aligned = hidden_NH.shape[1] % 8 == 0  # rows of 16 bytes, which tensor descriptors need
     if not (bf16 and aligned) or options.label_smoothing or other_outputs:
         return None
-    chip = _dispatch.planned_chip(hidden_NH)
+    chip = dispatch.planned_chip(hidden_NH)
     return None if chip is None else chip.logits_tile
 
 
@@ -157,11 +157,11 @@ def _label_term(factors: Tensor, target: Tensor, vocab: int) -> tuple[Tensor, Te
 
 def _scaled_product(e_NV: Tensor, weight_VH: Tensor, factors: Tensor, target: Tensor) -> Tensor:
     """f ⊙ (E W) + c ⊙ W[y], by one kernel if its tiles fill the chip, else by the vendor's product in fp32."""
-    kernel = _dispatch.uses_kernel(e_NV) and weight_VH.stride(1) == 1
+    kernel = dispatch.uses_kernel(e_NV) and weight_VH.stride(1) == 1
     if kernel and _starts_aligned(e_NV) and _starts_aligned(weight_VH):
         from tigon.kernels.linear_cross_entropy import scaled_product, suits_scaled_product
 
-        tile = _dispatch.planned_chip(e_NV).logits_tile  # type: ignore[union-attr]
+        tile = dispatch.planned_chip(e_NV).logits_tile  # type: ignore[union-attr]
         if suits_scaled_product(e_NV.shape[0], weight_VH.shape[1], tile, e_NV.device.index):
             return scaled_product(e_NV, weight_VH, factors, target, tile)  # type: ignore[no-any-return]
     product = e_NV.new_empty((e_NV.shape[0], weight_VH.shape[1]), dtype=factors.dtype)
@@ -203,7 +203,7 @@ def _exp_weight_grad_into(
     """dW (+)= Eᵀ (f ⊙ X), then adds c_i · x_i to row y_i."""
     scaled = common.scale_rows.run(x_CH, factors[0], None, x_CH.shape[0], x_CH.dtype)
     product_into(e_CV.t(), scaled, dw_VH, accumulate)
-    if _dispatch.uses_kernel(e_CV):
+    if dispatch.uses_kernel(e_CV):
         from tigon.kernels.linear_cross_entropy import add_label_rows
 
         add_label_rows(x_CH if x_CH.stride(1) == 1 else x_CH.contiguous(), target, factors, dw_VH)

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from tigon.ops import _dispatch
+from tigon.ops import dispatch
 
 MIB = 1 << 20
 # Bytes of logits alive at once, (least, most). On a GPU, chunks of at least 2048 tokens keep the products at full rate
@@ -76,7 +76,7 @@ def make_chunk_plan(
 
 def default_chunk_bytes(hidden: Tensor) -> tuple[int, int]:
     """(least, most) bytes of logits alive at once on hidden's device."""
-    return DEFAULT_CHUNK_BYTES.get(_dispatch.planned_device(hidden), DEFAULT_CHUNK_BYTES["cuda"])
+    return DEFAULT_CHUNK_BYTES.get(dispatch.planned_device(hidden), DEFAULT_CHUNK_BYTES["cuda"])
 
 
 def even_chunk(tokens: int, most: int) -> int:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tigon.errors import DtypeError, LabelError, OptionError, ShapeError
-from tigon.ops import _dispatch
-from tigon.ops._dispatch import Primitive, check_number, check_whole
+from tigon.ops import dispatch
+from tigon.ops.dispatch import Primitive, check_number, check_whole
 
 # N rows (tokens), V columns (vocabulary).
 
@@ -172,7 +172,7 @@ def check_labels(logits_width: int, target: Tensor, ignore_index: int) -> None:
 
 def wants_label_check(logits: Tensor) -> bool:
     """Whether to check labels: always on the CPU, as in PyTorch; else only with TIGON_CHECK=1, as the check waits."""
-    return os.environ.get("TIGON_CHECK") == "1" or not (_dispatch.uses_kernel(logits) or logits.is_cuda)
+    return os.environ.get("TIGON_CHECK") == "1" or not (dispatch.uses_kernel(logits) or logits.is_cuda)
 
 
 def labels_ahead(target_BT: Tensor, positions_BT: Tensor | None, rows: Tensor, shift: int, ignore_index: int) -> Tensor:
@@ -223,7 +223,7 @@ def _one_program(like: Tensor, rows_N: Tensor) -> bool:
 
     For few rows, the time is that of the launches alone.
     """
-    if not (_dispatch.uses_kernel(like) and _dispatch.can_bypass_dispatcher((like, rows_N))):
+    if not (dispatch.uses_kernel(like) and dispatch.can_bypass_dispatcher((like, rows_N))):
         return False
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (like, rows_N))):  # their storage is not to be had
         return False

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.errors import DoubleBackwardError, OptionError, ShapeError
-from tigon.ops import _dispatch
-from tigon.ops._dispatch import Differentiable, check_dtype, first_order
+from tigon.ops import dispatch
 from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.dispatch import Differentiable, check_dtype, first_order
 from tigon.ops.losses import common
 from tigon.ops.losses.common import LossOptions, LossOutput
 
@@ -114,7 +114,7 @@ class CrossEntropyInplace(torch.autograd.Function):
             )
         gradient, ctx.gradient = ctx.gradient, None
         scale = dloss if ctx.left is None else dloss * ctx.left
-        if _dispatch.uses_kernel(gradient):
+        if dispatch.uses_kernel(gradient):
             from tigon.kernels.cross_entropy import scale_rows_
 
             return scale_rows_(gradient, scale), *[None] * 8

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
-from tigon.ops import _dispatch
-from tigon.ops._dispatch import Differentiable, can_bypass_dispatcher, check_dtype, first_order
+from tigon.ops import dispatch
 from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.dispatch import Differentiable, can_bypass_dispatcher, check_dtype, first_order
 from tigon.ops.losses import common
 from tigon.ops.losses.chunk_loop import (
     ChunkOptions,
@@ -299,7 +299,7 @@ def _keeps_graph() -> bool:
 
 
 def _scaled_in_place(x_NH: Tensor, scale: Tensor) -> Tensor:
-    if _dispatch.uses_kernel(x_NH):
+    if dispatch.uses_kernel(x_NH):
         from tigon.kernels.cross_entropy import scale_rows_
 
         return scale_rows_(x_NH, scale)  # type: ignore[no-any-return]

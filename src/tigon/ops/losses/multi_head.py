@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
-from tigon.ops._dispatch import (
+from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.dispatch import (
     Differentiable,
     can_bypass_dispatcher,
     check_dtype,
@@ -28,7 +29,6 @@ from tigon.ops._dispatch import (
     check_whole,
     first_order,
 )
-from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.losses import common
 from tigon.ops.losses.chunk_plan import default_chunk_bytes
 from tigon.ops.losses.common import LossOptions

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops._dispatch import Primitive
+from tigon.ops.dispatch import Primitive
 from tigon.ops.losses.chunk_loop import (
     ChunkOptions,
     ChunkTensors,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tigon.ops import _dispatch
+from tigon.ops import dispatch
 from tigon.planner.trace.dispatch_recorder import Scratch, TraceRecorder
 
 # Imported by name, because the attribute `tigon.ops.linear_cross_entropy` is the function, not a module.
@@ -86,7 +86,7 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
     try:
         for (module, name), function in replaced.items():
             setattr(module, name, function)
-        with _dispatch.planned_for(arch):
+        with dispatch.planned_for(arch):
             yield
     finally:
         for (module, name), function in before.items():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tigon.ops._dispatch import PRIMITIVES
+from tigon.ops.dispatch import PRIMITIVES
 from tigon.planner.trace.tape import Tape, TapeSegment, Where
 
 # The caching allocator's granularity: c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize.

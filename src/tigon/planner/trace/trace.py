@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tigon.errors import UsageError
+from tigon.models import patch
 from tigon.models.seams.loss import causal_lm_loss
 from tigon.models.tracing import attention_replaced
 from tigon.planner.gpus import Gpu
@@ -193,7 +195,6 @@ def _patch(model: Any, kernels: str, recorder: TraceRecorder) -> None:
     flags = PATCH_FLAGS[kernels]
     if flags is None:
         return
-    from tigon.models import patch
 
     patch(model, **flags)
     if kernels == "no-flce":
@@ -299,7 +300,6 @@ class _Run:
         """Context managers for checkpoint()'s forward and recomputation, which also record which of the two runs."""
         if not selective:
             return contextlib.nullcontext(), self._recomputation()
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
         forward, again = create_selective_checkpoint_contexts(_keeps)
         return _both(self._watched(), forward), _both(self._recomputation(), _both(self._watched(), again))
@@ -393,8 +393,6 @@ _KEPT = frozenset({*KEPT_OPS, attention.OPERATOR})
 
 def _keeps(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """The run's policy of selective checkpointing, for the operator that stands for attention in a trace."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
     return CheckpointPolicy.MUST_SAVE if op._schema.name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 

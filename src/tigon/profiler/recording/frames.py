@@ -11,7 +11,7 @@ KEPT_FRAMES = 8
 _MACHINERY = re.compile(
     r"^(torch/(_dynamo/|_compile\.py|_ops\.py|_library/|nn/modules/module\.py|utils/_contextlib\.py|"
     r"utils/_python_dispatch\.py|utils/_device\.py|autograd/|_tensor\.py|overrides\.py)|"
-    r"tigon/(profiler/|ops/_dispatch\.py)|accelerate/|contextlib\.py|functools\.py|<)"
+    r"tigon/(profiler/|ops/dispatch\.py)|accelerate/|contextlib\.py|functools\.py|<)"
 )
 # The training loop. Frames above it are left out, because its callers do not say what the memory is for.
 _LOOP = ("transformers/trainer.py", "tigon/trainer/", "tigon/cli/")

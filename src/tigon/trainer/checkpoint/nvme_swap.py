@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tigon.errors import RunFolderError
 from tigon.trainer import run_folder
 from tigon.trainer.distributed import launch
@@ -70,7 +72,6 @@ def restore(engine: Any, checkpoint: Path) -> None:
         engine: The DeepSpeedEngine.
         checkpoint: The folder of the checkpoint.
     """
-    import torch
     from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMIZER_STATE_DICT
 
     if not engine.zero_nvme_offload_optimizer():
@@ -95,8 +96,6 @@ def restore(engine: Any, checkpoint: Path) -> None:
 
 def _expect_moments(state: dict[str, Any], n_elements: int) -> None:
     """Set placeholders of the moments' size, which take no memory, so that DeepSpeed reads the moments from files."""
-    import torch
-
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and not value.numel():
             state[name] = torch.empty(1, dtype=value.dtype).expand(n_elements)

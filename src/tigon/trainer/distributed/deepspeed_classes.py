@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
+
 
 def allow_deepspeed_globals() -> None:
     """Let torch.load rebuild the objects in DeepSpeed 0.19.8's checkpoints. Their classes hold only data."""
-    import torch
-
     names = {
         "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
         "deepspeed.runtime.zero.config": ("ZeroStageEnum",),

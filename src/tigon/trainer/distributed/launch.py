@@ -20,13 +20,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
 
 from tigon.errors import ProcessError
 from tigon.trainer.distributed import signals
-
-if TYPE_CHECKING:
-    import torch
 
 T = TypeVar("T")
 _rounds = itertools.count()
@@ -131,9 +131,6 @@ def init_distributed(device: torch.device, *, alone: bool = False) -> None:
 
 def _init_process_group(device: torch.device) -> None:
     """Create the process group: NCCL for CUDA tensors, gloo for CPU tensors such as FSDP2's offloaded states."""
-    import torch
-    from torch import distributed
-
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:  # Accelerate's default, cpu:0, is a device that torch.load does not accept
@@ -150,8 +147,6 @@ def _waiting_message() -> Iterator[None]:
     Raises:
         ProcessError: The other processes did not connect within PyTorch's time limit, or the address is not usable.
     """
-    from torch import distributed
-
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     who = f"process {rank()} of {world_size()} (RANK, WORLD_SIZE)"
     fix = "`unset RANK WORLD_SIZE` for a run of one process"
@@ -171,8 +166,6 @@ def _waiting_message() -> Iterator[None]:
 @contextmanager
 def main_process_first() -> Iterator[None]:
     """The main process runs the block before the others, so that files in a cache are made once."""
-    from torch import distributed
-
     if rank() > 0:
         distributed.barrier()
     try:
@@ -217,8 +210,6 @@ def shutdown_distributed(*, together: bool = False) -> None:
 
     together: First wait for all processes, because a launcher ends the others when the first one exits.
     """
-    from torch import distributed
-
     if distributed.is_initialized():
         if together:
             distributed.barrier()
@@ -227,8 +218,6 @@ def shutdown_distributed(*, together: bool = False) -> None:
 
 def broadcast(value: T) -> T:
     """The main process's `value`, in every process."""
-    from torch import distributed
-
     if world_size() == 1:
         return value
     objects = [value]
@@ -242,8 +231,6 @@ def all_gather_ints(value: int, *, patience_s: float = PATIENCE_S) -> list[int] 
     Every process has to call it at the same point. It uses the store of the rendezvous instead of a collective, because
     a process that waits in a collective for a dead process cannot end.
     """
-    from torch import distributed
-
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return [value]
     n, rank, world = next(_rounds), distributed.get_rank(), distributed.get_world_size()
@@ -263,9 +250,6 @@ def all_gather_ints(value: int, *, patience_s: float = PATIENCE_S) -> list[int] 
 
 def _all_gather_by_collective(value: int) -> list[int] | None:
     """`all_gather_ints` by a collective, without a launcher: `end_with_launcher` ends a process that hangs in it."""
-    import torch
-    from torch import distributed
-
     values = [torch.zeros(1, dtype=torch.long) for _ in range(distributed.get_world_size())]
     try:
         distributed.all_gather(values, torch.tensor([value]))

@@ -27,6 +27,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+from torch import distributed
+
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT") if hasattr(signal, name))
 NOTING_S = 1  # time for the handler to run, which takes microseconds if it can
 EXIT_OFFSET = 128  # the shells' convention: 130 after SIGINT, 143 after SIGTERM
@@ -163,9 +166,6 @@ class StopRequest:
 
     def signal_in_any_process(self) -> int:
         """The signal that any process has received; 0: none. Every process has to call it at the same point."""
-        import torch
-        from torch import distributed
-
         if _alone():
             return self.number
         signal_number = torch.tensor([self.number])  # on the CPU, so that the host does not wait for the GPU
@@ -185,8 +185,6 @@ def is_ending() -> bool:
 
 
 def _alone() -> bool:
-    from torch import distributed
-
     return not distributed.is_initialized() or distributed.get_world_size() == 1
 
 

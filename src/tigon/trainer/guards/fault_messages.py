@@ -14,7 +14,7 @@ from tigon.errors import ProcessError, RecipeError, RunFolderError, TigonError
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch, signals
-from tigon.trainer.guards import preflight, system_limits
+from tigon.trainer.guards import prediction, preflight, system_limits
 from tigon.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -94,9 +94,7 @@ def explain_out_of_memory(run: RunFolder, prepared: Prepared) -> Iterator[None]:
     Raises:
         RecipeError: The block ran out of memory.
     """
-    # imports transformers, so it has to come after quiet_libraries
-    from tigon.trainer.guards import prediction
-    from tigon.trainer.trainer import EvaluationBroken
+    from tigon.trainer.trainer import EvaluationBroken  # loads transformers
 
     try:
         yield

@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import distributed
 
 from tigon.errors import RecipeError, TigonError
 from tigon.objectives.choose import objective_of
@@ -31,9 +34,6 @@ from tigon.techniques.choices import Choices
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import preflight
-
-if TYPE_CHECKING:
-    import torch
 
 GPUS_PER_HOST = 8
 """More GPUs than this are assumed to be in several machines."""
@@ -86,9 +86,6 @@ class Prediction:
 
 def gpu_here(device: torch.device, choices: Choices) -> Gpu:
     """The planner's row for this GPU, with the memory that this process can use."""
-    import torch
-    from torch import distributed
-
     properties = torch.cuda.get_device_properties(device)
     row = _row_of(properties.name, properties.total_memory)
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -250,8 +247,6 @@ def announce(recipe: Recipe, config: Any, choices: Choices, device: torch.device
 
 def measured(device: torch.device) -> Mapping[str, int]:
     """The peaks of PyTorch's allocator so far, in bytes."""
-    import torch
-
     return {
         "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
@@ -277,8 +272,6 @@ def comparison_line(memory: Mapping[str, Any]) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the device is out of memory: from PyTorch, cuBLAS, Triton or the driver."""
-    import torch
-
     text = str(error)
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError)
@@ -308,8 +301,6 @@ def out_of_memory(
         f"{recipe.data.sequence_length}"
     ]
     if device.type == "cuda":
-        import torch
-
         snapshot = folder / SNAPSHOT.format(rank=launch.rank())
         torch.cuda.memory._dump_snapshot(str(snapshot))
         sentences.append(f"snapshot in {snapshot}, for pytorch.org/memory_viz")

@@ -6,13 +6,18 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import platform
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+import tigon
 from tigon.errors import RecipeError, RunFolderError
+from tigon.profiler.recording.device import total_bytes
 from tigon.recipe.keys import Recipe
 from tigon.techniques import matrix
 from tigon.techniques.choices import Choices
@@ -21,9 +26,6 @@ from tigon.trainer.checkpoint import nvme_swap
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import system_limits
 from tigon.units import in_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 EXTRAS = (
     "transformers", "accelerate", "tokenizers", "safetensors", "yaml", "rich", "tensorboard", "matplotlib", "jinja2",
@@ -60,8 +62,6 @@ def check_process(workers: int = 0) -> None:
 
 
 def gpu_present() -> bool:
-    import torch
-
     return torch.cuda.is_available()
 
 
@@ -72,8 +72,6 @@ def check_device(recipe: Recipe) -> torch.device:
         RecipeError: The device is not there, too few GPUs are visible, or the device lacks the recipe's precision or
             attention.
     """
-    import torch
-
     wanted = recipe.train.device
     if wanted == "cuda" and not gpu_present():
         raise RecipeError("train.device is cuda, but PyTorch finds no GPU; use --set train.device=cpu")
@@ -128,8 +126,6 @@ def _check_flash(attention: str, device: torch.device, precision: str) -> None:
 
 def resolve_precision(precision: str, device: torch.device) -> str:
     """The precision that `auto` stands for on `device`; any other precision unchanged."""
-    import torch
-
     if precision != "auto":
         return precision
     return "amp-bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
@@ -197,8 +193,6 @@ def sizes(choices: Choices, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
 
 def check_memory(recipe: Recipe, choices: Choices, device: torch.device, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise RecipeError if weights, gradients and optimizer states together exceed the device's memory."""
-    from tigon.profiler.recording.device import total_bytes
-
     if choices.zero or choices.fsdp:
         return  # their place depends on stage and offload, which `tigon plan` takes into account
     model_sizes, has_bytes = sizes(choices, shapes), total_bytes(device)
@@ -261,12 +255,6 @@ def _check_room(path: str, needed_bytes: int, removed_bytes: int, what: str, fix
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware for environment.json. It leaves out environment variables and user and host names."""
-    import platform
-
-    import torch
-
-    import tigon
-
     packages = ("torch", "triton", "transformers", "accelerate", "tokenizers", "safetensors")
     fields = {"tigon": tigon.__version__, "python": platform.python_version()}
     for name in packages:

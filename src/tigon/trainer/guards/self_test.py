@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from tigon.errors import KernelError
-from tigon.ops import OPS, _dispatch
+from tigon.ops import OPS, dispatch
 from tigon.ops.self_test import check_op
 from tigon.recipe.keys import Recipe
 from tigon.techniques.choices import Choices
@@ -32,7 +32,7 @@ def wrong_ops(recipe: Recipe, choices: Choices, device: torch.device) -> dict[st
         KernelError: An op fails and the recipe sets `model.self_test: strict`.
     """
     patched = choices.kernels in ("tigon", "no-flce")
-    if recipe.model.self_test == "off" or not patched or not _dispatch.uses_kernel(torch.empty(1, device=device)):
+    if recipe.model.self_test == "off" or not patched or not dispatch.uses_kernel(torch.empty(1, device=device)):
         return {}
     failures = {}
     for name in OPS:

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from tigon.errors import DoubleBackwardError, DtypeError, OptionError
-from tigon.kernels import _chips
-from tigon.kernels._chips import Chip
+from tigon.kernels import chips
+from tigon.kernels.chips import Chip
 
 _LIBRARY = torch.library.Library("tigon", "DEF")
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -73,10 +73,10 @@ def planned_device(x: Tensor) -> str:
 def planned_chip(x: Tensor) -> Chip | None:
     """The chip whose launch tables an op on `x` uses; None if no kernel runs or the chip has no table row."""
     if _planned_arch is not None:
-        return _chips.chip_of_arch(_planned_arch)
+        return chips.chip_of_arch(_planned_arch)
     if not HAS_TRITON or not (x.is_cuda or (INTERPRET and x.device.type == "cpu")):
         return None
-    return _chips.chip(x.device.index)
+    return chips.chip(x.device.index)
 
 
 def check_number(name: str, value: Any) -> Any:

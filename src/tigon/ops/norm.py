@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tigon.errors import DtypeError, OptionError, ShapeError
-from tigon.ops._dispatch import Primitive, check_number
+from tigon.ops.dispatch import Primitive, check_number
 
 
 def check_scalars(eps: Any, offset: Any = 0.0) -> None:
