@@ -457,26 +457,30 @@ def scaled_sum_kernel(X, Factor, Out, N, BLOCK: tl.constexpr):
     tl.store(Out, tl.sum(lanes) * tl.load(Factor))
 
 
-def _flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss):
+def _flags(rows):
     return {
-        "HAS_CLASS_WEIGHT": class_weight is not None,
-        "HAS_TOKEN_WEIGHT": token_weight is not None,
-        "HAS_SMOOTHING": label_smoothing != 0.0,
-        "HAS_Z_LOSS": z_loss != 0.0,
-        "HAS_SOFTCAP": softcap is not None,
-        "HAS_SCALE": logit_scale != 1.0,
+        "HAS_CLASS_WEIGHT": rows.class_weight is not None,
+        "HAS_TOKEN_WEIGHT": rows.token_weight is not None,
+        "HAS_SMOOTHING": rows.options.label_smoothing != 0.0,
+        "HAS_Z_LOSS": rows.options.z_loss != 0.0,
+        "HAS_SOFTCAP": rows.options.softcap is not None,
+        "HAS_SCALE": rows.options.logit_scale != 1.0,
     }
 
 
-def cross_entropy_fwd(
-    logits_NV, target, class_weight, token_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss,
-    entropy, predicted, grad_scale=None, grad_NV=None,
-):  # fmt: skip
-    """Launch the forward.
+def _class_weight_sum(rows):
+    smoothed = rows.class_weight is not None and rows.options.label_smoothing
+    return rows.class_weight.float().sum() if smoothed else None
+
+
+def cross_entropy_fwd(rows, entropy, predicted, grad_scale=None, grad_NV=None):
+    """Launch the forward of `rows` (ops/losses/common.py).
 
     `grad_NV` (None, logits_NV itself, or a tensor like it) receives the gradient times the fp32 scalar `grad_scale`.
     Returns per-row loss (N,) and stats (3, N) in fp32, entropy (N,) fp32 and predicted (N,) int64, empty if not wanted.
     """
+    logits_NV, target, class_weight, token_weight = rows.logits_NV, rows.target, rows.class_weight, rows.token_weight
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss = rows.options
     N, V = logits_NV.shape
     device = logits_NV.device
     loss = torch.empty(N, dtype=torch.float32, device=device)
@@ -489,7 +493,7 @@ def cross_entropy_fwd(
         part = torch.empty((N, 2, P), dtype=torch.float32, device=device)
         z_y = torch.empty(N, dtype=torch.float32, device=device)
         cap = 1.0 if softcap is None else softcap
-        flags = _flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss)
+        flags = _flags(rows)
         del flags["HAS_SMOOTHING"]
         launch(
             cross_entropy_part_kernel, (N, P), logits_NV,
@@ -508,7 +512,7 @@ def cross_entropy_fwd(
             WANT_GRAD=want_grad, BLOCK_P=_device.next_power_of_2(P), BLOCK=FEW_ROWS_TILE, num_warps=4,
         )  # fmt: skip
     elif N:
-        weight_sum = class_weight.float().sum() if class_weight is not None and label_smoothing else None
+        weight_sum = _class_weight_sum(rows)
         vector = VECTOR_BYTES // logits_NV.element_size()
         block, warps, stages = (FWD_GRAD if V <= WIDE_ROW else FWD_GRAD_WIDE) if want_grad else FWD
         block = min(block, _device.next_power_of_2(V))
@@ -519,7 +523,7 @@ def cross_entropy_fwd(
             N=N, V=V, stride_r=logits_NV.stride(0), stride_grad=grad_NV.stride(0) if want_grad else 0,
             ignore_index=ignore_index, softcap=1.0 if softcap is None else softcap, scale=logit_scale,
             smoothing=label_smoothing, z_loss=z_loss,
-            **_flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss),
+            **_flags(rows),
             WANT_GRAD=want_grad, WANT_ENTROPY=entropy, WANT_PREDICTED=predicted,
             HAS_EDGES=(logits_NV.stride(0) | V) % vector != 0,
             GRAD_LIKE_R=want_grad and (grad_NV.stride(0) - logits_NV.stride(0)) % vector == 0,
@@ -528,15 +532,14 @@ def cross_entropy_fwd(
     return loss, stats, entropies, argmax
 
 
-def cross_entropy_bwd(
-    logits_NV, target, class_weight, token_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss,
-    stats, dloss, scale,
-):  # fmt: skip
+def cross_entropy_bwd(rows, stats, dloss, scale):
     """Launch the backward; `dloss` is (N,), any stride, `scale` an fp32 scalar. Returns a new (N, V) gradient."""
+    logits_NV, target, class_weight, token_weight = rows.logits_NV, rows.target, rows.class_weight, rows.token_weight
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss = rows.options
     N, V = logits_NV.shape
     grad = torch.empty((N, V), dtype=logits_NV.dtype, device=logits_NV.device)
     if grad.numel():
-        weight_sum = class_weight.float().sum() if class_weight is not None and label_smoothing else None
+        weight_sum = _class_weight_sum(rows)
         block, warps = BWD
         launch(
             cross_entropy_bwd_kernel, (N, _device.cdiv(V, block)), logits_NV,
@@ -544,7 +547,7 @@ def cross_entropy_bwd(
             Stats=stats, DLoss=dloss, Scale=scale, Grad=grad, N=N, V=V, stride_r=logits_NV.stride(0),
             stride_dloss=dloss.stride(0), ignore_index=ignore_index, softcap=1.0 if softcap is None else softcap,
             scale=logit_scale, smoothing=label_smoothing, z_loss=z_loss,
-            **_flags(class_weight, token_weight, label_smoothing, softcap, logit_scale, z_loss),
+            **_flags(rows),
             BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return grad

@@ -21,7 +21,7 @@ import importlib
 import importlib.util
 import numbers
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from torch import Tensor
 from tigon.errors import DoubleBackwardError, DtypeError, OptionError
 from tigon.kernels import _chips
 from tigon.kernels._chips import Chip
+from tigon.ops._signature import Signature
 
 _LIBRARY = torch.library.Library("tigon", "DEF")
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -79,14 +80,18 @@ def planned_chip(x: Tensor) -> Chip | None:
 
 
 def check_number(name: str, value: Any) -> Any:
-    """Return `value` if it is a Python number, else raise `OptionError`.
+    """Return `value` as an int or a float (symbolic ones too), or raise `OptionError` if it is not a real number.
 
     Tensors are refused because reading one would wait for the GPU, and booleans because True would count as 1.
     """
-    plain = isinstance(value, (int, float)) or (not isinstance(value, Tensor) and isinstance(value, numbers.Real))
-    if isinstance(value, bool) or not (plain or isinstance(value, (torch.SymInt, torch.SymFloat))):
-        raise OptionError(f"{name}={value!r} is a {type(value).__name__}; it must be a number.")
-    return value
+    if type(value) is float:
+        return value
+    if not isinstance(value, bool):
+        if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            return value
+        if not isinstance(value, Tensor) and isinstance(value, numbers.Real):
+            return float(value)  # such as a Fraction, which PyTorch does not take
+    raise OptionError(f"{name}={value!r} is a {type(value).__name__}; it must be a number.")
 
 
 def check_whole(name: str, value: Any) -> None:
@@ -108,7 +113,7 @@ def check_dtype(*tensors: Tensor | None) -> None:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def can_bypass_dispatcher(args: tuple[Any, ...]) -> bool:
+def can_bypass_dispatcher(args: Iterable[Any]) -> bool:
     """True if no compiler, mode or tensor subclass needs to see a named operator, and no argument is a meta tensor."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
@@ -133,12 +138,14 @@ class Primitive:
     first launch so that importing tigon does not import Triton.
     `fake` takes the same arguments and returns empty outputs of the right shapes, dtypes and devices.
     `check`, if given, runs first on the arguments of every real call and may raise.
+
+    Without a `schema`, the annotations of `fake` make it, and all bodies take and return records (`_signature.py`).
     """
 
     def __init__(
         self,
         name: str,
-        schema: str,
+        schema: str | None = None,
         *,
         fake: Callable[..., Any],
         reference: Callable[..., Any] | None = None,
@@ -152,47 +159,74 @@ class Primitive:
         self._check = check
         self._reference = reference
         self._composite = composite
-        self.fake = fake
         self._kernel_path = kernel
-        _LIBRARY.define(name + schema)
-        _LIBRARY.impl(name, self.run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"tigon::{name}", fake, lib=_LIBRARY)
+        self.signature = Signature(fake) if schema is None else None
+        self.fake = _flat(fake, self.signature)
+        """The fake, with the operator's flat arguments."""
+        _LIBRARY.define(name + (schema or self.signature.schema))  # type: ignore[union-attr]
+        _LIBRARY.impl(name, _flat(self.run, self.signature), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tigon::{name}", self.fake, lib=_LIBRARY)
         self._operator = getattr(torch.ops.tigon, name).default
         is_tensor = ["Tensor" in str(a.type) and "List" not in str(a.type) for a in self._operator._schema.arguments]
+        self._first_tensor = is_tensor.index(True)
         # Only tensors decide whether a call needs the dispatcher; what comes after the last one is not looked at.
         self._tensors_end = len(is_tensor) - is_tensor[::-1].index(True)
         PRIMITIVES[f"tigon::{name}"] = self
 
     @functools.cached_property
-    def _kernel(self) -> Callable[..., Any]:
+    def kernel(self) -> Callable[..., Any]:
+        """The function that launches the kernel."""
         assert self._kernel_path is not None
         module, function = self._kernel_path.split(":")
         return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
 
-    def run(self, *args: Any, **extra: Any) -> Any:
-        """Run the real body, without the dispatcher. `extra` passes arguments that the operator's schema lacks."""
+    def body(self, x: Tensor) -> Callable[..., Any]:
+        """The real body of a call whose first tensor is `x`, without its check."""
+        return self._composite or (self.kernel if uses_kernel(x) else self._reference)  # type: ignore[return-value]
+
+    def run(self, *args: Any) -> Any:
+        """Run the real body, without the dispatcher."""
         if self._check is not None:
             self._check(*args)
-        body = self._composite or (self._kernel if uses_kernel(args[0]) else self._reference)
-        return body(*args, **extra)  # type: ignore[misc]
+        flat = args if self.signature is None else self.signature.flatten(args)
+        return self.body(flat[self._first_tensor])(*args)
 
     def __call__(self, *args: Any) -> Any:
-        return self.run(*args) if can_bypass_dispatcher(args[: self._tensors_end]) else self._operator(*args)
+        if self.signature is None:
+            return self.run(*args) if can_bypass_dispatcher(args[: self._tensors_end]) else self._operator(*args)
+        flat = self.signature.flatten(args)
+        if not can_bypass_dispatcher(flat[: self._tensors_end]):
+            return self.signature.results(self._operator(*flat))
+        if self._check is not None:
+            self._check(*args)
+        return self.signature.results(self.body(flat[self._first_tensor])(*args))
+
+
+def _flat(body: Callable[..., Any], signature: Signature | None) -> Callable[..., Any]:
+    """`body` with the flat arguments of its operator."""
+    return body if signature is None else lambda *flat: body(*signature.restore(flat))
 
 
 class Differentiable:
-    """The operator `tigon::name` that runs `function.apply`; `__call__` skips the dispatcher unless compiling."""
+    """The operator `tigon::name` that runs `function`; torch.compile calls it, eager code calls the function.
 
-    def __init__(self, name: str, schema: str, function: Callable[..., Any]) -> None:
-        self._function = function
-        _LIBRARY.define(name + schema)
-        _LIBRARY.impl(name, function, "Autograd")
-        _LIBRARY.impl(name, torch.no_grad()(function), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"tigon::{name}", torch.no_grad()(function), lib=_LIBRARY)
+    Without a `schema`, the annotations of `function` make it.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], schema: str | None = None) -> None:
+        self.signature = Signature(function) if schema is None else None
+        flat = _flat(function, self.signature)
+        _LIBRARY.define(name + (schema or self.signature.schema))  # type: ignore[union-attr]
+        _LIBRARY.impl(name, flat, "Autograd")
+        _LIBRARY.impl(name, torch.no_grad()(flat), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tigon::{name}", torch.no_grad()(flat), lib=_LIBRARY)
         self._operator = getattr(torch.ops.tigon, name).default
 
     def __call__(self, *args: Any) -> Any:
-        return self._operator(*args) if torch.compiler.is_compiling() else self._function(*args)
+        """Call the operator."""
+        if self.signature is None:
+            return self._operator(*args)
+        return self.signature.results(self._operator(*self.signature.flatten(args)))
 
 
 def first_order(backward: _F) -> _F:

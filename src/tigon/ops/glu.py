@@ -157,7 +157,7 @@ class GLU(torch.autograd.Function):
         return dgate if want_dgate else None, dup if want_dup else None, None, None
 
 
-_glu = Differentiable("glu", "(Tensor gate, Tensor? up, str activation, bool inplace) -> Tensor", GLU.apply)
+_glu = Differentiable("glu", GLU.apply, "(Tensor gate, Tensor? up, str activation, bool inplace) -> Tensor")
 
 
 def _sharers(x: Tensor) -> int:
@@ -211,8 +211,9 @@ def _gated(gate: Tensor, up: Tensor | None, activation: str, inplace: bool) -> T
         if torch.float64 in (gate.dtype, up.dtype):
             # No kernel computes in fp64, and the dtype of gate decides whether a kernel runs, so cast both.
             gate, up = gate.double(), up.double()
-    # Under torch.compile the compiler plans the buffers.
-    return _glu(gate, up, activation, inplace and not torch.compiler.is_compiling())  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        return _glu(gate, up, activation, False)  # type: ignore[no-any-return]  # the compiler plans the buffers
+    return GLU.apply(gate, up, activation, inplace)  # type: ignore[no-any-return]
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = False) -> Tensor:
