@@ -21,7 +21,7 @@ import importlib
 import importlib.util
 import numbers
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +37,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Kernels accumulate in fp32, so fp64 inputs use the reference, which computes in fp64.
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+_FLOATS = KERNEL_DTYPES | {torch.float64}
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton reads the same variable when it decorates a kernel and ignores later changes.
@@ -103,7 +105,7 @@ def check_whole(name: str, value: Any) -> None:
 def check_dtype(*tensors: Tensor | None) -> None:
     """Raise `DtypeError` for a tensor whose dtype is not fp16, bf16, fp32 or fp64."""
     for t in tensors:
-        if t is not None and t.dtype not in KERNEL_DTYPES and t.dtype != torch.float64:
+        if t is not None and t.dtype not in _FLOATS:
             raise DtypeError(
                 f"dtype {t.dtype} is not supported; "
                 "the limit is float16, bfloat16, float32 and float64. Cast the input."
@@ -138,6 +140,8 @@ class Primitive:
     first launch so that importing tigon does not import Triton.
     `fake` takes the same arguments and returns empty outputs of the right shapes, dtypes and devices.
     `check`, if given, runs first on the arguments of every real call and may raise.
+    `complete(results, *args)`, if given, puts empty tensors for each None in the kernel's results, which an operator
+    must not return. Calls without the dispatcher get None, because an allocation takes 1 us.
 
     Without a `schema`, the annotations of `fake` make it, and all bodies take and return records (`_signature.py`).
     """
@@ -152,11 +156,13 @@ class Primitive:
         kernel: str | None = None,
         composite: Callable[..., Any] | None = None,
         check: Callable[..., None] | None = None,
+        complete: Callable[..., Any] | None = None,
     ) -> None:
         if (composite is None) == (reference is None) or (reference is None) != (kernel is None):
             raise TypeError(f"{name} needs either a composite, or a kernel and its reference.")
         self.name = name
         self._check = check
+        self._complete = complete
         self._reference = reference
         self._composite = composite
         self._kernel_path = kernel
@@ -164,11 +170,11 @@ class Primitive:
         self.fake = _flat(fake, self.signature)
         """The fake, with the operator's flat arguments."""
         _LIBRARY.define(name + (schema or self.signature.schema))  # type: ignore[union-attr]
-        _LIBRARY.impl(name, _flat(self.run, self.signature), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _flat(self._of_operator, self.signature), "CompositeExplicitAutograd")
         torch.library.register_fake(f"tigon::{name}", self.fake, lib=_LIBRARY)
         self._operator = getattr(torch.ops.tigon, name).default
         is_tensor = ["Tensor" in str(a.type) and "List" not in str(a.type) for a in self._operator._schema.arguments]
-        self._first_tensor = is_tensor.index(True)
+        self._getters = [] if self.signature is None else self.signature.tensor_getters()
         # Only tensors decide whether a call needs the dispatcher; what comes after the last one is not looked at.
         self._tensors_end = len(is_tensor) - is_tensor[::-1].index(True)
         PRIMITIVES[f"tigon::{name}"] = self
@@ -184,22 +190,28 @@ class Primitive:
         """The real body of a call whose first tensor is `x`, without its check."""
         return self._composite or (self.kernel if uses_kernel(x) else self._reference)  # type: ignore[return-value]
 
-    def run(self, *args: Any) -> Any:
-        """Run the real body, without the dispatcher."""
+    def _tensors(self, args: Sequence[Any]) -> list[Any]:
+        return [tensor for position, get in self._getters for tensor in get(args[position])]
+
+    def _of_operator(self, *args: Any) -> Any:
+        """The real body as the operator runs it."""
         if self._check is not None:
             self._check(*args)
-        flat = args if self.signature is None else self.signature.flatten(args)
-        return self.body(flat[self._first_tensor])(*args)
+        x = args[0] if self.signature is None else self._tensors(args)[0]
+        results = self.body(x)(*args)
+        return results if self._complete is None else self._complete(results, *args)
 
     def __call__(self, *args: Any) -> Any:
-        if self.signature is None:
-            return self.run(*args) if can_bypass_dispatcher(args[: self._tensors_end]) else self._operator(*args)
-        flat = self.signature.flatten(args)
-        if not can_bypass_dispatcher(flat[: self._tensors_end]):
-            return self.signature.results(self._operator(*flat))
+        signature = self.signature
+        tensors = args[: self._tensors_end] if signature is None else self._tensors(args)
+        if not can_bypass_dispatcher(tensors):
+            if signature is None:
+                return self._operator(*args)
+            return signature.results(self._operator(*signature.flatten(args)))
         if self._check is not None:
             self._check(*args)
-        return self.signature.results(self.body(flat[self._first_tensor])(*args))
+        body = self._composite or (self.kernel if uses_kernel(tensors[0]) else self._reference)
+        return body(*args)  # type: ignore[misc]
 
 
 def _flat(body: Callable[..., Any], signature: Signature | None) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -40,6 +41,9 @@ class _Value:
 
     def declare(self, name: str) -> list[str]:
         return [f"{self.schema_type} {name}"]
+
+    def tensor_paths(self, path: str) -> list[str]:
+        return [path] if self.schema_type.startswith("Tensor") else []
 
     def flatten(self, value: Any) -> list[Any]:
         return [value]
@@ -81,11 +85,23 @@ class _Record(_Fields):
     def declare(self, name: str) -> list[str]:
         return self.schema
 
+    def tensor_paths(self, path: str) -> list[str]:
+        """The paths of the tensors as `operator.attrgetter` takes them."""
+        return [found for name, kind in self.kinds for found in kind.tensor_paths(f"{path}.{name}".lstrip("."))]
+
     def flatten(self, value: Any) -> list[Any]:
         return self.flatten_all([getattr(value, name) for name, _ in self.kinds])
 
     def restore(self, flat: Sequence[Any]) -> Any:
         return self.record(**self.restore_all(flat))
+
+
+def _as_list(tensors: Any) -> Any:
+    return tensors
+
+
+def _in_a_list(tensor: Any) -> Any:
+    return (tensor,)
 
 
 def field_names(record: Any) -> tuple[str, ...]:
@@ -118,6 +134,17 @@ class Signature:
         types = [entry.split()[0] for entry in results.schema] if results else [_SCHEMA_TYPES[returned]]
         result = f"({', '.join(types)})" if results else types[0]
         self.schema = f"({', '.join(self._arguments.schema)}) -> {result}"
+
+    def tensor_getters(self) -> list[tuple[int, Callable[[Any], Iterable[Any]]]]:
+        """For each argument that holds tensors: its position, and a function that returns them, or None for some."""
+        getters: list[tuple[int, Callable[[Any], Iterable[Any]]]] = []
+        for position, (_, kind) in enumerate(self._arguments.kinds):
+            paths = kind.tensor_paths("")
+            if isinstance(kind, _Record) and paths:
+                getters.append((position, operator.attrgetter(*paths, paths[0])))  # two or more, to return a tuple
+            elif paths:
+                getters.append((position, _as_list if kind.schema_type == "Tensor[]" else _in_a_list))
+        return getters
 
     def flatten(self, args: Sequence[Any]) -> list[Any]:
         """The operator's flat arguments."""

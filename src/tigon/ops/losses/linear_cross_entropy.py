@@ -42,7 +42,6 @@ from tigon.ops.losses.cross_entropy import (
     LOSS_OPTIONS,
     Reduction,
     cross_entropy_oracle,
-    gradient_scales,
     loss_inputs,
 )
 from tigon.ops.losses.options import LossOptions, check_chunk_bytes, check_options, check_shifts, check_vector
@@ -212,7 +211,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             hidden_NH = hidden_NH.index_select(0, index)
         target, token_weight = call.gathered()
         plan = plan_for(hidden_NH, weight_VH, call.per_row, want, call.chunk_bytes, call.fp32_accumulate)
-        stored, left = gradient_scales(hidden_NH.dtype, call.inv_denominator, token_weight, class_weight, call.options)
+        stored, left = common.gradient_scales(
+            hidden_NH.dtype, call.inv_denominator, token_weight, class_weight, call.options
+        )
         in_forward = plan.mode in ("keep", "stream")
         want_hidden, want_weight, want_bias = (w and in_forward for w in want)
         chunks = chunk_loop(
@@ -344,7 +345,7 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     per_token = (dloss if index is None else dloss.index_select(0, index)).contiguous()
     if token_weight is not None:
         per_token = per_token * token_weight
-    stored, left = gradient_scales(x_dtype, inv_denominator, per_token, class_weight, ctx.options)
+    stored, left = common.gradient_scales(x_dtype, inv_denominator, per_token, class_weight, ctx.options)
     left = torch.ones_like(stored) if left is None else left
     results = chunk_loop(
         ChunkTensors(

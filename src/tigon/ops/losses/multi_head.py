@@ -31,7 +31,7 @@ from tigon.ops._dispatch import (
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.losses import common
 from tigon.ops.losses.chunk_plan import default_chunk_bytes
-from tigon.ops.losses.cross_entropy import Reduction, gradient_scales, make_target
+from tigon.ops.losses.cross_entropy import Reduction, make_target
 from tigon.ops.losses.linear_cross_entropy import (
     PreparedTargets,
     _keeps_graph,
@@ -161,7 +161,7 @@ def _common_scale(dtype: torch.dtype, scales_K: Tensor, options: LossOptions) ->
     """
     if dtype != torch.float16:
         return scales_K, torch.ones_like(scales_K[0])
-    stored, left = gradient_scales(dtype, torch.ones_like(scales_K[0]), None, None, options)
+    stored, left = common.gradient_scales(dtype, torch.ones_like(scales_K[0]), None, None, options)
     assert left is not None, "fp16 always leaves a factor"
     largest = scales_K.abs().amax()
     largest = torch.where(largest > 0, largest, 1.0)
