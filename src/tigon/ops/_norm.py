@@ -15,14 +15,15 @@ from tigon.errors import DtypeError, OptionError, ShapeError
 from tigon.ops._dispatch import Primitive, check_number
 
 
-def check_scalars(eps: Any, offset: Any = 0.0) -> None:
-    """Raise `OptionError` unless eps is a finite number >= 0 and offset (of the weight) is a finite number."""
+def check_scalars(eps: Any, offset: Any = 0.0) -> tuple[float, float]:
+    """Return eps and offset (of the weight); raise `OptionError` unless both are finite numbers and eps is >= 0."""
     if type(eps) is float and type(offset) is float and 0.0 <= eps < math.inf and -math.inf < offset < math.inf:
-        return
+        return eps, offset
     if not 0.0 <= check_number("eps", eps) < math.inf:
         raise OptionError(f"eps={eps} must be finite and not negative.")
     if not -math.inf < check_number("offset", offset) < math.inf:
         raise OptionError(f"offset={offset} must be finite; leave it out for none.")
+    return float(eps), float(offset)
 
 
 def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:

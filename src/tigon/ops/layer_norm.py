@@ -58,7 +58,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         DoubleBackwardError: in backward, with create_graph=True.
     """
     check_dtype(x, weight, bias)
-    _norm.check_scalars(eps)
+    eps, _ = _norm.check_scalars(eps)
     _norm.check_parameter("weight", weight, x)
     _norm.check_parameter("bias", bias, x)
     apply = _layer_norm if torch.compiler.is_compiling() else LayerNorm.apply

@@ -113,7 +113,7 @@ def rms_norm(
         OptionError: casting is unknown; or eps or offset is not a finite number, or eps is negative.
         DoubleBackwardError: in backward, with create_graph=True.
     """
-    _norm.check_scalars(eps, offset)
+    eps, offset = _norm.check_scalars(eps, offset)
     fp32_weight = _check(x, weight, casting)
     apply = _rms_norm if torch.compiler.is_compiling() else RMSNorm.apply
     return apply(x, weight, eps, offset, fp32_weight)  # type: ignore[no-any-return]
@@ -141,7 +141,7 @@ def add_rms_norm(
     Raises:
         ShapeError: residual differs from x in shape, dtype or device. Other errors as `rms_norm`.
     """
-    _norm.check_scalars(eps, offset)
+    eps, offset = _norm.check_scalars(eps, offset)
     fp32_weight = _check(x, weight, casting)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ShapeError(

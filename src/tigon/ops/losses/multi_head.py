@@ -332,7 +332,8 @@ def _factors(head_weights: Tensor | Sequence[float] | None, like_K: Tensor, dtyp
         return torch.ones_like(like_K, dtype=dtype)
     if isinstance(head_weights, Tensor):
         return common.number_on(head_weights, dtype, like_K.device)
-    return torch.stack([common.number_on(factor, dtype, like_K.device) for factor in head_weights])
+    numbers = [f if isinstance(f, Tensor) else check_number("head_weights", f) for f in head_weights]
+    return torch.stack([common.number_on(number, dtype, like_K.device) for number in numbers])
 
 
 def _unique(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
