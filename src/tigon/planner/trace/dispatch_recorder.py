@@ -215,7 +215,7 @@ def _mm(args: Mapping[str, Any]) -> float:
 def _chunked_loss(args: Mapping[str, Any]) -> float:
     """Logits, and in the forward the gradients that are wanted without being kept."""
     made = 0 if args["keep"] else args["want_hidden"] + args["want_weight"]
-    return float(2 * math.prod(args["hidden"].shape) * args["weight"].shape[0] * (1 + made))
+    return float(2 * math.prod(args["hidden_NH"].shape) * args["weight_VH"].shape[0] * (1 + made))
 
 
 def _hidden_grad(args: Mapping[str, Any]) -> float:
