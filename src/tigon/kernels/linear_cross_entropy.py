@@ -359,12 +359,12 @@ def exp_logits(x_CH, tensors, options, tile, e_CV):
     ignore_index, _, softcap, logit_scale, z_loss = options
     (C, H), V = x_CH.shape, weight_VH.shape[0]
     P = _device.cdiv(V, tile.vocab)
-    new = {"dtype": torch.float32, "device": x_CH.device}
-    loss, stats = torch.empty(C, **new), torch.empty((3, C), **new)
-    z_y, shift, partial = torch.empty(C, **new), torch.empty(C, **new), torch.empty((C, P), **new)
-    slope = torch.empty(C, **new) if softcap is not None else None
+    fp32 = {"dtype": torch.float32}
+    loss, stats = x_CH.new_empty(C, **fp32), x_CH.new_empty((3, C), **fp32)
+    z_y, shift, partial = x_CH.new_empty(C, **fp32), x_CH.new_empty(C, **fp32), x_CH.new_empty((C, P), **fp32)
+    slope = x_CH.new_empty(C, **fp32) if softcap is not None else None
     want_grad = e_CV is not None
-    factors = torch.empty((2, C if want_grad else 0), **new)
+    factors = x_CH.new_empty((2, C if want_grad else 0), **fp32)
     if not C:
         return loss, stats, factors
     flags = {"HAS_BIAS": bias is not None, "HAS_SOFTCAP": softcap is not None, "HAS_SCALE": logit_scale != 1.0}

@@ -140,8 +140,9 @@ class Signature:
         getters: list[tuple[int, Callable[[Any], Iterable[Any]]]] = []
         for position, (_, kind) in enumerate(self._arguments.kinds):
             paths = kind.tensor_paths("")
-            if isinstance(kind, _Record) and paths:
-                getters.append((position, operator.attrgetter(*paths, paths[0])))  # two or more, to return a tuple
+            if isinstance(kind, _Record):
+                if paths:
+                    getters.append((position, operator.attrgetter(*paths, paths[0])))  # two or more return a tuple
             elif paths:
                 getters.append((position, _as_list if kind.schema_type == "Tensor[]" else _in_a_list))
         return getters

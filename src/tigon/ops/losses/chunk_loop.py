@@ -329,7 +329,7 @@ def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
     chunk, keep, want_grad = options.chunk, options.keep, options.want_grad
     want_hidden, want_weight, want_bias = options.want_hidden, options.want_weight, options.want_bias
     entropy, predicted = options.entropy, options.predicted
-    loss, stats, entropies, argmax, dx_NH, dw_VH, db_V, kept_NV, factors_N = outputs
+    dx_NH, dw_VH, db_V, kept_NV, factors_N = outputs[4:]
     N, V = hidden_NH.shape[0], weight_VH.shape[0]
     if tile is not None and (N < _FEWEST_EXP_ROWS or not _starts_aligned(weight_VH)):
         tile = None
@@ -341,25 +341,25 @@ def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
             part, logits_CV = tensors.part(rows), buffer_CV[: rows.stop - rows.start]
             x_CH, target = part.hidden_NH, part.target
             if tile is not None:
-                loss[rows], stats[:, rows], factors = _exp_logits(
-                    part, options.loss, tile, logits_CV if want_grad else None
-                )
+                loss, stats, factors = _exp_logits(part, options.loss, tile, logits_CV if want_grad else None)
+                outputs = _with_rows(outputs, rows, N, loss=loss, stats=stats)
                 if keep:
-                    factors_N[:, rows] = factors
+                    outputs = _with_rows(outputs, rows, N, factors=factors)
                 if want_hidden and not keep:
                     dx_NH[rows] = _exp_hidden_grad_body(logits_CV, weight_VH, factors, target, None, len(x_CH))
                 if want_weight and not keep:
                     _exp_weight_grad_into(logits_CV, x_CH, factors, target, dw_VH, accumulate=number > 0)
                 continue
             _logits(x_CH, weight_VH, bias, logits_CV)
-            loss[rows], stats[:, rows], chunk_entropy, chunk_argmax = common.rows_with_gradient(
+            loss, stats, entropies, argmax = common.rows_with_gradient(
                 common.Rows(logits_CV, target, part.class_weight, part.token_weight, options.loss),
                 entropy, predicted, part.grad_scale, logits_CV if want_grad else None,
             )  # fmt: skip
+            outputs = _with_rows(outputs, rows, N, loss=loss, stats=stats)
             if entropy:
-                entropies[rows] = chunk_entropy
+                outputs = _with_rows(outputs, rows, N, entropy=entropies)
             if predicted:
-                argmax[rows] = chunk_argmax
+                outputs = _with_rows(outputs, rows, N, predicted=argmax)
             if want_bias:
                 db_V.copy_(_column_sum(logits_CV) if number == 0 else db_V + _column_sum(logits_CV))
             if want_hidden and not keep:
@@ -369,6 +369,15 @@ def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
     if N == 0:
         for empty_sum in (dw_VH, db_V):
             empty_sum.zero_()
+    return outputs
+
+
+def _with_rows(outputs: ChunkResults, rows: slice, tokens: int, **parts: Tensor) -> ChunkResults:
+    """`outputs` with the values of a chunk's rows. A single chunk's tensors are taken as they are, without a copy."""
+    if rows.stop - rows.start == tokens:
+        return outputs._replace(**parts)
+    for name, part in parts.items():
+        getattr(outputs, name)[..., rows] = part
     return outputs
 
 
