@@ -26,8 +26,8 @@ class Launch:
     """A kernel with its grid, numbers and constexprs; each call launches it with other tensors.
 
     The arguments are under the names of the kernel's parameters, in their order: first tensors (or None), then numbers
-    and constexprs. The key of a compiled kernel holds what else makes Triton compile again: the device, and the dtype
-    of each tensor and whether its address is a multiple of 16 bytes.
+    and constexprs. The device, a tensor's dtype and its alignment to 16 bytes also make Triton compile again, so they
+    are the key of the compiled kernels.
     """
 
     __slots__ = ("_compiled", "_grid", "_kernel", "_num_warps", "_numbers", "_values")

@@ -59,8 +59,8 @@ def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
 
     If a dimension is not a multiple of 8, such as GPT-2's vocabulary of 50257, cuBLAS uses kernels that load element by
     element, even if rows are padded. They are 1.6 to 8 times slower on an H200. The remainder therefore gets a separate
-    product. The weight gradient of a single token, a column times a row, also gets such a kernel: it takes 829 us for
-    128256 x 4096, and writing the result alone takes 250 us. Padding both factors with zeros avoids it.
+    product. The weight gradient of one token is a column times a row and also gets such a kernel. It takes 829 us for
+    128256 x 4096; writing the result alone takes 250 us. Padding both factors with zeros avoids it.
     """
     if a.shape[1] == 1:
         line = 16 // a.element_size()
@@ -113,8 +113,8 @@ def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
 # --- logits as exponentials ------------------------------------------------------------------------------------------
 
 _FEWEST_EXP_ROWS = 16
-"""With fewer tokens the time goes into reading the weight, and the vendor's product is faster: 0.25 ms instead of 0.33
-for 1 x 4096 x 128256 on an H200 (torch 2.11+cu130, triton 3.6, commit 3dc13d9, 2026-11-21)."""
+"""With fewer tokens, reading the weight takes the time, and the vendor's product is faster. It takes 0.25 ms instead of
+0.33 for 1 x 4096 x 128256 on an H200 (torch 2.11+cu130, triton 3.6, commit 3dc13d9, 2026-11-21)."""
 
 
 def _exp_tile(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_outputs: bool) -> LogitsTile | None:
@@ -262,7 +262,7 @@ class ChunkTensors:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkOptions:
-    """What the loop computes, and in which chunks."""
+    """The chunk size, and the results that are wanted."""
 
     loss: LossOptions
     chunk: Annotated[int, SYMBOLIC]
@@ -282,7 +282,7 @@ class ChunkOptions:
 
 
 class ChunkResults(NamedTuple):
-    """What the loop computed; tensors that are not wanted are empty."""
+    """The results of the loop; tensors that are not wanted are empty."""
 
     loss: Tensor
     stats: Tensor

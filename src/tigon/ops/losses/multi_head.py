@@ -156,7 +156,7 @@ class MultiHeadLinearCrossEntropy(torch.autograd.Function):
 def _common_scale(dtype: torch.dtype, scales_K: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
     """(scale of each head's stored gradients, factor still to multiply by).
 
-    fp16 stores the gradients of the head with the largest scale as `gradient_scales` says, and those of the others in
+    In fp16, the head with the largest scale stores its gradients as `gradient_scales` says. The others store theirs in
     proportion, so that one remaining factor fits all heads.
     """
     if dtype != torch.float16:
