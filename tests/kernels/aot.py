@@ -177,7 +177,7 @@ class Pretence:
 def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[None]:
     """Launches go to `launches` instead of a GPU, once for every target; all targets have one warp size, as much shared
     memory and one tile for the logits."""
-    from tigon.kernels import _device, norm
+    from tigon.kernels import _device, glu, norm
 
     pretence, run = Pretence(), JITFunction.run
 
@@ -202,7 +202,8 @@ def recording(targets: list[str], launches: list[dict[str, Any]]) -> Iterator[No
         return True  # handled: Triton compiles nothing and launches nothing
 
     lanes, shared, chip = TARGETS[targets[0]].warp_size, TARGETS[targets[0]].shared_bytes, TARGETS[targets[0]].chip
-    norm.bwd_tile.cache_clear()
+    for cached in (norm.bwd_tile, norm._backward, glu._fwd_launch, glu._bwd_launch):
+        cached.cache_clear()  # they depend on the chip
     driver.set_active(pretence)  # type: ignore[arg-type]
     with (
         patch.object(JITFunction, "run", run_for_each),

@@ -16,7 +16,7 @@ from tigon.errors import OptionError
 from tigon.kernels import chips
 from tigon.ops import dispatch, linear_cross_entropy
 from tigon.ops.losses import chunk_loop
-from tigon.ops.losses.common import LossOptions
+from tigon.ops.losses.options import LossOptions
 
 N, H, V = 24, 16, 120
 

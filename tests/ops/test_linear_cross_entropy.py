@@ -126,13 +126,13 @@ class Shapes:
     def __init__(self, monkeypatch: Any) -> None:
         self.logits_rows: list[int] = []
         self.products: list[tuple[int, ...]] = []
-        inner = common.cross_entropy_fwd.run
+        inner = common.rows_with_gradient
 
-        def run(logits: Tensor, *args: Any, **extra: Any) -> Any:
-            self.logits_rows.append(logits.shape[0])
-            return inner(logits, *args, **extra)
+        def run(rows: common.Rows, *args: Any) -> Any:
+            self.logits_rows.append(rows.logits_NV.shape[0])
+            return inner(rows, *args)
 
-        monkeypatch.setattr(common.cross_entropy_fwd, "run", run)
+        monkeypatch.setattr(common, "rows_with_gradient", run)
         for name in ("mm", "addmm"):
             real = getattr(torch, name)
 

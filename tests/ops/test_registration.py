@@ -46,14 +46,17 @@ def _recorded(calls: dict[str, list[tuple[Any, ...]]]) -> Iterator[None]:
     """Collect the arguments of every operator that runs."""
     primitive, differentiable_ = Primitive.__call__, Differentiable.__call__
 
+    def record(operator: Primitive | Differentiable, args: tuple[Any, ...], keep_requires_grad: bool) -> None:
+        flat = args if operator.signature is None else tuple(operator.signature.flatten(args))
+        name = operator._operator._schema.name.split("::")[1]
+        calls.setdefault(name, []).append(_copied(flat, keep_requires_grad))
+
     def of_primitive(self: Primitive, *args: Any) -> Any:
-        calls.setdefault(self._operator._schema.name.split("::")[1], []).append(_copied(args, False))
+        record(self, args, False)
         return primitive(self, *args)
 
     def of_differentiable(self: Differentiable, *args: Any) -> Any:
-        # Arguments outside the schema do not belong to the operator.
-        declared = len(self._operator._schema.arguments)
-        calls.setdefault(self._operator._schema.name.split("::")[1], []).append(_copied(args[:declared], True))
+        record(self, args, True)
         return differentiable_(self, *args)
 
     with patch.object(Primitive, "__call__", of_primitive), patch.object(Differentiable, "__call__", of_differentiable):

@@ -1,7 +1,7 @@
 """Kernel launches that take little CPU time.
 
 At every launch `kernel[grid](...)` binds and specialises the arguments in Python, and its C launcher asks the driver
-about every pointer. `launch` keeps the compiled kernels under its own key and passes addresses.
+about every pointer. A `Launch` keeps the compiled kernels under its own key and passes addresses.
 """
 
 import torch
@@ -13,48 +13,88 @@ from tigon.kernels import _device
 # The launcher's arguments are known for these versions of Triton only. Other versions, AMD and the interpreter use
 # `kernel[grid](...)`.
 _DIRECT = torch.version.cuda is not None and triton.__version__.startswith("3.6.")
-_compiled = {}
+_launches = {}
 _pointers = {}
-# The key holds numbers unchanged, which costs less than Triton's classes (1, a multiple of 16, wide). A number that
-# changes with every call would fill the cache, so the cache is emptied at this size. Triton keeps the compiled kernels.
-_MOST_KEYS = 1 << 14
+# A number that changes with every call would fill the cache, so the cache is emptied at this size. Triton keeps the
+# compiled kernels.
+_MOST_LAUNCHES = 1 << 14
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class Launch:
+    """A kernel with its grid, numbers and constexprs; each call launches it with other tensors.
+
+    The arguments are under the names of the kernel's parameters, in their order: first tensors (or None), then numbers
+    and constexprs. The device, a tensor's dtype and its alignment to 16 bytes also make Triton compile again, so they
+    are the key of the compiled kernels.
+    """
+
+    __slots__ = ("_compiled", "_grid", "_kernel", "_num_warps", "_numbers", "_values")
+
+    def __init__(self, kernel, grid, *, num_warps, **numbers):
+        self._kernel, self._num_warps, self._numbers = kernel, num_warps, numbers
+        self._grid = (grid[0], grid[1] if len(grid) == 2 else 1, 1)
+        self._values = tuple(numbers.values())
+        self._compiled = {}
+
+    def __call__(self, x, **tensors):
+        """Launch on x's device and its current stream."""
+        self.run(x, tensors.values(), tensors)
+
+    def run(self, x, tensors, arguments):
+        """Launch with `tensors`, which are the first of `arguments`."""
+        device = x.get_device()
+        if device < 0 or not _DIRECT:
+            self._by_triton(x, arguments)
+            return
+        key, addresses = [device], []
+        for tensor in tensors:
+            if tensor is None:
+                key.append(None)
+                addresses.append(None)
+            else:
+                address = tensor.data_ptr()
+                addresses.append(address)
+                key.append((tensor.dtype,) if address & 15 else tensor.dtype)
+        key = tuple(key)
+        cached = self._compiled.get(key)
+        if cached is None or knobs.runtime.launch_enter_hook.calls or _current_device() != device:
+            compiled = self._by_triton(x, arguments)
+            if cached is None and compiled is not None:
+                self._keep(key, compiled)
+            return
+        run, fixed = cached
+        run(*self._grid, _raw_stream(device), *fixed, *addresses, *self._values)
+
+    def _by_triton(self, x, arguments):
+        return launch_by_triton(
+            self._kernel, self._grid, x, num_warps=self._num_warps, **{**arguments, **self._numbers}
+        )  # fmt: skip
+
+    def _keep(self, key, compiled):
+        run = compiled.run
+        if run.global_scratch_size or run.profile_scratch_size:
+            return
+        fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
+        self._compiled[key] = run.launch, (*fixed, compiled.packed_metadata, None, None, None)
 
 
 def launch(kernel, grid, x, *, num_warps, **arguments):
     """Launch `kernel[grid](**arguments, num_warps=num_warps)` on x's device and its current stream.
 
-    `arguments` have the names and the order of the kernel's parameters: first tensors (or None), then numbers and
-    constexprs. A parameter is always an int or always a float, because 1 and 1.0 are the same key. The key holds
-    everything that makes Triton compile a kernel again: dtypes, alignment to 16 bytes, integers and constexprs.
+    A number is always an int or always a float, because 1 and 1.0 are the same key.
     """
-    if not (_DIRECT and x.is_cuda):
-        launch_by_triton(kernel, grid, x, num_warps=num_warps, **arguments)
-        return
-    device = x.get_device()
     values = tuple(arguments.values())
     pointers = _pointers.get(id(kernel)) or _count_pointers(kernel, values)
-    numbers = values[pointers:]
-    key, addresses = [id(kernel), device, num_warps, numbers], []
-    for tensor in values[:pointers]:
-        if tensor is None:
-            key.append(None)
-            addresses.append(None)
-        else:
-            address = tensor.data_ptr()
-            key.append(tensor.dtype)
-            key.append(address & 15)
-            addresses.append(address)
-    key = tuple(key)
-    cached = _compiled.get(key)
-    if cached is None or knobs.runtime.launch_enter_hook.calls or _current_device() != device:
-        compiled = launch_by_triton(kernel, grid, x, num_warps=num_warps, **arguments)
-        if cached is None and compiled is not None:
-            _keep(key, compiled)
-        return
-    run, fixed = cached
-    run(grid[0], grid[1] if len(grid) == 2 else 1, 1, _raw_stream(device), *fixed, *addresses, *numbers)
+    key = (id(kernel), grid, num_warps, values[pointers:])
+    prepared = _launches.get(key)
+    if prepared is None:
+        if len(_launches) >= _MOST_LAUNCHES:
+            _launches.clear()
+        numbers = dict(tuple(arguments.items())[pointers:])
+        prepared = _launches[key] = Launch(kernel, grid, num_warps=num_warps, **numbers)
+    prepared.run(x, values[:pointers], arguments)
 
 
 def launch_by_triton(kernel, grid, x, *, num_warps, num_stages=None, **arguments):
@@ -70,13 +110,3 @@ def _count_pointers(kernel, values):
     """How many of the kernel's leading arguments are tensors or None."""
     _pointers[id(kernel)] = count = 1 + max(i for i, a in enumerate(values) if a is None or hasattr(a, "data_ptr"))
     return count
-
-
-def _keep(key, compiled):
-    run = compiled.run
-    if run.global_scratch_size or run.profile_scratch_size:
-        return
-    if len(_compiled) >= _MOST_KEYS:
-        _compiled.clear()
-    fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
-    _compiled[key] = run.launch, (*fixed, compiled.packed_metadata, None, None, None)

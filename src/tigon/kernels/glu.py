@@ -11,13 +11,15 @@ The backward recomputes f, because saving it would cost as much memory as g. Eve
 f(g) is not rounded before it is multiplied by u.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from tigon.kernels import _device
-from tigon.kernels._launch import launch
-from tigon.kernels.layout import row_view
+from tigon.kernels._launch import Launch
+from tigon.kernels.layout import row_view, rows_of
 
 # M rows, F columns of gate, up and y.
 # Elements of a program's tile. With one program per whole row, the backward reaches 40 % of a Hopper's bandwidth: five
@@ -104,30 +106,62 @@ def _tile(M, F, elements, index):
     }  # fmt: skip
 
 
+def _rows(gate, up):
+    """(gate, up, M, F, their row strides); the halves of a packed gate are views of it. Contiguous tensors need no
+    views, which take 1 us each."""
+    if up is None:
+        g_MF, u_MF = _halves(gate, None)
+        return g_MF, u_MF, *g_MF.shape, g_MF.stride(0), u_MF.stride(0)
+    width = gate.shape[-1] if gate.ndim else 1
+    g, M, stride_g = rows_of(gate, width)
+    u, _, stride_u = rows_of(up, width)
+    return g, u, M, width, stride_g, stride_u
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _fwd_launch(M, F, stride_g, stride_u, activation, index):
+    grid, tile = _tile(M, F, FWD_TILE, index)
+    return Launch(
+        glu_fwd_kernel, grid, M=M, F=F, stride_g=stride_g, stride_u=stride_u, ACTIVATION=activation, **tile
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _bwd_launch(M, F, strides, activation, want_dg, want_du, index):
+    grid, tile = _tile(M, F, BWD_TILE, index)
+    stride_dy, stride_g, stride_u, stride_dg, stride_du = strides
+    return Launch(
+        glu_bwd_kernel, grid,
+        M=M, F=F, stride_dy=stride_dy, stride_g=stride_g, stride_u=stride_u, stride_dg=stride_dg, stride_du=stride_du,
+        ACTIVATION=activation, WANT_DG=want_dg, WANT_DU=want_du, **tile,
+    )  # fmt: skip
+
+
 def glu_fwd(gate, up, activation):
     """Launch the forward; gate and up are (..., F), or gate is (..., 2F) and up is None. Returns (..., F)."""
-    width = gate.shape[-1] // 2 if up is None else gate.shape[-1]
-    dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
-    y = torch.empty((*gate.shape[:-1], width), dtype=dtype, device=gate.device)
+    if up is None:
+        y = gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+    else:
+        dtype = gate.dtype
+        if up.dtype is not dtype:
+            dtype = torch.promote_types(dtype, up.dtype)
+        y = torch.empty_like(gate, dtype=dtype, memory_format=torch.contiguous_format)
     if y.numel():
-        g_MF, u_MF = _halves(gate, up)
-        grid, tile = _tile(*g_MF.shape, FWD_TILE, gate.device.index)
-        M, F = g_MF.shape
-        launch(
-            glu_fwd_kernel, grid, gate,
-            G=g_MF, U=u_MF, Y=y, M=M, F=F, stride_g=g_MF.stride(0), stride_u=u_MF.stride(0),
-            ACTIVATION=activation, **tile,
-        )  # fmt: skip
+        g_MF, u_MF, M, F, stride_g, stride_u = _rows(gate, up)
+        _fwd_launch(M, F, stride_g, stride_u, activation, gate.device.index)(gate, G=g_MF, U=u_MF, Y=y)
     return y
 
 
 def glu_bwd(dy, gate, up, activation, want_dgate, want_dup):
-    """Launch the backward; returns (dgate, dup), empty if not wanted. A packed gate has one packed gradient."""
-    dgate = torch.empty(gate.shape if want_dgate else (0,), dtype=gate.dtype, device=gate.device)
-    other = gate if up is None else up
-    dup = torch.empty(other.shape if want_dup else (0,), dtype=other.dtype, device=other.device)
+    """Launch the backward; returns (dgate, dup), empty where not wanted. A packed gate has one packed gradient."""
+    dgate = _empty_grad(gate, want_dgate)
+    dup = _empty_grad(gate if up is None else up, want_dup)
     _launch_bwd(dy, gate, up, dgate, dup, activation, want_dgate, want_dup)
     return dgate, dup
+
+
+def _empty_grad(x, wanted):
+    return torch.empty_like(x, memory_format=torch.contiguous_format) if wanted else x.new_empty(0)
 
 
 def glu_bwd_inplace(dy, gate, up, activation):
@@ -141,18 +175,13 @@ def glu_bwd_inplace(dy, gate, up, activation):
 def _launch_bwd(dy, gate, up, dgate, dup, activation, want_dgate, want_dup):
     if not gate.numel():
         return
-    g_MF, u_MF = _halves(gate, up)
-    M, F = g_MF.shape
+    g_MF, u_MF, M, F, stride_g, stride_u = _rows(gate, up)
+    dg_MF, du_MF, stride_dg, stride_du = dgate, dup, F, F
     if up is None:
         dg_MF, du_MF = _halves(dgate, None)
-    else:
-        dg_MF, du_MF = (d.view(M, F) if d.numel() else d.view(0, 1) for d in (dgate, dup))
-    dy_MF = row_view(dy, F)
-    grid, tile = _tile(M, F, BWD_TILE, gate.device.index)
-    launch(
-        glu_bwd_kernel, grid, gate,
-        DY=dy_MF, G=g_MF, U=u_MF, DG=dg_MF, DU=du_MF, M=M, F=F,
-        stride_dy=dy_MF.stride(0), stride_g=g_MF.stride(0), stride_u=u_MF.stride(0),
-        stride_dg=dg_MF.stride(0), stride_du=du_MF.stride(0),
-        ACTIVATION=activation, WANT_DG=want_dgate, WANT_DU=up is None or want_dup, **tile,
-    )  # fmt: skip
+        stride_dg, stride_du = dg_MF.stride(0), du_MF.stride(0)
+    dy_MF, _, stride_dy = rows_of(dy, F)
+    _bwd_launch(
+        M, F, (stride_dy, stride_g, stride_u, stride_dg, stride_du), activation, want_dgate, up is None or want_dup,
+        gate.device.index,
+    )(gate, DY=dy_MF, G=g_MF, U=u_MF, DG=dg_MF, DU=du_MF)  # fmt: skip

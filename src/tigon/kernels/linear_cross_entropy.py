@@ -354,26 +354,26 @@ def _rows_in_l2(rows, row_bytes, tile):
     return _device.cdiv(tiles, _device.cdiv(tiles * tile.tokens * row_bytes, tile.group_bytes))
 
 
-def exp_logits(
-    x_CH, weight_VH, bias, target, class_weight, token_weight, ignore_index, softcap, logit_scale, z_loss, tile,
-    grad_scale=None, e_CV=None,
-):  # fmt: skip
-    """Launch the product and the row kernel; returns (loss (C,), stats (3, C), factors (2, C)) in fp32.
+def exp_logits(x_CH, tensors, options, tile, e_CV):
+    """(loss (C,), stats (3, C), factors (2, C)) in fp32 of bf16 hidden and weight; E into `e_CV` if given.
 
-    Hidden states and weight are bf16. E is written to `e_CV` if it is given. x_CH and weight_VH have unit stride along
-    H, and the rows of all three start at multiples of 16 bytes. `factors` holds f and c, which include the fp32 scalar
-    `grad_scale`; it is empty without `e_CV`.
+    `tensors` and `options` are the chunk's ChunkTensors and LossOptions; x_CH is its hidden states, or an aligned copy.
+    x_CH and weight_VH have unit stride along H and rows that start at multiples of 16 bytes, as e_CV's do. `factors`
+    are f and c, the fp32 scalar `grad_scale` included; empty without `e_CV`.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton 3.4
 
+    weight_VH, bias, target = tensors.weight_VH, tensors.bias, tensors.target
+    class_weight, token_weight, grad_scale = tensors.class_weight, tensors.token_weight, tensors.grad_scale
+    ignore_index, _, softcap, logit_scale, z_loss = options
     (C, H), V = x_CH.shape, weight_VH.shape[0]
     P = _device.cdiv(V, tile.vocab)
-    new = {"dtype": torch.float32, "device": x_CH.device}
-    loss, stats = torch.empty(C, **new), torch.empty((3, C), **new)
-    z_y, shift, partial = torch.empty(C, **new), torch.empty(C, **new), torch.empty((C, P), **new)
-    slope = torch.empty(C, **new) if softcap is not None else None
+    fp32 = {"dtype": torch.float32}
+    loss, stats = x_CH.new_empty(C, **fp32), x_CH.new_empty((3, C), **fp32)
+    z_y, shift, partial = x_CH.new_empty(C, **fp32), x_CH.new_empty(C, **fp32), x_CH.new_empty((C, P), **fp32)
+    slope = x_CH.new_empty(C, **fp32) if softcap is not None else None
     want_grad = e_CV is not None
-    factors = torch.empty((2, C if want_grad else 0), **new)
+    factors = x_CH.new_empty((2, C if want_grad else 0), **fp32)
     if not C:
         return loss, stats, factors
     flags = {"HAS_BIAS": bias is not None, "HAS_SOFTCAP": softcap is not None, "HAS_SCALE": logit_scale != 1.0}

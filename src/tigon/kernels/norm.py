@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from tigon.kernels import _device
-from tigon.kernels._launch import launch
+from tigon.kernels._launch import Launch
 from tigon.kernels._math import INTERPRETED
 from tigon.kernels.layout import rows_of
 
@@ -251,15 +251,21 @@ def norm_bwd_dw_wide_kernel(
 
 
 @triton.jit
-def sum_rows_kernel(P, Out, rows, H, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
-    """Out[h] = Σ_r P[r, h], in a fixed order, cast to Out's dtype."""
+def sum_rows_kernel(P, Out, Second, rows, H, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+    """Out[h] = Σ_r P[0, r, h], in a fixed order, cast to Out's dtype. A second row of programs sums P[1] into Second,
+    which has Out's dtype."""
+    P += tl.program_id(1).to(tl.int64) * rows * H
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK_R, BLOCK], dtype=tl.float32)
     for start in range(0, rows, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
         mask = (r < rows)[:, None] & (cols < H)[None, :]
         total += tl.load(P + r.to(tl.int64)[:, None] * H + cols[None, :], mask=mask, other=0.0)
-    tl.store(Out + cols, tl.sum(total, axis=0).to(Out.dtype.element_ty), mask=cols < H)
+    sums = tl.sum(total, axis=0).to(Out.dtype.element_ty)
+    if tl.program_id(1) == 0:
+        tl.store(Out + cols, sums, mask=cols < H)
+    else:
+        tl.store(Second + cols, sums, mask=cols < H)
 
 
 @dataclass(frozen=True)
@@ -323,112 +329,127 @@ def bwd_tile(width, center, loaded_bytes, device):
     return Tile(max(1, 2048 // block), 4 if block <= 2048 else 8 if block <= 4096 else 16, 2)
 
 
+# The plans below hold all that shapes, strides, dtypes and options decide. A call then only allocates and launches.
+_PLANS = 1 << 12
+
+
+@functools.lru_cache(maxsize=_PLANS)
+def _fwd_launch(width, M, stride_x, stride_r, has_weight, has_bias, eps, offset, center, fp32_weight):
+    block, t = block_of(width), fwd_tile(width, center)
+    return Launch(
+        norm_fwd_kernel, (_device.cdiv(M, t.rows),),
+        M=M, H=width, stride_x=stride_x, stride_r=0 if stride_r is None else stride_r,
+        eps=float(eps), offset=float(offset), CENTER=center, HAS_RESIDUAL=stride_r is not None, HAS_WEIGHT=has_weight,
+        HAS_BIAS=has_bias, ROUND_XHAT=not fp32_weight, ONE_TILE=width <= block, ROWS=t.rows, BLOCK=block,
+        num_warps=t.num_warps,
+    )  # fmt: skip
+
+
 def norm_fwd(x, residual, weight, bias, eps, offset, center, fp32_weight):
-    """Launch the forward; returns (y, s, mean, rstd). A result that the flags switch off is an empty tensor."""
+    """Launch the forward; returns (y, s, mean, rstd), with None for what the flags leave out."""
     width = x.shape[-1]
     x_MH, M, stride_x = rows_of(x, width)
-    residual_MH, _, stride_r = (x_MH, M, stride_x) if residual is None else rows_of(residual, width)
-    weight = None if weight is None else weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    y, s, mean, rstd = norm_outputs(x, residual, weight, center, fp32_weight)
-    block, t = block_of(width), fwd_tile(width, center)
+    residual_MH = stride_r = s = None
+    if residual is not None:
+        residual_MH, _, stride_r = rows_of(residual, width)
+        s = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if weight is not None and not weight.is_contiguous():
+        weight = weight.contiguous()
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
+    y_dtype = x.dtype
+    if not fp32_weight and weight is not None and weight.dtype is not y_dtype:
+        y_dtype = torch.promote_types(y_dtype, weight.dtype)
+    y = torch.empty_like(x, dtype=y_dtype, memory_format=torch.contiguous_format)
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    mean = torch.empty_like(rstd) if center else None
     if M and width:
-        launch(
-            norm_fwd_kernel, (_device.cdiv(M, t.rows),), x,
-            X=x_MH, R=residual_MH, W=weight, B=bias, Y=y, S=s, Mean=mean, Rstd=rstd, M=M, H=width,
-            stride_x=stride_x, stride_r=stride_r, eps=float(eps), offset=float(offset),
-            CENTER=center, HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None, ROUND_XHAT=not fp32_weight, ONE_TILE=width <= block,
-            ROWS=t.rows, BLOCK=block, num_warps=t.num_warps,
-        )  # fmt: skip
+        _fwd_launch(
+            width, M, stride_x, stride_r, weight is not None, bias is not None, eps, offset, center, fp32_weight
+        )(x, X=x_MH, R=residual_MH, W=weight, B=bias, Y=y, S=s, Mean=mean, Rstd=rstd)
     return y, s, mean, rstd
 
 
-def norm_outputs(x, residual, weight, center, fp32_weight):
-    """Uninitialised outputs of the forward. `x.new_empty` takes a third of the 3 us of torch.empty."""
-    y_dtype = x.dtype
-    if not fp32_weight and weight is not None and weight.dtype != y_dtype:
-        y_dtype = torch.promote_types(y_dtype, weight.dtype)
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    return (
-        torch.empty_like(x, dtype=y_dtype, memory_format=torch.contiguous_format),
-        x.new_empty(0) if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format),
-        torch.empty_like(rstd) if center else rstd.new_empty(0),
-        rstd,
-    )
+class _Backward:
+    """The launches of the backward; see `_PLANS`."""
+
+    def __init__(self, width, M, strides, loaded_bytes, flags, want_dx, want_dw, want_db, device):
+        stride_dy, stride_ds, stride_x = strides
+        offset, center, fp32_weight, has_weight, weight_bytes = flags
+        has_ds = stride_ds is not None
+        block = block_of(width)
+        reload_w = has_weight and block == MAX_BLOCK
+        multiprocessors = _device.multiprocessors(device)
+        t = bwd_tile(width, center, loaded_bytes + (weight_bytes if reload_w else 0), device)
+        if multiprocessors >= M:
+            # One turn each: nothing to load ahead, and a second row of a tile would be empty.
+            t = Tile(1 if block >= 1024 else t.rows, t.num_warps)
+        self.programs = min(_device.cdiv(M, t.rows), t.per_sm * multiprocessors)
+        self.wide = width > block
+        # The sums of one program are the result.
+        self.alone = self.programs == 1 and not self.wide
+        given = {
+            "H": width, "stride_dy": stride_dy, "stride_ds": stride_ds if has_ds else 0, "stride_x": stride_x,
+            "offset": float(offset), "CENTER": center, "HAS_DS": has_ds, "HAS_WEIGHT": has_weight,
+        }  # fmt: skip
+        if not self.wide:
+            self.launch = Launch(
+                norm_bwd_kernel, (self.programs,),
+                M=M, **given, ROUND_XHAT=not fp32_weight, WANT_DX=want_dx, WANT_DW=want_dw, WANT_DB=want_db,
+                ROWS=t.rows, BLOCK=block, STAGES=t.stages, RELOAD_W=reload_w, num_warps=t.num_warps,
+            )  # fmt: skip
+        else:
+            self.launch_dx = Launch(norm_bwd_dx_wide_kernel, (M,), **given, BLOCK=WIDE_DX[0], num_warps=WIDE_DX[1])
+            self.launch_dw = Launch(
+                norm_bwd_dw_wide_kernel, (_device.cdiv(width, WIDE_DW[0]), self.programs),
+                M=M, H=width, stride_dy=stride_dy, stride_x=stride_x, CENTER=center, ROUND_XHAT=not fp32_weight,
+                WANT_DW=want_dw, WANT_DB=want_db, BLOCK=WIDE_DW[0], num_warps=WIDE_DW[1],
+            )  # fmt: skip
+        self.sum = Launch(
+            sum_rows_kernel, (_device.cdiv(width, 64), 2 if want_dw and want_db else 1),
+            rows=self.programs, H=width, BLOCK_R=32, BLOCK=64, num_warps=4,
+        )  # fmt: skip
+
+
+_backward = functools.lru_cache(maxsize=_PLANS)(_Backward)
 
 
 def norm_bwd(dy, ds, x, weight, mean, rstd, offset, center, fp32_weight, want_dx, want_dw, want_db):
-    """Launch the backward; returns (dx, dw, db). A gradient that is not wanted is an empty tensor."""
+    """Launch the backward; returns (dx, dw, db), with None for what is not wanted."""
     width = x.shape[-1]
     x_MH, M, stride_x = rows_of(x, width)
     dy_MH, _, stride_dy = rows_of(dy, width)
-    ds_MH, _, stride_ds = (dy_MH, M, stride_dy) if ds is None else rows_of(ds, width)
-    weight = None if weight is None else weight.contiguous()
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if want_dx else x.new_empty(0)
-    if not (M and width):
-        return dx, *(_parameter_grad(weight, x, width, want).zero_() for want in (want_dw, want_db))
-    block = block_of(width)
-    reload_w = weight is not None and block == MAX_BLOCK
-    loaded_bytes = dy.element_size() + x.element_size()
+    ds_MH, stride_ds, loaded_bytes, weight_bytes = None, None, dy.element_size() + x.element_size(), 0
     if ds is not None:
+        ds_MH, _, stride_ds = rows_of(ds, width)
         loaded_bytes += ds.element_size()
-    if reload_w:
-        loaded_bytes += weight.element_size()
-    device = x.device.index
-    multiprocessors = _device.multiprocessors(device)
-    t = bwd_tile(width, center, loaded_bytes, device)
-    if multiprocessors >= M:
-        # Each program has one turn: it cannot load ahead, and a second row of its tile would be empty.
-        t = Tile(1 if block >= 1024 else t.rows, t.num_warps)
-    programs = min(_device.cdiv(M, t.rows), t.per_sm * multiprocessors)
-    dw, db = _parameter_grad(weight, x, width, want_dw), _parameter_grad(weight, x, width, want_db)
-    alone = programs == 1 and width <= block
-    # The sums of a single program are already the result.
-    partial_dw, partial_db = (dw, db) if alone else _partial_sums(want_dw, want_db, programs, x)
-    if width <= block:
-        launch(
-            norm_bwd_kernel, (programs,), x,
-            DY=dy_MH, DS=ds_MH, X=x_MH, W=weight, Mean=mean, Rstd=rstd, DX=dx, DW=partial_dw, DB=partial_db,
-            M=M, H=width, stride_dy=stride_dy, stride_ds=stride_ds, stride_x=stride_x, offset=float(offset),
-            CENTER=center, HAS_DS=ds is not None, HAS_WEIGHT=weight is not None, ROUND_XHAT=not fp32_weight,
-            WANT_DX=want_dx, WANT_DW=want_dw, WANT_DB=want_db, ROWS=t.rows, BLOCK=block,
-            STAGES=t.stages, RELOAD_W=reload_w, num_warps=t.num_warps,
-        )  # fmt: skip
-    else:
+    if weight is not None:
+        weight_bytes = weight.element_size()
+        if not weight.is_contiguous():
+            weight = weight.contiguous()
+    parameter = x if weight is None else weight
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if want_dx else None
+    dw = parameter.new_empty(width) if want_dw else None
+    db = parameter.new_empty(width) if want_db else None
+    if not (M and width):
+        return dx, *(None if grad is None else grad.zero_() for grad in (dw, db))
+    plan = _backward(
+        width, M, (stride_dy, stride_ds, stride_x), loaded_bytes,
+        (offset, center, fp32_weight, weight is not None, weight_bytes), want_dx, want_dw, want_db, x.device.index,
+    )  # fmt: skip
+    partial_dw, partial_db = dw, db
+    summed = (want_dw or want_db) and not plan.alone
+    if summed:
+        both = want_dw and want_db
+        partial = x.new_empty((2 if both else 1, plan.programs, width), dtype=torch.float32)
+        partial_dw, partial_db = partial.unbind(0) if both else (partial, partial)
+    if plan.wide:
         if want_dx:
-            launch(
-                norm_bwd_dx_wide_kernel, (M,), x,
-                DY=dy_MH, DS=ds_MH, X=x_MH, W=weight, Mean=mean, Rstd=rstd, DX=dx, H=width,
-                stride_dy=stride_dy, stride_ds=stride_ds, stride_x=stride_x, offset=float(offset),
-                CENTER=center, HAS_DS=ds is not None, HAS_WEIGHT=weight is not None,
-                BLOCK=WIDE_DX[0], num_warps=WIDE_DX[1],
-            )  # fmt: skip
+            plan.launch_dx(x, DY=dy_MH, DS=ds_MH, X=x_MH, W=weight, Mean=mean, Rstd=rstd, DX=dx)
         if want_dw or want_db:
-            launch(
-                norm_bwd_dw_wide_kernel, (_device.cdiv(width, WIDE_DW[0]), programs), x,
-                DY=dy_MH, X=x_MH, Mean=mean, Rstd=rstd, DW=partial_dw, DB=partial_db, M=M, H=width,
-                stride_dy=stride_dy, stride_x=stride_x,
-                CENTER=center, ROUND_XHAT=not fp32_weight, WANT_DW=want_dw, WANT_DB=want_db,
-                BLOCK=WIDE_DW[0], num_warps=WIDE_DW[1],
-            )  # fmt: skip
-    for want, p, out in ((want_dw, partial_dw, dw), (want_db, partial_db, db)):
-        if want and not alone:
-            launch(
-                sum_rows_kernel, (_device.cdiv(width, 64),), x,
-                P=p, Out=out, rows=programs, H=width, BLOCK_R=32, BLOCK=64, num_warps=4,
-            )  # fmt: skip
+            plan.launch_dw(x, DY=dy_MH, X=x_MH, Mean=mean, Rstd=rstd, DW=partial_dw, DB=partial_db)
+    else:
+        plan.launch(x, DY=dy_MH, DS=ds_MH, X=x_MH, W=weight, Mean=mean, Rstd=rstd, DX=dx, DW=partial_dw, DB=partial_db)
+    if summed:
+        plan.sum(x, P=partial, Out=dw if want_dw else db, Second=db if want_db else dw)
     return dx, dw, db
-
-
-def _partial_sums(want_dw, want_db, programs, x):
-    """fp32 partial sums for dw and db, if wanted, in one allocation."""
-    if not (want_dw and want_db):
-        rows = programs if want_dw or want_db else 0
-        partial = x.new_empty((rows, x.shape[-1]), dtype=torch.float32)
-        return partial, partial
-    return x.new_empty((2, programs, x.shape[-1]), dtype=torch.float32).unbind(0)
-
-
-def _parameter_grad(weight, x, width, want):
-    return (x if weight is None else weight).new_empty(width if want else 0)

@@ -13,12 +13,14 @@ The backward needs the tables only. The output is new memory. Rotating q in plac
 other functions whose backward saved it.
 """
 
+import functools
+
 import triton
 import triton.language as tl
 
 from tigon.kernels import _device
-from tigon.kernels._launch import launch
-from tigon.kernels.layout import empty_ordered
+from tigon.kernels._launch import Launch
+from tigon.kernels.layout import ordered_strides
 
 # B batch, H heads, T tokens, D head width, R rotary width; N = B·T.
 # A program rotates HEADS heads of some tokens, so that it reads a table row from DRAM once and uses it HEADS times from
@@ -121,15 +123,44 @@ def _unit_last(x):
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _strides(prefix, x, heads_dim):
+def _strides(prefix, strides, heads_dim):
     """The kernel's arguments for the strides of batch, heads and tokens."""
-    batch, heads, tokens = x.stride(0), x.stride(heads_dim), x.stride(3 - heads_dim)
-    return {prefix + "b": batch, prefix + "h": heads, prefix + "t": tokens}
+    return {prefix + "b": strides[0], prefix + "h": strides[heads_dim], prefix + "t": strides[3 - heads_dim]}
 
 
-def _table_strides(table):
-    """(batch, token) strides of (T, R), (1, T, R) or (B, T, R). The batch stride is 0 if all sequences share a row."""
-    return 0 if table.ndim == 2 or table.shape[0] == 1 else table.stride(0), table.stride(-2)
+def _table_strides(prefix, shape, strides):
+    """Strides of batch and tokens of (T, R), (1, T, R) or (B, T, R); 0 where one row serves all."""
+    return {prefix + "b": 0 if len(shape) == 2 or shape[0] == 1 else strides[0], prefix + "t": strides[-2]}
+
+
+class _Plan:
+    """What shapes, strides and options decide. A call then only allocates and launches."""
+
+    def __init__(self, q, k, cos, sin, heads_dim, interleaved, transpose):
+        (q_shape, q_strides, q_order), (k_shape, k_strides, k_order) = q, k
+        (cos_shape, cos_strides), (sin_shape, sin_strides) = cos, sin
+        time_dim = 3 - heads_dim
+        B, T, D, R = q_shape[0], q_shape[time_dim], q_shape[3], cos_shape[-1]
+        q_heads, k_heads = q_shape[heads_dim], k_shape[heads_dim]
+        self.q_out, self.k_out = ordered_strides(q_shape, q_order), ordered_strides(k_shape, k_order)
+        self.empty = not B * T * (q_heads + k_heads)
+        if self.empty:
+            return
+        block = _device.next_power_of_2(R // 2)
+        rows = max(1, TILE // block)
+        groups = _device.cdiv(q_heads, HEADS) + _device.cdiv(k_heads, HEADS)
+        self.launch = Launch(
+            rope_kernel, (groups * _device.cdiv(B * T, rows),),
+            N=B * T, T=T, q_heads=q_heads, k_heads=k_heads,
+            **_strides("stride_q", q_strides, heads_dim), **_strides("stride_k", k_strides, heads_dim),
+            **_table_strides("stride_c", cos_shape, cos_strides), **_table_strides("stride_s", sin_shape, sin_strides),
+            **_strides("stride_yq", self.q_out, heads_dim), **_strides("stride_yk", self.k_out, heads_dim),
+            R=R, D=D, INTERLEAVED=interleaved, TRANSPOSE=transpose, HEADS=HEADS, ROWS=rows, BLOCK=block,
+            BLOCK_PASS=_device.next_power_of_2(max(D - R, 1)), num_warps=NUM_WARPS,
+        )  # fmt: skip
+
+
+_plan = functools.lru_cache(maxsize=1 << 12)(_Plan)
 
 
 def rope(q, k, cos, sin, q_order, k_order, heads_dim, interleaved, transpose):
@@ -137,26 +168,12 @@ def rope(q, k, cos, sin, q_order, k_order, heads_dim, interleaved, transpose):
 
     q and k are (B, H, T, D) with heads_dim 1 and (B, T, H, D) with heads_dim 2. The number of heads may be 0 in either.
     """
-    y_q, y_k = empty_ordered(q, q_order), empty_ordered(k, k_order)
-    time_dim = 3 - heads_dim
-    B, T, D = q.shape[0], q.shape[time_dim], q.shape[3]
-    q_heads, k_heads = q.shape[heads_dim], k.shape[heads_dim]
-    if not B * T * (q_heads + k_heads):
-        return y_q, y_k
-    q, k, cos, sin = (_unit_last(x) for x in (q, k, cos, sin))
-    R = cos.shape[-1]
-    block = _device.next_power_of_2(R // 2)
-    rows = max(1, TILE // block)
-    groups = _device.cdiv(q_heads, HEADS) + _device.cdiv(k_heads, HEADS)
-    stride_cb, stride_ct = _table_strides(cos)
-    stride_sb, stride_st = _table_strides(sin)
-    launch(
-        rope_kernel, (groups * _device.cdiv(B * T, rows),), q,
-        Q=q, K=k, Cos=cos, Sin=sin, YQ=y_q, YK=y_k, N=B * T, T=T, q_heads=q_heads, k_heads=k_heads,
-        **_strides("stride_q", q, heads_dim), **_strides("stride_k", k, heads_dim),
-        stride_cb=stride_cb, stride_ct=stride_ct, stride_sb=stride_sb, stride_st=stride_st,
-        **_strides("stride_yq", y_q, heads_dim), **_strides("stride_yk", y_k, heads_dim),
-        R=R, D=D, INTERLEAVED=interleaved, TRANSPOSE=transpose, HEADS=HEADS, ROWS=rows, BLOCK=block,
-        BLOCK_PASS=_device.next_power_of_2(max(D - R, 1)), num_warps=NUM_WARPS,
+    q, k, cos, sin = _unit_last(q), _unit_last(k), _unit_last(cos), _unit_last(sin)
+    plan = _plan(
+        (q.shape, q.stride(), tuple(q_order)), (k.shape, k.stride(), tuple(k_order)),
+        (cos.shape, cos.stride()), (sin.shape, sin.stride()), heads_dim, interleaved, transpose,
     )  # fmt: skip
+    y_q, y_k = q.new_empty_strided(q.shape, plan.q_out), k.new_empty_strided(k.shape, plan.k_out)
+    if not plan.empty:
+        plan.launch(q, Q=q, K=k, Cos=cos, Sin=sin, YQ=y_q, YK=y_k)
     return y_q, y_k

@@ -22,7 +22,7 @@ import importlib
 import importlib.util
 import numbers
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -31,12 +31,15 @@ from torch import Tensor
 from tigon.errors import DoubleBackwardError, DtypeError, OptionError
 from tigon.kernels import chips
 from tigon.kernels.chips import Chip
+from tigon.ops.signature import Signature
 
 _LIBRARY = torch.library.Library("tigon", "DEF")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Kernels accumulate in fp32, so fp64 inputs use the composite path, which computes in fp64.
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+_FLOATS = KERNEL_DTYPES | {torch.float64}
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton reads the same variable when it decorates a kernel and ignores later changes.
@@ -80,14 +83,18 @@ def planned_chip(x: Tensor) -> Chip | None:
 
 
 def check_number(name: str, value: Any) -> Any:
-    """Return `value` if it is a Python number, else raise `OptionError`.
+    """Return `value` as an int or a float (symbolic ones too), or raise `OptionError` if it is not a real number.
 
     Tensors are refused because reading one would wait for the GPU, and booleans because True would count as 1.
     """
-    plain = isinstance(value, (int, float)) or (not isinstance(value, Tensor) and isinstance(value, numbers.Real))
-    if isinstance(value, bool) or not (plain or isinstance(value, (torch.SymInt, torch.SymFloat))):
-        raise OptionError(f"{name}={value!r} is a {type(value).__name__}; it must be a number.")
-    return value
+    if type(value) is float:
+        return value
+    if not isinstance(value, bool):
+        if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            return value
+        if not isinstance(value, Tensor) and isinstance(value, numbers.Real):
+            return float(value)  # such as a Fraction, which PyTorch does not take
+    raise OptionError(f"{name}={value!r} is a {type(value).__name__}; it must be a number.")
 
 
 def check_whole(name: str, value: Any) -> None:
@@ -99,7 +106,7 @@ def check_whole(name: str, value: Any) -> None:
 def check_dtype(*tensors: Tensor | None) -> None:
     """Raise `DtypeError` for a tensor whose dtype is not fp16, bf16, fp32 or fp64."""
     for t in tensors:
-        if t is not None and t.dtype not in KERNEL_DTYPES and t.dtype != torch.float64:
+        if t is not None and t.dtype not in _FLOATS:
             raise DtypeError(
                 f"dtype {t.dtype} is not supported; "
                 "the limit is float16, bfloat16, float32 and float64. Cast the input."
@@ -109,7 +116,7 @@ def check_dtype(*tensors: Tensor | None) -> None:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def can_bypass_dispatcher(args: tuple[Any, ...]) -> bool:
+def can_bypass_dispatcher(args: Iterable[Any]) -> bool:
     """True if no compiler, mode or tensor subclass needs to see a named operator, and no argument is a meta tensor."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
@@ -133,67 +140,106 @@ class Primitive:
     that the kernel does not support. A `composite` calls other primitives and PyTorch ops on every device. `kernel` is
     "module:function", resolved at the first launch so that importing tigon does not import Triton. `fake` takes the
     same arguments and returns empty outputs of the right shapes, dtypes and devices. `check`, if given, runs first on
-    the arguments of every real call and may raise.
+    the arguments of every real call and may raise. `complete(results, *args)`, if given, replaces each None in the
+    kernel's results by an empty tensor, because an operator must not return None. Calls without the dispatcher get
+    None, because an allocation takes 1 us.
+
+    Without a `schema`, the annotations of `fake` make it, and all bodies take and return records (`signature.py`).
     """
 
     def __init__(
         self,
         name: str,
-        schema: str,
+        schema: str | None = None,
         *,
         fake: Callable[..., Any],
         reference: Callable[..., Any] | None = None,
         kernel: str | None = None,
         composite: Callable[..., Any] | None = None,
         check: Callable[..., None] | None = None,
+        complete: Callable[..., Any] | None = None,
     ) -> None:
         if (composite is None) == (reference is None) or (reference is None) != (kernel is None):
             raise TypeError(f"{name} needs either a composite, or a kernel and a reference.")
         self.name = name
         self._check = check
+        self._complete = complete
         self._reference = reference
         self._composite = composite
-        self.fake = fake
         self._kernel_path = kernel
-        _LIBRARY.define(name + schema)
-        _LIBRARY.impl(name, self.run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"tigon::{name}", fake, lib=_LIBRARY)
+        self.signature = Signature(fake) if schema is None else None
+        self.fake = _flat(fake, self.signature)
+        """The fake, with the operator's flat arguments."""
+        _LIBRARY.define(name + (schema or self.signature.schema))  # type: ignore[union-attr]
+        _LIBRARY.impl(name, _flat(self._of_operator, self.signature), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tigon::{name}", self.fake, lib=_LIBRARY)
         self._operator = getattr(torch.ops.tigon, name).default
         is_tensor = ["Tensor" in str(a.type) and "List" not in str(a.type) for a in self._operator._schema.arguments]
+        self._getters = [] if self.signature is None else self.signature.tensor_getters()
         # Only tensors decide whether a call needs the dispatcher, so arguments after the last tensor are not checked.
         self._tensors_end = len(is_tensor) - is_tensor[::-1].index(True)
         PRIMITIVES[f"tigon::{name}"] = self
 
     @functools.cached_property
-    def _kernel(self) -> Callable[..., Any]:
+    def kernel(self) -> Callable[..., Any]:
+        """The function that launches the kernel."""
         assert self._kernel_path is not None
         module, function = self._kernel_path.split(":")
         return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
 
-    def run(self, *args: Any, **extra: Any) -> Any:
-        """Run the real body, without the dispatcher. `extra` passes arguments that the operator's schema lacks."""
+    def body(self, x: Tensor) -> Callable[..., Any]:
+        """The real body of a call whose first tensor is `x`, without its check."""
+        return self._composite or (self.kernel if uses_kernel(x) else self._reference)  # type: ignore[return-value]
+
+    def _tensors(self, args: Sequence[Any]) -> list[Any]:
+        return [tensor for position, get in self._getters for tensor in get(args[position])]
+
+    def _of_operator(self, *args: Any) -> Any:
+        """The real body as the operator runs it."""
         if self._check is not None:
             self._check(*args)
-        body = self._composite or (self._kernel if uses_kernel(args[0]) else self._reference)
-        return body(*args, **extra)  # type: ignore[misc]
+        x = args[0] if self.signature is None else self._tensors(args)[0]
+        results = self.body(x)(*args)
+        return results if self._complete is None else self._complete(results, *args)
 
     def __call__(self, *args: Any) -> Any:
-        return self.run(*args) if can_bypass_dispatcher(args[: self._tensors_end]) else self._operator(*args)
+        signature = self.signature
+        tensors = args[: self._tensors_end] if signature is None else self._tensors(args)
+        if not can_bypass_dispatcher(tensors):
+            if signature is None:
+                return self._operator(*args)
+            return signature.results(self._operator(*signature.flatten(args)))
+        if self._check is not None:
+            self._check(*args)
+        body = self._composite or (self.kernel if uses_kernel(tensors[0]) else self._reference)
+        return body(*args)  # type: ignore[misc]
+
+
+def _flat(body: Callable[..., Any], signature: Signature | None) -> Callable[..., Any]:
+    """`body` with the flat arguments of its operator."""
+    return body if signature is None else lambda *flat: body(*signature.restore(flat))
 
 
 class Differentiable:
-    """The operator `tigon::name` that runs `function.apply`; `__call__` skips the dispatcher unless compiling."""
+    """The operator `tigon::name` that runs `function`; torch.compile calls it, eager code calls the function.
 
-    def __init__(self, name: str, schema: str, function: Callable[..., Any]) -> None:
-        self._function = function
-        _LIBRARY.define(name + schema)
-        _LIBRARY.impl(name, function, "Autograd")
-        _LIBRARY.impl(name, torch.no_grad()(function), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"tigon::{name}", torch.no_grad()(function), lib=_LIBRARY)
+    Without a `schema`, the annotations of `function` make it.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], schema: str | None = None) -> None:
+        self.signature = Signature(function) if schema is None else None
+        flat = _flat(function, self.signature)
+        _LIBRARY.define(name + (schema or self.signature.schema))  # type: ignore[union-attr]
+        _LIBRARY.impl(name, flat, "Autograd")
+        _LIBRARY.impl(name, torch.no_grad()(flat), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tigon::{name}", torch.no_grad()(flat), lib=_LIBRARY)
         self._operator = getattr(torch.ops.tigon, name).default
 
     def __call__(self, *args: Any) -> Any:
-        return self._operator(*args) if torch.compiler.is_compiling() else self._function(*args)
+        """Call the operator."""
+        if self.signature is None:
+            return self._operator(*args)
+        return self.signature.results(self._operator(*self.signature.flatten(args)))
 
 
 def first_order(backward: _F) -> _F:

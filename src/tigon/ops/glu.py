@@ -129,15 +129,20 @@ def _apart(gate: Tensor, up: Tensor | None) -> bool:
     return up is None or gate.untyped_storage()._cdata != up.untyped_storage()._cdata  # fakes have no address
 
 
+def _may_overwrite(gate: Tensor, up: Tensor | None, needs_input_grad: tuple[bool, ...]) -> bool:
+    """Whether the gradients have room in gate and up, which nobody else needs."""
+    # A leaf belongs to the caller. If only one gradient is wanted, the other input must stay readable.
+    both = needs_input_grad[0] and (up is None or needs_input_grad[1])
+    free = all(t is None or (not t.is_leaf and t.is_contiguous()) for t in (gate, up))
+    return both and free and _apart(gate, up)
+
+
 class GLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str, inplace: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        # A leaf belongs to the caller. If only one gradient is wanted, the other input must stay readable.
-        both = ctx.needs_input_grad[0] and (up is None or ctx.needs_input_grad[1])
-        free = all(t is None or (not t.is_leaf and t.is_contiguous()) for t in (gate, up))
-        ctx.inplace = inplace and both and free and _apart(gate, up)
+        ctx.inplace = inplace and _may_overwrite(gate, up, ctx.needs_input_grad)
         return glu_fwd(gate, up, activation)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -157,7 +162,7 @@ class GLU(torch.autograd.Function):
         return dgate if want_dgate else None, dup if want_dup else None, None, None
 
 
-_glu = Differentiable("glu", "(Tensor gate, Tensor? up, str activation, bool inplace) -> Tensor", GLU.apply)
+_glu = Differentiable("glu", GLU.apply, "(Tensor gate, Tensor? up, str activation, bool inplace) -> Tensor")
 
 
 def _sharers(x: Tensor) -> int:
@@ -208,11 +213,12 @@ def _gated(gate: Tensor, up: Tensor | None, activation: str, inplace: bool) -> T
             raise ShapeError(f"gate is {tuple(gate.shape)} and up is {tuple(up.shape)}; they must agree.")
         if gate.device != up.device:
             raise ShapeError(f"gate is on {gate.device} and up on {up.device}; move them to one device.")
-        if torch.float64 in (gate.dtype, up.dtype):
+        if gate.dtype is torch.float64 or up.dtype is torch.float64:
             # No kernel computes in fp64, and the dtype of gate decides whether a kernel runs. So cast both to fp64.
             gate, up = gate.double(), up.double()
-    # Under torch.compile the compiler plans the buffers.
-    return _glu(gate, up, activation, inplace and not torch.compiler.is_compiling())  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        return _glu(gate, up, activation, False)  # type: ignore[no-any-return]  # the compiler plans the buffers
+    return GLU.apply(gate, up, activation, inplace)  # type: ignore[no-any-return]
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None, *, inplace: bool = False) -> Tensor:

@@ -36,7 +36,7 @@ class LayerNorm(torch.autograd.Function):
 
 
 _layer_norm = Differentiable(
-    "layer_norm", "(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", LayerNorm.apply
+    "layer_norm", LayerNorm.apply, "(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor"
 )
 
 
@@ -58,10 +58,11 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         DoubleBackwardError: in backward, with create_graph=True.
     """
     check_dtype(x, weight, bias)
-    norm.check_scalars(eps)
+    eps, _ = norm.check_scalars(eps)
     norm.check_parameter("weight", weight, x)
     norm.check_parameter("bias", bias, x)
-    return _layer_norm(x, weight, bias, eps)  # type: ignore[no-any-return]
+    apply = _layer_norm if torch.compiler.is_compiling() else LayerNorm.apply
+    return apply(x, weight, bias, eps)  # type: ignore[no-any-return]
 
 
 def layer_norm_oracle(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

@@ -15,14 +15,15 @@ from tigon.errors import DtypeError, OptionError, ShapeError
 from tigon.ops.dispatch import Primitive, check_number
 
 
-def check_scalars(eps: Any, offset: Any = 0.0) -> None:
-    """Raise `OptionError` unless eps is a finite number >= 0 and offset (of the weight) is a finite number."""
+def check_scalars(eps: Any, offset: Any = 0.0) -> tuple[float, float]:
+    """Return eps and offset (of the weight); raise `OptionError` unless both are finite numbers and eps is >= 0."""
     if type(eps) is float and type(offset) is float and 0.0 <= eps < math.inf and -math.inf < offset < math.inf:
-        return
+        return eps, offset
     if not 0.0 <= check_number("eps", eps) < math.inf:
         raise OptionError(f"eps={eps} must be finite and not negative.")
     if not -math.inf < check_number("offset", offset) < math.inf:
         raise OptionError(f"offset={offset} must be finite; leave it out for none.")
+    return float(eps), float(offset)
 
 
 def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
@@ -31,7 +32,7 @@ def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
         raise ShapeError("x is 0-dim, but the norm runs over the last dimension. Pass (..., H).")
     if parameter is None:
         return
-    if parameter.ndim != 1 or parameter.shape[0] != x.shape[-1]:
+    if parameter.shape != x.shape[-1:]:
         raise ShapeError(f"{name} is {tuple(parameter.shape)}, x is {tuple(x.shape)}; {name} must be ({x.shape[-1]},).")
     if parameter.device != x.device:
         raise ShapeError(f"{name} is on {parameter.device}, x is on {x.device}; move one of them.")
@@ -156,12 +157,28 @@ def _bwd_fake(
     )
 
 
+def _complete_fwd(results: Any, x: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    y, s, mean, rstd = results
+    return y, x.new_empty(0) if s is None else s, rstd.new_empty(0) if mean is None else mean, rstd
+
+
+def _complete_bwd(results: Any, dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, *_: Any) -> Any:
+    dx, dw, db = results
+    parameter = x if weight is None else weight
+    return (
+        x.new_empty(0) if dx is None else dx,
+        parameter.new_empty(0) if dw is None else dw,
+        parameter.new_empty(0) if db is None else db,
+    )
+
+
 norm_fwd = Primitive(
     "norm_fwd",
     "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float offset, bool center, bool fp32_weight)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     reference=_fwd_reference,
     kernel="tigon.kernels.norm:norm_fwd",
+    complete=_complete_fwd,
     fake=_fwd_fake,
 )
 norm_bwd = Primitive(
@@ -170,5 +187,6 @@ norm_bwd = Primitive(
     " bool fp32_weight, bool want_dx, bool want_dw, bool want_db) -> (Tensor, Tensor, Tensor)",
     reference=_bwd_reference,
     kernel="tigon.kernels.norm:norm_bwd",
+    complete=_complete_bwd,
     fake=_bwd_fake,
 )

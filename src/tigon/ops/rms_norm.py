@@ -74,12 +74,12 @@ class AddRMSNorm(torch.autograd.Function):
 
 
 _rms_norm = Differentiable(
-    "rms_norm", "(Tensor x, Tensor? weight, float eps, float offset, bool fp32_weight) -> Tensor", RMSNorm.apply
+    "rms_norm", RMSNorm.apply, "(Tensor x, Tensor? weight, float eps, float offset, bool fp32_weight) -> Tensor"
 )
 _add_rms_norm = Differentiable(
     "add_rms_norm",
-    "(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, bool fp32_weight) -> (Tensor, Tensor)",
     AddRMSNorm.apply,
+    "(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, bool fp32_weight) -> (Tensor, Tensor)",
 )
 
 
@@ -113,8 +113,10 @@ def rms_norm(
         OptionError: casting is unknown; or eps or offset is not a finite number, or eps is negative.
         DoubleBackwardError: in backward, with create_graph=True.
     """
-    norm.check_scalars(eps, offset)
-    return _rms_norm(x, weight, eps, offset, _check(x, weight, casting))  # type: ignore[no-any-return]
+    eps, offset = norm.check_scalars(eps, offset)
+    fp32_weight = _check(x, weight, casting)
+    apply = _rms_norm if torch.compiler.is_compiling() else RMSNorm.apply
+    return apply(x, weight, eps, offset, fp32_weight)  # type: ignore[no-any-return]
 
 
 def add_rms_norm(
@@ -143,7 +145,7 @@ def add_rms_norm(
         OptionError: casting is unknown; or eps or offset is not a finite number, or eps is negative.
         DoubleBackwardError: in backward, with create_graph=True.
     """
-    norm.check_scalars(eps, offset)
+    eps, offset = norm.check_scalars(eps, offset)
     fp32_weight = _check(x, weight, casting)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ShapeError(
@@ -151,7 +153,8 @@ def add_rms_norm(
         )
     if residual.device != x.device:
         raise ShapeError(f"residual is on {residual.device}, x is on {x.device}; move one of them.")
-    return _add_rms_norm(x, residual, weight, eps, offset, fp32_weight)  # type: ignore[no-any-return]
+    apply = _add_rms_norm if torch.compiler.is_compiling() else AddRMSNorm.apply
+    return apply(x, residual, weight, eps, offset, fp32_weight)  # type: ignore[no-any-return]
 
 
 def rms_norm_oracle(

@@ -113,8 +113,8 @@ class Rope(torch.autograd.Function):
 
 _rope = Differentiable(
     "rope",
-    "(Tensor q, Tensor k, Tensor cos, Tensor sin, int heads_dim, bool interleaved) -> (Tensor, Tensor)",
     Rope.apply,
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, int heads_dim, bool interleaved) -> (Tensor, Tensor)",
 )
 
 
@@ -178,7 +178,8 @@ def rope(
         DoubleBackwardError: in backward, with create_graph=True.
     """
     _check(q, k, cos, sin, unsqueeze_dim)
-    return _rope(q, k, cos, sin, unsqueeze_dim, interleaved)  # type: ignore[no-any-return]
+    apply = _rope if torch.compiler.is_compiling() else Rope.apply
+    return apply(q, k, cos, sin, unsqueeze_dim, interleaved)  # type: ignore[no-any-return]
 
 
 def rope_oracle(

@@ -1,6 +1,7 @@
 """The losses.
 
-common.py                 options, targets, denominators, and the row-wise primitives with their PyTorch reference
+options.py                the options: types, defaults, checks
+common.py                 targets, denominators, and the row-wise primitives with their PyTorch reference
 cross_entropy.py          cross entropy of logits that exist
 linear_cross_entropy.py   cross entropy of `hidden @ weight.T + bias`, without all logits at once
 chunk_plan.py             how many tokens a chunk has, and what is kept for backward

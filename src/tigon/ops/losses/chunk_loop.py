@@ -12,10 +12,9 @@ trained bias, entropy and predictions need the pass.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +22,10 @@ from torch import Tensor
 
 from tigon.kernels.chips import LogitsTile
 from tigon.ops import dispatch
+from tigon.ops.signature import SYMBOLIC
 from tigon.ops.dispatch import Primitive
 from tigon.ops.losses import common
-from tigon.ops.losses.common import LossOptions
+from tigon.ops.losses.options import LossOptions
 
 # N tokens, C tokens of a chunk, H hidden, V vocabulary.
 
@@ -59,8 +59,8 @@ def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
 
     If a dimension is not a multiple of 8, such as GPT-2's vocabulary of 50257, cuBLAS uses kernels that load element by
     element, even if rows are padded. They are 1.6 to 8 times slower on an H200. The remainder therefore gets a separate
-    product. The weight gradient of a single token, a column times a row, also gets such a kernel: it takes 829 us for
-    128256 x 4096, and writing the result alone takes 250 us. Padding both factors with zeros avoids it.
+    product. The weight gradient of one token is a column times a row and also gets such a kernel. It takes 829 us for
+    128256 x 4096; writing the result alone takes 250 us. Padding both factors with zeros avoids it.
     """
     if a.shape[1] == 1:
         line = 16 // a.element_size()
@@ -113,8 +113,8 @@ def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
 # --- logits as exponentials ------------------------------------------------------------------------------------------
 
 _FEWEST_EXP_ROWS = 16
-"""With fewer tokens the time goes into reading the weight, and the vendor's product is faster: 0.25 ms instead of 0.33
-for 1 x 4096 x 128256 on an H200 (torch 2.11+cu130, triton 3.6, commit 3dc13d9, 2026-11-21)."""
+"""With fewer tokens, reading the weight takes the time, and the vendor's product is faster. It takes 0.25 ms instead of
+0.33 for 1 x 4096 x 128256 on an H200 (torch 2.11+cu130, triton 3.6, commit 3dc13d9, 2026-11-21)."""
 
 
 def _exp_tile(hidden_NH: Tensor, weight_VH: Tensor, options: LossOptions, other_outputs: bool) -> LogitsTile | None:
@@ -134,19 +134,16 @@ def _starts_aligned(x: Tensor) -> bool:
 
 
 def _exp_logits(
-    x_CH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    token_weight: Tensor | None, options: LossOptions, tile: LogitsTile, grad_scale: Tensor, e_CV: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    chunk: ChunkTensors, options: LossOptions, tile: LogitsTile, e_CV: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, stats, factors) of a chunk; writes the exponentials E, which lack the factors, into `e_CV`."""
     from tigon.kernels.linear_cross_entropy import exp_logits
 
+    x_CH = chunk.hidden_NH
     if common.wants_label_check(x_CH):
-        common.check_labels(weight_VH.shape[0], target, options.ignore_index)
-    ignore_index, _, softcap, logit_scale, z_loss = options
-    return exp_logits(  # type: ignore[no-any-return]
-        x_CH if _starts_aligned(x_CH) else x_CH.clone(memory_format=torch.contiguous_format), weight_VH, bias, target,
-        class_weight, token_weight, ignore_index, softcap, logit_scale, z_loss, tile, grad_scale, e_CV,
-    )  # fmt: skip
+        common.check_labels(chunk.weight_VH.shape[0], chunk.target, options.ignore_index)
+    x_CH = x_CH if _starts_aligned(x_CH) else x_CH.clone(memory_format=torch.contiguous_format)
+    return exp_logits(x_CH, chunk, options, tile, e_CV)  # type: ignore[no-any-return]
 
 
 def _label_term(factors: Tensor, target: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
@@ -201,7 +198,7 @@ def _exp_weight_grad_into(
     e_CV: Tensor, x_CH: Tensor, factors: Tensor, target: Tensor, dw_VH: Tensor, accumulate: bool
 ) -> None:
     """dW (+)= Eᵀ (f ⊙ X), then adds c_i · x_i to row y_i."""
-    scaled = common.scale_rows.run(x_CH, factors[0], None, x_CH.shape[0], x_CH.dtype)
+    scaled = common.scale_rows.body(x_CH)(x_CH, factors[0], None, x_CH.shape[0], x_CH.dtype)
     product_into(e_CV.t(), scaled, dw_VH, accumulate)
     if dispatch.uses_kernel(e_CV):
         from tigon.kernels.linear_cross_entropy import add_label_rows
@@ -250,13 +247,25 @@ class ChunkTensors:
     grad_scale: Tensor
     """0-dim; the gradients are for an upstream gradient of 1 / grad_scale."""
 
+    def part(self, rows: slice) -> ChunkTensors:
+        """The tensors of some of the tokens."""
+        return ChunkTensors(
+            hidden_NH=self.hidden_NH[rows],
+            weight_VH=self.weight_VH,
+            bias=self.bias,
+            target=self.target[rows],
+            class_weight=self.class_weight,
+            token_weight=None if self.token_weight is None else self.token_weight[rows],
+            grad_scale=self.grad_scale,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkOptions:
-    """What the loop computes, and in which chunks."""
+    """The chunk size, and the results that are wanted."""
 
     loss: LossOptions
-    chunk: int
+    chunk: Annotated[int, SYMBOLIC]
     """Tokens of a chunk."""
     keep: bool = False
     """Return the logits' gradient instead of the gradients of hidden and weight."""
@@ -273,7 +282,7 @@ class ChunkOptions:
 
 
 class ChunkResults(NamedTuple):
-    """What the loop computed; tensors that are not wanted are empty."""
+    """The results of the loop; tensors that are not wanted are empty."""
 
     loss: Tensor
     stats: Tensor
@@ -316,12 +325,11 @@ def _tile_of(tensors: ChunkTensors, options: ChunkOptions) -> LogitsTile | None:
 def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
     tile = _tile_of(tensors, options)
     outputs = _chunks_outputs(tensors, options, tile is not None)
-    hidden_NH, weight_VH, bias, target = tensors.hidden_NH, tensors.weight_VH, tensors.bias, tensors.target
-    class_weight, token_weight, grad_scale = tensors.class_weight, tensors.token_weight, tensors.grad_scale
+    hidden_NH, weight_VH, bias = tensors.hidden_NH, tensors.weight_VH, tensors.bias
     chunk, keep, want_grad = options.chunk, options.keep, options.want_grad
     want_hidden, want_weight, want_bias = options.want_hidden, options.want_weight, options.want_bias
     entropy, predicted = options.entropy, options.predicted
-    loss, stats, entropies, argmax, dx_NH, dw_VH, db_V, kept_NV, factors_N = outputs
+    dx_NH, dw_VH, db_V, kept_NV, factors_N = outputs[4:]
     N, V = hidden_NH.shape[0], weight_VH.shape[0]
     if tile is not None and (N < _FEWEST_EXP_ROWS or not _starts_aligned(weight_VH)):
         tile = None
@@ -330,29 +338,28 @@ def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
     buffer_CV = kept_NV if keep else _buffer(min(chunk, N) if stored else 0, V, hidden_NH)
     with no_autocast(hidden_NH):
         for number, rows in enumerate(_chunks(N, chunk)):
-            x_CH, logits_CV = hidden_NH[rows], buffer_CV[: rows.stop - rows.start]
-            weights = None if token_weight is None else token_weight[rows]
+            part, logits_CV = tensors.part(rows), buffer_CV[: rows.stop - rows.start]
+            x_CH, target = part.hidden_NH, part.target
             if tile is not None:
-                loss[rows], stats[:, rows], factors = _exp_logits(
-                    x_CH, weight_VH, bias, target[rows], class_weight, weights, options.loss, tile, grad_scale,
-                    logits_CV if want_grad else None,
-                )  # fmt: skip
+                loss, stats, factors = _exp_logits(part, options.loss, tile, logits_CV if want_grad else None)
+                outputs = _with_rows(outputs, rows, N, loss=loss, stats=stats)
                 if keep:
-                    factors_N[:, rows] = factors
+                    outputs = _with_rows(outputs, rows, N, factors=factors)
                 if want_hidden and not keep:
-                    dx_NH[rows] = exp_hidden_grad.run(logits_CV, weight_VH, factors, target[rows], None, len(x_CH))
+                    dx_NH[rows] = _exp_hidden_grad_body(logits_CV, weight_VH, factors, target, None, len(x_CH))
                 if want_weight and not keep:
-                    _exp_weight_grad_into(logits_CV, x_CH, factors, target[rows], dw_VH, accumulate=number > 0)
+                    _exp_weight_grad_into(logits_CV, x_CH, factors, target, dw_VH, accumulate=number > 0)
                 continue
             _logits(x_CH, weight_VH, bias, logits_CV)
-            loss[rows], stats[:, rows], chunk_entropy, chunk_argmax = common.cross_entropy_fwd.run(
-                logits_CV, target[rows], class_weight, weights, *options.loss, entropy, predicted,
-                grad_scale=grad_scale, grad_NV=logits_CV if want_grad else None,
+            loss, stats, entropies, argmax = common.rows_with_gradient(
+                common.Rows(logits_CV, target, part.class_weight, part.token_weight, options.loss),
+                entropy, predicted, part.grad_scale, logits_CV if want_grad else None,
             )  # fmt: skip
+            outputs = _with_rows(outputs, rows, N, loss=loss, stats=stats)
             if entropy:
-                entropies[rows] = chunk_entropy
+                outputs = _with_rows(outputs, rows, N, entropy=entropies)
             if predicted:
-                argmax[rows] = chunk_argmax
+                outputs = _with_rows(outputs, rows, N, predicted=argmax)
             if want_bias:
                 db_V.copy_(_column_sum(logits_CV) if number == 0 else db_V + _column_sum(logits_CV))
             if want_hidden and not keep:
@@ -362,6 +369,15 @@ def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
     if N == 0:
         for empty_sum in (dw_VH, db_V):
             empty_sum.zero_()
+    return outputs
+
+
+def _with_rows(outputs: ChunkResults, rows: slice, tokens: int, **parts: Tensor) -> ChunkResults:
+    """`outputs` with the values of a chunk's rows. A single chunk's tensors are taken as they are, without a copy."""
+    if rows.stop - rows.start == tokens:
+        return outputs._replace(**parts)
+    for name, part in parts.items():
+        getattr(outputs, name)[..., rows] = part
     return outputs
 
 
@@ -399,37 +415,5 @@ def _chunks_fake(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
     return outputs
 
 
-_TENSORS = tuple(field.name for field in dataclasses.fields(ChunkTensors))
-_LOSS_OPTIONS_END = len(_TENSORS) + len(LossOptions._fields)
-_OPTIONS = tuple(field.name for field in dataclasses.fields(ChunkOptions) if field.name != "loss")
-
-
-def _from_operator(body: Callable[[ChunkTensors, ChunkOptions], ChunkResults]) -> Callable[..., tuple[Tensor, ...]]:
-    """`body` with the operator's arguments, which are in the order of the fields."""
-
-    def of_arguments(*args: Any) -> tuple[Tensor, ...]:
-        tensors = ChunkTensors(**dict(zip(_TENSORS, args[: len(_TENSORS)], strict=True)))
-        loss = LossOptions(*args[len(_TENSORS) : _LOSS_OPTIONS_END])
-        return tuple(
-            body(tensors, ChunkOptions(loss=loss, **dict(zip(_OPTIONS, args[_LOSS_OPTIONS_END:], strict=True))))
-        )
-
-    return of_arguments
-
-
-_operator = Primitive(
-    "linear_cross_entropy_chunks",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? token_weight,"
-    " Tensor grad_scale, int ignore_index, float label_smoothing, float? softcap, float logit_scale, float z_loss,"
-    " SymInt chunk, bool keep, bool fp32_accumulate, bool want_hidden, bool want_weight, bool want_bias, bool entropy,"
-    " bool predicted)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    composite=_from_operator(_chunks_body),
-    fake=_from_operator(_chunks_fake),
-)
-
-
-def chunk_loop(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
-    """Run the loop, through its operator."""
-    arguments = (getattr(tensors, name) for name in _TENSORS)
-    return ChunkResults(*_operator(*arguments, *options.loss, *(getattr(options, name) for name in _OPTIONS)))
+chunk_loop = Primitive("linear_cross_entropy_chunks", composite=_chunks_body, fake=_chunks_fake)
+"""Run the loop; chunk_loop(ChunkTensors, ChunkOptions) -> ChunkResults."""

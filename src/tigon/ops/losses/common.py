@@ -1,4 +1,4 @@
-"""Code shared by the three losses: options, targets, denominators, and the row-wise primitives with their reference.
+"""Code shared by the three losses: targets, denominators, and the row-wise primitives with their reference.
 
 The formulas are at the top of `kernels/cross_entropy.py`. The reference below loops over blocks of rows, so that on the
 CPU too the logits are the only full-size tensor of width V.
@@ -6,40 +6,24 @@ CPU too the logits are the only full-size tensor of width V.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.errors import DtypeError, LabelError, OptionError, ShapeError
+from tigon.errors import DtypeError, LabelError, ShapeError
 from tigon.ops import dispatch
-from tigon.ops.dispatch import Primitive, check_number, check_whole
+from tigon.ops.dispatch import Primitive
+from tigon.ops.losses.options import LossOptions
 
 # N rows (tokens), V columns (vocabulary).
 
 # Elements of one block of rows in the reference: 2 MiB of fp32. The block's three temporaries stay in cache, and the
 # loss uses little memory beyond the logits.
 _BLOCK_ELEMENTS = 1 << 19
-
-OUTPUTS = ("logprob", "entropy", "accuracy", "predicted")
-_REDUCTIONS = ("mean", "sum", "none")
-_SCHEMA = (
-    "(Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, int ignore_index,"
-    " float label_smoothing, float? softcap, float logit_scale, float z_loss"
-)
-
-
-class LossOptions(NamedTuple):
-    """The scalar options, in the order in which the primitives take them."""
-
-    ignore_index: int
-    label_smoothing: float
-    softcap: float | None
-    logit_scale: float
-    z_loss: float
 
 
 class LossOutput(NamedTuple):
@@ -60,79 +44,12 @@ class LossOutput(NamedTuple):
     predicted: Tensor | None = None
 
 
-def check_options(
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    logit_scale: float,
-    z_loss: float,
-    num_items: Any,
-    outputs: tuple[str, ...],
-) -> LossOptions:
-    """Raise `OptionError` for an invalid value; return the scalars that the primitives take."""
-    if reduction not in _REDUCTIONS:
-        raise OptionError(f"reduction={reduction!r} is not known; choose one of {', '.join(_REDUCTIONS)}.")
-    check_whole("ignore_index", ignore_index)
-    if not 0.0 <= check_number("label_smoothing", label_smoothing) <= 1.0:
-        raise OptionError(f"label_smoothing={label_smoothing} is outside [0, 1].")
-    if softcap is not None and not 0.0 < check_number("softcap", softcap) < math.inf:
-        raise OptionError(f"softcap={softcap} must be positive and finite; pass None for no cap.")
-    for name, number in (("logit_scale", logit_scale), ("z_loss", z_loss)):
-        if not -math.inf < check_number(name, number) < math.inf:
-            raise OptionError(f"{name}={number} must be finite; leave it out for none.")
-    _check_num_items(num_items)
-    if num_items is not None and reduction != "mean":
-        raise OptionError(f"num_items divides the mean, but reduction is {reduction!r}. Leave one of them out.")
-    if not isinstance(outputs, (tuple, list)):
-        raise OptionError(f"outputs={outputs!r} must be a tuple of names; choose from {', '.join(OUTPUTS)}.")
-    unknown = [name for name in outputs if name not in OUTPUTS]
-    if unknown:
-        raise OptionError(f"outputs names {unknown[0]!r}; choose from {', '.join(OUTPUTS)}.")
-    cap = None if softcap is None else float(softcap)
-    return LossOptions(ignore_index, float(label_smoothing), cap, float(logit_scale), float(z_loss))
-
-
-def _check_num_items(num_items: Any) -> None:
-    """Raise for a denominator that is not a count.
-
-    A tensor's value is checked only with TIGON_CHECK=1, because on a GPU the host would wait for it.
-    """
-    if num_items is None:
-        return
-    if not isinstance(num_items, Tensor):
-        value = check_number("num_items", num_items)
-    else:
-        if num_items.ndim:
-            raise ShapeError(
-                f"num_items is {tuple(num_items.shape)}; it must be a number or a tensor without dimensions."
-            )
-        check_vector("num_items", num_items, ())
-        if torch.compiler.is_compiling() or num_items.is_meta or os.environ.get("TIGON_CHECK") != "1":
-            return
-        value = float(num_items)
-    if not 0.0 <= value < math.inf:
-        raise OptionError(f"num_items={value} must be a count of tokens, 0 or more; leave it out to count the labels.")
-
-
 def check_target(target: Tensor, rows: torch.Size, of: str) -> None:
     """Raise unless `target` holds class indices, one for each row of `of`."""
     if target.dtype not in (torch.int64, torch.int32):
         raise DtypeError(f"target is {target.dtype}; the limit is int64 and int32 class indices. Cast it.")
     if target.shape != rows:
         raise ShapeError(f"target is {tuple(target.shape)}, {of} has rows {tuple(rows)}; they must agree.")
-
-
-def check_vector(name: str, vector: Tensor | None, shape: tuple[int, ...] | torch.Size) -> None:
-    """Raise unless `vector` is None, or a real tensor of `shape` that does not require grad."""
-    if vector is None:
-        return
-    if vector.shape != shape:
-        raise ShapeError(f"{name} is {tuple(vector.shape)}; it must be {tuple(shape)}.")
-    if vector.is_complex():
-        raise DtypeError(f"{name} is {vector.dtype}; it must be real.")
-    if vector.requires_grad:
-        raise OptionError(f"{name} requires a gradient, which the fused loss does not compute. Detach it.")
 
 
 def check_devices(**tensors: Tensor | None) -> None:
@@ -148,15 +65,6 @@ def check_vocabulary(V: int) -> None:
     """Raise unless there is at least one class."""
     if V == 0:
         raise ShapeError("the vocabulary has 0 classes; V must be at least 1.")
-
-
-def check_chunk_bytes(chunk_bytes: int | None) -> None:
-    """Raise unless `chunk_bytes` is None or a positive integer."""
-    if chunk_bytes is None:
-        return
-    check_whole("chunk_bytes", chunk_bytes)
-    if chunk_bytes <= 0:
-        raise OptionError(f"chunk_bytes={chunk_bytes} must be positive; leave it out for the default.")
 
 
 def check_labels(logits_width: int, target: Tensor, ignore_index: int) -> None:
@@ -245,17 +153,18 @@ def inverse_denominator(
     like: Tensor,
     target_N: Tensor,
     class_weight: Tensor | None,
+    *,
     num_items: Tensor | float | None,
-    options: LossOptions,
+    ignore_index: int,
     reduction: str,
-    dtype: torch.dtype,
 ) -> Tensor:
     """1 / D as a scalar on the target's device; 1 unless the reduction is "mean".
 
     If D is 0, the result is 0; for a count of labels it is 1, because then the losses of all rows are 0. It is never
-    read on the host; the kernels multiply by it. like: logits or hidden states, which decide whether a kernel runs.
+    read on the host; the kernels multiply by it. like: logits or hidden states, which decide whether a kernel runs and
+    give the result's dtype.
     """
-    device = target_N.device
+    device, dtype = target_N.device, torch.promote_types(like.dtype, torch.float32)
     if reduction != "mean":
         return torch.ones((), dtype=dtype, device=device)
     if num_items is not None:
@@ -265,8 +174,8 @@ def inverse_denominator(
         if class_weight is None and _one_program(like, target_N) and dtype == torch.float32:
             from tigon.kernels.cross_entropy import inverse_count
 
-            return inverse_count(like, target_N, options.ignore_index)  # type: ignore[no-any-return]
-        valid = target_N != options.ignore_index
+            return inverse_count(like, target_N, ignore_index)  # type: ignore[no-any-return]
+        valid = target_N != ignore_index
         if class_weight is None:
             return valid.sum(dtype=dtype).clamp_(min=1.0).reciprocal_()
         # An invalid label must not be used as an index; its own row is NaN already.
@@ -276,33 +185,77 @@ def inverse_denominator(
     return inverse
 
 
+# fp16 gradients are stored multiplied by this factor and scaled back in fp32. Without it, and with 1/N folded in before
+# the loss scale, the entries of a 32k vocabulary fall below fp16's smallest number and their error reaches 288 %.
+FP16_SCALE = 2.0**10
+
+
+# The lse that z-loss is scaled for. It is far above that of a trained model, and G has room for 64 times as much.
+_USUAL_LSE = 128.0
+
+
+def gradient_scales(
+    dtype: torch.dtype,
+    inv_denominator: Tensor,
+    token_weight: Tensor | None,
+    class_weight: Tensor | None,
+    options: LossOptions,
+) -> tuple[Tensor, Tensor | None]:
+    """(factor of the stored gradient, factor still to multiply by or None for 1); their product is 1/D.
+
+    bf16 and fp32 have the exponent range to take 1/D at once. fp16 stores dr · 2^10 / M. M is the largest size that
+    dr can have: max|a| · |scale| · (max(1, max w) + 2λ·lse). 65504 is 64 times the largest entry of such a G.
+    """
+    if dtype != torch.float16:
+        return inv_denominator, None
+    one = torch.ones_like(inv_denominator)
+    size = one if class_weight is None else class_weight.amax().to(one.dtype).clamp(min=1.0)
+    size = (size + 2.0 * options.z_loss * (options.softcap or _USUAL_LSE)) * (abs(options.logit_scale) or 1.0)
+    if token_weight is not None and token_weight.numel():
+        largest = token_weight.to(one.dtype).abs().amax()
+        size = size * torch.where(largest > 0, largest, one)
+    return FP16_SCALE / size, inv_denominator * size / FP16_SCALE
+
+
 def accuracy(predicted: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """Share of the tokens (without ignored ones) that were predicted, 0-dim fp32; 0 if all are ignored."""
     valid = target != ignore_index
     return ((predicted == target) & valid).sum().float() / valid.sum().clamp(min=1)
 
 
-def pack(
-    results: tuple[Tensor, Tensor, Tensor, Tensor], target: Tensor, per_row: bool, outputs: tuple[str, ...],
-    ignore_index: int,
-) -> Tensor | LossOutput:  # fmt: skip
-    """Make the public return value from (loss, stats, entropy, predicted): the loss alone, or a `LossOutput`."""
-    loss, stats, entropy, predicted = results
-    loss = loss.view(target.shape) if per_row else loss
-    if not outputs:
-        return loss
-    return LossOutput(
-        loss,
-        logprob=logprob_of(stats).view(target.shape) if "logprob" in outputs else None,
-        entropy=entropy.view(target.shape) if "entropy" in outputs else None,
-        accuracy=accuracy(predicted.view(target.shape), target, ignore_index) if "accuracy" in outputs else None,
-        predicted=predicted.view(target.shape) if "predicted" in outputs else None,
-    )
+class LossResults(NamedTuple):
+    """The result of an operator of a loss."""
+
+    loss: Tensor
+    """0-dim, or (N,) for reduction="none"."""
+    stats: Tensor
+    """(3, N): m, log Σ exp(z - m) and z_y."""
+    entropy: Tensor
+    predicted: Tensor
+
+    def public(self, target: Tensor, per_row: bool, outputs: Collection[str], ignore_index: int) -> Tensor | LossOutput:
+        """The public function's result: the loss alone, or a `LossOutput`."""
+        loss = self.loss.view(target.shape) if per_row else self.loss
+        if not outputs:
+            return loss
+        predicted = self.predicted
+        return LossOutput(
+            loss,
+            logprob=logprob_of(self.stats).view(target.shape) if "logprob" in outputs else None,
+            entropy=self.entropy.view(target.shape) if "entropy" in outputs else None,
+            accuracy=accuracy(predicted.view(target.shape), target, ignore_index) if "accuracy" in outputs else None,
+            predicted=predicted.view(target.shape) if "predicted" in outputs else None,
+        )
 
 
-def wanted(outputs: tuple[str, ...]) -> tuple[bool, bool]:
-    """(entropy, predicted): which extra columns the kernel must produce."""
-    return "entropy" in outputs, "predicted" in outputs or "accuracy" in outputs
+def wants_entropy(outputs: Collection[str]) -> bool:
+    """Whether the kernel must compute the entropy."""
+    return "entropy" in outputs
+
+
+def wants_predicted(outputs: Collection[str]) -> bool:
+    """Whether the kernel must compute the index of the largest logit."""
+    return "predicted" in outputs or "accuracy" in outputs
 
 
 def logprob_of(stats: Tensor) -> Tensor:
@@ -311,16 +264,30 @@ def logprob_of(stats: Tensor) -> Tensor:
     return (z_y - m) - log_s
 
 
-class _Rows:
+@dataclass(frozen=True)
+class Rows:
+    """Logits with their labels, weights and options: what the row-wise primitives read."""
+
+    logits_NV: Tensor
+    target: Tensor
+    class_weight: Tensor | None
+    token_weight: Tensor | None
+    options: LossOptions
+
+    def block(self, rows: slice) -> Rows:
+        """Some of the rows."""
+        token_weight = None if self.token_weight is None else self.token_weight[rows]
+        return Rows(self.logits_NV[rows], self.target[rows], self.class_weight, token_weight, self.options)
+
+
+class _Block:
     """One block of rows of the reference: z, its statistics, and the gradient, which overwrites z."""
 
-    def __init__(
-        self, logits_NV: Tensor, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
-        options: LossOptions, acc: torch.dtype,
-    ) -> None:  # fmt: skip
-        self.options, self.acc = options, acc
-        self.V = logits_NV.shape[1]
-        z = logits_NV.to(acc, copy=True)
+    def __init__(self, rows: Rows, acc: torch.dtype) -> None:
+        options, target, token_weight = rows.options, rows.target, rows.token_weight
+        self.options = options
+        self.V = rows.logits_NV.shape[1]
+        z = rows.logits_NV.to(acc, copy=True)
         if options.logit_scale != 1.0:
             z.mul_(options.logit_scale)
         self.slope: Tensor | None = None
@@ -333,7 +300,7 @@ class _Rows:
         self.ignored = target == options.ignore_index
         valid = (target >= 0) & (target < self.V)
         self.y = target.to(torch.int64).clamp(0, max(self.V - 1, 0)).unsqueeze(1)
-        self.class_weight = None if class_weight is None else class_weight.to(acc)
+        self.class_weight = None if rows.class_weight is None else rows.class_weight.to(acc)
         ones = z.new_ones(target.shape)
         self.w_y = ones if self.class_weight is None else self.class_weight[self.y.squeeze(1)]
         self.weight_sum = float(self.V) if self.class_weight is None else self.class_weight.sum()
@@ -385,90 +352,86 @@ def _blocks(N: int, V: int) -> list[slice]:
     return [slice(start, min(start + rows, N)) for start in range(0, N, rows)]
 
 
+class RowsResults(NamedTuple):
+    """The result of `cross_entropy_fwd`, one entry per row; what is not wanted is empty."""
+
+    loss: Tensor
+    stats: Tensor
+    entropy: Tensor
+    predicted: Tensor
+
+
 def _fwd_reference(
-    logits_NV: Tensor, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-    entropy: bool, predicted: bool, grad_scale: Tensor | None = None, grad_NV: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows: Rows, entropy: bool, predicted: bool, grad_scale: Tensor | None = None, grad_NV: Tensor | None = None
+) -> RowsResults:
     """The same algorithm as `kernels.cross_entropy.cross_entropy_fwd`."""
-    N, V = logits_NV.shape
-    acc = torch.promote_types(logits_NV.dtype, torch.float32)
-    options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
-    loss, stats, entropies, argmax = _fwd_outputs(logits_NV, entropy, predicted)
-    for rows in _blocks(N, V):
-        weight = None if token_weight is None else token_weight[rows]
-        block = _Rows(logits_NV[rows], target[rows], class_weight, weight, options, acc)
+    N, V = rows.logits_NV.shape
+    acc = torch.promote_types(rows.logits_NV.dtype, torch.float32)
+    results = _fwd_fake(rows, entropy, predicted)
+    for at in _blocks(N, V):
+        block = _Block(rows.block(at), acc)
         m, log_s, z_y = block.statistics()
-        loss[rows] = block.loss(m, log_s, z_y)
-        stats[:, rows] = torch.stack([m, log_s, z_y]).masked_fill_(block.ignored, 0.0)
+        results.loss[at] = block.loss(m, log_s, z_y)
+        results.stats[:, at] = torch.stack([m, log_s, z_y]).masked_fill_(block.ignored, 0.0)
         if entropy:
-            entropies[rows] = block.entropy(m, log_s)
+            results.entropy[at] = block.entropy(m, log_s)
         if predicted:
-            argmax[rows] = block.z.argmax(1).masked_fill_(block.ignored, ignore_index)
+            results.predicted[at] = block.z.argmax(1).masked_fill_(block.ignored, rows.options.ignore_index)
         if grad_NV is not None and grad_scale is not None:
-            grad_NV[rows] = block.gradient(m, log_s, grad_scale.to(acc)).to(grad_NV.dtype)
-    return loss, stats, entropies, argmax
+            grad_NV[at] = block.gradient(m, log_s, grad_scale.to(acc)).to(grad_NV.dtype)
+    return results
 
 
-def _bwd_reference(
-    logits_NV: Tensor, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-    stats: Tensor, dloss: Tensor, scale: Tensor,
-) -> Tensor:  # fmt: skip
-    acc = torch.promote_types(logits_NV.dtype, torch.float32)
-    options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
-    grad = torch.empty_like(logits_NV, memory_format=torch.contiguous_format)
-    for rows in _blocks(*logits_NV.shape):
-        weight = None if token_weight is None else token_weight[rows]
-        block = _Rows(logits_NV[rows], target[rows], class_weight, weight, options, acc)
-        grad[rows] = block.gradient(stats[0, rows], stats[1, rows], dloss[rows].to(acc) * scale.to(acc)).to(grad.dtype)
+def _bwd_reference(rows: Rows, stats: Tensor, dloss: Tensor, scale: Tensor) -> Tensor:
+    acc = torch.promote_types(rows.logits_NV.dtype, torch.float32)
+    grad = _bwd_fake(rows, stats, dloss, scale)
+    for at in _blocks(*rows.logits_NV.shape):
+        block = _Block(rows.block(at), acc)
+        grad[at] = block.gradient(stats[0, at], stats[1, at], dloss[at].to(acc) * scale.to(acc)).to(grad.dtype)
     return grad
 
 
-def _fwd_outputs(logits_NV: Tensor, entropy: bool, predicted: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    N = logits_NV.shape[0]
-    acc = torch.promote_types(logits_NV.dtype, torch.float32)
-    return (
-        logits_NV.new_empty(N, dtype=acc),
-        logits_NV.new_empty((3, N), dtype=acc),
-        logits_NV.new_empty(N if entropy else 0, dtype=acc),
-        logits_NV.new_empty(N if predicted else 0, dtype=torch.int64),
+def _fwd_fake(rows: Rows, entropy: bool, predicted: bool) -> RowsResults:
+    logits_NV = rows.logits_NV
+    N, acc = logits_NV.shape[0], torch.promote_types(logits_NV.dtype, torch.float32)
+    return RowsResults(
+        loss=logits_NV.new_empty(N, dtype=acc),
+        stats=logits_NV.new_empty((3, N), dtype=acc),
+        entropy=logits_NV.new_empty(N if entropy else 0, dtype=acc),
+        predicted=logits_NV.new_empty(N if predicted else 0, dtype=torch.int64),
     )
 
 
-def _fwd_fake(
-    logits_NV: Tensor, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
-    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-    entropy: bool, predicted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _fwd_outputs(logits_NV, entropy, predicted)
+def _bwd_fake(rows: Rows, stats: Tensor, dloss: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(rows.logits_NV, memory_format=torch.contiguous_format)
 
 
-def _bwd_fake(logits_NV: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(logits_NV, memory_format=torch.contiguous_format)
+def check_rows(rows: Rows, *_: Any) -> None:
+    """Raise `LabelError` for an invalid label, where labels are checked at all."""
+    if wants_label_check(rows.logits_NV):
+        check_labels(rows.logits_NV.shape[1], rows.target, rows.options.ignore_index)
 
 
-def _check(logits_NV: Tensor, target: Tensor, *args: Any) -> None:
-    if wants_label_check(logits_NV):
-        check_labels(logits_NV.shape[1], target, args[2])
-
-
-# Code that writes the gradient into its own buffer calls `.run` directly, so no mutating operator is needed.
+# Code that writes the gradient into its own buffer calls the body directly, so no mutating operator is needed.
 cross_entropy_fwd = Primitive(
     "cross_entropy_fwd",
-    _SCHEMA + ", bool entropy, bool predicted) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fwd_fake,
     reference=_fwd_reference,
     kernel="tigon.kernels.cross_entropy:cross_entropy_fwd",
-    fake=_fwd_fake,
-    check=_check,
+    check=check_rows,
 )
 cross_entropy_bwd = Primitive(
     "cross_entropy_bwd",
-    _SCHEMA + ", Tensor stats, Tensor dloss, Tensor scale) -> Tensor",
+    fake=_bwd_fake,
     reference=_bwd_reference,
     kernel="tigon.kernels.cross_entropy:cross_entropy_bwd",
-    fake=_bwd_fake,
 )
+
+
+def rows_with_gradient(rows: Rows, entropy: bool, predicted: bool, grad_scale: Tensor, grad_NV: Tensor | None) -> Any:
+    """(loss, stats, entropy, predicted) of the rows; writes the gradient times `grad_scale` into `grad_NV` if given."""
+    check_rows(rows)
+    return cross_entropy_fwd.body(rows.logits_NV)(rows, entropy, predicted, grad_scale, grad_NV)
 
 
 def _scale_rows_reference(x_NH: Tensor, scale: Tensor, index_N: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ backward only multiplies, which costs nothing if the upstream gradient is 1. It 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,88 +22,62 @@ from tigon.ops import dispatch
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import Differentiable, check_dtype, first_order
 from tigon.ops.losses import common
-from tigon.ops.losses.common import LossOptions, LossOutput
+from tigon.ops.losses.common import LossOutput, LossResults, Rows
+from tigon.ops.losses.options import LossOptions, check_options, check_vector
 
 Reduction = Literal["mean", "sum", "none"]
 
-# fp16 gradients are stored multiplied by this factor and scaled back in fp32. Without it, and with 1/N folded in before
-# the loss scale, the entries of a 32k vocabulary fall below fp16's smallest number and their error reaches 288 %.
-FP16_SCALE = 2.0**10
 
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropyCall:
+    """The arguments of one call that are not differentiated."""
 
-# The lse that z-loss is scaled for. It is far above that of a trained model, and G has room for 64 times as much.
-_USUAL_LSE = 128.0
-
-
-def gradient_scales(
-    dtype: torch.dtype,
-    inv_denominator: Tensor,
-    token_weight: Tensor | None,
-    class_weight: Tensor | None,
-    options: LossOptions,
-) -> tuple[Tensor, Tensor | None]:
-    """(factor of the stored gradient, factor still to multiply by or None for 1); their product is 1/D.
-
-    bf16 and fp32 have the exponent range to take 1/D at once. fp16 stores dr · 2^10 / M. M is the largest size that
-    dr can have: max|a| · |scale| · (max(1, max w) + 2λ·lse). 65504 is 64 times the largest entry of such a G.
-    """
-    if dtype != torch.float16:
-        return inv_denominator, None
-    one = torch.ones_like(inv_denominator)
-    size = one if class_weight is None else class_weight.amax().to(one.dtype).clamp(min=1.0)
-    size = (size + 2.0 * options.z_loss * (options.softcap or _USUAL_LSE)) * (abs(options.logit_scale) or 1.0)
-    if token_weight is not None and token_weight.numel():
-        largest = token_weight.to(one.dtype).abs().amax()
-        size = size * torch.where(largest > 0, largest, one)
-    return FP16_SCALE / size, inv_denominator * size / FP16_SCALE
+    target: Tensor
+    class_weight: Tensor | None
+    token_weight: Tensor | None
+    inv_denominator: Tensor
+    options: LossOptions
+    per_row: bool
+    entropy: bool
+    predicted: bool
 
 
 class CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_NV: Tensor, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
-        inv_denominator: Tensor, ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float,
-        z_loss: float, per_row: bool, entropy: bool, predicted: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
-        loss_N, stats, entropies, argmax = common.cross_entropy_fwd(
-            logits_NV, target, class_weight, token_weight, *options, entropy, predicted
+    def forward(ctx: Any, logits_NV: Tensor, call: CrossEntropyCall) -> LossResults:
+        rows = Rows(logits_NV, call.target, call.class_weight, call.token_weight, call.options)
+        loss_N, *others = common.cross_entropy_fwd(rows, call.entropy, call.predicted)
+        ctx.save_for_backward(
+            logits_NV, call.target, call.class_weight, call.token_weight, call.inv_denominator, others[0]
         )
-        ctx.save_for_backward(logits_NV, target, class_weight, token_weight, inv_denominator, stats)
-        ctx.options = options
-        ctx.mark_non_differentiable(stats, entropies, argmax)
-        return loss_N if per_row else common.sum_times(loss_N, inv_denominator), stats, entropies, argmax
+        ctx.options = call.options
+        ctx.mark_non_differentiable(*others)
+        return LossResults(loss_N if call.per_row else common.sum_times(loss_N, call.inv_denominator), *others)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         logits_NV, target, class_weight, token_weight, inv_denominator, stats = ctx.saved_tensors
-        grad = common.cross_entropy_bwd(
-            logits_NV, target, class_weight, token_weight, *ctx.options, stats, dloss.expand(target.shape),
-            inv_denominator,
-        )  # fmt: skip
-        return grad, *[None] * 12
+        rows = Rows(logits_NV, target, class_weight, token_weight, ctx.options)
+        return common.cross_entropy_bwd(rows, stats, dloss.expand(target.shape), inv_denominator), None
 
 
 class CrossEntropyInplace(torch.autograd.Function):
     """The forward overwrites the logits with their gradient. Eager mode only; one backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits_NV: Tensor, target: Tensor, class_weight: Tensor | None, token_weight: Tensor | None,
-        inv_denominator: Tensor, options: LossOptions, per_row: bool, entropy: bool, predicted: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        stored, ctx.left = gradient_scales(logits_NV.dtype, inv_denominator, token_weight, class_weight, options)
+    def forward(ctx: Any, logits_NV: Tensor, call: CrossEntropyCall) -> LossResults:
+        stored, ctx.left = common.gradient_scales(
+            logits_NV.dtype, call.inv_denominator, call.token_weight, call.class_weight, call.options
+        )
         buffer = logits_NV.detach()
-        loss_N, stats, entropies, argmax = common.cross_entropy_fwd.run(
-            buffer, target, class_weight, token_weight, *options, entropy, predicted,
-            grad_scale=stored, grad_NV=buffer,
-        )  # fmt: skip
+        rows = Rows(buffer, call.target, call.class_weight, call.token_weight, call.options)
+        loss_N, *others = common.rows_with_gradient(rows, call.entropy, call.predicted, stored, buffer)
         # The kernel's write is invisible to autograd. The new version makes other nodes that saved these logits raise.
         torch.autograd.graph.increment_version(logits_NV)
         ctx.gradient = buffer
-        ctx.mark_non_differentiable(stats, entropies, argmax)
-        return loss_N if per_row else common.sum_times(loss_N, inv_denominator), stats, entropies, argmax
+        ctx.mark_non_differentiable(*others)
+        return LossResults(loss_N if call.per_row else common.sum_times(loss_N, call.inv_denominator), *others)
 
     @staticmethod
     @first_order
@@ -117,17 +92,15 @@ class CrossEntropyInplace(torch.autograd.Function):
         if dispatch.uses_kernel(gradient):
             from tigon.kernels.cross_entropy import scale_rows_
 
-            return scale_rows_(gradient, scale), *[None] * 8
-        return gradient.mul_(scale.unsqueeze(-1)), *[None] * 8
+            return scale_rows_(gradient, scale), None
+        return gradient.mul_(scale.unsqueeze(-1)), None
 
 
-_cross_entropy = Differentiable(
-    "cross_entropy",
-    "(Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor inv_denominator,"
-    " int ignore_index, float label_smoothing, float? softcap, float logit_scale, float z_loss, bool per_row,"
-    " bool entropy, bool predicted) -> (Tensor, Tensor, Tensor, Tensor)",
-    CrossEntropy.apply,
-)
+def _apply(logits: Tensor, call: CrossEntropyCall) -> LossResults:
+    return LossResults(*CrossEntropy.apply(logits, call))
+
+
+_cross_entropy = Differentiable("cross_entropy", _apply)
 
 
 def cross_entropy(
@@ -183,47 +156,58 @@ def cross_entropy(
         DoubleBackwardError: in backward, with create_graph=True, or in the second backward with inplace=True.
     """
     check_dtype(logits)
-    options = common.check_options(
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, num_items, outputs
-    )
+    options, num_items = check_options(
+        LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss),
+        reduction=reduction, num_items=num_items, outputs=outputs,
+    )  # fmt: skip
     if logits.ndim == 0:
         raise ShapeError("logits are 0-dim; pass (..., V).")
     V = logits.shape[-1]
     common.check_vocabulary(V)
     common.check_target(target, logits.shape[:-1], "logits")
     common.check_devices(logits=logits, target=target, weight=weight, token_weight=token_weight)
-    common.check_vector("weight", weight, (V,))
-    common.check_vector("token_weight", token_weight, target.shape)
+    check_vector("weight", weight, (V,))
+    check_vector("token_weight", token_weight, target.shape)
     logits_NV = logits.reshape(-1, V)
     if logits_NV.stride(1) != 1 and V > 1:
         logits_NV = logits_NV.contiguous()
     target_N = target.reshape(-1).contiguous()
     token_weight_N = None if token_weight is None else token_weight.reshape(-1).contiguous()
     class_weight = None if weight is None else weight.contiguous()
-    acc = torch.promote_types(logits.dtype, torch.float32)
-    inv_denominator = common.inverse_denominator(logits_NV, target_N, class_weight, num_items, options, reduction, acc)
-    per_row = reduction == "none"
-    if inplace and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling():
-        if logits_NV.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
-            raise OptionError(
-                f"inplace=True needs logits that can be viewed as (rows, V); strides are {logits.stride()} for shape "
-                f"{tuple(logits.shape)}. Pass them contiguous, or drop inplace."
-            )
-        if logits_NV.shape[0] > 1 and logits_NV.stride(0) < V:
-            raise OptionError(
-                f"inplace=True needs rows that do not overlap; strides are {logits.stride()} for shape "
-                f"{tuple(logits.shape)}. Pass them contiguous, or drop inplace."
-            )
-        results = CrossEntropyInplace.apply(
-            logits_NV, target_N, class_weight, token_weight_N, inv_denominator, options, per_row,
-            *common.wanted(outputs),
-        )  # fmt: skip
+    call = CrossEntropyCall(
+        target=target_N,
+        class_weight=class_weight,
+        token_weight=token_weight_N,
+        inv_denominator=common.inverse_denominator(
+            logits_NV, target_N, class_weight,
+            num_items=num_items, ignore_index=ignore_index, reduction=reduction,
+        ),
+        options=options,
+        per_row=reduction == "none",
+        entropy=common.wants_entropy(outputs),
+        predicted=common.wants_predicted(outputs),
+    )  # fmt: skip
+    compiling = torch.compiler.is_compiling()
+    if inplace and torch.is_grad_enabled() and logits.requires_grad and not compiling:
+        _check_inplace(logits, logits_NV)
+        results = LossResults(*CrossEntropyInplace.apply(logits_NV, call))
     else:
-        results = _cross_entropy(
-            logits_NV, target_N, class_weight, token_weight_N, inv_denominator, *options, per_row,
-            *common.wanted(outputs),
-        )  # fmt: skip
-    return common.pack(results, target, per_row, outputs, ignore_index)
+        results = (_cross_entropy if compiling else _apply)(logits_NV, call)
+    return results.public(target, call.per_row, outputs, ignore_index)
+
+
+def _check_inplace(logits: Tensor, logits_NV: Tensor) -> None:
+    """Raise unless the rows can be overwritten with their gradient."""
+    if logits_NV.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
+        raise OptionError(
+            f"inplace=True needs logits that can be viewed as (rows, V); strides are {logits.stride()} for shape "
+            f"{tuple(logits.shape)}. Pass them contiguous, or drop inplace."
+        )
+    if logits_NV.shape[0] > 1 and logits_NV.stride(0) < logits_NV.shape[1]:
+        raise OptionError(
+            f"inplace=True needs rows that do not overlap; strides are {logits.stride()} for shape "
+            f"{tuple(logits.shape)}. Pass them contiguous, or drop inplace."
+        )
 
 
 def cross_entropy_oracle(

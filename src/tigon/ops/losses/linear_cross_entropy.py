@@ -37,14 +37,14 @@ from tigon.ops.losses.chunk_loop import (
     product_into,
 )
 from tigon.ops.losses.chunk_plan import MIB, TILE, default_chunk_bytes, plan_for
-from tigon.ops.losses.common import LossOptions, LossOutput
+from tigon.ops.losses.common import LossOutput, LossResults
 from tigon.ops.losses.cross_entropy import (
     LOSS_OPTIONS,
     Reduction,
     cross_entropy_oracle,
-    gradient_scales,
     loss_inputs,
 )
+from tigon.ops.losses.options import LossOptions, check_chunk_bytes, check_options, check_shifts, check_vector
 
 # N tokens, n tokens that are not ignored, C tokens of a chunk, H hidden, V vocabulary.
 
@@ -122,6 +122,7 @@ def prepare_targets(
         ShapeError: target is not (B, T) although shifts are given; or positions differ from target in shape or device.
         OptionError: shifts is empty, or a shift is negative.
     """
+    shifts = check_shifts(shifts)
     _check_prepared(target, shifts, positions)
     prepared = PreparedTargets(target, ignore_index, tuple(shifts), positions)
     if not _may_wait(target):
@@ -172,63 +173,94 @@ def _rows_that_count(
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinearCrossEntropyCall:
+    """The arguments of one call that are not differentiated."""
+
+    target: Tensor
+    class_weight: Tensor | None
+    token_weight: Tensor | None
+    inv_denominator: Tensor
+    index: Tensor | None
+    """Flat positions of the tokens that count; None for all."""
+    options: LossOptions
+    per_row: bool
+    entropy: bool
+    predicted: bool
+    chunk_bytes: Sequence[int]
+    """(least, most)"""
+    fp32_accumulate: bool
+
+    def gathered(self) -> tuple[Tensor, Tensor | None]:
+        """(target, token_weight) of the tokens that count."""
+        if self.index is None:
+            return self.target, self.token_weight
+        weight = None if self.token_weight is None else self.token_weight.index_select(0, self.index)
+        return self.target.index_select(0, self.index), weight
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, target: Tensor,
-        class_weight: Tensor | None, token_weight: Tensor | None, inv_denominator: Tensor, index: Tensor | None,
-        ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-        per_row: bool, entropy: bool, predicted: bool, chunk_bytes: Sequence[int], fp32_accumulate: bool,
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, call: LinearCrossEntropyCall,
         grad_enabled: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    ) -> LossResults:  # fmt: skip
         want = tuple(grad_enabled and need for need in ctx.needs_input_grad[:3])
-        rows = hidden_NH.shape[0]
+        rows, index, class_weight = hidden_NH.shape[0], call.index, call.class_weight
         if index is not None:
-            hidden_NH, target = hidden_NH.index_select(0, index), target.index_select(0, index)
-            token_weight = None if token_weight is None else token_weight.index_select(0, index)
-        plan = plan_for(hidden_NH, weight_VH, per_row, want, chunk_bytes, fp32_accumulate)
-        stored, left = gradient_scales(hidden_NH.dtype, inv_denominator, token_weight, class_weight, options)
+            hidden_NH = hidden_NH.index_select(0, index)
+        target, token_weight = call.gathered()
+        plan = plan_for(hidden_NH, weight_VH, call.per_row, want, call.chunk_bytes, call.fp32_accumulate)
+        stored, left = common.gradient_scales(
+            hidden_NH.dtype, call.inv_denominator, token_weight, class_weight, call.options
+        )
         in_forward = plan.mode in ("keep", "stream")
         want_hidden, want_weight, want_bias = (w and in_forward for w in want)
-        loss_N, stats, entropies, argmax, dx, dw, db, kept, factors = chunk_loop(
+        chunks = chunk_loop(
             ChunkTensors(
                 hidden_NH=hidden_NH, weight_VH=weight_VH, bias=bias, target=target, class_weight=class_weight,
                 token_weight=token_weight, grad_scale=stored,
             ),
             ChunkOptions(
-                loss=options, chunk=plan.chunk, keep=plan.mode == "keep", fp32_accumulate=plan.fp32_accumulate,
-                want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias, entropy=entropy,
-                predicted=predicted,
+                loss=call.options, chunk=plan.chunk, keep=plan.mode == "keep", fp32_accumulate=plan.fp32_accumulate,
+                want_hidden=want_hidden, want_weight=want_weight, want_bias=want_bias, entropy=call.entropy,
+                predicted=call.predicted,
             ),
         )  # fmt: skip
-        ctx.plan, ctx.options, ctx.want, ctx.rows = plan, options, want, rows
+        ctx.plan, ctx.options, ctx.want, ctx.rows = plan, call.options, want, rows
         ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
         if plan.mode == "keep":
-            ctx.save_for_backward(kept, factors, hidden_NH, weight_VH, target, db, left, index)
+            ctx.save_for_backward(
+                chunks.kept_NV, chunks.factors, hidden_NH, weight_VH, target, chunks.db_V, left, index
+            )
         elif plan.mode == "stream":
             # Not a saved tensor, because a dW in its final dtype is scaled in place and returned.
-            ctx.dw = dw
-            ctx.save_for_backward(dx, db, left, index)
+            ctx.dw = chunks.dw_VH
+            ctx.save_for_backward(chunks.dx_NH, chunks.db_V, left, index)
         elif plan.mode == "recompute":
             ctx.save_for_backward(
-                hidden_NH, weight_VH, bias, target, class_weight, token_weight, inv_denominator, index
+                hidden_NH, weight_VH, bias, target, class_weight, token_weight, call.inv_denominator, index
             )
         # Without a reduction, the losses return to their original positions.
-        loss = _spread(loss_N, index, rows, 0) if per_row else common.sum_times(loss_N, inv_denominator)
-        extra = (
-            stats if index is None else stats.new_zeros((3, rows)).index_copy_(1, index, stats),
-            _spread(entropies, index, rows, 0) if entropy else entropies,
-            _spread(argmax, index, rows, ignore_index) if predicted else argmax,
+        per_row, inverse, stats = call.per_row, call.inv_denominator, chunks.stats
+        results = LossResults(
+            loss=_spread(chunks.loss, index, rows, 0) if per_row else common.sum_times(chunks.loss, inverse),
+            stats=stats if index is None else stats.new_zeros((3, rows)).index_copy_(1, index, stats),
+            entropy=_spread(chunks.entropy, index, rows, 0) if call.entropy else chunks.entropy,
+            predicted=(
+                _spread(chunks.predicted, index, rows, call.options.ignore_index)
+                if call.predicted
+                else chunks.predicted
+            ),
         )
-        ctx.mark_non_differentiable(*extra)
-        return loss, *extra
+        ctx.mark_non_differentiable(*results[1:])
+        return results
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         grads = _BACKWARD[ctx.plan.mode](ctx, dloss)
-        return *(g if want else None for g, want in zip(grads, ctx.want, strict=True)), *[None] * 16
+        return *(g if want else None for g, want in zip(grads, ctx.want, strict=True)), None, None
 
 
 def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
@@ -313,7 +345,7 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     per_token = (dloss if index is None else dloss.index_select(0, index)).contiguous()
     if token_weight is not None:
         per_token = per_token * token_weight
-    stored, left = gradient_scales(x_dtype, inv_denominator, per_token, class_weight, ctx.options)
+    stored, left = common.gradient_scales(x_dtype, inv_denominator, per_token, class_weight, ctx.options)
     left = torch.ones_like(stored) if left is None else left
     results = chunk_loop(
         ChunkTensors(
@@ -341,19 +373,13 @@ def _spread(values: Tensor, index: Tensor | None, rows: int, fill: float) -> Ten
     return values if index is None else values.new_full((rows,), fill).index_copy_(0, index, values)
 
 
-def _apply(*args: Any) -> Any:
+def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCrossEntropyCall) -> LossResults:
     # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
-    return LinearCrossEntropy.apply(*args, torch.is_grad_enabled())
+    grad_enabled = torch.is_grad_enabled()
+    return LossResults(*LinearCrossEntropy.apply(hidden, weight, bias, call, grad_enabled))
 
 
-_linear_cross_entropy = Differentiable(
-    "linear_cross_entropy",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? token_weight,"
-    " Tensor inv_denominator, Tensor? index, int ignore_index, float label_smoothing, float? softcap,"
-    " float logit_scale, float z_loss, bool per_row, bool entropy, bool predicted, int[] chunk_bytes,"
-    " bool fp32_accumulate) -> (Tensor, Tensor, Tensor, Tensor)",
-    _apply,
-)
+_linear_cross_entropy = Differentiable("linear_cross_entropy", _apply)
 
 
 def linear_cross_entropy(
@@ -414,10 +440,12 @@ def linear_cross_entropy(
         raise OptionError(
             f"target was prepared with ignore_index {prepared.ignore_index}, the loss has {ignore_index}."
         )
-    options = common.check_options(
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, num_items, outputs
-    )
-    _check_linear(hidden, weight, bias, labels, class_weight, token_weight, chunk_bytes)
+    options, num_items = check_options(
+        LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss),
+        reduction=reduction, num_items=num_items, outputs=outputs,
+    )  # fmt: skip
+    _check_linear(hidden, weight, bias, labels, class_weight, token_weight)
+    check_chunk_bytes(chunk_bytes)
     hidden, weight, bias = _settle_dtypes(hidden, weight, bias)
     if not fp32_accumulate and hidden.dtype == torch.float16:
         raise OptionError(
@@ -428,22 +456,29 @@ def linear_cross_entropy(
         # Checked here so that the message names the caller's position: ignored rows are dropped below.
         common.check_labels(weight.shape[0], target_N, ignore_index)
     class_weight = None if class_weight is None else class_weight.contiguous()
-    acc = torch.promote_types(hidden.dtype, torch.float32)
-    inv_denominator = common.inverse_denominator(hidden, target_N, class_weight, num_items, options, reduction, acc)
-    per_row = reduction == "none"
-    results = _linear_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target_N, class_weight,
-        None if token_weight is None else token_weight.reshape(-1).contiguous(),
-        inv_denominator, _rows_that_count(labels, prepared, ignore_index, weight), *options, per_row,
-        *common.wanted(outputs), default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
-        fp32_accumulate,
-    )  # fmt: skip
-    return common.pack(results, labels, per_row, outputs, ignore_index)
+    call = LinearCrossEntropyCall(
+        target=target_N,
+        class_weight=class_weight,
+        token_weight=None if token_weight is None else token_weight.reshape(-1).contiguous(),
+        inv_denominator=common.inverse_denominator(
+            hidden, target_N, class_weight, num_items=num_items, ignore_index=ignore_index, reduction=reduction
+        ),
+        index=_rows_that_count(labels, prepared, ignore_index, weight),
+        options=options,
+        per_row=reduction == "none",
+        entropy=common.wants_entropy(outputs),
+        predicted=common.wants_predicted(outputs),
+        chunk_bytes=default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
+        fp32_accumulate=fp32_accumulate,
+    )
+    apply = _linear_cross_entropy if torch.compiler.is_compiling() else _apply
+    results: LossResults = apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
+    return results.public(labels, call.per_row, outputs, ignore_index)
 
 
 def _check_linear(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    token_weight: Tensor | None, chunk_bytes: int | None,
+    token_weight: Tensor | None,
 ) -> None:  # fmt: skip
     check_dtype(hidden, weight, bias)
     if hidden.ndim == 0 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[1]:
@@ -459,9 +494,8 @@ def _check_linear(
     common.check_devices(
         hidden=hidden, weight=weight, bias=bias, target=target, class_weight=class_weight, token_weight=token_weight
     )
-    common.check_vector("class_weight", class_weight, (V,))
-    common.check_vector("token_weight", token_weight, target.shape)
-    common.check_chunk_bytes(chunk_bytes)
+    check_vector("class_weight", class_weight, (V,))
+    check_vector("token_weight", token_weight, target.shape)
 
 
 def _settle_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +27,11 @@ from tigon.ops.dispatch import (
     can_bypass_dispatcher,
     check_dtype,
     check_number,
-    check_whole,
     first_order,
 )
 from tigon.ops.losses import common
 from tigon.ops.losses.chunk_plan import default_chunk_bytes
-from tigon.ops.losses.common import LossOptions
-from tigon.ops.losses.cross_entropy import Reduction, gradient_scales, make_target
+from tigon.ops.losses.cross_entropy import Reduction, make_target
 from tigon.ops.losses.linear_cross_entropy import (
     PreparedTargets,
     _keeps_graph,
@@ -42,7 +41,8 @@ from tigon.ops.losses.linear_cross_entropy import (
     linear_cross_entropy_oracle,
     worth_gathering,
 )
-from tigon.ops.losses.multi_head_loop import multi_head_loop
+from tigon.ops.losses.multi_head_loop import HeadLayout, LoopCall, WantedGradients, multi_head_loop
+from tigon.ops.losses.options import LossOptions, check_chunk_bytes, check_options, check_shifts, check_vector
 
 # B batch, T positions, N = B·T tokens, H hidden, V vocabulary, K heads.
 
@@ -77,29 +77,59 @@ def shift_left(target_BT: Tensor, shift: int, ignore_index: int) -> Tensor:
     return shifted
 
 
+@dataclass(frozen=True, kw_only=True)
+class MultiHeadCall:
+    """The arguments of one call that are not differentiated."""
+
+    target: Tensor
+    positions: Tensor | None
+    rows: Tensor | None
+    """Flat positions of the tokens that any head is scored on; None for all."""
+    inverses: Tensor
+    """(K,), 1 / D of each head."""
+    factors: Tensor
+    """(K,), the heads' weights."""
+    layout: HeadLayout
+    options: LossOptions
+    chunk_bytes: Sequence[int]
+    """(least, most)"""
+    top: bool
+
+
+class MultiHeadResults(NamedTuple):
+    """The result of the operator."""
+
+    loss: Tensor
+    losses: Tensor
+    hits: Tensor
+
+
 class MultiHeadLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, target: Tensor, positions: Tensor | None, rows: Tensor | None, inverses_K: Tensor, factors_K: Tensor,
-        layout: tuple[list[int], list[int], list[int], list[int]], hidden_count: int, weight_count: int,
-        options: LossOptions, chunk_bytes: Sequence[int], top: bool, grad_enabled: bool, *tensors: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        heads_end = hidden_count + weight_count
-        hiddens, weights, blocks = tensors[:hidden_count], tensors[hidden_count:heads_end], tensors[heads_end:]
+        ctx: Any, call: MultiHeadCall, counts: tuple[int, int], grad_enabled: bool, *tensors: Tensor
+    ) -> MultiHeadResults:
+        """`tensors` are hiddens, weights and blocks; `counts` are the numbers of the first two."""
+        weights_at, blocks_at = counts[0], sum(counts)
+        hiddens, weights, blocks = tensors[:weights_at], tensors[weights_at:blocks_at], tensors[blocks_at:]
         want = [grad_enabled and need for need in ctx.needs_input_grad[-len(tensors) :]]
-        stored_K, left = _common_scale(hiddens[0].dtype, inverses_K * factors_K, options)
+        stored_K, left = _common_scale(hiddens[0].dtype, call.inverses * call.factors, call.options)
         sums_K, hits, dx, dw, db = multi_head_loop(
-            target, positions, rows, stored_K, hiddens, weights, blocks, *layout,
-            want[:hidden_count], want[hidden_count:heads_end], want[heads_end:], *options, chunk_bytes, top,
+            hiddens, weights, blocks,
+            LoopCall(
+                target=call.target, positions=call.positions, rows=call.rows, stored=stored_K, layout=call.layout,
+                wanted=WantedGradients(want[:weights_at], want[weights_at:blocks_at], want[blocks_at:]),
+                options=call.options, chunk_bytes=call.chunk_bytes, top=call.top,
+            ),
         )  # fmt: skip
         ctx.want, ctx.dtypes = want, [t.dtype for t in tensors]
         # Not saved tensors, because they are scaled in place and returned. `left` is a saved tensor, so that autograd
         # refuses a second backward of a graph that was not retained.
         ctx.gradients = [*dx, *dw, *db]
         ctx.save_for_backward(left)
-        losses_K = sums_K * inverses_K
+        losses_K = sums_K * call.inverses
         ctx.mark_non_differentiable(losses_K, hits)
-        return (losses_K * factors_K).sum(), losses_K, hits
+        return MultiHeadResults((losses_K * call.factors).sum(), losses_K, hits)
 
     @staticmethod
     @first_order
@@ -120,18 +150,18 @@ class MultiHeadLinearCrossEntropy(torch.autograd.Function):
             else:
                 grads.append(common.scale_rows(gradient, scale, None, gradient.shape[0], dtype))
             del gradient
-        return *[None] * 12, *grads
+        return None, None, None, *grads
 
 
 def _common_scale(dtype: torch.dtype, scales_K: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
     """(scale of each head's stored gradients, factor still to multiply by).
 
-    fp16 stores the gradients of the head with the largest scale as `gradient_scales` says, and those of the others in
+    In fp16, the head with the largest scale stores its gradients as `gradient_scales` says. The others store theirs in
     proportion, so that one remaining factor fits all heads.
     """
     if dtype != torch.float16:
         return scales_K, torch.ones_like(scales_K[0])
-    stored, left = gradient_scales(dtype, torch.ones_like(scales_K[0]), None, None, options)
+    stored, left = common.gradient_scales(dtype, torch.ones_like(scales_K[0]), None, None, options)
     assert left is not None, "fp16 always leaves a factor"
     largest = scales_K.abs().amax()
     largest = torch.where(largest > 0, largest, 1.0)
@@ -139,28 +169,14 @@ def _common_scale(dtype: torch.dtype, scales_K: Tensor, options: LossOptions) ->
 
 
 def _apply(
-    target: Tensor, positions: Tensor | None, rows: Tensor | None, inverses_K: Tensor, factors_K: Tensor,
-    hiddens: Sequence[Tensor], weights: Sequence[Tensor], blocks: Sequence[Tensor],
-    shifts: list[int], hidden_of: list[int], weight_of: list[int], block_counts: list[int],
-    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-    chunk_bytes: Sequence[int], top: bool,
-) -> Any:  # fmt: skip
-    options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
-    layout = (list(shifts), list(hidden_of), list(weight_of), list(block_counts))
-    return MultiHeadLinearCrossEntropy.apply(
-        target, positions, rows, inverses_K, factors_K, layout, len(hiddens), len(weights), options, chunk_bytes, top,
-        torch.is_grad_enabled(), *hiddens, *weights, *blocks,
-    )  # fmt: skip
+    hiddens: Sequence[Tensor], weights: Sequence[Tensor], blocks: Sequence[Tensor], call: MultiHeadCall
+) -> MultiHeadResults:
+    counts = len(hiddens), len(weights)
+    results = MultiHeadLinearCrossEntropy.apply(call, counts, torch.is_grad_enabled(), *hiddens, *weights, *blocks)
+    return MultiHeadResults(*results)
 
 
-_multi_head = Differentiable(
-    "multi_head_linear_cross_entropy",
-    "(Tensor target, Tensor? positions, Tensor? rows, Tensor inverses, Tensor factors, Tensor[] hiddens,"
-    " Tensor[] weights, Tensor[] blocks, int[] shifts, int[] hidden_of, int[] weight_of, int[] block_counts,"
-    " int ignore_index, float label_smoothing, float? softcap, float logit_scale, float z_loss, int[] chunk_bytes,"
-    " bool top) -> (Tensor, Tensor, Tensor)",
-    _apply,
-)
+_multi_head = Differentiable("multi_head_linear_cross_entropy", _apply)
 
 
 def multi_head_linear_cross_entropy(
@@ -217,13 +233,24 @@ def multi_head_linear_cross_entropy(
     """
     prepared = target if isinstance(target, PreparedTargets) else None
     labels: Tensor = prepared.target if prepared is not None else target  # type: ignore[assignment]
+    shifts = check_shifts(shifts)
     hidden_list = [hiddens] * len(shifts) if isinstance(hiddens, Tensor) else list(hiddens)
     weight_list = [weights] * len(shifts) if isinstance(weights, Tensor) else list(weights)
     block_lists = [()] * len(shifts) if blocks is None else [tuple(of_head) for of_head in blocks]
-    options = common.check_options(
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, num_items, ()
-    )
-    _check_heads(hidden_list, weight_list, block_lists, labels, shifts, head_weights, reduction, outputs)
+    options, num_items = check_options(
+        LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss),
+        reduction=reduction, num_items=num_items, outputs=outputs, names=OUTPUTS,
+    )  # fmt: skip
+    if reduction == "none":
+        raise OptionError("reduction='none' is not defined for a sum over heads; call linear_cross_entropy per head.")
+    _check_shifts_and_factors(shifts, head_weights)
+    n_factors = len(shifts) if head_weights is None else len(head_weights)
+    if not shifts or not len(hidden_list) == len(weight_list) == len(block_lists) == n_factors == len(shifts):
+        raise ShapeError(
+            f"{len(hidden_list)} hiddens, {len(weight_list)} weights, {len(block_lists)} blocks, {len(shifts)} shifts, "
+            f"{n_factors} head_weights; there must be one of each per head."
+        )
+    _check_heads(hidden_list, weight_list, block_lists, labels)
     if positions is not None and positions.shape != labels.shape:
         raise ShapeError(f"positions is {tuple(positions.shape)}, target is {tuple(labels.shape)}; they must agree.")
     common.check_devices(target=labels, positions=positions)
@@ -237,16 +264,22 @@ def multi_head_linear_cross_entropy(
     flat_blocks = [t.to(dtype) for of_head in block_lists for block in of_head for t in block]
     acc = torch.promote_types(dtype, torch.float32)
     counts_K, any_N = common.scored(labels, positions, shifts, ignore_index)
-    common.check_chunk_bytes(chunk_bytes)
-    least_most = default_chunk_bytes(flat[0]) if chunk_bytes is None else (chunk_bytes, chunk_bytes)
-    inverses_K, factors_K = _inverses(counts_K, num_items, reduction, acc), _factors(head_weights, counts_K, acc)
-    rows = _rows_scored(labels, prepared, any_N)  # last, because it may wait for everything queued on the device
-    loss, losses, hits = _multi_head(
-        labels, positions, rows, inverses_K, factors_K, flat, settled, flat_blocks, list(shifts), hidden_of, weight_of,
-        [len(of_head) for of_head in block_lists], *options, list(least_most), "accuracy" in outputs,
-    )  # fmt: skip
+    check_chunk_bytes(chunk_bytes)
+    call = MultiHeadCall(
+        target=labels,
+        positions=positions,
+        inverses=_inverses(counts_K, num_items, reduction, acc),
+        factors=_factors(head_weights, counts_K, acc),
+        rows=_rows_scored(labels, prepared, any_N),  # last, because it may wait for everything queued on the device
+        layout=HeadLayout(list(shifts), hidden_of, weight_of, [len(of_head) for of_head in block_lists]),
+        options=options,
+        chunk_bytes=default_chunk_bytes(flat[0]) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
+        top="accuracy" in outputs,
+    )
+    apply = _multi_head if torch.compiler.is_compiling() else _apply
+    loss, losses, hits = apply(flat, settled, flat_blocks, call)
     if not outputs:
-        return loss  # type: ignore[no-any-return]
+        return loss
     return MultiHeadOutput(
         loss,
         losses if "losses" in outputs else None,
@@ -299,7 +332,8 @@ def _factors(head_weights: Tensor | Sequence[float] | None, like_K: Tensor, dtyp
         return torch.ones_like(like_K, dtype=dtype)
     if isinstance(head_weights, Tensor):
         return common.number_on(head_weights, dtype, like_K.device)
-    return torch.stack([common.number_on(factor, dtype, like_K.device) for factor in head_weights])
+    numbers = [f if isinstance(f, Tensor) else check_number("head_weights", f) for f in head_weights]
+    return torch.stack([common.number_on(number, dtype, like_K.device) for number in numbers])
 
 
 def _unique(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
@@ -315,31 +349,22 @@ def _unique(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
     return distinct, which
 
 
-def _check_heads(
-    hiddens: list[Tensor], weights: list[Tensor], blocks: Sequence[Sequence[Block]], target: Tensor,
-    shifts: Sequence[int], factors: Tensor | Sequence[float] | None, reduction: str, outputs: tuple[str, ...],
-) -> None:  # fmt: skip
+def _check_shifts_and_factors(shifts: Sequence[int], factors: Tensor | Sequence[float] | None) -> None:
+    """Raise unless no shift is negative, and there is one finite factor per head or None."""
     if isinstance(factors, Tensor):
-        common.check_vector("head_weights", factors, (len(shifts),))
-    n_factors = len(shifts) if factors is None else len(factors)
-    if not shifts or not len(hiddens) == len(weights) == len(blocks) == n_factors == len(shifts):
-        raise ShapeError(
-            f"{len(hiddens)} hiddens, {len(weights)} weights, {len(blocks)} blocks, {len(shifts)} shifts, {n_factors} "
-            "head_weights; there must be one of each per head."
-        )
-    if reduction == "none":
-        raise OptionError("reduction='none' is not defined for a sum over heads; call linear_cross_entropy per head.")
-    for shift in shifts:
-        check_whole("shifts", shift)
+        check_vector("head_weights", factors, (len(shifts),))
     for factor in () if factors is None or isinstance(factors, Tensor) else factors:
         # compared, because Dynamo cannot trace math.isfinite
         if not isinstance(factor, Tensor) and not abs(check_number("head_weights", factor)) < math.inf:
             raise OptionError(f"head_weights={list(factors or ())} must be finite.")
-    if min(shifts) < 0:
+    if shifts and min(shifts) < 0:
         raise OptionError(f"shifts={list(shifts)} must not be negative; a head cannot be scored on the past.")
-    unknown = [name for name in outputs if name not in OUTPUTS]
-    if unknown:
-        raise OptionError(f"outputs names {unknown[0]!r}; choose from {', '.join(OUTPUTS)}.")
+
+
+def _check_heads(
+    hiddens: list[Tensor], weights: list[Tensor], blocks: Sequence[Sequence[Block]], target: Tensor
+) -> None:
+    """Raise unless the tensors of the heads fit each other and the target."""
     check_dtype(*hiddens, *weights)
     for hidden, weight, of_head in zip(hiddens, weights, blocks, strict=True):
         if hidden.ndim != 3 or weight.ndim != 2 or weight.shape[1] != hidden.shape[2] or not weight.shape[1]:

@@ -12,6 +12,7 @@ hidden gradient is then summed in fp32 over all rows, which takes 4·N·H bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,8 @@ from tigon.ops.losses.chunk_loop import (
     product_into,
 )
 from tigon.ops.losses.chunk_plan import even_chunk
-from tigon.ops.losses.common import LossOptions, labels_ahead
+from tigon.ops.losses.common import labels_ahead
+from tigon.ops.losses.options import LossOptions
 
 # B batch, T positions, N = B·T tokens, C tokens of a chunk, H hidden, V vocabulary, K heads.
 
@@ -37,18 +39,31 @@ TOP = 5
 """Accuracy is counted for ranks 1 to TOP."""
 
 
-class Heads(NamedTuple):
-    """The numbers of the tensors that each head uses, and which gradients are wanted."""
+class HeadLayout(NamedTuple):
+    """The offset of each head, and the numbers of the tensors that it uses."""
 
     shifts: Sequence[int]
     hidden_of: Sequence[int]
     weight_of: Sequence[int]
     block_counts: Sequence[int]
     """Number of residual blocks of each head. The list of block tensors alternates weight and bias."""
+
+
+class WantedGradients(NamedTuple):
+    """Which gradients are wanted."""
+
     want_hiddens: Sequence[bool]
     want_weights: Sequence[bool]
     want_blocks: Sequence[bool]
     """One per tensor of the blocks."""
+
+
+class Heads:
+    """The layout of the heads, and the questions that the loop asks about it."""
+
+    def __init__(self, layout: HeadLayout, wanted: WantedGradients) -> None:
+        self.shifts, self.hidden_of, self.weight_of, self.block_counts = layout
+        self.want_hiddens, self.want_weights, self.want_blocks = wanted
 
     def groups(self) -> list[list[int]]:
         """The heads grouped by the weight that they use, in order."""
@@ -80,21 +95,55 @@ def residual_blocks(x_CH: Tensor, blocks: Sequence[Tensor]) -> tuple[Tensor, lis
     return x_CH, kept
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoopCall:
+    """The arguments of the loop besides the hidden states, weights and blocks."""
+
+    target: Tensor
+    """(B, T)"""
+    positions: Tensor | None
+    rows: Tensor | None
+    """Flat positions of the tokens that any head is scored on; None for all."""
+    stored: Tensor
+    """(K,); each head's gradients are for an upstream gradient of 1 / stored."""
+    layout: HeadLayout
+    wanted: WantedGradients
+    options: LossOptions
+    chunk_bytes: Sequence[int]
+    """(least, most)"""
+    top: bool
+    """Count the targets among the largest logits."""
+
+    def heads(self) -> Heads:
+        return Heads(self.layout, self.wanted)
+
+    def tokens(self) -> int:
+        """The number of tokens that the loop processes."""
+        return self.target.numel() if self.rows is None else self.rows.shape[0]
+
+
+class LoopResults(NamedTuple):
+    """Sums of the heads' losses (K,), hits (K, TOP), and the gradients of hiddens, weights and blocks."""
+
+    losses: Tensor
+    hits: Tensor
+    dx: list[Tensor]
+    dw: list[Tensor]
+    db: list[Tensor]
+
+
 class _Loop:
     """One pass over the tokens; see the module docstring. Results are in losses, hits, dx, dw and db."""
 
     def __init__(
-        self, target_BT: Tensor, positions_BT: Tensor | None, rows: Tensor | None, stored_K: Tensor,
-        hiddens: Sequence[Tensor], weights: Sequence[Tensor], blocks: Sequence[Tensor], heads: Heads,
-        options: LossOptions, chunk_bytes: tuple[int, int], top: bool,
-    ) -> None:  # fmt: skip
-        self.target_BT, self.positions_BT, self.rows, self.stored_K = target_BT, positions_BT, rows, stored_K
-        self.hiddens, self.weights, self.blocks, self.heads = hiddens, weights, blocks, heads
-        self.options, self.chunk_bytes, self.top = options, chunk_bytes, top
-        self.tokens = int(target_BT.numel() if rows is None else rows.shape[0])
-        self.losses, self.hits, self.dx, self.dw, self.db = empty_outputs(
-            target_BT, rows is not None, hiddens, weights, blocks, heads, top
-        )
+        self, hiddens: Sequence[Tensor], weights: Sequence[Tensor], blocks: Sequence[Tensor], call: LoopCall
+    ) -> None:
+        self.hiddens, self.weights, self.blocks = hiddens, weights, blocks
+        self.target_BT, self.positions_BT, self.rows = call.target, call.positions, call.rows
+        self.stored_K, self.options, self.top = call.stored, call.options, call.top
+        self.heads, self.chunk_bytes = call.heads(), call.chunk_bytes
+        self.tokens = call.tokens()
+        self.losses, self.hits, self.dx, self.dw, self.db = empty_outputs(hiddens, weights, blocks, call)
 
     def run(self) -> None:
         self.losses.zero_()
@@ -221,7 +270,7 @@ def hits(x_CH: Tensor, weight_VH: Tensor, target: Tensor, options: LossOptions) 
     return counts
 
 
-def chunk_of(tokens: int, weight_VH: Tensor, want_weight: bool, chunk_bytes: tuple[int, int]) -> int:
+def chunk_of(tokens: int, weight_VH: Tensor, want_weight: bool, chunk_bytes: Sequence[int]) -> int:
     """Tokens per chunk: as many as `chunk_bytes` (least, most) of logits hold, more if the sum of dW is larger."""
     (V, H), (least, most) = weight_VH.shape, chunk_bytes
     fitting = min(max(least, 4 * V * H if want_weight else 0), most) // (V * weight_VH.element_size())
@@ -234,13 +283,13 @@ def rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def empty_outputs(
-    target_BT: Tensor, some_rows: bool, hiddens: Sequence[Tensor], weights: Sequence[Tensor],
-    blocks: Sequence[Tensor], heads: Heads, top: bool,
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
-    """(losses, hits, dX, dW, gradients of the blocks); outputs that are not wanted are empty.
+    hiddens: Sequence[Tensor], weights: Sequence[Tensor], blocks: Sequence[Tensor], call: LoopCall
+) -> LoopResults:
+    """Outputs of the loop; those that are not wanted are empty.
 
     Outputs that the loop writes completely are uninitialised. The loop allocates each dW; here dW only has its dtype.
     """
+    heads = call.heads()
     acc = torch.promote_types(hiddens[0].dtype, torch.float32)
     half = hiddens[0].dtype == torch.float16
     count = len(heads.shifts)
@@ -248,79 +297,54 @@ def empty_outputs(
     for number, (hidden, wanted) in enumerate(zip(hiddens, heads.want_hiddens, strict=True)):
         dtype = acc if half or heads.crosses_groups(number) else hidden.dtype
         made = rows_like(hidden, dtype) if wanted else hidden.new_empty(0)
-        dx.append(made.zero_() if some_rows or heads.crosses_groups(number) else made)
+        dx.append(made.zero_() if call.rows is not None or heads.crosses_groups(number) else made)
     dw = [weight.new_empty(0, dtype=acc if half else weight.dtype) for weight in weights]
     db = [
         rows_like(tensor, acc).zero_() if wanted else tensor.new_empty(0)
         for tensor, wanted in zip(blocks, heads.want_blocks, strict=True)
     ]
-    return (
-        hiddens[0].new_empty(count, dtype=acc),
-        target_BT.new_empty((count, TOP) if top else (0, TOP), dtype=torch.int64),
-        dx, dw, db,
-    )  # fmt: skip
+    return LoopResults(
+        losses=hiddens[0].new_empty(count, dtype=acc),
+        hits=call.target.new_empty((count, TOP) if call.top else (0, TOP), dtype=torch.int64),
+        dx=dx,
+        dw=dw,
+        db=db,
+    )
 
 
 def _body(
-    target_BT: Tensor, positions_BT: Tensor | None, rows: Tensor | None, stored_K: Tensor,
-    hiddens: Sequence[Tensor], weights: Sequence[Tensor], blocks: Sequence[Tensor],
-    shifts: Sequence[int], hidden_of: Sequence[int], weight_of: Sequence[int], block_counts: Sequence[int],
-    want_hiddens: Sequence[bool], want_weights: Sequence[bool], want_blocks: Sequence[bool],
-    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-    chunk_bytes: Sequence[int], top: bool,
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
-    """(sums of the heads' losses (K,), hits (K, TOP), dX, dW, gradients of the blocks).
-
-    Gradients are for an upstream gradient of 1 / stored_K.
-    """
-    heads = Heads(shifts, hidden_of, weight_of, block_counts, want_hiddens, want_weights, want_blocks)
-    options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
-    least, most = chunk_bytes
+    hiddens: Sequence[Tensor], weights: Sequence[Tensor], blocks: Sequence[Tensor], call: LoopCall
+) -> LoopResults:
     with torch.no_grad(), no_autocast(hiddens[0]):
-        loop = _Loop(
-            target_BT, positions_BT, rows, stored_K, hiddens, weights, blocks, heads, options, (least, most), top
-        )
+        loop = _Loop(hiddens, weights, blocks, call)
         loop.run()
-    return loop.losses, loop.hits, loop.dx, loop.dw, loop.db
+    return LoopResults(loop.losses, loop.hits, loop.dx, loop.dw, loop.db)
 
 
 def _fake(
-    target_BT: Tensor, positions_BT: Tensor | None, rows: Tensor | None, stored_K: Tensor,
-    hiddens: Sequence[Tensor], weights: Sequence[Tensor], blocks: Sequence[Tensor],
-    shifts: Sequence[int], hidden_of: Sequence[int], weight_of: Sequence[int], block_counts: Sequence[int],
-    want_hiddens: Sequence[bool], want_weights: Sequence[bool], want_blocks: Sequence[bool],
-    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-    chunk_bytes: Sequence[int], top: bool,
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
-    heads = Heads(shifts, hidden_of, weight_of, block_counts, want_hiddens, want_weights, want_blocks)
-    losses, outputs, dx, dw, db = empty_outputs(target_BT, rows is not None, hiddens, weights, blocks, heads, top)
+    hiddens: Sequence[Tensor], weights: Sequence[Tensor], blocks: Sequence[Tensor], call: LoopCall
+) -> LoopResults:
+    heads, tokens = call.heads(), call.tokens()
+    results = empty_outputs(hiddens, weights, blocks, call)
     # The planner traces this fake: besides the outputs, the loop holds a chunk's logits and blocks and one sum of dW.
-    tokens = target_BT.numel() if rows is None else rows.shape[0]
-    least, most = chunk_bytes
+    least, _ = call.chunk_bytes
     for group in heads.groups():
-        number = weight_of[group[0]]
-        weight_VH, want = weights[number], want_weights[number]
+        number = heads.weight_of[group[0]]
+        weight_VH, want = weights[number], heads.want_weights[number]
         (V, H), acc = weight_VH.shape, torch.promote_types(weight_VH.dtype, torch.float32)
         known = isinstance(tokens, int)
-        chunk = chunk_of(tokens, weight_VH, want, (least, most)) if known else least // (V * weight_VH.element_size())
+        chunk = (
+            chunk_of(tokens, weight_VH, want, call.chunk_bytes) if known else least // (V * weight_VH.element_size())
+        )
         alone = known and len(group) == 1 and tokens <= chunk and weight_VH.dtype != torch.float16
         total = rows_like(weight_VH, weight_VH.dtype if alone else acc) if want else None
-        deepest = max(block_counts[k] for k in group)
+        deepest = max(heads.block_counts[k] for k in group)
         alive = [weight_VH.new_empty((chunk, H)) for _ in range(2 + 2 * deepest)] + [weight_VH.new_empty((chunk, V))]
         del alive
         if total is not None:
-            dw[number] = total.to(dw[number].dtype)
+            results.dw[number] = total.to(results.dw[number].dtype)
         del total
-    return losses, outputs, dx, dw, db
+    return results
 
 
-multi_head_loop = Primitive(
-    "multi_head_linear_cross_entropy_chunks",
-    "(Tensor target, Tensor? positions, Tensor? rows, Tensor stored, Tensor[] hiddens, Tensor[] weights,"
-    " Tensor[] blocks, int[] shifts, int[] hidden_of, int[] weight_of, int[] block_counts, bool[] want_hiddens,"
-    " bool[] want_weights, bool[] want_blocks, int ignore_index, float label_smoothing, float? softcap,"
-    " float logit_scale, float z_loss, int[] chunk_bytes, bool top)"
-    " -> (Tensor, Tensor, Tensor[], Tensor[], Tensor[])",
-    composite=_body,
-    fake=_fake,
-)
+multi_head_loop = Primitive("multi_head_linear_cross_entropy_chunks", composite=_body, fake=_fake)

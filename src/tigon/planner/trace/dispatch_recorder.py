@@ -218,7 +218,7 @@ def _mm(args: Mapping[str, Any]) -> float:
 def _chunked_loss(args: Mapping[str, Any]) -> float:
     """FLOPs of the logits, and of the gradients if the forward computes them."""
     made = 0 if args["keep"] else args["want_hidden"] + args["want_weight"]
-    return float(2 * math.prod(args["hidden"].shape) * args["weight"].shape[0] * (1 + made))
+    return float(2 * math.prod(args["hidden_NH"].shape) * args["weight_VH"].shape[0] * (1 + made))
 
 
 def _hidden_grad(args: Mapping[str, Any]) -> float:

@@ -1,0 +1,160 @@
+"""Operators whose arguments are records: dataclasses or NamedTuples of tensors and options.
+
+A torch.library operator takes tensors, numbers and lists only. `Signature` derives the operator's flat schema from the
+annotations of a Python function, and converts between the two forms by the names of the fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import operator
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+_SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    list[Tensor]: "Tensor[]",
+    Sequence[Tensor]: "Tensor[]",
+    Sequence[int]: "int[]",
+    Sequence[bool]: "bool[]",
+    int: "int",
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+}
+SYMBOLIC = "SymInt"
+"""`Annotated[int, SYMBOLIC]` declares a size, which torch.compile may leave symbolic."""
+
+
+class _Value:
+    """An argument that the flat form takes as it is."""
+
+    size = 1
+
+    def __init__(self, schema_type: str) -> None:
+        self.schema_type = schema_type
+
+    def declare(self, name: str) -> list[str]:
+        return [f"{self.schema_type} {name}"]
+
+    def tensor_paths(self, path: str) -> list[str]:
+        return [path] if self.schema_type.startswith("Tensor") else []
+
+    def flatten(self, value: Any) -> list[Any]:
+        return [value]
+
+    def restore(self, flat: Sequence[Any]) -> Any:
+        return flat[0]
+
+
+class _Fields:
+    """Named arguments: the fields of a record, or the parameters of a function."""
+
+    def __init__(self, annotations: Mapping[str, Any]) -> None:
+        self.kinds = tuple((name, _kind(annotation)) for name, annotation in annotations.items())
+        self.schema = [entry for name, kind in self.kinds for entry in kind.declare(name)]
+        self.size = len(self.schema)
+
+    def flatten_all(self, values: Iterable[Any]) -> list[Any]:
+        flat: list[Any] = []
+        for (_, kind), value in zip(self.kinds, values, strict=True):
+            flat.extend(kind.flatten(value))
+        return flat
+
+    def restore_all(self, flat: Sequence[Any]) -> dict[str, Any]:
+        values, start = {}, 0
+        for name, kind in self.kinds:
+            values[name] = kind.restore(flat[start : start + kind.size])
+            start += kind.size
+        return values
+
+
+class _Record(_Fields):
+    """An argument that is a record; its fields take its place in the flat form."""
+
+    def __init__(self, record: type) -> None:
+        hints = typing.get_type_hints(record, include_extras=True)
+        super().__init__({name: hints[name] for name in field_names(record)})
+        self.record = record
+
+    def declare(self, name: str) -> list[str]:
+        return self.schema
+
+    def tensor_paths(self, path: str) -> list[str]:
+        """The paths of the tensors as `operator.attrgetter` takes them."""
+        return [found for name, kind in self.kinds for found in kind.tensor_paths(f"{path}.{name}".lstrip("."))]
+
+    def flatten(self, value: Any) -> list[Any]:
+        return self.flatten_all([getattr(value, name) for name, _ in self.kinds])
+
+    def restore(self, flat: Sequence[Any]) -> Any:
+        return self.record(**self.restore_all(flat))
+
+
+def _as_list(tensors: Any) -> Any:
+    return tensors
+
+
+def _in_a_list(tensor: Any) -> Any:
+    return (tensor,)
+
+
+def field_names(record: Any) -> tuple[str, ...]:
+    """Names of the fields of a dataclass or NamedTuple, in order; empty for any other type."""
+    if dataclasses.is_dataclass(record):
+        return tuple(field.name for field in dataclasses.fields(record))
+    return tuple(getattr(record, "_fields", ()))
+
+
+def _kind(annotation: Any) -> _Value | _Record:
+    if typing.get_origin(annotation) is typing.Annotated:
+        base, *notes = typing.get_args(annotation)
+        return _Value(SYMBOLIC) if SYMBOLIC in notes else _kind(base)
+    return _Record(annotation) if field_names(annotation) else _Value(_SCHEMA_TYPES[annotation])
+
+
+class Signature:
+    """The arguments and results of a function, and their flat form.
+
+    Args:
+        function: annotated with tensors, numbers, lists and records. It returns a tensor, or a NamedTuple of tensors.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        hints = typing.get_type_hints(function, include_extras=True)
+        self._arguments = _Fields({name: hints[name] for name in inspect.signature(function).parameters})
+        returned = hints["return"]
+        self._results = returned if field_names(returned) else None
+        results = _Fields(typing.get_type_hints(returned)) if self._results else None
+        types = [entry.split()[0] for entry in results.schema] if results else [_SCHEMA_TYPES[returned]]
+        result = f"({', '.join(types)})" if results else types[0]
+        self.schema = f"({', '.join(self._arguments.schema)}) -> {result}"
+
+    def tensor_getters(self) -> list[tuple[int, Callable[[Any], Iterable[Any]]]]:
+        """For each argument that holds tensors: its position, and a function that returns them, or None for some."""
+        getters: list[tuple[int, Callable[[Any], Iterable[Any]]]] = []
+        for position, (_, kind) in enumerate(self._arguments.kinds):
+            paths = kind.tensor_paths("")
+            if isinstance(kind, _Record):
+                if paths:
+                    getters.append((position, operator.attrgetter(*paths, paths[0])))  # two or more return a tuple
+            elif paths:
+                getters.append((position, _as_list if kind.schema_type == "Tensor[]" else _in_a_list))
+        return getters
+
+    def flatten(self, args: Sequence[Any]) -> list[Any]:
+        """The operator's flat arguments."""
+        return self._arguments.flatten_all(args)
+
+    def restore(self, flat: Sequence[Any]) -> list[Any]:
+        """The function's arguments."""
+        return list(self._arguments.restore_all(flat).values())
+
+    def results(self, flat: Any) -> Any:
+        """The function's NamedTuple, of the operator's results."""
+        return flat if self._results is None else self._results(*flat)
