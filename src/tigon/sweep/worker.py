@@ -26,7 +26,7 @@ from tigon.trainer.distributed import launch
 
 
 def main() -> None:
-    import tigon.sweep.measure  # loads transformers  # noqa: F401
+    import tigon.sweep.measure  # noqa: F401  # loads transformers
 
     order = take_order()
     if "probe" in order:
