@@ -475,8 +475,8 @@ def _flags(rows):
 
 
 def _class_weight_sum(rows):
-    smoothed = rows.class_weight is not None and rows.options.label_smoothing
-    return rows.class_weight.float().sum() if smoothed else None
+    needed = rows.class_weight is not None and rows.options.label_smoothing
+    return rows.class_weight.float().sum() if needed else None
 
 
 def cross_entropy_fwd(rows, entropy, predicted, grad_scale=None, grad_NV=None):
@@ -501,11 +501,11 @@ def cross_entropy_fwd(rows, entropy, predicted, grad_scale=None, grad_NV=None):
         z_y = logits_NV.new_empty(N, dtype=torch.float32)
         cap = 1.0 if softcap is None else softcap
         flags = _flags(rows)
-        del flags["HAS_SMOOTHING"]
         launch(
             cross_entropy_part_kernel, (N, P), logits_NV,
             R=logits_NV, Target=target, Part=part, ZY=z_y, V=V, P=P, stride_r=logits_NV.stride(0), softcap=cap,
-            scale=logit_scale, HAS_SOFTCAP=flags["HAS_SOFTCAP"], HAS_SCALE=flags["HAS_SCALE"], BLOCK=FEW_ROWS_TILE, num_warps=4,
+            scale=logit_scale, HAS_SOFTCAP=flags["HAS_SOFTCAP"], HAS_SCALE=flags["HAS_SCALE"],
+            BLOCK=FEW_ROWS_TILE, num_warps=4,
         )  # fmt: skip
         launch(
             cross_entropy_whole_kernel, (N, P if want_grad else 1), logits_NV,
@@ -523,9 +523,9 @@ def cross_entropy_fwd(rows, entropy, predicted, grad_scale=None, grad_NV=None):
         block = min(block, _device.next_power_of_2(V))
         launch(
             cross_entropy_fwd_kernel, (N,), logits_NV,
-            R=logits_NV, Target=target, ClassWeight=class_weight, WeightSum=_class_weight_sum(rows), TokenWeight=token_weight,
-            GradScale=grad_scale, Loss=loss, Stats=stats, Entropy=entropies, Predicted=argmax, Grad=grad_NV,
-            N=N, V=V, stride_r=logits_NV.stride(0), stride_grad=grad_NV.stride(0) if want_grad else 0,
+            R=logits_NV, Target=target, ClassWeight=class_weight, WeightSum=_class_weight_sum(rows),
+            TokenWeight=token_weight, GradScale=grad_scale, Loss=loss, Stats=stats, Entropy=entropies, Predicted=argmax,
+            Grad=grad_NV, N=N, V=V, stride_r=logits_NV.stride(0), stride_grad=grad_NV.stride(0) if want_grad else 0,
             ignore_index=ignore_index, softcap=1.0 if softcap is None else softcap, scale=logit_scale,
             smoothing=label_smoothing, z_loss=z_loss, **_flags(rows),
             WANT_GRAD=want_grad, WANT_ENTROPY=entropy, WANT_PREDICTED=predicted,
@@ -546,9 +546,9 @@ def cross_entropy_bwd(rows, stats, dloss, scale):
         block, warps = BWD
         launch(
             cross_entropy_bwd_kernel, (N, _device.cdiv(V, block)), logits_NV,
-            R=logits_NV, Target=target, ClassWeight=class_weight, WeightSum=_class_weight_sum(rows), TokenWeight=token_weight,
-            Stats=stats, DLoss=dloss, Scale=scale, Grad=grad, N=N, V=V, stride_r=logits_NV.stride(0),
-            stride_dloss=dloss.stride(0), ignore_index=ignore_index, softcap=1.0 if softcap is None else softcap,
+            R=logits_NV, Target=target, ClassWeight=class_weight, WeightSum=_class_weight_sum(rows),
+            TokenWeight=token_weight, Stats=stats, DLoss=dloss, Scale=scale, Grad=grad, N=N, V=V,
+            stride_r=logits_NV.stride(0), stride_dloss=dloss.stride(0), ignore_index=ignore_index, softcap=1.0 if softcap is None else softcap,
             scale=logit_scale, smoothing=label_smoothing, z_loss=z_loss, **_flags(rows), BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return grad
@@ -595,7 +595,5 @@ def inverse_count(like, target, ignore_index):
 def scaled_sum(x_N, factor):
     """The sum of an fp32 (N,) tensor times a scalar; fp32, 0-dim."""
     out = x_N.new_empty((), dtype=torch.float32)
-    launch(
-        scaled_sum_kernel, (1,), x_N, X=x_N, Factor=factor, Out=out, N=x_N.shape[0], BLOCK=4096, num_warps=8,
-    )  # fmt: skip
+    launch(scaled_sum_kernel, (1,), x_N, X=x_N, Factor=factor, Out=out, N=x_N.shape[0], BLOCK=4096, num_warps=8)
     return out

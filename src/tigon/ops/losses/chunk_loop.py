@@ -22,10 +22,10 @@ from torch import Tensor
 
 from tigon.kernels.chips import LogitsTile
 from tigon.ops import dispatch
-from tigon.ops.signature import SYMBOLIC
 from tigon.ops.dispatch import Primitive
 from tigon.ops.losses import common
 from tigon.ops.losses.options import LossOptions
+from tigon.ops.signature import SYMBOLIC
 
 # N tokens, C tokens of a chunk, H hidden, V vocabulary.
 
