@@ -548,7 +548,8 @@ def cross_entropy_bwd(rows, stats, dloss, scale):
             cross_entropy_bwd_kernel, (N, _device.cdiv(V, block)), logits_NV,
             R=logits_NV, Target=target, ClassWeight=class_weight, WeightSum=_class_weight_sum(rows),
             TokenWeight=token_weight, Stats=stats, DLoss=dloss, Scale=scale, Grad=grad, N=N, V=V,
-            stride_r=logits_NV.stride(0), stride_dloss=dloss.stride(0), ignore_index=ignore_index, softcap=1.0 if softcap is None else softcap,
+            stride_r=logits_NV.stride(0), stride_dloss=dloss.stride(0), ignore_index=ignore_index,
+            softcap=1.0 if softcap is None else softcap,
             scale=logit_scale, smoothing=label_smoothing, z_loss=z_loss, **_flags(rows), BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return grad
