@@ -31,7 +31,7 @@ from tigon.models.verification.tiny import SIZES, tiny_config
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB, Gpu, find_gpu
 from tigon.planner.request import Request, text_config
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 BATCH, SEQ, STEPS = 3, 1111, 3
 SECONDS = 240  # for one family, whose kernels are compiled first

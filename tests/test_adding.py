@@ -130,9 +130,10 @@ from tigon.cli import app
 from tigon.errors import RecipeError
 from tigon.objectives import recipe_checks
 from tigon.recipe.keys import reference_table
-from tigon.techniques import PAGES, TECHNIQUES, matrix
-from tigon.techniques.choices import Choices
-from tigon.techniques.technique import RunInfo
+from tigon.techniques import PAGES, TECHNIQUES
+from tigon.techniques import matrix
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.technique import RunInfo
 
 def load(steps):
     Path("recipe.yaml").write_text(f"train: {{steps: 1, empty_cache_steps: {steps}}}")

@@ -18,7 +18,7 @@ import tigon
 from tigon import errors
 from tigon.models import MODELS
 from tigon.ops import OPS
-from tigon.ops.dispatch import Differentiable, Primitive
+from tigon.ops.dispatch import Primitive
 
 SOURCE = Path(__file__).parent.parent / "src" / "tigon"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -41,7 +41,7 @@ def documented_late_packages() -> set[str]:
 
 LEVEL = {room: level for level, entry in enumerate(documented_order()) for room in entry}
 LATE = documented_late_packages()
-LEAVES = {"errors", "_files", "units"}  # every package may import them; they import no package of tigon
+LEAVES = {"errors", "_files", "_quiet", "units"}  # every package may import them; they import no package of tigon
 MAY_IMPORT_TRANSFORMERS = {
     "cli", "doctor", "models", "techniques", "medusa", "data", "planner", "trainer", "sweep", "bench", "compat",
 }  # fmt: skip
@@ -431,11 +431,9 @@ def test_engine_compares_with_no_model_name() -> None:
 def errors_raised_by(value: object, seen: set[object] | None = None) -> set[str]:
     """Names of tigon's errors in the `raise` statements of a function, and of the code of tigon.ops that it refers to.
 
-    An operator stands for its autograd function, a primitive for its check and its composite.
+    A primitive stands for its check and its composite.
     """
     seen = set() if seen is None else seen
-    if isinstance(value, Differentiable):
-        value = getattr(value._function, "__self__", value._function)  # the class of a bound `apply`
     if isinstance(value, Primitive):
         return errors_raised_by(value._check, seen) | errors_raised_by(value._composite, seen)
     code = inspect.isfunction(value) or inspect.isclass(value)

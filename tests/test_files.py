@@ -16,7 +16,8 @@ from tigon.models.loading.config import load_config
 from tigon.objectives import recipe_checks
 from tigon.profiler.render import result
 from tigon.recipe import recipe_file
-from tigon.sweep import definition, import_results
+from tigon.sweep import definition
+from tigon.sweep.results import import_results
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "mkfifo") or not Path("/proc").exists(), reason="special files of Linux"

@@ -16,7 +16,7 @@ from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate.model_states import at_rest
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("llama-3.2-1b", "llama-3.1-8b")

@@ -17,7 +17,7 @@ from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.objectives.medusa import PlannedMedusa, check, planned_medusa
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 CASES: tuple[dict[str, Any], ...] = (
     {}, {"checkpointing": "full"}, {"checkpointing": "offload"}, {"lora_rank": 8}, {"kernels": "liger"},

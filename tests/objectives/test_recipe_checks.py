@@ -12,7 +12,7 @@ from tigon.errors import RecipeError
 from tigon.objectives.recipe_checks import heads_refusals, load, loads_saved, require_heads, without_phases
 from tigon.recipe.keys import SECTIONS, HeadsConfig, Recipe, TrainConfig
 from tigon.techniques import KEY_SWITCHES
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "adapters in stage 1": ({"heads": {"stage": 1}, "lora": {"rank": 2}}, "set heads.stage: 2, or leave lora.rank out"),

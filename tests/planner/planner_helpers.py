@@ -11,7 +11,7 @@ from tigon.objectives.base import PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.planner.gpus import MIB, Gpu, find_gpu
 from tigon.planner.request import Request
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 H200 = find_gpu("h200")
 # cuBLAS's 64 MiB would be most of what a small model takes

@@ -13,7 +13,7 @@ from tigon.planner.gpus import GIB
 from tigon.planner.request import Request
 from tigon.planner.trace.cuda_autocast import FP32, FP32_RESULT, WIDEST, cuda_autocast
 from tigon.planner.trace.trace import trace
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 # Operators of CUDA's lists that no language model calls, or that reach the CPU's lists through what they call: `einsum`
 # and `mv` are products.

@@ -11,7 +11,7 @@ from tests.planner.planner_helpers import BARE, request_of
 from tigon.planner import estimate as pipeline
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.simulate.model_states import at_rest
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 PLANNER = Path(pipeline.__file__).parent
 STAGES = ("engine_of", "at_rest", "step_tapes", "SimulatedRun", "step_seconds")

@@ -20,7 +20,7 @@ from tigon.planner.estimate import COMPONENTS, PHASES, estimate, logits_bytes
 from tigon.planner.gpus import GPUS, Gpu, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.trace.attention import product_share
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 GIB = 1 << 30
 

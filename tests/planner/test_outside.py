@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.planner.planner_helpers import H200
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.gpus import MIB
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200"
 

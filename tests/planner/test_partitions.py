@@ -25,7 +25,7 @@ from tigon.planner.simulate.collectives import GatheredWeights, GatheringPlan
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelStates, Weight, at_rest
 from tigon.planner.trace.tape import Where
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 from tigon.trainer.distributed import launch
 
 # DeepSpeed on one process: bytes of the optimizer's copy of the weights and of its states.
@@ -33,9 +33,9 @@ _HELD = """
 import json, sys
 import deepspeed, torch
 from torch import nn
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import deepspeed_config
-from tigon.techniques.technique import Facts
+from tigon.techniques.records.technique import Facts
 
 def optimizer_of(name, parameters):
     if name == "adamw":

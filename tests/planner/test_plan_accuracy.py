@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 from benchmarks.pages import planner_accuracy
 from benchmarks.pages.planner_accuracy import QUANTITIES, Comparison, Measurements, Quantity
 from tigon.errors import UsageError
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 ROOT = Path(__file__).parent.parent.parent
 MEASURED = ROOT / planner_accuracy.MEASUREMENTS

@@ -189,7 +189,7 @@ def test_example_in_the_document_has_the_current_numbers():
     from tigon.planner.estimate import PHASES, estimate
     from tigon.planner.gpus import find_gpu
     from tigon.planner.request import Request
-    from tigon.techniques.choices import Choices
+    from tigon.techniques.records.choices import Choices
 
     text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
     example = text.partition("$ tigon plan llama-3.2-1b --gpu 24GiB --batch 4 --seq 8192\n")[2].partition("```")[0]

@@ -19,7 +19,7 @@ from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.playback import GradientRules, replay
 from tigon.planner.trace.trace import trace
 from tigon.profiler.recording.peak import PeakMeter, training_state
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 BATCH, SEQ = 3, 111
 SMALL = {

@@ -20,7 +20,7 @@ from tigon.planner.search import recommend, space
 from tigon.planner.search.recommend import estimate_option, plan, search
 from tigon.planner.search.space import SearchProblem
 from tigon.techniques import SEARCHED, SETTINGS, matrix, tiling
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 CHECKPOINTINGS = SETTINGS["checkpointing"].candidates(None)
 SHAPE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704}

@@ -100,7 +100,8 @@ def write_sweep(here: Path) -> Callable[..., Path]:
 @pytest.fixture
 def fake_workers(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """Points are carried out by FAKE_WORKER; returns the (batch size, seed) of those started so far."""
-    from tigon.sweep import processes, worker
+    from tigon.sweep import processes
+    from tigon.sweep.worker import worker
 
     script, started = here / "fake_worker.py", here / "started.txt"
     script.write_text(FAKE_WORKER, encoding="utf-8")

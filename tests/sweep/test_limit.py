@@ -7,8 +7,8 @@ import torch
 
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.gpus import find_gpu
-from tigon.sweep.limit import cap
-from tigon.techniques.choices import Choices
+from tigon.sweep.worker.limit import cap
+from tigon.techniques.records.choices import Choices
 
 H200 = find_gpu("h200")
 

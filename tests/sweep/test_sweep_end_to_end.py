@@ -9,7 +9,7 @@ import pytest
 
 from tigon.errors import DataError, RecipeError
 from tigon.sweep import definition, failures, points
-from tigon.sweep.measure import measure
+from tigon.sweep.worker.measure import measure
 
 SMALL = {
     "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
@@ -105,7 +105,7 @@ def test_refusal_of_this_machine_and_divergence_have_different_statuses(here):
     """A worker gives them different statuses; it runs in this process."""
     import yaml
 
-    from tigon.sweep import worker
+    from tigon.sweep.worker import worker
 
     def result(refused: str = "", **train: object) -> tuple[str, str]:
         recipe = {
@@ -154,8 +154,8 @@ def test_memory_limit_of_a_cpu_ends_a_point_as_out_of_memory():
     code = """
 import torch
 from tigon.sweep import failures
-from tigon.sweep.limit import cap
-from tigon.techniques.choices import Choices
+from tigon.sweep.worker.limit import cap
+from tigon.techniques.records.choices import Choices
 cap(torch.device("cpu"), 4 << 30, Choices())
 try:
     torch.ones(3 << 30)

@@ -11,7 +11,8 @@ import pytest
 
 from tigon.errors import RunFolderError, UsageError
 from tigon.planner.gpus import find_gpu
-from tigon.sweep import definition, failures, import_results, points
+from tigon.sweep import definition, failures, points
+from tigon.sweep.results import import_results
 from tigon.sweep.run import sweep
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tigon.errors import RunFolderError
-from tigon.sweep import failures, folder, processes
+from tigon.sweep import failures, processes
+from tigon.sweep.results import folder
 from tigon.sweep.run import sweep
 
 
@@ -247,7 +248,7 @@ def _ends(pid: int) -> bool:
 
 
 def test_second_sweep_into_a_locked_folder_is_refused(write_sweep, fake_workers, here, monkeypatch, tigon):
-    from tigon.sweep import folder as folders
+    from tigon.sweep.results import folder as folders
     from tigon.trainer import run_folder as train_folder
 
     monkeypatch.setattr(train_folder, "LOCK_PATIENCE", 0)
@@ -317,8 +318,8 @@ def test_repeats_of_a_failed_point_are_skipped(write_sweep, fake_workers, capsys
 
 def test_results_are_written_before_the_charts(write_sweep, fake_workers, tmp_path, monkeypatch):
     """A sweep that is being ended may not have the seconds that matplotlib takes."""
-    monkeypatch.setitem(sys.modules, "tigon.sweep.report", None)
-    monkeypatch.delattr("tigon.sweep.report", raising=False)
+    monkeypatch.setitem(sys.modules, "tigon.sweep.report.report", None)
+    monkeypatch.delattr("tigon.sweep.report.report", raising=False)
     with pytest.raises(ImportError):
         sweep(write_sweep(grid={"train.batch_size": [4]}), out=tmp_path / "out")
     assert rows(tmp_path / "out")["all batch_size=4"]["status"] == "ok"

@@ -10,7 +10,8 @@ import xml.etree.ElementTree
 
 import pytest
 
-from tigon.sweep import charts, failures
+from tigon.sweep import failures
+from tigon.sweep.report import charts
 from tigon.sweep.run import sweep
 
 EVIL = "<script>alert(1)</script>"

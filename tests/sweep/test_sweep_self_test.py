@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from tigon.sweep import failures, worker
+from tigon.sweep import failures
 from tigon.sweep.run import sweep
 from tigon.sweep.self_test import Kind, try_ops
+from tigon.sweep.worker import worker
 from tigon.trainer.guards import self_test
 from wrong_ops import WRONG
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tigon.techniques import EXCLUSIONS, PAGES, TECHNIQUES
-from tigon.techniques.choices import Choices
-from tigon.techniques.condition import yaml_word
 from tigon.techniques.matrix import condition_text, exclusion_table
 from tigon.techniques.optimizers import OPTIMIZERS, bytes_per_parameter
-from tigon.techniques.technique import Technique
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.condition import yaml_word
+from tigon.techniques.records.technique import Technique
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "techniques"

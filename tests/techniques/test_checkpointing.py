@@ -13,8 +13,8 @@ from tigon import patch
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.checkpointing import KEPT_OPS
-from tigon.techniques.choices import Choices
-from tigon.techniques.technique import RunInfo
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 

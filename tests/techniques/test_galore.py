@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tigon.techniques import galore
-from tigon.techniques.galore import GaLoreAdamW, basis, build, projected_names
+from tigon.techniques.mechanisms import galore
+from tigon.techniques.mechanisms.galore import GaLoreAdamW, basis, build, projected_names
 
 
 def gradient_of_rank(rank: int, m: int, n: int, noise: float = 1e-3) -> torch.Tensor:

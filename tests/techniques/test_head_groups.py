@@ -10,9 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tigon.errors import RecipeError
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.choices import Choices
 from tigon.techniques.head_groups import _KERNELS, _Grouped, _kernel_for
-from tigon.techniques.technique import RunInfo
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,10 +11,10 @@ import technique_pages
 from tigon.errors import RecipeError
 from tigon.techniques import EXCLUSIONS, PAGES, TECHNIQUES
 from tigon.techniques.checkpointing import every_n_layers
-from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition, Exclusion
 from tigon.techniques.matrix import check, exclusion_table, refusals
 from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.condition import Condition, Exclusion
 
 # values that a negative condition holds for
 OTHER = {"attention": "eager", "optimizer": "sgd", "offload": "cpu", "zero": 0}

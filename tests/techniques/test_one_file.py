@@ -15,9 +15,9 @@ NEW_FIELD = "            new_type=int, new_default=1,\n"
 FILE = '''
 """A made-up technique."""
 
-from tigon.techniques.condition import Condition, Exclusion
-from tigon.techniques.setting import Flag, Setting
-from tigon.techniques.technique import Declaration, Technique
+from tigon.techniques.records.condition import Condition, Exclusion
+from tigon.techniques.records.setting import Flag, Setting
+from tigon.techniques.records.technique import Declaration, Technique
 
 DECLARATION = Declaration(
     pages={"ring": "Ring attention"},
@@ -58,8 +58,9 @@ from tigon.planner.search import recommend, space
 from tigon.models.loading.config import load_config
 from tigon.objectives import recipe_checks
 from tigon.recipe.keys import reference_table
-from tigon.techniques import SEARCHED, TECHNIQUES, matrix
-from tigon.techniques.choices import Choices
+from tigon.techniques import SEARCHED, TECHNIQUES
+from tigon.techniques import matrix
+from tigon.techniques.records.choices import Choices
 
 path = Path("recipe.yaml")
 path.write_text("train: {steps: 1, ring_size: 2}")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tigon.profiler.recording.peak import PeakMeter
-from tigon.techniques import galore
 from tigon.techniques import optimizers as table
-from tigon.techniques.galore import GaLoreAdamW
+from tigon.techniques.mechanisms import galore
+from tigon.techniques.mechanisms.galore import GaLoreAdamW
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 
 transformers = pytest.importorskip("transformers")

@@ -19,11 +19,11 @@ from tigon.models import MODELS, DeferredLogits, patch
 from tigon.models.loading.config import build_on_meta, load_config
 from tigon.models.verification.tiny import tiny_batch, tiny_model
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.choices import Choices
 from tigon.techniques.matrix import refusals
 from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.technique import RunInfo
 from tigon.techniques.sharding import deepspeed_config, nvme_buffers
-from tigon.techniques.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,8 +12,8 @@ from tigon import patch
 from tigon.errors import RecipeError
 from tigon.profiler.recording.peak import PeakMeter
 from tigon.techniques import TECHNIQUES, tiling
-from tigon.techniques.choices import Choices
-from tigon.techniques.technique import RunInfo
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.technique import RunInfo
 
 transformers = pytest.importorskip("transformers")
 

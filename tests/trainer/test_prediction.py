@@ -12,7 +12,7 @@ from tests.planner.planner_helpers import small_gpu
 from tigon.errors import RecipeError
 from tigon.objectives import recipe_checks
 from tigon.planner.gpus import GIB, MIB, find_gpu
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 from tigon.trainer import model
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import prediction, preflight

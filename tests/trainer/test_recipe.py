@@ -12,7 +12,7 @@ import pytest
 from tigon.errors import RecipeError
 from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import SECTIONS, DataConfig, reference_table
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 ROOT = Path(__file__).parents[2]
 

@@ -27,9 +27,9 @@ from tigon.models.loading.presets import PRESETS
 from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import LoraConfig, ModelConfig, Recipe, TrainConfig
 from tigon.techniques import SETTINGS
-from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.technique import RunInfo
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.technique import RunInfo
 from tigon.trainer import engine
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch

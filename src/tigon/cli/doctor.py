@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from tigon._quiet import quiet_packages
 from tigon.cli.shared import Command
 from tigon.models.loading import hub
-from tigon.techniques.quiet import quiet_packages
 
 
 def command(

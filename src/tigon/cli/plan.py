@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from tigon._quiet import quiet_packages
 from tigon.cli.shared import Command
 from tigon.errors import UsageError
 from tigon.models.loading import hub
@@ -26,9 +27,8 @@ from tigon.planner.request import Request
 from tigon.planner.search.recommend import Plan, plan
 from tigon.planner.search.space import SearchProblem
 from tigon.techniques import SEARCHED, SETTINGS
-from tigon.techniques.choices import LIMITS, Choices
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.quiet import quiet_packages
+from tigon.techniques.records.choices import LIMITS, Choices
 
 DEFAULT_BATCH, DEFAULT_SEQ = 8, 1024
 """The defaults of train.batch_size and data.sequence_length in a recipe."""

@@ -17,7 +17,7 @@ import torch
 from tigon.data.packing import Collator, Packed, Sample
 from tigon.data.tokenizer import Encoded
 from tigon.recipe.keys import DataConfig, ModelConfig, Recipe, TrainConfig
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all processes; all of them call it."""

@@ -15,7 +15,7 @@ from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 from tigon.models.seams.loss import without_logits
 from tigon.objectives.base import FinalSave, MetricSection, Phase, PlannedObjective, Reduce, Step
 from tigon.recipe.keys import DataConfig, ModelConfig, Recipe
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from tigon.objectives.base import FinalSave, MetricColumn, MetricRow, MetricSect
 from tigon.objectives.causal_lm import CausalLM, PlannedCausalLM
 from tigon.objectives.recipe_checks import heads_refusals
 from tigon.recipe.keys import HeadsConfig, ModelConfig, Recipe
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 HEADS, CHECKPOINTED = "heads", "heads.safetensors"
 PROMPTS, PROMPT_TOKENS = 4, 24

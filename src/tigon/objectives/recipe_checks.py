@@ -14,8 +14,8 @@ from pathlib import Path
 from tigon.errors import RecipeError
 from tigon.recipe import recipe_file
 from tigon.recipe.keys import Recipe, Rule, Rules, Switch, other_keys
-from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.condition import Condition
 
 
 def load(path: Path, overrides: Sequence[str] = (), *, gpu_present: Callable[[], bool], checked: bool = True) -> Recipe:

@@ -31,7 +31,7 @@ from tigon.planner.simulate.playback import offloaded
 from tigon.planner.simulated_run import RunMemory, SimulatedRun
 from tigon.planner.step_time import step_seconds
 from tigon.planner.trace.cache import StepTapes, step_tapes
-from tigon.techniques.host_offload import MAX_LEAVING
+from tigon.techniques.mechanisms.host_offload import MAX_LEAVING
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
 Method = Literal["trace", "study"]

@@ -11,7 +11,7 @@ from tigon.models.loading.config import build_on_meta
 from tigon.objectives.base import PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.techniques import matrix
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from tigon.errors import RecipeError
 from tigon.techniques import KEY_EXCLUSIONS, KEY_SWITCHES, SETTINGS
-from tigon.techniques.choices import LIMITS, Choices
-from tigon.techniques.condition import KeyExclusion, KeySwitch
 from tigon.techniques.matrix import refusals
+from tigon.techniques.records.choices import LIMITS, Choices
+from tigon.techniques.records.condition import KeyExclusion, KeySwitch
 
 T = TypeVar("T")
 NAME_CHARACTERS = 80

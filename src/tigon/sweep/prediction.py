@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tigon.recipe.keys import AUTO_PRECISION, Recipe
-from tigon.sweep.limit import gpu_row
+from tigon.sweep.worker.limit import gpu_row
 from tigon.trainer import model as models
 from tigon.trainer.guards import prediction
 

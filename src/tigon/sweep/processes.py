@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tigon.sweep.folder import LOGS, SweepFolder
+from tigon.sweep.results.folder import LOGS, SweepFolder
 from tigon.trainer.distributed import launch
 
-WORKER = ("-m", "tigon.sweep.worker")
+WORKER = ("-m", "tigon.sweep.worker.worker")
 AHEAD = 4
 """How many processes import at a time on a machine with a GPU. A point with more GPUs starts more."""
 _IMPORT_TIMEOUT_S = 120.0

@@ -19,17 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tigon._quiet import quiet_packages
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
 from tigon.planner.gpus import find_gpu
-from tigon.sweep import definition, failures, folder, import_results, points, results, schema, self_test, worker
+from tigon.sweep import definition, failures, points, self_test
 from tigon.sweep.definition import Sweep
-from tigon.sweep.folder import SweepFolder
-from tigon.sweep.import_results import EarlierResults, ImportedPoint
 from tigon.sweep.points import Point
 from tigon.sweep.prediction import predict
 from tigon.sweep.processes import AHEAD, Workers
+from tigon.sweep.results import folder, import_results, results, schema
+from tigon.sweep.results.folder import SweepFolder
+from tigon.sweep.results.import_results import EarlierResults, ImportedPoint
 from tigon.sweep.self_test import Kind
-from tigon.techniques.quiet import quiet_packages
+from tigon.sweep.worker import worker
 from tigon.trainer.distributed import signals
 from tigon.trainer.guards import preflight
 from tigon.units import in_bytes
@@ -501,7 +503,7 @@ def _finish(run: Run) -> None:
         worker.write(run.folder.path / PREDICTIONS, run.predictions)
     written = run.results()
     run.folder.write_results(written)  # before the report, which takes seconds: the sweep may be killed meanwhile
-    from tigon.sweep import report  # loads transformers
+    from tigon.sweep.report import report  # loads transformers
 
     report.write(written, run.folder.path)
     done = sum(map(_finished, written["points"]))

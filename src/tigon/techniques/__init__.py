@@ -1,13 +1,8 @@
 """The techniques by which a training run saves memory or time, apart from its model and its data.
 
-choices.py        the values that a run chooses, one typed field per setting
-setting.py        the record of a setting: recipe key, flag, allowed values, how the planner uses it
-technique.py      the record of a technique: memory, time, result, hooks; and `Declaration`, what one file declares
-condition.py      conditions on choices, and exclusions, as data
-matrix.py         checks of choices: allowed values, exclusions, packages
-galore.py         the GaLore optimizer
-host_offload.py   moves the tensors that autograd saves to host memory
-recompute.py      recomputes a function in the backward pass
+records/      what a technique's file declares: settings, techniques, conditions; and `Choices`, the values of a run
+mechanisms/   code that techniques run: GaLore, offload of saved tensors, recomputation
+matrix.py     checks of choices: allowed values, exclusions, packages
 
 Every other file declares techniques. To add one, write a file with a `DECLARATION`, which is imported automatically.
 Recipe keys, the flags of `tigon plan`, the search, the checks and the pages follow from the declaration. A setting that
@@ -21,10 +16,10 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 
-from tigon.techniques import choices
-from tigon.techniques.condition import Exclusion, KeyExclusion, KeySwitch
-from tigon.techniques.setting import Setting
-from tigon.techniques.technique import Declaration, Technique
+from tigon.techniques.records import choices
+from tigon.techniques.records.condition import Exclusion, KeyExclusion, KeySwitch
+from tigon.techniques.records.setting import Setting
+from tigon.techniques.records.technique import Declaration, Technique
 
 _READS_THE_REGISTRY = "matrix"  # imported after it
 
@@ -46,7 +41,7 @@ def _complete_choices(settings: Mapping[str, Setting]) -> None:
         if setting.new_type is None:
             raise TypeError(
                 f"{name} is declared, but Choices lacks it; give the setting new_type and new_default, or add the "
-                "field to techniques/choices.py if other packages read it"
+                "field to techniques/records/choices.py if other packages read it"
             )
     choices.add_fields((name, setting.new_type, setting.new_default) for name, setting in new.items())
 

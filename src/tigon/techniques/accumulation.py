@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tigon.techniques.condition import Condition
-from tigon.techniques.setting import Flag, Setting
-from tigon.techniques.technique import Declaration, Technique
+from tigon.techniques.records.condition import Condition
+from tigon.techniques.records.setting import Flag, Setting
+from tigon.techniques.records.technique import Declaration, Technique
 
 _ACCUMULATE = Setting(
     field="accumulate", key="train.gradient_accumulation", help="Micro-batches per optimizer step.", minimum=1,

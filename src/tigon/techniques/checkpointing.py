@@ -13,12 +13,12 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tigon.errors import RecipeError
-from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition
-from tigon.techniques.host_offload import HostOffload
-from tigon.techniques.recompute import recomputed
-from tigon.techniques.setting import Flag, Setting
-from tigon.techniques.technique import Declaration, RunInfo, Technique
+from tigon.techniques.mechanisms.host_offload import HostOffload
+from tigon.techniques.mechanisms.recompute import recomputed
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.condition import Condition
+from tigon.techniques.records.setting import Flag, Setting
+from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 # Matmuls and attention, which take long to recompute. All other ops in a layer are memory-bound.
 KEPT_OPS = (

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from tigon.errors import RecipeError
-from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition, Exclusion
-from tigon.techniques.setting import Setting
-from tigon.techniques.technique import Declaration, RunInfo, Technique
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.condition import Condition, Exclusion
+from tigon.techniques.records.setting import Setting
+from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 # B batch, h query heads, k key heads, T tokens, D head width.
 

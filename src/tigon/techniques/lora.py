@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition, Exclusion, KeySwitch
-from tigon.techniques.setting import Flag, Setting
-from tigon.techniques.technique import Declaration, RunInfo, Technique
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.condition import Condition, Exclusion, KeySwitch
+from tigon.techniques.records.setting import Flag, Setting
+from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 # `train.precision` -> the dtype of matmuls with 4-bit weights.
 _COMPUTE_DTYPES: Mapping[str, str] = {

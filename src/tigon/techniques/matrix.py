@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from tigon.errors import RecipeError
 from tigon.techniques import EXCLUSIONS, SETTINGS, TECHNIQUES
-from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition, Exclusion, yaml_word
-from tigon.techniques.setting import Setting
-from tigon.techniques.technique import PACKAGE_EXTRAS
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.condition import Condition, Exclusion, yaml_word
+from tigon.techniques.records.setting import Setting
+from tigon.techniques.records.technique import PACKAGE_EXTRAS
 
 
 def wrong_values(choices: Choices, name: Callable[[Setting], str] = lambda setting: setting.field) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tigon.techniques.setting import Flag, Setting
-from tigon.techniques.technique import Declaration
+from tigon.techniques.records.setting import Flag, Setting
+from tigon.techniques.records.technique import Declaration
 
 # The planner changes it only on request, because the others are slower or need a package.
 _ATTENTION = Setting(

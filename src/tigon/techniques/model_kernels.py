@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tigon.techniques.condition import Condition, Exclusion
-from tigon.techniques.setting import Flag, Setting
-from tigon.techniques.technique import Declaration
+from tigon.techniques.records.condition import Condition, Exclusion
+from tigon.techniques.records.setting import Flag, Setting
+from tigon.techniques.records.technique import Declaration
 
 # The planner changes the kernels only on request, because the others are slower.
 _KERNELS = Setting(

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tigon.techniques.condition import Condition, Exclusion, KeyExclusion, KeySwitch
-from tigon.techniques.setting import Flag, Setting
-from tigon.techniques.technique import Declaration, Technique
+from tigon.techniques.records.condition import Condition, Exclusion, KeyExclusion, KeySwitch
+from tigon.techniques.records.setting import Flag, Setting
+from tigon.techniques.records.technique import Declaration, Technique
 
 BNB_MIN_8BIT = 4096  # elements below which bitsandbytes keeps fp32 states
 BNB_MIN_PAGED = 100_000  # elements below which its paged optimizers allocate on the device after all
@@ -260,8 +260,8 @@ def _lion_8bit_sm_s(parameter: Parameter) -> float:
     return _bnb_8bit_sm_s(parameter) / 2  # one state instead of two
 
 
-# For techniques/galore.py: elements of a weight that are updated at a time, and columns of the range finder beyond the
-# rank. More columns would change the basis by less than rounding (arXiv 0909.4061 §4.5).
+# Used by techniques/mechanisms/galore.py: elements of a weight that are updated at a time, and columns of the range
+# finder beyond the rank. More columns would change the basis by less than rounding (arXiv 0909.4061 §4.5).
 GALORE_ELEMENTS, GALORE_OVERSAMPLING = 1 << 23, 8
 
 
@@ -404,7 +404,7 @@ _ROWS = (
         help="AdamW in a subspace of each linear layer's gradient, chosen anew every `train.galore_gap` steps.",
         trainer_name=None, states=_galore, step_bytes=_galore_step, step_moves=_galore_moves, step_calls=16,
         precision="Updates of rank `train.galore_rank` in linear layers; AdamW elsewhere.",
-        source="tigon.techniques.galore; arXiv 2403.03507",
+        source="tigon.techniques.mechanisms.galore; arXiv 2403.03507",
     ),
     Optimizer(
         name="galore-layerwise", in_backward=True, searched=True, last_resort=True, change_rank=5,
@@ -412,7 +412,7 @@ _ROWS = (
         trainer_name=None, states=_galore, step_bytes=_galore_step, step_moves=_layerwise_moves,
         step_calls=_LAYERWISE_CALLS, step_waits=True,
         precision="As `galore`, without clipping of the gradient's norm.",
-        source="tigon.techniques.galore; arXiv 2403.03507 §4.4",
+        source="tigon.techniques.mechanisms.galore; arXiv 2403.03507 §4.4",
     ),
 )  # fmt: skip
 
@@ -472,7 +472,7 @@ _EXCLUSIONS = (
         when=(_GALORE, _FSDP),
         reason="FSDP2 hands the optimizer a slice of each matrix, and GaLore projects whole matrices",
         instead="sharding.fsdp: false, or train.optimizer: adamw-torchao-8bit with FSDP2",
-        source="tigon.techniques.galore; torch.distributed.fsdp.fully_shard",
+        source="tigon.techniques.mechanisms.galore; torch.distributed.fsdp.fully_shard",
     ),
     Exclusion(
         when=(Condition("optimizer", "is one of", _BITSANDBYTES), _FSDP),

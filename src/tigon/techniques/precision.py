@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition
-from tigon.techniques.setting import Flag, Setting
-from tigon.techniques.technique import Declaration, RunInfo, Technique
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.condition import Condition
+from tigon.techniques.records.setting import Flag, Setting
+from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 # `train.precision` -> the dtype in which the model's weights are loaded.
 WEIGHT_DTYPES: Mapping[str, str] = {

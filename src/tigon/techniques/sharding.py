@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition, Exclusion, KeyExclusion, KeySwitch
-from tigon.techniques.setting import Flag, Setting
-from tigon.techniques.technique import Declaration, RunInfo, Technique
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.condition import Condition, Exclusion, KeyExclusion, KeySwitch
+from tigon.techniques.records.setting import Flag, Setting
+from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 AIO_BLOCK_BYTES = 2**20  # smaller parameters are not swapped
 AIO_THREADS = 8  # threads per read or write; each takes a share of the bytes

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from tigon.errors import RecipeError
-from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition
-from tigon.techniques.setting import Setting
-from tigon.techniques.technique import Declaration, RunInfo, Technique
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.condition import Condition
+from tigon.techniques.records.setting import Setting
+from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
 # N tokens of all rows, H hidden.
 

@@ -17,10 +17,12 @@ from torch._functorch import config as functorch_config
 from tigon.errors import RecipeError, RunFolderError
 from tigon.models.loading import weight_files
 from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
-from tigon.techniques import TECHNIQUES, galore
-from tigon.techniques.choices import Choices
+from tigon.techniques import TECHNIQUES
+from tigon.techniques.mechanisms import galore
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.precision import WEIGHT_DTYPES
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.technique import RunInfo
 from tigon.techniques.sharding import (
     are_drawn_in_place,
     are_read_in_parts,
@@ -28,7 +30,6 @@ from tigon.techniques.sharding import (
     partitioned_loading,
     weights_are_sharded,
 )
-from tigon.techniques.technique import RunInfo
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards.nan_guard import first_nonfinite

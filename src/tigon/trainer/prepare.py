@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tigon._quiet import quiet_packages
 from tigon.data import documents, tokenizer
 from tigon.data.packing import Collator, fingerprint, unigram_entropy
 from tigon.errors import DataError, RecipeError, TigonError
@@ -21,7 +22,6 @@ from tigon.models.loading import hub
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
 from tigon.techniques import head_groups
-from tigon.techniques.quiet import quiet_packages
 from tigon.trainer import model
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.guards import preflight, self_test
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from tigon.data.packing import Packed, Sample
     from tigon.objectives.base import Objective
-    from tigon.techniques.choices import Choices
-    from tigon.techniques.technique import RunInfo
+    from tigon.techniques.records.choices import Choices
+    from tigon.techniques.records.technique import RunInfo
     from tigon.trainer.guards.prediction import Prediction
 
 

@@ -39,8 +39,8 @@ from tigon.objectives.causal_lm import CausalLM
 from tigon.profiler.recording.device import used_bytes
 from tigon.recipe.keys import TrainConfig
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.choices import Choices
-from tigon.techniques.technique import RunInfo
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.technique import RunInfo
 from tigon.trainer.checkpoint import checkpoint, nvme_swap
 from tigon.trainer.distributed import launch
 from tigon.trainer.distributed.deepspeed_adam import use_exact_beta_powers

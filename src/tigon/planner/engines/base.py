@@ -17,7 +17,7 @@ from tigon.planner.request import Request, ties_embeddings
 from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelStates, UpdateWork, Weight
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import are_drawn_in_place, fit_whole
 
 

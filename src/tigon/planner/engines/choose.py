@@ -9,7 +9,7 @@ from tigon.planner.engines.ddp import Ddp
 from tigon.planner.engines.fsdp import Fsdp
 from tigon.planner.engines.single import SingleGpu
 from tigon.planner.engines.zero import Zero1, Zero2, Zero3
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 
 def engine_of(choices: Choices) -> Engine:

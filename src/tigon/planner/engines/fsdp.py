@@ -21,8 +21,8 @@ from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GradientCopy
 from tigon.planner.simulate.model_states import ModelStates, managed_bytes, state_tensors
 from tigon.planner.trace.trace import weight_itemsize
-from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
+from tigon.techniques.records.choices import Choices
 
 HOST_CALLS = 130
 """Host time per trained weight (forward, backward and step), as a number of operators. Measured on Llama-3.2-1B, 4 x

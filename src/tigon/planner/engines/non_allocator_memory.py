@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from tigon.planner.engines.choose import engine_of
 from tigon.planner.gpus import Gpu
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 
 def non_allocator_bytes(gpu: Gpu, choices: Choices) -> int:

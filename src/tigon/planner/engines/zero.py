@@ -28,8 +28,8 @@ from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelStates
-from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
+from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import are_read_in_parts
 
 FP32, FP64 = 4, 8

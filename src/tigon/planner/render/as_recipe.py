@@ -9,8 +9,8 @@ from typing import Any
 from tigon.planner.request import Request
 from tigon.recipe.keys import OBJECTIVE_SECTIONS
 from tigon.techniques import SETTINGS, TECHNIQUES
-from tigon.techniques.choices import Choices
-from tigon.techniques.condition import yaml_word
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.condition import yaml_word
 
 RECIPE_FILE = "recipe.yaml"
 

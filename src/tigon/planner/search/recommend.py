@@ -21,7 +21,7 @@ from tigon.planner.search.largest_batch import MaxSizes, max_sizes
 from tigon.planner.search.pool import ForkedCall
 from tigon.planner.search.space import Rung, SearchProblem
 from tigon.techniques import SETTINGS, matrix
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 WORTH = 1.05
 """A recipe that changes the numbers more must make a step this many times faster. A smaller gain may be an artefact: an

@@ -14,11 +14,11 @@ from typing import Any
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
 from tigon.techniques import SETTINGS, TECHNIQUES, tiling
-from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.setting import Search, Setting
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.setting import Search, Setting
+from tigon.techniques.records.technique import Technique
 from tigon.techniques.sharding import PLACEMENTS
-from tigon.techniques.technique import Technique
 
 HEADROOM = 0.02
 """Share of a GPU's memory that a recommended recipe leaves free, because predicted reserved memory may be too low."""

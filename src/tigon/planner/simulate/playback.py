@@ -87,7 +87,7 @@ def replay_evaluation(ledger: Ledger, tape: Tape) -> None:
 
 
 def offloaded(tape: Tape, *, leaving: int) -> Tape:
-    """The tape with each layer's input on the host between its two uses (techniques/host_offload.py).
+    """The tape with each layer's input on the host between its two uses (techniques/mechanisms/host_offload.py).
 
     An input leaves the GPU when `leaving` later inputs are being copied out. It returns one layer ahead of its backward
     pass.

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tigon.errors import UsageError
 from tigon.techniques import TECHNIQUES
-from tigon.techniques.choices import Choices
-from tigon.techniques.technique import RunInfo
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.technique import RunInfo
 
 # bitsandbytes 0.50.2 with double quantisation: half a byte per weight, an 8-bit scale per 64 weights, and an fp32 scale
 # per 256 scales. Two tables hold 16 and 256 fp32 values.

@@ -24,7 +24,7 @@ _BY_FRAME = (
     ("tigon/ops/losses/linear_cross_entropy.py:", "logits"),
     ("tigon/ops/losses/cross_entropy.py:", "logits"),
     ("transformers/loss/", "logits"),
-    ("tigon/techniques/host_offload.py:", "checkpoints"),
+    ("tigon/techniques/mechanisms/host_offload.py:", "checkpoints"),
     ("zero/partition_parameters.py:", "weights"),
 )
 _BY_NODE = (("LogSoftmax", "logits"), ("NllLoss", "logits"), ("CrossEntropy", "logits"))

@@ -30,7 +30,7 @@ from tigon.planner.search.space import SearchProblem
 from tigon.profiler.recording.device import host_free_bytes
 from tigon.recipe.keys import Recipe
 from tigon.techniques import SEARCHED
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import preflight

@@ -20,8 +20,8 @@ from tigon.errors import RecipeError, RunFolderError
 from tigon.profiler.recording.device import total_bytes
 from tigon.recipe.keys import Recipe
 from tigon.techniques import matrix
-from tigon.techniques.choices import Choices
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
+from tigon.techniques.records.choices import Choices
 from tigon.trainer.checkpoint import nvme_swap
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import system_limits

@@ -15,7 +15,7 @@ from tigon.errors import KernelError
 from tigon.ops import OPS, dispatch
 from tigon.ops.self_test import check_op
 from tigon.recipe.keys import Recipe
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 # The flag of `tigon.patch` for each op that a patch uses.
 FLAGS: Mapping[str, str] = {

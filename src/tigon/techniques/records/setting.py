@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tigon.techniques import choices as choices_module
-from tigon.techniques.choices import Choices
+from tigon.techniques.records import choices as choices_module
+from tigon.techniques.records.choices import Choices
 
 Search = Literal["run", "placement", "recomputation", "long rows", "split"]
 """How the planner treats a setting that was left free.

@@ -18,9 +18,11 @@ from typing import Any
 
 from tigon._files import read_text
 from tigon.errors import RunFolderError, UsageError
-from tigon.sweep import failures, folder, schema, worker
+from tigon.sweep import failures
 from tigon.sweep.definition import Sweep
 from tigon.sweep.points import Point, changed_keys
+from tigon.sweep.results import folder, schema
+from tigon.sweep.worker import worker
 from tigon.units import in_bytes
 
 FILE = "taken.json"

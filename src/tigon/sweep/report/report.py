@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tigon.sweep import charts, failures, folder, self_test
-from tigon.sweep.charts import GIB, axis_words
-from tigon.sweep.results import clock, in_processes
+from tigon.sweep import failures, self_test
+from tigon.sweep.report import charts
+from tigon.sweep.report.charts import GIB, axis_words
+from tigon.sweep.results import folder
+from tigon.sweep.results.results import clock, in_processes
 from tigon.trainer.report.report import escape_markdown, fenced
 from tigon.units import in_bytes
 

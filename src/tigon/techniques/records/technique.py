@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tigon.techniques.choices import Choices
-from tigon.techniques.condition import Condition, Exclusion, KeyExclusion, KeySwitch
-from tigon.techniques.setting import Setting
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.records.condition import Condition, Exclusion, KeyExclusion, KeySwitch
+from tigon.techniques.records.setting import Setting
 
 # The extra of tigon that installs a package.
 PACKAGE_EXTRAS: Mapping[str, str] = {

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from tigon.sweep import failures, folder, self_test
+from tigon.sweep import failures, self_test
 from tigon.sweep.definition import Sweep
-from tigon.sweep.import_results import ImportedPoint
 from tigon.sweep.points import Point, changed_keys
+from tigon.sweep.results import folder
+from tigon.sweep.results.import_results import ImportedPoint
 
 Records = Mapping[str, Sequence[Mapping[str, Any]]]
 

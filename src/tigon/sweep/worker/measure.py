@@ -24,8 +24,8 @@ from tigon.objectives.choose import objective_of
 from tigon.profiler.recording.device import used_bytes
 from tigon.profiler.recording.peak import PeakMeter, training_state
 from tigon.recipe.keys import Recipe
-from tigon.sweep import limit, rows
-from tigon.techniques.choices import Choices
+from tigon.sweep.worker import limit, samples
+from tigon.techniques.records.choices import Choices
 from tigon.trainer import engine
 from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
@@ -120,7 +120,7 @@ def measure(
         train = dataclasses.replace(recipe.train, steps=recipe.train.steps + 1)
         recipe = dataclasses.replace(recipe, train=train)
     with launch.main_process_first():
-        data, collator = rows.make(recipe, config, objective, how_rows, processes=launch.world_size(), folder=folder)
+        data, collator = samples.make(recipe, config, objective, how_rows, processes=launch.world_size(), folder=folder)
     meter = StepMeter(device)
     load_s = time.perf_counter()
     built, _ = engine.build(

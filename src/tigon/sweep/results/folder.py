@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from tigon.errors import RunFolderError
-from tigon.sweep import schema, worker
 from tigon.sweep.points import Point
+from tigon.sweep.results import schema
+from tigon.sweep.worker import worker
 from tigon.trainer import run_folder as train_folder
 
 SCHEMA = 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 _TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
     "is": lambda value, wanted: bool(value == wanted),

@@ -1,4 +1,4 @@
-"""One process of one point: `python -m tigon.sweep.worker`.
+"""One process of one point: `python -m tigon.sweep.worker.worker`.
 
 The process imports what a point needs and creates the ready file if it was started ahead. It then reads one line from
 standard input, with the path of its order and its rank. Each process writes a separate result file. The process ends
@@ -26,7 +26,7 @@ from tigon.trainer.distributed import launch
 
 
 def main() -> None:
-    import tigon.sweep.measure  # noqa: F401  # loads transformers
+    import tigon.sweep.worker.measure  # noqa: F401  # loads transformers
 
     order = take_order()
     if "probe" in order:
@@ -56,7 +56,7 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
     try:
         import transformers
 
-        from tigon.sweep.measure import measure  # loads transformers
+        from tigon.sweep.worker.measure import measure  # loads transformers
 
         if "OMP_NUM_THREADS" not in os.environ:  # divide the cores among the processes of the point
             torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -83,7 +83,7 @@ def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
 
 def _probe(order: dict[str, Any]) -> dict[str, Any]:
     """The machine's environment and the result of the self-test. A separate process, because both take GPU memory."""
-    from tigon.sweep.measure import environment  # loads transformers
+    from tigon.sweep.worker.measure import environment  # loads transformers
 
     # the environment first: after a kernel fails badly, the GPU no longer answers this process
     machine = environment(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))

@@ -7,7 +7,7 @@ import torch
 from tigon.errors import UsageError
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.gpus import Gpu, find_gpu
-from tigon.techniques.choices import Choices
+from tigon.techniques.records.choices import Choices
 
 
 def gpu_row(name: str, total_bytes: int) -> Gpu:

@@ -1,0 +1,6 @@
+"""Code that techniques run and that is too long for their files.
+
+galore.py         the GaLore optimizer
+host_offload.py   moves the tensors that autograd saves to host memory
+recompute.py      recomputes a function in the backward pass
+"""
