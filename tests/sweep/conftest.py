@@ -21,10 +21,10 @@ import importlib.util, json, os, sys, time
 from pathlib import Path
 import yaml
 # by its path: importing tigon imports PyTorch, which takes seconds
-spec = importlib.util.spec_from_file_location("worker", os.environ["TIGON_TEST_WORKER"])
-worker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker)
-order = worker.take_order()
+spec = importlib.util.spec_from_file_location("orders", os.environ["TIGON_TEST_ORDERS"])
+orders = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(orders)
+order = orders.take_order()
 gpu = os.environ.get("TIGON_TEST_GPU")
 if "probe" in order:
     wrong = json.loads(os.environ.get("TIGON_TEST_WRONG", "{}"))
@@ -33,7 +33,7 @@ if "probe" in order:
     machine = {"device": gpu or "CPU (test)", "driver": None, "threads": 1,
                "memory_bytes": 139 * 2**30 if gpu else None, "gpus": 0, "versions": {"torch": "0"},
                "tigon_commit": "abc", "date": "2026-01-01"}
-    worker.write(Path(order["probe"]), {"environment": machine, "self_tests": tried})
+    orders.write(Path(order["probe"]), {"environment": machine, "self_tests": tried})
     sys.exit()
 recipe = yaml.safe_load(Path(order["recipe"]).read_text())
 rank = os.environ.get("RANK", "0")
@@ -56,11 +56,11 @@ if seed == 7 and rank == "1":
         time.sleep(0.01)
     os.kill(os.getpid(), 9)
 if seed == 7:
-    worker.write(Path(order["result"] + ".0"), {"status": "failed", "detail": "connection closed by peer"})
+    orders.write(Path(order["result"] + ".0"), {"status": "failed", "detail": "connection closed by peer"})
     time.sleep(60)  # until the sweep ends it
 if seed == 6 and size == 8:
     time.sleep(60)
-worker.write(Path(order["result"] + "." + rank), {"status": "ok", "detail": "", "peak_allocated_bytes": size * 2**20,
+orders.write(Path(order["result"] + "." + rank), {"status": "ok", "detail": "", "peak_allocated_bytes": size * 2**20,
     "peak_reserved_bytes": None, "peak_resident_bytes": 1, "outside_bytes": None, "phases": {},
     "step_s": [9.0, 0.5, 1.0, 0.1], "updated": [True, True, True, False], "positions": [size * 8] * 4,
     "losses": [2.0, 1.0], "parameters": 7, "precision": "fp32"})
@@ -101,13 +101,13 @@ def write_sweep(here: Path) -> Callable[..., Path]:
 def fake_workers(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """Points are carried out by FAKE_WORKER; returns the (batch size, seed) of those started so far."""
     from tigon.sweep import processes
-    from tigon.sweep.worker import worker
+    from tigon.sweep.worker import orders
 
     script, started = here / "fake_worker.py", here / "started.txt"
     script.write_text(FAKE_WORKER, encoding="utf-8")
     monkeypatch.setattr(processes, "WORKER", (str(script),))
     monkeypatch.setenv("TIGON_TEST_STARTED", str(started))
-    monkeypatch.setenv("TIGON_TEST_WORKER", worker.__file__)
+    monkeypatch.setenv("TIGON_TEST_ORDERS", orders.__file__)
 
     def seen() -> list[str]:
         text = started.read_text(encoding="utf-8") if started.exists() else ""

@@ -31,7 +31,7 @@ from tigon.sweep.results import folder, import_results, results, schema
 from tigon.sweep.results.folder import SweepFolder
 from tigon.sweep.results.import_results import EarlierResults, ImportedPoint
 from tigon.sweep.self_test import Kind
-from tigon.sweep.worker import worker
+from tigon.sweep.worker import orders
 from tigon.trainer.distributed import signals
 from tigon.trainer.guards import preflight
 from tigon.units import in_bytes
@@ -500,7 +500,7 @@ def _read_predictions(own: SweepFolder, every: Sequence[Point]) -> dict[str, dic
 def _finish(run: Run) -> None:
     """Write results and report, also after an interruption."""
     if run.predictions:
-        worker.write(run.folder.path / PREDICTIONS, run.predictions)
+        orders.write(run.folder.path / PREDICTIONS, run.predictions)
     written = run.results()
     run.folder.write_results(written)  # before the report, which takes seconds: the sweep may be killed meanwhile
     from tigon.sweep.report import report  # loads transformers

@@ -24,7 +24,7 @@ from typing import Any
 from tigon.errors import RunFolderError
 from tigon.sweep.points import Point
 from tigon.sweep.results import schema
-from tigon.sweep.worker import worker
+from tigon.sweep.worker import orders
 from tigon.trainer import run_folder as train_folder
 
 SCHEMA = 1
@@ -112,10 +112,10 @@ class SweepFolder:
                 yield record
 
     def keep(self, point: Point, repeat: int, record: Mapping[str, Any]) -> None:
-        worker.write(self.path / POINTS / f"{point.file}.{repeat}.json", record)
+        orders.write(self.path / POINTS / f"{point.file}.{repeat}.json", record)
 
     def write_results(self, results: Mapping[str, Any]) -> None:
-        worker.write(self.path / RESULTS, results)
+        orders.write(self.path / RESULTS, results)
         write_text(self.path / TABLE, as_csv(results))
 
 

@@ -22,7 +22,7 @@ from tigon.sweep import failures
 from tigon.sweep.definition import Sweep
 from tigon.sweep.points import Point, changed_keys
 from tigon.sweep.results import folder, schema
-from tigon.sweep.worker import worker
+from tigon.sweep.worker import orders
 from tigon.units import in_bytes
 
 FILE = "taken.json"
@@ -177,7 +177,7 @@ def load(own: Path) -> dict[str, ImportedPoint]:
 
 def keep(own: Path, imported: Mapping[str, ImportedPoint]) -> None:
     """Write the imported rows into the folder, atomically."""
-    worker.write(
+    orders.write(
         own / FILE,
         {"schema": folder.SCHEMA, "rows": {name: dataclasses.asdict(one) for name, one in imported.items()}},
     )

@@ -1,16 +1,13 @@
 """One process of one point: `python -m tigon.sweep.worker.worker`.
 
-The process imports what a point needs and creates the ready file if it was started ahead. It then reads one line from
-standard input, with the path of its order and its rank. Each process writes a separate result file. The process ends
-when the sweep ends or dies, because the sweep holds the other end of its standard input.
+The process imports what a point needs, and then waits for its order (orders.py). Each process writes a separate result
+file.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from tigon.errors import KernelError, TigonError
 from tigon.objectives import recipe_checks
 from tigon.sweep import failures
 from tigon.sweep.self_test import Kind, try_ops
+from tigon.sweep.worker import orders
 from tigon.trainer.checkpoint import nvme_swap
 from tigon.trainer.distributed import launch
 
@@ -28,27 +26,16 @@ from tigon.trainer.distributed import launch
 def main() -> None:
     import tigon.sweep.worker.measure  # noqa: F401  # loads transformers
 
-    order = take_order()
+    order = orders.take_order()
     if "probe" in order:
-        write(Path(order["probe"]), _probe(order))
+        orders.write(Path(order["probe"]), _probe(order))
         return
     target = Path(f"{order['result']}.{os.environ.get('RANK', '0')}")
     result = _carry_out(order)
-    write(target, result)
+    orders.write(target, result)
     if result["status"] != "ok":
         os._exit(1)  # a normal exit may hang: other processes may still wait for this one in a collective
     _leave()
-
-
-def take_order() -> dict[str, Any]:
-    """Create the ready file if the environment names one, then wait for the order on standard input and return it."""
-    if ready_file := os.environ.get("TIGON_SWEEP_READY"):
-        Path(ready_file).touch()
-    message = json.loads(sys.stdin.readline() or sys.exit(1))
-    _end_with_the_sweep()
-    os.environ.update(message["environment"])
-    order: dict[str, Any] = json.loads(Path(message["order"]).read_text(encoding="utf-8"))
-    return order
 
 
 def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
@@ -88,25 +75,6 @@ def _probe(order: dict[str, Any]) -> dict[str, Any]:
     # the environment first: after a kernel fails badly, the GPU no longer answers this process
     machine = environment(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     return {"environment": machine, "self_tests": [try_ops(Kind(*kind)) for kind in order["kinds"]]}
-
-
-def write(path: Path, value: Any) -> None:
-    """Write JSON atomically, and return when it is on the disk."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with scratch.open("w", encoding="utf-8") as handle:
-        json.dump(value, handle, indent=1)
-        handle.write("\n")
-        handle.flush()
-        os.fsync(handle.fileno())
-    scratch.replace(path)
-
-
-def _end_with_the_sweep() -> None:
-    def wait() -> None:
-        os.read(0, 1)  # returns when the sweep closes its end or dies
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def _leave() -> None:
