@@ -222,7 +222,7 @@ def test_cheaper_options_are_the_lower_rungs_that_were_tried():
 
 def test_ladder_keeps_the_options_that_were_given():
     steps = {step.rung: step for step in ladder_of(memory_mib=300, checkpointing="selective").ladder}
-    assert "given otherwise" in steps["checkpointing"].reason
+    assert "to another value" in steps["checkpointing"].reason
     assert steps["CPU offload"].option.request.choices.checkpointing == "selective"
 
 

@@ -346,7 +346,7 @@ def test_resume_passes_over_a_damaged_checkpoint_and_reports_it(whole, tigon):
     outcome = tigon("train", path, "--set", "output.name=cut", "--resume")
     assert outcome.code == 0, outcome.err
     assert "from checkpoint-4" in outcome.out
-    assert re.search(r"passed over: checkpoint-6 is damaged: the content of optimizer\.pt", outcome.out)
+    assert re.search(r"checkpoint skipped: checkpoint-6 is damaged: the content of optimizer\.pt", outcome.out)
     assert weights(cut) == weights(uninterrupted)
     assert "optimizer.pt" in json.dumps(records(cut, "resume"))
 

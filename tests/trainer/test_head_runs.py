@@ -161,7 +161,7 @@ def test_only_sharegpt_answers_are_learned(here: Path, recipe: Any, tigon: Any) 
 
 REFUSED = {
     "no heads": ({"heads": {"stage": None}}, r"heads\.stage is not given; set it to 1 .* use tigon train"),
-    "no such heads": ({"heads": {"start": "nowhere"}}, r"heads\.start: nowhere: no config\.json"),
+    "no such heads": ({"heads": {"start": "nowhere"}}, r"heads\.start: nowhere has no config\.json"),
     "adapters in stage 1": ({"lora": {"rank": 2}}, r"heads\.stage: 1 freezes the model, so adapters"),
     "checkpointing in stage 1": ({"train": {"checkpointing": "full"}}, r"nothing to recompute; set "),
     "adapters on the head": (
@@ -235,7 +235,7 @@ def test_heads_file_that_does_not_fit_is_refused_before_the_run(
         save_file({name: t for name, t in kept.items() if "lm_heads" not in name}, here / "one" / "model.safetensors")
     path = recipe(**merged(STAGE_1, {"heads": {"start": "one", "count": 1}}))
     before = tree(here)
-    assert "the heads' file does not fit: lm_heads.0.weight" in tigon("medusa", path).error_line()
+    assert "the file of heads does not fit: lm_heads.0.weight" in tigon("medusa", path).error_line()
     assert tree(here) == before
 
 

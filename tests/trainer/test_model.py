@@ -130,7 +130,7 @@ def test_damaged_config_is_refused_in_one_line(checkpoint, text):
         ("attention_dropout", math.inf, "attention_dropout is inf"),
         ("rope_parameters", {"rope_type": "default", "rope_theta": math.nan}, "rope_parameters.rope_theta is nan"),
         ("rope_parameters", {"rope_type": "default", "rope_theta": 0}, "rope_theta is 0"),
-        ("num_hidden_layers", 10**9, "num_hidden_layers is 1,000,000,000, and tigon builds at most 1,024"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1,000,000,000, but tigon builds at most 1,024"),
         ("num_hidden_layers", True, "num_hidden_layers"),
         ("max_position_embeddings", -1, "max_position_embeddings is -1"),
     ],

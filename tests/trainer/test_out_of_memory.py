@@ -71,7 +71,7 @@ def test_evaluation_in_smaller_batches_has_the_same_loss(tmp_path, monkeypatch):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(want, rel=1e-6)
     assert batches[0] == 7 and trainer.args.per_device_eval_batch_size <= 2, "the next one tries what failed again"
     failing(monkeypatch, TigonTrainer, "_forward_sums", lambda self, rows, counts: True)
-    with pytest.raises(EvaluationFailed, match=r"evaluation ran out of memory with 1 rows"):
+    with pytest.raises(EvaluationFailed, match=r"evaluation ran out of memory with batch size 1"):
         trainer.evaluate()
 
 
