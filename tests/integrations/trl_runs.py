@@ -52,12 +52,19 @@ def model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
 
 
+def scorer() -> Any:
+    """A model with one score per sequence."""
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(model().name_or_path, num_labels=1)
+
+
 def text(length: int, generator: torch.Generator) -> str:
     return " ".join(f"w{i}" for i in torch.randint(5, VOCAB, (length,), generator=generator).tolist())
 
 
 def examples(kind: str, count: int = 8) -> Any:
-    """A data set in TRL's format: sft, chat, preference, unpaired or prompt."""
+    """A data set in TRL's format: sft, chat, plain, preference, unpaired or prompt."""
     import datasets
 
     generator = torch.Generator().manual_seed(0)
@@ -77,6 +84,7 @@ def examples(kind: str, count: int = 8) -> Any:
                 "preference": {"prompt": prompt, "chosen": good, "rejected": bad},
                 "unpaired": {"prompt": prompt, "completion": good, "label": i % 3 > 0},
                 "prompt": {"prompt": prompt},
+                "plain": {"text": prompt + good},
             }[kind]
         )
     return datasets.Dataset.from_list(rows)
@@ -122,7 +130,7 @@ KINDS = {
         "DistillationTrainer", "DistillationConfig", "prompt", options={"max_completion_length": 6},
         parts=lambda: {"teacher_model": model(seed=1, hidden_size=48)},
     ),
-    "Reward": Kind("RewardTrainer", "RewardConfig", "preference", options=SHORT),
+    "Reward": Kind("RewardTrainer", "RewardConfig", "preference", options={**SHORT, "policy": lambda: scorer()}),
 }  # fmt: skip
 
 TIMES = ("time", "runtime", "per_second", "flos", "epoch")
@@ -139,7 +147,7 @@ class Result:
 
 
 def build(
-    kind: str, *, policy: Callable[[], Any] = model, lora: Any = None, data: str | None = None, evaluate: bool = False,
+    kind: str, *, policy: Callable[[], Any] | None = None, lora: Any = None, data: str | None = None, evaluate: bool = False,
     **options: Any,
 ) -> Any:  # fmt: skip
     """The trainer of one row of KINDS with these options of its config."""
@@ -147,15 +155,17 @@ def build(
 
     row = KINDS[kind]
     package = importlib.import_module(row.package)
+    preset = dict(row.options)
+    policy = policy or preset.pop("policy", model)
     arguments = {
         "output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False, "max_steps": 2, "seed": 5,
-        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1,
+        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "learning_rate": 0.1, "optim": "sgd", "logging_steps": 1,
         "report_to": [], "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
-        "dataloader_pin_memory": False, **row.options, **options,
+        "dataloader_pin_memory": False, **preset, **options,
     }  # fmt: skip
     more = row.parts()
     if lora is not None:
-        more["peft_config"] = lora
+        more["peft_config"] = lora()
     if evaluate:
         more["eval_dataset"] = examples(data or row.data, 4)
     trainer = getattr(package, row.trainer)(
