@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -12,7 +13,7 @@ pytest.importorskip("trl", reason="trl is not installed (pip install 'tigon[dev]
 
 from trl.kernels import chunked_divergence, chunked_logprob
 from trl_cases import CASES, FUSED, REFUSED, Case
-from trl_runs import Result, train
+from trl_runs import Result, build, train
 
 import tigon.integrations.trl as integration
 from tigon import ops
@@ -20,11 +21,17 @@ from tigon import ops
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
+@pytest.fixture(autouse=True, scope="module")
+def one_thread_and_little_garbage() -> Any:
+    """Trainer collects garbage after every run. Without the objects of the imported packages that takes no time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    for trainer in ("SFT", "ORPO", "GRPO"):
+        build(trainer)  # imports
+    gc.collect()
+    gc.freeze()
     yield
+    gc.unfreeze()
     torch.set_num_threads(before)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,6 +36,15 @@ def tokenizer(words: int = VOCAB) -> Any:
 
 def model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
     """A causal language model of two layers in fp32, the same weights for the same seed."""
+    from transformers import AutoModelForCausalLM
+
+    folder = saved_model(family, seed, tuple(sorted(overrides.items())))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+
+
+@functools.cache
+def saved_model(family: str, seed: int, overrides: tuple[tuple[str, Any], ...]) -> str:
+    """The folder of such a model. TRL loads its reference model from the policy's folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -43,13 +53,13 @@ def model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
         "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    config = AutoConfig.for_model(family, **{**sizes, **overrides})
+    config = AutoConfig.for_model(family, **{**sizes, **dict(overrides)})
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     made.generation_config.eos_token_id, made.generation_config.pad_token_id = 2, 0
     folder = tempfile.mkdtemp()
-    made.save_pretrained(folder)  # TRL loads its reference model from the policy's folder
+    made.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    return folder
 
 
 def scorer() -> Any:
