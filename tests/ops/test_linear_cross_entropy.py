@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -150,6 +151,23 @@ def test_logits_stay_within_the_chunk_budget(rows: int, backend: Any, monkeypatc
     shapes = Shapes(monkeypatch)
     linear_cross_entropy(x, w.detach(), target, chunk_bytes=bytes_for(rows)).backward()
     assert max(shapes.logits_rows) <= rows and sum(shapes.logits_rows) == N
+
+
+def test_results_of_a_chunk_are_freed_before_the_next_chunk(backend: Any, monkeypatch: Any) -> None:
+    x, w, target = head(backend.device)
+    previous: list[weakref.ref[Tensor]] = []
+    alive = []
+    inner = common.rows_with_gradient
+
+    def run(*args: Any) -> Any:
+        alive.append(sum(ref() is not None for ref in previous))
+        results = inner(*args)
+        previous[:] = [weakref.ref(result) for result in results]
+        return results
+
+    monkeypatch.setattr(common, "rows_with_gradient", run)
+    linear_cross_entropy(x, w, target, chunk_bytes=bytes_for(7), outputs=("entropy", "predicted"))
+    assert alive == [0, 0, 0, 0]
 
 
 def test_ignored_tokens_are_left_out_of_every_product(backend: Any, monkeypatch: Any) -> None:

@@ -343,6 +343,7 @@ def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
             if tile is not None:
                 loss, stats, factors = _exp_logits(part, options.loss, tile, logits_CV if want_grad else None)
                 outputs = _with_rows(outputs, rows, N, loss=loss, stats=stats)
+                del loss, stats  # otherwise they stay until the next chunk's exist: 16 bytes per token of a chunk
                 if keep:
                     outputs = _with_rows(outputs, rows, N, factors=factors)
                 if want_hidden and not keep:
@@ -360,6 +361,7 @@ def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
                 outputs = _with_rows(outputs, rows, N, entropy=entropies)
             if predicted:
                 outputs = _with_rows(outputs, rows, N, predicted=argmax)
+            del loss, stats, entropies, argmax
             if want_bias:
                 db_V.copy_(_column_sum(logits_CV) if number == 0 else db_V + _column_sum(logits_CV))
             if want_hidden and not keep:
