@@ -126,7 +126,9 @@ class Loading:
         """Allocate the whole weights and buffers; returns the tensors of each weight. for_the_host: the weights are
         initialized on the host."""
         ledger, model, times = self.ledger, self.model, self.widening
-        loaded = [[ledger.alloc(times * nbytes, "weights") for nbytes in weight.tensor_bytes] for weight in model.weights]
+        loaded = [
+            [ledger.alloc(times * nbytes, "weights") for nbytes in weight.tensor_bytes] for weight in model.weights
+        ]
         ledger.alloc(model.buffer_bytes, "weights")
         if is_drawn(self.request) and ties_embeddings(self.request.config) and not for_the_host:
             # A model built on the device has a separate lm_head weight until transformers ties it (post_init), and the

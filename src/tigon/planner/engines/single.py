@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from tigon.planner.engines.base import Engine, Placement
 from tigon.planner.request import Request
-from tigon.planner.simulate.model_states import ModelWeights, managed_bytes, state_tensor_bytes, step_tensor_bytes, update_work
+from tigon.planner.simulate.model_states import (
+    ModelWeights,
+    managed_bytes,
+    state_tensor_bytes,
+    step_tensor_bytes,
+    update_work,
+)
 
 
 class SingleGpu(Engine):

@@ -86,8 +86,8 @@ class ModelWeights:
 def model_weights(request: Request) -> ModelWeights:
     """The weights of a request's model, at its full depth.
 
-    The result is cached. Its key leaves out batch, sequence length, kernels, attention, checkpointing and MLP tiles,
-    because the weights do not depend on them.
+    The result is cached. Its key is a `TraceKey` in which batch, sequence length, block mask, kernels, attention,
+    checkpointing and MLP tiles have fixed values, because the weights do not depend on them.
     """
     choices = replace(request.choices, checkpointing="none", mlp_tile_tokens=0, kernels="none", attention="sdpa")
     return _model_weights(TraceKey(replace(request, batch=1, seq=1, masked=False, choices=choices)))
@@ -110,7 +110,9 @@ def _model_weights(key: TraceKey) -> ModelWeights:
 
 def _weights(model: Any, precision: str, own_parameters: str | None) -> tuple[Weight, ...]:
     quantized = {id(m.weight) for m in model.modules() if isinstance(m, adapters.Nf4Linear)}
-    layers = {id(p) for name, m in model.named_modules() if _LAYER_NUMBER.search(f"{name}.") for p in m.parameters(False)}
+    layers = {
+        id(p) for name, m in model.named_modules() if _LAYER_NUMBER.search(f"{name}.") for p in m.parameters(False)
+    }
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     itemsize = weight_itemsize(precision)
     # PEFT keeps adapters in fp32 unless the whole run is in 16 bits.

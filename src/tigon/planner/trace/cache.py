@@ -4,7 +4,8 @@ Two traces share an entry of the cache if all of these are equal:
 
 - the model's name and config, the batch, the sequence length, the block mask and the objective;
 - the choices whose setting says `traced`, such as precision, kernels and checkpointing (`TraceKey`);
-- the GPU, apart from its name, its memory and the source of its numbers;
+- the GPU, apart from its name, its memory and the source of its numbers. A trace reads its architecture and its number
+  of multiprocessors;
 - whether gradients of an earlier micro-batch exist.
 
 Optimizer, sharding, offload, number of GPUs and micro-batches are not in the key, because a trace does not depend on
