@@ -96,8 +96,8 @@ DECLARATION = Declaration(
             saves="Gradients and optimizer states of all weights except the adapters: about 12 of 16 bytes per "
             "parameter.",
             costs="Two thin matmuls for each adapted one. Activations are needed as before.",
-            precision="Another result than full fine-tuning: only the modules in `lora.targets` change, by an update of "
-            "rank `lora.rank`.",
+            precision="Another result than full fine-tuning: only the modules in `lora.targets` change, by an update "
+            "of rank `lora.rank`.",
             needs=("peft",),
             recipe={"lora.rank": 16}, chosen=(Condition("lora_rank", "is at least", 1),), model=_adapters,
             change_rank=6, source="peft; arXiv 2106.09685",
