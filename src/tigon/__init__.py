@@ -8,11 +8,14 @@ from __future__ import annotations
 from tigon import errors, nn
 from tigon.models import AutoModelForCausalLM, PatchReport, patch
 from tigon.ops import (
+    Logprobs,
     add_rms_norm,
     cross_entropy,
     geglu,
     layer_norm,
     linear_cross_entropy,
+    linear_logprobs,
+    logprobs,
     multi_head_linear_cross_entropy,
     prepare_targets,
     rms_norm,
@@ -24,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoModelForCausalLM",
+    "Logprobs",
     "PatchReport",
     "__version__",
     "add_rms_norm",
@@ -32,6 +36,8 @@ __all__ = [
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_logprobs",
+    "logprobs",
     "multi_head_linear_cross_entropy",
     "nn",
     "patch",
