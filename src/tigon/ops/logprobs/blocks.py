@@ -132,6 +132,10 @@ def _forward_body(tensors: HeadTensors, options: LogprobOptions, keep: bool, blo
     return ForwardResults(*joined, kept_NV=kept_NV)
 
 
+_ROW_DIMENSION = {1: 1}
+"""The dimension of the rows in `_row_results`, where it is not the first: the second result is stats_2N."""
+
+
 def _row_results(rows: Rows, options: LogprobOptions) -> tuple[Tensor, ...]:
     return (
         rows.logprob_NK, rows.stats_2N, rows.entropy_N, rows.predicted_N, rows.topk_logprob(options), rows.topk_ids_NJ

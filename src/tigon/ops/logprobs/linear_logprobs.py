@@ -334,7 +334,6 @@ LINEAR_LOGPROBS = Op(
         Case(id="all-outputs-keep", shape=(2, 21, 24, 100), options={**_ALL, "chunk_bytes": 1 << 20}),
         Case(id="all-outputs-blocks", shape=(42, 24, 100), options={**_ALL, "bias": True, "chunk_bytes": 42 * 30 * 4}),
         Case(id="several-ids", shape=(42, 24, 100), options={**_ALL, "ids": 5, "chunk_bytes": 42 * 40 * 4}),
-        Case(id="top-k", shape=(42, 24, 100), options={"top_k": 3, "chunk_bytes": 42 * 40 * 4}),
         Case(
             id="temperature-softcap-scale",
             shape=(42, 24, 100),

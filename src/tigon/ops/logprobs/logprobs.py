@@ -190,7 +190,6 @@ LOGPROBS = Op(
         Case(id="one-id", shape=(2, 21, 100)),
         Case(id="all-outputs", shape=(42, 100), options=_ALL),
         Case(id="several-ids", shape=(42, 100), options={**_ALL, "ids": 5}),
-        Case(id="top-k", shape=(42, 100), options={"top_k": 3}),
         Case(
             id="temperature-softcap-scale",
             shape=(42, 100),
