@@ -24,9 +24,9 @@ from tigon.kernels.cross_entropy import LOG2E, squash
 # (BLOCK, num_warps, stages) of the statistics, (BLOCK, num_warps) of the gradient. Both are the settings that
 # kernels/cross_entropy.py measured for its passes, which read and write the same bytes.
 STATISTICS, GRADIENT = (4096, 8, 3), (4096, 8)
-# A logit this far above the shift makes the row be read again with its maximum as the shift: exp(88) would overflow,
-# and exp(-88), by which the sum is multiplied afterwards, would underflow.
-FARTHEST = tl.constexpr(60.0)
+# A logit this far above the shift makes the row be read again with its maximum as the shift. For the sum alone the bound
+# is exp(88), which overflows. The entropy subtracts the shift's distance from the maximum, whose rounding is an error.
+FARTHEST, FARTHEST_ENTROPY = tl.constexpr(60.0), tl.constexpr(4.0)
 
 
 @triton.jit
@@ -67,7 +67,8 @@ def logprob_statistics_kernel(
     ignored is not read; its results are 0.
 
     Lanes keep separate sums, so that threads exchange nothing before the end of the row. That needs a shift that is
-    known before the row is read. It is the running maximum, or in the first block the row's first logit.
+    known before the row is read. It is the running maximum. In the first block it is the row's first logit, or with
+    entropy the first tile's maximum, which is near the row's.
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
@@ -90,7 +91,15 @@ def logprob_statistics_kernel(
         if FIRST:
             # An id outside the vocabulary stays NaN.
             z_k = tl.where(here, z_k, float("nan"))
-            z_0, _ = _squash(tl.load(R + at).to(tl.float32), scale, softcap, outer, HAS_SCALE, HAS_SOFTCAP)
+            if WANT_ENTROPY:
+                lanes = tl.arange(0, BLOCK)
+                z_0, _ = _squash(
+                    tl.load(R + at + lanes, mask=lanes < C, other=0.0).to(tl.float32), scale, softcap, outer,
+                    HAS_SCALE, HAS_SOFTCAP,
+                )  # fmt: skip
+                z_0 = tl.max(tl.where(lanes < C, z_0, -float("inf")), axis=0)
+            else:
+                z_0, _ = _squash(tl.load(R + at).to(tl.float32), scale, softcap, outer, HAS_SCALE, HAS_SOFTCAP)
         else:
             z_k = tl.where(here, z_k, tl.load(LabelZ + row * K + k, mask=k < K, other=0.0))
             z_0 = tl.load(Running + row)
@@ -127,7 +136,7 @@ def logprob_statistics_kernel(
             t = tl.sum(lane_t, axis=0)
             if WANT_PREDICTED:
                 best = tl.min(tl.where(lane_m == m, lane_best, C), axis=0)
-            over = (m > shift + FARTHEST) & (m < float("inf"))
+            over = (m > shift + (FARTHEST_ENTROPY if WANT_ENTROPY else FARTHEST)) & (m < float("inf"))
             again = over
             if FIRST:
                 again = over | ((shift > m + FARTHEST) & (m > -float("inf")))

@@ -81,12 +81,11 @@ class _Buffer:
 
 @dataclass(frozen=True)
 class HeadTensors:
-    """Hidden states, the lm_head and the ids."""
+    """Hidden states and the lm_head."""
 
     hidden_NH: Tensor
     weight_VH: Tensor
     bias: Tensor | None
-    ids_NK: Tensor
 
     def logits(self, rows: slice, columns: slice, out_nc: Tensor) -> Block:
         """Compute the logits of a block into `out_nc`."""
@@ -107,8 +106,10 @@ class ForwardResults(NamedTuple):
     kept_NV: Tensor
 
 
-def _forward_body(tensors: HeadTensors, options: LogprobOptions, keep: bool, block_bytes: int) -> ForwardResults:
-    hidden_NH, weight_VH, ids_NK = tensors.hidden_NH, tensors.weight_VH, tensors.ids_NK
+def _forward_body(
+    tensors: HeadTensors, ids_NK: Tensor, options: LogprobOptions, keep: bool, block_bytes: int
+) -> ForwardResults:  # fmt: skip
+    hidden_NH, weight_VH = tensors.hidden_NH, tensors.weight_VH
     N, V = hidden_NH.shape[0], weight_VH.shape[0]
     check_ids(hidden_NH, ids_NK, V, options.ignore_index)
     plan = BlockPlan(max(N, 1), V) if keep else plan_blocks(N, V, hidden_NH.element_size(), block_bytes)
@@ -142,10 +143,12 @@ def _row_results(rows: Rows, options: LogprobOptions) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
-def _forward_fake(tensors: HeadTensors, options: LogprobOptions, keep: bool, block_bytes: int) -> ForwardResults:
+def _forward_fake(
+    tensors: HeadTensors, ids_NK: Tensor, options: LogprobOptions, keep: bool, block_bytes: int
+) -> ForwardResults:  # fmt: skip
     hidden_NH, V = tensors.hidden_NH, tensors.weight_VH.shape[0]
     N = hidden_NH.shape[0]
-    rows = Rows.empty(tensors.ids_NK, hidden_NH, options, one_block=True)
+    rows = Rows.empty(ids_NK, hidden_NH, options, one_block=True)
     if keep or not isinstance(N, int):
         kept_NV = _Buffer(BlockPlan(N, V), hidden_NH).view(N, V) if keep else hidden_NH.new_empty((0, V))
     else:

@@ -85,7 +85,7 @@ class LinearLogprobs(torch.autograd.Function):
         block_bytes, most_kept = call.chunk_bytes
         # A symbolic token count must not decide anything, or every count would need a new compilation.
         keep = any(ctx.want) and isinstance(N, int) and keeps_logits(N, V, hidden_NH.element_size(), most_kept)
-        found = linear_logprobs_fwd(HeadTensors(hidden_NH, weight_VH, bias, ids_NK), options, keep, block_bytes)
+        found = linear_logprobs_fwd(HeadTensors(hidden_NH, weight_VH, bias), ids_NK, options, keep, block_bytes)
         if any(ctx.want):
             # The largest logits are ids like the others in the backward.
             all_ids = torch.cat([ids_NK.long(), found.topk_ids_NJ], 1) if options.top_k else ids_NK
@@ -93,7 +93,7 @@ class LinearLogprobs(torch.autograd.Function):
             ctx.save_for_backward(
                 hidden_NH, weight_VH, bias, all_ids, found.stats_2N, found.entropy_N, kept, index
             )  # fmt: skip
-        ctx.options, ctx.rows, ctx.block_bytes, ctx.ids = options, rows, block_bytes, ids_NK.shape[1]
+        ctx.options, ctx.lse, ctx.rows, ctx.block_bytes, ctx.ids = options, call.lse, rows, block_bytes, ids_NK.shape[1]
         ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
         ctx.set_materialize_grads(False)
         lse_N = found.stats_2N.sum(0) if call.lse else found.entropy_N.new_empty(0)
@@ -117,6 +117,8 @@ class LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         hidden_NH, weight_VH, bias, ids_NK, stats_2N, entropy_N, kept_NV, index = ctx.saved_tensors
         acc, N = stats_2N.dtype, hidden_NH.shape[0]
+        # A compiled graph passes zeros for a result that was not asked for.
+        dlse, dentropy = dlse if ctx.lse else None, dentropy if ctx.options.entropy else None
         dlogprob, dlse, dentropy, dtopk = (
             g if g is None or index is None else g.index_select(0, index) for g in (dlogprob, dlse, dentropy, dtopk)
         )
@@ -128,7 +130,7 @@ class LinearLogprobs(torch.autograd.Function):
         want_hidden, want_weight, want_bias = ctx.want
         reuse = kept_NV is not None and not keeps_graph() and can_bypass_dispatcher((kept_NV,))
         gradients = linear_logprobs_bwd(
-            HeadTensors(hidden_NH, weight_VH, bias, ids_NK),
+            HeadTensors(hidden_NH, weight_VH, bias),
             Upstream(ids_NK, stats_2N, entropy_N, dlogprob_NK, dlse, dentropy, scale),
             kept_NV,
             ctx.options,

@@ -91,7 +91,7 @@ class LogprobsOfLogits(torch.autograd.Function):
         # The largest logits are ids like the others in the backward.
         all_ids = torch.cat([ids_NK.long(), found.topk_ids_NJ], 1) if options.top_k else ids_NK
         ctx.save_for_backward(logits_NV, all_ids, found.stats_2N, found.entropy_N)
-        ctx.options, ctx.ids = options, ids_NK.shape[1]
+        ctx.options, ctx.lse, ctx.ids = options, call.lse, ids_NK.shape[1]
         ctx.set_materialize_grads(False)
         lse_N = found.stats_2N.sum(0) if call.lse else found.entropy_N.new_empty(0)
         ctx.mark_non_differentiable(found.predicted_N, found.topk_ids_NJ)
@@ -108,6 +108,8 @@ class LogprobsOfLogits(torch.autograd.Function):
         logits_NV, ids_NK, stats_2N, entropy_N = ctx.saved_tensors
         dlogprob_NK = joined_upstream(dlogprob, dtopk, stats_2N, (ctx.ids, ctx.options.top_k))
         acc = stats_2N.dtype
+        # A compiled graph passes zeros for a result that was not asked for.
+        dlse, dentropy = dlse if ctx.lse else None, dentropy if ctx.options.entropy else None
         upstream = Upstream(
             ids_NK, stats_2N, entropy_N, dlogprob_NK, contiguous(dlse, acc), contiguous(dentropy, acc), None
         )
