@@ -24,8 +24,8 @@ from tigon.kernels.cross_entropy import LOG2E, squash
 # (BLOCK, num_warps, stages) of the statistics, (BLOCK, num_warps) of the gradient. Both are the settings that
 # kernels/cross_entropy.py measured for its passes, which read and write the same bytes.
 STATISTICS, GRADIENT = (4096, 8, 3), (4096, 8)
-# A logit this far above the shift makes the row be read again with its maximum as the shift. For the sum alone the bound
-# is exp(88), which overflows. The entropy subtracts the shift's distance from the maximum, whose rounding is an error.
+# A logit this far above the shift makes the row be read again with its maximum as the shift. For the sum alone, the
+# bound is that exp(88) overflows. The entropy also subtracts the distance, whose rounding is an error.
 FARTHEST, FARTHEST_ENTROPY = tl.constexpr(60.0), tl.constexpr(4.0)
 
 

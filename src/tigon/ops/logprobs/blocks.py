@@ -16,6 +16,7 @@ If the logits of all tokens fit, they are kept from forward to backward, which s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ class _Buffer:
     def __init__(self, plan: BlockPlan, like: Tensor) -> None:
         aligned = planned_device(like) != "cpu" or uses_kernel(like)
         self._line = 16 // like.element_size() if aligned else 1
-        self._memory = like.new_empty(plan.tokens * self._width(plan.columns))
+        self.memory = like.new_empty(plan.tokens * self._width(plan.columns))
 
     def _width(self, columns: int) -> int:
         return -(-columns // self._line) * self._line
@@ -76,7 +77,7 @@ class _Buffer:
     def view(self, n: int, c: int) -> Tensor:
         """(n, c) logits at the start of the buffer."""
         width = self._width(c)
-        return self._memory[: n * width].view(n, width)[:, :c]
+        return self.memory[: n * width].view(n, width)[:, :c]
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,6 @@ class BackwardOptions:
     want_hidden: bool
     want_weight: bool
     want_bias: bool
-    reuse_kept: bool
-    """The kept logits may be overwritten, because no second backward follows."""
     block_bytes: int
 
 
@@ -190,13 +189,9 @@ def _sum_dtype(x: Tensor, several: bool) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32) if several or x.dtype == torch.float16 else x.dtype
 
 
-def _backward_plan(
-    tensors: HeadTensors, options: BackwardOptions, kept_NV: Tensor | None
-) -> BlockPlan:  # fmt: skip
-    N, V = tensors.hidden_NH.shape[0], tensors.weight_VH.shape[0]
-    if kept_NV is not None and options.reuse_kept:
-        return BlockPlan(max(N, 1), V)
-    return plan_blocks(N, V, tensors.hidden_NH.element_size(), options.block_bytes)
+def _backward_plan(tensors: HeadTensors, options: BackwardOptions) -> BlockPlan:
+    hidden_NH, V = tensors.hidden_NH, tensors.weight_VH.shape[0]
+    return plan_blocks(hidden_NH.shape[0], V, hidden_NH.element_size(), options.block_bytes)
 
 
 def _empty_gradients(tensors: HeadTensors, options: BackwardOptions, plan: BlockPlan) -> Gradients:
@@ -214,40 +209,56 @@ def _backward_body(
     tensors: HeadTensors, upstream: Upstream, kept_NV: Tensor | None, logprob: LogprobOptions,
     options: BackwardOptions,
 ) -> Gradients:  # fmt: skip
+    hidden_NH, V = tensors.hidden_NH, tensors.weight_VH.shape[0]
+    plan = _backward_plan(tensors, options)
+    buffer = _Buffer(plan, hidden_NH)
+
+    def logits(rows: slice, columns: slice) -> tuple[Block, Tensor]:
+        grad_nc = buffer.view(rows.stop - rows.start, columns.stop - columns.start)
+        if kept_NV is None:
+            return tensors.logits(rows, columns, grad_nc), grad_nc
+        return Block(kept_NV[rows, columns], columns.start, V), grad_nc
+
+    return _gradients(tensors, upstream, plan, (logprob, options), logits)
+
+
+def backward_in_place(
+    tensors: HeadTensors, upstream: Upstream, kept_NV: Tensor, logprob: LogprobOptions, options: BackwardOptions
+) -> Gradients:
+    """As `linear_logprobs_bwd`, but the kept logits become their gradient, so that no second backward can follow."""
+    N, V = kept_NV.shape
+    plan = BlockPlan(max(N, 1), V)
+    return _gradients(tensors, upstream, plan, (logprob, options), lambda *_: (Block(kept_NV, 0, V), kept_NV))
+
+
+def _gradients(
+    tensors: HeadTensors, upstream: Upstream, plan: BlockPlan, options: tuple[LogprobOptions, BackwardOptions],
+    logits: Callable[[slice, slice], tuple[Block, Tensor]],
+) -> Gradients:  # fmt: skip
+    """The gradients of all blocks. logits: (rows, columns) -> a block and the memory for its gradient."""
     hidden_NH, weight_VH = tensors.hidden_NH, tensors.weight_VH
     N, V = hidden_NH.shape[0], weight_VH.shape[0]
-    plan = _backward_plan(tensors, options, kept_NV)
-    gradients = _empty_gradients(tensors, options, plan)
+    logprob, wanted = options
+    gradients = _empty_gradients(tensors, wanted, plan)
     if N == 0:
         return Gradients(gradients.dx_NH, gradients.dw_VH.zero_(), gradients.db_V.zero_())
-    in_place = kept_NV is not None and options.reuse_kept
-    buffer = None if in_place else _Buffer(plan, hidden_NH)
     columns_all = plan.column_slices(V)
     with no_autocast(hidden_NH):
         for turn, rows in enumerate(plan.token_slices(N)):
             x_nH, of_rows = hidden_NH[rows], upstream.part(rows)
-            dx_nH = gradients.dx_NH[rows] if options.want_hidden else gradients.dx_NH
+            dx_nH = gradients.dx_NH[rows] if wanted.want_hidden else gradients.dx_NH
             sum_nH = dx_nH
-            if options.want_hidden and len(columns_all) > 1 and dx_nH.dtype != _sum_dtype(hidden_NH, True):
+            if wanted.want_hidden and len(columns_all) > 1 and dx_nH.dtype != _sum_dtype(hidden_NH, True):
                 sum_nH = dx_nH.new_empty(dx_nH.shape, dtype=_sum_dtype(hidden_NH, True))
             for columns in columns_all:
-                if kept_NV is not None and buffer is None:
-                    block = Block(kept_NV, 0, V)
-                    grad_nc = kept_NV
-                else:
-                    assert buffer is not None
-                    grad_nc = buffer.view(rows.stop - rows.start, columns.stop - columns.start)
-                    if kept_NV is None:
-                        block = tensors.logits(rows, columns, grad_nc)
-                    else:
-                        block = Block(kept_NV[rows, columns], columns.start, V)
+                block, grad_nc = logits(rows, columns)
                 gradient_into(block, of_rows, logprob, grad_nc)
-                if options.want_bias:
+                if wanted.want_bias:
                     db = column_sum(grad_nc)
                     gradients.db_V[columns] = db if turn == 0 else gradients.db_V[columns] + db
-                if options.want_weight:
+                if wanted.want_weight:
                     product_into(grad_nc.t(), x_nH, gradients.dw_VH[columns], accumulate=turn > 0)
-                if options.want_hidden:
+                if wanted.want_hidden:
                     product_into(grad_nc, weight_VH[columns], sum_nH, accumulate=columns.start > 0)
             if sum_nH is not dx_nH:
                 dx_nH.copy_(sum_nH)
@@ -259,13 +270,11 @@ def _backward_fake(
     options: BackwardOptions,
 ) -> Gradients:  # fmt: skip
     N = tensors.hidden_NH.shape[0]
-    plan = _backward_plan(tensors, options, kept_NV) if isinstance(N, int) else BlockPlan(N, 1)
+    plan = _backward_plan(tensors, options) if isinstance(N, int) else BlockPlan(N, 1)
     gradients = _empty_gradients(tensors, options, plan)
     if isinstance(N, int):
         # The planner traces this fake: the buffer and the sum of dX are alive inside the operator.
-        alive = []
-        if kept_NV is None or not options.reuse_kept:
-            alive.append(_Buffer(plan, tensors.hidden_NH)._memory)
+        alive = [_Buffer(plan, tensors.hidden_NH).memory]
         if options.want_hidden and plan.columns < tensors.weight_VH.shape[0]:
             shape = (min(plan.tokens, N), tensors.hidden_NH.shape[1])
             alive.append(tensors.hidden_NH.new_empty(shape, dtype=_sum_dtype(tensors.hidden_NH, True)))

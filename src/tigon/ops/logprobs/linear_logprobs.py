@@ -20,6 +20,7 @@ from tigon.ops.lm_head import check_head, keeps_graph, may_wait, settle_dtypes, 
 from tigon.ops.logprobs.blocks import (
     BackwardOptions,
     HeadTensors,
+    backward_in_place,
     keeps_logits,
     linear_logprobs_bwd,
     linear_logprobs_fwd,
@@ -129,12 +130,13 @@ class LinearLogprobs(torch.autograd.Function):
             scale, left = fp16_scales(dlogprob_NK, dlse, dentropy, ctx.options)
         want_hidden, want_weight, want_bias = ctx.want
         reuse = kept_NV is not None and not keeps_graph() and can_bypass_dispatcher((kept_NV,))
-        gradients = linear_logprobs_bwd(
+        backward: Any = backward_in_place if reuse else linear_logprobs_bwd
+        gradients = backward(
             HeadTensors(hidden_NH, weight_VH, bias),
             Upstream(ids_NK, stats_2N, entropy_N, dlogprob_NK, dlse, dentropy, scale),
             kept_NV,
             ctx.options,
-            BackwardOptions(want_hidden, want_weight, want_bias, reuse, ctx.block_bytes),
+            BackwardOptions(want_hidden, want_weight, want_bias, ctx.block_bytes),
         )
         x_dtype, w_dtype, b_dtype = ctx.dtypes
         return (
