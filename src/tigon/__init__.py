@@ -8,7 +8,6 @@ from __future__ import annotations
 from tigon import errors, nn
 from tigon.models import AutoModelForCausalLM, PatchReport, patch
 from tigon.ops import (
-    Logprobs,
     add_rms_norm,
     cross_entropy,
     geglu,
@@ -27,7 +26,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoModelForCausalLM",
-    "Logprobs",
     "PatchReport",
     "__version__",
     "add_rms_norm",

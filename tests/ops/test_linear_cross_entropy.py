@@ -174,9 +174,9 @@ def test_few_ignored_tokens_are_computed_instead_of_gathering_the_rest(backend: 
     target = torch.randint(0, V, (64,)).to(backend.device)
     target[-1] = -100
     found = []
-    for left_out, rows in ((op_module._LEFT_OUT, 64), (0.0, 63)):
+    for left_out, rows in ((lm_head._LEFT_OUT, 64), (0.0, 63)):
         with monkeypatch.context() as patch:
-            patch.setattr(op_module, "_LEFT_OUT", left_out)
+            patch.setattr(lm_head, "_LEFT_OUT", left_out)
             shapes = Shapes(patch)
             leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
             loss = linear_cross_entropy(*leaves, target)

@@ -67,8 +67,7 @@ def logprob_statistics_kernel(
     ignored is not read; its results are 0.
 
     Lanes keep separate sums, so that threads exchange nothing before the end of the row. That needs a shift that is
-    known before the row is read. It is the running maximum. In the first block it is the row's first logit, or with
-    entropy the first tile's maximum, which is near the row's.
+    known before the row is read: the running maximum, or in the first block the first tile's maximum.
     """
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
@@ -91,15 +90,10 @@ def logprob_statistics_kernel(
         if FIRST:
             # An id outside the vocabulary stays NaN.
             z_k = tl.where(here, z_k, float("nan"))
-            if WANT_ENTROPY:
-                lanes = tl.arange(0, BLOCK)
-                z_0, _ = _squash(
-                    tl.load(R + at + lanes, mask=lanes < C, other=0.0).to(tl.float32), scale, softcap, outer,
-                    HAS_SCALE, HAS_SOFTCAP,
-                )  # fmt: skip
-                z_0 = tl.max(tl.where(lanes < C, z_0, -float("inf")), axis=0)
-            else:
-                z_0, _ = _squash(tl.load(R + at).to(tl.float32), scale, softcap, outer, HAS_SCALE, HAS_SOFTCAP)
+            lanes = tl.arange(0, BLOCK)
+            r = tl.load(R + at + lanes, mask=lanes < C, other=0.0).to(tl.float32)
+            z, _ = _squash(r, scale, softcap, outer, HAS_SCALE, HAS_SOFTCAP)
+            z_0 = tl.max(tl.where(lanes < C, z, -float("inf")), axis=0)
         else:
             z_k = tl.where(here, z_k, tl.load(LabelZ + row * K + k, mask=k < K, other=0.0))
             z_0 = tl.load(Running + row)
