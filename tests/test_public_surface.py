@@ -20,6 +20,8 @@ PUBLIC = [
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_logprobs",
+    "logprobs",
     "multi_head_linear_cross_entropy",
     "nn",
     "patch",

@@ -120,7 +120,8 @@ def section(technique: Technique) -> str:
         needs += "; a GPU"
     lines = [
         f"## `{technique.name}`", "",
-        f"- **Saves.** {technique.saves}", f"- **Costs.** {technique.costs}", f"- **Result.** {technique.precision}",
+        f"- **Saves.** {technique.saves}", f"- **Costs.** {technique.costs}",
+        f"- **Effect on the result.** {technique.precision}",
         f"- **Needs.** {needs}.", f"- **Source.** {technique.source}.",
     ]  # fmt: skip
     if technique.name in measured():
@@ -134,7 +135,7 @@ def section(technique: Technique) -> str:
 
 def optimizer_table() -> str:
     lines = [
-        "| `train.optimizer` | algorithm | bytes of state per parameter | result | needs |",
+        "| `train.optimizer` | algorithm | bytes of state per parameter | effect on the result | needs |",
         "|---|---|---|---|---|",
     ]
     for row in OPTIMIZERS.values():

@@ -12,7 +12,7 @@ from tigon.planner.request import Request, ties_embeddings
 from tigon.planner.simulate.allocator import CachingAllocator
 from tigon.planner.simulate.collectives import GATHERING, GatheredWeights, ReducedGradients
 from tigon.planner.simulate.ledger import Allocation, Ledger
-from tigon.planner.simulate.model_states import ModelStates, step_tensors
+from tigon.planner.simulate.model_states import ModelWeights, step_tensor_bytes
 from tigon.planner.simulate.playback import GradientRules, replay, replay_evaluation
 from tigon.planner.trace.cache import StepTapes
 from tigon.techniques.optimizers import OPTIMIZERS
@@ -45,7 +45,7 @@ class SimulatedRun:
     """With the choices that the GPU computes with, which are not always those of the user (Engine.traced_choices)."""
     gpu: Gpu
     engine: Engine
-    model: ModelStates
+    model: ModelWeights
     placement: Placement
     tapes: StepTapes
 
@@ -85,9 +85,9 @@ class SimulatedRun:
         gradients = self._micro_batches(ledger)
         ledger.enter("optimizer")
         if first:
-            for nbytes in placement.optimizer_tensors:
+            for nbytes in placement.optimizer_tensor_bytes:
                 ledger.alloc(nbytes, "optimizer")
-        temporaries = [*placement.step_tensors]
+        temporaries = [*placement.step_tensor_bytes]
         if self._updates_in_backward and ties_embeddings(self.request.config):
             # A tied weight's hook runs while the second gradient, already added to the first, is still held.
             temporaries.append(sum(weight.grad_bytes for weight in self.model.weights if weight.embedding))
@@ -107,7 +107,7 @@ class SimulatedRun:
         moving = [ledger.alloc(gathered_plan.both_passes, "weights"), ledger.alloc(placement.buckets, "workspace")]
         gathered = GatheredWeights(ledger, gathered_plan.by_layer) if gathered_plan.by_layer is not None else None
         reduced = self._reduced_gradients(ledger)
-        update_bytes = sum(step_tensors(self.request, self.model.weights)) if self._updates_in_backward else 0
+        update_bytes = sum(step_tensor_bytes(self.request, self.model.weights)) if self._updates_in_backward else 0
         waits_whole = rules.whole_until_last_micro_batch
         gradients: list[Allocation | None] = []
         for number in range(min(self.request.choices.accumulate, 2)):

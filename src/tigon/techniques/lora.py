@@ -96,7 +96,9 @@ DECLARATION = Declaration(
             saves="Gradients and optimizer states of all weights except the adapters: about 12 of 16 bytes per "
             "parameter.",
             costs="Two thin matmuls for each adapted one. Activations are needed as before.",
-            precision="Updates of rank `lora.rank`; merged into the weights at the end.", needs=("peft",),
+            precision="Another result than full fine-tuning: only the modules in `lora.targets` change, by an update "
+            "of rank `lora.rank`.",
+            needs=("peft",),
             recipe={"lora.rank": 16}, chosen=(Condition("lora_rank", "is at least", 1),), model=_adapters,
             change_rank=6, source="peft; arXiv 2106.09685",
         ),
@@ -104,7 +106,7 @@ DECLARATION = Declaration(
             name="qlora", page="lora",
             saves="As LoRA, and the frozen weights of the layers' linear modules take 0.516 bytes instead of 2 or 4.",
             costs="Weights are dequantised before each matmul.",
-            precision="The frozen weights are rounded to 16 levels (NF4, blocks of 64, scales in 8 bits).",
+            precision="As LoRA, and the frozen weights are rounded to 16 levels (NF4, blocks of 64, scales in 8 bits).",
             needs=("peft", "bitsandbytes"), recipe={"lora.rank": 16, "lora.quantize": True},
             chosen=(Condition("quantized", "is", True),), loading=_nf4, model=_without_cpu_packing,
             change_rank=7, source="bitsandbytes; arXiv 2305.14314",

@@ -331,26 +331,29 @@ _ROWS = (
     Optimizer(
         name="adamw", help="AdamW, one fused pass over weights, gradients and moments.",
         trainer_name="adamw_torch_fused", states=_moments(2, step_on_device=True), searched=True,
-        precision="The reference. Under `bf16` the moments are bf16 too.",
+        precision="None: the other optimizers are compared with this one. Under `bf16` the moments are bf16 too.",
         source="torch.optim.AdamW(fused=True); arXiv 1711.05101",
     ),
     Optimizer(
         name="adamw-foreach", help="AdamW by multi-tensor ops; on a GPU it holds one more copy of the weights.",
         trainer_name="adamw_torch", states=_moments(2), step_bytes=_like_parameter, step_holds_all=True,
-        step_moves=_foreach_moves, precision="As `adamw`, to rounding.", source="torch.optim.AdamW: _multi_tensor_adam",
+        step_moves=_foreach_moves, precision="None: the same numbers as `adamw`, except for rounding.",
+        source="torch.optim.AdamW: _multi_tensor_adam",
     ),
     Optimizer(
         name="adamw-8bit", help="AdamW with 8-bit blockwise moments.", searched=True, change_rank=1,
         trainer_name="adamw_bnb_8bit", package="bitsandbytes", states=_bnb(2, bits=8, paged=False),
         shared_bytes=2 * 256 * FP32, step_sm_s=_bnb_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
-        precision="Moments quantised in blocks of 256; fp32 for embeddings and parameters below 4,096 elements.",
+        precision="Moments are rounded to 8 bits in blocks of 256. Those of embeddings and of parameters below 4,096 "
+        "elements are fp32.",
         source="bitsandbytes; arXiv 2110.02861",
     ),
     Optimizer(
         name="paged-adamw", help="AdamW with fp32 moments in unified memory, which moves to the host under pressure.",
         devices=("cuda",), trainer_name="paged_adamw_32bit", package="bitsandbytes",
         states=_bnb(2, bits=32, paged=True), step_calls=_BNB_CALLS, step_waits=True,
-        precision="As `adamw` with fp32 moments.", source="bitsandbytes; arXiv 2305.14314 §3",
+        precision="None: the same numbers as `adamw` with fp32 moments, except for rounding.",
+        source="bitsandbytes; arXiv 2305.14314 §3",
     ),
     Optimizer(
         name="paged-adamw-8bit", help="`adamw-8bit` with the moments in unified memory.", change_rank=1,
@@ -363,7 +366,7 @@ _ROWS = (
         change_rank=4,
         trainer_name="lion_8bit", package="bitsandbytes", states=_bnb(1, bits=8, paged=False), shared_bytes=256 * FP32,
         step_sm_s=_lion_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
-        precision="Another optimizer: the sign of a moment, quantised in blocks of 256.",
+        precision="Another algorithm: updates are the sign of a moment, which is rounded to 8 bits in blocks of 256.",
         source="bitsandbytes; arXiv 2302.06675",
     ),
     Optimizer(
@@ -382,14 +385,15 @@ _ROWS = (
         trainer_name="adamw_torch_4bit", package="torchao", needs_compiler=True, states=_torchao(4),
         step_bytes=_torchao_step(4), step_moves=_torchao_moves(4), step_sm_s=_torchao_sm_s(4),
         step_calls=_COMPILED_CALLS,
-        precision="Moments of 16 levels in blocks of 256.", source="torchao.optim.AdamW4bit; arXiv 2309.01507",
+        precision="Moments are rounded to 16 levels in blocks of 256.",
+        source="torchao.optim.AdamW4bit; arXiv 2309.01507",
     ),
     Optimizer(
         name="adafactor", help="Adafactor with the recipe's learning rate: second moments as a row and a column.",
         searched=True, last_resort=True, change_rank=4,
         trainer_name="adafactor", states=_adafactor, step_bytes=_adafactor_step, step_leaves=_fp32_copy,
         step_moves=_adafactor_moves, step_calls=27,
-        precision="Another optimizer: no first moment, a rank-1 second one, updates clipped to unit RMS.",
+        precision="Another algorithm: no first moment, a second moment of rank 1, updates clipped to an RMS of 1.",
         source="transformers.Adafactor; arXiv 1804.04235",
     ),
     Optimizer(
@@ -397,13 +401,14 @@ _ROWS = (
         change_rank=5,
         step_bytes=_like_parameter, step_holds_all=True,  # weight decay is added to a copy of the gradients
         step_moves=_sgd_moves,
-        precision="Another optimizer; weight decay is an L2 term.", source="torch.optim.SGD",
+        precision="Another algorithm: no moments, and weight decay is an L2 term.", source="torch.optim.SGD",
     ),
     Optimizer(
         name="galore", searched=True, last_resort=True, change_rank=4,
         help="AdamW in a subspace of each linear layer's gradient, chosen anew every `train.galore_gap` steps.",
         trainer_name=None, states=_galore, step_bytes=_galore_step, step_moves=_galore_moves, step_calls=16,
-        precision="Updates of rank `train.galore_rank` in linear layers; AdamW elsewhere.",
+        precision="Another algorithm: updates of linear layers have rank `train.galore_rank`. Other "
+        "weights are trained by AdamW.",
         source="tigon.techniques.mechanisms.galore; arXiv 2403.03507",
     ),
     Optimizer(
@@ -411,7 +416,7 @@ _ROWS = (
         help="`galore` that updates each weight in the backward pass and frees its gradient.",
         trainer_name=None, states=_galore, step_bytes=_galore_step, step_moves=_layerwise_moves,
         step_calls=_LAYERWISE_CALLS, step_waits=True,
-        precision="As `galore`, without clipping of the gradient's norm.",
+        precision="As `galore`, and the gradient's norm is not clipped.",
         source="tigon.techniques.mechanisms.galore; arXiv 2403.03507 §4.4",
     ),
 )  # fmt: skip

@@ -240,6 +240,8 @@ _TECHNIQUES = (
         name="ddp", page="ddp",
         saves="Nothing: every GPU holds everything. It divides time.",
         costs="A sum of all gradients over the GPUs in each step, beside the backward pass.",
+        precision="None for the same samples per step, except for rounding. N GPUs use N times as many samples per "
+        "step as one GPU with the same recipe.",
         recipe={"sharding.gpus": 2},
         chosen=(
             Condition("gpus", "is at least", 2), Condition("zero", "is", 0), Condition("fsdp", "is", False),
@@ -256,7 +258,8 @@ _TECHNIQUES = (
         saves="12 bytes per parameter of the GPU's memory: the optimizer's states and their fp32 weights move to the "
         "host. With stage 3 the bf16 weights move too.",
         costs="AdamW runs on the CPU. In each step gradients are copied to the host and weights back.",
-        precision="DeepSpeedCPUAdam: fp32 states.", needs=("deepspeed",), tools=_CPU_ADAM_TOOLS,
+        precision="As ZeRO without offload. DeepSpeedCPUAdam makes the update, with fp32 states.",
+        needs=("deepspeed",), tools=_CPU_ADAM_TOOLS,
         recipe={"sharding.zero": 2, "sharding.offload": "cpu"}, chosen=(_ZERO, _CPU), rough_time=True,
         source="arXiv 2101.06840",
     ),
@@ -264,7 +267,7 @@ _TECHNIQUES = (
         name="zero-offload-nvme", page="offload",
         saves="Weights and optimizer states move to files. The host keeps only buffers.",
         costs="Each step reads and writes 12 bytes per parameter at the speed of the disk. This wears an SSD.",
-        precision="DeepSpeedCPUAdam: fp32 states.", needs=("deepspeed",),
+        precision="As ZeRO without offload. DeepSpeedCPUAdam makes the update, with fp32 states.", needs=("deepspeed",),
         tools=(*_CPU_ADAM_TOOLS, "libaio with its headers"),
         recipe={"sharding.zero": 3, "sharding.offload": "nvme", "sharding.nvme_folder": "nvme"},
         chosen=(Condition("zero", "is", 3), _NVME), rough_time=True, source="arXiv 2104.07857",
