@@ -1,35 +1,5 @@
-from collections import namedtuple
-
 import torch
 from torch.nn import functional as F
-
-Logprobs = namedtuple("Logprobs", "logprob lse entropy predicted topk_logprob topk_ids")
-
-
-def logprobs(logits, ids, *, temperature=1.0, softcap=None, logit_scale=1.0, ignore_index=-100, mask=None, outputs=(), top_k=0):
-    z = logits.float() * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    z = z / temperature
-    keep = ids != ignore_index
-    if mask is not None:
-        keep = keep & mask
-    lp = z.log_softmax(-1)
-    logprob = lp.gather(-1, ids.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(~keep, 0)
-    if not outputs:
-        return logprob
-    return Logprobs(
-        logprob,
-        z.logsumexp(-1).masked_fill(~keep, 0) if "lse" in outputs else None,
-        -(lp.exp() * lp).sum(-1).masked_fill(~keep, 0) if "entropy" in outputs else None,
-        z.argmax(-1) if "predicted" in outputs else None,
-        None,
-        None,
-    )
-
-
-def linear_logprobs(hidden, weight, ids, *, bias=None, chunk_bytes=None, **rest):
-    return logprobs(F.linear(hidden, weight, bias), ids, **rest)
 
 
 def linear_kl(hidden, weight, teacher_hidden, teacher_weight, *, kind="forward", beta=0.5, bias=None, teacher_bias=None,
