@@ -2,8 +2,23 @@ import torch
 from torch.nn import functional as F
 
 
-def linear_kl(hidden, weight, teacher_hidden, teacher_weight, *, kind="forward", beta=0.5, bias=None, teacher_bias=None,
-              temperature=1.0, softcap=None, teacher_softcap=None, logit_scale=1.0, teacher_logit_scale=1.0, mask=None):
+def linear_kl(
+    hidden,
+    weight,
+    teacher_hidden,
+    teacher_weight,
+    *,
+    kind="forward",
+    beta=0.5,
+    bias=None,
+    teacher_bias=None,
+    temperature=1.0,
+    softcap=None,
+    teacher_softcap=None,
+    logit_scale=1.0,
+    teacher_logit_scale=1.0,
+    mask=None,
+):
     def lp(h, w, b, scale, cap):
         z = F.linear(h, w, b).float() * scale
         if cap is not None:

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("trl", reason="trl is not installed (pip install 'tigon[dev]')")
-
-from trl.kernels import chunked_divergence, chunked_logprob
+from trainers_page import PAGE, render
 from trl_cases import CASES, FUSED, REFUSED, Case
 from trl_runs import Result, build, train
 
 import tigon.integrations.trl as integration
 from tigon import ops
 
+pytest.importorskip("trl", reason="trl is not installed (pip install 'tigon[dev]')")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -52,6 +50,8 @@ class Calls:
 
 
 def forbid_trls_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl.kernels import chunked_divergence, chunked_logprob
+
     def called(*_: Any) -> Any:
         raise AssertionError("TRL's own function was called")
 
@@ -93,3 +93,8 @@ def test_fused_trainer_logs_and_learns_what_trl_alone_does(case: Case, monkeypat
         assert not said or case.trainer == "GKD"
     else:
         assert len(said) == 1 and case.reason in said[0]
+
+
+def test_tables_of_the_page_are_generated_from_the_cases() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == render(text), "run: python tests/integrations/trainers_page.py"

@@ -25,6 +25,8 @@ class Case:
     """Of an unfused or refused row: words of the warning or of TRL's error."""
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-4
+    note: str = ""
+    """What the page says of the row besides its state."""
 
     @property
     def id(self) -> str:
@@ -74,6 +76,8 @@ def _every() -> list[Case]:
     return cases
 
 
+ADAPTER = "its trainers read the head's weight, and would pass the adapter by"
+
 CASES: list[Case] = [
     *_every(),
     Case("SFT", "bf16 autocast", options={"bf16": True}, tolerance=0.05),
@@ -87,17 +91,21 @@ CASES: list[Case] = [
     Case("SFT", "`loss_type=\"dft\"`", options={"loss_type": "dft"}),
     Case("SFT", "head trained beside LoRA (`modules_to_save`)", options={"lora": lora(modules_to_save=["lm_head"])}),
     Case("SFT", "head with a bias", options={"policy": of("phi", partial_rotary_factor=0.5)}),
-    Case("SFT", "`label_smoothing_factor`", UNFUSED, "label_smoothing_factor", {"label_smoothing_factor": 0.1}),
-    Case("SFT", "LoRA on the head", REFUSED, "lm_head", {"lora": lora(target_modules=["q_proj", "lm_head"])}),
+    Case("SFT", "`label_smoothing_factor`", UNFUSED, "label_smoothing_factor", {"label_smoothing_factor": 0.1},
+         note="TRL computes this loss from all logits; entropy and token accuracy are fused"),
+    Case("SFT", "LoRA on the head", REFUSED, "lm_head", {"lora": lora(target_modules=["q_proj", "lm_head"])},
+         note=ADAPTER),
     Case("DPO", "`label_smoothing`", options={"label_smoothing": 0.1}),
     Case("DPO", "`loss_type`: robust, IPO, APO, SFT together", options={
         "loss_type": ["robust", "ipo", "apo_zero", "sft"], "loss_weights": [0.5, 0.2, 0.2, 0.1], "label_smoothing": 0.1,
     }),
     Case("DPO", "`use_weighting` (WPO)", options={"use_weighting": True}),
     Case("DPO", "`ld_alpha`", options={"ld_alpha": 0.5}),
-    Case("DPO", "`precompute_ref_log_probs`", options={"precompute_ref_log_probs": True}),
+    Case("DPO", "`precompute_ref_log_probs`", options={"precompute_ref_log_probs": True},
+         note="TRL computes the reference while it builds the trainer, before `fuse`"),
     Case("DPO", "`padding_free`", options={"padding_free": True}),
-    Case("DPO", "LoRA on the head", REFUSED, "lm_head", {"lora": lora(target_modules=["q_proj", "lm_head"])}),
+    Case("DPO", "LoRA on the head", REFUSED, "lm_head", {"lora": lora(target_modules=["q_proj", "lm_head"])},
+         note=ADAPTER),
     Case("KTO", "class weights", options={"desirable_weight": 1.5, "undesirable_weight": 0.7}),
     Case("KTO", "`loss_type=\"apo_zero_unpaired\"`", options={"loss_type": "apo_zero_unpaired"}),
     *(
@@ -116,5 +124,6 @@ CASES: list[Case] = [
     Case("GKD", "reverse KL (`beta=1`)", options={"beta": 1.0}),
     Case("Distillation", "forward KL (`beta=0`)", options={"beta": 0.0}),
     Case("Distillation", "Jensen-Shannon (`beta=0.3`)", options={"beta": 0.3}),
-    Case("Reward", "full training", UNFUSED, "no head over a vocabulary"),
+    Case("Reward", "full training", UNFUSED, "no head over a vocabulary",
+         note="a reward model has no head over a vocabulary"),
 ]  # fmt: skip

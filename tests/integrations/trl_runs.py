@@ -157,8 +157,8 @@ class Result:
 
 
 def build(
-    kind: str, *, policy: Callable[[], Any] | None = None, lora: Any = None, data: str | None = None, evaluate: bool = False,
-    **options: Any,
+    kind: str, *, policy: Callable[[], Any] | None = None, lora: Any = None, data: str | None = None,
+    evaluate: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """The trainer of one row of KINDS with these options of its config."""
     import importlib
@@ -169,8 +169,8 @@ def build(
     policy = policy or preset.pop("policy", model)
     arguments = {
         "output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False, "max_steps": 2, "seed": 5,
-        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "learning_rate": 0.1, "optim": "sgd", "logging_steps": 1,
-        "report_to": [], "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
+        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "learning_rate": 0.1, "optim": "sgd",
+        "logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
         "dataloader_pin_memory": False, **preset, **options,
     }  # fmt: skip
     more = row.parts()
@@ -178,11 +178,10 @@ def build(
         more["peft_config"] = lora()
     if evaluate:
         more["eval_dataset"] = examples(data or row.data, 4)
-    trainer = getattr(package, row.trainer)(
+    return getattr(package, row.trainer)(
         model=policy(), args=getattr(package, row.config)(**arguments), train_dataset=examples(data or row.data),
         processing_class=tokenizer(), **more,
     )  # fmt: skip
-    return trainer
 
 
 def watch_gradients(trainer: Any) -> list[dict[str, torch.Tensor]]:
