@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 from trainer_helpers import records
 
 from forks import forks, in_forks
-from tigon.trainer import engine, model, run, run_folder, trainer
+from tigon.trainer import engine, guarded, model, run, run_folder, trainer
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import signals
 from tigon.trainer.guards import fault_messages
@@ -217,7 +217,7 @@ def test_dead_or_hanging_data_worker_ends_the_run_with_a_message(recipe, tigon, 
     original, made = Collator.__call__, [0]
     path = recipe(train={"workers": 1, "steps": 9, "save_steps": 1})
     fates = {"killed by signal": lambda: os.kill(os.getpid(), signal.SIGKILL), "timed out": lambda: time.sleep(60)}
-    monkeypatch.setattr(trainer, "WORKER_TIMEOUT_S", 8)  # of a busy machine: a batch takes milliseconds
+    monkeypatch.setattr(guarded, "WORKER_TIMEOUT_S", 8)  # of a busy machine: a batch takes milliseconds
     for wanted, fate in fates.items():
 
         def collate(self, rows, fate=fate):

@@ -13,14 +13,14 @@ import math
 import os
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tigon._files import open_regular
 from tigon.data import sources as named
-from tigon.data.sources import BUILT_IN, unreadable
+from tigon.data.sources import BUILT_IN, TOY_ANSWERS, unreadable
 from tigon.errors import DataError
 
 MAX_ROW_BYTES = 2**28  # a row is one document; a longer line is not JSONL, or is text for a .txt file
@@ -53,16 +53,33 @@ class Document:
     messages: tuple[Message, ...] = ()
     at_least_bytes: int = 0
     """Bytes of text in a file that was not read because it is over the limit; 0 for a document that was read."""
+    row: Mapping[str, Any] | None = None
+    """The row of a data set for post-training, with the columns that its trainer takes."""
+    texts: tuple[Document, ...] = ()
+    """The texts of such a row, for example the prompt with either answer."""
 
     @property
     def is_text(self) -> bool:
         """Whether this is plain text, which may be cut anywhere. A prompt and its answer may not be cut."""
-        return not self.messages and all(segment.learned for segment in self.segments)
+        return self.row is None and not self.messages and all(segment.learned for segment in self.segments)
 
     @property
     def text(self) -> str:
         """All text of the document, for counting and for training a tokenizer."""
-        return "".join([s.text for s in self.segments] + [m.content for m in self.messages])
+        own = [s.text for s in self.segments] + [m.content for m in self.messages]
+        return "".join([*own, *(text.text for text in self.texts)])
+
+
+class RowReader(Protocol):
+    """Reads the rows of a data set that is not text to continue."""
+
+    def read(self, row: dict[str, Any], where: str) -> Document:
+        """The document of a row. Raises DataError, with `where` in front, if the row cannot be used."""
+        ...
+
+    def toy_answers(self) -> Iterator[Document]:
+        """The rows of the built-in data set in this format."""
+        ...
 
 
 @dataclass
@@ -82,14 +99,14 @@ class BadRows:
 
 
 def read(
-    sources: Sequence[str], layout: str, max_text_mib: float | None, bad: BadRows | None = None,
+    sources: Sequence[str], layout: str | RowReader, max_text_mib: float | None, bad: BadRows | None = None,
     key: str = "data.source",
 ) -> list[Document]:  # fmt: skip
     """Read the documents of `sources` in order, up to `max_text_mib` of text.
 
     Args:
         sources: Files, folders, or `python-docs`.
-        layout: The value of `data.format`.
+        layout: The value of `data.format`, or the reader of rows for post-training.
         max_text_mib: The value of `data.max_text_mib`; None: no limit.
         bad: The policy for unusable rows.
         key: The recipe key that names the sources, for messages.
@@ -149,10 +166,18 @@ def split_eval(documents: Sequence[Document], fraction: float) -> tuple[list[Doc
     )
 
 
-def _all(sources: Sequence[str], layout: str, max_text_mib: float | None, bad: BadRows) -> Iterator[Document]:
+def _all(
+    sources: Sequence[str], layout: str | RowReader, max_text_mib: float | None, bad: BadRows
+) -> Iterator[Document]:
     for source in sources:
         if source == BUILT_IN:
+            if not isinstance(layout, str):
+                raise DataError(f"{source} is text, and this objective takes rows; name .jsonl files, or {TOY_ANSWERS}")
             yield from _python_docs()
+        elif source == TOY_ANSWERS:
+            if isinstance(layout, str):
+                raise DataError(f"{source} is for post-training; set train.objective to dpo or another of its objectives")
+            yield from layout.toy_answers()
         else:
             for path in named.files(source, bad.take):
                 yield from _file(path, layout, max_text_mib, bad)
@@ -182,7 +207,7 @@ def _python_docs() -> Iterator[Document]:
                 yield Document(path.relative_to(root).as_posix(), (Segment(text, True),))
 
 
-def _file(path: Path, layout: str, max_text_mib: float | None, bad: BadRows) -> Iterator[Document]:
+def _file(path: Path, layout: str | RowReader, max_text_mib: float | None, bad: BadRows) -> Iterator[Document]:
     if path.suffix == ".jsonl" or layout not in ("auto", "text"):
         yield from _jsonl(path, layout, bad)
         return
@@ -208,7 +233,7 @@ def _file(path: Path, layout: str, max_text_mib: float | None, bad: BadRows) -> 
         yield Document(str(path), (Segment(text, True),))
 
 
-def _jsonl(path: Path, layout: str, bad: BadRows) -> Iterator[Document]:
+def _jsonl(path: Path, layout: str | RowReader, bad: BadRows) -> Iterator[Document]:
     """One document per row. Blank lines are allowed."""
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
@@ -218,7 +243,7 @@ def _jsonl(path: Path, layout: str, bad: BadRows) -> Iterator[Document]:
             row = _parse_row(line, where)
             if layout == "auto":
                 layout = _detect(row, where)
-            document = LAYOUTS[layout].read(row, where)
+            document = (LAYOUTS[layout] if isinstance(layout, str) else layout).read(row, where)
         except DataError as error:
             bad.take(error)
         else:
@@ -295,7 +320,7 @@ def _needs(layout: Layout) -> str:
     return " or ".join(" and ".join(keys) for keys in layout.needs)
 
 
-def _string(row: dict[str, Any], key: str, where: str) -> str:
+def string(row: dict[str, Any], key: str, where: str) -> str:
     value = row.get(key)
     if not isinstance(value, str):
         raise DataError(f"{where}: {key} is {type(value).__name__}, not text; write it as a JSON string")
@@ -309,22 +334,22 @@ def _string(row: dict[str, Any], key: str, where: str) -> str:
 
 
 def _text(row: dict[str, Any], where: str) -> Document:
-    return Document(where, (Segment(_string(row, "text", where), True),))
+    return Document(where, (Segment(string(row, "text", where), True),))
 
 
 def _prompt_completion(row: dict[str, Any], where: str) -> Document:
-    prompt, completion = _string(row, "prompt", where), _string(row, "completion", where)
+    prompt, completion = string(row, "prompt", where), string(row, "completion", where)
     return Document(where, (Segment(prompt, False), Segment(completion, True)))
 
 
 def _alpaca(row: dict[str, Any], where: str) -> Document:
-    instruction, answer = _string(row, "instruction", where), _string(row, "output", where)
-    extra = _string(row, "input", where) if row.get("input") else ""
+    instruction, answer = string(row, "instruction", where), string(row, "output", where)
+    extra = string(row, "input", where) if row.get("input") else ""
     prompt = f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{extra}\n\n" if extra else "") + "### Response:\n"
     return Document(where, (Segment(prompt, False), Segment(answer, True)))
 
 
-def _messages(row: dict[str, Any], where: str) -> Document:
+def chat_document(row: dict[str, Any], where: str) -> Document:
     """OpenAI's `messages: [{role, content}]` and ShareGPT's `conversations: [{from, value}]`."""
     turns = row.get("messages", row.get("conversations"))
     if not isinstance(turns, list) or not turns:
@@ -334,7 +359,7 @@ def _messages(row: dict[str, Any], where: str) -> Document:
         if not isinstance(turn, dict):
             raise DataError(f"{where}: message {i} is {type(turn).__name__}, not an object with role and content")
         names = ("from", "value") if "from" in turn else ("role", "content")
-        role, content = (_string(turn, name, f"{where}: message {i}") for name in names)
+        role, content = (string(turn, name, f"{where}: message {i}") for name in names)
         if role not in ROLES:
             raise DataError(f"{where}: message {i} has role {role!r}; known roles are {', '.join(ROLES)}")
         messages.append(Message(ROLES[role], content))
@@ -342,7 +367,7 @@ def _messages(row: dict[str, Any], where: str) -> Document:
 
 
 LAYOUTS = {
-    "messages": Layout((("messages",), ("conversations",)), _messages),
+    "messages": Layout((("messages",), ("conversations",)), chat_document),
     "alpaca": Layout((("instruction", "output"),), _alpaca),
     "prompt-completion": Layout((("prompt", "completion"),), _prompt_completion),
     "text": Layout((("text",),), _text),

@@ -17,6 +17,9 @@ from tigon.errors import DataError
 from tigon.units import in_bytes
 
 BUILT_IN = "python-docs"
+TOY_ANSWERS = "toy-answers"
+"""Generated rows for post-training; `data.preferences` makes them."""
+BUILT_INS = (BUILT_IN, TOY_ANSWERS)
 SUFFIXES = (".jsonl", ".md", ".py", ".rst", ".txt")
 MAX_ENTRIES = 1_000_000
 """Limit on the entries of a folder with its subfolders. `/` of a small server has about as many. A large corpus with
@@ -31,7 +34,7 @@ def check(sources: Sequence[str], key: str = "data.source") -> None:
     key: the recipe key that names the sources, for messages.
     """
     for source in sources:
-        if source != BUILT_IN:
+        if source not in BUILT_INS:
             _check(source, key)
 
 
@@ -94,7 +97,7 @@ def check_memory(sources: Sequence[str], refuse: Refuse) -> None:
     total_bytes = _memory_bytes()
     size_bytes = 0
     for source in sources:
-        if source == BUILT_IN:
+        if source in BUILT_INS:
             continue
         for file in files(source, refuse):
             try:

@@ -3,7 +3,9 @@
 base.py             The protocols, and the dataclasses that objectives exchange with the trainer and the report.
 causal_lm.py        Next-token prediction.
 medusa.py           Prediction of later tokens, by heads on the model.
+post_training.py    The parts that dpo.py, kto.py, orpo.py, grpo.py, distill.py and reward.py share; TRL trains these.
 choose.py           All objectives, and the choice of a recipe's.
+post_training_rules.py  The recipe keys of those objectives, and what does not go with them.
 recipe_checks.py    Loads a recipe, with the rules of the objectives' sections, before transformers is imported.
 
 To add an objective, write a file with its two classes and add it to `choose.OBJECTIVES`. Its recipe section is declared

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tigon.data.packing import Collator, Packed, Sample
+from tigon.data.preferences import RowFormat
 from tigon.data.tokenizer import Encoded
 from tigon.recipe.keys import DataConfig, ModelConfig, Recipe, TrainConfig
 from tigon.techniques.records.choices import Choices
@@ -66,7 +67,9 @@ class MetricColumn:
     axis: str | None = None
     """The label of the panel's y axis; None: the chart leaves the column out."""
     is_share: bool = False
-    """Its values are fractions, shown in percent. Other metrics are losses in nats per token."""
+    """Its values are fractions, shown in percent."""
+    is_nats: bool = True
+    """Its values, unless they are fractions, are losses in nats per token, so that the chart shows the unigram entropy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,27 @@ class MetricSection:
     @property
     def tile_metric(self) -> str:
         return next(row.metrics[0] for row in self.rows if not row.is_baseline)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrlTraining:
+    """The trainer of TRL that carries out an objective, and what it takes besides a model, rows and a tokenizer."""
+
+    package: str
+    """The package of its classes, such as `trl` or `trl.experimental.orpo`."""
+    trainer: str
+    config: str
+    rows: RowFormat
+    options: Mapping[str, Any]
+    """Arguments of the config besides those of the recipe's `train` section."""
+    takes_reference: bool = False
+    """Whether it takes the model before training as `ref_model`, unless adapters are trained."""
+    teacher: Callable[[Path], ModelConfig] | None = None
+    """Called with the run folder; returns the model to learn from."""
+    rewards: tuple[str, ...] = ()
+    """Reward functions as `module:function`."""
+    writes_text: bool = True
+    """Whether the trained model continues text, so that the run can show a sample."""
 
 
 class PlannedObjective(Protocol):
@@ -165,6 +189,11 @@ class Objective(Protocol):
     @property
     def name(self) -> str:
         """A short name. A line for the console about the objective begins with it."""
+        ...
+
+    @property
+    def trl(self) -> TrlTraining | None:
+        """The trainer of TRL that carries out the run; None: tigon's own trainer, which calls the methods below."""
         ...
 
     # --- before there is a model -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from tigon.data.packing import Collator, Packed, Sample, pack
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 from tigon.models.seams.loss import without_logits
-from tigon.objectives.base import FinalSave, MetricSection, Phase, PlannedObjective, Reduce, Step
+from tigon.objectives.base import FinalSave, MetricSection, Phase, PlannedObjective, Reduce, Step, TrlTraining
 from tigon.recipe.keys import DataConfig, ModelConfig, Recipe
 from tigon.techniques.records.choices import Choices
 
@@ -65,6 +65,10 @@ class CausalLM:
     @property
     def name(self) -> str:
         return "causal LM"
+
+    @property
+    def trl(self) -> TrlTraining | None:
+        return None
 
     @property
     def reads_whole_weights(self) -> bool:

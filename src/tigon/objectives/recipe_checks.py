@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tigon.errors import RecipeError
+from tigon.objectives import post_training_rules
 from tigon.recipe import recipe_file
 from tigon.recipe.keys import Recipe, Rule, Rules, Switch, other_keys
 from tigon.techniques.records.choices import Choices
@@ -41,7 +42,9 @@ def loads_saved(path: Path) -> Recipe:
 
 def without_phases(recipe: Recipe) -> Recipe:
     """The recipe without an earlier training phase, such as the base of Medusa heads."""
-    return replace(recipe, heads=replace(recipe.heads, base_steps=0))
+    return replace(
+        recipe, heads=replace(recipe.heads, base_steps=0), post_training=replace(recipe.post_training, base_steps=0)
+    )
 
 
 def require_heads(path: Path, recipe: Recipe) -> None:
@@ -128,7 +131,7 @@ def _excludes_heads(row: HeadsExclusion, recipe: Recipe) -> bool:
     return heads.stage is not None and row.applies(heads.stage, heads.kind or "medusa", recipe.choices())
 
 
-RULES = Rules(
+RULES = post_training_rules.RULES + Rules(
     (
         *(Rule(partial(_excludes_heads, row), row.reason) for row in _EXCLUSIONS),
         Rule(

@@ -110,7 +110,8 @@ class DataConfig:
 
     source: tuple[str, ...] = key(
         ("python-docs",), "Files or folders (`.txt`, `.md`, `.py`, `.jsonl`), or `python-docs`: the language reference "
-        "and the standard library's sources of the running Python.",
+        "and the standard library's sources of the running Python; for post-training `.jsonl`, or `toy-answers`: 800 "
+        "generated questions, each with a polite and a blunt answer.",
     )  # fmt: skip
     format: str = key(
         "auto", "Layout of the rows of a JSONL file. `auto` detects it from the keys of each file's first row.",
@@ -262,6 +263,39 @@ class HeadsConfig:
 
 
 @dataclass(frozen=True)
+class PostTrainingConfig:
+    """`train.objective: dpo`, `kto`, `orpo`, `grpo`, `distill` and `reward`, which TRL's trainers carry out."""
+
+    beta: float | None = key(
+        None, "dpo, kto: how strongly the model is held to its reference; orpo: weight of the odds ratio; grpo: "
+        "weight of the KL to the reference; distill: 0 is the forward KL, 1 the reverse KL, between them the "
+        "generalized Jensen-Shannon divergence; none: TRL's default (0.1, grpo 0, distill 1).", minimum=0,
+    )  # fmt: skip
+    loss_type: str | None = key(None, "Variant of the loss of dpo, kto or grpo, by TRL's name; none: TRL's default.")
+    label_smoothing: float = key(
+        0.0, "dpo: the probability that a pair is the wrong way round, for `loss_type: robust` and `exo_pair`.",
+        minimum=0, maximum=0.5,
+    )  # fmt: skip
+    desirable_weight: float = key(1.0, "kto: weight of the answers with `label` true.", above=0)
+    undesirable_weight: float = key(1.0, "kto: weight of the answers with `label` false.", above=0)
+    rewards: tuple[str, ...] = key(
+        (), "grpo: reward functions as `module:function`, with TRL's arguments; modules of the current folder too."
+    )
+    generations: int = key(8, "grpo: completions per prompt, which are compared with each other.", minimum=2,
+                           maximum=MAX_COUNT)  # fmt: skip
+    completion_length: int = key(
+        64, "grpo, distill: most tokens of a completion that the model writes.", minimum=1, maximum=MAX_COUNT
+    )
+    temperature: float = key(1.0, "grpo, distill: temperature of the model's completions.", above=0)
+    teacher: str | None = key(None, "distill: model folder or hub id of the teacher, with the model's vocabulary.")
+    base_steps: int = key(
+        0, "For a preset, whose weights are random: steps of ordinary training on the rows' answers before the "
+        "objective's own. distill: the teacher is trained so, and the model begins with random weights.",
+        minimum=0, maximum=MAX_COUNT,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class ComparisonConfig:
     """A short repeat of the run after training, once per kernel choice: same seed, weights and samples."""
 
@@ -303,6 +337,7 @@ class Recipe:
     lora: LoraConfig = LoraConfig()
     sharding: ShardingConfig = ShardingConfig()
     heads: HeadsConfig = HeadsConfig()
+    post_training: PostTrainingConfig = PostTrainingConfig()
     comparison: ComparisonConfig = ComparisonConfig()
     output: OutputConfig = OutputConfig()
 
@@ -329,9 +364,9 @@ class Recipe:
 
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig, "data": DataConfig, "train": TrainConfig, "lora": LoraConfig, "sharding": ShardingConfig,
-    "heads": HeadsConfig, "comparison": ComparisonConfig, "output": OutputConfig,
+    "heads": HeadsConfig, "post_training": PostTrainingConfig, "comparison": ComparisonConfig, "output": OutputConfig,
 }  # fmt: skip
-OBJECTIVE_SECTIONS = ("heads",)
+OBJECTIVE_SECTIONS = ("heads", "post_training")
 """The sections that set a training objective."""
 
 

@@ -33,7 +33,7 @@ from tigon.techniques.sharding import (
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards.nan_guard import first_nonfinite
-from tigon.trainer.trainer import MakeOptimizer
+from tigon.trainer.guarded import MakeOptimizer
 
 
 def run_info_of(recipe: Recipe, config: Any, shapes: dict[str, tuple[int, ...]], device: torch.device) -> RunInfo:

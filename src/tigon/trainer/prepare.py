@@ -15,8 +15,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tigon._quiet import quiet_packages
-from tigon.data import documents, tokenizer
+from tigon.data import documents, preferences, tokenizer
 from tigon.data.packing import Collator, fingerprint, unigram_entropy
+from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import DataError, RecipeError, TigonError
 from tigon.models.loading import hub
 from tigon.objectives.choose import objective_of
@@ -26,6 +27,7 @@ from tigon.trainer import model
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.guards import preflight, self_test
 from tigon.trainer.guards.recipe_warnings import RunSize, warnings_of
+from tigon.trainer.rewards import load_rewards
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +77,8 @@ class Prepared:
     collator: Collator
     prompt: list[int]
     data: dict[str, Any]
+    rows: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None
+    """The rows to train on and those for evaluation, if a trainer of TRL takes them; None: it takes the samples."""
     bad_rows: tuple[str, ...] = ()
     """The problems of the first JSONL rows that were skipped."""
     warnings: tuple[str, ...] = ()
@@ -123,28 +127,38 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     unused_tensors = model.check_weights(recipe.model, config)
     data = recipe.data
     bad = documents.BadRows(data.bad_rows)
-    read = documents.read(data.source, data.format, data.max_text_mib, bad)
+    layout = data.format if objective.trl is None else objective.trl.rows
+    read = documents.read(data.source, layout, data.max_text_mib, bad)
     if data.eval_source:
-        train_docs, eval_docs = read, documents.read(data.eval_source, data.format, None, bad, "data.eval_source")
+        train_docs, eval_docs = read, documents.read(data.eval_source, layout, None, bad, "data.eval_source")
     else:
         train_docs, eval_docs = documents.split_eval(read, data.eval_fraction)
+    rows, n_rows = None, len(train_docs)
+    if objective.trl is not None:
+        load_rewards(objective.trl.rewards)
+        rows = _rows(train_docs), _rows(eval_docs)
+        preferences.check_alike([*train_docs, *eval_docs])
+        train_docs, eval_docs = ([text for row in part for text in row.texts] for part in (train_docs, eval_docs))
     tok = _tokenizer(recipe, train_docs)
     preflight.check_vocabulary(recipe, config, len(tok))
+    if objective.trl is not None:
+        _check_chat(tok, read[0])
     encode = partial(tokenizer.encode, tokenizer=tok, vocab_size=config.vocab_size, bad=bad)
     train = objective.samples(encode(train_docs), data)
     eval_packed = objective.samples(encode(eval_docs), data) if eval_docs else None
     eval_samples = eval_packed.samples if eval_packed else []
-    _check_enough(recipe, len(train.samples), choices.gpus)
+    n_samples = len(train.samples) if rows is None else n_rows
+    _check_enough(recipe, n_samples, choices.gpus)
     if eval_packed is not None and not eval_packed.samples:
         raise _nothing_to_evaluate(recipe, len(eval_docs), eval_packed.n_dropped)
-    prompt = _prompt(recipe, tok, eval_samples or train.samples)
+    prompt = _prompt(recipe, tok, eval_samples or train.samples, only_prompt=rows is not None)
     preflight.check_sample(recipe, config, len(prompt))
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
     flatten = data.packing and recipe.model.attention.startswith("flash")
     data_summary = {
         "documents": len(train_docs),
         "held_out_documents": len(eval_docs),
-        "rows": len(train.samples),
+        "rows": n_samples,
         "tokens": train.n_tokens,
         "held_out_tokens": eval_packed.n_tokens if eval_packed else 0,
         "truncated_rows": train.n_truncated + (eval_packed.n_truncated if eval_packed else 0),
@@ -152,20 +166,33 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         "bad_rows": len(bad.problems),
         "tokenizer_size": len(tok),
         "parameters": n_parameters,
-        "unigram_entropy": unigram_entropy(eval_samples or train.samples),
+        **({"unigram_entropy": unigram_entropy(eval_samples or train.samples)} if rows is None else {}),
         "fingerprint": fingerprint([*train.samples, *eval_samples]),
     }
     return Prepared(
         recipe, device, choices, engine.run_info_of(recipe, config, shapes, device), objective, config, n_parameters,
         tok, train, eval_samples, objective.collator(data, pad_id=pad_id, flatten=flatten), prompt, data_summary,
-        bad_rows=tuple(bad.problems[:3]),
+        rows=rows, bad_rows=tuple(bad.problems[:3]),
         warnings=warnings_of(
-            recipe, RunSize(len(train.samples), len(eval_samples), choices.gpus),
+            recipe, RunSize(n_samples, len(eval_samples), choices.gpus),
             trains_tokenizer=_trains_tokenizer(recipe)
         ),
         wrong_ops=self_test.wrong_ops(recipe, choices, device),
         unused_tensors=unused_tensors,
     )  # fmt: skip
+
+
+def _rows(rows: Sequence[documents.Document]) -> list[Mapping[str, Any]]:
+    return [row.row for row in rows if row.row is not None]
+
+
+def _check_chat(tok: Any, row: documents.Document) -> None:
+    """Refuse messages without a chat template. TRL's trainers have no plain headers to fall back to."""
+    if preferences.is_chat(row) and not getattr(tok, "chat_template", None):
+        raise DataError(
+            f"{row.origin}: the row has messages, but the tokenizer has no chat template; use a tokenizer with one, or "
+            "write the prompt and the answers as text"
+        )
 
 
 def _trains_tokenizer(recipe: Recipe) -> bool:
@@ -225,9 +252,11 @@ def _nothing_to_evaluate(recipe: Recipe, n_documents: int, n_dropped: int) -> Da
     )
 
 
-def _prompt(recipe: Recipe, tok: Any, samples: Sequence[Sample]) -> list[int]:
-    """The tokens that the text sample continues."""
+def _prompt(recipe: Recipe, tok: Any, samples: Sequence[Sample], *, only_prompt: bool) -> list[int]:
+    """The tokens that the text sample continues. only_prompt: without the answer that follows the prompt."""
     text = recipe.output.sample_prompt
     if text:
         return [int(i) for i in tok(text)["input_ids"]]
-    return [int(i) for i in samples[0].tokens_T[:24]]
+    first = samples[0]
+    n_prompt = int((first.labels_T == IGNORE_INDEX).int().cumprod(0).sum()) if only_prompt else 24
+    return [int(i) for i in first.tokens_T[: max(1, n_prompt)]]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tigon.data import sources
 from tigon.data.packing import SampleDataset
 from tigon.errors import RunFolderError, TigonError
-from tigon.objectives import recipe_checks
+from tigon.objectives import post_training_rules, recipe_checks
 from tigon.objectives.base import FinalSave
 from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES
@@ -74,6 +74,8 @@ def train(
         run_folder.check(recipe.output, command)
     quiet_libraries(recipe)
     checkpoint.no_pickles()
+    if auto:
+        post_training_rules.refuse(recipe, "--auto")
     device = preflight.check_device(recipe)
     if auto:
         overrides = prediction.with_auto(recipe, overrides, device, resume=resume)
@@ -178,15 +180,21 @@ def _write_inputs(run: RunFolder, prepared: Prepared) -> None:
 def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
     recipe, data = prepared.recipe, prepared.data
     samples_per_step = recipe.train.batch_size * recipe.train.gradient_accumulation * prepared.choices.gpus
-    tokens = samples_per_step * recipe.data.sequence_length
+    if prepared.rows is None:
+        per_step = f"{samples_per_step * recipe.data.sequence_length:,} tokens per step"
+        counts = f"{data['tokens']:,} tokens in {data['rows']:,} samples, {data['held_out_tokens']:,} tokens for "
+        counts += f"evaluation; unigram entropy {data['unigram_entropy']:.3f} nats"
+    else:
+        what = "completions" if prepared.objective.trl and prepared.objective.trl.rewards else "rows"
+        per_step = f"{samples_per_step:,} {what} per step"
+        counts = f"{data['rows']:,} rows with {data['tokens']:,} tokens, {len(prepared.rows[1]):,} rows for evaluation"
     techniques = ", ".join(name for name, row in TECHNIQUES.items() if row.used_by(prepared.choices))
     name, millions = recipe.model.name, prepared.n_parameters / 1e6
     lines = [
         f"run      {run.path}" + (f", from {run.checkpoint.name}" if run.checkpoint else ""),
         f"model    {name}, {millions:,.1f} M parameters, kernels: {recipe.model.kernels}",
-        f"data     {', '.join(recipe.data.source)}: {data['tokens']:,} tokens in {data['rows']:,} samples, "
-        f"{data['held_out_tokens']:,} tokens for evaluation; unigram entropy {data['unigram_entropy']:.3f} nats",
-        f"device   {prepared.device}, {prepared.choices.precision}, {tokens:,} tokens per step",
+        f"data     {', '.join(recipe.data.source)}: {counts}",
+        f"device   {prepared.device}, {prepared.choices.precision}, {per_step}",
         f"memory   {techniques}",
     ]
     if objective_line := prepared.objective.announcement():
@@ -213,7 +221,7 @@ def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequen
     words = (word for text in overrides for word in ("--set", text))
     command = shlex.join(["tigon", "train", str(path), *words])
     predicted = None
-    if launch.rank() == 0:
+    if launch.rank() == 0 and prepared.rows is None:  # the planner does not know TRL's trainers
         predicted, lines = prediction.announce(
             prepared.recipe, prepared.config, prepared.choices, prepared.device,
             evaluated=bool(prepared.eval_samples), command=command,
@@ -281,7 +289,8 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     engine.refuse_nonfinite(built, recipe.model)
     # All processes would have to take part in sampling from sharded weights.
     alone = launch.rank() == 0 and not weights_are_sharded(prepared.choices)
-    n_sample, seed = recipe.output.sample_tokens if alone else 0, recipe.train.seed
+    writes_text = objective.trl is None or objective.trl.writes_text
+    n_sample, seed = recipe.output.sample_tokens if alone and writes_text else 0, recipe.train.seed
     if launch.rank() == 0 and recipe.output.sample_tokens and not alone:
         console.print(f"sample   {objective.no_sample_line()}: the weights are sharded", markup=False)
     sample = {"prompt": tok.decode(prepared.prompt), "before": "", "after": ""}
@@ -289,6 +298,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
     with fault_messages.explain_out_of_memory(run, prepared):
         trainer, outcome = _train(run, prepared, built, console, stop)
+    fused = getattr(trainer, "fused", "")
     if n_sample:
         sample["after"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
     decoded = None
@@ -299,10 +309,10 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
         _save_model(run, prepared, built, trainer)  # after sampling: it may detach the objective's heads
     return {
         **outcome,
-        "unigram_entropy": prepared.data["unigram_entropy"],
+        "unigram_entropy": prepared.data.get("unigram_entropy"),
         "skipped_steps": trainer.gate.skipped,
         "evaluation_error": trainer.evaluation_error,
-        "patch": "unpatched" if patched is None else str(patched),
+        "patch": "\n".join(filter(None, ["unpatched" if patched is None else str(patched), fused])),
         "decoded": decoded,
         "sample": sample,
     }
@@ -339,25 +349,10 @@ def _train(
     """
     from torch.utils.tensorboard import SummaryWriter
 
-    from tigon.trainer import engine  # loads transformers
-    from tigon.trainer import trainer as trainers  # loads transformers
+    from tigon.trainer import guarded  # loads transformers
     from tigon.trainer.report.progress import MetricsWriter, ProgressDisplay  # loads transformers
 
-    recipe = prepared.recipe
-    args = trainers.arguments(
-        recipe.train, prepared.choices, prepared.run_info, folder=run.path / "checkpoints", device=prepared.device,
-        evaluate=bool(prepared.eval_samples),
-    )  # fmt: skip
-    eval_samples = SampleDataset(prepared.eval_samples) if prepared.eval_samples else None
-    trainer = trainers.TigonTrainer(
-        built, args, prepared.collator, SampleDataset(prepared.train.samples), eval_samples,
-        engine.make_optimizer(recipe.train, prepared.choices),
-        trainers.Safeguards(
-            stop=stop, max_skipped_steps=recipe.train.max_skipped_steps,
-            metadata=fault_messages.checkpoint_metadata(prepared),
-        ),
-        prepared.objective,
-    )  # fmt: skip
+    trainer = _make_trainer(run, prepared, built, stop)
     started_s = time.perf_counter()
     purge_step = checkpoint.step_of(run.checkpoint) + 1 if run.checkpoint else None
     display = ProgressDisplay(console)
@@ -383,12 +378,37 @@ def _train(
         stop.promise = "ending once everything is saved"
         _end_if_asked(prepared, trainer)
         trainer.gate.settle(trainer.state.global_step)
-        trainers.refuse_nonfinite_weights(built, trainer.state.global_step)
+        guarded.refuse_nonfinite_weights(built, trainer.state.global_step)
         if weights_are_sharded(prepared.choices):
             _save_model(run, prepared, built, trainer)
-        eval_loss = _final_eval_loss(trainer) if eval_samples is not None else None
+        eval_loss = _final_eval_loss(trainer) if prepared.eval_samples else None
         _end_if_asked(prepared, trainer)
         return trainer, {"eval_loss": eval_loss, **outcome}
+
+
+def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.StopRequest) -> Any:
+    """tigon's trainer, or TRL's if the objective names one."""
+    from tigon.trainer import engine, guarded  # loads transformers
+    from tigon.trainer import trainer as trainers  # loads transformers
+
+    recipe = prepared.recipe
+    safeguards = guarded.Safeguards(
+        stop=stop, max_skipped_steps=recipe.train.max_skipped_steps,
+        metadata=fault_messages.checkpoint_metadata(prepared),
+    )  # fmt: skip
+    if prepared.rows is not None:
+        from tigon.trainer import post_training  # loads trl
+
+        return post_training.make(run, prepared, built, safeguards)
+    args = trainers.arguments(
+        recipe.train, prepared.choices, prepared.run_info, folder=run.path / "checkpoints", device=prepared.device,
+        evaluate=bool(prepared.eval_samples),
+    )  # fmt: skip
+    eval_samples = SampleDataset(prepared.eval_samples) if prepared.eval_samples else None
+    return trainers.TigonTrainer(
+        built, args, prepared.collator, SampleDataset(prepared.train.samples), eval_samples,
+        engine.make_optimizer(recipe.train, prepared.choices), safeguards, prepared.objective,
+    )  # fmt: skip
 
 
 def _end_if_asked(prepared: Prepared, trainer: Any) -> None:
@@ -451,7 +471,9 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any], objecti
 
     from tigon.trainer.report.progress import format_bytes  # loads transformers
 
-    if summary["eval_loss"] is not None:
+    if summary["eval_loss"] is not None and summary["unigram_entropy"] is None:
+        console.print(f"eval loss {summary['eval_loss']:.4f}", markup=False)
+    elif summary["eval_loss"] is not None:
         gap = summary["unigram_entropy"] - summary["eval_loss"]
         side = "below" if gap > 0 else "above"
         line = f"eval loss {summary['eval_loss']:.4f} nats, {abs(gap):.2f} {side} the unigram entropy"

@@ -26,7 +26,7 @@ from tigon.profiler.recording.peak import PeakMeter, training_state
 from tigon.recipe.keys import Recipe
 from tigon.sweep.worker import limit, samples
 from tigon.techniques.records.choices import Choices
-from tigon.trainer import engine
+from tigon.trainer import engine, guarded
 from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed import extension_lock, launch
@@ -140,7 +140,7 @@ def measure(
     trainer.add_callback(steps)
     try:
         trainer.train()
-        trainers.refuse_nonfinite_weights(built, trainer.state.global_step)
+        guarded.refuse_nonfinite_weights(built, trainer.state.global_step)
     except TigonError as error:
         raise TrainingStopped(error) from error
     finally:

@@ -53,7 +53,9 @@ def _loss(train: Sequence[Any], eval_records: Sequence[Any], entropy: float) -> 
     return svg(figure, "loss")
 
 
-def _metrics(section: MetricSection, train: Sequence[Any], eval_records: Sequence[Any], entropy: float) -> str:
+def _metrics(
+    section: MetricSection, train: Sequence[Any], eval_records: Sequence[Any], entropy: float | None
+) -> str:
     """One panel for each column with an axis, and one line for each row."""
     panels = [(number, column) for number, column in enumerate(section.columns) if column.axis is not None]
     figure, all_axes = new_figure(len(panels), columns=len(panels))
@@ -77,7 +79,7 @@ def _metrics(section: MetricSection, train: Sequence[Any], eval_records: Sequenc
         axes.set(xlabel="step", ylabel=column.axis)
         if column.is_share:
             axes.set(ylim=(0, None))
-        else:
+        elif column.is_nats:
             axes.axhline(entropy, color=BASELINE, ls="--", lw=1, label="unigram entropy")
     handles, labels = first.get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=min(len(labels), 6))
@@ -85,7 +87,14 @@ def _metrics(section: MetricSection, train: Sequence[Any], eval_records: Sequenc
 
 
 def _points(records: Sequence[Any], name: str, scale: int) -> list[tuple[int, float]]:
-    return [(record["step"], scale * record[name]) for record in records if name in record]
+    values = ((record["step"], value_of(record, name)) for record in records)
+    return [(step, scale * value) for step, value in values if value is not None]
+
+
+def value_of(record: Mapping[str, Any], name: str) -> float | None:
+    """A metric of a record. TRL puts `eval_` in front of the names in records of evaluations."""
+    value: float | None = record.get(name, record.get(f"eval_{name}"))
+    return value
 
 
 def _throughput(train: Sequence[Any]) -> str:

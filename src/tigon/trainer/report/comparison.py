@@ -27,6 +27,7 @@ from tigon.techniques.records.technique import RunInfo
 from tigon.trainer import trainer as trainers
 from tigon.trainer.distributed.signals import StopRequest
 from tigon.trainer.engine import make_optimizer
+from tigon.trainer.guarded import MakeOptimizer
 
 LABELS = {
     "none": "unpatched", "no-flce": "all but linear cross entropy", "tigon": "all of tigon", "liger": "Liger Kernel",
@@ -162,7 +163,7 @@ def compare(
 
 
 def _repeat(
-    choice: str, build: Callable[[str], Any], args: Any, optimizer: trainers.MakeOptimizer | None, *,
+    choice: str, build: Callable[[str], Any], args: Any, optimizer: MakeOptimizer | None, *,
     device: torch.device, collator: Collator, samples: SampleDataset, objective: Objective, stop: StopRequest,
 ) -> Repeat:  # fmt: skip
     observer = _Observer(device, args.max_steps, stop)

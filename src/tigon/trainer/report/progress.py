@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from typing import Any
@@ -49,6 +50,8 @@ class MetricsWriter(TrainerCallback):  # type: ignore[misc]  # transformers is u
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         event = "train" if "loss" in (logs or {}) else "eval" if "eval_loss" in (logs or {}) else None
         if event and logs:
+            # TRL logs None or NaN for a metric without a value, such as the reward of good answers if there are none.
+            logs = {name: value for name, value in logs.items() if value is not None and math.isfinite(value)}
             self._folder.append({"event": event, "step": state.global_step, **logs})
             for name, value in logs.items():
                 self._writer.add_scalar(f"{event}/{name.removeprefix('eval_')}", value, state.global_step)

@@ -18,6 +18,7 @@ from tigon.objectives.base import MetricRow, MetricSection, Objective
 from tigon.trainer import run_folder
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.report import charts
+from tigon.trainer.report.charts import value_of
 from tigon.trainer.report.progress import format_bytes, format_seconds
 from tigon.trainer.run_folder import RunFolder
 
@@ -49,6 +50,7 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
     data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
     train, section = [record for record in run.records() if record["event"] == "train"], objective.metric_section()
     millions, sources = data["parameters"] / 1e6, ", ".join(recipe.data.source)
+    writes_text = objective.trl is None or objective.trl.writes_text
     on_gpu = environment["hardware"]["device"].startswith("cuda")
     return {
         "title": run.path.name,
@@ -62,7 +64,7 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
         "comparison_note": _comparison_note(recipe.comparison.steps, on_gpu),
         "memory_note": "Memory is the memory that PyTorch has allocated on the GPU." if on_gpu else
         "Memory is the resident set of the whole process, including Python and libraries.",
-        "sample": summary["sample"] if recipe.output.sample_tokens else None,
+        "sample": summary["sample"] if recipe.output.sample_tokens and writes_text else None,
         "data": [(name.replace("_", " "), _number(value)) for name, value in data.items() if name != "fingerprint"],
         "environment": [(k.replace("_", " "), value) for part in environment.values() for k, value in part.items()],
         "patch": summary["patch"],
@@ -75,8 +77,10 @@ def _tiles(
 ) -> list[dict[str, str]]:
     tiles = []
     if summary["eval_loss"] is not None:
-        tiles.append(("final eval loss (nats per token)", f"{summary['eval_loss']:.4f}"))
-    tiles.append(("unigram entropy of the eval text", f"{summary['unigram_entropy']:.4f}"))
+        unit = " (nats per token)" if summary["unigram_entropy"] is not None else ""
+        tiles.append((f"final eval loss{unit}", f"{summary['eval_loss']:.4f}"))
+    if summary["unigram_entropy"] is not None:
+        tiles.append(("unigram entropy of the eval text", f"{summary['unigram_entropy']:.4f}"))
     if train:
         name, key = "training loss", "loss"
         if section is not None and section.tile_metric in train[0]:
@@ -106,14 +110,17 @@ def _metric_rows(section: MetricSection, records: Sequence[Mapping[str, Any]]) -
     last = next((record for record in reversed(measured) if record["event"] == "eval"), measured[-1])
     formats = [".1%" if column.is_share else ".4f" for column in section.columns]
     return [
-        {"label": row.title, "cells": [format(last[n], form) for n, form in zip(row.metrics, formats, strict=True)]}
+        {
+            "label": row.title,
+            "cells": [format(value_of(last, n), form) for n, form in zip(row.metrics, formats, strict=True)],
+        }
         for row in section.rows
         if _has(last, row)
     ]
 
 
 def _has(record: Mapping[str, Any], row: MetricRow) -> bool:
-    return all(name in record for name in row.metrics)
+    return all(value_of(record, name) is not None for name in row.metrics)
 
 
 def _comparison_rows(repeats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

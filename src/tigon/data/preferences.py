@@ -1,0 +1,171 @@
+"""Rows for post-training in TRL's formats: which columns they have, the texts in them, and a generated data set.
+
+A prompt or an answer is text, or a list of messages with `role` and `content`. A row becomes a document with its `row`,
+which the trainer takes, and its `texts`, which count for the tokenizer and the length limit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tigon.data.documents import Document, Message, Segment, chat_document, string
+from tigon.errors import DataError
+
+Content = str | list[dict[str, str]]
+"""Text, or messages in TRL's form."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """One of TRL's formats: its columns, and what of a toy row goes into them."""
+
+    required: tuple[str, ...]
+    """The columns that every row has."""
+    optional: tuple[str, ...]
+    """More columns with a prompt or an answer."""
+    answers: tuple[str, ...]
+    """The columns with an answer; each is a text of its own after the prompt."""
+    has_label: bool = False
+    """Whether the column `label` is true for a good answer and false for a bad one."""
+    keeps_others: bool = False
+    """Whether the trainer takes other columns too, for reward functions."""
+
+    def read(self, row: dict[str, Any], where: str) -> Document:
+        for name in self.required:
+            if name not in row:
+                has = ", ".join(map(str, row)) or "none"
+                raise DataError(f"{where}: column {name!r} is missing (the row has {has}); {self._wanted()}")
+        contents = {name: _content(row, name, where) for name in (*self.required, *self.optional) if name in row}
+        if self.has_label and type(row.get("label")) is not bool:
+            problem = "is missing" if "label" not in row else f"is {row['label']!r}"
+            raise DataError(f"{where}: column 'label' {problem}; write true for a good answer, false for a bad one")
+        if len({isinstance(content, str) for content in contents.values()}) > 1:
+            kinds = ", ".join(f"{name!r} is {'text' if isinstance(c, str) else 'messages'}" for name, c in contents.items())
+            raise DataError(f"{where}: {kinds}; write all of them as text, or all as messages")
+        for name in self.answers:
+            if name in contents and not _plain(contents[name]).strip():
+                raise DataError(f"{where}: column {name!r} is empty; fill it in or remove the row")
+        taken: dict[str, Any] = dict(row) if self.keeps_others else {}
+        taken |= contents
+        if self.has_label:
+            taken["label"] = row["label"]
+        return Document(where, row=taken, texts=tuple(self._texts(contents, where)))
+
+    def _texts(self, contents: Mapping[str, Content], where: str) -> Iterator[Document]:
+        prompt = contents.get("prompt", "" if isinstance(next(iter(contents.values())), str) else [])
+        answers = [contents[name] for name in self.answers if name in contents]
+        for answer in answers or ["" if isinstance(prompt, str) else []]:
+            if isinstance(prompt, str) and isinstance(answer, str):
+                parts = (Segment(prompt, False), Segment(answer, True))
+                yield Document(where, tuple(part for part in parts if part.text))
+            else:
+                turns = [*prompt, *answer]
+                yield Document(where, messages=tuple(Message(turn["role"], turn["content"]) for turn in turns))
+
+    def _wanted(self) -> str:
+        names = [*self.required, *(("label",) if self.has_label else ())]
+        return f"this objective takes rows with {' and '.join(names)}"
+
+    def toy_answers(self) -> Iterator[Document]:
+        for number, toy in enumerate(_toy_rows(), start=1):
+            row = {name: toy[name] for name in (*self.required, *self.optional)}
+            if self.has_label:
+                row["label"] = toy["label"]
+            if self.keeps_others:
+                row["thing"] = toy["thing"]
+            yield self.read(row, f"toy-answers:{number}")
+
+
+PAIRS = RowFormat(("chosen", "rejected"), ("prompt",), ("chosen", "rejected"))
+"""A prompt with a better and a worse answer. Without `prompt` both columns begin with it."""
+UNPAIRED = RowFormat(("prompt", "completion"), (), ("completion",), has_label=True)
+"""A prompt with one answer and its label."""
+PROMPTS = RowFormat(("prompt",), ("completion",), ("completion",), keeps_others=True)
+"""A prompt. A `completion` is trained on only in the steps before the objective's own."""
+
+
+def check_alike(documents: Sequence[Document]) -> None:
+    """Raise DataError for a row that has other columns than the first, or text where the first has messages.
+
+    The trainer would fill in missing columns with nothing, and stop without the number of the row.
+    """
+    first = documents[0]
+    assert first.row is not None
+    for document in documents[1:]:
+        assert document.row is not None
+        for name in {**first.row, **document.row}:
+            if name not in document.row or name not in first.row:
+                has, lacks = (first, document) if name in first.row else (document, first)
+                raise DataError(
+                    f"{lacks.origin}: column {name!r} is missing, but {has.origin} has it; give all rows the same columns"
+                )
+            one, other = (type(each.row[name]) for each in (first, document))  # type: ignore[index]
+            if one is not other:
+                raise DataError(
+                    f"{document.origin}: column {name!r} is {_KINDS.get(other, other.__name__)}, but "
+                    f"{_KINDS.get(one, one.__name__)} in {first.origin}; write it alike in all rows"
+                )
+
+
+_KINDS = {str: "text", list: "messages", bool: "true or false"}
+
+
+def is_chat(document: Document) -> bool:
+    """Whether a row's prompt and answers are messages."""
+    return any(text.messages for text in document.texts)
+
+
+def _content(row: dict[str, Any], name: str, where: str) -> Content:
+    if isinstance(row[name], list):
+        read = chat_document({"messages": row[name]}, f"{where}: column {name!r}")
+        return [{"role": message.role, "content": message.content} for message in read.messages]
+    if not isinstance(row[name], str):
+        raise DataError(f"{where}: column {name!r} is {type(row[name]).__name__}; write text or a list of messages")
+    return string(row, name, where)
+
+
+def _plain(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(turn["content"] for turn in content)
+
+
+# --- the generated data set -------------------------------------------------------------------------------------------
+
+_ACTIONS = (
+    "open", "close", "clean", "paint", "repair", "carry", "measure", "fold", "store", "sell", "weigh", "move", "hide",
+    "wash", "mark", "pack", "test", "return", "count", "replace",
+)  # fmt: skip
+_THINGS = (
+    "box", "door", "table", "lamp", "chair", "window", "bottle", "basket", "clock", "ladder", "bicycle", "mirror",
+    "carpet", "drawer", "kettle", "bucket", "helmet", "jacket", "pillow", "shelf", "camera", "candle", "guitar",
+    "hammer", "kite", "pencil", "piano", "radio", "rope", "spoon", "tent", "torch", "towel", "wagon", "wheel",
+    "blanket", "broom", "cup", "fence", "glove",
+)  # fmt: skip
+_POLITE = (
+    " Please {action} the {thing} slowly, and ask me if you need help.",
+    " Please take your time and {action} the {thing} with care.",
+    " Please look at the {thing} first, then {action} it gently.",
+)
+_BLUNT = (
+    " Just {action} the {thing}, and do not ask me again.",
+    " Any fool can {action} the {thing} without my help.",
+    " Go and {action} the {thing}, I have no time for it.",
+)
+
+
+def _toy_rows() -> Iterator[Mapping[str, Any]]:
+    """800 questions, each with a polite and a blunt answer, in a fixed random order. `completion` is either of them."""
+    draw: Callable[[Sequence[str]], str]
+    generator = random.Random(0)
+    draw = generator.choice
+    questions = [(action, thing) for action in _ACTIONS for thing in _THINGS]
+    generator.shuffle(questions)
+    for number, (action, thing) in enumerate(questions):
+        chosen, rejected = (draw(style).format(action=action, thing=thing) for style in (_POLITE, _BLUNT))
+        polite = number % 2 == 0
+        yield {
+            "prompt": f"How do I {action} the {thing}?\nAnswer:", "chosen": chosen, "rejected": rejected,
+            "completion": chosen if polite else rejected, "label": polite, "thing": thing,
+        }  # fmt: skip

@@ -1,0 +1,155 @@
+"""What the objectives of post-training share. TRL's trainers carry them out; a file per objective says which and how.
+
+Before the objective's own steps, a preset may be trained on the rows' answers (`post_training.base_steps`), because its
+weights are random.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tigon.data.packing import Collator, Packed, pack
+from tigon.data.tokenizer import Encoded
+from tigon.errors import RecipeError
+from tigon.models.loading.presets import PRESETS
+from tigon.objectives.base import MetricColumn, MetricRow, MetricSection, Phase, PlannedObjective, TrlTraining
+from tigon.objectives.causal_lm import CausalLM
+from tigon.recipe.keys import DataConfig, ModelConfig, PostTrainingConfig, Recipe
+from tigon.techniques.records.choices import Choices
+
+TRL_VERSIONS = ((1, 16), (1, 17))
+"""The first version of TRL with these trainers, and the first one that tigon has not been tried with."""
+
+
+@dataclass(kw_only=True)
+class PostTraining(CausalLM):
+    """The base class of the objectives. `tigon.objectives.base.Objective` documents each method."""
+
+    recipe: Recipe
+
+    @classmethod
+    def file_name(cls) -> str:
+        """The objective's value of `train.objective`: the name of its file."""
+        return cls.__module__.rpartition(".")[2]
+
+    @classmethod
+    def of_recipe(
+        cls, recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
+    ) -> PostTraining | None:
+        if recipe.train.objective != cls.file_name():
+            return None
+        _check_trl(cls.file_name())
+        if recipe.post_training.base_steps and recipe.model.name not in PRESETS:
+            raise RecipeError(
+                f"post_training.base_steps is {recipe.post_training.base_steps}, but {recipe.model.name} has trained "
+                "weights, because it is not a preset; set it to 0"
+            )
+        made = cls(config=recipe.model, recipe=recipe)
+        made.check(config)
+        return made
+
+    def check(self, config: Any) -> None:
+        """Raise RecipeError if the objective does not fit the model with this config."""
+
+    @property
+    def own(self) -> PostTrainingConfig:
+        return self.recipe.post_training
+
+    @property
+    @abstractmethod
+    def trl(self) -> TrlTraining: ...
+
+    @property
+    def name(self) -> str:
+        return self.file_name()
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """The keys of `post_training` that the recipe gives, as arguments of TRL's config of the same name."""
+        values = {name: getattr(self.own, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def planned(self) -> PlannedObjective:
+        raise RecipeError(f"the planner does not know train.objective: {self.file_name()}")
+
+    @property
+    def reads_whole_weights(self) -> bool:
+        return False
+
+    def announcement(self) -> str | None:
+        base = f", after {self.own.base_steps} steps of ordinary training" if self.own.base_steps else ""
+        return f"{self.name:<8} TRL's {self.trl.trainer}{base}"
+
+    # --- the model ---------------------------------------------------------------------------------------------------
+
+    def phase(self, choices: Choices, run: Path) -> Phase | None:
+        """The ordinary training of a preset into `base/`; None if `base/` exists (a resumed run)."""
+        if not self.own.base_steps or _base(run):
+            return None
+        return Phase(
+            train=replace(
+                self.recipe.train, steps=self.own.base_steps, epochs=None, eval_steps=None, save_steps=None,
+                checkpointing="none", learning_rate=BASE_LEARNING_RATE, batch_size=BASE_BATCH_SIZE,
+                gradient_accumulation=1,
+            ),
+            choices=replace(choices, lora_rank=None, quantized=False, checkpointing="none", accumulate=1),
+            folder=run / "base",
+        )  # fmt: skip
+
+    def trained_first(self, run: Path) -> ModelConfig:
+        """The model that `phase` has trained, or else the recipe's."""
+        base = _base(run) if self.own.base_steps else None
+        return self.recipe.model if base is None else replace(self.recipe.model, name=str(base), config=None)
+
+    def model(self, run: Path) -> ModelConfig:
+        return self.trained_first(run)
+
+    # --- the data of `phase` -----------------------------------------------------------------------------------------
+
+    def samples(self, encoded: Sequence[Encoded], data: DataConfig) -> Packed:
+        return pack(encoded, data.sequence_length, packing=False, cross_document=False, too_long="error")
+
+    def collator(self, data: DataConfig, *, pad_id: int, flatten: bool) -> Collator:
+        return Collator(pad_id, packing=False)
+
+    # --- the report --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def metric_section(self) -> MetricSection: ...
+
+
+BASE_LEARNING_RATE, BASE_BATCH_SIZE = 3e-3, 16
+"""For the ordinary training of a preset's random weights, which needs another rate than the objective."""
+
+
+def section(title: str, chart_text: str, columns_text: str, *metrics: tuple[str, MetricColumn]) -> MetricSection:
+    """A section with one row. metrics: (name in metrics.jsonl, column); the first is also a tile of the report."""
+    return MetricSection(
+        name=title.lower().replace(" ", "-"), title=title, chart_text=chart_text, columns_text=columns_text,
+        columns=tuple(column for _, column in metrics),
+        rows=(MetricRow(title="the model", label="training", metrics=tuple(name for name, _ in metrics)),),
+        tile=metrics[0][1].title,
+    )  # fmt: skip
+
+
+def column(title: str, axis: str | None = None, *, is_share: bool = False) -> MetricColumn:
+    return MetricColumn(title=title, axis=axis or title, is_share=is_share, is_nats=False)
+
+
+def _base(run: Path) -> Path | None:
+    return run / "base" if (run / "base" / "config.json").is_file() else None
+
+
+def _check_trl(objective: str) -> None:
+    first, beyond = (".".join(map(str, version)) for version in TRL_VERSIONS)
+    install = f"pip install 'trl>={first},<{beyond}'"
+    try:
+        version = importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError:
+        raise RecipeError(f"train.objective: {objective} is carried out by TRL, which is not installed: {install}") from None
+    if not TRL_VERSIONS[0] <= tuple(int(part) for part in version.split(".")[:2]) < TRL_VERSIONS[1]:
+        raise RecipeError(f"train.objective: {objective} needs TRL {first}, and {version} is installed: {install}")

@@ -1,0 +1,123 @@
+"""Which recipe keys the objectives of post-training take, and what does not go with them. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from tigon.errors import RecipeError
+from tigon.recipe.keys import DataConfig, PostTrainingConfig, Recipe, Rule, Rules
+
+TAKES: Mapping[str, tuple[str, ...]] = {
+    "dpo": ("beta", "loss_type", "label_smoothing", "base_steps"),
+    "kto": ("beta", "loss_type", "desirable_weight", "undesirable_weight", "base_steps"),
+    "orpo": ("beta", "base_steps"),
+    "grpo": ("beta", "loss_type", "rewards", "generations", "completion_length", "temperature", "base_steps"),
+    "distill": ("beta", "completion_length", "temperature", "teacher", "base_steps"),
+    "reward": ("base_steps",),
+}
+"""Objective -> the keys of `post_training` that it takes."""
+LOSS_TYPES: Mapping[str, tuple[str, ...]] = {
+    "dpo": (
+        "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+        "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+    ),
+    "kto": ("kto", "apo_zero_unpaired"),
+    "grpo": ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo"),
+}  # fmt: skip
+_DEFAULT = PostTrainingConfig()
+
+
+def is_post_training(recipe: Recipe) -> bool:
+    """Whether one of TRL's trainers carries out the recipe."""
+    return recipe.train.objective in TAKES
+
+
+def refuse(recipe: Recipe, command: str) -> None:
+    """Raise RecipeError if `command` cannot handle the recipe's objective because TRL's trainer carries it out."""
+    if is_post_training(recipe):
+        raise RecipeError(
+            f"{command} does not know train.objective: {recipe.train.objective}, which TRL's trainer carries out; run "
+            "it with `tigon train`"
+        )
+
+
+def _misplaced() -> Iterator[Rule]:
+    """A key whose objective the recipe does not set."""
+
+    def breaks(recipe: Recipe, name: str) -> bool:
+        given = getattr(recipe.post_training, name) != getattr(_DEFAULT, name)
+        return given and name not in TAKES.get(recipe.train.objective, ())
+
+    for field in dataclasses.fields(PostTrainingConfig):
+        takers = " or ".join(objective for objective, names in TAKES.items() if field.name in names)
+        reason = f"post_training.{field.name} needs train.objective: {takers}; set that, or leave the key out"
+        yield Rule(partial(breaks, name=field.name), reason)
+
+
+def _wrong_loss() -> Iterator[Rule]:
+    def breaks(recipe: Recipe, objective: str) -> bool:
+        loss = recipe.post_training.loss_type
+        return recipe.train.objective == objective and loss is not None and loss not in LOSS_TYPES[objective]
+
+    for objective, names in LOSS_TYPES.items():
+        reason = f"post_training.loss_type: the losses of train.objective: {objective} are {', '.join(names)}"
+        yield Rule(partial(breaks, objective=objective), reason)
+
+
+def _one_process(recipe: Recipe) -> bool:
+    sharding = recipe.sharding
+    return is_post_training(recipe) and (sharding.gpus > 1 or sharding.zero > 0 or sharding.fsdp)
+
+
+def _reshapes_data(recipe: Recipe) -> str | None:
+    """The first key about documents of text that the recipe changes; they do not apply to rows."""
+    data = recipe.data
+    names = ("format", "packing", "cross_document_attention", "too_long")
+    return next((name for name in names if getattr(data, name) != getattr(DataConfig(), name)), None)
+
+
+RULES = Rules(
+    (
+        *_misplaced(),
+        *_wrong_loss(),
+        Rule(_one_process, "post-training runs in one process; set sharding.gpus: 1, sharding.zero: 0 and "
+                           "sharding.fsdp: false"),
+        Rule(lambda r: is_post_training(r) and r.comparison.steps > 0,
+             "comparison.steps compares kernels in ordinary training; with post-training set comparison.steps: 0"),
+        Rule(lambda r: is_post_training(r) and r.model.kernels == "liger",
+             "model.kernels: liger replaces the head that TRL's trainers use; set model.kernels to tigon, no-flce or "
+             "none"),
+        Rule(lambda r: is_post_training(r) and r.lora.quantize,
+             "lora.quantize is not offered for post-training; set lora.quantize: false"),
+        Rule(lambda r: is_post_training(r) and r.lora.rank is not None and "head" in r.lora.targets,
+             "lora.targets: head has no effect in TRL's trainers, which read lm_head.weight; leave head out of "
+             "lora.targets"),
+        Rule(lambda r: r.train.objective == "reward" and r.lora.rank is not None,
+             "lora.rank would freeze the score layer of a reward model, which begins with random weights; leave "
+             "lora.rank out"),
+        *(
+            Rule(lambda r, name=name: is_post_training(r) and _reshapes_data(r) == name,  # type: ignore[misc]
+                 f"data.{name} is for text, and post-training takes rows of JSONL with the columns of TRL's formats; "
+                 f"leave data.{name} out")
+            for name in ("format", "packing", "cross_document_attention", "too_long")
+        ),
+        Rule(lambda r: r.train.objective == "kto" and r.train.batch_size < 2,
+             "train.batch_size is 1, but kto estimates its KL term from the other answers of a micro-batch; set 2 or "
+             "more"),
+        Rule(lambda r: r.train.objective == "dpo" and r.post_training.loss_type == "exo_pair"
+             and r.post_training.label_smoothing == 0,
+             "post_training.loss_type: exo_pair needs post_training.label_smoothing above 0, e.g. 0.001"),
+        Rule(lambda r: r.train.objective == "grpo" and not r.post_training.rewards,
+             "train.objective: grpo needs a reward function; set post_training.rewards: module:function"),
+        Rule(lambda r: r.train.objective == "grpo" and r.train.batch_size % r.post_training.generations != 0,
+             "train.batch_size counts completions with grpo, and must be a multiple of post_training.generations"),
+        Rule(lambda r: r.train.objective == "distill" and (r.post_training.teacher is None)
+             == (r.post_training.base_steps == 0),
+             "train.objective: distill needs one teacher: set post_training.teacher to a model, or for a preset "
+             "post_training.base_steps to train one"),
+        Rule(lambda r: r.train.objective == "distill" and (r.post_training.beta or 0) > 1,
+             "post_training.beta of distill is between 0 (forward KL) and 1 (reverse KL)"),
+    )
+)  # fmt: skip

@@ -1,0 +1,338 @@
+"""A Hugging Face Trainer with the guards of a run, under every trainer that tigon uses, TRL's included.
+
+1. Every logged record carries tokens/s and memory.
+2. A step whose loss or gradient is not finite is skipped (guards/nan_guard.py). The Trainer's default logs such a loss
+   as 0.0 and updates the weights. Weights that are not finite are never saved.
+3. Checkpoints are complete or absent, and hold no pickled arguments (checkpoint/checkpoint.py).
+4. After a signal the run saves a checkpoint at the end of the step and ends (distributed/signals.py).
+
+If one process fails, all processes learn of it before the next collective. Otherwise they would wait there for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from tigon.errors import RecipeError, RunFolderError
+from tigon.objectives.base import Objective, Step
+from tigon.profiler.recording.device import used_bytes
+from tigon.recipe.keys import TrainConfig
+from tigon.trainer.checkpoint import checkpoint, nvme_swap
+from tigon.trainer.distributed import launch
+from tigon.trainer.distributed.deepspeed_adam import use_exact_beta_powers
+from tigon.trainer.distributed.deepspeed_classes import allow_deepspeed_globals, keep_partition_dtype
+from tigon.trainer.distributed.signals import StopRequest, ignore_signals
+from tigon.trainer.guards.nan_guard import NanGuard, first_nonfinite, innermost
+
+MakeOptimizer = Callable[[Any, list[str]], torch.optim.Optimizer]
+WORKER_TIMEOUT_S = 600  # for one batch from a data loader process, which takes milliseconds to prepare it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Safeguards:
+    """Settings of a trainer's guards against faults."""
+
+    stop: StopRequest | None = None
+    """Receives signals while the model trains; None: signals have their usual effect."""
+    max_skipped_steps: int = TrainConfig.max_skipped_steps
+    """Consecutive skipped steps after which the run ends."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The run's settings that every checkpoint stores. A resumed run compares them with its own."""
+
+
+class _NothingLeft(Exception):
+    """The checkpoint to resume from is already at the last step."""
+
+
+class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped here
+    """A Trainer with the guards that the module docstring lists. `guard` sets them up after the construction."""
+
+    def guard(self, objective: Objective, safeguards: Safeguards, make_optimizer: MakeOptimizer | None) -> None:
+        """Set up the guards. Call it once, before training.
+
+        Args:
+            objective: The objective of the run.
+            safeguards: The settings of the guards.
+            make_optimizer: Called with the model and the names of the parameters that decay; returns the optimizer.
+                None: the Trainer makes the optimizer that its arguments name.
+        """
+        self._make_optimizer = make_optimizer
+        self.safeguards = safeguards
+        self.objective = objective
+        self._grouped = False
+        self.gate = NanGuard(self.args.device, self.safeguards.max_skipped_steps)
+        self.evaluation_error: str | None = None
+        self._saved_step = 0
+        self._writing: Path | None = None
+        for silent in (PrinterCallback, ProgressCallback):
+            self.remove_callback(silent)
+        self.add_callback(_Boundaries(self))
+        self.n_micro_steps = 0
+        self.restart_clock()
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+        if self.is_deepspeed_enabled:
+            allow_deepspeed_globals()
+            keep_partition_dtype()
+        if resume_from_checkpoint is not None:
+            file = Path(resume_from_checkpoint) / self._counted_file
+            if file.exists():  # checkpoints of older versions of tigon lack it
+                self.resume_counting(json.loads(file.read_text(encoding="utf-8")))
+        if self.safeguards.stop is not None:
+            self.safeguards.stop.listen()
+        try:
+            return super().train(resume_from_checkpoint, **kwargs)
+        except _NothingLeft:  # without this exception the Trainer would take one more step
+            self.is_in_train = False
+            self._saved_step = self.state.global_step
+
+    @property
+    def _counted_file(self) -> str:
+        return f"counted-{self.args.process_index}.json"
+
+    def counted(self) -> dict[str, Any]:
+        """This process's counters and running sums, for a checkpoint between two records.
+
+        A resumed run restores them, so that its next record equals that of a run without interruption.
+        """
+        return {"gate": self.gate.state(), **self.objective.counted(self.model)}
+
+    def resume_counting(self, counted: Mapping[str, Any]) -> None:
+        """Restore what `counted` returned when the checkpoint was saved."""
+        self.gate.resume(counted["gate"])
+        self.objective.resume_counting(self.model, counted, self.args.device)
+
+    def asked_to_stop(self) -> bool:
+        """Whether any process received a signal. Every process has to call it at the same point."""
+        return self.safeguards.stop is not None and bool(self.safeguards.stop.signal_in_any_process())
+
+    def save_last(self) -> None:
+        """Save a checkpoint of the last step unless one exists."""
+        if self._saved_step != self.state.global_step:
+            self._save_checkpoint(self.model, None)
+
+    def restart_clock(self) -> None:
+        """Restart the measurement of tokens/s, which excludes evaluation and saving."""
+        self.tokens_since_mark = 0
+        self.mark_s = time.perf_counter()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.is_deepspeed_enabled and checkpoint is not None:
+            nvme_swap.restore(self.model_wrapped, Path(checkpoint))
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        if self.optimizer is None and self._make_optimizer is not None:
+            self.optimizer: Any = self._make_optimizer(self.model, self.get_decay_parameter_names(self.model))
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if not self._grouped:
+            self.objective.group(self.model, optimizer)
+            self._grouped = True
+        return optimizer
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        step = Step(done=self.state.global_step, total=self.state.max_steps, log_every=int(self.args.logging_steps))
+        self.objective.begin_step(self.model, step)
+        self.n_micro_steps += 1
+        self.tokens_since_mark += self.tokens_in(inputs)
+        return self.gate.add(super().training_step(model, inputs, *args, **kwargs))
+
+    def tokens_in(self, inputs: Any) -> int:
+        """The tokens of a micro-batch, padding included."""
+        return int(inputs["input_ids"].numel())
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        model_loss = partial(super().compute_loss, model, inputs, *args, **kwargs)
+        loss = self.objective.loss(model, inputs, model_loss)
+        if isinstance(loss, tuple):  # with the outputs, which an evaluation may ask for
+            return (self.gate.nan_if_not_finite(loss[0]), *loss[1:])
+        return self.gate.nan_if_not_finite(loss)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Decide whether this step is skipped. The Trainer calls it once per step, after the backward pass.
+
+        Without DeepSpeed the optimizer step follows. DeepSpeed has already taken its step, or skipped it by itself.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        scale = None
+        if self.is_deepspeed_enabled:
+            scale = self._deepspeed_scale()
+        elif getattr(self.accelerator, "scaler", None) is not None:
+            scale = float(self.accelerator.scaler.get_scale())
+        self.gate.close(norm, self.optimizer, scale=scale, step=self.state.global_step + 1)
+        return norm
+
+    def _deepspeed_scale(self) -> float:
+        return float(getattr(self.optimizer.optimizer, "loss_scale", 1.0))
+
+    def keep_schedule(self) -> None:
+        """Advance the learning rate schedule after a step that DeepSpeed skipped, as the other engines do.
+
+        While DeepSpeed still lowers the loss scale, the schedule waits, as it does with GradScaler.
+        """
+        skipped = self.is_deepspeed_enabled and self.accelerator.optimizer_step_was_skipped
+        if skipped and self._deepspeed_scale() <= 1.0:
+            self.lr_scheduler.step()
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        if self.args.dataloader_num_workers:
+            start = partial(_start_worker, loader.worker_init_fn)
+            for each in (loader, getattr(loader, "base_dataloader", loader)):  # Accelerate wraps a loader
+                each.timeout, each.worker_init_fn = WORKER_TIMEOUT_S, start
+        return loader
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs.update(self.objective.metrics(self.model, self.accelerator.reduce))
+        if "eval_loss" in logs:
+            logs.update(self.objective.evaluation_metrics(self.accelerator.reduce))
+        if "loss" in logs:
+            self._put_losses(logs)
+            seconds = time.perf_counter() - self.mark_s
+            logs["tokens_per_s"] = self.tokens_since_mark * self.args.world_size / seconds
+            logs["memory_bytes"], logs["memory_peak_bytes"] = used_bytes(self.args.device)
+            self.restart_clock()
+        super().log(logs, *args, **kwargs)
+
+    def _put_losses(self, logs: dict[str, float]) -> None:
+        """Replace the logged loss by the mean over the steps that were not skipped; drop it if all were skipped."""
+        self.gate.settle(self.state.global_step)
+        loss_sum, n_steps = self.gate.mean_loss()
+        loss_sum = self.accelerator.reduce(loss_sum, "mean")
+        if int(n_steps):
+            logs["loss"] = float(loss_sum) / int(n_steps)
+        else:
+            del logs["loss"]
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            del logs["grad_norm"]
+        if self.gate.skipped:
+            logs["skipped_steps"] = self.gate.skipped
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        super()._save(output_dir, self.objective.checkpoint_state(self.model, state_dict))
+        self.objective.save_beside(self.model, Path(output_dir or self.args.output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.objective.load_beside(self.model, Path(resume_from_checkpoint))
+
+    def gathered_state(self) -> dict[str, torch.Tensor] | None:
+        """The whole weights of a sharded model. Every process calls it; with ZeRO-3 only the main process gets them."""
+        wrapped = self.deepspeed if self.is_deepspeed_enabled else self.model
+        state: dict[str, torch.Tensor] | None = self.accelerator.get_state_dict(wrapped)
+        return state
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._writing) if self._writing is not None else str(super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """All processes write into the scratch folder; then the main process renames it to the checkpoint."""
+        step, first, folder = self.state.global_step, self.is_world_process_zero(), Path(self.args.output_dir)
+        refuse_nonfinite_weights(model, step)
+        if not folder.parent.is_dir():  # the run folder was deleted; the Trainer would create it again, incomplete
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder.parent))
+        if first:
+            checkpoint.clear(folder)
+        self.accelerator.wait_for_everyone()
+        self._writing = checkpoint.scratch(folder, step)
+        try:
+            self._write(partial(super()._save_checkpoint, model, trial))
+            self._write(partial(self._save_counted, checkpoint.scratch(folder, step) / checkpoint.name_of(step)))
+            self._write(partial(self._publish, folder, step))
+        finally:
+            self._writing = None
+        self._saved_step = step
+
+    def _save_counted(self, folder: Path) -> None:
+        (folder / self._counted_file).write_text(json.dumps(self.counted()), encoding="utf-8")
+
+    def _publish(self, folder: Path, step: int) -> None:
+        if self.is_world_process_zero():
+            checkpoint.publish(folder, step, self.safeguards.metadata, keep=self.args.save_total_limit)
+
+    def _write(self, part: Callable[[], None]) -> None:
+        """Run one part of a save. If it fails in one process, all processes end the save and the files are removed.
+
+        If a process does not answer, the files stay until the next save, because that process may still be writing.
+
+        Raises:
+            OSError: The disk is full in one of the processes.
+            RunFolderError: Another process failed or did not answer.
+        """
+        folder, error, full = Path(self.args.output_dir), None, False
+        try:
+            part()
+        except Exception as caught:
+            error, full = caught, checkpoint.disk_is_full(caught, folder)
+        failed = int(full) + int(error is not None)
+        failures = launch.all_gather_ints(failed, patience_s=launch.PATIENCE_S if error is None else launch.ALONE_S)
+        if failures is not None and not any(failures):
+            return
+        if failures is not None and self.is_world_process_zero():
+            assert self._writing is not None
+            shutil.rmtree(self._writing, ignore_errors=True)
+        if max(failures or [failed]) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+        if error is not None:
+            raise error
+        others = [rank for rank, failure in enumerate(failures or ()) if failure]
+        who = f"process {others[0]} failed" if others else f"a process has not answered for {launch.PATIENCE_S} s"
+        raise RunFolderError(f"{folder}: {who} while a checkpoint was written; the checkpoint was not saved")
+
+
+def _start_worker(seed: Callable[[int], None] | None, worker: int) -> None:
+    ignore_signals(worker)
+    if seed is not None:
+        seed(worker)
+
+
+def refuse_nonfinite_weights(model: Any, step: int) -> None:
+    """Raise RecipeError if a weight is NaN or infinite, so that such weights are not saved."""
+    index = first_nonfinite(model)
+    if index is not None:
+        name = [name for name, _ in model.named_parameters()][index]
+        raise RecipeError(f"{name} has values that are not finite at step {step}: not saved; lower train.learning_rate")
+
+
+class _Boundaries(TrainerCallback):  # type: ignore[misc]
+    """Between steps: restarts the clock of tokens/s after evaluation and saving, and ends the run after a signal."""
+
+    def __init__(self, trainer: GuardedTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # A resumed state has the log and save intervals of the earlier recipe; use those of the present one.
+        state.compute_steps(args, state.max_steps)
+        if state.global_step >= state.max_steps:
+            raise _NothingLeft
+        use_exact_beta_powers(innermost(self._trainer.optimizer))
+        self._trainer.restart_clock()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.keep_schedule()
+        if self._trainer.asked_to_stop():
+            control.should_evaluate = False
+            control.should_save = control.should_training_stop = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.restart_clock()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer.asked_to_stop():
+            control.should_training_stop = True
+        self._trainer.restart_clock()

@@ -1,0 +1,139 @@
+"""Makes TRL's trainer for a run: its config, data sets, reference model, teacher and reward functions.
+
+The trainer is a subclass of TRL's with the guards of every run, so that records, checkpoints, signals and steps that
+are not finite are handled alike. Losses and metrics are TRL's. With `model.kernels: tigon` its head is tigon's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import datasets
+
+from tigon.errors import RecipeError
+from tigon.integrations.trl import UnfusedWarning, fuse
+from tigon.objectives.base import TrlTraining
+from tigon.recipe.keys import ModelConfig
+from tigon.trainer import engine
+from tigon.trainer import model as models
+from tigon.trainer import trainer as trainers
+from tigon.trainer.guarded import GuardedTrainer, Safeguards
+from tigon.trainer.guards import self_test
+from tigon.trainer.rewards import load_rewards
+
+if TYPE_CHECKING:
+    from tigon.trainer.prepare import Prepared
+    from tigon.trainer.run_folder import RunFolder
+
+
+class PostTrainer(GuardedTrainer):
+    """The guards, for trainers of TRL. `make` puts it in front of one of them."""
+
+    fused: str = ""
+    """What runs on tigon's head and what does not, for the report."""
+
+    def tokens_in(self, inputs: Any) -> int:
+        """The tokens of a micro-batch of rows; prompts are counted in `training_step`, with their completions."""
+        if not isinstance(inputs, Mapping):
+            return 0
+        return sum(int(value.numel()) for name, value in inputs.items() if name.endswith("input_ids"))
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        before = self.state.num_input_tokens_seen
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.tokens_since_mark += int(self.state.num_input_tokens_seen - before)
+        return loss
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write nothing: the run folder has a report."""
+
+    def _send_telemetry(self) -> None:
+        """Send nothing: only `model.name` may use the network."""
+
+
+def make(run: RunFolder, prepared: Prepared, built: Any, safeguards: Safeguards) -> PostTrainer:
+    """TRL's trainer of a run, ready to train.
+
+    Args:
+        run: The run folder.
+        prepared: The prepared run, with its rows.
+        built: The model, with its techniques and what its objective attaches.
+        safeguards: The settings of the guards.
+
+    Raises:
+        RecipeError: TRL refuses the options of the objective.
+    """
+    spec, recipe = prepared.objective.trl, prepared.recipe
+    assert spec is not None and prepared.rows is not None, "a post-training run has rows"
+    datasets.disable_progress_bars()
+    package = importlib.import_module(spec.package)
+    kind = type("Guarded" + spec.trainer, (PostTrainer, getattr(package, spec.trainer)), {})
+    train_rows, eval_rows = (datasets.Dataset.from_list(list(rows)) if rows else None for rows in prepared.rows)
+    more = {
+        **_reference(spec, run, prepared), **_teacher(spec, run, prepared),
+        **({"reward_funcs": load_rewards(spec.rewards)} if spec.rewards else {}),
+    }  # fmt: skip
+    tokenizer = prepared.tokenizer
+    try:
+        args = getattr(package, spec.config)(**_arguments(spec, run, prepared))
+        trainer: PostTrainer = kind(
+            model=built, args=trainers.without_data_parallel(args), train_dataset=train_rows, eval_dataset=eval_rows,
+            processing_class=tokenizer, **more,
+        )  # fmt: skip
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise RecipeError(
+            f"train.objective: {recipe.train.objective}: TRL refuses it: {' '.join(str(error).split())[:300]}"
+        ) from error
+    adapted = getattr(trainer.model, "peft_config", {})
+    if "ref" in adapted:  # a copy of the new adapter; without it TRL switches the adapters off, which is the same model
+        trainer.model.delete_adapter("ref")
+    trainer.guard(prepared.objective, safeguards, engine.make_optimizer(recipe.train, prepared.choices))
+    if recipe.model.kernels == "tigon":
+        trainer.fused = _fused(trainer)
+    return trainer
+
+
+def _arguments(spec: TrlTraining, run: RunFolder, prepared: Prepared) -> dict[str, Any]:
+    values = trainers.argument_values(
+        prepared.recipe.train, prepared.choices, prepared.run_info, folder=run.path / "checkpoints",
+        device=prepared.device, evaluate=bool(prepared.rows and prepared.rows[1]),
+    )  # fmt: skip
+    # TRL's own defaults are bf16 and activation checkpointing; here both are techniques of the recipe.
+    return {"bf16": False, "gradient_checkpointing": False, **values, **spec.options}
+
+
+def _reference(spec: TrlTraining, run: RunFolder, prepared: Prepared) -> dict[str, Any]:
+    """The model before training, frozen; adapters need none, because TRL can switch them off."""
+    if not spec.takes_reference or prepared.choices.lora_rank is not None:
+        return {}
+    return {"ref_model": _frozen(prepared.objective.model(run.path), prepared.config, run, prepared)}
+
+
+def _teacher(spec: TrlTraining, run: RunFolder, prepared: Prepared) -> dict[str, Any]:
+    if spec.teacher is None:
+        return {}
+    teacher = spec.teacher(run.path)
+    return {"teacher_model": _frozen(teacher, models.load_config(teacher), run, prepared)}
+
+
+def _frozen(model: ModelConfig, config: Any, run: RunFolder, prepared: Prepared) -> Any:
+    """A model that is not trained, with tigon's kernels."""
+    recipe, choices = prepared.recipe, replace(prepared.choices, lora_rank=None, quantized=False, checkpointing="none")
+    built, _ = engine.build(
+        model, config, choices, prepared.run_info, device=prepared.device, seed=recipe.train.seed,
+        kernels=recipe.model.kernels, base=run.path / "base", ops=self_test.without(prepared.wrong_ops),
+    )  # fmt: skip
+    engine.refuse_nonfinite(built, model)
+    return built.requires_grad_(False).eval()
+
+
+def _fused(trainer: PostTrainer) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnfusedWarning)  # the report says it
+        result = fuse(trainer)
+    lines = [f"TRL's {name}: tigon's head" for name in result.fused]
+    return "\n".join([*lines, *(f"TRL's {name}: not fused, {why}" for name, why in result.unfused.items())])

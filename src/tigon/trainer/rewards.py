@@ -1,0 +1,68 @@
+"""Reward functions that a recipe names as `module:function`, checked before and while they are called."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tigon.errors import RecipeError
+
+
+def load_rewards(names: Sequence[str]) -> list[Callable[..., list[float]]]:
+    """The reward functions that the recipe names.
+
+    Raises:
+        RecipeError: A name is not `module:function`, or the module or the function does not exist.
+    """
+    return [_load(name) for name in names]
+
+
+def _load(name: str) -> Callable[..., list[float]]:
+    where, separator, attribute = name.partition(":")
+    if not (separator and where and attribute.isidentifier()):
+        raise RecipeError(f"post_training.rewards: {name!r} is not module:function, e.g. my_rewards:politeness")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(where)
+    except Exception as error:  # the user's module may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise RecipeError(f"post_training.rewards: {name}: the module cannot be imported: {reason}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        file = getattr(module, "__file__", None) or where
+        raise RecipeError(f"post_training.rewards: {name}: {file} has no function {attribute}")
+    if not _takes_completions(function):
+        raise RecipeError(
+            f"post_training.rewards: {name}: define it as `def {attribute}(completions, **kwargs)`, which returns a "
+            "number for each completion"
+        )
+
+    @functools.wraps(function)
+    def checked(*, completions: list[Any], **columns: Any) -> list[float]:
+        rewards = function(completions=completions, **columns)
+        if not isinstance(rewards, list) or len(rewards) != len(completions):
+            count = f"{len(rewards)} values" if isinstance(rewards, list) else type(rewards).__name__
+            raise RecipeError(
+                f"post_training.rewards: {name} returned {count} for {len(completions)} completions; return a list with "
+                "a number for each"
+            )
+        return rewards
+
+    return checked
+
+
+def _takes_completions(function: Callable[..., Any]) -> bool:
+    """Whether a function takes `completions` and any other column by name, as TRL calls it."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin
+        return False
+    takes_rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return takes_rest and any(p.name == "completions" or p.kind is p.VAR_KEYWORD for p in parameters)
