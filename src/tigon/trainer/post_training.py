@@ -70,6 +70,7 @@ def make(run: RunFolder, prepared: Prepared, built: Any, safeguards: Safeguards)
     spec, recipe = prepared.objective.trl, prepared.recipe
     assert spec is not None and prepared.rows is not None, "a post-training run has rows"
     datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")  # TRL's own use
     package = importlib.import_module(spec.package)
     kind = type("Guarded" + spec.trainer, (PostTrainer, getattr(package, spec.trainer)), {})
     train_rows, eval_rows = (datasets.Dataset.from_list(list(rows)) if rows else None for rows in prepared.rows)
