@@ -127,3 +127,10 @@ CASES: list[Case] = [
     Case("Reward", "full training", UNFUSED, "no head over a vocabulary",
          note="a reward model has no head over a vocabulary"),
 ]  # fmt: skip
+
+SHARDED_TEACHER = "the teacher's head is sharded"
+ZERO3 = {
+    **dict.fromkeys(("SFT", "DPO", "KTO", "GRPO", "RLOO", "ORPO", "CPO"), FUSED),
+    **dict.fromkeys(("GKD", "Distillation"), UNFUSED),
+}
+"""The state of each trainer under DeepSpeed ZeRO-3, with its reference model or teacher sharded too."""
