@@ -62,8 +62,8 @@ class Technique:
     """The page of docs/techniques that explains it, without its extension."""
     saves: str
     costs: str
-    precision: str = SAME
-    """Its effect on the result."""
+    effect_on_result: str = SAME
+    """How it changes the numbers that the run computes."""
     needs: tuple[str, ...] = ()
     """Packages beyond PyTorch and transformers."""
     tools: tuple[str, ...] = ()
