@@ -120,8 +120,8 @@ def section(technique: Technique) -> str:
         needs += "; a GPU"
     lines = [
         f"## `{technique.name}`", "",
-        f"- **Saves.** {technique.saves}", f"- **Costs.** {technique.costs}", f"- **Result.** {technique.effect_on_result}",
-        f"- **Needs.** {needs}.", f"- **Source.** {technique.source}.",
+        f"- **Saves.** {technique.saves}", f"- **Costs.** {technique.costs}",
+        f"- **Result.** {technique.effect_on_result}", f"- **Needs.** {needs}.", f"- **Source.** {technique.source}.",
     ]  # fmt: skip
     if technique.name in measured():
         lines.append(f"- **Measured.** {measured()[technique.name]}.")

@@ -78,15 +78,23 @@ class OpRow:
 
 
 def op_table(events: Iterable[Any], *, on_cuda: bool) -> list[OpRow]:
-    """Rows from the FunctionEvents of a torch.profiler run with record_shapes=True, the slowest first."""
-    spent_us: dict[str, float] = {}
+    """Add up events by operator name.
+
+    Args:
+        events: The FunctionEvents of a torch.profiler run with record_shapes=True.
+        on_cuda: True: times of kernels. False: times of operators on the CPU.
+
+    Returns:
+        A row per operator, and per kernel that no operator launched; the row with the most time first.
+    """
+    time_us_of: dict[str, float] = {}
     launches: dict[str, int] = {}
     flops: dict[str, float] = {}
     kernels_us: dict[str, float] = {}
     kernels_seen: dict[str, int] = {}
 
     def add(name: str, time_us: float, count: int) -> None:
-        spent_us[name] = spent_us.get(name, 0.0) + time_us
+        time_us_of[name] = time_us_of.get(name, 0.0) + time_us
         launches[name] = launches.get(name, 0) + count
 
     for event in events:
@@ -108,10 +116,10 @@ def op_table(events: Iterable[Any], *, on_cuda: bool) -> list[OpRow]:
         for name, count in kernels_seen.items():
             if count > 0:
                 add(name, kernels_us[name], count)
-    whole_us = sum(spent_us.values()) or 1.0
+    total_us = sum(time_us_of.values()) or 1.0
     rows = [
-        OpRow(name, time_us / 1000, time_us / whole_us, launches[name], flops.get(name, 0.0))
-        for name, time_us in spent_us.items()
+        OpRow(name, time_us / 1000, time_us / total_us, launches[name], flops.get(name, 0.0))
+        for name, time_us in time_us_of.items()
         if time_us > 0
     ]
     return sorted(rows, key=lambda row: -row.time_ms)
