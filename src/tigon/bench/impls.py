@@ -36,7 +36,7 @@ MEANINGS: Mapping[str, str] = {
     "tigon one chunk": "linear cross entropy with all logits at once",
     "tigon 16-bit sums": "linear cross entropy in chunks of 1 GiB of logits; chunks' weight gradients are summed in 16 "
     "bits if there are few chunks",
-    "tigon small chunks": "as `tigon 16-bit sums`, in chunks of 5/16 GiB",
+    "tigon small chunks": "as tigon 16-bit sums, in chunks of 5/16 GiB",
     "tigon half ignored": "every second label is ignored: less work than the row's problem",
     "tigon frozen head": "no gradient of the head's weight: less work than the row's problem",
     "tigon eval": "the loss without gradients: less work than the row's problem",

@@ -69,10 +69,8 @@ def overview(runs: Mapping[str, RunRecord]) -> str:
     for name, run in runs.items():
         ratios = {}
         for row in run.rows:
-            own, peer = (
-                next((m for m in row.measurements if m.impl == "tigon"), None),
-                best_of(row, ("peer", "baseline")),
-            )
+            own = next((m for m in row.measurements if m.impl == "tigon"), None)
+            peer = best_of(row, ("peer", "baseline"))
             if own and own.judged_ms(row.graph) and peer:
                 ratios[row.id] = (_ms(own, row) / _ms(peer, row), peer.impl)
         verdicts = [target_result(row, target)[1] for row in run.rows for target in row.reach]
@@ -92,7 +90,7 @@ def implementations(runs: Mapping[str, RunRecord]) -> str:
     """The table of the implementations that the records measure, with their meaning."""
     measured = {m.impl for run in runs.values() for row in run.rows for m in row.measurements}
     lines = [_header(("implementation", "meaning"))]
-    return "\n".join([*lines, *(_cells([f"`{name}`", text]) for name, text in MEANINGS.items() if name in measured)])
+    return "\n".join([*lines, *(_cells([f"**{name}**", text]) for name, text in MEANINGS.items() if name in measured)])
 
 
 def best_of(row: RowRecord, roles: Sequence[str], memory_gib: float | None = None) -> Measurement | None:
