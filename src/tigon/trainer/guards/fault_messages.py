@@ -125,8 +125,8 @@ def _smaller_steps(run: RunFolder, prepared: Prepared) -> str:
         )
     halved = f"--set train.batch_size={train.batch_size // 2} --set train.gradient_accumulation="
     return (
-        "; the checkpoints are kept, and half the micro-batch with twice the accumulation gives the same numbers, up to "
-        f"rounding: {prepared.command} {halved}{2 * train.gradient_accumulation} --resume"
+        "; the checkpoints are kept, and half the micro-batch with twice the accumulation gives the same numbers, up "
+        f"to rounding: {prepared.command} {halved}{2 * train.gradient_accumulation} --resume"
     )
 
 
