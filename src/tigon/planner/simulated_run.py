@@ -52,8 +52,8 @@ class SimulatedRun:
         self._load(ledger)
         for step in range(STEPS):
             self._step(ledger, first=step == 0)
-        # This phase holds what stays after a step. The NaN guard reads the largest and the smallest value of each weight
-        # before a save, which adds a few KiB: 34 KB for 525 million weights on an H200.
+        # This phase holds what stays after a step. The NaN guard reads the largest and the smallest value of each
+        # weight before a save, which adds a few KiB: 34 KB for 525 million weights on an H200.
         ledger.enter("save")
         reserved_bytes = ledger.allocator.peak_reserved_bytes
         if self.tapes.evaluation is not None:
