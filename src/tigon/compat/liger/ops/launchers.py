@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.compat.liger import losses
-from tigon.compat.liger.functions import casting_of, rope_tables
-from tigon.compat.liger.losses import Options
+from tigon.compat.liger.ops import losses
+from tigon.compat.liger.ops.functions import casting_of, rope_tables
+from tigon.compat.liger.ops.losses import Options
 from tigon.errors import ShapeError
 from tigon.kernels.layout import outer_order
 from tigon.ops.glu import glu_bwd, glu_fwd
