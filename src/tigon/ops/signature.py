@@ -90,7 +90,7 @@ class _Record(_Fields):
         records.append(self.record)
         own = f"record_{len(records) - 1}"
         fields = [(name, kind.restoring(flat, records)) for name, kind in self.kinds]
-        if issubclass(self.record, tuple):  # what a NamedTuple's own constructor does, in a third of its time
+        if issubclass(self.record, tuple):  # as a NamedTuple's own constructor, in 0.13 us instead of 0.22
             return f"new({own}, ({', '.join(value for _, value in fields)},))"
         return f"{own}({', '.join(f'{name}={value}' for name, value in fields)})"
 
@@ -163,7 +163,7 @@ class Signature:
     def flat(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """`body` with the operator's flat arguments.
 
-        Compiled models call it with every operator. Source that names every value takes a fifth of the time of a loop.
+        Compiled models call it with every operator, so it is generated code that names every value, not a loop.
         """
         names = [f"a{i}" for i in range(self._arguments.size)]
         left, records = iter(names), list[type]()
