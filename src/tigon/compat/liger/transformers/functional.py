@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.compat.liger import functions as f
-from tigon.compat.liger.losses import CrossEntropyOutput, Options
-from tigon.compat.liger.losses import cross_entropy as _cross_entropy
-from tigon.compat.liger.losses import linear_cross_entropy as _linear_cross_entropy
+from tigon.compat.liger.ops import functions as f
+from tigon.compat.liger.ops.losses import CrossEntropyOutput, Options
+from tigon.compat.liger.ops.losses import cross_entropy as _cross_entropy
+from tigon.compat.liger.ops.losses import linear_cross_entropy as _linear_cross_entropy
 from tigon.errors import OptionError
 
 __all__ = [
