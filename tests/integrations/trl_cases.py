@@ -22,11 +22,11 @@ class Case:
     option: str
     state: str = FUSED
     reason: str = ""
-    """Of an unfused or refused row: words of the warning or of TRL's error."""
+    """Words of the warning or of TRL's error, for an unfused or refused row."""
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-4
     note: str = ""
-    """What the page says of the row besides its state."""
+    """The page's remark on the row."""
 
     @property
     def id(self) -> str:

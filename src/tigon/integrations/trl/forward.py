@@ -1,8 +1,8 @@
 """The forward that TRL gives a model (`add_fused_lm_head`), with tigon's head in place of TRL's chunked function.
 
-TRL's forward runs the backbone, selects the labelled tokens, computes their log-probabilities with an autograd function
-of its own, and adds the loss of a mixture of experts. tigon replaces only the autograd function and the gathering of
-the weight. The function object is rebuilt with other globals (`tigon.models.seams.rebind`), so that everything else
+TRL's forward runs the backbone, selects the labelled tokens, and computes their log-probabilities with an autograd
+function. For a mixture of experts it adds the auxiliary loss. tigon replaces only the autograd function and the
+gathering of the weight. The function object is rebuilt with other globals (`tigon.models.seams.rebind`), so that everything else
 stays TRL's code, in every version of TRL. Nothing is assigned to TRL's modules.
 """
 
@@ -41,7 +41,7 @@ class FusedForward:
         """before: the instance's own `forward` to restore, or None if it had none; TRL's forward if omitted.
 
         Raises:
-            PatchError: the model has no forward of TRL's that tigon knows, or a head that cannot be fused.
+            PatchError: tigon does not know the model's forward, or cannot fuse its head.
         """
         self.model = model
         self.head = FusedHead(model)
@@ -51,9 +51,8 @@ class FusedForward:
         self.request: Callable[[LogitForm], Request] | None = None
         """Makes what the next calls compute instead of TRL's fields; its first answer stands in `log_probs`."""
         self.keep_mask: Tensor | None = None
-        """Of the next calls: False for the tokens whose log-probabilities are left out."""
-        trl_forward = model.forward
-        function = getattr(trl_forward, "__func__", None)
+        """False for the tokens whose log-probabilities the next calls leave out."""
+        function: Any = getattr(model.forward, "__func__", None)
         owner = owner_of(function, TRL_FUNCTION)
         if owner is None:
             raise PatchError(f"{type(model).__name__} has no fused forward of TRL's")

@@ -72,8 +72,8 @@ def fuse(trainer: Any) -> FusedTrainer:
         trainer: a trainer of TRL 1.8 to 1.16, before `trainer.train()`. Only this instance and its models change.
 
     Returns:
-        A `FusedTrainer`: what was replaced, what was not and why, and `restore()`. What was not replaced runs TRL's own
-        code, and one `UnfusedWarning` names it.
+        A `FusedTrainer`: what was replaced, what was not and why, and `restore()`. TRL's own code runs the
+        rest, and one `UnfusedWarning` names it.
 
     Raises:
         UsageError: TRL is not installed, its version is not one that tigon knows, or this is not one of its trainers.
@@ -202,7 +202,7 @@ def _check_methods(trainer: Any, *names: str) -> None:
     cls = _trl_class(trainer)
     for name in names:
         if getattr(type(trainer), name) is not getattr(cls, name) or name in vars(trainer):
-            raise PatchError(f"{type(trainer).__name__} has a {name} of its own")
+            raise PatchError(f"{type(trainer).__name__} overrides {name}")
 
 
 def _note_options(result: FusedTrainer) -> None:

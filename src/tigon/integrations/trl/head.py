@@ -82,14 +82,14 @@ class TokenStatistics:
 
     def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """hidden (N, H), weight (V, H), bias (V,) or None -> log-probabilities and each of `outputs`, all (N,)."""
-        result = ops.linear_logprobs(
+        result: Any = ops.linear_logprobs(
             hidden, weight, self.ids_N, bias=bias, temperature=self.form.temperature, outputs=self._wanted(),
             **self._given(),
         )  # fmt: skip
         extra: dict[str, Tensor] = {}
         with torch.no_grad():
             if "log_sum_sq_probs" in self.outputs:  # log Σ p² = lse(2z) - 2 lse(z), and 2z is z at half the temperature
-                twice = ops.linear_logprobs(
+                twice: Any = ops.linear_logprobs(
                     hidden, weight, self.ids_N, bias=bias, temperature=self.form.temperature / 2, outputs=("lse",),
                     **self._given(),
                 )  # fmt: skip
@@ -223,7 +223,7 @@ class RequestSeam(Seam):
     def objection(self, module: nn.Module) -> str | None:
         cls = type(module)
         while issubclass(cls, PatchedModule) and "_tigon_base" in vars(cls):
-            cls = cls._tigon_base  # type: ignore[assignment]
+            cls = cls._tigon_base
         if cls.forward is not nn.Linear.forward:
             return f"it is a {cls.__module__}.{cls.__name__}, which overrides nn.Linear's forward"
         return None
@@ -259,7 +259,7 @@ class FusedHead:
         """Let the head answer requests.
 
         Raises:
-            PatchError: the head is not a linear module, or has a forward of its own. Nothing was changed.
+            PatchError: the head is not a linear module, or overrides nn.Linear's forward. Nothing was changed.
         """
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
         linears = [] if head is None else [m for m in peel(head) if isinstance(m, nn.Linear)]
