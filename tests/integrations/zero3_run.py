@@ -5,7 +5,6 @@ import sys
 
 from trl_runs import build, model
 
-import conftest  # noqa: F401
 import tigon.integrations.trl
 
 CONFIG = {
