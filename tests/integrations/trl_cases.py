@@ -22,11 +22,11 @@ class Case:
     option: str
     state: str = FUSED
     reason: str = ""
-    """Of an unfused or refused row: words of the warning or of TRL's error."""
+    """Words of the warning or of TRL's error, for an unfused or refused row."""
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-4
     note: str = ""
-    """What the page says of the row besides its state."""
+    """The page's remark on the row."""
 
     @property
     def id(self) -> str:
@@ -127,3 +127,10 @@ CASES: list[Case] = [
     Case("Reward", "full training", UNFUSED, "no head over a vocabulary",
          note="a reward model has no head over a vocabulary"),
 ]  # fmt: skip
+
+SHARDED_TEACHER = "the teacher's head is sharded"
+ZERO3 = {
+    **dict.fromkeys(("SFT", "DPO", "KTO", "GRPO", "RLOO", "ORPO", "CPO"), FUSED),
+    **dict.fromkeys(("GKD", "Distillation"), UNFUSED),
+}
+"""The state of each trainer under DeepSpeed ZeRO-3, with its reference model or teacher sharded too."""

@@ -170,8 +170,8 @@ def build(
     arguments = {
         "output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False, "max_steps": 2, "seed": 5,
         "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "learning_rate": 0.1, "optim": "sgd",
-        "logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
-        "dataloader_pin_memory": False, **preset, **options,
+        "logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
+        "gradient_checkpointing": False, "dataloader_pin_memory": False, **preset, **options,
     }  # fmt: skip
     more = row.parts()
     if lora is not None:
@@ -212,12 +212,13 @@ def train(kind: str, *, fused: bool, before: Callable[[Any], None] | None = None
     if evaluate:
         trainer.evaluate()
     logs = [
-        {key: value for key, value in entry.items() if isinstance(value, float | int) and not _of_time(key)}
+        {key: value for key, value in entry.items() if isinstance(value, float | int) and not of_time(key)}
         for entry in trainer.state.log_history
     ]
     assert grads, "no optimizer step ran"
     return Result(logs, grads, report.fused if report else [], report.unfused if report else {})
 
 
-def _of_time(key: str) -> bool:
+def of_time(key: str) -> bool:
+    """Whether a logged number is a time, or otherwise differs between two equal runs."""
     return any(word in key for word in TIMES)

@@ -67,7 +67,7 @@ class FusedDistillation:
         self.head.patch()
         self.overrides: list[Override] = []
         try:
-            if sharded(unwrap(trainer.teacher_model).get_output_embeddings().weight):  # type: ignore[operator,union-attr]
+            if sharded(unwrap(trainer.teacher_model).get_output_embeddings().weight):  # type: ignore[operator]
                 raise PatchError(SHARDED_TEACHER)
             stand_in = _Divergence(loss.__globals__[FUNCTION], self.head)
             fused_loss = rebind(loss, loss, {FUNCTION: stand_in, "_use_triton": lambda _: True})
@@ -98,7 +98,7 @@ class FusedGKD:
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         trainer = self.trainer
-        weight: Any = unwrap(trainer.teacher_model).get_output_embeddings().weight  # type: ignore[operator,union-attr]
+        weight: Any = unwrap(trainer.teacher_model).get_output_embeddings().weight  # type: ignore[operator]
         if return_outputs or sharded(weight):
             return self._unfused(model, inputs, return_outputs, num_items_in_batch)
         given = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}

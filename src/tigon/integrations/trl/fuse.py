@@ -18,11 +18,11 @@ from torch import nn
 
 from tigon.errors import PatchError, UsageError
 from tigon.integrations.trl.divergence import SHARDED_TEACHER, FusedDistillation, FusedGKD, sharded
-from tigon.integrations.trl.forward import TRL_FUNCTION, FusedForward, restore_forward
+from tigon.integrations.trl.forward import FusedForward, has_trl_forward, restore_forward
 from tigon.integrations.trl.head import UnfusedWarning
 from tigon.integrations.trl.preference import FusedPreference
+from tigon.integrations.trl.unread_logits import UnreadLogitsTrainer
 from tigon.models.patch import unwrap
-from tigon.models.seams.rebind import owner_of
 
 OLDEST, NEWEST = (1, 8), (1, 16)
 """The versions of TRL whose code tigon knows."""
@@ -72,8 +72,8 @@ def fuse(trainer: Any) -> FusedTrainer:
         trainer: a trainer of TRL 1.8 to 1.16, before `trainer.train()`. Only this instance and its models change.
 
     Returns:
-        A `FusedTrainer`: what was replaced, what was not and why, and `restore()`. What was not replaced runs TRL's own
-        code, and one `UnfusedWarning` names it.
+        A `FusedTrainer`: what was replaced, what was not and why, and `restore()`. TRL's own code runs the
+        rest, and one `UnfusedWarning` names it.
 
     Raises:
         UsageError: TRL is not installed, its version is not one that tigon knows, or this is not one of its trainers.
@@ -126,10 +126,6 @@ def _trl_class(trainer: Any) -> type[Any]:
     return next(cls for cls in type(trainer).__mro__ if cls.__module__.partition(".")[0] == "trl")
 
 
-def _trl_forward(model: nn.Module) -> bool:
-    return owner_of(getattr(model.forward, "__func__", None), TRL_FUNCTION) is not None
-
-
 def _fuse_models(result: FusedTrainer) -> None:
     """The policy and the reference model, to which TRL's trainer has given its fused forward."""
     for name in ("model", "ref_model"):
@@ -137,12 +133,22 @@ def _fuse_models(result: FusedTrainer) -> None:
         if not isinstance(model, nn.Module):
             continue
         model = unwrap(model)
-        if _trl_forward(model):
+        if has_trl_forward(model):
             result._add(name, lambda model=model: FusedForward(model))  # type: ignore[misc]
-        elif name == "model":
-            result.unfused[name] = (
-                f"this {type(result.trainer).__name__} computes its loss from the logits that the model returns"
-            )
+    if not result.fused and not result.unfused:
+        _fuse_unread(result)
+
+
+def _fuse_unread(result: FusedTrainer) -> None:
+    """A trainer that reads the model's logits: fused in TRL 1.8 to 1.14, whose trainers all read them in one way."""
+    trainer = result.trainer
+    models = {
+        name: unwrap(m) for name in ("model", "ref_model") if isinstance(m := getattr(trainer, name, None), nn.Module)
+    }
+    if _trl_class(trainer).__name__ in ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"):
+        result._add("model", lambda: UnreadLogitsTrainer(trainer, models))
+    else:
+        result.unfused["model"] = f"this {type(trainer).__name__} computes its loss from the model's logits"
 
 
 def _distillation(trainer: Any) -> FusedDistillation:
@@ -157,7 +163,7 @@ def _with_trl_forward(model: nn.Module) -> FusedForward:
     if not hasattr(utils, "add_fused_lm_head"):
         raise PatchError("this version of TRL computes its loss from logits, and has no fused forward before 1.15")
     before = vars(model).get("forward")
-    if not _trl_forward(model):
+    if not has_trl_forward(model):
         utils.add_fused_lm_head(model, outputs=("log_probs", "mean_logits"))
     try:
         return FusedForward(model, before)
@@ -202,7 +208,7 @@ def _check_methods(trainer: Any, *names: str) -> None:
     cls = _trl_class(trainer)
     for name in names:
         if getattr(type(trainer), name) is not getattr(cls, name) or name in vars(trainer):
-            raise PatchError(f"{type(trainer).__name__} has a {name} of its own")
+            raise PatchError(f"{type(trainer).__name__} overrides {name}")
 
 
 def _note_options(result: FusedTrainer) -> None:

@@ -68,28 +68,29 @@ class TokenStatistics:
     ids_N: Tensor
     form: LogitForm
     outputs: tuple[str, ...] = ()
-    """Names of TRL: entropy, log_sum_sq_probs, mean_logits, is_top1."""
+    """Names of TRL: entropy, log_sum_sq_probs, mean_logits, is_top1; and predicted and lse as tigon returns them."""
     mask_N: Tensor | None = None
     """False: the token's log-probability and entropy are 0. `mean_logits` is computed for every token."""
 
     def _wanted(self) -> tuple[str, ...]:
         """The outputs of `tigon.linear_logprobs` that TRL's names need."""
         names = {"entropy": "entropy", "log_sum_sq_probs": "lse", "is_top1": "predicted"}
-        return tuple(names[name] for name in self.outputs if name in names)
+        names |= {"predicted": "predicted", "lse": "lse"}
+        return tuple({names[name] for name in self.outputs if name in names})
 
     def _given(self) -> dict[str, Any]:
         return {"mask": self.mask_N, **self.form.keywords()}
 
     def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """hidden (N, H), weight (V, H), bias (V,) or None -> log-probabilities and each of `outputs`, all (N,)."""
-        result = ops.linear_logprobs(
+        result: Any = ops.linear_logprobs(
             hidden, weight, self.ids_N, bias=bias, temperature=self.form.temperature, outputs=self._wanted(),
             **self._given(),
         )  # fmt: skip
         extra: dict[str, Tensor] = {}
         with torch.no_grad():
             if "log_sum_sq_probs" in self.outputs:  # log Σ p² = lse(2z) - 2 lse(z), and 2z is z at half the temperature
-                twice = ops.linear_logprobs(
+                twice: Any = ops.linear_logprobs(
                     hidden, weight, self.ids_N, bias=bias, temperature=self.form.temperature / 2, outputs=("lse",),
                     **self._given(),
                 )  # fmt: skip
@@ -117,6 +118,7 @@ class TokenStatistics:
             return (result, *(extra[name] for name in self.outputs))
         if "entropy" in self.outputs:
             extra["entropy"] = result.entropy
+        extra |= {name: getattr(result, name) for name in ("predicted", "lse") if name in self.outputs}
         if "is_top1" in self.outputs:
             extra["is_top1"] = result.predicted == self.ids_N
         return (result.logprob, *(extra[name] for name in self.outputs))
@@ -137,9 +139,8 @@ class Divergence:
 
     def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """hidden (N, H), weight (V, H), bias (V,) or None -> divergence (N,) and entropy (N,)."""
-        kind = {0.0: "forward", 1.0: "reverse"}.get(float(self.beta), "jsd")
         divergence = ops.linear_kl(
-            hidden, weight, self.teacher_hidden_NH, self.teacher_weight_VH, kind=kind, beta=self.beta, bias=bias,
+            hidden, weight, self.teacher_hidden_NH, self.teacher_weight_VH, kind="jsd", beta=float(self.beta), bias=bias,
             teacher_bias=self.teacher_bias_V, temperature=self.form.temperature, softcap=self.form.softcap,
             teacher_softcap=self.teacher_form.softcap, logit_scale=self.form.scale,
             teacher_logit_scale=self.teacher_form.scale,
@@ -223,7 +224,7 @@ class RequestSeam(Seam):
     def objection(self, module: nn.Module) -> str | None:
         cls = type(module)
         while issubclass(cls, PatchedModule) and "_tigon_base" in vars(cls):
-            cls = cls._tigon_base  # type: ignore[assignment]
+            cls = cls._tigon_base
         if cls.forward is not nn.Linear.forward:
             return f"it is a {cls.__module__}.{cls.__name__}, which overrides nn.Linear's forward"
         return None
@@ -255,11 +256,17 @@ class FusedHead:
         self.model = model
         self.changes: list[Change] = []
 
+    @property
+    def vocab_size(self) -> int:
+        """The number of logits per token."""
+        head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+        return next(m.out_features for m in peel(head) if isinstance(m, nn.Linear))
+
     def patch(self) -> None:
         """Let the head answer requests.
 
         Raises:
-            PatchError: the head is not a linear module, or has a forward of its own. Nothing was changed.
+            PatchError: the head is not a linear module, or overrides nn.Linear's forward. Nothing was changed.
         """
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
         linears = [] if head is None else [m for m in peel(head) if isinstance(m, nn.Linear)]

@@ -11,7 +11,7 @@ class Override:
     def __init__(self, instance: Any, name: str, value: Any) -> None:
         self.instance, self.name, self.value = instance, name, value
         self.original: Any = getattr(instance, name)
-        """What the instance had before, as its callers see it."""
+        """The instance's earlier attribute, as its callers see it."""
         self._own = name in vars(instance)
         setattr(instance, name, value)
 

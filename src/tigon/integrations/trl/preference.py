@@ -1,7 +1,7 @@
 """ORPOTrainer and CPOTrainer (`trl.experimental`): `concatenated_forward` without logits.
 
-These trainers call the model for its logits and use them three times: for the log-probability per token, for the
-cross entropy of the chosen sequences, and for the mean that they log. One call of TRL's fused forward gives all three.
+These trainers use the logits three times: for the log-probability per token, the cross entropy of the chosen sequences,
+and the mean that they log. One call of TRL's fused forward gives all three.
 """
 
 from __future__ import annotations
