@@ -5,7 +5,7 @@ Importing this package imports neither transformers nor triton; each comes with 
 
 from __future__ import annotations
 
-from tigon import errors, nn
+from tigon import errors, losses, nn
 from tigon.models import AutoModelForCausalLM, PatchReport, patch
 from tigon.ops import (
     add_rms_norm,
@@ -32,6 +32,7 @@ __all__ = [
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "losses",
     "multi_head_linear_cross_entropy",
     "nn",
     "patch",
