@@ -20,7 +20,8 @@ def _groups(rewards: Tensor, num_generations: int) -> tuple[Tensor, Tensor, Tens
     rewards = as_float("rewards", rewards)
     if rewards.ndim != 1 or len(rewards) % num_generations:
         raise ShapeError(
-            f"rewards is {tuple(rewards.shape)}; it must be a vector whose length num_generations={num_generations} divides."
+            f"rewards is {tuple(rewards.shape)}; it must be a vector, "
+            f"and num_generations={num_generations} must divide its length."
         )
     groups = rewards.reshape(-1, num_generations)
     scored = ~groups.isnan()

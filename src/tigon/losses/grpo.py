@@ -78,7 +78,8 @@ def check_grpo_options(
         check_choice("importance_sampling_level", importance_sampling_level, get_args(Level))
         if loss_type == "gspo" and importance_sampling_level != "sequence":
             raise OptionError(
-                "importance_sampling_level='token' contradicts loss_type='gspo'; leave it out, or choose loss_type='grpo'."
+                "importance_sampling_level='token' contradicts loss_type='gspo'; "
+                "leave it out, or choose loss_type='grpo'."
             )
     if not isinstance(use_bias_correction_kl, bool):
         raise OptionError(f"use_bias_correction_kl={use_bias_correction_kl!r} must be True or False.")
@@ -123,10 +124,10 @@ def grpo(
     cu_seqlens: Tensor | None = None,
     num_sequences: int | None = None,
 ) -> PolicyLoss:
-    """Policy gradient with a clipped ratio and advantages relative to a group: GRPO, DAPO, Dr. GRPO, BNPO, GSPO, CISPO.
+    """Policy gradient with a clipped ratio: GRPO, DAPO, Dr. GRPO, BNPO, GSPO and CISPO.
 
-    l = -min(ρ A, clip(ρ, 1 - ε, 1 + ε_high) A) · w + β KL per token, with ρ = exp(log π - log π_old) and the correction w
-    for the sampler (Shao et al. 2024, arXiv 2402.03300). docs/losses.md has denominators and papers of the types.
+    l = -min(ρ A, clip(ρ, 1 - ε, 1 + ε_high) A) · w + β KL per token, with ρ = exp(log π - log π_old) and the weight w
+    that corrects for the sampler (Shao et al. 2024, arXiv 2402.03300). docs/losses.md has the types and their papers.
     Log-ratios of ±500 and beyond give finite losses and gradients: from 30 on the exponential goes on as its tangent.
 
     Args:
@@ -155,7 +156,7 @@ def grpo(
         segment_ids, cu_seqlens, num_sequences: the sequences of a packed batch, as in `layout_of`.
 
     Returns:
-        `PolicyLoss`: loss (scalar), policy_loss, and per token ratio, kl, clipped_low and clipped_high without gradient.
+        `PolicyLoss`: loss (scalar), policy_loss, and without gradient per token ratio, kl, clipped_low, clipped_high.
         A batch without tokens gives 0.
 
     Raises:
@@ -198,7 +199,9 @@ def grpo(
         clipped_low = (ratio < 1.0 - epsilon) & (advantage < 0)
         clipped_high = (ratio > 1.0 + upper) & (advantage > 0)
     if importance_sampling_ratio is not None:
-        weight = layout.per_token("importance_sampling_ratio", as_float("ratio", importance_sampling_ratio))
+        weight = layout.per_token(
+            "importance_sampling_ratio", as_float("importance_sampling_ratio", importance_sampling_ratio)
+        )
         per_token = per_token * layout.masked(weight.detach())
 
     per_token_kl = None

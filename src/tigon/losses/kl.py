@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence from a reference, per token, from the log-probabilities of the sampled tokens alone."""
+"""Estimates of the KL divergence per token, from the log-probabilities of the sampled tokens alone."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class SequenceLayout:
 
     def masked(self, x: Tensor) -> Tensor:
         """x with 0 in place of the tokens that do not count."""
-        return x.masked_fill(~self.mask, 0.0)
+        return x.masked_fill(~self.mask, 0)
 
     def sums(self, x: Tensor) -> Tensor:
         """(..., T) -> (...,), or (N,) -> (S,)."""
@@ -66,7 +66,7 @@ class SequenceLayout:
         """The number of sequences, those without tokens included."""
         if self.num_sequences is not None:
             return self.num_sequences
-        return self.mask[..., 0].numel() if self.mask.shape[-1] else self.mask.shape[:-1].numel()
+        return self.mask.shape[:-1].numel()
 
     def spread(self, per_sequence: Tensor) -> Tensor:
         """One value per sequence -> one value per token."""
@@ -135,7 +135,8 @@ def layout_of(
     if segment_ids is not None:
         if segment_ids.shape != x.shape or segment_ids.dtype not in _INTEGERS:
             raise ShapeError(
-                f"segment_ids is {tuple(segment_ids.shape)} of {segment_ids.dtype}; it must be {tuple(x.shape)} integers."
+                f"segment_ids is {tuple(segment_ids.shape)} of {segment_ids.dtype}; "
+                f"it must be {tuple(x.shape)} integers."
             )
         if num_sequences is None:
             num_sequences = int(segment_ids.max()) + 1 if segment_ids.numel() else 0
