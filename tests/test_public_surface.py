@@ -20,6 +20,8 @@ PUBLIC = [
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_logprobs",
+    "logprobs",
     "losses",
     "multi_head_linear_cross_entropy",
     "nn",

@@ -15,7 +15,7 @@ from tigon.models.loading.presets import PRESETS
 from tigon.planner.estimate import estimate
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
-from tigon.planner.simulate.model_states import at_rest
+from tigon.planner.simulate.model_states import model_weights
 from tigon.techniques.records.choices import Choices
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def host_memory_table() -> str:
             choices = Choices(precision="amp-bf16", **keys)  # type: ignore[arg-type]
             request = Request(model=model, config=load_config(model), batch=1, seq=1024, choices=choices)
             found = estimate(request, gpu=find_gpu("h200"), evaluation=False)
-            parameters = sum(weight.numel for weight in at_rest(request).weights)
+            parameters = sum(weight.numel for weight in model_weights(request).weights)
             lines.append(
                 f"| `{model}` | {words} | {found.host_bytes / GIB:.1f} | {found.host_bytes / parameters:.1f} "
                 f"| {found.nvme_bytes / GIB:.1f} |"

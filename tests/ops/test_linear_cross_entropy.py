@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from helpers import assert_within, relative_error
 from tigon.errors import LabelError, OptionError, ShapeError
-from tigon.ops import dispatch, linear_cross_entropy, prepare_targets
-from tigon.ops.losses import chunk_loop, common
+from tigon.ops import dispatch, linear_cross_entropy, lm_head, prepare_targets
+from tigon.ops.losses import common
 from tigon.ops.losses.chunk_plan import make_chunk_plan
 
 op_module = sys.modules["tigon.ops.losses.linear_cross_entropy"]  # the package's attribute of that name is the function
@@ -152,6 +153,23 @@ def test_logits_stay_within_the_chunk_budget(rows: int, backend: Any, monkeypatc
     assert max(shapes.logits_rows) <= rows and sum(shapes.logits_rows) == N
 
 
+def test_results_of_a_chunk_are_freed_before_the_next_chunk(backend: Any, monkeypatch: Any) -> None:
+    x, w, target = head(backend.device)
+    previous: list[weakref.ref[Tensor]] = []
+    alive = []
+    inner = common.rows_with_gradient
+
+    def run(*args: Any) -> Any:
+        alive.append(sum(ref() is not None for ref in previous))
+        results = inner(*args)
+        previous[:] = [weakref.ref(result) for result in results]
+        return results
+
+    monkeypatch.setattr(common, "rows_with_gradient", run)
+    linear_cross_entropy(x, w, target, chunk_bytes=bytes_for(7), outputs=("entropy", "predicted"))
+    assert alive == [0, 0, 0, 0]
+
+
 def test_ignored_tokens_are_left_out_of_every_product(backend: Any, monkeypatch: Any) -> None:
     """Both with a plain target and with a prepared one."""
     for prepare in (False, True):
@@ -174,9 +192,9 @@ def test_few_ignored_tokens_are_computed_instead_of_gathering_the_rest(backend: 
     target = torch.randint(0, V, (64,)).to(backend.device)
     target[-1] = -100
     found = []
-    for left_out, rows in ((op_module._LEFT_OUT, 64), (0.0, 63)):
+    for left_out, rows in ((lm_head._LEFT_OUT, 64), (0.0, 63)):
         with monkeypatch.context() as patch:
-            patch.setattr(op_module, "_LEFT_OUT", left_out)
+            patch.setattr(lm_head, "_LEFT_OUT", left_out)
             shapes = Shapes(patch)
             leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
             loss = linear_cross_entropy(*leaves, target)
@@ -415,7 +433,7 @@ def test_product_over_an_odd_vocabulary_has_every_column_and_is_not_rounded_twic
     before = torch.randn(rows, columns).to(out_dtype) if accumulate else torch.zeros(rows, columns)
     if accumulate:
         out.copy_(before)
-    chunk_loop.product_into(a, b, out, accumulate)
+    lm_head.product_into(a, b, out, accumulate)
     want = before.double() + a.double() @ b.double()
     # the columns left over are few, so that their rounding adds little to that of the whole
     assert relative_error(out, want) <= 1.15 * relative_error(want.to(out_dtype), want) + 1e-6
@@ -471,13 +489,13 @@ def test_products_on_the_cpu_get_contiguous_factors_alone(
     The tests themselves run without AMX (tests/backends.py).
     """
     gaps = []
-    product = chunk_loop._product_into
+    product = lm_head._product_into
 
     def watched(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
         gaps.extend(t for t in (a, b) if not (t.is_contiguous() or t.t().is_contiguous()))
         product(a, b, out, accumulate)
 
-    monkeypatch.setattr(chunk_loop, "_product_into", watched)
+    monkeypatch.setattr(lm_head, "_product_into", watched)
     x = torch.randn(300, 8).bfloat16().requires_grad_()
     w = torch.randn(97, 8).bfloat16().requires_grad_()
     linear_cross_entropy(x, w, torch.randint(0, 97, (300,)), chunk_bytes=chunk_bytes).backward()  # type: ignore[union-attr]
@@ -487,13 +505,13 @@ def test_products_on_the_cpu_get_contiguous_factors_alone(
 def test_product_of_one_token_has_no_factor_of_one_column(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS loads such a factor element by element."""
     inner = []
-    product = chunk_loop._product_into
+    product = lm_head._product_into
 
     def watched(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
         inner.append(a.shape[1])
         product(a, b, out, accumulate)
 
-    monkeypatch.setattr(chunk_loop, "_product_into", watched)
+    monkeypatch.setattr(lm_head, "_product_into", watched)
     x, w = torch.randn(1, 16).bfloat16(), torch.randn(40, 16).bfloat16().requires_grad_()
     target = torch.randint(0, 40, (1,))
     linear_cross_entropy(x, w, target).backward()  # type: ignore[union-attr]

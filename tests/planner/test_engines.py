@@ -10,11 +10,11 @@ import pytest
 from tests.planner.planner_helpers import BARE, request_of
 from tigon.planner import estimate as pipeline
 from tigon.planner.engines.choose import engine_of
-from tigon.planner.simulate.model_states import at_rest
+from tigon.planner.simulate.model_states import model_weights
 from tigon.techniques.records.choices import Choices
 
 PLANNER = Path(pipeline.__file__).parent
-STAGES = ("engine_of", "at_rest", "step_tapes", "SimulatedRun", "step_seconds")
+STAGES = ("engine_of", "model_weights", "step_tapes", "SimulatedRun", "step_seconds")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_run_gets_the_engine_of_its_choices(choices, name):
 
 
 def test_stage_3_divides_the_weights_and_earlier_stages_do_not():
-    model = at_rest(request_of(precision="bf16"))
+    model = model_weights(request_of(precision="bf16"))
     one, two, three = (
         engine_of(request.choices).placement(request, model).weights
         for request in (request_of(zero=stage, gpus=4) for stage in (1, 2, 3))
@@ -45,7 +45,7 @@ def test_stage_3_divides_the_weights_and_earlier_stages_do_not():
 )  # fmt: skip
 def test_gradients_stay_until_the_step_unless_the_engine_reduces_them(choices, kept):
     request = request_of(**choices)
-    placement = engine_of(request.choices).placement(request, at_rest(request_of(precision="bf16")))
+    placement = engine_of(request.choices).placement(request, model_weights(request_of(precision="bf16")))
     assert placement.gradients.kept == kept
 
 

@@ -23,7 +23,7 @@ from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GatheredWeights, GatheringPlan
 from tigon.planner.simulate.ledger import Ledger
-from tigon.planner.simulate.model_states import ModelStates, Weight, at_rest
+from tigon.planner.simulate.model_states import ModelWeights, Weight, model_weights
 from tigon.planner.trace.tape import Where
 from tigon.techniques.records.choices import Choices
 from tigon.trainer.distributed import launch
@@ -81,7 +81,7 @@ def _predicted(stage: int, precision: str, optimizer: str) -> int:
         for name, shape, numel in (("weight", (64, 64), 64 * 64), ("bias", (64,), 64))
     ]
     request: Request = request_of(zero=stage, precision=precision, optimizer=optimizer)
-    return engine_of(request.choices).placement(request, ModelStates(tuple(weights), 0, (64, 64))).optimizer
+    return engine_of(request.choices).placement(request, ModelWeights(tuple(weights), 0, (64, 64))).optimizer
 
 
 def test_planned_optimizer_of_a_zero_stage_holds_what_deepspeed_holds() -> None:
@@ -101,7 +101,7 @@ def test_planned_optimizer_of_a_zero_stage_holds_what_deepspeed_holds() -> None:
 def _placed(**choices: object) -> Placement:
     request = request_of(shape={"hidden_size": 256, "intermediate_size": 704}, **choices)
     engine = engine_of(request.choices)
-    return engine.placement(request, at_rest(replace(request, choices=engine.traced_choices())))
+    return engine.placement(request, model_weights(replace(request, choices=engine.traced_choices())))
 
 
 @pytest.mark.parametrize("sharding", [{"zero": 2}, {"zero": 3}], ids=str)
@@ -127,7 +127,7 @@ def test_8_bit_states_of_fsdp2_do_not_depend_on_the_weights_dtype() -> None:
 @pytest.mark.parametrize("sharding", [{"zero": 1}, {"zero": 2}, {"fsdp": True}], ids=str)
 def test_temporaries_of_the_step_are_those_of_one_partition(sharding: dict[str, object]) -> None:
     two, eight = (
-        sum(_placed(gpus=gpus, precision="bf16", optimizer="sgd", **sharding).step_tensors) for gpus in (2, 8)
+        sum(_placed(gpus=gpus, precision="bf16", optimizer="sgd", **sharding).step_tensor_bytes) for gpus in (2, 8)
     )
     assert two == pytest.approx(4 * eight, rel=0.01) and eight > 0
 
@@ -140,7 +140,7 @@ def test_fsdp2_keeps_whole_gradients_until_the_last_micro_batch() -> None:
         ).peak_allocated_bytes
         for count in (1, 4)
     )
-    model = at_rest(request_of(precision="bf16"))
+    model = model_weights(request_of(precision="bf16"))
     assert four - one > 0.7 * sum(weight.grad_bytes for weight in model.trained)
 
 
@@ -150,7 +150,7 @@ def test_accumulated_gradients_go_to_the_host_unit_by_unit() -> None:
         estimate(request_of(fsdp=True, offload="cpu", accumulate=count, batch=8), gpu=BARE).peak_allocated_bytes
         for count in (1, 4)
     )
-    grads = sum(weight.grad_bytes for weight in at_rest(request_of(precision="bf16")).trained)
+    grads = sum(weight.grad_bytes for weight in model_weights(request_of(precision="bf16")).trained)
     assert four - one < 1.5 * grads
 
 
@@ -240,8 +240,8 @@ def test_draft_heads_are_planned_outside_the_layers() -> None:
         def attach(self, model: Any) -> None:
             model.add_module("draft_heads", nn.ModuleList(nn.Linear(64, 64) for _ in range(3)))
 
-    plain = at_rest(request_of(fsdp=True, gpus=2))
-    found = at_rest(request_of(fsdp=True, gpus=2, objective=Heads()))
+    plain = model_weights(request_of(fsdp=True, gpus=2))
+    found = model_weights(request_of(fsdp=True, gpus=2, objective=Heads()))
     new = {weight.name: weight.layer for weight in found.weights} | {w.name: None for w in plain.weights}
     assert len(new) > len(plain.weights) and set(new.values()) == {None}
     engine = engine_of(Choices(fsdp=True, gpus=2))

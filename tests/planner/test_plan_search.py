@@ -155,7 +155,7 @@ def test_search_goes_on_past_a_model_whose_mlps_cannot_be_tiled(monkeypatch):
 
 def test_splits_of_the_batch_keep_the_number_of_sequences():
     for problem in (asked_of(400), asked_of(400, batch=7), asked_of(400, effective_batch=48)):
-        assert all(batch * accumulate == problem.rows for batch, accumulate in space.splits(problem))
+        assert all(batch * accumulate == problem.samples_per_step for batch, accumulate in space.splits(problem))
     assert space.splits(asked_of(400, accumulate=3)) == [(8, 3)]
 
 

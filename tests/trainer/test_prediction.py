@@ -63,7 +63,7 @@ def test_offload_of_more_than_the_host_memory_is_warned_about(recipe_of, monkeyp
     assert warning.startswith("warning") and "of host memory" in warning
 
 
-def test_next_rung_command_leads_to_a_recipe_that_fits(recipe_of):
+def test_what_fits_command_leads_to_a_recipe_that_fits(recipe_of):
     recipe = recipe_of()
     _, warning = predicted(recipe, 700).lines("tigon train r.yaml")
     words = shlex.split(warning.partition(": tigon train r.yaml ")[2])
@@ -137,7 +137,7 @@ def test_out_of_memory_from_fragmentation_says_how_to_join_the_pieces(
 def test_out_of_memory_recommends_a_recipe_that_needs_less(recipe_of, tmp_path):
     """If the prediction said that the recipe fits, the recommendation has to be smaller than the recipe that failed."""
     found = predicted(recipe_of(), 8000)
-    said = prediction.next_rung(found, "tigon train r.yaml", failed=True)
+    said = prediction.what_fits(found, "tigon train r.yaml", failed=True)
     words = shlex.split(said.partition(": tigon train r.yaml ")[2])
     better = predicted(recipe_of(overrides=words[1::2]), 8000)
     assert words and better.option.estimate.peak_allocated_bytes < found.option.estimate.peak_allocated_bytes

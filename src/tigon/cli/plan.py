@@ -50,7 +50,7 @@ def _with_technique_flags(function: Callable[..., None]) -> Callable[..., None]:
             is_switch = setting.hint is bool
             flags.append(
                 inspect.Parameter(
-                    setting.field, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False if is_switch else None,
+                    setting.field, inspect.Parameter.KEYWORD_ONLY, default=False if is_switch else None,
                     annotation=Annotated[bool if is_switch else setting.hint | None, option],
                 )
             )  # fmt: skip
@@ -63,18 +63,21 @@ def _with_technique_flags(function: Callable[..., None]) -> Callable[..., None]:
 @_with_technique_flags
 def command(
     model: Annotated[str, typer.Argument(help="A preset, a checkpoint folder, a config.json or a hub id.")],
+    *,
     gpu: Annotated[str, typer.Option(help="A GPU's name (h200, rtx-4090) or its memory (24GiB).")],
-    batch: Annotated[int | None, typer.Option(help="Sequences per micro-batch on each GPU.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples per micro-batch on each GPU.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per sample.")] = None,
     effective_batch: Annotated[
-        int | None, typer.Option("--effective-batch", help="Sequences per step over all GPUs.")
+        int | None, typer.Option("--effective-batch", help="Samples per optimizer step over all GPUs.")
     ] = None,
     medusa: Annotated[int | None, typer.Option(metavar="K", help="Train K Medusa heads.")] = None,
     stage: Annotated[
         int | None, typer.Option(help="With --medusa: 1 trains only the heads (default), 2 the model too.")
     ] = None,
     method: Annotated[str, typer.Option(help="trace, or study: the formulas of docs/study.md.")] = "trace",
-    policy: Annotated[str, typer.Option(help="search, or study: the ladder of docs/study.md.")] = "search",
+    policy: Annotated[
+        str, typer.Option(help="search, or study: the changes of the Liger study, one after another.")
+    ] = "search",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw charts.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the terms of each number.")] = False,
@@ -179,7 +182,7 @@ def _check_settings(given: Mapping[str, Any]) -> None:
 
 
 def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate: int | None) -> int | None:
-    """Sequences per micro-batch if --effective-batch and --accumulate are both given, else `batch`."""
+    """Samples per micro-batch if --effective-batch and --accumulate are both given, else `batch`."""
     each = gpus * (accumulate or 1)
     if effective_batch % each:
         divisor = f"--gpus {gpus}" + (f" x --accumulate {accumulate}" if accumulate else "")

@@ -1,14 +1,14 @@
-"""Packs encoded documents into sequences of `sequence_length` tokens. The collator makes batches of them.
+"""Packs encoded documents into samples of `sequence_length` tokens. The collator makes batches of them.
 
-Plain text is a stream: documents follow one another and are cut where a sequence ends. Every sequence except the last
+Plain text is a stream: documents follow one another and are cut where a sample ends. Every sample except the last
 is full, and no token is lost. A prompt and its answer stay together: best-fit packing puts each pair into the fullest
-sequence that has room.
+sample that has room.
 
 Attention does not cross documents unless `cross_document_attention` is set. Every document, and every piece that
-continues in the next sequence, restarts `position_ids` at 0. transformers builds the block mask from these positions.
+continues in the next sample, restarts `position_ids` at 0. transformers builds the block mask from these positions.
 The first token of a piece cannot be predicted from anything, so its label is IGNORE_INDEX.
 
-Legend: N sequences (`Sample`), B batch, T tokens per sequence.
+Legend: N samples, B samples per micro-batch, T tokens per sample.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tigon.errors import DataError
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence: (T,) int32 tensors of tokens, labels, and positions that restart at every piece."""
+    """One sequence of tokens: (T,) int32 tensors of tokens, labels, and positions that restart at every piece."""
 
     tokens_T: Tensor
     labels_T: Tensor
@@ -38,7 +38,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Packed:
-    """The sequences of a data set, and counts of what packing changed."""
+    """The samples of a data set, and counts of what packing changed."""
 
     samples: list[Sample]
     n_tokens: int
@@ -47,7 +47,7 @@ class Packed:
 
 
 class SampleDataset(Dataset[Sample]):
-    """Sequences as a Dataset for a DataLoader."""
+    """Samples as a Dataset for a DataLoader."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = samples
@@ -60,13 +60,13 @@ class SampleDataset(Dataset[Sample]):
 
 
 def pack(documents: Sequence[Encoded], length: int, *, packing: bool, cross_document: bool, too_long: str) -> Packed:
-    """Pack documents into sequences of at most `length` tokens: text first, then prompts with answers.
+    """Pack documents into samples of at most `length` tokens: text first, then prompts with answers.
 
     Args:
         documents: The encoded documents.
-        length: The most tokens per sequence.
-        packing: Whether a sequence may hold several documents.
-        cross_document: Whether tokens attend to earlier documents in their sequence.
+        length: The most tokens per sample.
+        packing: Whether a sample may hold several documents.
+        cross_document: Whether tokens attend to earlier documents in their sample.
         too_long: error, truncate or drop, for a prompt with its answer of more than `length` tokens.
 
     Raises:
@@ -111,7 +111,7 @@ def _slice(document: Encoded, start: int, stop: int) -> Encoded:
 
 
 def _stream(documents: Sequence[Encoded], length: int) -> Iterable[list[Encoded]]:
-    """Pieces of consecutive documents, `length` tokens at a time. The last sequence may be shorter."""
+    """Pieces of consecutive documents, `length` tokens at a time. The last sample may be shorter."""
     pieces: list[Encoded] = []
     free = length
     for document in documents:
@@ -129,9 +129,9 @@ def _stream(documents: Sequence[Encoded], length: int) -> Iterable[list[Encoded]
 
 
 def _best_fit(documents: Sequence[Encoded], length: int) -> list[list[Encoded]]:
-    """Best fit, longest first: each goes into the sequence with the least sufficient room. O(N log N) by bisection."""
+    """Best fit, longest first: each goes into the sample with the least sufficient room. O(N log N) by bisection."""
     samples: list[list[Encoded]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, index of the sequence), sorted
+    room: list[tuple[int, int]] = []  # (free tokens, index of the sample), sorted
     for document in sorted(documents, key=lambda d: -len(d.tokens)):
         size = len(document.tokens)
         at = bisect.bisect_left(room, (size, -1))
@@ -160,12 +160,12 @@ def _sample(pieces: Sequence[Encoded], cross_document: bool) -> Sample:
 
 @dataclass(frozen=True)
 class Collator:
-    """Turns sequences into the model's keyword arguments, int64 on the CPU.
+    """Turns samples into the model's keyword arguments, int64 on the CPU.
 
     - packed: input_ids, labels, position_ids of shape (B, T). An attention mask is not needed, because the positions
-      mark the documents. Padding of short sequences restarts the positions, so no token attends to it.
-    - padded: input_ids, labels, attention_mask of shape (B, T). T is the longest sequence; padding is on the right.
-    - flatten: packed into one sequence (1, B*T), as the variable-length flash kernels require.
+      mark the documents. Padding of short samples restarts the positions, so no token attends to it.
+    - padded: input_ids, labels, attention_mask of shape (B, T). T is the longest sample; padding is on the right.
+    - flatten: joined into one sequence (1, B*T), as the variable-length flash kernels require.
     """
 
     pad_id: int

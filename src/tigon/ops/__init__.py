@@ -11,6 +11,9 @@ import pkgutil
 from tigon.ops._op import Case, Cost, Op
 from tigon.ops.glu import geglu, swiglu
 from tigon.ops.layer_norm import layer_norm
+from tigon.ops.logprobs.linear_logprobs import linear_logprobs
+from tigon.ops.logprobs.logprobs import logprobs
+from tigon.ops.logprobs.rows import Logprobs
 from tigon.ops.losses.cross_entropy import cross_entropy
 from tigon.ops.losses.linear_cross_entropy import linear_cross_entropy, prepare_targets
 from tigon.ops.losses.multi_head import multi_head_linear_cross_entropy
@@ -37,12 +40,15 @@ __all__ = [
     "OPS",
     "Case",
     "Cost",
+    "Logprobs",
     "Op",
     "add_rms_norm",
     "cross_entropy",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_logprobs",
+    "logprobs",
     "multi_head_linear_cross_entropy",
     "prepare_targets",
     "rms_norm",

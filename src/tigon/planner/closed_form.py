@@ -10,12 +10,12 @@ states       16 bytes per parameter: weight, gradient and two moments in fp32
 from __future__ import annotations
 
 from tigon.planner.request import Request, text_config
-from tigon.planner.simulate.model_states import ModelStates
+from tigon.planner.simulate.model_states import ModelWeights
 
 BYTES_PER_PARAMETER = 16
 
 
-def components(request: Request, model: ModelStates) -> dict[str, int]:
+def components(request: Request, model: ModelWeights) -> dict[str, int]:
     """Returns bytes by component; logits are 0 with a fused loss."""
     config = text_config(request.config)
     tokens = request.batch * request.seq
@@ -27,12 +27,12 @@ def components(request: Request, model: ModelStates) -> dict[str, int]:
         "optimizer": states // 2,
         "checkpoints": tokens * config.hidden_size * 2 * config.num_hidden_layers,
         "activations": 0,
-        "logits": 0 if fused else tokens * model.head_shape[0] * 4 * 3,
+        "logits": 0 if fused else tokens * model.lm_head_shape[0] * 4 * 3,
         "workspace": 0,
     }
 
 
-def step_flops(request: Request, model: ModelStates) -> float:
+def step_flops(request: Request, model: ModelWeights) -> float:
     """FLOPs of an optimizer step without a trace: 6 per parameter and token, 8 if layers are recomputed."""
     tokens = request.batch * request.seq * request.choices.accumulate
     return (6.0 if request.choices.checkpointing == "none" else 8.0) * model.numel * tokens

@@ -3,7 +3,7 @@
 One estimate is a pipeline. `_from_trace` calls each stage once:
 
     engine_of         the engine that the run trains with             engines/
-    at_rest           weights and optimizer states                    simulate/model_states.py
+    model_weights     weights of the model at full depth              simulate/model_states.py
     step_tapes        what a micro-batch allocates and computes       trace/
     placement         what one rank holds                             engines/
     SimulatedRun      memory over three steps                         simulated_run.py
@@ -26,7 +26,7 @@ from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, check
 from tigon.planner.simulate.ledger import COMPONENTS
-from tigon.planner.simulate.model_states import ModelStates, at_rest
+from tigon.planner.simulate.model_states import ModelWeights, model_weights
 from tigon.planner.simulate.playback import offloaded
 from tigon.planner.simulated_run import RunMemory, SimulatedRun
 from tigon.planner.step_time import step_seconds
@@ -84,7 +84,7 @@ def estimate(request: Request, *, gpu: Gpu, method: Method = "trace", evaluation
 def _from_trace(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
     engine = engine_of(request.choices)
     computed = dataclasses.replace(request, choices=engine.traced_choices())
-    model = at_rest(computed)
+    model = model_weights(computed)
     tapes = step_tapes(computed, gpu, evaluating=evaluating)
     offloaded_bytes = 0
     if request.choices.checkpointing == "offload":
@@ -137,7 +137,7 @@ def _step_tokens(request: Request) -> int:
     return request.batch * request.seq * request.choices.accumulate * request.choices.gpus
 
 
-def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelStates) -> tuple[str, ...]:
+def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> tuple[str, ...]:
     choices = request.choices
     notes = []
     if choices.kernels == "liger":
@@ -159,7 +159,7 @@ def logits_bytes(request: Request, *, gpu: Gpu) -> int:
 
 
 def _from_formulas(request: Request, gpu: Gpu) -> Estimate:
-    model = at_rest(request)
+    model = model_weights(request)
     components = closed_form.components(request, model)
     peak_bytes = sum(components.values())
     states = components["weights"] + components["gradients"] + components["optimizer"]

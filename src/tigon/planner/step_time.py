@@ -6,7 +6,7 @@ from tigon.planner.engines.base import Placement
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate import roofline
-from tigon.planner.simulate.model_states import ModelStates
+from tigon.planner.simulate.model_states import ModelWeights
 from tigon.planner.trace.tape import Tape
 from tigon.techniques.optimizers import OPTIMIZERS
 
@@ -20,7 +20,7 @@ _HIDING_SHARE = 0.5
 
 
 def step_seconds(
-    request: Request, gpu: Gpu, model: ModelStates, placement: Placement, tape: Tape, *, overlapped_bytes: int
+    request: Request, gpu: Gpu, model: ModelWeights, placement: Placement, tape: Tape, *, overlapped_bytes: int
 ) -> float:
     """Seconds of one optimizer step with all its micro-batches.
 
@@ -38,7 +38,7 @@ def step_seconds(
     return micro_s * choices.accumulate + update_s + link_s + peers_s
 
 
-def _update_s(request: Request, gpu: Gpu, model: ModelStates, placement: Placement) -> float:
+def _update_s(request: Request, gpu: Gpu, model: ModelWeights, placement: Placement) -> float:
     """Clipping and the optimizer's step on the GPU."""
     # Clipping reads the gradients for the norm, then reads and writes them.
     clipped_bytes = 3 * sum(weight.grad_bytes for weight in model.trained) if request.clipped else 0
@@ -47,7 +47,7 @@ def _update_s(request: Request, gpu: Gpu, model: ModelStates, placement: Placeme
     return roofline.update_s(work.moved_bytes + clipped_bytes, work.host_calls, work.sm_s, gpu, waits=waits)
 
 
-def _link_s(request: Request, gpu: Gpu, model: ModelStates, placement: Placement) -> float:
+def _link_s(request: Request, gpu: Gpu, model: ModelWeights, placement: Placement) -> float:
     """Copies to and from the host, and the optimizer's step there."""
     choices = request.choices
     seconds = placement.traffic.link / gpu.link_bytes_s

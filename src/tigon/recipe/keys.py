@@ -113,7 +113,7 @@ class DataConfig:
         "and the standard library's sources of the running Python.",
     )  # fmt: skip
     format: str = key(
-        "auto", "Layout of JSONL rows. `auto` detects it from the keys of each file's first row.",
+        "auto", "Layout of the rows of a JSONL file. `auto` detects it from the keys of each file's first row.",
         choices=("auto", "text", "alpaca", "messages", "prompt-completion"),
     )  # fmt: skip
     max_text_mib: float | None = key(None, "Stop reading after this much text (MiB of UTF-8).", above=0)
@@ -127,19 +127,22 @@ class DataConfig:
     vocab_size: int = key(8192, "Vocabulary size of the BPE that `auto` trains.", minimum=300, maximum=262144)
     sequence_length: int = key(1024, "Tokens per sample.", limits="seq")
     packing: bool = key(
-        True, "Pack several documents into a sample; false: one document (or piece of one) per sample, padded."
+        True,
+        "Pack several documents into each sample; false: each sample holds one document, or a piece of one, and is "
+        "padded to the longest sample of its micro-batch.",
     )
     cross_document_attention: bool = key(
         False, "Let tokens attend to earlier documents in a packed sample. Saves the block mask that sdpa needs."
     )
     too_long: str = key(
-        "error", "If a prompt and its answer are longer than `sequence_length`: stop, cut off the end, or leave both "
-        "out (the report counts these cases). Plain text is split into several samples and loses nothing.",
+        "error", "If a prompt and its answer together are longer than `sequence_length`: stop, cut off the end, or "
+        "leave both out. `truncate` also leaves both out if nothing of the answer is left. The report counts these "
+        "cases. Longer text is cut into several samples.",
         choices=("error", "truncate", "drop"),
     )  # fmt: skip
     bad_rows: str = key(
-        "error", "If a row cannot be used (invalid JSON or UTF-8, unknown keys, an empty answer, refused by the chat "
-        "template): stop and name it, or leave it out (the report counts it).",
+        "error", "If a JSONL row or a text file cannot be used (invalid JSON or UTF-8, unknown keys, an empty answer, "
+        "refused by the chat template): stop and name it, or leave it out (the report counts it).",
         choices=("error", "skip"),
     )  # fmt: skip
 

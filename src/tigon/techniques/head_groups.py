@@ -1,8 +1,9 @@
 """Attention whose backward pass processes one group of heads after another.
 
-A fused kernel's memory grows linearly with the sequence. Its backward pass adds an fp32 copy of dQ and, if query heads
-share key heads, a dK and a dV for each query head. For Llama-3.2-1B at 524,288 tokens this is 8 GiB, and Q has 2 GiB.
-Heads are independent, so groups of heads can take turns, and only one group needs scratch memory at a time.
+A fused kernel's memory grows linearly with the tokens of a micro-batch. Its backward pass adds an fp32 copy of dQ and,
+if query heads share key heads, a dK and a dV for each query head. For Llama-3.2-1B at 524,288 tokens this is 8 GiB, and
+Q has 2 GiB. Heads are independent, so groups of heads can take turns, and only one group needs scratch memory at a
+time.
 
 The forward pass stays one call, because its output is one tensor. The backward pass calls PyTorch's kernel on slices
 of the saved tensors and writes slices of dQ, dK and dV. If that kernel cannot be used (a mask, fp32), the whole
@@ -196,7 +197,7 @@ def check_groups(config: Any, groups: int) -> None:
 _GROUPS = Setting(
     field="attention_groups", key="train.attention_groups",
     help="Attention computes its heads in this many groups; must divide the key heads.", minimum=1,
-    traced=True, search="long rows", candidates=lambda config: (key_heads(config),),
+    traced=True, search="long samples", candidates=lambda config: (key_heads(config),),
     label=lambda choices: f"attention in {choices.attention_groups} groups" if choices.attention_groups > 1 else "",
 )  # fmt: skip
 
@@ -207,7 +208,7 @@ DECLARATION = Declaration(
             name="grouped-attention", page="tiling",
             saves="Scratch memory of attention's backward pass for all but one group of heads. A flash kernel takes 4 "
             "bytes per element of Q, and 4 more if query heads share key heads.",
-            costs="One launch per group, which slows short sequences. A mask adds a copy of the output and of dQ.",
+            costs="One launch per group, which slows short samples. A mask adds a copy of the output and of dQ.",
             recipe={"train.attention_groups": 4}, chosen=(Condition("attention_groups", "is at least", 2),),
             model=_group, source="PyTorch 2.11 flash_api.cpp: mha_bwd",
         ),

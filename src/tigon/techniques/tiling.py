@@ -1,8 +1,9 @@
-"""MLPs that process a tile of tokens at a time (like TiledMLP in arXiv 2506.13996, §3.1).
+"""MLPs that process a tile of a micro-batch's tokens at a time (like TiledMLP in arXiv 2506.13996, §3.1).
 
-An MLP treats each token by itself, so it can process tokens in turns. The MLP keeps only its input. A tile's inner
-activations exist only while that tile is computed, and the backward pass computes them again. Checkpointing leaves one
-layer's inner activations in memory. With tiles, one tile's remain, and they do not grow with the sequence.
+An MLP treats each token by itself, so it can process tokens in turns. A tile may hold tokens of several samples. The
+MLP keeps only its input. A tile's inner activations exist only while that tile is computed, and the backward pass
+computes them again. Checkpointing leaves one layer's inner activations in memory. With tiles, one tile's remain, and
+they do not grow with the micro-batch.
 
 A weight's gradient is the sum over the tiles. It is added up in fp32 and rounded once. Autograd would add the tiles'
 rounded gradients in the weight's dtype, which for 64 tiles in bf16 gives 8 times the rounding error. Because of this
@@ -25,10 +26,10 @@ from tigon.techniques.records.condition import Condition
 from tigon.techniques.records.setting import Setting
 from tigon.techniques.records.technique import Declaration, RunInfo, Technique
 
-# N tokens of all rows, H hidden.
+# N tokens of the micro-batch, H hidden.
 
 TILE_TOKENS = 8192
-"""The tile that the planner tries if rows are longer: a Llama MLP of this many tokens fills a GPU."""
+"""The tile that the planner tries if samples are longer: a Llama MLP of this many tokens fills a GPU."""
 # transformers' names for the MLP of a decoder layer.
 _MLP = re.compile(r".*\.\d+\.(mlp|feed_forward|ffn)")
 # Modules with these children are left alone: a router chooses among all tokens, and returns its scores too.
@@ -157,8 +158,8 @@ def _rng_of(state: tuple[Tensor, Tensor | None] | None, device: torch.device) ->
 
 _TILE = Setting(
     field="mlp_tile_tokens", key="train.mlp_tile_tokens",
-    help="Tokens that a layer's MLP processes at a time, forward and backward; 0: all.", minimum=0,
-    traced=True, search="long rows", candidates=lambda config: (TILE_TOKENS,),
+    help="Tokens of a micro-batch that a layer's MLP processes at a time, forward and backward; 0: all.", minimum=0,
+    traced=True, search="long samples", candidates=lambda config: (TILE_TOKENS,),
     label=lambda choices: f"MLP tiles of {choices.mlp_tile_tokens}" if choices.mlp_tile_tokens else "",
 )  # fmt: skip
 
@@ -174,15 +175,16 @@ def _tile(model: Any, choices: Choices, run_info: RunInfo) -> Any:
 
 
 DECLARATION = Declaration(
-    pages={"tiling": "Layers in pieces, for long rows"},
+    pages={"tiling": "Layers in pieces, for long samples"},
     settings=(_TILE,),
     techniques=(
         Technique(
             name="tiled-mlp", page="tiling",
-            saves="The inner activations of an MLP for all but one tile of tokens. With checkpointing these are a "
-            "layer's gate, up and their product for the whole sequence, and their gradients.",
+            saves="The inner activations of an MLP for all tokens of a micro-batch except one tile. With checkpointing "
+            "these are one layer's gate, up and their product, and their gradients.",
             costs="A second forward pass of the MLPs, beyond the one of checkpointing, and fp32 sums of one MLP's "
-            "weight gradients. Tiles of less than a few thousand tokens leave a GPU idle.",
+            "weight gradients. Tiles of less than a few thousand tokens leave a GPU idle. A "
+            "micro-batch that is no larger than a tile is computed whole, so it saves and costs nothing.",
             recipe={"train.mlp_tile_tokens": 8192}, chosen=(Condition("mlp_tile_tokens", "is at least", 1),),
             model=_tile, source="arXiv 2506.13996 §3.1",
         ),

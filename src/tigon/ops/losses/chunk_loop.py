@@ -11,99 +11,22 @@ trained bias, entropy and predictions need the pass.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels.chips import LogitsTile
 from tigon.ops import dispatch
 from tigon.ops.dispatch import Primitive
+from tigon.ops.lm_head import column_sum, logits_buffer, logits_into, no_autocast, product_into
 from tigon.ops.losses import common
 from tigon.ops.losses.options import LossOptions
 from tigon.ops.signature import SYMBOLIC
 
 # N tokens, C tokens of a chunk, H hidden, V vocabulary.
-
-
-def _buffer(rows: int, vocab: int, like: Tensor) -> Tensor:
-    """A buffer for (rows, V) logits.
-
-    For kernels, rows start at a multiple of 16 bytes, because unaligned rows halve the width of every load. On the CPU
-    rows are contiguous: its bf16 product (oneDNN for AMX, torch 2.13) multiplies the padding between rows by 0, which
-    gives NaN if that memory holds a NaN.
-    """
-    if dispatch.planned_device(like) == "cpu" and not dispatch.uses_kernel(like):
-        return like.new_empty(rows, vocab)
-    align = 16 // like.element_size()
-    padded = -(-vocab // align) * align
-    return like.new_empty(rows, padded)[:, :vocab]
-
-
-_WORTH_SPLITTING = 1024
-"""Fewest elements of a dimension worth splitting; a smaller product ends before a second one is launched."""
-
-
-def _whole_lines(size: int, like: Tensor) -> int:
-    """The largest part of `size` elements that fills whole lines of 16 bytes; all in fp32, where it gains nothing."""
-    line = 16 // like.element_size()
-    return size // line * line if like.element_size() == 2 and size >= _WORTH_SPLITTING else size
-
-
-def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-    """out (+)= a @ b, summed in out's dtype, which may be fp32 over 16-bit factors.
-
-    If a dimension is not a multiple of 8, such as GPT-2's vocabulary of 50257, cuBLAS uses kernels that load element by
-    element, even if rows are padded. They are 1.6 to 8 times slower on an H200. The remainder therefore gets a separate
-    product. The weight gradient of one token is a column times a row and also gets such a kernel. It takes 829 us for
-    128256 x 4096; writing the result alone takes 250 us. Padding both factors with zeros avoids it.
-    """
-    if a.shape[1] == 1:
-        line = 16 // a.element_size()
-        a, b = F.pad(a, (0, line - 1)), F.pad(b, (0, 0, 0, line - 1))
-    (M, K), N = a.shape, b.shape[1]
-    m = _whole_lines(M, a) if a.stride(0) == 1 else M
-    n = _whole_lines(N, a) if b.stride(1) == 1 or out.dtype == a.dtype else N
-    k = _whole_lines(K, a) if a.stride(1) == 1 or b.stride(0) == 1 else K
-    if k < K:
-        # The few remaining columns go first, so that their 16-bit sum is rounded at its own size, not at the total's.
-        product_into(a[:, k:], b[k:], out, accumulate)
-        product_into(a[:, :k], b[:k], out, accumulate=True)
-    elif m < M:
-        product_into(a[:m], b, out[:m], accumulate)
-        product_into(a[m:], b, out[m:], accumulate)
-    elif n < N:
-        product_into(a, b[:, :n], out[:, :n], accumulate)
-        product_into(a, b[:, n:], out[:, n:], accumulate)
-    else:
-        _product_into(a, b, out, accumulate)
-
-
-def _product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-    if a.dtype != out.dtype and a.is_cuda:
-        # cuBLAS multiplies 16-bit matrices into an fp32 C; casting the factors would cost an fp32 product.
-        if accumulate:
-            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(a, b, out_dtype=out.dtype, out=out)
-        return
-    a, b = a.to(out.dtype), b.to(out.dtype)
-    if accumulate:
-        torch.addmm(out, a, b, out=out)
-    else:
-        torch.mm(a, b, out=out)
-
-
-def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Disable autocast, which would make the fp32 accumulation 16-bit; the caller has already chosen the dtypes."""
-    device = x.device.type
-    if not torch.amp.is_autocast_available(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
 
 
 def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
@@ -312,7 +235,7 @@ def _chunks_outputs(tensors: ChunkTensors, options: ChunkOptions, exp: bool) -> 
         dx_NH=hidden_NH.new_empty((N, H) if options.want_hidden and not keep else (0, H), dtype=dx_dtype),
         dw_VH=hidden_NH.new_empty((V, H) if options.want_weight and not keep else (0, H), dtype=dw_dtype),
         db_V=hidden_NH.new_empty(V if options.want_bias else 0, dtype=acc),
-        kept_NV=_buffer(N, V, hidden_NH) if keep else hidden_NH.new_empty((0, V)),
+        kept_NV=logits_buffer(N, V, hidden_NH) if keep else hidden_NH.new_empty((0, V)),
         factors=hidden_NH.new_empty((2, N if keep and exp else 0), dtype=acc),
     )
 
@@ -335,7 +258,7 @@ def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
         tile = None
         factors_N[0], factors_N[1] = 1.0, 0.0
     stored = tile is None or want_grad
-    buffer_CV = kept_NV if keep else _buffer(min(chunk, N) if stored else 0, V, hidden_NH)
+    buffer_CV = kept_NV if keep else logits_buffer(min(chunk, N) if stored else 0, V, hidden_NH)
     with no_autocast(hidden_NH):
         for number, rows in enumerate(_chunks(N, chunk)):
             part, logits_CV = tensors.part(rows), buffer_CV[: rows.stop - rows.start]
@@ -343,6 +266,7 @@ def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
             if tile is not None:
                 loss, stats, factors = _exp_logits(part, options.loss, tile, logits_CV if want_grad else None)
                 outputs = _with_rows(outputs, rows, N, loss=loss, stats=stats)
+                del loss, stats  # otherwise they stay until the next chunk's exist: 16 bytes per token of a chunk
                 if keep:
                     outputs = _with_rows(outputs, rows, N, factors=factors)
                 if want_hidden and not keep:
@@ -350,7 +274,7 @@ def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
                 if want_weight and not keep:
                     _exp_weight_grad_into(logits_CV, x_CH, factors, target, dw_VH, accumulate=number > 0)
                 continue
-            _logits(x_CH, weight_VH, bias, logits_CV)
+            logits_into(x_CH, weight_VH, bias, logits_CV)
             loss, stats, entropies, argmax = common.rows_with_gradient(
                 common.Rows(logits_CV, target, part.class_weight, part.token_weight, options.loss),
                 entropy, predicted, part.grad_scale, logits_CV if want_grad else None,
@@ -360,8 +284,9 @@ def _chunks_body(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
                 outputs = _with_rows(outputs, rows, N, entropy=entropies)
             if predicted:
                 outputs = _with_rows(outputs, rows, N, predicted=argmax)
+            del loss, stats, entropies, argmax
             if want_bias:
-                db_V.copy_(_column_sum(logits_CV) if number == 0 else db_V + _column_sum(logits_CV))
+                db_V.copy_(column_sum(logits_CV) if number == 0 else db_V + column_sum(logits_CV))
             if want_hidden and not keep:
                 product_into(logits_CV, weight_VH, dx_NH[rows], accumulate=False)
             if want_weight and not keep:
@@ -381,23 +306,6 @@ def _with_rows(outputs: ChunkResults, rows: slice, tokens: int, **parts: Tensor)
     return outputs
 
 
-def _logits(x_CH: Tensor, weight_VH: Tensor, bias: Tensor | None, out_CV: Tensor) -> None:
-    if bias is None:
-        product_into(x_CH, weight_VH.t(), out_CV, accumulate=False)
-    elif x_CH.is_cuda:
-        v = _whole_lines(len(bias), x_CH)  # see product_into
-        torch.addmm(bias[:v], x_CH, weight_VH[:v].t(), out=out_CV[:, :v])
-        if v < len(bias):
-            torch.addmm(bias[v:], x_CH, weight_VH[v:].t(), out=out_CV[:, v:])
-    else:
-        # The CPU's addmm rounds the product to 16 bits before it adds the bias; F.linear rounds after.
-        out_CV.copy_(F.linear(x_CH, weight_VH, bias))
-
-
-def _column_sum(g_CV: Tensor) -> Tensor:
-    return g_CV.sum(0, dtype=torch.promote_types(g_CV.dtype, torch.float32))
-
-
 def _chunks_fake(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
     tile = _tile_of(tensors, options)
     outputs = _chunks_outputs(tensors, options, tile is not None)
@@ -406,7 +314,7 @@ def _chunks_fake(tensors: ChunkTensors, options: ChunkOptions) -> ChunkResults:
     rows, (V, H) = options.chunk, tensors.weight_VH.shape
     alive = []
     if not keep and (want_grad or tile is None):
-        alive.append(_buffer(rows, V, hidden_NH))
+        alive.append(logits_buffer(rows, V, hidden_NH))
     if tile is not None:
         alive.append(hidden_NH.new_empty((rows, -(-V // tile.vocab)), dtype=torch.float32))
         if want_grad and not keep:

@@ -13,7 +13,6 @@ torch.compile and CUDA graphs the host cannot wait, so every row is kept.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +24,17 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import dispatch
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import Differentiable, can_bypass_dispatcher, check_dtype, first_order
+from tigon.ops.dispatch import Differentiable, can_bypass_dispatcher, first_order
+from tigon.ops.lm_head import (
+    check_head,
+    keeps_graph,
+    may_wait,
+    no_autocast,
+    product_into,
+    settle_dtypes,
+    spread,
+    worth_gathering,
+)  # fmt: skip
 from tigon.ops.losses import common
 from tigon.ops.losses.chunk_loop import (
     ChunkOptions,
@@ -33,8 +42,6 @@ from tigon.ops.losses.chunk_loop import (
     chunk_loop,
     exp_hidden_grad,
     exp_weight_grad,
-    no_autocast,
-    product_into,
 )
 from tigon.ops.losses.chunk_plan import MIB, TILE, default_chunk_bytes, plan_for
 from tigon.ops.losses.common import LossOutput, LossResults
@@ -82,25 +89,6 @@ class PreparedTargets:
         return worth_gathering(self.index_N[:count], self.target.numel())
 
 
-_LEFT_OUT = 1 / 64
-
-
-def worth_gathering(index_N: Tensor, rows: int) -> Tensor | None:
-    """`index_N`, or None if it lacks so few rows that computing all rows is cheaper than gathering the others.
-
-    Gathering copies N·H elements, and scattering the gradients copies as many again. In every text the last label is
-    ignored, which is about one row in a thousand.
-    """
-    return index_N if rows - index_N.shape[0] > _LEFT_OUT * rows else None
-
-
-def _may_wait(target: Tensor) -> bool:
-    """Whether the host may read `target`: not while compiling, tracing fakes or capturing a CUDA graph."""
-    if torch.compiler.is_compiling() or type(target) is not Tensor or target.is_meta or not target.numel():
-        return False
-    return not (target.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
 def prepare_targets(
     target: Tensor, *, ignore_index: int = -100, shifts: Sequence[int] = (0,), positions: Tensor | None = None
 ) -> PreparedTargets:
@@ -125,7 +113,7 @@ def prepare_targets(
     shifts = check_shifts(shifts)
     _check_prepared(target, shifts, positions)
     prepared = PreparedTargets(target, ignore_index, tuple(shifts), positions)
-    if not _may_wait(target):
+    if not may_wait(target):
         return prepared
     if prepared.shifts == (0,):
         counts_N = (target != ignore_index).reshape(-1)
@@ -160,7 +148,7 @@ def _rows_that_count(
     All rows are used if few are ignored, if the host cannot wait for the count, or if waiting takes longer than the
     products of all rows.
     """
-    if not _may_wait(target):
+    if not may_wait(target):
         return None
     if prepared is not None:
         return prepared.rows()
@@ -244,13 +232,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         # Without a reduction, the losses return to their original positions.
         per_row, inverse, stats = call.per_row, call.inv_denominator, chunks.stats
         results = LossResults(
-            loss=_spread(chunks.loss, index, rows, 0) if per_row else common.sum_times(chunks.loss, inverse),
+            loss=spread(chunks.loss, index, rows, 0) if per_row else common.sum_times(chunks.loss, inverse),
             stats=stats if index is None else stats.new_zeros((3, rows)).index_copy_(1, index, stats),
-            entropy=_spread(chunks.entropy, index, rows, 0) if call.entropy else chunks.entropy,
+            entropy=spread(chunks.entropy, index, rows, 0) if call.entropy else chunks.entropy,
             predicted=(
-                _spread(chunks.predicted, index, rows, call.options.ignore_index)
-                if call.predicted
-                else chunks.predicted
+                spread(chunks.predicted, index, rows, call.options.ignore_index) if call.predicted else chunks.predicted
             ),
         )
         ctx.mark_non_differentiable(*results[1:])
@@ -311,7 +297,7 @@ def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     want_hidden, want_weight, want_bias = ctx.want
     x_dtype, w_dtype, b_dtype = ctx.dtypes
     scale = dloss if left is None else dloss * left
-    dw, once = ctx.dw, not _keeps_graph()
+    dw, once = ctx.dw, not keeps_graph()
     if once:
         ctx.dw = None  # the rest of the model's backward needs its memory
     if once and dw.dtype == w_dtype and can_bypass_dispatcher((dw,)):
@@ -323,11 +309,6 @@ def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dw if want_weight else None,
         (db * scale).to(b_dtype) if want_bias else None,
     )
-
-
-def _keeps_graph() -> bool:
-    """Whether the running backward keeps the graph, so that a second backward may follow."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _scaled_in_place(x_NH: Tensor, scale: Tensor) -> Tensor:
@@ -366,11 +347,6 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _BACKWARD = {"keep": _backward_keep, "stream": _backward_stream, "recompute": _backward_recompute}
-
-
-def _spread(values: Tensor, index: Tensor | None, rows: int, fill: float) -> Tensor:
-    """`values` at their flat positions among `rows`, `fill` elsewhere."""
-    return values if index is None else values.new_full((rows,), fill).index_copy_(0, index, values)
 
 
 def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCrossEntropyCall) -> LossResults:
@@ -446,13 +422,13 @@ def linear_cross_entropy(
     )  # fmt: skip
     _check_linear(hidden, weight, bias, labels, class_weight, token_weight)
     check_chunk_bytes(chunk_bytes)
-    hidden, weight, bias = _settle_dtypes(hidden, weight, bias)
+    hidden, weight, bias = settle_dtypes(hidden, weight, bias)
     if not fp32_accumulate and hidden.dtype == torch.float16:
         raise OptionError(
             "fp32_accumulate=False is not for float16, whose range sums of gradients leave; use bfloat16."
         )
     target_N = labels.reshape(-1).contiguous()
-    if _may_wait(target_N) and common.wants_label_check(hidden):
+    if may_wait(target_N) and common.wants_label_check(hidden):
         # Checked here so that the message names the caller's position: ignored rows are dropped below.
         common.check_labels(weight.shape[0], target_N, ignore_index)
     class_weight = None if class_weight is None else class_weight.contiguous()
@@ -480,36 +456,14 @@ def _check_linear(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
     token_weight: Tensor | None,
 ) -> None:  # fmt: skip
-    check_dtype(hidden, weight, bias)
-    if hidden.ndim == 0 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[1]:
-        raise ShapeError(
-            f"hidden is {tuple(hidden.shape)}, weight is {tuple(weight.shape)}; they must be (..., H) and (V, H). "
-            "A weight with no elements is sharded: gather it first (inside the lm_head's own forward it is whole)."
-        )
+    check_head(hidden, weight, bias)
     V = weight.shape[0]
-    common.check_vocabulary(V)
-    if bias is not None and bias.shape != (V,):
-        raise ShapeError(f"bias is {tuple(bias.shape)}; it must be {(V,)}.")
     common.check_target(target, hidden.shape[:-1], "hidden")
     common.check_devices(
         hidden=hidden, weight=weight, bias=bias, target=target, class_weight=class_weight, token_weight=token_weight
     )
     check_vector("class_weight", class_weight, (V,))
     check_vector("token_weight", token_weight, target.shape)
-
-
-def _settle_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """hidden, weight and bias in the dtype of the products; the casts are differentiable."""
-    dtype = _product_dtype(hidden, weight)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype).contiguous()
-
-
-def _product_dtype(hidden: Tensor, *others: Tensor) -> torch.dtype:
-    """Autocast's dtype if autocast is on, else the promoted dtype of all tensors."""
-    device = hidden.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return functools.reduce(torch.promote_types, (t.dtype for t in others), hidden.dtype)
 
 
 # --- the record -------------------------------------------------------------------------------------------------------

@@ -29,17 +29,14 @@ from tigon.ops.dispatch import (
     check_number,
     first_order,
 )
+from tigon.ops.lm_head import keeps_graph, may_wait, product_dtype, worth_gathering
 from tigon.ops.losses import common
 from tigon.ops.losses.chunk_plan import default_chunk_bytes
 from tigon.ops.losses.cross_entropy import Reduction, make_target
 from tigon.ops.losses.linear_cross_entropy import (
     PreparedTargets,
-    _keeps_graph,
-    _may_wait,
-    _product_dtype,
     _scaled_in_place,
     linear_cross_entropy_oracle,
-    worth_gathering,
 )
 from tigon.ops.losses.multi_head_loop import HeadLayout, LoopCall, WantedGradients, multi_head_loop
 from tigon.ops.losses.options import LossOptions, check_chunk_bytes, check_options, check_shifts, check_vector
@@ -135,7 +132,7 @@ class MultiHeadLinearCrossEntropy(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (left,) = ctx.saved_tensors
-        scale, gradients, once = dloss * left, ctx.gradients, not _keeps_graph()
+        scale, gradients, once = dloss * left, ctx.gradients, not keeps_graph()
         if once:
             ctx.gradients = None  # the rest of the model's backward needs their memory
         grads: list[Tensor | None] = []
@@ -258,7 +255,7 @@ def multi_head_linear_cross_entropy(
         _check_prepared(prepared, tuple(shifts), positions, ignore_index)
     hidden_unique, hidden_of = _unique(hidden_list)
     weight_unique, weight_of = _unique(weight_list)
-    dtype = _product_dtype(*hidden_unique, *weight_unique)  # one dtype, because all heads use the same buffer
+    dtype = product_dtype(*hidden_unique, *weight_unique)  # one dtype, because all heads use the same buffer
     settled = [w.to(dtype) for w in weight_unique]
     flat = [h.to(dtype).reshape(-1, h.shape[-1]) for h in hidden_unique]
     flat_blocks = [t.to(dtype) for of_head in block_lists for block in of_head for t in block]
@@ -308,7 +305,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _rows_scored(labels: Tensor, prepared: PreparedTargets | None, any_N: Tensor) -> Tensor | None:
     """Flat positions that at least one head is scored on; None for all, if nearly all are or the host cannot wait."""
-    if not _may_wait(labels):
+    if not may_wait(labels):
         return None
     if prepared is not None:
         return prepared.rows()

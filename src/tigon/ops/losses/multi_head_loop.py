@@ -20,14 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.dispatch import Primitive
+from tigon.ops.lm_head import no_autocast, product_into
 from tigon.ops.losses.chunk_loop import (
     ChunkOptions,
     ChunkTensors,
     _exp_weight_grad_into,
     chunk_loop,
     exp_hidden_grad,
-    no_autocast,
-    product_into,
 )
 from tigon.ops.losses.chunk_plan import even_chunk
 from tigon.ops.losses.common import labels_ahead

@@ -16,7 +16,7 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, ties_embeddings
 from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
 from tigon.planner.simulate.ledger import Allocation, Ledger
-from tigon.planner.simulate.model_states import ModelStates, UpdateWork, Weight
+from tigon.planner.simulate.model_states import ModelWeights, UpdateWork, Weight
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import are_drawn_in_place, fit_whole
 
@@ -39,8 +39,8 @@ class Gradients:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatheredWeights:
-    """Whole weights that the engine holds during the forward and backward passes."""
+class GatheredSizes:
+    """How many bytes of whole weights the engine gathers, and when. GatheredWeights allocates the part by layer."""
 
     by_layer: GatheringPlan | None = None
     """Weights that are gathered and freed layer by layer."""
@@ -75,20 +75,18 @@ class Placement:
     """The memory of one rank: bytes on its GPU, on its share of the host, and on NVMe."""
 
     weights: int
-    optimizer_tensors: tuple[int, ...]
+    optimizer_tensor_bytes: tuple[int, ...]
     """Optimizer states on the GPU, bytes of each tensor, allocated in the first step."""
     update: UpdateWork
-    step_tensors: tuple[int, ...]
+    step_tensor_bytes: tuple[int, ...]
     """Temporaries of the optimizer step, bytes of each tensor."""
     gradients: Gradients = field(default_factory=Gradients)
-    gathered: GatheredWeights = field(default_factory=GatheredWeights)
+    gathered: GatheredSizes = field(default_factory=GatheredSizes)
     traffic: Traffic = field(default_factory=Traffic)
     buckets: int = 0
     """Buffers of collectives, during the forward and backward passes."""
     buffers: int = 0
     """Buffers that the engine keeps for the whole run."""
-    shard_itemsize: int = 0
-    """Bytes per element of a weight at rest if the GPU holds a shard of each weight; else 0."""
     loaded_itemsize: int = 0
     """Bytes per element of the whole weights that the GPU holds until the engine shards them; else 0."""
     managed: int = 0
@@ -100,7 +98,7 @@ class Placement:
     @property
     def optimizer(self) -> int:
         """Optimizer states on the GPU."""
-        return sum(self.optimizer_tensors)
+        return sum(self.optimizer_tensor_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +107,7 @@ class Loading:
 
     ledger: Ledger
     request: Request
-    model: ModelStates
+    model: ModelWeights
     placement: Placement
 
     @property
@@ -126,12 +124,14 @@ class Loading:
         """Allocate the whole weights and buffers; returns the tensors of each weight. for_the_host: the weights are
         initialized on the host."""
         ledger, model, times = self.ledger, self.model, self.widening
-        loaded = [[ledger.alloc(times * nbytes, "weights") for nbytes in weight.tensors] for weight in model.weights]
+        loaded = [
+            [ledger.alloc(times * nbytes, "weights") for nbytes in weight.tensor_bytes] for weight in model.weights
+        ]
         ledger.alloc(model.buffer_bytes, "weights")
         if is_drawn(self.request) and ties_embeddings(self.request.config) and not for_the_host:
             # A model built on the device has a separate lm_head weight until transformers ties it (post_init), and the
             # allocator keeps that block. A model read from files is built without memory.
-            ledger.alloc_briefly(math.prod(model.head_shape) * times * model.weights[0].itemsize)
+            ledger.alloc_briefly(math.prod(model.lm_head_shape) * times * model.weights[0].itemsize)
         return loaded
 
 
@@ -153,14 +153,14 @@ class Engine(ABC):
         return 0
 
     @abstractmethod
-    def placement(self, request: Request, model: ModelStates) -> Placement:
+    def placement(self, request: Request, model: ModelWeights) -> Placement:
         """The memory of one rank. `model` counts floats in the dtype that layers compute in."""
 
     def load(self, loading: Loading) -> None:
         """Simulate how the weights reach the GPU. By default they are loaded whole and stay."""
         loading.load_whole()
 
-    def notes(self, request: Request, model: ModelStates) -> tuple[str, ...]:
+    def notes(self, request: Request, model: ModelWeights) -> tuple[str, ...]:
         """Limits of the estimate under this engine, one sentence each."""
         return ("Partitions and buckets are computed by formula; only part of their fragmentation is simulated.",)
 
@@ -189,7 +189,7 @@ def share(nbytes: int, gpus: int) -> int:
     return -(-nbytes // gpus)
 
 
-def layers_of(model: ModelStates) -> list[list[Weight]]:
+def layers_of(model: ModelWeights) -> list[list[Weight]]:
     """The weights of each layer."""
     layers: dict[int, list[Weight]] = defaultdict(list)
     for weight in model.weights:
@@ -198,22 +198,22 @@ def layers_of(model: ModelStates) -> list[list[Weight]]:
     return list(layers.values())
 
 
-def largest_layer_bytes(model: ModelStates) -> int:
+def largest_layer_bytes(model: ModelWeights) -> int:
     """Bytes of the largest layer's weights."""
     return max((sum(weight.nbytes for weight in layer) for layer in layers_of(model)), default=0)
 
 
-def grad_bytes(model: ModelStates) -> int:
+def grad_bytes(model: ModelWeights) -> int:
     """Bytes of all gradients."""
     return sum(weight.grad_bytes for weight in model.trained)
 
 
-def embedding_grad_bytes(model: ModelStates) -> int:
+def embedding_grad_bytes(model: ModelWeights) -> int:
     """Bytes of the embeddings' gradients, which the backward pass computes last."""
     return sum(weight.grad_bytes for weight in model.weights if weight.embedding)
 
 
-def sharded_update(model: ModelStates, *, gpus: int, optimizer_bytes: int, sm_s: float = 0.0) -> UpdateWork:
+def sharded_update(model: ModelWeights, *, gpus: int, optimizer_bytes: int, sm_s: float = 0.0) -> UpdateWork:
     """The work of a rank's step. It reads and writes its share of the weights and its states, and reads gradients."""
     weights = sum(weight.nbytes for weight in model.trained)
     return UpdateWork(2 * (weights // gpus + optimizer_bytes) + grad_bytes(model), 0, sm_s)

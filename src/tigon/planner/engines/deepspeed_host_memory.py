@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tigon.planner.simulate.model_states import ModelStates, Weight
+from tigon.planner.simulate.model_states import ModelWeights, Weight
 from tigon.techniques.optimizers import Parameter
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
@@ -22,7 +22,7 @@ def pinned(nbytes: int) -> int:
 
 
 def zero_host_bytes(
-    choices: Choices, model: ModelStates, slices: Sequence[Parameter], moments_bytes: int
+    choices: Choices, model: ModelWeights, slices: Sequence[Parameter], moments_bytes: int
 ) -> tuple[int, int]:
     """Returns (bytes on the host, bytes in files). slices: the optimizer's flat slices; moments_bytes: its state."""
     itemsize, flat = model.weights[0].itemsize, sum(piece.nbytes for piece in slices)
@@ -52,7 +52,7 @@ def _part(weight: Weight, choices: Choices) -> int:
     return -(-weight.numel // choices.gpus)
 
 
-def _groups(choices: Choices, model: ModelStates, wanted: int) -> list[int]:
+def _groups(choices: Choices, model: ModelWeights, wanted: int) -> list[int]:
     """Elements of this process's part of each sub-group.
 
     Weights that decay come first, then the others. A group ends when it reaches `wanted` elements (stage3.py:

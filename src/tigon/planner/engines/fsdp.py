@@ -5,7 +5,7 @@ from __future__ import annotations
 from tigon.models.loading.presets import PRESETS
 from tigon.planner.engines.base import (
     Engine,
-    GatheredWeights,
+    GatheredSizes,
     Gradients,
     Loading,
     Placement,
@@ -19,7 +19,7 @@ from tigon.planner.engines.base import (
 )
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GradientCopy
-from tigon.planner.simulate.model_states import ModelStates, managed_bytes, state_tensors
+from tigon.planner.simulate.model_states import ModelWeights, managed_bytes, state_tensor_bytes
 from tigon.planner.trace.trace import weight_itemsize
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 from tigon.techniques.records.choices import Choices
@@ -41,7 +41,7 @@ class Fsdp(Engine):
         """Shards and gradients have the dtype that the weights were loaded in, which is fp32 for amp precisions."""
         return 2 if self.choices.precision.startswith("amp") else 1
 
-    def placement(self, request: Request, model: ModelStates) -> Placement:
+    def placement(self, request: Request, model: ModelWeights) -> Placement:
         choices, gpus, widening = self.choices, self.choices.gpus, self._widening
         weights = share(widening * model.weight_bytes, gpus)
         grads = share(widening * sum(weight.grad_bytes for weight in model.trained), gpus)
@@ -52,27 +52,26 @@ class Fsdp(Engine):
         ]
         optimizer = OPTIMIZERS[choices.optimizer]
         states, step = optimizer.state_bytes(shards), optimizer.step_peak_bytes(shards)
-        host, link, itemsize = 0, 0, widening * model.weights[0].itemsize
-        loaded = itemsize if drawn_whole(request) else 0
+        host, link = 0, 0
+        loaded = widening * model.weights[0].itemsize if drawn_whole(request) else 0
         if choices.offload != "none":
-            itemsize = 0
             host, link = weights + grads + states, 3 * weights + grads
             weights = grads = states = step = 0
         return Placement(
             weights=weights,
-            optimizer_tensors=_allocated_as(states, state_tensors(request, model.weights)),
+            optimizer_tensor_bytes=_allocated_as(states, state_tensor_bytes(request, model.weights)),
             update=sharded_update(model, gpus=gpus, optimizer_bytes=states),
-            step_tensors=(step,),
+            step_tensor_bytes=(step,),
             gradients=Gradients(
                 nbytes=grads, allocated="with each", kept=False, copies=self._copies(),
                 # accelerate reduces only in the last micro-batch (no_sync)
                 whole_until_last_micro_batch=choices.accumulate > 1,
             ),
             gathered=self._gathered(model), traffic=self._traffic(model, link),
-            shard_itemsize=itemsize, loaded_itemsize=loaded, managed=managed_bytes(request, model.weights), host=host,
+            loaded_itemsize=loaded, managed=managed_bytes(request, model.weights), host=host,
         )  # fmt: skip
 
-    def _gathered(self, model: ModelStates) -> GatheredWeights:
+    def _gathered(self, model: ModelWeights) -> GatheredSizes:
         # Accelerate makes one unit of the last norm and lm_head, which stays gathered through forward and backward. The
         # embeddings are their own unit, or part of the first one if they are tied (fsdp2_prepare_model). In addition:
         # - forward: a layer's weights, or the buffer they were gathered into until the next layer is gathered;
@@ -80,16 +79,16 @@ class Fsdp(Engine):
         #   post_backward).
         # Gathered weights, reduced weights and gradients are allocated on separate streams.
         layer, outside = largest_layer_bytes(model), [weight for weight in model.weights if weight.layer is None]
-        untied = any(weight.shape == model.head_shape and not weight.embedding for weight in outside)
+        untied = any(weight.shape == model.lm_head_shape and not weight.embedding for weight in outside)
         tail = sum(weight.nbytes for weight in outside if not (untied and weight.embedding))
         reshard = self.choices.reshard
-        return GatheredWeights(
+        return GatheredSizes(
             both_passes=min(tail + layer if reshard else model.weight_bytes, model.weight_bytes),
             backward=2 * layer if reshard else layer,
             before_copy=tail + layer if self.choices.gpus > 1 else 0,
         )
 
-    def _traffic(self, model: ModelStates, link: int) -> Traffic:
+    def _traffic(self, model: ModelWeights, link: int) -> Traffic:
         host_calls = HOST_CALLS * len(model.trained)
         if self.choices.gpus == 1:
             return Traffic(link=link, host_calls=host_calls)
@@ -129,7 +128,7 @@ class Fsdp(Engine):
         for tensors in whole:
             ledger.free_all(tensors)
 
-    def notes(self, request: Request, model: ModelStates) -> tuple[str, ...]:
+    def notes(self, request: Request, model: ModelWeights) -> tuple[str, ...]:
         notes = super().notes(request, model)
         if request.model in PRESETS:
             return notes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tigon.planner.engines import deepspeed_host_memory
 from tigon.planner.engines.base import (
     Engine,
-    GatheredWeights,
+    GatheredSizes,
     Gradients,
     Loading,
     Placement,
@@ -27,7 +27,7 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request
 from tigon.planner.simulate.collectives import GatheringPlan, GradientCopy
 from tigon.planner.simulate.ledger import Allocation, Ledger
-from tigon.planner.simulate.model_states import ModelStates
+from tigon.planner.simulate.model_states import ModelWeights
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import are_read_in_parts
@@ -89,7 +89,7 @@ class _Zero(Engine):
     def _offloads(self) -> bool:
         return self.choices.offload != "none"
 
-    def _optimizer_memory(self, model: ModelStates) -> _OptimizerMemory:
+    def _optimizer_memory(self, model: ModelWeights) -> _OptimizerMemory:
         optimizer, rank, gpus = OPTIMIZERS[self.choices.optimizer], self.choices.galore_rank, self.choices.gpus
         elements = [
             sum(weight.numel for weight in model.trained if (len(weight.shape) >= 2) == decays)
@@ -106,7 +106,7 @@ class _Zero(Engine):
             step_sm_s=sum(map(optimizer.step_sm_s, slices)),
         )
 
-    def placement(self, request: Request, model: ModelStates) -> Placement:
+    def placement(self, request: Request, model: ModelWeights) -> Placement:
         optimizer = self._optimizer_memory(model)
         states, step, sm_s = optimizer.state_bytes, optimizer.step_bytes, optimizer.step_sm_s
         host, nvme = optimizer.managed_bytes, 0
@@ -117,35 +117,35 @@ class _Zero(Engine):
             )
         return Placement(
             weights=self._weights_bytes(model),
-            optimizer_tensors=(states,),
+            optimizer_tensor_bytes=(states,),
             update=sharded_update(model, gpus=self.choices.gpus, optimizer_bytes=states, sm_s=sm_s),
-            step_tensors=(step,),
+            step_tensor_bytes=(step,),
             gradients=self._gradients(model), gathered=self._gathered(model), traffic=self._traffic(model),
             buckets=2 * self._bucket_bytes(model), buffers=self._buffer_bytes(model),
             loaded_itemsize=self._loaded_itemsize(request, model), host=host, nvme=nvme,
         )  # fmt: skip
 
-    def _weights_bytes(self, model: ModelStates) -> int:
+    def _weights_bytes(self, model: ModelWeights) -> int:
         return model.weight_bytes
 
     @abstractmethod
-    def _gradients(self, model: ModelStates) -> Gradients: ...
+    def _gradients(self, model: ModelWeights) -> Gradients: ...
 
-    def _gathered(self, model: ModelStates) -> GatheredWeights:
-        return GatheredWeights()
+    def _gathered(self, model: ModelWeights) -> GatheredSizes:
+        return GatheredSizes()
 
-    def _bucket_bytes(self, model: ModelStates) -> int:
-        hidden = model.head_shape[1]
+    def _bucket_bytes(self, model: ModelWeights) -> int:
+        hidden = model.lm_head_shape[1]
         return max(hidden**2, 2**16) * (4 if self.choices.precision == "fp32" else 2)
 
-    def _buffer_bytes(self, model: ModelStates) -> int:
+    def _buffer_bytes(self, model: ModelWeights) -> int:
         # temp_grad_buffer_for_gpu_offload has the length of the largest weight
         return max(weight.numel * weight.itemsize for weight in model.trained) if self._offloads else 0
 
-    def _loaded_itemsize(self, request: Request, model: ModelStates) -> int:
+    def _loaded_itemsize(self, request: Request, model: ModelWeights) -> int:
         return FP32 if self._mixed else self._optimizer_itemsize
 
-    def _traffic(self, model: ModelStates) -> Traffic:
+    def _traffic(self, model: ModelWeights) -> Traffic:
         grads, gpus = grad_bytes(model), self.choices.gpus
         return Traffic(
             link=self._link_bytes(model) if self._offloads else 0,
@@ -155,11 +155,11 @@ class _Zero(Engine):
             host_calls=self.host_calls * len(model.trained),
         )
 
-    def _link_bytes(self, model: ModelStates) -> int:
+    def _link_bytes(self, model: ModelWeights) -> int:
         """Bytes to and from the host in a step with offload: gradients out and weights in."""
         return 2 * share(grad_bytes(model), self.choices.gpus)
 
-    def _peer_bytes(self, model: ModelStates) -> int:
+    def _peer_bytes(self, model: ModelWeights) -> int:
         return 2 * grad_bytes(model)
 
     def load(self, loading: Loading) -> None:
@@ -177,7 +177,7 @@ class _Zero(Engine):
             loading.ledger.free_all(wide)
 
     @staticmethod
-    def _flatten(ledger: Ledger, model: ModelStates, whole: list[list[Allocation | None]]) -> None:
+    def _flatten(ledger: Ledger, model: ModelWeights, whole: list[list[Allocation | None]]) -> None:
         """One flat tensor of weights per parameter group of the optimizer (stage_1_and_2.py)."""
         for decays in (True, False):
             group = [number for number, weight in enumerate(model.weights) if (len(weight.shape) >= 2) == decays]
@@ -191,14 +191,14 @@ class _Zero(Engine):
 class Zero1(_Zero):
     """Divides the optimizer states. Gradients stay where the backward pass computes them."""
 
-    def _gradients(self, model: ModelStates) -> Gradients:
+    def _gradients(self, model: ModelWeights) -> Gradients:
         return Gradients(allocated="with the first", kept=True)
 
 
 class Zero2(_Zero):
     """Divides gradients too."""
 
-    def _gradients(self, model: ModelStates) -> Gradients:
+    def _gradients(self, model: ModelWeights) -> Gradients:
         # grads_in_partition: this GPU's slice is copied into one tensor when the first bucket is reduced.
         nbytes = 0 if self._offloads else share(grad_bytes(model), self.choices.gpus)
         return Gradients(nbytes=nbytes, allocated="with the first", kept=False)
@@ -209,16 +209,16 @@ class Zero3(_Zero):
 
     host_calls = 680  # the hooks gather and release each weight; also fits one H200 with states on the host
 
-    def _weights_bytes(self, model: ModelStates) -> int:
+    def _weights_bytes(self, model: ModelWeights) -> int:
         return 0 if self._offloads else share(model.weight_bytes, self.choices.gpus)
 
-    def _gradients(self, model: ModelStates) -> Gradients:
+    def _gradients(self, model: ModelWeights) -> Gradients:
         if self._offloads:
             return Gradients(kept=False, copies=self._copies(model))
         # grad_partitions_flat_buffer exists from the start
         return Gradients(nbytes=share(grad_bytes(model), self.choices.gpus), kept=False)
 
-    def _copies(self, model: ModelStates) -> tuple[GradientCopy, ...]:
+    def _copies(self, model: ModelWeights) -> tuple[GradientCopy, ...]:
         """Copies of a gradient if the states are offloaded. This GPU's part goes to the host and back.
 
         It is converted part by part to fp64 for its norm, and to fp32 for the optimizer (stage3.py: partition_grads,
@@ -231,7 +231,7 @@ class Zero3(_Zero):
             GradientCopy(share=FP32 / itemsize / gpus),
         )
 
-    def _gathered(self, model: ModelStates) -> GatheredWeights:
+    def _gathered(self, model: ModelWeights) -> GatheredSizes:
         choices, layers = self.choices, layers_of(model)
         outside = [weight for weight in model.weights if weight.layer is None]
         non_allocator_bytes = sum(weight.nbytes for weight in outside)
@@ -253,12 +253,12 @@ class Zero3(_Zero):
             head_stays=choices.kernels == "liger",  # its loss reads lm_head's weight outside the lm_head module
         )
         # To register a hook on its gradient, stage 3 gathers each weight once: its partition and the whole weight.
-        return GatheredWeights(by_layer=plan, registered=(largest_weight // choices.gpus, largest_weight))
+        return GatheredSizes(by_layer=plan, registered=(largest_weight // choices.gpus, largest_weight))
 
-    def _buffer_bytes(self, model: ModelStates) -> int:
+    def _buffer_bytes(self, model: ModelWeights) -> int:
         return 0
 
-    def _loaded_itemsize(self, request: Request, model: ModelStates) -> int:
+    def _loaded_itemsize(self, request: Request, model: ModelWeights) -> int:
         if drawn_whole(request):
             return super()._loaded_itemsize(request, model)
         # DeepSpeed moves weights that it did not load to the GPU in 16 bits before it partitions any of them.
@@ -266,10 +266,10 @@ class Zero3(_Zero):
         in_parts = are_read_in_parts(self.choices, reads_whole_weights=whole) and not is_drawn(request)
         return 0 if in_parts or self.choices.quantized else model.weights[0].itemsize
 
-    def _link_bytes(self, model: ModelStates) -> int:
+    def _link_bytes(self, model: ModelWeights) -> int:
         return super()._link_bytes(model) + 3 * share(model.weight_bytes, self.choices.gpus)
 
-    def _peer_bytes(self, model: ModelStates) -> int:
+    def _peer_bytes(self, model: ModelWeights) -> int:
         return 3 * grad_bytes(model)
 
     def load(self, loading: Loading) -> None:

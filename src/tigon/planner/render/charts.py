@@ -15,7 +15,7 @@ from tigon.planner.render.terminal import COLOURS
 from tigon.planner.request import Request, text_config
 from tigon.planner.search.recommend import Plan, label
 from tigon.planner.simulate.ledger import COMPONENTS
-from tigon.planner.simulate.model_states import at_rest
+from tigon.planner.simulate.model_states import model_weights
 from tigon.profiler.render.figure import INK, MUTED, new_figure, svg
 
 LIMIT = "#b91c1c"
@@ -113,7 +113,7 @@ def _study(plan: Plan) -> Any:
         for n in values:
             choices = replace(plan.option.request.choices, checkpointing="full", accumulate=1)
             eager = replace(at(n), choices=replace(choices, kernels="none"))
-            formula.append(closed_form.components(eager, at_rest(eager)))
+            formula.append(closed_form.components(eager, model_weights(eager)))
             traced = replace(eager, choices=replace(choices, kernels="tigon"))
             fused.append(logits_bytes(traced, gpu=plan.gpu) / GIB)
         for name, words in (("logits", "logits by the formula"),

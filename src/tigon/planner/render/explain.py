@@ -12,7 +12,7 @@ from tigon.planner.render.terminal import gib, seconds
 from tigon.planner.request import Request, text_config
 from tigon.planner.search import space
 from tigon.planner.search.recommend import Plan
-from tigon.planner.simulate.model_states import ModelStates, at_rest, state_tensors
+from tigon.planner.simulate.model_states import ModelWeights, model_weights, state_tensor_bytes
 from tigon.planner.simulate.roofline import COPY_SHARE, HOST_S, PRODUCT_SHARE
 from tigon.techniques.optimizers import OPTIMIZERS
 
@@ -34,7 +34,7 @@ def lines(plan: Plan) -> list[str]:
 
 def _lines(plan: Plan) -> Iterator[str]:
     request, result, gpu = plan.option.request, plan.option.estimate, plan.gpu
-    model, config = at_rest(request), text_config(request.config)
+    model, config = model_weights(request), text_config(request.config)
     parts = result.components
     yield f"What the numbers consist of, at the moment of the peak, which is in the {result.peak_phase} phase."
     yield f"weights      {gib(parts['weights'])}: {_weights(request, model)}"
@@ -45,7 +45,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     row = OPTIMIZERS[request.choices.optimizer]
     numel = sum(weight.numel for weight in model.trained)
-    states = sum(state_tensors(request, model.weights))
+    states = sum(state_tensor_bytes(request, model.weights))
     yield (
         f"optimizer    {gib(parts['optimizer'])}: {row.name}'s states, {states / max(numel, 1):.2f} bytes for each of "
         f"{numel:,} trained parameters ({gib(states)} in all before sharding and offload), allocated in the first step."
@@ -61,7 +61,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"activations  {gib(parts['activations'])}: tensors that the layers keep for the backward pass (traced): "
         f"{per_token / 1024:,.1f} KiB per token in all {layers} layers. With checkpointing, one layer's at a time."
     )
-    vocab = model.head_shape[0]
+    vocab = model.lm_head_shape[0]
     yield (
         f"logits       {gib(parts['logits'])}: the loss and its logits. Whole logits of {tokens:,} tokens x {vocab:,} "
         f"would be {gib(2 * tokens * vocab)} in 16 bits and {gib(4 * tokens * vocab)} per fp32 copy. The fused loss "
@@ -92,7 +92,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
 
 
-def _weights(request: Request, model: ModelStates) -> str:
+def _weights(request: Request, model: ModelWeights) -> str:
     sizes = sorted({weight.itemsize for weight in model.weights if not weight.nf4})
     bytes_each = " or ".join(str(size) for size in sizes)
     text = f"{model.numel:,} parameters (tied ones counted once), {bytes_each} bytes each"
@@ -105,7 +105,7 @@ def _weights(request: Request, model: ModelStates) -> str:
 
 def _by_the_study(plan: Plan) -> Iterator[str]:
     request = plan.option.request
-    theirs = closed_form.components(request, at_rest(request))
+    theirs = closed_form.components(request, model_weights(request))
     total = sum(theirs.values()) / GIB
     yield (
         f"The study's formulas give {total:.2f} GiB: 16 bytes per parameter, batch x seq x hidden x 2 x layers of "

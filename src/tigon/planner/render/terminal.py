@@ -112,9 +112,9 @@ def needs(option: Option) -> list[str]:
 def show(plan: Plan, console: Console) -> None:
     """Print the whole plan."""
     request, gpu = plan.option.request, plan.gpu
-    rows = f"{_samples(request.batch)} of {request.seq:,} tokens"
+    micro_batch = f"{_samples(request.batch)} of {request.seq:,} tokens"
     gpus = f"{request.choices.gpus} x {gpu.name}" if request.choices.gpus > 1 else gpu.name
-    console.print(f"[bold]{request.model}[/bold], {rows}, on {gpus} ({gib(gpu.memory_bytes)})")
+    console.print(f"[bold]{request.model}[/bold], {micro_batch}, on {gpus} ({gib(gpu.memory_bytes)})")
     _show_option(plan.option, gpu, console)
     if plan.ladder:
         console.print(_ladder_table(plan))
@@ -262,8 +262,9 @@ def _reach(plan: Plan, console: Console) -> None:
     for name, reach in lines:
         batch = _samples(reach.largest_batch) if reach.largest_batch else "none"
         seq = f"{reach.longest_sequence:,} tokens" if reach.longest_sequence else "none"
-        rows = plan.recommended[0].option.request.batch if name == "recipe 1" else request.batch
+        n_samples = plan.recommended[0].option.request.batch if name == "recipe 1" else request.batch
         console.print(
-            f"{name}: largest batch of {request.seq:,} tokens: {batch}; longest sequence with {_samples(rows)}: {seq}",
+            f"{name}: largest batch of {request.seq:,} tokens: {batch}; "
+            f"longest sequence with {_samples(n_samples)}: {seq}",
             markup=False, soft_wrap=True,
         )  # fmt: skip

@@ -27,9 +27,11 @@ class MaxSizes:
     """The largest sizes that are predicted to fit; 0 if the smallest does not fit."""
 
     largest_batch: int
-    """Samples per micro-batch at the request's sequence length; exact up to 50 samples, then to 4%."""
+    """Samples per micro-batch at the request's sequence length. Below 50, one more sample is predicted not to fit. From
+    50 on, the largest batch that fits may be up to 4% larger. The search stops after `MAX_LOOKS` estimates."""
     longest_sequence: int
-    """Tokens at the request's batch size; a multiple of 128, to 4%, and at most the model's positions."""
+    """Tokens per sample at the request's batch size; a multiple of 128, and at most the model's positions. Below 50 x
+    128 tokens, 128 more are predicted not to fit. From there on, the longest that fits may be up to 4% longer."""
 
 
 def max_sizes(request: Request, gpu: Gpu) -> MaxSizes:
@@ -69,7 +71,7 @@ def _empty(request: Request, gpu: Gpu) -> int:
 
 
 def largest(room: Callable[[int], tuple[bool, int]], *, start: int, limit: int, empty: int) -> int:
-    """The largest n from 1 to `limit` that fits, to 4% beyond 50; 0 if 1 does not fit.
+    """The largest n from 1 to `limit` that fits, to 4% from 50 on; 0 if 1 does not fit.
 
     room(n) returns whether n fits, and the bytes of the device that remain after allocated memory. These bytes fall
     with n; at n = 0 they are `empty`. A straight line through them leads close to the result. The last steps halve the

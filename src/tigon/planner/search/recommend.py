@@ -1,4 +1,4 @@
-"""Finds the recipes that fit a GPU: a search, fastest first, or the study's ladder, rung by rung.
+"""Finds the recipes that fit a GPU: a search, fastest first, or the study's ladder, whose changes add up one by one.
 
 The search starts with the classes of recipes that change a run's numbers least. Within a class and a placement of its
 states it tries the kinds of checkpointing from the fastest on. It tries each kind with the whole batch, then with
@@ -353,25 +353,27 @@ def _step(name: str, option: Option, gpu: Gpu, before: str) -> RungResult:
 
 def _enlarge(option: Option, problem: SearchProblem) -> tuple[Option, list[RungResult]]:
     """Reach the effective batch with the largest micro-batch that fits, then accumulation; returns (result, rungs)."""
-    choices, gpu, rows = option.request.choices, problem.gpu, problem.rows
+    choices, gpu, n_samples = option.request.choices, problem.gpu, problem.samples_per_step
     if problem.effective_batch is None or "accumulate" not in problem.free:
         return option, []  # the request sets the samples of a micro-batch
     most = max_sizes(option.request, gpu).largest_batch or option.request.batch
-    batch = max(size for size in range(1, min(most, rows) + 1) if rows % size == 0)
+    batch = max(size for size in range(1, min(most, n_samples) + 1) if n_samples % size == 0)
     steps = [_step("batch size", estimate_option(replace(option.request, batch=batch), gpu), gpu, f"{batch} samples: ")]
-    if rows // batch > 1:
-        larger = replace(choices, accumulate=rows // batch)
+    if n_samples // batch > 1:
+        larger = replace(choices, accumulate=n_samples // batch)
         reasons = refusals(problem.request, larger)
         if reasons:
             steps.append(RungResult(rung="accumulation", option=None, fits=False, reason=reasons[0]))
         else:
             enlarged = estimate_option(replace(option.request, batch=batch, choices=larger), gpu)
-            steps.append(_step("accumulation", enlarged, gpu, f"{rows // batch} micro-batches of {batch} samples: "))
+            steps.append(
+                _step("accumulation", enlarged, gpu, f"{n_samples // batch} micro-batches of {batch} samples: ")
+            )
     last = [step.option for step in steps if step.option is not None and step.fits]
     return (last[-1] if last else option), steps
 
 
-def rung(choices: Choices, batch: int) -> str:
+def varied_label(choices: Choices, batch: int) -> str:
     """The settings that the search varies within a class, in a few words."""
     kept = [setting.label(choices) for setting in SETTINGS.values() if setting.search == "recomputation"]
     return f"{', '.join(filter(None, kept))}, {batch} x {choices.accumulate} samples"
@@ -379,10 +381,10 @@ def rung(choices: Choices, batch: int) -> str:
 
 def against(choices: Choices, other: Choices, batch: int) -> str:
     """`other` in a few words: the settings that differ within the class of `choices`, or all settings otherwise."""
-    within = [s.field for s in SETTINGS.values() if s.search in ("recomputation", "long rows", "split")]
+    within = [s.field for s in SETTINGS.values() if s.search in ("recomputation", "long samples", "split")]
     varied = {name: getattr(choices, name) for name in within}
     if choices == replace(other, **varied):
-        return rung(other, batch)
+        return varied_label(other, batch)
     return f"{label(other)}, {batch} x {other.accumulate} samples"
 
 

@@ -1,4 +1,4 @@
-"""The search space of the planner and the study's ladder: the settings that the planner changes, and their order.
+"""The search space of the planner, and the study's ladder: a list of changes that are tried one after another.
 
 The files of the techniques (tigon.techniques) define the candidates and their costs.
 """
@@ -43,7 +43,7 @@ class SearchProblem:
     """Samples per optimizer step over all GPUs; None: as many as the request has."""
 
     @property
-    def rows(self) -> int:
+    def samples_per_step(self) -> int:
         """Samples per optimizer step on one GPU."""
         gpus = self.request.choices.gpus
         wanted = self.effective_batch
@@ -72,7 +72,7 @@ def changes(choices: Choices) -> Mapping[str, str]:
     Maps the name of each to a description of the change.
     """
     changing = [technique for technique in reversed(used(choices)) if technique.change_rank]
-    return {t.name: t.precision for t in sorted(changing, key=lambda technique: technique.change_rank)}
+    return {t.name: t.effect_on_result for t in sorted(changing, key=lambda technique: technique.change_rank)}
 
 
 def change_rank(choices: Choices) -> int:
@@ -144,7 +144,7 @@ def recomputations(problem: SearchProblem, choices: Choices) -> list[Mapping[str
         dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())
     ]
     config = problem.request.config
-    pieces = {s.field: s.candidates(config)[0] for s in _searched("long rows") if s.field in problem.free}
+    pieces = {s.field: s.candidates(config)[0] for s in _searched("long samples") if s.field in problem.free}
     if (
         pieces
         and problem.request.seq > tiling.TILE_TOKENS
@@ -165,12 +165,12 @@ def splits(problem: SearchProblem) -> list[tuple[int, int]]:
     request = problem.request
     if "accumulate" not in problem.free:
         return [(request.batch, request.choices.accumulate)]
-    rows = problem.rows
-    most = min(request.batch, rows)
-    sizes = [size for size in range(most, 0, -1) if rows % size == 0]
+    n_samples = problem.samples_per_step
+    most = min(request.batch, n_samples)
+    sizes = [size for size in range(most, 0, -1) if n_samples % size == 0]
     if len(sizes) > MAX_SPLITS:
         sizes = [*sizes[: MAX_SPLITS - 1], sizes[-1]]
-    return [(size, rows // size) for size in sizes]
+    return [(size, n_samples // size) for size in sizes]
 
 
 # --- the study's ladder ----------------------------------------------------------------------------------------------
@@ -178,13 +178,14 @@ def splits(problem: SearchProblem) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One step of the ladder."""
+    """One step of the ladder, which is cumulative: a rung keeps the changes of the rungs before it."""
 
     name: str
     change: Mapping[str, Any]
     """Fields of Choices."""
     without: Mapping[str, Any]
-    """Fields of Choices to set if the matrix refuses this rung together with earlier ones."""
+    """Fields of Choices to set if the matrix refuses this rung together with earlier ones. The rung is then tried with
+    them, and the next rung starts without this one."""
     needs_gpus: int = 1
 
 

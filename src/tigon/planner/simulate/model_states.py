@@ -11,13 +11,13 @@ from torch import nn
 
 from tigon.planner.request import Request, build
 from tigon.planner.trace import adapters
-from tigon.planner.trace.cache import TracedParts
+from tigon.planner.trace.cache import TraceKey
 from tigon.planner.trace.dispatch_recorder import rounded
 from tigon.planner.trace.trace import weight_itemsize
 from tigon.techniques.optimizers import FP32, OPTIMIZERS, Parameter
 
 # The first number in a parameter's path: `model.layers.7.mlp...`, `transformer.h.7.attn...`.
-_LAYER = re.compile(r"\.(\d+)\.")
+_LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,18 @@ class Weight:
 
         Weights of the objective are outside: their modules may number their own layers from 0 again.
         """
-        match = None if self.of_objective else _LAYER.search(self.name)
+        match = None if self.of_objective else _LAYER_NUMBER.search(self.name)
         return int(match[1]) if match else None
 
     @property
-    def tensors(self) -> tuple[int, ...]:
+    def tensor_bytes(self) -> tuple[int, ...]:
         """Bytes of each tensor that holds it."""
         return adapters.nf4_bytes(self.numel) if self.nf4 else (self.numel * self.itemsize,)
 
     @property
     def nbytes(self) -> int:
         """Bytes as the caching allocator counts them."""
-        return sum(rounded(nbytes) for nbytes in self.tensors)
+        return sum(rounded(nbytes) for nbytes in self.tensor_bytes)
 
     @property
     def grad_bytes(self) -> int:
@@ -62,13 +62,13 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class ModelStates:
-    """The model and its optimizer at rest."""
+class ModelWeights:
+    """The weights and buffers of a run's model at full depth. Functions below derive the optimizer's states."""
 
     weights: tuple[Weight, ...]
     buffer_bytes: int
-    head_shape: tuple[int, int]
-    """(vocab, hidden)"""
+    lm_head_shape: tuple[int, int]
+    """(vocab, hidden): the shape of the output embeddings' weight."""
 
     @property
     def weight_bytes(self) -> int:
@@ -83,18 +83,19 @@ class ModelStates:
         return sum(weight.numel for weight in self.weights)
 
 
-def at_rest(request: Request) -> ModelStates:
-    """Weights and states of a request at the model's full depth.
+def model_weights(request: Request) -> ModelWeights:
+    """The weights of a request's model, at its full depth.
 
-    The result is cached, because it depends on neither the batch, the kernels nor checkpointing.
+    The result is cached. Its key is a `TraceKey` in which batch, sequence length, block mask, kernels, attention,
+    checkpointing and MLP tiles have fixed values, because the weights do not depend on them.
     """
     choices = replace(request.choices, checkpointing="none", mlp_tile_tokens=0, kernels="none", attention="sdpa")
-    return _at_rest(TracedParts(replace(request, batch=1, seq=1, masked=False, choices=choices)))
+    return _model_weights(TraceKey(replace(request, batch=1, seq=1, masked=False, choices=choices)))
 
 
 @functools.lru_cache(maxsize=64)
-def _at_rest(parts: TracedParts) -> ModelStates:
-    request, choices = parts.request, parts.request.choices
+def _model_weights(key: TraceKey) -> ModelWeights:
+    request, choices = key.request, key.request.choices
     model: Any = build(request.model, request.config)
     if choices.quantized:
         adapters.quantize(model)
@@ -104,12 +105,14 @@ def _at_rest(parts: TracedParts) -> ModelStates:
     head = model.get_output_embeddings()
     buffer_bytes = sum(rounded(buffer.numel() * buffer.itemsize) for buffer in model.buffers())
     weights = _weights(model, choices.precision, request.objective.own_parameters)
-    return ModelStates(weights, buffer_bytes, (head.out_features, head.in_features))
+    return ModelWeights(weights, buffer_bytes, (head.out_features, head.in_features))
 
 
 def _weights(model: Any, precision: str, own_parameters: str | None) -> tuple[Weight, ...]:
     quantized = {id(m.weight) for m in model.modules() if isinstance(m, adapters.Nf4Linear)}
-    layers = {id(p) for name, m in model.named_modules() if _LAYER.search(f"{name}.") for p in m.parameters(False)}
+    layers = {
+        id(p) for name, m in model.named_modules() if _LAYER_NUMBER.search(f"{name}.") for p in m.parameters(False)
+    }
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     itemsize = weight_itemsize(precision)
     # PEFT keeps adapters in fp32 unless the whole run is in 16 bits.
@@ -139,7 +142,7 @@ def optimizer_parameters(weights: tuple[Weight, ...]) -> list[Parameter]:
     ]
 
 
-def state_tensors(request: Request, weights: tuple[Weight, ...]) -> list[int]:
+def state_tensor_bytes(request: Request, weights: tuple[Weight, ...]) -> list[int]:
     """Bytes of each tensor of optimizer state on the GPU, in the order in which the first step allocates them."""
     optimizer = OPTIMIZERS[request.choices.optimizer]
     tensors = [optimizer.shared_bytes] if optimizer.shared_bytes else []
@@ -166,7 +169,7 @@ def update_work(request: Request, weights: tuple[Weight, ...]) -> UpdateWork:
     optimizer, rank = OPTIMIZERS[request.choices.optimizer], request.choices.galore_rank
     parameters = optimizer_parameters(weights)
     if optimizer.step_moves is None:
-        states = sum(state_tensors(request, weights)) + managed_bytes(request, weights)
+        states = sum(state_tensor_bytes(request, weights)) + managed_bytes(request, weights)
         moved_bytes = sum(3 * parameter.nbytes for parameter in parameters) + 2 * states
     else:
         moved_bytes = sum(optimizer.step_moves(parameter, rank) for parameter in parameters)
@@ -180,7 +183,7 @@ def managed_bytes(request: Request, weights: tuple[Weight, ...]) -> int:
     return optimizer.state_bytes(parameters, rank=request.choices.galore_rank, place="managed")
 
 
-def step_tensors(request: Request, weights: tuple[Weight, ...]) -> list[int]:
+def step_tensor_bytes(request: Request, weights: tuple[Weight, ...]) -> list[int]:
     """Bytes of each temporary tensor at the moment when the optimizer's step holds the most of them."""
     optimizer, rank = OPTIMIZERS[request.choices.optimizer], request.choices.galore_rank
     parameters = optimizer_parameters(weights)

@@ -13,13 +13,13 @@ from typing import Any, Literal
 from tigon.techniques.records import choices as choices_module
 from tigon.techniques.records.choices import Choices
 
-Search = Literal["run", "placement", "recomputation", "long rows", "split"]
+Search = Literal["run", "placement", "recomputation", "long samples", "split"]
 """How the planner treats a setting that was left free.
 
 run             tries every candidate with every candidate of the other `run` settings
 placement       tries the rows of `sharding.PLACEMENTS`, which set several such settings together
 recomputation   tries the candidates within one run, fastest first, until a batch fits
-long rows       takes the first candidate after the last recomputation, if rows are long
+long samples    takes the first candidate after the last recomputation, if samples are long
 split           divides the batch into micro-batches
 """
 

@@ -16,7 +16,7 @@ from tigon.techniques.records.setting import Setting
 PACKAGE_EXTRAS: Mapping[str, str] = {
     "bitsandbytes": "bnb", "torchao": "torchao", "deepspeed": "deepspeed", "peft": "train",
 }  # fmt: skip
-SAME = "None: the same numbers to rounding."
+SAME = "None: the run computes the same numbers, except for rounding."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,8 @@ class Technique:
     """The page of docs/techniques that explains it, without its extension."""
     saves: str
     costs: str
-    precision: str = SAME
-    """Its effect on the result."""
+    effect_on_result: str = SAME
+    """Its effect on the result: whether the run computes the same numbers, and what differs if it does not."""
     needs: tuple[str, ...] = ()
     """Packages beyond PyTorch and transformers."""
     tools: tuple[str, ...] = ()

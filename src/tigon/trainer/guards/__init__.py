@@ -1,7 +1,14 @@
-"""Checks that stop a run before it wastes hours, and the messages for its faults.
+"""Guards against faults that waste a run's hours or its result. Each file guards against one kind:
 
-preflight.py         packages, device, precision, sizes, disk space     recipe_warnings.py   settings that look wrong
-self_test.py         the ops of the run on its GPU                      prediction.py        the planner's prediction
-nan_guard.py         skips a step whose loss or gradient is not finite  fault_messages.py    errors, how to continue
-system_limits.py     open files, file sizes, address space              console.py           a closed stdout or stderr
+preflight.py         a run that cannot start or end: a missing package, no such device, a technique that it cannot use,
+                     too many tokens for the model, too little memory or disk space. It refuses the run.
+recipe_warnings.py   settings that are allowed but have no effect, such as a warm-up longer than the run. It warns.
+self_test.py         a kernel that gives wrong results on this GPU. It leaves the op out of the patch, and warns.
+prediction.py        a run that needs more memory than the GPU has. It warns before the run, and names what fits.
+nan_guard.py         a loss or gradient that is not finite. It skips the step, so that no weight changes.
+system_limits.py     the system's limits on open files, file size and memory. It raises the first, and
+                     explains a run that reaches another.
+console.py           a stdin, stdout or stderr that is closed or cannot be written. The run continues without it.
+fault_messages.py    a fault without a way on, and a resumed run with other data, processes or precision. It says how
+                     to continue, or refuses to.
 """

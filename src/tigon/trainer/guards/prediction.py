@@ -65,7 +65,7 @@ class Prediction:
         if not self.option.fits(self.gpu):
             lines.append(
                 f"warning  the run needs {gib(estimate.device_bytes)} with the CUDA context, but {self.gpu} has "
-                f"{gib(self.gpu.memory_bytes)}: it will run out of memory. {next_rung(self, command)}"
+                f"{gib(self.gpu.memory_bytes)}: it will run out of memory. {what_fits(self, command)}"
             )
         host_bytes = estimate.host_bytes * min(self.option.request.choices.gpus, GPUS_PER_HOST)
         if host_bytes > host_free_bytes():
@@ -155,7 +155,7 @@ def changed_keys(before: Request, after: Request) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if key != "model.name"}
 
 
-def next_rung(prediction: Prediction, command: str, *, failed: bool = False) -> str:
+def what_fits(prediction: Prediction, command: str, *, failed: bool = False) -> str:
     """A sentence that names a configuration that fits and the command that runs it.
 
     Args:
@@ -312,7 +312,7 @@ def out_of_memory(
     needed = prediction.option.estimate.device_bytes
     sentences.append(f"needed {gib(needed)}, had {gib(prediction.gpu.memory_bytes)}")
     try:
-        sentences.append(next_rung(prediction, command, failed=True))
+        sentences.append(what_fits(prediction, command, failed=True))
     except TigonError as why:
         sentences.append(f"no recommendation: {why}")
     return RecipeError("; ".join(sentences))

@@ -1,0 +1,7 @@
+"""Log-probabilities per token, and divergences between two distributions per token.
+
+rows.py, oracle.py   one row of logits: statistics, gradient; the unfused formula
+blocks.py            the loop over blocks of logits of an lm_head
+logprobs.py          the op for logits that exist already
+linear_logprobs.py   the op for hidden states and an lm_head
+"""

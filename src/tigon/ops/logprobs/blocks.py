@@ -1,0 +1,285 @@
+"""The loop over blocks of logits: log-probabilities from hidden states and an lm_head, and the gradients of both.
+
+A block is some tokens by some columns of the vocabulary. Each block's logits are one matrix product into a reused
+buffer. The forward adds them to the statistics of its rows. The backward computes them again, turns them in place into
+their gradient, and two products reduce that:
+
+    dX += G W_block       summed over the blocks of columns, in fp32 (N · H elements)
+    dW_block = Gᵀ X       complete after one product, so the weight gradient needs no fp32 sum
+
+Splitting the vocabulary first is what saves memory: linear_cross_entropy, which splits the tokens, sums dW in fp32
+(V · H elements). Tokens are split too if there are more than `_MOST_TOKENS`, because every block of columns then reads
+and writes a sum of dX that takes as long as its products.
+
+If the logits of all tokens fit, they are kept from forward to backward, which saves one of the four products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.ops.dispatch import Primitive, planned_device, uses_kernel
+from tigon.ops.lm_head import column_sum, logits_into, no_autocast, product_into
+from tigon.ops.logprobs.rows import Block, LogprobOptions, Rows, Upstream, add_block, check_ids, gradient_into
+from tigon.ops.losses.chunk_plan import even_chunk
+
+# N tokens, H hidden, V vocabulary, K ids of a token, J largest logits; a block has n tokens and c columns.
+
+_MOST_TOKENS = 32768
+_FEWEST_COLUMNS = 1024
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """The size of the blocks."""
+
+    tokens: int
+    columns: int
+
+    def token_slices(self, N: int) -> list[slice]:
+        return [slice(start, min(start + self.tokens, N)) for start in range(0, N, self.tokens)]
+
+    def column_slices(self, V: int) -> list[slice]:
+        return [slice(start, min(start + self.columns, V)) for start in range(0, V, self.columns)]
+
+
+def plan_blocks(tokens: int, vocab: int, itemsize: int, block_bytes: int) -> BlockPlan:
+    """The largest blocks of at most `block_bytes` of logits, all tokens first. Reads no tensor."""
+    fitting = max(block_bytes // itemsize, 1)
+    n = even_chunk(tokens, min(_MOST_TOKENS, max(fitting // min(vocab, _FEWEST_COLUMNS), 1)))
+    return BlockPlan(n, even_chunk(vocab, max(fitting // n, 1)))
+
+
+def keeps_logits(tokens: int, vocab: int, itemsize: int, most_bytes: int) -> bool:
+    """Whether the logits of all tokens are kept for backward."""
+    return tokens * vocab * itemsize <= most_bytes
+
+
+class _Buffer:
+    """Memory for the logits of one block.
+
+    For kernels, rows start at multiples of 16 bytes. On the CPU they are contiguous (see `lm_head.logits_buffer`).
+    """
+
+    def __init__(self, plan: BlockPlan, like: Tensor) -> None:
+        aligned = planned_device(like) != "cpu" or uses_kernel(like)
+        self._line = 16 // like.element_size() if aligned else 1
+        self.memory = like.new_empty(plan.tokens * self._width(plan.columns))
+
+    def _width(self, columns: int) -> int:
+        return -(-columns // self._line) * self._line
+
+    def view(self, n: int, c: int) -> Tensor:
+        """(n, c) logits at the start of the buffer."""
+        width = self._width(c)
+        return self.memory[: n * width].view(n, width)[:, :c]
+
+
+@dataclass(frozen=True)
+class HeadTensors:
+    """Hidden states and the lm_head."""
+
+    hidden_NH: Tensor
+    weight_VH: Tensor
+    bias: Tensor | None
+
+    def logits(self, rows: slice, columns: slice, out_nc: Tensor) -> Block:
+        """Compute the logits of a block into `out_nc`."""
+        bias = None if self.bias is None else self.bias[columns]
+        logits_into(self.hidden_NH[rows], self.weight_VH[columns], bias, out_nc)
+        return Block(out_nc, columns.start, self.weight_VH.shape[0])
+
+
+class ForwardResults(NamedTuple):
+    """What the forward returns; what is not wanted is empty."""
+
+    logprob_NK: Tensor
+    stats_2N: Tensor
+    entropy_N: Tensor
+    predicted_N: Tensor
+    topk_logprob_NJ: Tensor
+    topk_ids_NJ: Tensor
+    kept_NV: Tensor
+
+
+def _forward_body(
+    tensors: HeadTensors, ids_NK: Tensor, options: LogprobOptions, keep: bool, block_bytes: int
+) -> ForwardResults:  # fmt: skip
+    hidden_NH, weight_VH = tensors.hidden_NH, tensors.weight_VH
+    N, V = hidden_NH.shape[0], weight_VH.shape[0]
+    check_ids(hidden_NH, ids_NK, V, options.ignore_index)
+    plan = BlockPlan(max(N, 1), V) if keep else plan_blocks(N, V, hidden_NH.element_size(), block_bytes)
+    buffer = _Buffer(plan, hidden_NH)
+    kept_NV = buffer.view(N, V) if keep else hidden_NH.new_empty((0, V))
+    parts = []
+    with no_autocast(hidden_NH):
+        for rows in plan.token_slices(N):
+            at = Rows.empty(ids_NK[rows], hidden_NH, options, one_block=plan.columns >= V)
+            for columns in plan.column_slices(V):
+                out_nc = buffer.view(rows.stop - rows.start, columns.stop - columns.start)
+                add_block(tensors.logits(rows, columns, out_nc), at, options)
+            parts.append(_row_results(at, options))
+    if not parts:
+        parts.append(_row_results(Rows.empty(ids_NK, hidden_NH, options, one_block=True), options))
+    joined = (
+        parts[0]
+        if len(parts) == 1
+        else [torch.cat(p, -1 if n == 1 else 0) for n, p in enumerate(zip(*parts, strict=True))]
+    )
+    return ForwardResults(*joined, kept_NV=kept_NV)
+
+
+_ROW_DIMENSION = {1: 1}
+"""The dimension of the rows in `_row_results`, where it is not the first: the second result is stats_2N."""
+
+
+def _row_results(rows: Rows, options: LogprobOptions) -> tuple[Tensor, ...]:
+    return (
+        rows.logprob_NK, rows.stats_2N, rows.entropy_N, rows.predicted_N, rows.topk_logprob(options), rows.topk_ids_NJ
+    )  # fmt: skip
+
+
+def _forward_fake(
+    tensors: HeadTensors, ids_NK: Tensor, options: LogprobOptions, keep: bool, block_bytes: int
+) -> ForwardResults:  # fmt: skip
+    hidden_NH, V = tensors.hidden_NH, tensors.weight_VH.shape[0]
+    N = hidden_NH.shape[0]
+    rows = Rows.empty(ids_NK, hidden_NH, options, one_block=True)
+    if keep or not isinstance(N, int):
+        kept_NV = _Buffer(BlockPlan(N, V), hidden_NH).view(N, V) if keep else hidden_NH.new_empty((0, V))
+    else:
+        # The planner traces this fake: the buffer is alive inside the operator.
+        buffer = _Buffer(plan_blocks(N, V, hidden_NH.element_size(), block_bytes), hidden_NH)
+        kept_NV = hidden_NH.new_empty((0, V))
+        del buffer
+    return ForwardResults(
+        rows.logprob_NK, rows.stats_2N, rows.entropy_N, rows.predicted_N, torch.empty_like(rows.topk_raw_NJ),
+        rows.topk_ids_NJ, kept_NV,
+    )  # fmt: skip
+
+
+linear_logprobs_fwd = Primitive("linear_logprobs_fwd", composite=_forward_body, fake=_forward_fake)
+
+
+@dataclass(frozen=True)
+class BackwardOptions:
+    """The gradients that are wanted."""
+
+    want_hidden: bool
+    want_weight: bool
+    want_bias: bool
+    block_bytes: int
+
+
+class Gradients(NamedTuple):
+    """Gradients times `Upstream.scale`; what is not wanted is empty. In fp16 they are fp32."""
+
+    dx_NH: Tensor
+    dw_VH: Tensor
+    db_V: Tensor
+
+
+def _sum_dtype(x: Tensor, several: bool) -> torch.dtype:
+    """fp32 if several products are summed, and for fp16, whose gradients still lack a factor."""
+    return torch.promote_types(x.dtype, torch.float32) if several or x.dtype == torch.float16 else x.dtype
+
+
+def _backward_plan(tensors: HeadTensors, options: BackwardOptions) -> BlockPlan:
+    hidden_NH, V = tensors.hidden_NH, tensors.weight_VH.shape[0]
+    return plan_blocks(hidden_NH.shape[0], V, hidden_NH.element_size(), options.block_bytes)
+
+
+def _empty_gradients(tensors: HeadTensors, options: BackwardOptions, plan: BlockPlan) -> Gradients:
+    hidden_NH, weight_VH = tensors.hidden_NH, tensors.weight_VH
+    (N, H), V = hidden_NH.shape, weight_VH.shape[0]
+    dw_dtype, acc = _sum_dtype(weight_VH, plan.tokens < N), torch.promote_types(hidden_NH.dtype, torch.float32)
+    return Gradients(
+        dx_NH=hidden_NH.new_empty((N if options.want_hidden else 0, H), dtype=_sum_dtype(hidden_NH, False)),
+        dw_VH=hidden_NH.new_empty((V if options.want_weight else 0, H), dtype=dw_dtype),
+        db_V=hidden_NH.new_empty(V if options.want_bias else 0, dtype=acc),
+    )
+
+
+def _backward_body(
+    tensors: HeadTensors, upstream: Upstream, kept_NV: Tensor | None, logprob: LogprobOptions,
+    options: BackwardOptions,
+) -> Gradients:  # fmt: skip
+    hidden_NH, V = tensors.hidden_NH, tensors.weight_VH.shape[0]
+    plan = _backward_plan(tensors, options)
+    buffer = _Buffer(plan, hidden_NH)
+
+    def logits(rows: slice, columns: slice) -> tuple[Block, Tensor]:
+        grad_nc = buffer.view(rows.stop - rows.start, columns.stop - columns.start)
+        if kept_NV is None:
+            return tensors.logits(rows, columns, grad_nc), grad_nc
+        return Block(kept_NV[rows, columns], columns.start, V), grad_nc
+
+    return _gradients(tensors, upstream, plan, (logprob, options), logits)
+
+
+def backward_in_place(
+    tensors: HeadTensors, upstream: Upstream, kept_NV: Tensor, logprob: LogprobOptions, options: BackwardOptions
+) -> Gradients:
+    """As `linear_logprobs_bwd`, but the kept logits become their gradient, so that no second backward can follow."""
+    N, V = kept_NV.shape
+    plan = BlockPlan(max(N, 1), V)
+    return _gradients(tensors, upstream, plan, (logprob, options), lambda *_: (Block(kept_NV, 0, V), kept_NV))
+
+
+def _gradients(
+    tensors: HeadTensors, upstream: Upstream, plan: BlockPlan, options: tuple[LogprobOptions, BackwardOptions],
+    logits: Callable[[slice, slice], tuple[Block, Tensor]],
+) -> Gradients:  # fmt: skip
+    """The gradients of all blocks. logits: (rows, columns) -> a block and the memory for its gradient."""
+    hidden_NH, weight_VH = tensors.hidden_NH, tensors.weight_VH
+    N, V = hidden_NH.shape[0], weight_VH.shape[0]
+    logprob, wanted = options
+    gradients = _empty_gradients(tensors, wanted, plan)
+    if N == 0:
+        return Gradients(gradients.dx_NH, gradients.dw_VH.zero_(), gradients.db_V.zero_())
+    columns_all = plan.column_slices(V)
+    with no_autocast(hidden_NH):
+        for turn, rows in enumerate(plan.token_slices(N)):
+            x_nH, of_rows = hidden_NH[rows], upstream.part(rows)
+            dx_nH = gradients.dx_NH[rows] if wanted.want_hidden else gradients.dx_NH
+            sum_nH = dx_nH
+            if wanted.want_hidden and len(columns_all) > 1 and dx_nH.dtype != _sum_dtype(hidden_NH, True):
+                sum_nH = dx_nH.new_empty(dx_nH.shape, dtype=_sum_dtype(hidden_NH, True))
+            for columns in columns_all:
+                block, grad_nc = logits(rows, columns)
+                gradient_into(block, of_rows, logprob, grad_nc)
+                if wanted.want_bias:
+                    db = column_sum(grad_nc)
+                    gradients.db_V[columns] = db if turn == 0 else gradients.db_V[columns] + db
+                if wanted.want_weight:
+                    product_into(grad_nc.t(), x_nH, gradients.dw_VH[columns], accumulate=turn > 0)
+                if wanted.want_hidden:
+                    product_into(grad_nc, weight_VH[columns], sum_nH, accumulate=columns.start > 0)
+            if sum_nH is not dx_nH:
+                dx_nH.copy_(sum_nH)
+    return gradients
+
+
+def _backward_fake(
+    tensors: HeadTensors, upstream: Upstream, kept_NV: Tensor | None, logprob: LogprobOptions,
+    options: BackwardOptions,
+) -> Gradients:  # fmt: skip
+    N = tensors.hidden_NH.shape[0]
+    plan = _backward_plan(tensors, options) if isinstance(N, int) else BlockPlan(N, 1)
+    gradients = _empty_gradients(tensors, options, plan)
+    if isinstance(N, int):
+        # The planner traces this fake: the buffer and the sum of dX are alive inside the operator.
+        alive = [_Buffer(plan, tensors.hidden_NH).memory]
+        if options.want_hidden and plan.columns < tensors.weight_VH.shape[0]:
+            shape = (min(plan.tokens, N), tensors.hidden_NH.shape[1])
+            alive.append(tensors.hidden_NH.new_empty(shape, dtype=_sum_dtype(tensors.hidden_NH, True)))
+        del alive
+    return gradients
+
+
+linear_logprobs_bwd = Primitive("linear_logprobs_bwd", composite=_backward_body, fake=_backward_fake)

@@ -1,0 +1,357 @@
+"""Log-probabilities of ids, log-sum-exp and entropy of `hidden @ weight.T + bias`, without holding all the logits.
+
+Every post-training loss is a function of these (`tigon.losses`). The gradient exists for any upstream gradient of each
+of them; `blocks.py` says how it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.dispatch import Differentiable, can_bypass_dispatcher, first_order
+from tigon.ops.lm_head import check_head, keeps_graph, may_wait, settle_dtypes, worth_gathering
+from tigon.ops.logprobs.blocks import (
+    BackwardOptions,
+    HeadTensors,
+    backward_in_place,
+    keeps_logits,
+    linear_logprobs_bwd,
+    linear_logprobs_fwd,
+)
+from tigon.ops.logprobs.oracle import logprobs_oracle, make_ids
+from tigon.ops.logprobs.rows import (
+    LogprobOptions,
+    Logprobs,
+    Upstream,
+    check_ids,
+    check_options,
+    contiguous,
+    flat_ids,
+    fp16_scales,
+    joined_upstream,
+)
+from tigon.ops.losses import common
+from tigon.ops.losses.chunk_plan import MIB, default_chunk_bytes
+from tigon.ops.losses.options import check_chunk_bytes
+
+# N tokens, H hidden, V vocabulary, K ids of a token, J largest logits of a token.
+
+# Reading the number of tokens that count leaves the GPU idle for 0.7 ms (H200, 4096 x 2048 x 128256, 2026-11-24), as
+# long as products of 5e11 operations take. With a mask, some tokens do not count, and the wait is worth as much. Ids
+# alone may all count: then the wait may cost at most 2 % of the products.
+_WORTH_A_WAIT_FLOPS = {"mask": 5 * 10**11, "ids": 2 * 10**13}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearLogprobsCall:
+    """The arguments of one call that are not differentiated."""
+
+    ids_NK: Tensor
+    index: Tensor | None
+    """Flat positions of the tokens that count; None for all."""
+    options: LogprobOptions
+    lse: bool
+    chunk_bytes: Sequence[int]
+    """(bytes of a block's logits, most bytes of logits that are kept)"""
+
+
+class Results(NamedTuple):
+    """The results of the operator, one row per token; what is not wanted is empty."""
+
+    logprob_NK: Tensor
+    lse_N: Tensor
+    entropy_N: Tensor
+    predicted_N: Tensor
+    topk_logprob_NJ: Tensor
+    topk_ids_NJ: Tensor
+
+
+class LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, call: LinearLogprobsCall,
+        grad_enabled: bool,
+    ) -> Results:  # fmt: skip
+        ctx.want = tuple(grad_enabled and need for need in ctx.needs_input_grad[:3])
+        options, index, ids_NK, rows = call.options, call.index, call.ids_NK, hidden_NH.shape[0]
+        if index is not None:
+            hidden_NH, ids_NK = hidden_NH.index_select(0, index), ids_NK.index_select(0, index)
+        (N, _), V = hidden_NH.shape, weight_VH.shape[0]
+        block_bytes, most_kept = call.chunk_bytes
+        # A symbolic token count must not decide anything, or every count would need a new compilation.
+        keep = any(ctx.want) and isinstance(N, int) and keeps_logits(N, V, hidden_NH.element_size(), most_kept)
+        found = linear_logprobs_fwd(HeadTensors(hidden_NH, weight_VH, bias), ids_NK, options, keep, block_bytes)
+        if any(ctx.want):
+            # The largest logits are ids like the others in the backward.
+            all_ids = torch.cat([ids_NK.long(), found.topk_ids_NJ], 1) if options.top_k else ids_NK
+            kept = found.kept_NV if keep else None
+            ctx.save_for_backward(
+                hidden_NH, weight_VH, bias, all_ids, found.stats_2N, found.entropy_N, kept, index
+            )  # fmt: skip
+        ctx.options, ctx.lse, ctx.rows, ctx.block_bytes, ctx.ids = options, call.lse, rows, block_bytes, ids_NK.shape[1]
+        ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
+        ctx.set_materialize_grads(False)
+        lse_N = found.stats_2N.sum(0) if call.lse else found.entropy_N.new_empty(0)
+        ignored = options.ignore_index
+        results = Results(
+            _spread(found.logprob_NK, index, rows, 0.0),
+            _spread(lse_N, index, rows, 0.0) if call.lse else lse_N,
+            _spread(found.entropy_N, index, rows, 0.0) if options.entropy else found.entropy_N,
+            _spread(found.predicted_N, index, rows, ignored) if options.predicted else found.predicted_N,
+            _spread(found.topk_logprob_NJ, index, rows, 0.0),
+            _spread(found.topk_ids_NJ, index, rows, ignored),
+        )
+        ctx.mark_non_differentiable(results.predicted_N, results.topk_ids_NJ)
+        return results
+
+    @staticmethod
+    @first_order
+    def backward(
+        ctx: Any, dlogprob: Tensor | None, dlse: Tensor | None, dentropy: Tensor | None, _dpredicted: Any,
+        dtopk: Tensor | None, _dids: Any,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        hidden_NH, weight_VH, bias, ids_NK, stats_2N, entropy_N, kept_NV, index = ctx.saved_tensors
+        acc, N = stats_2N.dtype, hidden_NH.shape[0]
+        # A compiled graph passes zeros for a result that was not asked for.
+        dlse, dentropy = dlse if ctx.lse else None, dentropy if ctx.options.entropy else None
+        dlogprob, dlse, dentropy, dtopk = (
+            g if g is None or index is None else g.index_select(0, index) for g in (dlogprob, dlse, dentropy, dtopk)
+        )
+        dlogprob_NK = joined_upstream(dlogprob, dtopk, stats_2N, (ctx.ids, ctx.options.top_k))
+        dlse, dentropy = contiguous(dlse, acc), contiguous(dentropy, acc)
+        scale = left = None
+        if hidden_NH.dtype == torch.float16 and N:
+            scale, left = fp16_scales(dlogprob_NK, dlse, dentropy, ctx.options)
+        want_hidden, want_weight, want_bias = ctx.want
+        reuse = kept_NV is not None and not keeps_graph() and can_bypass_dispatcher((kept_NV,))
+        backward: Any = backward_in_place if reuse else linear_logprobs_bwd
+        gradients = backward(
+            HeadTensors(hidden_NH, weight_VH, bias),
+            Upstream(ids_NK, stats_2N, entropy_N, dlogprob_NK, dlse, dentropy, scale),
+            kept_NV,
+            ctx.options,
+            BackwardOptions(want_hidden, want_weight, want_bias, ctx.block_bytes),
+        )
+        x_dtype, w_dtype, b_dtype = ctx.dtypes
+        return (
+            _finished(gradients.dx_NH, left, index, ctx.rows, x_dtype) if want_hidden else None,
+            _finished(gradients.dw_VH, left, None, weight_VH.shape[0], w_dtype) if want_weight else None,
+            _finished(gradients.db_V.unsqueeze(1), left, None, weight_VH.shape[0], b_dtype).squeeze(1)
+            if want_bias
+            else None,
+            None,
+            None,
+        )
+
+
+def _spread(values: Tensor, index: Tensor | None, rows: int, fill: float) -> Tensor:
+    """`values` at their flat positions among `rows`, `fill` elsewhere."""
+    if index is None:
+        return values
+    return values.new_full((rows, *values.shape[1:]), fill).index_copy_(0, index, values)
+
+
+def _finished(gradient: Tensor, left: Tensor | None, index: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
+    """A gradient times the factor it lacks, in its own dtype, at its positions."""
+    if left is None and index is None and gradient.dtype == dtype:
+        return gradient
+    left = torch.ones((), dtype=torch.float32, device=gradient.device) if left is None else left
+    return common.scale_rows(gradient, left, index, rows, dtype)  # type: ignore[no-any-return]
+
+
+def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearLogprobsCall) -> Results:
+    # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
+    return Results(*LinearLogprobs.apply(hidden, weight, bias, call, torch.is_grad_enabled()))
+
+
+_linear_logprobs = Differentiable("linear_logprobs", _apply)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    outputs: tuple[str, ...] = (),
+    top_k: int = 0,
+    chunk_bytes: int | None = None,
+) -> Tensor | Logprobs:
+    """Log-probabilities of `ids` under softmax(z), z = softcap(logit_scale · (hidden @ weight.T + bias)) / temperature.
+
+    Args:
+        hidden: (..., H), fp16, bf16, fp32 or fp64.
+        weight: (V, H), the weight of `lm_head`. If its dtype differs from hidden's, both are promoted. Under autocast
+            both are cast to autocast's dtype, as in F.linear.
+        ids: (...) for one id of each token, or (..., K); int64 or int32. They are not shifted.
+        bias: (V,) or None.
+        temperature: divides the logits, after the softcap.
+        softcap: c > 0; the logits become c·tanh(logits / c).
+        logit_scale: multiplies the logits before the softcap; not 0.
+        ignore_index: an id that is left out: its log-probability and gradient are 0. A token is left out if all its ids
+            are.
+        mask: (...) bool; tokens where it is False are left out. Those take no time, because they are dropped before the
+            products. To know their number, the host waits for the device once (without a mask only if the products
+            take longer than 25 ms). Under torch.compile and CUDA graphs every token is computed.
+        outputs: values to return in addition: "lse", "entropy", "predicted"; see `Logprobs`.
+        top_k: also return the `top_k` largest log-probabilities of each token and their ids.
+        chunk_bytes: largest number of bytes of logits alive at once; logits of all tokens that fit are kept for
+            backward, which saves a product. The default is blocks of 512 MiB, and up to 1 GiB kept, on GPUs; 16 MiB on
+            the CPU.
+
+    Returns:
+        Log-probabilities of the shape of ids, fp32 (fp64 for fp64 inputs); with `outputs` or `top_k`, a `Logprobs`.
+        Each is differentiable for any upstream gradient. A frozen weight or hidden skips its product.
+
+    Raises:
+        ShapeError: hidden, weight, bias, ids or mask has the wrong shape; V or H is 0 (a weight with 0 elements is
+            sharded); or the tensors are on several devices.
+        DtypeError: hidden, weight or bias is none of the four floats, or ids are neither int64 nor int32.
+        OptionError: an option is unknown, is not a number or is outside its range.
+        LabelError: an id is outside [0, V) and is not ignore_index. Checked on the CPU, and on a GPU only with
+            TIGON_CHECK=1; otherwise the log-probability on a GPU is NaN.
+        DoubleBackwardError: in backward, with create_graph=True.
+    """
+    check_head(hidden, weight, bias)
+    common.check_devices(hidden=hidden, weight=weight, bias=bias, ids=ids, mask=mask)
+    options = check_options(
+        ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, temperature=temperature, top_k=top_k,
+        outputs=outputs, vocab=weight.shape[0],
+    )  # fmt: skip
+    check_chunk_bytes(chunk_bytes)
+    rows = hidden.shape[:-1]
+    ids_NK = flat_ids(ids, mask, rows, ignore_index, "hidden")
+    hidden, weight, bias = settle_dtypes(hidden, weight, bias)
+    if may_wait(ids_NK):
+        # Checked here so that the message names the caller's position: tokens are dropped below.
+        check_ids(hidden, ids_NK, weight.shape[0], ignore_index)
+    call = LinearLogprobsCall(
+        ids_NK=ids_NK,
+        index=_rows_that_count(ids_NK, ignore_index, weight, "ids" if mask is None else "mask"),
+        options=options,
+        lse="lse" in outputs,
+        chunk_bytes=default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
+    )
+    apply = _linear_logprobs if torch.compiler.is_compiling() else _apply
+    found: Results = apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
+    return public(found, ids.shape, rows, options, "lse" in outputs)
+
+
+def public(
+    found: Results, ids_shape: torch.Size, rows: torch.Size, options: LogprobOptions, lse: bool
+) -> Tensor | Logprobs:
+    """The public function's result: the log-probabilities alone, or `Logprobs`."""
+    logprob = found.logprob_NK.view(ids_shape)
+    if not (lse or options.entropy or options.predicted or options.top_k):
+        return logprob
+    top = (*rows, options.top_k)
+    return Logprobs(
+        logprob,
+        lse=found.lse_N.view(rows) if lse else None,
+        entropy=found.entropy_N.view(rows) if options.entropy else None,
+        predicted=found.predicted_N.view(rows) if options.predicted else None,
+        topk_logprob=found.topk_logprob_NJ.view(top) if options.top_k else None,
+        topk_ids=found.topk_ids_NJ.view(top) if options.top_k else None,
+    )
+
+
+def _rows_that_count(ids_NK: Tensor, ignore_index: int, weight_VH: Tensor, by: str) -> Tensor | None:
+    """Flat positions of the tokens that count, or None to compute all.
+
+    All are computed if few are left out, if the host cannot wait for their number, or if waiting takes longer than the
+    products of all tokens.
+    """
+    N = ids_NK.shape[0]
+    if not may_wait(ids_NK) or (ids_NK.is_cuda and 6 * N * weight_VH.numel() < _WORTH_A_WAIT_FLOPS[by]):
+        return None
+    index_N = (ids_NK != ignore_index).any(1).nonzero().squeeze(1)
+    return worth_gathering(index_N, N)
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+def linear_logprobs_oracle(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, chunk_bytes: int | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """The unfused formula: one product, logits in the product's dtype, then `logprobs_oracle`."""
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    logits = F.linear(hidden.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))
+    return logprobs_oracle(logits, ids, **options)
+
+
+def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    *rows, H, V = case.shape
+    options = dict(case.options)
+    has_bias, peaked = options.pop("bias", False), options.pop("peaked", False)
+    weight = randn(V, H, dtype=dtype, device=device, scale=2.0 / H**0.5)
+    ids = make_ids(options, tuple(rows), V, device)
+    hidden = randn(*rows, H, dtype=dtype, device=device)
+    if peaked:
+        # Each token's hidden state points at the weight of its id, so that its probability is near 1.
+        one_id = ids if ids.ndim == len(rows) else ids[..., 0]
+        hidden = (hidden * 0.1 + 6.0 * weight[one_id.clamp(0, V - 1).long()]).to(dtype)
+    return {
+        "hidden": hidden,
+        "weight": weight,
+        "bias": randn(V, dtype=dtype, device=device) if has_bias else None,
+        "ids": ids,
+        **options,
+    }
+
+
+def _cost(hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> Cost:
+    # Four products of 2·N·H·V operations; operands move once in each pass, logits are written and read twice.
+    H, V = weight.shape[1], weight.shape[0]
+    N = hidden.numel() // H
+    logits_bytes = N * V * hidden.element_size()
+    return Cost(
+        moved_bytes=3 * (hidden.nbytes + weight.nbytes) + 5 * logits_bytes,
+        saved_bytes=hidden.nbytes + weight.nbytes,
+        flops=8 * N * H * V,
+    )
+
+
+_ALL = {"outputs": ("lse", "entropy")}
+LINEAR_LOGPROBS = Op(
+    name="linear_logprobs",
+    call=linear_logprobs,
+    oracle=linear_logprobs_oracle,
+    make=_make,
+    grads=("hidden", "weight", "bias"),
+    cases=(
+        # Kept logits, or blocks of some tokens and some columns.
+        Case(id="one-id-keep", shape=(2, 21, 24, 100), options={"chunk_bytes": 1 << 20}),
+        Case(id="one-id-blocks-bias", shape=(2, 21, 24, 100), options={"chunk_bytes": 42 * 30 * 4, "bias": True}),
+        Case(id="all-outputs-keep", shape=(2, 21, 24, 100), options={**_ALL, "chunk_bytes": 1 << 20}),
+        Case(id="all-outputs-blocks", shape=(42, 24, 100), options={**_ALL, "bias": True, "chunk_bytes": 42 * 30 * 4}),
+        Case(id="several-ids", shape=(42, 24, 100), options={**_ALL, "ids": 5, "chunk_bytes": 42 * 40 * 4}),
+        Case(
+            id="temperature-softcap-scale",
+            shape=(42, 24, 100),
+            options={**_ALL, "temperature": 0.7, "softcap": 3.0, "logit_scale": 0.5, "chunk_bytes": 42 * 40 * 4},
+        ),
+        Case(id="temperature", shape=(42, 24, 100), options={**_ALL, "temperature": 1.5, "chunk_bytes": 42 * 40 * 4}),
+        Case(id="peaked", shape=(42, 24, 100), options={**_ALL, "peaked": True, "chunk_bytes": 42 * 40 * 4}),
+        Case(id="half-masked", shape=(42, 24, 100), options={**_ALL, "masked": 0.5, "chunk_bytes": 42 * 40 * 4}),
+        Case(id="odd-vocab", shape=(9, 16, 4099), options={"chunk_bytes": 40_000}),
+        Case(id="llama-1b-head", shape=(4, 512, 2048, 128256), options={"chunk_bytes": 128 * MIB}, small=False),
+        Case(id="qwen-head", shape=(2048, 1024, 151936), options={**_ALL, "chunk_bytes": 128 * MIB}, small=False),
+        Case(id="gemma-3-head", shape=(512, 640, 262144), options=_ALL, small=False),
+    ),
+    cost=_cost,
+    errors={"fp32": 2.4e-06, "bf16": 1.0e-02, "fp16": 2.6e-03},
+)

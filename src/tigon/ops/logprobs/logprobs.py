@@ -1,0 +1,207 @@
+"""Log-probabilities of ids, log-sum-exp and entropy of logits that exist already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.errors import ShapeError
+from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_order
+from tigon.ops.logprobs.linear_logprobs import Results, public
+from tigon.ops.logprobs.oracle import logprobs_oracle, make_ids
+from tigon.ops.logprobs.rows import (
+    Block,
+    LogprobOptions,
+    Logprobs,
+    Rows,
+    Upstream,
+    add_block,
+    check_ids,
+    check_options,
+    contiguous,
+    flat_ids,
+    gradient_into,
+    joined_upstream,
+)
+from tigon.ops.losses import common
+
+# N rows (tokens), V vocabulary, K ids of a row, J largest logits of a row.
+
+
+class RowResults(NamedTuple):
+    """What the forward returns; what is not wanted is empty."""
+
+    logprob_NK: Tensor
+    stats_2N: Tensor
+    entropy_N: Tensor
+    predicted_N: Tensor
+    topk_logprob_NJ: Tensor
+    topk_ids_NJ: Tensor
+
+
+def _fwd_body(logits_NV: Tensor, ids_NK: Tensor, options: LogprobOptions) -> RowResults:
+    V = logits_NV.shape[1]
+    check_ids(logits_NV, ids_NK, V, options.ignore_index)
+    rows = Rows.empty(ids_NK, logits_NV, options, one_block=True)
+    add_block(Block(logits_NV, 0, V), rows, options)
+    return RowResults(
+        rows.logprob_NK, rows.stats_2N, rows.entropy_N, rows.predicted_N, rows.topk_logprob(options), rows.topk_ids_NJ
+    )
+
+
+def _fwd_fake(logits_NV: Tensor, ids_NK: Tensor, options: LogprobOptions) -> RowResults:
+    rows = Rows.empty(ids_NK, logits_NV, options, one_block=True)
+    return RowResults(
+        rows.logprob_NK, rows.stats_2N, rows.entropy_N, rows.predicted_N, rows.topk_raw_NJ, rows.topk_ids_NJ
+    )
+
+
+def _bwd_body(logits_NV: Tensor, upstream: Upstream, options: LogprobOptions) -> Tensor:
+    grad_NV = logits_NV.new_empty(logits_NV.shape)
+    gradient_into(Block(logits_NV, 0, logits_NV.shape[1]), upstream, options, grad_NV)
+    return grad_NV
+
+
+def _bwd_fake(logits_NV: Tensor, upstream: Upstream, options: LogprobOptions) -> Tensor:
+    return logits_NV.new_empty(logits_NV.shape)
+
+
+logprobs_fwd = Primitive("logprobs_fwd", composite=_fwd_body, fake=_fwd_fake)
+logprobs_bwd = Primitive("logprobs_bwd", composite=_bwd_body, fake=_bwd_fake)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogprobsCall:
+    """The arguments of one call that are not differentiated."""
+
+    ids_NK: Tensor
+    options: LogprobOptions
+    lse: bool
+
+
+class LogprobsOfLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, call: LogprobsCall) -> Results:
+        options, ids_NK = call.options, call.ids_NK
+        found = logprobs_fwd(logits_NV, ids_NK, options)
+        # The largest logits are ids like the others in the backward.
+        all_ids = torch.cat([ids_NK.long(), found.topk_ids_NJ], 1) if options.top_k else ids_NK
+        ctx.save_for_backward(logits_NV, all_ids, found.stats_2N, found.entropy_N)
+        ctx.options, ctx.lse, ctx.ids = options, call.lse, ids_NK.shape[1]
+        ctx.set_materialize_grads(False)
+        lse_N = found.stats_2N.sum(0) if call.lse else found.entropy_N.new_empty(0)
+        ctx.mark_non_differentiable(found.predicted_N, found.topk_ids_NJ)
+        return Results(
+            found.logprob_NK, lse_N, found.entropy_N, found.predicted_N, found.topk_logprob_NJ, found.topk_ids_NJ
+        )
+
+    @staticmethod
+    @first_order
+    def backward(
+        ctx: Any, dlogprob: Tensor | None, dlse: Tensor | None, dentropy: Tensor | None, _dpredicted: Any,
+        dtopk: Tensor | None, _dids: Any,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        logits_NV, ids_NK, stats_2N, entropy_N = ctx.saved_tensors
+        dlogprob_NK = joined_upstream(dlogprob, dtopk, stats_2N, (ctx.ids, ctx.options.top_k))
+        acc = stats_2N.dtype
+        # A compiled graph passes zeros for a result that was not asked for.
+        dlse, dentropy = dlse if ctx.lse else None, dentropy if ctx.options.entropy else None
+        upstream = Upstream(
+            ids_NK, stats_2N, entropy_N, dlogprob_NK, contiguous(dlse, acc), contiguous(dentropy, acc), None
+        )
+        return logprobs_bwd(logits_NV, upstream, ctx.options), None
+
+
+def _apply(logits: Tensor, call: LogprobsCall) -> Results:
+    return Results(*LogprobsOfLogits.apply(logits, call))
+
+
+_logprobs = Differentiable("logprobs", _apply)
+
+
+def logprobs(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    outputs: tuple[str, ...] = (),
+    top_k: int = 0,
+) -> Tensor | Logprobs:
+    """Log-probabilities of `ids` under softmax(z), z = softcap(logit_scale · logits) / temperature.
+
+    Args:
+        logits: (..., V), fp16, bf16, fp32 or fp64, any strides; never written to.
+        ids, temperature, softcap, logit_scale, ignore_index, mask, outputs, top_k: as in `linear_logprobs`.
+
+    Returns:
+        As `linear_logprobs`.
+
+    Raises:
+        ShapeError: logits are 0-dim or V is 0; ids or mask has the wrong shape; or the tensors are on several devices.
+        DtypeError, OptionError, LabelError, DoubleBackwardError: as in `linear_logprobs`.
+    """
+    check_dtype(logits)
+    if logits.ndim == 0:
+        raise ShapeError("logits are 0-dim; pass (..., V).")
+    V, rows = logits.shape[-1], logits.shape[:-1]
+    common.check_vocabulary(V)
+    common.check_devices(logits=logits, ids=ids, mask=mask)
+    options = check_options(
+        ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, temperature=temperature, top_k=top_k,
+        outputs=outputs, vocab=V,
+    )  # fmt: skip
+    ids_NK = flat_ids(ids, mask, rows, ignore_index, "logits")
+    logits_NV = logits.reshape(-1, V)
+    if logits_NV.stride(1) != 1 and V > 1:
+        logits_NV = logits_NV.contiguous()
+    apply = _logprobs if torch.compiler.is_compiling() else _apply
+    found: Results = apply(logits_NV, LogprobsCall(ids_NK=ids_NK, options=options, lse="lse" in outputs))
+    return public(found, ids.shape, rows, options, "lse" in outputs)
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    *rows, V = case.shape
+    options = dict(case.options)
+    ids = make_ids(options, tuple(rows), V, device)
+    return {"logits": randn(*rows, V, dtype=dtype, device=device, scale=3.0), "ids": ids, **options}
+
+
+def _cost(logits: Tensor, ids: Tensor, **options: Any) -> Cost:
+    return Cost(moved_bytes=3 * logits.nbytes, saved_bytes=logits.nbytes)
+
+
+_ALL = {"outputs": ("lse", "entropy")}
+LOGPROBS = Op(
+    name="logprobs",
+    call=logprobs,
+    oracle=logprobs_oracle,
+    make=_make,
+    grads=("logits",),
+    cases=(
+        Case(id="one-id", shape=(2, 21, 100)),
+        Case(id="all-outputs", shape=(42, 100), options=_ALL),
+        Case(id="several-ids", shape=(42, 100), options={**_ALL, "ids": 5}),
+        Case(
+            id="temperature-softcap-scale",
+            shape=(42, 100),
+            options={**_ALL, "temperature": 0.7, "softcap": 3.0, "logit_scale": 0.5},
+        ),
+        Case(id="half-masked", shape=(42, 100), options={**_ALL, "masked": 0.5}),
+        Case(id="odd-vocab", shape=(9, 4099)),
+        Case(id="several-tiles", shape=(3, 9000), options=_ALL),
+        Case(id="llama-logits", shape=(2048, 128256), options=_ALL, small=False),
+    ),
+    cost=_cost,
+    errors={"fp32": 1.1e-07, "bf16": 2.0e-03, "fp16": 2.4e-04},
+)
