@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tigon.errors import DtypeError, OptionError, ShapeError
 from tigon.losses import DPOLoss, dpo
-from tigon.losses.dpo import SORT, USE_F_DIVERGENCE, USE_LABEL_SMOOTHING, VARIANTS, DPOLossType
+from tigon.losses.dpo import FORMULAS, SORT, USE_F_DIVERGENCE, USE_LABEL_SMOOTHING, DPOLossType
 
 BETA, TAU = 0.3, 0.7
 NAMES = ("chosen_logps", "rejected_logps", "ref_chosen_logps", "ref_rejected_logps")
@@ -91,7 +91,7 @@ def smoothing(loss_type: str) -> float:
 LENGTHS = (torch.tensor([3, 7, 1, 12, 5]), torch.tensor([4, 2, 9, 1, 30]))
 
 
-@pytest.mark.parametrize("loss_type", VARIANTS)
+@pytest.mark.parametrize("loss_type", FORMULAS)
 def test_loss_and_gradients_are_the_formulas(loss_type: str) -> None:
     lengths = LENGTHS if loss_type == "sigmoid_norm" else None
     options: dict[str, Any] = {"loss_type": loss_type, "beta": BETA, "label_smoothing": smoothing(loss_type)}
@@ -103,7 +103,7 @@ def test_loss_and_gradients_are_the_formulas(loss_type: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("loss_type", [name for name in VARIANTS if name not in SORT])
+@pytest.mark.parametrize("loss_type", [name for name in FORMULAS if name not in SORT])
 def test_lengths_divide_the_log_ratios_of_every_type_that_does_not_sort(loss_type: str) -> None:
     e = smoothing(loss_type)
     check(
@@ -151,7 +151,7 @@ def test_rewards_are_beta_times_the_log_ratio_without_gradient_whatever_the_leng
 
 @pytest.mark.parametrize("ratio", [500.0, -500.0, 1e4, -1e4])
 @pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("loss_type", VARIANTS)
+@pytest.mark.parametrize("loss_type", FORMULAS)
 def test_extreme_log_ratios_give_finite_losses_and_gradients(loss_type: str, score: Any, ratio: float) -> None:
     if score != "reverse_kl" and loss_type not in USE_F_DIVERGENCE:
         return
@@ -257,4 +257,4 @@ def test_module_checks_its_options_when_it_is_made_and_gives_the_functions_resul
 
 
 def test_literal_and_table_name_the_same_types() -> None:
-    assert get_args(DPOLossType) == tuple(VARIANTS)
+    assert get_args(DPOLossType) == tuple(FORMULAS)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tigon.errors import DtypeError, OptionError, ShapeError
 from tigon.losses import GRPOLoss, grpo, importance_sampling_ratio
-from tigon.losses.grpo import VARIANTS, GRPOLossType
+from tigon.losses.grpo import FORMULAS, GRPOLossType
 
 MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], [1, 1, 0, 1, 1, 1]], dtype=torch.bool)
 SHAPE = MASK.shape
@@ -107,17 +107,17 @@ def level_of(loss_type: str) -> str:
     return "sequence" if loss_type == "gspo" else "token"
 
 
-@pytest.mark.parametrize("loss_type", VARIANTS)
+@pytest.mark.parametrize("loss_type", FORMULAS)
 def test_loss_and_gradients_are_the_formulas(loss_type: str) -> None:
     check(ours(loss_type), formula(loss_type, level=level_of(loss_type)), INPUTS)
 
 
-@pytest.mark.parametrize("loss_type", VARIANTS)
+@pytest.mark.parametrize("loss_type", FORMULAS)
 def test_one_ratio_per_sequence(loss_type: str) -> None:
     check(ours(loss_type, importance_sampling_level="sequence"), formula(loss_type, level="sequence"), INPUTS)
 
 
-@pytest.mark.parametrize("loss_type", VARIANTS)
+@pytest.mark.parametrize("loss_type", FORMULAS)
 def test_without_old_log_probabilities_the_ratio_is_1_and_has_a_gradient(loss_type: str) -> None:
     check(ours(loss_type, old_logps=None), formula(loss_type, level=level_of(loss_type), old=None), INPUTS)
 
@@ -160,7 +160,7 @@ def test_num_items_is_the_denominator(loss_type: str, num_items: Any) -> None:
     check(ours(loss_type, num_items=num_items), formula(loss_type, num_items=37), INPUTS)
 
 
-@pytest.mark.parametrize("loss_type", VARIANTS)
+@pytest.mark.parametrize("loss_type", FORMULAS)
 def test_entropy_bonus_is_a_mean_over_tokens_for_every_type(loss_type: str) -> None:
     check(
         ours(loss_type, entropy=WEIGHT, entropy_coef=0.2),
@@ -168,7 +168,7 @@ def test_entropy_bonus_is_a_mean_over_tokens_for_every_type(loss_type: str) -> N
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("loss_type", VARIANTS)
+@pytest.mark.parametrize("loss_type", FORMULAS)
 def test_a_packed_batch_gives_the_padded_ones_loss_and_gradient(loss_type: str) -> None:
     padded = {name: x.clone().requires_grad_() for name, x in INPUTS.items()}
     expected = ours(loss_type)(**padded)
@@ -196,7 +196,7 @@ def test_advantages_may_be_per_token() -> None:
     torch.testing.assert_close(grpo(INPUTS["logps"], per_token, MASK, old_logps=OLD).loss, expected)
 
 
-@pytest.mark.parametrize("loss_type", VARIANTS)
+@pytest.mark.parametrize("loss_type", FORMULAS)
 def test_masked_values_never_enter_even_if_they_are_nan(loss_type: str) -> None:
     bad = {name: x.masked_fill(~MASK, math.nan) for name, x in INPUTS.items()}
     old, weight = OLD.masked_fill(~MASK, math.inf), WEIGHT.masked_fill(~MASK, math.nan)
@@ -210,7 +210,7 @@ def test_masked_values_never_enter_even_if_they_are_nan(loss_type: str) -> None:
         assert x.grad.isfinite().all() and not x.grad[~MASK].any()
 
 
-@pytest.mark.parametrize("loss_type", VARIANTS)
+@pytest.mark.parametrize("loss_type", FORMULAS)
 def test_a_batch_without_tokens_gives_0(loss_type: str) -> None:
     logps = torch.zeros(2, 3, requires_grad=True)
     loss = grpo(logps, torch.ones(2), torch.zeros(2, 3), loss_type=loss_type, **own(loss_type)).loss
@@ -222,7 +222,7 @@ def test_a_batch_without_tokens_gives_0(loss_type: str) -> None:
 
 @pytest.mark.parametrize("gap", [500.0, -500.0, 1e4, -1e4])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("loss_type", VARIANTS)
+@pytest.mark.parametrize("loss_type", FORMULAS)
 def test_extreme_log_ratios_give_finite_losses_and_gradients(loss_type: str, advantage: float, gap: float) -> None:
     x = {"logps": torch.tensor([[-1.0, gap - 1.0]]), "ref_logps": torch.tensor([[-1.0, -1.0 - gap]])}
     for correct in (False, True):
@@ -352,4 +352,4 @@ def test_module_gives_the_functions_result() -> None:
     assert torch.equal(module(INPUTS["logps"], ADVANTAGES, MASK, old_logps=OLD, ref_logps=OLD).loss, expected.loss)
     with pytest.raises(OptionError):
         GRPOLoss(loss_type="cispo")
-    assert get_args(GRPOLossType) == tuple(VARIANTS)
+    assert get_args(GRPOLossType) == tuple(FORMULAS)

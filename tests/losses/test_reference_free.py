@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.losses import CPOLoss, ORPOLoss, SimPOLoss, cpo, orpo, simpo
-from tigon.losses.reference_free import CPO_VARIANTS
+from tigon.losses.reference_free import CPO_FORMULAS
 
 BETA, GAMMA = 0.3, 0.4
 INPUTS = {"chosen_logps": -draw(6, seed=1).abs() - 0.05, "rejected_logps": -draw(6, seed=2).abs() - 0.05}
@@ -32,7 +32,7 @@ PAIR: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, -0.3])
-@pytest.mark.parametrize("loss_type", CPO_VARIANTS)
+@pytest.mark.parametrize("loss_type", CPO_FORMULAS)
 def test_cpo_and_its_gradients_are_the_formula(loss_type: Any, alpha: float) -> None:
     e = 0.2 if loss_type in ("sigmoid", "simpo") else 0.0
 
@@ -100,7 +100,7 @@ def test_extreme_log_probabilities_give_finite_losses_and_gradients(chosen: floa
     x = {"chosen_logps": torch.tensor([chosen]), "rejected_logps": torch.tensor([rejected])}
     found = check_finite(lambda **x: orpo(**x, beta=1.0).loss, x)
     assert found["rejected_logps"].item() >= 0.0 >= found["chosen_logps"].item()
-    for loss_type in CPO_VARIANTS:
+    for loss_type in CPO_FORMULAS:
         for alpha in (0.0, 0.5, 2.0, -1.0):
             check_finite(lambda **x: cpo(**x, beta=1.0, loss_type=loss_type, alpha=alpha).loss, x)  # noqa: B023
     check_finite(lambda **x: simpo(**x).loss, x)

@@ -21,10 +21,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from tigon.losses.advantages import group_advantages, leave_one_out_advantages
-from tigon.losses.common import PairLoss, Variant
+from tigon.losses.common import LossFormula, PairLoss
 from tigon.losses.distillation import (
-    DISTILLATION_VARIANTS,
-    DIVERGENCE_VARIANTS,
+    DISTILLATION_FORMULAS,
+    DIVERGENCE_FORMULAS,
     DistillationLoss,
     GKDLoss,
     add_tail,
@@ -32,16 +32,16 @@ from tigon.losses.distillation import (
     divergence,
     topk_divergence,
 )
-from tigon.losses.dpo import VARIANTS as DPO_VARIANTS
+from tigon.losses.dpo import FORMULAS as DPO_FORMULAS
 from tigon.losses.dpo import DPOLoss, dpo
-from tigon.losses.grpo import VARIANTS as GRPO_VARIANTS
+from tigon.losses.grpo import FORMULAS as GRPO_FORMULAS
 from tigon.losses.grpo import GRPOLoss, PolicyLoss, grpo, importance_sampling_ratio
 from tigon.losses.kl import kl_estimate
-from tigon.losses.ppo import PPO_VARIANTS, VALUE_VARIANTS, PPOLoss, PPOValueLoss, ValueLoss, ppo, ppo_value
+from tigon.losses.ppo import PPO_FORMULAS, VALUE_FORMULAS, PPOLoss, PPOValueLoss, ValueLoss, ppo, ppo_value
 from tigon.losses.reference_free import (
-    CPO_VARIANTS,
-    ORPO_VARIANTS,
-    SIMPO_VARIANTS,
+    CPO_FORMULAS,
+    ORPO_FORMULAS,
+    SIMPO_FORMULAS,
     CPOLoss,
     OddsRatioLoss,
     ORPOLoss,
@@ -51,21 +51,21 @@ from tigon.losses.reference_free import (
     simpo,
 )
 from tigon.losses.sequences import layout_of, sequence_lengths, sequence_mean, sequence_sum
-from tigon.losses.unpaired import BCO_VARIANTS, KTO_VARIANTS, BCOLoss, KTOLoss, UnpairedLoss, bco, kto, kto_kl
+from tigon.losses.unpaired import BCO_FORMULAS, KTO_FORMULAS, BCOLoss, KTOLoss, UnpairedLoss, bco, kto, kto_kl
 
-LOSSES: Mapping[str, Mapping[str, Variant]] = MappingProxyType(
+LOSSES: Mapping[str, Mapping[str, LossFormula]] = MappingProxyType(
     {
-        "dpo": DPO_VARIANTS,
-        "kto": KTO_VARIANTS,
-        "bco": BCO_VARIANTS,
-        "orpo": ORPO_VARIANTS,
-        "simpo": SIMPO_VARIANTS,
-        "cpo": CPO_VARIANTS,
-        "grpo": GRPO_VARIANTS,
-        "ppo": PPO_VARIANTS,
-        "ppo_value": VALUE_VARIANTS,
-        "divergence": DIVERGENCE_VARIANTS,
-        "distillation": DISTILLATION_VARIANTS,
+        "dpo": DPO_FORMULAS,
+        "kto": KTO_FORMULAS,
+        "bco": BCO_FORMULAS,
+        "orpo": ORPO_FORMULAS,
+        "simpo": SIMPO_FORMULAS,
+        "cpo": CPO_FORMULAS,
+        "grpo": GRPO_FORMULAS,
+        "ppo": PPO_FORMULAS,
+        "ppo_value": VALUE_FORMULAS,
+        "divergence": DIVERGENCE_FORMULAS,
+        "distillation": DISTILLATION_FORMULAS,
     }
 )
 """Function -> variant -> formula and papers. A variant is a `loss_type`, or a `kind` of `divergence`."""
@@ -79,6 +79,7 @@ __all__ = [
     "GKDLoss",
     "GRPOLoss",
     "KTOLoss",
+    "LossFormula",
     "ORPOLoss",
     "OddsRatioLoss",
     "PPOLoss",
@@ -88,7 +89,6 @@ __all__ = [
     "SimPOLoss",
     "UnpairedLoss",
     "ValueLoss",
-    "Variant",
     "add_tail",
     "bco",
     "cpo",

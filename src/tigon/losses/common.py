@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Variant(NamedTuple):
+class LossFormula(NamedTuple):
     """A row of the table in docs/losses.md.
 
     Attributes:

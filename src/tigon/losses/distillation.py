@@ -14,19 +14,19 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.losses._checks import as_float, check_choice, check_number, same_shape
-from tigon.losses.common import LossModule, Variant
+from tigon.losses.common import LossFormula, LossModule
 from tigon.losses.numerics import log1mexp
 from tigon.losses.sequences import layout_of
 
 DivergenceKind = Literal["forward", "reverse", "jsd"]
 
-DIVERGENCE_VARIANTS: dict[str, Variant] = {
-    "forward": Variant("KL(T ‖ S) = Σ T (log T - log S)", ("1503.02531",)),
-    "reverse": Variant("KL(S ‖ T) = Σ S (log S - log T)", ("2306.08543",)),
-    "jsd": Variant("b KL(T ‖ M) + (1-b) KL(S ‖ M); M = b T + (1-b) S", ("2306.13649",)),
+DIVERGENCE_FORMULAS: dict[str, LossFormula] = {
+    "forward": LossFormula("KL(T ‖ S) = Σ T (log T - log S)", ("1503.02531",)),
+    "reverse": LossFormula("KL(S ‖ T) = Σ S (log S - log T)", ("2306.08543",)),
+    "jsd": LossFormula("b KL(T ‖ M) + (1-b) KL(S ‖ M); M = b T + (1-b) S", ("2306.13649",)),
 }
-DISTILLATION_VARIANTS: dict[str, Variant] = {
-    "distillation": Variant("mean over tokens of w_soft t² D(T, S) + w_hard NLL", ("1503.02531", "2306.13649")),
+DISTILLATION_FORMULAS: dict[str, LossFormula] = {
+    "distillation": LossFormula("mean over tokens of w_soft t² D(T, S) + w_hard NLL", ("1503.02531", "2306.13649")),
 }
 
 

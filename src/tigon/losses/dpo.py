@@ -1,7 +1,7 @@
 """Direct preference optimization (DPO) and its variants, on log-probabilities of whole sequences.
 
 With the log-ratio r = log π(y|x) - log π_ref(y|x) of a sequence, index w for the chosen and l for the rejected one, and
-Δ = r_w - r_l. Each variant is a function below and a row of `VARIANTS`.
+Δ = r_w - r_l. Each variant is a function below and a row of `FORMULAS`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.losses._checks import as_float, check_choice, check_number, vectors
-from tigon.losses.common import LossModule, PairLoss, Variant, smoothed_logistic
+from tigon.losses.common import LossFormula, LossModule, PairLoss, smoothed_logistic
 from tigon.losses.numerics import exp_bounded, expm1_bounded
 
 DPOLossType = Literal[
@@ -26,21 +26,21 @@ DPOLossType = Literal[
 ]  # fmt: skip
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
-VARIANTS: dict[str, Variant] = {
-    "sigmoid": Variant("-(1-e) log σ(βΔ) - e log σ(-βΔ)", ("2305.18290",)),
-    "sigmoid_norm": Variant("as sigmoid, with r_w / |y_w| and r_l / |y_l|", ("2411.15124",)),
-    "hinge": Variant("max(0, 1 - βΔ)", ("2305.10425", "2309.06657")),
-    "ipo": Variant("(Δ - 1/(2β))², with r / |y| if lengths are given", ("2310.12036",)),
-    "robust": Variant("(-(1-e) log σ(βΔ) + e log σ(-βΔ)) / (1 - 2e)", ("2403.00409",)),
-    "exo_pair": Variant("σ(βΔ) (log σ(βΔ) - log(1-e)) + σ(-βΔ) (log σ(-βΔ) - log e)", ("2402.00856",)),
-    "nca_pair": Variant("-log σ(βr_w) - ½ log σ(-βr_w) - ½ log σ(-βr_l)", ("2402.05369",)),
-    "bco_pair": Variant("-log σ(βr_w) - log σ(-βr_l)", ("2404.04656",)),
-    "sppo_hard": Variant("(r_w - 1/(2β))² + (r_l + 1/(2β))²", ("2405.00675",)),
-    "aot": Variant("as sigmoid, with Δ = sort(log π_w - log π_l) - sort(log π_ref,w - log π_ref,l)", ("2406.05882",)),
-    "aot_unpaired": Variant("as sigmoid, with Δ = sort(r_w) - sort(r_l)", ("2406.05882",)),
-    "apo_zero": Variant("σ(-βr_w) + σ(βr_l)", ("2408.06266",)),
-    "apo_down": Variant("σ(βr_w) + σ(-βΔ)", ("2408.06266",)),
-    "discopop": Variant("-σ(-βΔ/τ) log σ(βΔ) + σ(βΔ/τ) exp(-βΔ)", ("2406.08414",)),
+FORMULAS: dict[str, LossFormula] = {
+    "sigmoid": LossFormula("-(1-e) log σ(βΔ) - e log σ(-βΔ)", ("2305.18290",)),
+    "sigmoid_norm": LossFormula("as sigmoid, with r_w / |y_w| and r_l / |y_l|", ("2411.15124",)),
+    "hinge": LossFormula("max(0, 1 - βΔ)", ("2305.10425", "2309.06657")),
+    "ipo": LossFormula("(Δ - 1/(2β))², with r / |y| if lengths are given", ("2310.12036",)),
+    "robust": LossFormula("(-(1-e) log σ(βΔ) + e log σ(-βΔ)) / (1 - 2e)", ("2403.00409",)),
+    "exo_pair": LossFormula("σ(βΔ) (log σ(βΔ) - log(1-e)) + σ(-βΔ) (log σ(-βΔ) - log e)", ("2402.00856",)),
+    "nca_pair": LossFormula("-log σ(βr_w) - ½ log σ(-βr_w) - ½ log σ(-βr_l)", ("2402.05369",)),
+    "bco_pair": LossFormula("-log σ(βr_w) - log σ(-βr_l)", ("2404.04656",)),
+    "sppo_hard": LossFormula("(r_w - 1/(2β))² + (r_l + 1/(2β))²", ("2405.00675",)),
+    "aot": LossFormula("as sigmoid, with Δ = sort(log π_w - log π_l) - sort(the same of π_ref)", ("2406.05882",)),
+    "aot_unpaired": LossFormula("as sigmoid, with Δ = sort(r_w) - sort(r_l)", ("2406.05882",)),
+    "apo_zero": LossFormula("σ(-βr_w) + σ(βr_l)", ("2408.06266",)),
+    "apo_down": LossFormula("σ(βr_w) + σ(-βΔ)", ("2408.06266",)),
+    "discopop": LossFormula("-σ(-βΔ/τ) log σ(βΔ) + σ(βΔ/τ) exp(-βΔ)", ("2406.08414",)),
 }
 USE_LABEL_SMOOTHING = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
 USE_F_DIVERGENCE = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop")
@@ -155,7 +155,7 @@ def check_dpo_options(
     discopop_tau: float,
 ) -> None:
     """Raise `OptionError` for an option of `dpo`, or a combination of them, that is not valid."""
-    check_choice("loss_type", loss_type, VARIANTS)
+    check_choice("loss_type", loss_type, FORMULAS)
     check_choice("f_divergence_type", f_divergence_type, get_args(FDivergence))
     check_number("beta", beta, above=0)
     check_number("discopop_tau", discopop_tau, above=0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.losses._checks import as_float, check_choice, check_number, same_shape
-from tigon.losses.common import LossModule, Variant
+from tigon.losses.common import LossFormula, LossModule
 from tigon.losses.kl import KL_ESTIMATORS, KLEstimator, kl_estimate
 from tigon.losses.numerics import exp_bounded
 from tigon.losses.sequences import SequenceLayout, layout_of
@@ -23,13 +23,13 @@ Level = Literal["token", "sequence"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 _TOKEN = "l = -min(ρA, clip(ρ, 1-ε, 1+ε_high) A) + β KL"
-VARIANTS: dict[str, Variant] = {
-    "grpo": Variant(f"mean over sequences of the mean of l; {_TOKEN}", ("2402.03300",)),
-    "bnpo": Variant("mean of l over the tokens of the batch", ("2505.19427",)),
-    "dr_grpo": Variant("sum of l / (sequences · max_completion_length)", ("2503.20783",)),
-    "dapo": Variant("sum of l / num_items, the tokens of the step", ("2503.14476",)),
-    "gspo": Variant("as grpo, with ρ = exp(mean of log π - log π_old over the sequence)", ("2507.18071",)),
-    "cispo": Variant(
+FORMULAS: dict[str, LossFormula] = {
+    "grpo": LossFormula(f"mean over sequences of the mean of l; {_TOKEN}", ("2402.03300",)),
+    "bnpo": LossFormula("mean of l over the tokens of the batch", ("2503.14476",)),
+    "dr_grpo": LossFormula("sum of l / (sequences · max_completion_length)", ("2503.20783",)),
+    "dapo": LossFormula("sum of l / num_items, the tokens of the step", ("2503.14476",)),
+    "gspo": LossFormula("as grpo, with ρ = exp(mean of log π - log π_old over the sequence)", ("2507.18071",)),
+    "cispo": LossFormula(
         "sum of (-min(ρ, ε_high) A log π + β KL) / num_items, no gradient through ρ", ("2506.13585", "2510.13786")
     ),
 }
@@ -69,7 +69,7 @@ def check_grpo_options(
     max_completion_length: int | None,
 ) -> None:
     """Raise `OptionError` for an option of `grpo`, or a combination of them, that is not valid."""
-    check_choice("loss_type", loss_type, VARIANTS)
+    check_choice("loss_type", loss_type, FORMULAS)
     check_choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
     check_number("beta", beta, at_least=0)
     check_number("epsilon", epsilon, at_least=0)

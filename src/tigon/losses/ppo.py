@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from tigon.losses._checks import as_float, check_number, same_shape
-from tigon.losses.common import LossModule, Variant
+from tigon.losses.common import LossFormula, LossModule
 from tigon.losses.grpo import PolicyLoss, check_grpo_options, grpo
 from tigon.losses.sequences import layout_of
 
-PPO_VARIANTS: dict[str, Variant] = {
-    "ppo": Variant("mean over tokens of -min(ρA, clip(ρ, 1-ε, 1+ε_high) A)", ("1707.06347",)),
+PPO_FORMULAS: dict[str, LossFormula] = {
+    "ppo": LossFormula("mean over tokens of -min(ρA, clip(ρ, 1-ε, 1+ε_high) A)", ("1707.06347",)),
 }
-VALUE_VARIANTS: dict[str, Variant] = {
-    "ppo_value": Variant("½ mean of max((V - R)², (clip(V, V_old ± c) - R)²)", ("1707.06347", "2006.05990")),
+VALUE_FORMULAS: dict[str, LossFormula] = {
+    "ppo_value": LossFormula("½ mean of max((V - R)², (clip(V, V_old ± c) - R)²)", ("1707.06347", "2006.05990")),
 }
 
 

@@ -10,24 +10,24 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.losses._checks import as_float, check_choice, check_number, vectors
-from tigon.losses.common import LossModule, PairLoss, Variant, smoothed_logistic
+from tigon.losses.common import LossFormula, LossModule, PairLoss, smoothed_logistic
 from tigon.losses.numerics import expm1_bounded, log1mexp
 
 CPOLossType = Literal["sigmoid", "hinge", "ipo", "simpo"]
 
-ORPO_VARIANTS: dict[str, Variant] = {
-    "orpo": Variant(
+ORPO_FORMULAS: dict[str, LossFormula] = {
+    "orpo": LossFormula(
         "NLL_w - β log σ(log odds(p_w) - log odds(p_l)); odds(p) = p / (1-p), p = π^(1/|y|)", ("2403.07691",)
     ),
 }
-SIMPO_VARIANTS: dict[str, Variant] = {
-    "simpo": Variant("-log σ(β (log π_w / |y_w| - log π_l / |y_l|) - γ)", ("2405.14734",)),
+SIMPO_FORMULAS: dict[str, LossFormula] = {
+    "simpo": LossFormula("-log σ(β (log π_w / |y_w| - log π_l / |y_l|) - γ)", ("2405.14734",)),
 }
-CPO_VARIANTS: dict[str, Variant] = {
-    "sigmoid": Variant("-(1-e) log σ(βD) - e log σ(-βD) + α NLL_w; D = log π_w - log π_l", ("2401.08417",)),
-    "hinge": Variant("max(0, 1 - βD) + α NLL_w", ("2305.10425",)),
-    "ipo": Variant("(D - 1/(2β))² + α NLL_w, with log π / |y|", ("2310.12036",)),
-    "simpo": Variant(
+CPO_FORMULAS: dict[str, LossFormula] = {
+    "sigmoid": LossFormula("-(1-e) log σ(βD) - e log σ(-βD) + α NLL_w; D = log π_w - log π_l", ("2401.08417",)),
+    "hinge": LossFormula("max(0, 1 - βD) + α NLL_w", ("2305.10425",)),
+    "ipo": LossFormula("(D - 1/(2β))² + α NLL_w, with log π / |y|", ("2310.12036",)),
+    "simpo": LossFormula(
         "-(1-e) log σ(βD - γ) - e log σ(γ - βD) + α NLL_w, with log π / |y|", ("2405.14734", "2501.03884")
     ),
 }
@@ -95,7 +95,7 @@ def check_cpo_options(
     *, beta: float, loss_type: str, label_smoothing: float, cpo_alpha: float, simpo_gamma: float, alpha: float
 ) -> None:
     """Raise `OptionError` for an option of `cpo`, or a combination of them, that is not valid."""
-    check_choice("loss_type", loss_type, CPO_VARIANTS)
+    check_choice("loss_type", loss_type, CPO_FORMULAS)
     check_number("beta", beta, above=0)
     check_number("label_smoothing", label_smoothing, at_least=0, at_most=1)
     check_number("cpo_alpha", cpo_alpha, at_least=0)

@@ -26,12 +26,12 @@ class SequenceLayout:
 
     Attributes:
         mask: bool, of the tokens' shape: True where a token counts.
-        segments: (N,) int64, the sequence of each token of a packed batch; None for a padded batch.
+        sequence_index: (N,) int64, the sequence of each token of a packed batch; None for a padded batch.
         num_sequences: S of a packed batch; None for a padded batch.
     """
 
     mask: Tensor
-    segments: Tensor | None = None
+    sequence_index: Tensor | None = None
     num_sequences: int | None = None
 
     def masked(self, x: Tensor) -> Tensor:
@@ -41,9 +41,9 @@ class SequenceLayout:
     def sums(self, x: Tensor) -> Tensor:
         """(..., T) -> (...,), or (N,) -> (S,)."""
         x = self.masked(x)
-        if self.segments is None or self.num_sequences is None:
+        if self.sequence_index is None or self.num_sequences is None:
             return x.sum(-1)
-        return x.new_zeros(self.num_sequences).index_add(0, self.segments, x)
+        return x.new_zeros(self.num_sequences).index_add(0, self.sequence_index, x)
 
     def lengths(self, dtype: torch.dtype = torch.int64) -> Tensor:
         """The number of tokens that count, per sequence."""
@@ -70,14 +70,14 @@ class SequenceLayout:
 
     def spread(self, per_sequence: Tensor) -> Tensor:
         """One value per sequence -> one value per token."""
-        if self.segments is None:
+        if self.sequence_index is None:
             return per_sequence.unsqueeze(-1).expand(self.mask.shape)
-        return per_sequence[self.segments]
+        return per_sequence[self.sequence_index]
 
     def per_token(self, name: str, x: Tensor) -> Tensor:
         """Values per sequence, (...,), (..., 1) or (S,), or per token -> values per token."""
         shape = self.mask.shape
-        if self.segments is not None:
+        if self.sequence_index is not None:
             if x.shape == (self.num_sequences,):
                 return self.spread(x)
         elif x.shape == shape[:-1]:
@@ -85,7 +85,7 @@ class SequenceLayout:
         elif x.shape == (*shape[:-1], 1):
             return x.expand(shape)
         if x.shape != shape:
-            sequences = (self.num_sequences,) if self.segments is not None else tuple(shape[:-1])
+            sequences = (self.num_sequences,) if self.sequence_index is not None else tuple(shape[:-1])
             raise ShapeError(
                 f"{name} is {tuple(x.shape)}; it must be {sequences}, one value per sequence, or {tuple(shape)}."
             )
@@ -105,7 +105,7 @@ def layout_of(
     Args:
         x: (..., T) padded, or (N,) packed.
         mask: of x's shape, bool or numbers: False or 0 leaves a token out. None: every token counts.
-        segment_ids: (N,) integers from 0 on: the sequence of each token. A negative id leaves the token out.
+        segment_ids: (N,) integers from 0 to S - 1: the sequence of each token. A negative id leaves the token out.
         cu_seqlens: (S + 1,) integers that do not fall: sequence s has the tokens cu_seqlens[s] to cu_seqlens[s + 1].
             Tokens before the first and from the last entry on are left out.
         num_sequences: S with segment_ids. Leave it out to read it from the ids, for which the host waits on a GPU.

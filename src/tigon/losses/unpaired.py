@@ -10,16 +10,16 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.losses._checks import as_float, check_choice, check_number, same_shape, vectors
-from tigon.losses.common import LossModule, Variant
+from tigon.losses.common import LossFormula, LossModule
 
 KTOLossType = Literal["kto", "apo_zero_unpaired"]
 
-KTO_VARIANTS: dict[str, Variant] = {
-    "kto": Variant("λ_D σ(-β(r - z)) if desirable, else λ_U σ(β(r - z)); z = max(0, KL)", ("2402.01306",)),
-    "apo_zero_unpaired": Variant("λ_D σ(-βr) if desirable, else λ_U σ(βr)", ("2408.06266",)),
+KTO_FORMULAS: dict[str, LossFormula] = {
+    "kto": LossFormula("λ_D σ(-β(r - z)) if desirable, else λ_U σ(β(r - z)); z = max(0, KL)", ("2402.01306",)),
+    "apo_zero_unpaired": LossFormula("λ_D σ(-βr) if desirable, else λ_U σ(βr)", ("2408.06266",)),
 }
-BCO_VARIANTS: dict[str, Variant] = {
-    "bco": Variant("-λ_D log σ(βr - δ) if desirable, else -λ_U log σ(δ - βr)", ("2404.04656",)),
+BCO_FORMULAS: dict[str, LossFormula] = {
+    "bco": LossFormula("-λ_D log σ(βr - δ) if desirable, else -λ_U log σ(δ - βr)", ("2404.04656",)),
 }
 
 
@@ -78,7 +78,7 @@ def _scalar(name: str, value: Tensor | float, like: Tensor) -> Tensor:
 
 def check_kto_options(*, beta: float, loss_type: str, desirable_weight: float, undesirable_weight: float) -> None:
     """Raise `OptionError` for an option of `kto` or `bco` that is not valid."""
-    check_choice("loss_type", loss_type, KTO_VARIANTS)
+    check_choice("loss_type", loss_type, KTO_FORMULAS)
     check_number("beta", beta, above=0)
     check_number("desirable_weight", desirable_weight, at_least=0)
     check_number("undesirable_weight", undesirable_weight, at_least=0)
