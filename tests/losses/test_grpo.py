@@ -12,7 +12,7 @@ from loss_checks import check, check_finite, draw
 from torch import Tensor
 
 from tigon.errors import DtypeError, OptionError, ShapeError
-from tigon.losses import GRPOLoss, grpo, importance_sampling_ratio
+from tigon.losses import GRPOLoss, dpo, grpo, importance_sampling_ratio, sequence_sum
 from tigon.losses.grpo import FORMULAS, GRPOLossType
 
 MASK = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], [1, 1, 0, 1, 1, 1]], dtype=torch.bool)
@@ -308,17 +308,17 @@ def test_invalid_limits_of_the_correction_are_refused(options: dict[str, Any], w
         ({"loss_type": "ppo"}, "loss_type='ppo' is not known; choose one of grpo, bnpo"),
         ({"loss_type": "cispo"}, "requires epsilon_high"),
         ({"loss_type": "dr_grpo"}, "requires max_completion_length"),
-        ({"max_completion_length": 8}, "has no meaning for loss_type='dapo'"),
+        ({"max_completion_length": 8}, "does not apply to loss_type='dapo'"),
         ({"beta": 0.1}, "beta=0.1 requires ref_logps or kl"),
         ({"beta": -0.1}, "beta=-0.1 must be at least 0"),
         ({"epsilon": -0.1}, "epsilon=-0.1"),
         ({"delta": 1.1}, "delta=1.1 must be above 1.2"),
-        ({"delta": 9.0, "loss_type": "cispo", "epsilon_high": 5.0}, "delta=9.0 has no meaning"),
+        ({"delta": 9.0, "loss_type": "cispo", "epsilon_high": 5.0}, "delta=9.0 does not apply"),
         ({"importance_sampling_level": "word"}, "choose one of token, sequence"),
         ({"importance_sampling_level": "token", "loss_type": "gspo"}, "contradicts loss_type='gspo'"),
         ({"kl_estimator": "k4"}, "choose one of k1, k2, k3"),
         ({"entropy_coef": 0.1}, "entropy_coef=0.1 requires entropy"),
-        ({"num_items": 3, "loss_type": "grpo"}, "num_items has no meaning for loss_type='grpo'"),
+        ({"num_items": 3, "loss_type": "grpo"}, "num_items does not apply to loss_type='grpo'"),
         ({"num_items": -3}, "num_items=-3 must be at least 0"),
         ({"ref_logps": OLD, "kl": OLD}, "pass one of them"),
         ({"use_bias_correction_kl": 1}, "must be True or False"),
@@ -353,3 +353,14 @@ def test_module_gives_the_functions_result() -> None:
     with pytest.raises(OptionError):
         GRPOLoss(loss_type="cispo")
     assert get_args(GRPOLossType) == tuple(FORMULAS)
+
+
+def test_losses_compile_into_one_graph() -> None:
+    def step(logps: Tensor) -> Tensor:
+        policy = grpo(logps, ADVANTAGES, MASK, old_logps=OLD, ref_logps=OLD, beta=0.1, loss_type="gspo").loss
+        chosen, rejected = sequence_sum(logps, MASK).chunk(2)
+        return policy + dpo(chosen, rejected, OLD[:2, 0], OLD[2:, 0]).loss.mean()
+
+    torch._dynamo.reset()
+    found = torch.compile(step, backend="aot_eager", fullgraph=True)(INPUTS["logps"])
+    torch.testing.assert_close(found, step(INPUTS["logps"]))

@@ -113,7 +113,7 @@ def test_extreme_log_probabilities_give_finite_losses_and_gradients(chosen: floa
             lambda: cpo(**INPUTS, loss_type="kto_pair"),
             "loss_type='kto_pair' is not known; choose one of sigmoid, hinge",
         ),
-        (lambda: cpo(**INPUTS, loss_type="ipo", label_smoothing=0.1), "has no meaning for loss_type='ipo'"),
+        (lambda: cpo(**INPUTS, loss_type="ipo", label_smoothing=0.1), "does not apply to loss_type='ipo'"),
         (lambda: cpo(**INPUTS, beta=0.0), "beta=0.0 must be above 0"),
         (lambda: cpo(**INPUTS, alpha=float("inf")), "alpha=inf must be finite"),
         (lambda: simpo(**INPUTS, gamma=float("nan")), "gamma=nan must be finite"),

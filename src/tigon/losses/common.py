@@ -1,4 +1,4 @@
-"""What the losses have in common: rows of the table in docs/losses.md, results of pairs, and modules with options."""
+"""Rows of the table in docs/losses.md, results of pairs, and the base class of the modules."""
 
 from __future__ import annotations
 

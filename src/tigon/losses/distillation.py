@@ -76,7 +76,7 @@ def divergence(
 
     Raises:
         OptionError: an option is unknown or out of range.
-        ShapeError: the shapes differ, or have no dimension.
+        ShapeError: the shapes differ, or are ().
         DtypeError: a tensor is not floating-point.
     """
     _check_divergence_options(kind, beta)
@@ -104,8 +104,8 @@ def divergence(
 def add_tail(topk_logprobs: Tensor) -> Tensor:
     """Append a bin for all other entries of the vocabulary: (..., K) -> (..., K + 1) that sums to 1.
 
-    The tail is log(1 - Σ p). It is at least log(eps) of the dtype, because the sum of K probabilities is no more
-    accurate than that; at this bound it has no gradient.
+    The tail is log(1 - Σ p). It is at least log(eps) of the dtype, because rounding errors of the sum reach eps. At
+    this bound its gradient is 0.
 
     Args:
         topk_logprobs: (..., K) log-probabilities of K different ids.
@@ -114,12 +114,12 @@ def add_tail(topk_logprobs: Tensor) -> Tensor:
         (..., K + 1) log-probabilities; the last one is the tail's.
 
     Raises:
-        ShapeError: there is no dimension.
+        ShapeError: the shape is ().
         DtypeError: the tensor is not floating-point.
     """
     x = as_float("topk_logprobs", topk_logprobs)
     if not x.ndim:
-        raise ShapeError("topk_logprobs has no dimension; it must be (..., K).")
+        raise ShapeError("topk_logprobs is (); it must be (..., K).")
     return torch.cat([x, log1mexp(torch.logsumexp(x, -1, keepdim=True))], -1)
 
 
@@ -147,7 +147,7 @@ def topk_divergence(
 
     Raises:
         OptionError: an option is unknown or out of range.
-        ShapeError: the shapes differ, or have no dimension.
+        ShapeError: the shapes differ, or are ().
         DtypeError: a tensor is not floating-point.
     """
     _check_divergence_options(kind, beta)

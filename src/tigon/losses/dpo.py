@@ -1,7 +1,7 @@
 """Direct preference optimization (DPO) and its variants, on log-probabilities of whole sequences.
 
-With the log-ratio r = log π(y|x) - log π_ref(y|x) of a sequence, index w for the chosen and l for the rejected one, and
-Δ = r_w - r_l. Each variant is a function below and a row of `FORMULAS`.
+The log-ratio of a sequence is r = log π(y|x) - log π_ref(y|x). Index w stands for the chosen and l for the rejected
+sequence of a pair, and Δ = r_w - r_l. Each variant is a function below and a row of `FORMULAS`.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def check_dpo_options(
             raise OptionError(f"{name}={value!r} must be True or False.")
     if label_smoothing and loss_type not in USE_LABEL_SMOOTHING:
         raise OptionError(
-            f"label_smoothing={label_smoothing} has no meaning for loss_type={loss_type!r}; "
+            f"label_smoothing={label_smoothing} does not apply to loss_type={loss_type!r}; "
             f"it applies to {', '.join(USE_LABEL_SMOOTHING)}."
         )
     if loss_type == "robust" and label_smoothing >= 0.5:
@@ -178,11 +178,11 @@ def check_dpo_options(
         )
     if f_divergence_type != "reverse_kl" and loss_type not in USE_F_DIVERGENCE:
         raise OptionError(
-            f"f_divergence_type={f_divergence_type!r} has no meaning for loss_type={loss_type!r}; "
+            f"f_divergence_type={f_divergence_type!r} does not apply to loss_type={loss_type!r}; "
             f"it applies to {', '.join(USE_F_DIVERGENCE)}."
         )
     if length_normalize and loss_type in SORT:
-        raise OptionError(f"length_normalize has no meaning for loss_type={loss_type!r}, which sorts the batch.")
+        raise OptionError(f"length_normalize does not apply to loss_type={loss_type!r}, which sorts the batch.")
 
 
 def dpo(

@@ -1,7 +1,7 @@
 """Group relative policy optimization (GRPO) and its family, on log-probabilities per token.
 
-With the ratio ρ = π / π_old of a token, or ρ = exp(mean log-ratio) of its sequence for GSPO, and the advantage A, the
-token's loss is -min(ρ A, clip(ρ, 1 - ε, 1 + ε_high) A) + β KL. The types differ in the ratio and in the denominator.
+The loss of a token is -min(ρ A, clip(ρ, 1 - ε, 1 + ε_high) A) + β KL. A is its advantage. The ratio ρ is π / π_old of
+the token, and for GSPO exp(mean log-ratio) of its sequence. The types differ in the ratio and in the denominator.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class PolicyLoss(NamedTuple):
         policy_loss: scalar, the loss before the entropy bonus, without gradient.
         ratio: ρ of each token; with sequence level the value of its sequence.
         kl: KL of each token, or None without a reference.
-        clipped_low: True where the ratio is below 1 - ε and the advantage negative; the gradient is 0 there.
-        clipped_high: True where the ratio is above its upper bound and the advantage positive.
+        clipped_low: True where the ratio is below 1 - ε and the advantage negative.
+        clipped_high: True where the ratio is above its upper bound and the advantage positive. The policy term of a
+            clipped token has no gradient, except in "cispo".
     """
 
     loss: Tensor
@@ -89,12 +90,12 @@ def check_grpo_options(
         raise OptionError("loss_type='cispo' requires epsilon_high, the upper bound of the ratio itself, such as 5.0.")
     if delta is not None:
         if loss_type == "cispo":
-            raise OptionError(f"delta={delta} has no meaning for loss_type='cispo'; leave it out.")
+            raise OptionError(f"delta={delta} does not apply to loss_type='cispo'; leave it out.")
         check_number("delta", delta, above=1.0 + (epsilon if epsilon_high is None else epsilon_high))
     if max_completion_length is not None:
         check_number("max_completion_length", max_completion_length, at_least=1)
         if loss_type != "dr_grpo":
-            raise OptionError(f"max_completion_length has no meaning for loss_type={loss_type!r}; leave it out.")
+            raise OptionError(f"max_completion_length does not apply to loss_type={loss_type!r}; leave it out.")
     elif loss_type == "dr_grpo":
         raise OptionError("loss_type='dr_grpo' requires max_completion_length.")
 
@@ -126,8 +127,8 @@ def grpo(
 ) -> PolicyLoss:
     """Policy gradient with a clipped ratio: GRPO, DAPO, Dr. GRPO, BNPO, GSPO and CISPO.
 
-    l = -min(ρ A, clip(ρ, 1 - ε, 1 + ε_high) A) · w + β KL per token, with ρ = exp(log π - log π_old) and the weight w
-    that corrects for the sampler (Shao et al. 2024, arXiv 2402.03300). docs/losses.md has the types and their papers.
+    l = -min(ρ A, clip(ρ, 1 - ε, 1 + ε_high) A) · w + β KL per token, with ρ = exp(log π - log π_old) (Shao et al. 2024,
+    arXiv 2402.03300). The weight w corrects for the sampler. docs/losses.md has the types and their papers.
     Log-ratios of ±500 and beyond give finite losses and gradients: from 30 on the exponential goes on as its tangent.
 
     Args:
@@ -179,7 +180,7 @@ def grpo(
     if entropy_coef and entropy is None:
         raise OptionError(f"entropy_coef={entropy_coef} requires entropy.")
     if num_items is not None and loss_type not in ("dapo", "cispo"):
-        raise OptionError(f"num_items has no meaning for loss_type={loss_type!r}; it applies to dapo, cispo.")
+        raise OptionError(f"num_items does not apply to loss_type={loss_type!r}; it applies to dapo, cispo.")
     layout = layout_of(logps, mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens, num_sequences=num_sequences)
     logps = layout.masked(logps)
     old = logps.detach() if old_logps is None else layout.masked(as_float("old_logps", old_logps))

@@ -18,9 +18,9 @@ def kl_estimate(logps: Tensor, ref_logps: Tensor, kl_estimator: KLEstimator = "k
     """Estimate KL(π || π_ref) for each token that was sampled from π.
 
     With d = log π - log π_ref: k1 = d, k2 = d² / 2, k3 = e^-d - 1 + d (Schulman 2020, "Approximating KL divergence").
-    k1 and k3 are unbiased as values, and k3 is never negative. The gradient of k1 is 0 on average, and that of k2 is on
-    average the gradient of KL(π || π_ref). k3 is the one of GRPO (arXiv 2402.03300); from -d = 30 on its exponential
-    goes on as its tangent.
+    k1 and k3 are unbiased as values, and k3 is never negative. The gradient of k1 is 0 on average. The gradient of k2
+    is on average that of KL(π || π_ref). GRPO has k3 (arXiv 2402.03300). Its exponential goes on as its tangent from
+    -d = 30 on.
 
     Args:
         logps, ref_logps: log-probabilities of the sampled tokens, of one shape.

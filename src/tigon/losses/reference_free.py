@@ -103,7 +103,7 @@ def check_cpo_options(
     check_number("alpha", alpha)
     if label_smoothing and loss_type in ("hinge", "ipo"):
         raise OptionError(
-            f"label_smoothing={label_smoothing} has no meaning for loss_type={loss_type!r}; "
+            f"label_smoothing={label_smoothing} does not apply to loss_type={loss_type!r}; "
             "it applies to sigmoid, simpo."
         )
 
