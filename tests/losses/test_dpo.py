@@ -181,6 +181,14 @@ def test_label_smoothing_of_a_half_makes_sigmoid_symmetric_and_0_is_plain() -> N
     torch.testing.assert_close(dpo(**x, loss_type="robust").loss, dpo(**x).loss)
 
 
+@pytest.mark.parametrize("margin", [-50.0, -300.0])
+def test_discopop_multiplies_a_small_and_a_large_factor(margin: float) -> None:
+    zero = torch.zeros(1)
+    found = dpo(zero + margin, zero, zero, zero, beta=1.0, loss_type="discopop", discopop_tau=1.0).loss
+    # σ(m) exp(-m) is 1, and the logistic loss of weight 1 is -m.
+    assert found.item() == pytest.approx(1.0 - margin, rel=1e-6)
+
+
 def test_exo_pair_is_0_where_the_margin_is_the_smoothed_label() -> None:
     margin = math.log(0.8 / 0.2)
     zero = torch.zeros(1, dtype=torch.float64)

@@ -121,7 +121,7 @@ def _apo_down(p: _Pairs) -> Tensor:
 def _discopop(p: _Pairs) -> Tensor:
     margin = p.beta * p.delta
     logistic = torch.sigmoid(-margin / p.discopop_tau) * -F.logsigmoid(margin)
-    # σ(m/τ) exp(-m) as one exponential: for m = -500 the factors are 0 and infinite, and their product is 0.
+    # σ(m/τ) exp(-m) as one exponential, because the second factor overflows where the product is at most 1.
     return logistic + exp_bounded(F.logsigmoid(margin / p.discopop_tau) - margin)
 
 
