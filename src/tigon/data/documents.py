@@ -176,7 +176,7 @@ def _all(
             yield from _python_docs()
         elif source == TOY_ANSWERS:
             if isinstance(layout, str):
-                raise DataError(f"{source} is for post-training; set train.objective to dpo or another of its objectives")
+                raise DataError(f"{source} is for post-training; set train.objective, for example dpo")
             yield from layout.toy_answers()
         else:
             for path in named.files(source, bad.take):

@@ -7,7 +7,7 @@ which the trainer takes, and its `texts`, which count for the tokenizer and the 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class RowFormat:
             problem = "is missing" if "label" not in row else f"is {row['label']!r}"
             raise DataError(f"{where}: column 'label' {problem}; write true for a good answer, false for a bad one")
         if len({isinstance(content, str) for content in contents.values()}) > 1:
-            kinds = ", ".join(f"{name!r} is {'text' if isinstance(c, str) else 'messages'}" for name, c in contents.items())
+            kinds = ", ".join(f"{name!r} is {_KINDS[type(content)]}" for name, content in contents.items())
             raise DataError(f"{where}: {kinds}; write all of them as text, or all as messages")
         for name in self.answers:
             if name in contents and not _plain(contents[name]).strip():
@@ -100,7 +100,8 @@ def check_alike(documents: Sequence[Document]) -> None:
             if name not in document.row or name not in first.row:
                 has, lacks = (first, document) if name in first.row else (document, first)
                 raise DataError(
-                    f"{lacks.origin}: column {name!r} is missing, but {has.origin} has it; give all rows the same columns"
+                    f"{lacks.origin}: column {name!r} is missing, but {has.origin} has it; give all rows the same "
+                    "columns"
                 )
             one, other = (type(each.row[name]) for each in (first, document))  # type: ignore[index]
             if one is not other:
@@ -157,14 +158,12 @@ _BLUNT = (
 
 def _toy_rows() -> Iterator[Mapping[str, Any]]:
     """800 questions, each with a polite and a blunt answer, in a fixed random order. `completion` is either of them."""
-    draw: Callable[[Sequence[str]], str]
     generator = random.Random(0)
-    draw = generator.choice
     questions = [(action, thing) for action in _ACTIONS for thing in _THINGS]
     generator.shuffle(questions)
-    for number, (action, thing) in enumerate(questions):
-        chosen, rejected = (draw(style).format(action=action, thing=thing) for style in (_POLITE, _BLUNT))
-        polite = number % 2 == 0
+    for action, thing in questions:
+        chosen, rejected = (generator.choice(style).format(action=action, thing=thing) for style in (_POLITE, _BLUNT))
+        polite = generator.random() < 0.5
         yield {
             "prompt": f"How do I {action} the {thing}?\nAnswer:", "chosen": chosen, "rejected": rejected,
             "completion": chosen if polite else rejected, "label": polite, "thing": thing,

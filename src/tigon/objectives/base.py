@@ -69,7 +69,7 @@ class MetricColumn:
     is_share: bool = False
     """Its values are fractions, shown in percent."""
     is_nats: bool = True
-    """Its values, unless they are fractions, are losses in nats per token, so that the chart shows the unigram entropy."""
+    """Its values, unless fractions, are losses in nats per token. The chart then shows the unigram entropy too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tigon.data.preferences import PROMPTS
 from tigon.objectives.base import MetricSection, TrlTraining

@@ -22,8 +22,8 @@ class DPO(PostTraining):
     def metric_section(self) -> MetricSection:
         return section(
             "Preferences", "reward margin, accuracy and loss over steps",
-            "The reward of an answer is beta times how much more likely it has become. The margin is the reward of the "
-            "chosen answer minus that of the rejected one; the accuracy is the share of pairs whose margin is positive.",
+            "The reward of an answer is beta times the change of its log-probability. The margin is the reward of the "
+            "chosen answer minus that of the rejected one. The accuracy is the share of pairs with a positive margin.",
             ("rewards/margins", column("reward margin")),
             ("rewards/accuracies", column("accuracy", "pairs with a positive margin (%)", is_share=True)),
             ("loss", column("loss")),

@@ -19,8 +19,8 @@ class GRPO(PostTraining):
         whole = recipe.lora.rank is None and recipe.model.name in PRESETS and not self.own.base_steps
         if self.own.beta and whole:
             raise RecipeError(
-                f"post_training.beta is {self.own.beta:g}, for which GRPO loads the model a second time, and the random "
-                "weights of a preset are in no file; set beta: 0, base_steps, or lora.rank"
+                f"post_training.beta is {self.own.beta:g}, for which GRPO loads the model a second time, but the "
+                "random weights of a preset are in no file; set beta: 0, base_steps, or lora.rank"
             )
 
     @property

@@ -23,7 +23,7 @@ class KTO(PostTraining):
     def metric_section(self) -> MetricSection:
         return section(
             "Preferences", "reward margin, rewards and loss over steps",
-            "The reward of an answer is beta times how much more likely it has become. The margin is the mean reward of "
+            "The reward of an answer is beta times the change of its log-probability. The margin is the mean reward of "
             "the good answers minus that of the bad ones.",
             ("rewards/margins", column("reward margin")),
             ("rewards/chosen", column("reward of good answers")),

@@ -150,6 +150,6 @@ def _check_trl(objective: str) -> None:
     try:
         version = importlib.metadata.version("trl")
     except importlib.metadata.PackageNotFoundError:
-        raise RecipeError(f"train.objective: {objective} is carried out by TRL, which is not installed: {install}") from None
+        raise RecipeError(f"train.objective: {objective} needs TRL, which is not installed: {install}") from None
     if not TRL_VERSIONS[0] <= tuple(int(part) for part in version.split(".")[:2]) < TRL_VERSIONS[1]:
         raise RecipeError(f"train.objective: {objective} needs TRL {first}, and {version} is installed: {install}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from tigon.data.preferences import PAIRS
@@ -17,7 +16,11 @@ class Reward(PostTraining):
     @property
     def trl(self) -> TrlTraining:
         return TrlTraining(
-            package="trl", trainer="RewardTrainer", config="RewardConfig", rows=PAIRS, writes_text=False,
+            package="trl",
+            trainer="RewardTrainer",
+            config="RewardConfig",
+            rows=PAIRS,
+            writes_text=False,
             options={"max_length": self.recipe.data.sequence_length},
         )
 
@@ -47,8 +50,8 @@ class Reward(PostTraining):
     def metric_section(self) -> MetricSection:
         return section(
             "Scores", "margin, accuracy and loss over steps",
-            "The margin is the score of the chosen answer minus that of the rejected one; the accuracy is the share of "
-            "pairs whose margin is positive.",
+            "The margin is the score of the chosen answer minus that of the rejected one. The accuracy is the share of "
+            "pairs with a positive margin.",
             ("margin", column("margin")),
             ("accuracy", column("accuracy", "pairs with a positive margin (%)", is_share=True)),
             ("loss", column("loss")),

@@ -32,8 +32,8 @@ from tigon.techniques.sharding import (
 )
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
-from tigon.trainer.guards.nan_guard import first_nonfinite
 from tigon.trainer.guarded import MakeOptimizer
+from tigon.trainer.guards.nan_guard import first_nonfinite
 
 
 def run_info_of(recipe: Recipe, config: Any, shapes: dict[str, tuple[int, ...]], device: torch.device) -> RunInfo:

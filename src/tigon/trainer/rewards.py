@@ -50,8 +50,8 @@ def _load(name: str) -> Callable[..., list[float]]:
         if not isinstance(rewards, list) or len(rewards) != len(completions):
             count = f"{len(rewards)} values" if isinstance(rewards, list) else type(rewards).__name__
             raise RecipeError(
-                f"post_training.rewards: {name} returned {count} for {len(completions)} completions; return a list with "
-                "a number for each"
+                f"post_training.rewards: {name} returned {count} for {len(completions)} completions; return a list "
+                "with a number for each"
             )
         return rewards
 

@@ -294,6 +294,8 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
     if launch.rank() == 0 and recipe.output.sample_tokens and not alone:
         console.print(f"sample   {objective.no_sample_line()}: the weights are sharded", markup=False)
     sample = {"prompt": tok.decode(prepared.prompt), "before": "", "after": ""}
+    if prepared.rows is not None and writes_text and built.generation_config.eos_token_id is None:
+        built.generation_config.eos_token_id = tok.eos_token_id  # a preset has none, and answers have an end
     if n_sample:
         sample["before"] = model.sample(built, tok, prepared.prompt, n_sample, seed)
     with fault_messages.explain_out_of_memory(run, prepared):

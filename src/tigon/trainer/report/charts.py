@@ -53,9 +53,7 @@ def _loss(train: Sequence[Any], eval_records: Sequence[Any], entropy: float) -> 
     return svg(figure, "loss")
 
 
-def _metrics(
-    section: MetricSection, train: Sequence[Any], eval_records: Sequence[Any], entropy: float | None
-) -> str:
+def _metrics(section: MetricSection, train: Sequence[Any], eval_records: Sequence[Any], entropy: float | None) -> str:
     """One panel for each column with an axis, and one line for each row."""
     panels = [(number, column) for number, column in enumerate(section.columns) if column.axis is not None]
     figure, all_axes = new_figure(len(panels), columns=len(panels))
