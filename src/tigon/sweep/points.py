@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.errors import RecipeError
-from tigon.objectives import recipe_checks
+from tigon.objectives import post_training_rules, recipe_checks
 from tigon.recipe.keys import Recipe
 from tigon.recipe.recipe_file import OF_VALUES
 from tigon.sweep.definition import Sweep, Variant, check_key
@@ -88,6 +88,7 @@ def expand(
         point = Point(variant=variant.name, axes=axes, recipe=None, unchecked=variant.unchecked)
         try:
             recipe = recipe_checks.load(file, overrides, gpu_present=gpu_present, checked=not variant.unchecked)
+            post_training_rules.refuse(recipe, "tigon sweep")
         except RecipeError as error:
             point = replace(point, refused=_reason(error, file))
         else:

@@ -48,6 +48,24 @@ class PostTrainer(GuardedTrainer):
         self.tokens_since_mark += int(self.state.num_input_tokens_seen - before)
         return loss
 
+    def counted(self) -> dict[str, Any]:
+        """The counters of every run, and TRL's metrics since the last record, which its checkpoints lack."""
+        metrics = {name: [float(value) for value in values] for name, values in self._trl_metrics().items()}
+        return {**super().counted(), "trl": metrics, "tokens": getattr(self, "_total_train_tokens", 0)}
+
+    def resume_counting(self, counted: Mapping[str, Any]) -> None:
+        super().resume_counting(counted)
+        for name, values in counted["trl"].items():
+            self._trl_metrics()[name] = list(values)
+        if hasattr(self, "_total_train_tokens"):
+            self._total_train_tokens = counted["tokens"]
+
+    def _trl_metrics(self) -> dict[str, list[Any]]:
+        """The values of each metric in the steps since the last record. ORPO's trainer has its own name for them."""
+        metrics = self._stored_metrics if hasattr(self, "_stored_metrics") else self._metrics
+        train: dict[str, list[Any]] = metrics["train"]
+        return train
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write nothing: the run folder has a report."""
 

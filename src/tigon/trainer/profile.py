@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from tigon.data import sources
 from tigon.errors import RecipeError, RunFolderError, TigonError, UsageError
-from tigon.objectives import recipe_checks
+from tigon.objectives import post_training_rules, recipe_checks
 from tigon.planner.search.recommend import label
 from tigon.profiler.render import page, result, tables
 from tigon.profiler.render.result import Predicted, Profile
@@ -115,6 +115,7 @@ def profile(request: ProfileRequest) -> Path:
 
 def _short(recipe: Recipe, steps: int) -> Recipe:
     """The recipe with the number of steps of a profile, without evaluation, samples, checkpoints and comparison."""
+    post_training_rules.refuse(recipe, "tigon profile")
     train = replace(
         recipe.train, steps=steps + TRACED_STEPS, epochs=None, eval_steps=None, save_steps=None,
         log_steps=steps + TRACED_STEPS,

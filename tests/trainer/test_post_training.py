@@ -1,0 +1,296 @@
+"""`tigon train` with TRL's trainers: each objective end to end, the records, the report, resuming, and bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_helpers import TINY_MODEL, records, tree
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+from tigon.data import preferences
+from tigon.objectives import post_training_rules
+
+SHAPE = {**TINY_MODEL, "num_hidden_layers": 2}
+QUICK: dict[str, dict[str, Any]] = {
+    "model": {"kernels": "tigon", "config": SHAPE},
+    "data": {"source": "toy-answers", "vocab_size": 512, "sequence_length": 64, "max_text_mib": 0.01},
+    "train": {"steps": 5, "log_steps": 1, "eval_steps": 5, "batch_size": 4, "learning_rate": 1e-3},
+    "output": {"name": "r", "sample_tokens": 4, "save_model": True},
+}
+REWARDS = """
+def short(completions, **columns):
+    return [-float(len(completion)) for completion in completions]
+
+def thing(completions, thing, **columns):
+    return [float(name in completion) for name, completion in zip(thing, completions)]
+
+def too_few(completions, **columns):
+    return [1.0]
+
+def without_columns(completions):
+    return [0.0] * len(completions)
+"""
+OWN: dict[str, dict[str, Any]] = {
+    "dpo": {"beta": 0.2, "loss_type": "sigmoid"},
+    "kto": {"desirable_weight": 1.1},
+    "orpo": {"beta": 0.2},
+    "grpo": {"rewards": ["my_rewards:short", "my_rewards:thing"], "generations": 2, "completion_length": 8},
+    "distill": {"base_steps": 2, "completion_length": 8, "beta": 0.5},
+    "reward": {},
+}
+METRICS = {
+    "dpo": ("rewards/margins", "rewards/accuracies"),
+    "kto": ("rewards/chosen",),
+    "orpo": ("rewards/margins", "rewards/accuracies"),
+    "grpo": ("reward", "rewards/short/mean", "rewards/thing/mean", "completions/mean_length"),
+    "distill": ("entropy",),
+    "reward": ("margin", "accuracy"),
+}
+"""What TRL logs for each objective."""
+
+
+def sections(objective: str, **more: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    made = {**QUICK, "post_training": dict(OWN[objective])}
+    made["train"] = {**QUICK["train"], "objective": objective}
+    for name, values in more.items():
+        made[name] = {**made.get(name, {}), **values}
+    return made
+
+
+@pytest.fixture(autouse=True)
+def rewards(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "my_rewards.py").write_text(REWARDS, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(here))
+
+
+@pytest.mark.parametrize("objective", OWN)
+def test_objective_trains_evaluates_saves_and_reports(objective, recipe, tigon, here):
+    outcome = tigon("train", recipe(**sections(objective)))
+    assert outcome.code == 0, outcome.err
+    run = here / "runs" / "r"
+    train, evaluated = records(run, "train"), records(run, "eval")
+    assert [record["step"] for record in train if objective != "distill"] in ([], [1, 2, 3, 4, 5])
+    for record in train:
+        assert {"loss", "tokens_per_s", "memory_bytes"} <= record.keys() and record["tokens_per_s"] > 0
+    assert all(name in train[-1] for name in METRICS[objective])
+    assert "eval_loss" in evaluated[-1] and any(f"eval_{name}" in evaluated[-1] for name in METRICS[objective])
+    assert json.loads((run / "summary.json").read_text())["eval_loss"] == evaluated[-1]["eval_loss"]
+    page, text = (run / "report.html").read_text(), (run / "report.md").read_text()
+    assert "<svg" in page and "| the model |" in text and "nigram entropy" not in text
+    assert "tigon-demo" in text and ("Text sample" in text) == (objective != "reward")
+    assert (run / "model" / "model.safetensors").exists() and (run / "model" / "tokenizer.json").exists()
+    assert not (run / "checkpoints" / "README.md").exists()
+
+
+def test_model_and_reference_of_dpo_run_on_tigons_head(recipe, tigon, here):
+    assert tigon("train", recipe(**sections("dpo"))).code == 0
+    patch = json.loads((here / "runs" / "r" / "summary.json").read_text())["patch"]
+    assert "TRL's model: tigon's head\nTRL's ref_model: tigon's head" in patch
+    first = records(here / "runs" / "r", "train")[0]
+    assert first["rewards/margins"] == 0 and first["loss"] == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_kernels_change_no_loss(recipe, tigon, here):
+    losses = []
+    for kernels in ("none", "no-flce", "tigon"):
+        more = {"model": {"kernels": kernels}, "output": {"name": kernels, "save_model": False, "sample_tokens": 0}}
+        assert tigon("train", recipe(**sections("dpo", **more))).code == 0
+        losses.append([record["loss"] for record in records(here / "runs" / kernels, "train")])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5) and losses[2] == pytest.approx(losses[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_adapters_are_trained_against_the_model_without_them_and_merged(objective, recipe, tigon, here):
+    outcome = tigon("train", recipe(**sections(objective, lora={"rank": 2}, train={"save_steps": 5})))
+    assert outcome.code == 0, outcome.err
+    first, *_, last = records(here / "runs" / "r", "train")
+    assert first["rewards/chosen"] == 0 and last["rewards/chosen"] != 0
+    saved = tree(here / "runs" / "r")
+    assert not [name for name in saved if "/ref/" in name or "adapter" in name and "/model/" in name]
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(here / "runs" / "r" / "model")
+
+
+def test_reward_model_loads_with_its_score(recipe, tigon, here):
+    assert tigon("train", recipe(**sections("reward"))).code == 0
+    from transformers import AutoModelForSequenceClassification
+
+    model, loading = AutoModelForSequenceClassification.from_pretrained(
+        here / "runs" / "r" / "model", output_loading_info=True
+    )
+    assert not loading["missing_keys"] and model.score.weight.shape == (1, TINY_MODEL["hidden_size"])
+
+
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "grpo"])
+def test_resumed_run_repeats_the_records_of_one_without_interruption(objective, recipe, tigon, here):
+    more = {
+        "train": {"steps": 4, "log_steps": 2, "save_steps": 1, "eval_steps": 4, "keep_checkpoints": 9},
+        "output": {"save_model": False, "sample_tokens": 0},
+    }
+    path = recipe(**sections(objective, **more))
+    assert tigon("train", path).code == 0
+    run = here / "runs" / "r"
+    whole = records(run, "train")
+    for number in (2, 4):
+        for file in (run / "checkpoints" / f"checkpoint-{number}").iterdir():
+            file.unlink()
+        (run / "checkpoints" / f"checkpoint-{number}").rmdir()
+    (run / "summary.json").unlink()
+    outcome = tigon("train", path, "--resume")
+    assert outcome.code == 0, outcome.err
+    assert "checkpoint-3" in outcome.out
+    again = records(run, "train")
+    varies = {"tokens_per_s", "memory_bytes", "memory_peak_bytes", "step_time"}
+    assert [{k: v for k, v in r.items() if k not in varies} for r in again] == [
+        {k: v for k, v in r.items() if k not in varies} for r in whole
+    ]
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "key of another objective": ("dpo", {"post_training": {"teacher": "x"}}, r"post_training\.teacher needs .*distill"),
+    "unknown loss": ("dpo", {"post_training": {"loss_type": "kto"}}, r"losses of train\.objective: dpo are sigmoid"),
+    "no reward function": ("grpo", {"post_training": {"rewards": []}}, r"set post_training\.rewards: module:function"),
+    "not a function": ("grpo", {"post_training": {"rewards": ["short"]}}, r"'short' is not module:function"),
+    "no such module": (
+        "grpo", {"post_training": {"rewards": ["nowhere:short"]}}, r"nowhere:short: the module cannot be imported",
+    ),
+    "no such function": (
+        "grpo", {"post_training": {"rewards": ["my_rewards:long"]}}, r"my_rewards\.py has no function long",
+    ),
+    "function without columns": (
+        "grpo", {"post_training": {"rewards": ["my_rewards:without_columns"]}},
+        r"define it as `def without_columns\(completions, \*\*kwargs\)`",
+    ),
+    "group that does not fit": (
+        "grpo", {"post_training": {"generations": 3}}, r"must be a multiple of post_training\.generations",
+    ),
+    "KL of random weights": ("grpo", {"post_training": {"beta": 0.1}}, r"random weights of a preset are in no file"),
+    "no teacher": ("distill", {"post_training": {"base_steps": 0}}, r"needs one teacher"),
+    "divergence out of range": ("distill", {"post_training": {"beta": 1.5}}, r"between 0 \(forward KL\) and 1"),
+    "one row for KTO": ("kto", {"train": {"batch_size": 1}}, r"train\.batch_size is 1, but kto"),
+    "several processes": ("dpo", {"sharding": {"gpus": 2}}, r"post-training runs in one process"),
+    "comparison": ("dpo", {"comparison": {"steps": 3}}, r"set comparison\.steps: 0"),
+    "adapter on a score": ("reward", {"lora": {"rank": 2}}, r"leave lora\.rank out"),
+    "adapter on the head": ("dpo", {"lora": {"rank": 2, "targets": ["head"]}}, r"leave head out of lora\.targets"),
+    "format of text": ("dpo", {"data": {"format": "alpaca"}}, r"data\.format is for text"),
+    "text": ("dpo", {"data": {"source": "python-docs"}}, r"python-docs is text, and this objective takes rows"),
+    "rows for ordinary training": (
+        "dpo", {"train": {"objective": "causal_lm"}, "post_training": {"beta": None, "loss_type": None}},
+        r"toy-answers is for post-training",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_recipe_is_refused_with_one_line_and_nothing_is_written(case, recipe, tigon, here):
+    objective, more, says = REFUSED[case]
+    outcome = tigon("train", recipe(**sections(objective, **more)))
+    assert outcome.code == 2 and re.search(says, outcome.err), outcome.err
+    assert len(outcome.err.strip().splitlines()) == 1 and not (here / "runs").exists()
+
+
+ROWS = {
+    "missing column": ("dpo", '{"prompt": "a", "chosen": "b"}', r"rows\.jsonl:2: column 'rejected' is missing \(the row "
+                       r"has prompt, chosen\); this objective takes rows with chosen and rejected"),
+    "missing label": ("kto", '{"prompt": "a", "completion": "b"}', r"rows\.jsonl:2: column 'label' is missing"),
+    "label as text": ("kto", '{"prompt": "a", "completion": "b", "label": "yes"}', r"column 'label' is 'yes'; write true"),
+    "number": ("dpo", '{"prompt": "a", "chosen": 1, "rejected": "c"}', r":2: column 'chosen' is int; write text or"),
+    "empty answer": ("dpo", '{"prompt": "a", "chosen": " ", "rejected": "c"}', r":2: column 'chosen' is empty"),
+    "half a message": (
+        "dpo", '{"prompt": "a", "chosen": [{"role": "assistant"}], "rejected": "c"}',
+        r":2: column 'chosen': message 0: content is NoneType, not text",
+    ),
+    "text and messages": (
+        "dpo", '{"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": "c"}',
+        r":2: 'chosen' is messages, 'rejected' is text, 'prompt' is text; write all of them as text, or all as messages",
+    ),
+    "prompt in some rows": (
+        "dpo", '{"chosen": "b", "rejected": "c"}', r":2: column 'prompt' is missing, but rows\.jsonl:1 has it",
+    ),
+    "broken JSON": ("dpo", '{"prompt": "a", "chosen"', r"rows\.jsonl:2: not valid JSON at column \d+"),
+    "too long": ("dpo", json.dumps({"prompt": "a", "chosen": "b " * 200, "rejected": "c"}),
+                 r"rows\.jsonl:2: \d+ tokens, over data\.sequence_length 64"),
+}  # fmt: skip
+FIRST = {"dpo": '{"prompt": "a", "chosen": "b", "rejected": "c"}', "kto": '{"prompt": "a", "completion": "b", "label": true}'}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_bad_row_is_named_by_file_line_and_column(case, recipe, tigon, here):
+    objective, row, says = ROWS[case]
+    good = FIRST[objective]
+    (here / "rows.jsonl").write_text("\n".join([good, row, *[good] * 20]) + "\n", encoding="utf-8")
+    outcome = tigon("train", recipe(**sections(objective, data={"source": "rows.jsonl"})))
+    assert outcome.code == 2 and re.search(says, outcome.err), outcome.err
+    assert not (here / "runs").exists()
+
+
+def test_reward_function_with_too_few_numbers_stops_the_run(recipe, tigon, here):
+    more = {"post_training": {"rewards": ["my_rewards:too_few"]}}
+    outcome = tigon("train", recipe(**sections("grpo", **more)))
+    assert outcome.code == 2 and "my_rewards:too_few returned 1 values for 4 completions" in outcome.err
+
+
+MESSAGES = {
+    "prompt": [{"role": "user", "content": "How are you?"}],
+    "chosen": [{"role": "assistant", "content": "Well, thank you."}],
+    "rejected": [{"role": "assistant", "content": "Go away."}],
+}
+TEMPLATE = textwrap.dedent("""\
+    {%- for message in messages %}<{{ message.role }}> {{ message.content }}{{ eos_token }}{% endfor %}
+    {%- if add_generation_prompt %}<assistant> {% endif %}""")
+
+
+def test_messages_train_with_a_chat_template_and_are_refused_without(recipe, tigon, here):
+    (here / "rows.jsonl").write_text("\n".join([json.dumps(MESSAGES)] * 24) + "\n", encoding="utf-8")
+    path = recipe(**sections("dpo", data={"source": "rows.jsonl", "max_text_mib": None}))
+    outcome = tigon("train", path)
+    assert outcome.code == 2 and "rows.jsonl:1: the row has messages, but the tokenizer has no chat" in outcome.err
+    from tigon.data.tokenizer import train_bpe
+
+    tokenizer = train_bpe([json.dumps(MESSAGES)] * 3, 400)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(here / "tokenizer")
+    more = {"data": {"source": "rows.jsonl", "max_text_mib": None, "tokenizer": "tokenizer"}}
+    path = recipe(**sections("dpo", **more))
+    path.write_text(path.read_text().replace("  vocab_size: 512\n", "", 1), encoding="utf-8")
+    outcome = tigon("train", path)
+    assert outcome.code == 0, outcome.err
+    assert records(here / "runs" / "r", "train")[-1]["rewards/margins"] > 0
+
+
+def test_base_steps_are_for_random_weights(recipe, tigon, here):
+    assert tigon("train", recipe(**sections("dpo", output={"name": "first"}))).code == 0
+    more = {"model": {"name": "runs/first/model", "config": None}, "post_training": {"base_steps": 1}}
+    outcome = tigon("train", recipe(**sections("dpo", **more)))
+    assert outcome.code == 2 and "has trained weights, because it is not a preset" in outcome.err
+    more = {"model": {"name": "runs/first/model", "config": None}, "data": {"vocab_size": 8192}}
+    assert tigon("train", recipe(**sections("dpo", **more))).code == 0
+
+
+@pytest.mark.parametrize(("command", "says"), [("profile", "tigon profile does not know train.objective: dpo")])
+def test_commands_that_do_not_know_trls_trainers_say_so(command, says, recipe, tigon):
+    outcome = tigon(command, recipe(**sections("dpo")))
+    assert outcome.code == 2 and says in outcome.err
+
+
+def test_every_objective_has_a_recipe_and_takes_its_keys() -> None:
+    folder = Path(__file__).parents[2] / "recipes" / "objectives"
+    assert {path.stem for path in folder.glob("*.yaml")} == set(post_training_rules.TAKES) == set(OWN)
+
+
+@pytest.mark.parametrize("rows", [preferences.PAIRS, preferences.UNPAIRED, preferences.PROMPTS])
+def test_toy_answers_are_alike_and_the_same_every_time(rows) -> None:
+    made = list(rows.toy_answers())
+    preferences.check_alike(made)
+    assert len(made) == 800 and made == list(rows.toy_answers())
+    assert len({document.texts[0].text for document in made}) > 790
