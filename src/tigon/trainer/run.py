@@ -399,7 +399,7 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
         metadata=fault_messages.checkpoint_metadata(prepared),
     )  # fmt: skip
     if prepared.rows is not None:
-        from tigon.trainer import post_training  # loads trl
+        from tigon.trainer import post_training  # loads transformers
 
         return post_training.make(run, prepared, built, safeguards)
     args = trainers.arguments(
