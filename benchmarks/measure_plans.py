@@ -43,7 +43,7 @@ from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import TigonError
 from tigon.models.loading.presets import PRESETS
 from tigon.recipe.keys import LoraConfig, ModelConfig, Recipe, TrainConfig
-from tigon.trainer import engine
+from tigon.trainer import engine, guarded
 from tigon.trainer import model as models
 from tigon.trainer import trainer as trainers
 from tigon.trainer.guards import preflight
@@ -256,7 +256,7 @@ def measure(case: Case, meter: StepMeter, device: torch.device, folder: Path) ->
     trainer.meter = meter
     trainer.add_callback(_Steps(meter, trainer))
     trainer.train()
-    trainers.refuse_nonfinite_weights(built, trainer.state.global_step)
+    guarded.refuse_nonfinite_weights(built, trainer.state.global_step)
     meter.mark("save")
     if case.evaluated:
         trainer.evaluate()

@@ -113,7 +113,7 @@ def test_adapters_are_trained_against_the_model_without_them_and_merged(objectiv
     first, *_, last = records(here / "runs" / "r", "train")
     assert first["rewards/chosen"] == 0 and last["rewards/chosen"] != 0
     saved = tree(here / "runs" / "r")
-    assert not [name for name in saved if "/ref/" in name or "adapter" in name and "/model/" in name]
+    assert not [name for name in saved if "/ref/" in name or ("adapter" in name and "/model/" in name)]
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(here / "runs" / "r" / "model")
@@ -129,7 +129,7 @@ def test_reward_model_loads_with_its_score(recipe, tigon, here):
     assert not loading["missing_keys"] and model.score.weight.shape == (1, TINY_MODEL["hidden_size"])
 
 
-@pytest.mark.parametrize("objective", ["dpo", "orpo", "grpo"])
+@pytest.mark.parametrize("objective", OWN)
 def test_resumed_run_repeats_the_records_of_one_without_interruption(objective, recipe, tigon, here):
     more = {
         "train": {"steps": 4, "log_steps": 2, "save_steps": 1, "eval_steps": 4, "keep_checkpoints": 9},
@@ -221,7 +221,10 @@ ROWS = {
     "too long": ("dpo", json.dumps({"prompt": "a", "chosen": "b " * 200, "rejected": "c"}),
                  r"rows\.jsonl:2: \d+ tokens, over data\.sequence_length 64"),
 }  # fmt: skip
-FIRST = {"dpo": '{"prompt": "a", "chosen": "b", "rejected": "c"}', "kto": '{"prompt": "a", "completion": "b", "label": true}'}
+FIRST = {
+    "dpo": '{"prompt": "a", "chosen": "b", "rejected": "c"}',
+    "kto": '{"prompt": "a", "completion": "b", "label": true}',
+}
 
 
 @pytest.mark.parametrize("case", ROWS)
@@ -281,6 +284,23 @@ def test_base_steps_are_for_random_weights(recipe, tigon, here):
 def test_commands_that_do_not_know_trls_trainers_say_so(command, says, recipe, tigon):
     outcome = tigon(command, recipe(**sections("dpo")))
     assert outcome.code == 2 and says in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("objective", "says"),
+    [("dpo", "cannot be planned"), ("medusa", "use --medusa N"), ("ppo", "is not one of causal_lm, medusa, dpo")],
+)
+def test_plan_names_the_objectives_that_it_does_not_know(objective, says, tigon):
+    line = tigon("plan", "llama-3.2-1b", "--gpu", "h100", "--objective", objective).error_line()
+    assert f"--objective {objective}" in line and says in line
+
+
+def test_kl_of_grpo_is_against_the_model_after_its_base_steps(recipe, tigon, here):
+    more = {"post_training": {"base_steps": 2, "beta": 0.1}}
+    outcome = tigon("train", recipe(**sections("grpo", **more)))
+    assert outcome.code == 0, outcome.err
+    kl = [record["kl"] for record in records(here / "runs" / "r", "train")]
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[-1] > 0
 
 
 def test_every_objective_has_a_recipe_and_takes_its_keys() -> None:

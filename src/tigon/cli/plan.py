@@ -18,6 +18,7 @@ from tigon.cli.shared import Command
 from tigon.errors import UsageError
 from tigon.models.loading import hub
 from tigon.models.loading.config import load_config
+from tigon.objectives import post_training_rules
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.objectives.medusa import planned_medusa
 from tigon.planner.gpus import find_gpu
@@ -36,6 +37,7 @@ EVALUATED = True
 """A recommended recipe evaluates, because the default of data.eval_fraction is not 0."""
 MOST = 1 << 20
 """Limit for batch sizes and counts of micro-batches. Beyond it tensor sizes overflow 64 bits."""
+CAUSAL_LM = "causal_lm"
 METHODS, POLICIES = ("trace", "study"), ("search", "study")
 
 
@@ -74,6 +76,9 @@ def command(
     stage: Annotated[
         int | None, typer.Option(help="With --medusa: 1 trains only the heads (default), 2 the model too.")
     ] = None,
+    objective: Annotated[
+        str, typer.Option(metavar="NAME", help="causal_lm; the planner does not know the objectives of post-training.")
+    ] = CAUSAL_LM,
     method: Annotated[str, typer.Option(help="trace, or study: the formulas of docs/study.md.")] = "trace",
     policy: Annotated[
         str, typer.Option(help="search, or study: the changes of the Liger study, one after another.")
@@ -86,14 +91,14 @@ def command(
     """Predict a run's memory and time without a GPU, and recommend options that make it fit."""
     run(
         model, gpu=gpu, batch=batch, seq=seq, effective_batch=effective_batch, medusa=medusa, stage=stage,
-        method=method, policy=policy, as_json=as_json, plot=plot, explain=explain, **given,
+        objective=objective, method=method, policy=policy, as_json=as_json, plot=plot, explain=explain, **given,
     )  # fmt: skip
 
 
 def run(
     model: str, *, gpu: str, batch: int | None = None, seq: int | None = None, method: str = "trace",
     policy: str = "search", effective_batch: int | None = None, medusa: int | None = None, stage: int | None = None,
-    as_json: bool = False, plot: Path | None = None, explain: bool = False, **given: Any,
+    objective: str = CAUSAL_LM, as_json: bool = False, plot: Path | None = None, explain: bool = False, **given: Any,
 ) -> None:  # fmt: skip
     """Predict, plan and print. given: Fields of Choices; a flag that was left out is None.
 
@@ -107,6 +112,8 @@ def run(
     _check_settings(given)
     if plot is not None and plot.exists() and not plot.is_dir():
         raise UsageError(f"--plot {plot} is a file; give a folder.")
+    if objective != CAUSAL_LM:
+        raise UsageError(_unplanned(objective))
     if stage is not None and medusa is None:
         raise UsageError(f"--stage {stage} requires --medusa N; add --medusa 3.")
 
@@ -120,6 +127,17 @@ def run(
     request = _request(model, choices, batch, seq, None if medusa is None else (medusa, stage or 1))
     problem = SearchProblem(request=request, free=free, gpu=find_gpu(gpu), effective_batch=effective_batch)
     _print(plan(problem, method="study" if method == "study" else "trace", by=policy), as_json, explain, plot)
+
+
+def _unplanned(objective: str) -> str:
+    if objective == "medusa":
+        return "--objective medusa: use --medusa N for the heads."
+    if objective in post_training_rules.TAKES:
+        return (
+            f"--objective {objective} cannot be planned: TRL's trainer carries it out, and the planner traces tigon's. "
+            "Run it with `tigon train`."
+        )
+    return f"--objective {objective} is not one of {CAUSAL_LM}, medusa, {', '.join(post_training_rules.TAKES)}."
 
 
 def _request(

@@ -27,7 +27,7 @@ class RowFormat:
     optional: tuple[str, ...]
     """More columns with a prompt or an answer."""
     answers: tuple[str, ...]
-    """The columns with an answer; each is a text of its own after the prompt."""
+    """The columns with an answer. Each answer makes one text, after the prompt."""
     has_label: bool = False
     """Whether the column `label` is true for a good answer and false for a bad one."""
     keeps_others: bool = False

@@ -1,4 +1,4 @@
-"""What the objectives of post-training share. TRL's trainers carry them out; a file per objective says which and how.
+"""The base class of the objectives that TRL's trainers carry out. Each objective has a file of its own.
 
 Before the objective's own steps, a preset may be trained on the rows' answers (`post_training.base_steps`), because its
 weights are random.

@@ -92,7 +92,7 @@ RULES = Rules(
         Rule(lambda r: is_post_training(r) and r.lora.quantize,
              "lora.quantize is not offered for post-training; set lora.quantize: false"),
         Rule(lambda r: is_post_training(r) and r.lora.rank is not None and "head" in r.lora.targets,
-             "lora.targets: head has no effect in TRL's trainers, which read lm_head.weight; leave head out of "
+             "lora.targets: head is ignored by TRL's trainers, which read lm_head.weight; leave head out of "
              "lora.targets"),
         Rule(lambda r: r.train.objective == "reward" and r.lora.rank is not None,
              "lora.rank would freeze the score layer of a reward model, which begins with random weights; leave "
