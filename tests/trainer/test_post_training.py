@@ -200,10 +200,10 @@ def test_recipe_is_refused_with_one_line_and_nothing_is_written(case, recipe, ti
 
 
 ROWS = {
-    "missing column": ("dpo", '{"prompt": "a", "chosen": "b"}', r"rows\.jsonl:2: column 'rejected' is missing \(the row "
-                       r"has prompt, chosen\); this objective takes rows with chosen and rejected"),
+    "missing column": ("dpo", '{"prompt": "a", "chosen": "b"}', r"rows\.jsonl:2: column 'rejected' is missing \(the "
+                       r"row has prompt, chosen\); this objective takes rows with chosen and rejected"),
     "missing label": ("kto", '{"prompt": "a", "completion": "b"}', r"rows\.jsonl:2: column 'label' is missing"),
-    "label as text": ("kto", '{"prompt": "a", "completion": "b", "label": "yes"}', r"column 'label' is 'yes'; write true"),
+    "label as text": ("kto", '{"prompt": "a", "completion": "b", "label": "yes"}', r"column 'label' is 'yes'; write"),
     "number": ("dpo", '{"prompt": "a", "chosen": 1, "rejected": "c"}', r":2: column 'chosen' is int; write text or"),
     "empty answer": ("dpo", '{"prompt": "a", "chosen": " ", "rejected": "c"}', r":2: column 'chosen' is empty"),
     "half a message": (
@@ -212,7 +212,7 @@ ROWS = {
     ),
     "text and messages": (
         "dpo", '{"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": "c"}',
-        r":2: 'chosen' is messages, 'rejected' is text, 'prompt' is text; write all of them as text, or all as messages",
+        r":2: 'chosen' is messages, 'rejected' is text, 'prompt' is text; write all of them as text, or all as",
     ),
     "prompt in some rows": (
         "dpo", '{"chosen": "b", "rejected": "c"}', r":2: column 'prompt' is missing, but rows\.jsonl:1 has it",
