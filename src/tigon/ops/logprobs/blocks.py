@@ -129,13 +129,9 @@ def _forward_body(
     joined = (
         parts[0]
         if len(parts) == 1
-        else [torch.cat(p, -1 if n == 1 else 0) for n, p in enumerate(zip(*parts, strict=True))]
+        else [torch.cat(p, -1 if n == 1 else 0) for n, p in enumerate(zip(*parts, strict=True))]  # 1: stats_2N
     )
     return ForwardResults(*joined, kept_NV=kept_NV)
-
-
-_ROW_DIMENSION = {1: 1}
-"""The dimension of the rows in `_row_results`, where it is not the first: the second result is stats_2N."""
 
 
 def _row_results(rows: Rows, options: LogprobOptions) -> tuple[Tensor, ...]:
