@@ -237,6 +237,9 @@ def _provenance(measurements: Measurements) -> str:
     dates = sorted({case["date"] for case in measurements.measured})
     earlier = sum("steps_commit" in case for case in measurements.measured)
     again = f" {earlier} runs were measured twice and show the time of the earlier, faster run." if earlier else ""
+    named = (", ".join(map(" ".join, case.get("versions", {}).items())) for case in measurements.measured)
+    others = [versions for versions in named if versions]
+    again += "".join(f" {others.count(other)} runs were measured with {other}." for other in dict.fromkeys(others))
     return (
         f"{len(measurements.measured)} training runs on one {environment['device']} "
         f"({measurements.memory_bytes / GIB:.1f} GiB, "

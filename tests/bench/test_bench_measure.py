@@ -120,7 +120,7 @@ def test_failure_of_one_implementation_leaves_the_others_measured(monkeypatch):
     assert by_name["tigon"].eager_ms is not None
     statuses = {name: m.status for name, m in by_name.items()}
     assert statuses == {
-        "tigon": "ok", "torch": "not installed", "liger": "not installed", "quack": "out of memory", "cce": "failed",
+        "tigon": "ok", "torch": "no such op", "liger": "not installed", "quack": "out of memory", "cce": "failed",
         "cce exact": "not supported",
     }  # fmt: skip
     assert by_name["cce"].detail == "RuntimeError: shape"

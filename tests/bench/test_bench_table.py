@@ -9,8 +9,9 @@ import pytest
 from bench_records import measured, row, run, target
 
 from tigon.bench import table
+from tigon.bench.impls import MEANINGS, impl_names
 from tigon.bench.record import Measurement, load
-from tigon.bench.report import record_name, section
+from tigon.bench.report import record_name, records_of, section
 from tigon.errors import BenchError
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ def cells(text: str, line: int = 0) -> list[str]:
 
 
 def test_summary_names_the_fastest_peer():
-    assert cells(table.summary(run(row())))[:5] == ["rms_norm 8x16", "0.11", "0.15 (liger)", "0.1", "91 %"]
+    assert cells(table.summary(run(row())))[:5] == ["rms_norm 8x16", "0.11", "0.15 (liger)", "0.1 (copy)", "91 %"]
 
 
 def test_peer_that_errs_too_much_is_marked_and_never_the_best():
@@ -104,11 +105,31 @@ def test_provenance_names_card_driver_versions_commit_and_date():
 
 def test_section_replaces_only_the_region_of_its_record():
     document = "a\n<!-- record x/one -->\nold\n<!-- end -->\nb\n<!-- record x/two -->\nkept\n<!-- end -->\n"
-    changed = table.replace_section(document, "x/one", r"new \1")
+    changed = table.replace_section(document, "record x/one", r"new \1")
     assert changed == document.replace("old", r"new \1")
-    assert table.replace_section(changed, "x/one", "old") == document
+    assert table.replace_section(changed, "record x/one", "old") == document
     with pytest.raises(BenchError, match="x/three"):
-        table.replace_section(document, "x/three", "new")
+        table.replace_section(document, "record x/three", "new")
+
+
+def test_bound_is_the_measured_products_if_there_are_any():
+    own, products = measured("tigon", "ours", 0.5), measured("products", "limit", 0.4)
+    assert table.bound(row("linear_cross_entropy", (8, 16, 32), flops=10**9, measurements=[own])) == (0.1, "FLOPs")
+    both = row("linear_cross_entropy", (8, 16, 32), flops=10**9, measurements=[own, products])
+    assert table.bound(both) == (0.4, "products")
+    assert cells(table.summary(run(both)))[3:5] == ["0.4 (products)", "80 %"]
+    assert "| tigon | " in table.details(run(both)) and "bound 0.4 ms (products)" in table.details(run(both))
+
+
+def test_overview_counts_rows_without_a_faster_peer_and_targets_that_are_reached():
+    slower = row(shape=(4, 8), measurements=[measured("tigon", "ours", 0.3), measured("compile", "peer", 0.2)])
+    slower.reach = [target("ratio", 1.05, vs="compile"), target("ms", 0.3)]
+    shown = cells(table.overview({"x/one": run(row(), slower)}))
+    assert shown == ["x/one", "2", "1 of 2", "rms_norm 4x8: 1.50 x compile", "1 of 2"]
+
+
+def test_every_implementation_has_a_meaning():
+    assert set(MEANINGS) == set(impl_names())
 
 
 def _shown_records() -> dict[str, str]:
@@ -128,3 +149,7 @@ def test_docs_show_the_figures_of_the_records():
             assert (DOCUMENT.parent / image).exists(), image
     for name in set(shown) - measured_names:
         assert shown[name] == NOT_MEASURED, name
+    text = DOCUMENT.read_text(encoding="utf-8")
+    runs = records_of(text, ROOT / "benchmarks" / "results")
+    assert table.replace_section(text, "overview", table.overview(runs)) == text
+    assert table.replace_section(text, "implementations", table.implementations(runs)) == text

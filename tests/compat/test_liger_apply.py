@@ -34,8 +34,8 @@ from transformers import (
 from transformers.models.llama import modeling_llama
 
 from tigon.compat import liger
-from tigon.compat.liger import apply, hooks
-from tigon.compat.liger.families import FAMILIES, SIGNATURES
+from tigon.compat.liger.patching import apply, hooks
+from tigon.compat.liger.patching.families import FAMILIES, SIGNATURES
 from tigon.errors import OptionError, PatchError
 from tigon.models import MODELS, PatchReport, unpatch
 from tigon.models.seams.base import PatchedModule

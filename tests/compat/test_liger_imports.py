@@ -52,7 +52,7 @@ from liger_kernel.ops.rms_norm import LigerRMSNormFunction as same
 from liger_kernel.utils import infer_device
 import liger_kernel
 assert same is LigerRMSNormFunction and LigerRMSNorm is liger.LigerRMSNorm
-assert F.liger_rms_norm.__module__ == "tigon.compat.liger.functional"
+assert F.liger_rms_norm.__module__ == "tigon.compat.liger.transformers.functional"
 assert "LigerRMSNorm" in dir(liger_kernel.transformers)
 scope = {}
 exec("from liger_kernel.transformers.functional import *", scope)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.compat.liger import functional, modules
+from tigon.compat.liger.transformers import functional, modules
 from tigon.errors import OptionError
 
 CONFIG = SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="silu")

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backends import Backend
-from tigon.compat.liger import functions as f
-from tigon.compat.liger import launchers, losses
+from tigon.compat.liger.ops import functions as f
+from tigon.compat.liger.ops import launchers, losses
 from tigon.errors import OptionError, ShapeError
 
 EPS = 1e-5

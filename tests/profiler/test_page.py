@@ -72,7 +72,7 @@ def test_page_loads_nothing_from_outside():
 
 @pytest.mark.parametrize("runs", [1, 2])
 def test_drawing_is_well_formed_and_complete(runs):
-    from tigon.profiler.timeline.timeline_chart import draw
+    from tigon.profiler.timeline.memory_chart import draw
 
     drawing = draw([hostile()] * runs)
     root = ET.fromstring(drawing)
@@ -87,7 +87,7 @@ def test_drawing_is_well_formed_and_complete(runs):
 
 
 def test_drawing_of_a_long_run_has_a_bounded_size_and_keeps_its_peak():
-    from tigon.profiler.timeline.timeline_chart import COLUMNS, sampled
+    from tigon.profiler.timeline.memory_chart import COLUMNS, sampled
 
     totals = [i % 97 for i in range(100_000)]
     totals[54_321] = 1000

@@ -80,7 +80,7 @@ def measured() -> dict[str, str]:
                 continue
             gpus = row["keys"].get("sharding.gpus", 1)
             commits, dates = (row.get(key) or where[key] for key in ("tigon_commits", "dates"))
-            beside = f" ({record['baseline']}: {base['last_loss']:.3f})" if base and base is not row else ""
+            beside = f" (baseline `{record['baseline']}`: {base['last_loss']:.3f})" if base and base is not row else ""
             found[name] = (
                 f"{row['peak_allocated_bytes'] / 2**30:.2f} GiB per GPU, {row['tokens_per_s']:,.0f} tokens/s, a loss "
                 f"of {row['last_loss']:.3f} after {record['steps']} steps{beside}: `{record['command']}` on "
@@ -121,7 +121,7 @@ def section(technique: Technique) -> str:
     lines = [
         f"## `{technique.name}`", "",
         f"- **Saves.** {technique.saves}", f"- **Costs.** {technique.costs}",
-        f"- **Effect on the result.** {technique.precision}",
+        f"- **Effect on the result.** {technique.effect_on_result}",
         f"- **Needs.** {needs}.", f"- **Source.** {technique.source}.",
     ]  # fmt: skip
     if technique.name in measured():
@@ -140,7 +140,9 @@ def optimizer_table() -> str:
     ]
     for row in OPTIMIZERS.values():
         needs = ", ".join(filter(None, (row.package, "a GPU" if row.devices == ("cuda",) else ""))) or "-"
-        lines.append(f"| `{row.name}` | {row.help} | {bytes_per_parameter(row):.3g} | {row.precision} | {needs} |")
+        lines.append(
+            f"| `{row.name}` | {row.help} | {bytes_per_parameter(row):.3g} | {row.effect_on_result} | {needs} |"
+        )
     notes = [f"- `{name}`: {measured()[name]}." for name in OPTIMIZERS if name in measured()]
     note = "Bytes per parameter are those of a 4096 x 4096 fp32 matrix, with rank 128 for GaLore."
     return "\n".join([*lines, "", note, *(["", "Measured:", "", *notes] if notes else [])])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tigon.bench.record import Measurement, RowRecord, RunRecord
+from tigon.bench.table import bound
 from tigon.bench.timing import Spread
 from tigon.profiler.render.figure import GRID, INK, MUTED, new_figure, svg
 
@@ -116,7 +117,8 @@ def _lines(rows: Sequence[RowRecord], dimension: int, quantity: Quantity, unit: 
                           [spread.high for spread in spreads.values()], color=COLOURS.get(impl, MUTED), alpha=0.2,
                           lw=0)  # fmt: skip
     if quantity is _ms:
-        axes.plot(sizes, [row.limit_ms for row in rows], color=INK, ls=":", lw=1.2, label="limit")
+        bounds = [bound(row) for row in rows]
+        axes.plot(sizes, [ms for ms, _ in bounds], color=INK, ls=":", lw=1.2, label=f"bound ({bounds[0][1]})")
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     # A single noisy repetition must not set the scale.
     axes.set(xlabel=_axis_label(rows[0], dimension), ylabel=unit, ylim=(0, 1.2 * highest or None))
@@ -157,6 +159,6 @@ def _bars(rows: Sequence[RowRecord], quantity: Quantity, unit: str) -> Any:
         axes.set_title(row.id.removeprefix(row.op + " "), loc="left", color=INK, fontsize=8)
         axes.grid(axis="x", color=GRID, lw=0.8)
         axes.grid(visible=False, axis="y")
-    dotted = "  (dotted: the limit)" if quantity is _ms and not rows[0].flops else ""
+    dotted = "  (dotted: the bound, copy)" if quantity is _ms and not rows[0].flops else ""
     figure.suptitle(rows[0].op + dotted, color=INK)
     return figure

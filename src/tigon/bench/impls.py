@@ -30,6 +30,35 @@ from tigon.ops import OPS, Op
 Role = Literal["ours", "variant", "baseline", "peer", "limit"]
 GIB = 1 << 30
 
+MEANINGS: Mapping[str, str] = {
+    "tigon": "tigon's op with default options. Its cross entropy writes the gradient into the logits",
+    "tigon new gradient": "cross entropy that allocates a new tensor for the gradient",
+    "tigon one chunk": "linear cross entropy with all logits at once",
+    "tigon 16-bit sums": "linear cross entropy in chunks of 1 GiB of logits; chunks' weight gradients are summed in 16 "
+    "bits if there are few chunks",
+    "tigon small chunks": "as tigon 16-bit sums, in chunks of 5/16 GiB",
+    "tigon half ignored": "every second label is ignored: less work than the row's problem",
+    "tigon frozen head": "no gradient of the head's weight: less work than the row's problem",
+    "tigon eval": "the loss without gradients: less work than the row's problem",
+    "eager": "the unfused formula in PyTorch, as transformers writes it; the baseline of errors",
+    "compile": "the unfused formula under `torch.compile`",
+    "torch": "PyTorch's own op in `torch.nn.functional`",
+    "liger": "liger-kernel's Triton kernels",
+    "liger fp32": "liger-kernel's fused linear cross entropy with `accum_dtype=torch.float32`",
+    "liger cute": "liger-kernel's CuTe kernels, which need nvidia-cutlass-dsl and a Hopper GPU or newer",
+    "liger scaled": "liger-kernel's fused linear scaled cross entropy",
+    "quack": "quack-kernels",
+    "quack base": "quack-kernels' chunked linear cross entropy with `use_scaled_exp=False`",
+    "cce": "cut-cross-entropy, which skips small probabilities in the gradient",
+    "cce exact": "cut-cross-entropy with `filter_eps=None`, which skips nothing",
+    "products": "the three matrix products of linear cross entropy alone, by `torch.mm`; the bound of its rows",
+}
+"""What each implementation is, for the docs."""
+
+
+class NoSuchOp(Exception):
+    """An installed package lacks the op."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Impl:
@@ -62,7 +91,12 @@ class Impl:
         return self.grads != () and self.role != "limit"
 
     def load(self) -> Callable[..., Any]:
-        """The callable that takes the op's inputs by name. Raises ImportError or AttributeError if not installed."""
+        """The callable that takes the op's inputs by name.
+
+        Raises:
+            ImportError: The package is not installed.
+            NoSuchOp: The package is installed, but lacks the op.
+        """
         function = _imported(self.target) if isinstance(self.target, str) else self.target
         if self.keywords:
             function = functools.partial(function, **self.keywords)
@@ -76,6 +110,8 @@ def _imported(path: str) -> Callable[..., Any]:
     module, names = path.split(":")
     value: Any = importlib.import_module(module)
     for name in names.split("."):
+        if not hasattr(value, name):
+            raise NoSuchOp(f"{module} has no {names}")
         value = getattr(value, name)
     return value  # type: ignore[no-any-return]
 

@@ -32,7 +32,7 @@ def bench_kernels(
 
     Args:
         suite: a name of `suites.SUITES`; "targets" on a GPU and "small" on a CPU if left out.
-        ops, impls: measure only these; all if empty. The limit is always measured.
+        ops, impls: measure only these; all if empty. The bound (`products`) is always measured.
         without: implementations to leave out.
         shapes: shapes to use instead of the suite's, such as "16384x4096". Requires exactly one op.
         dtype: "bf16", "fp16" or "fp32"; bf16 on a GPU and fp32 on a CPU if left out.
@@ -157,12 +157,13 @@ def _print_header(run: RunRecord) -> None:
 
 
 def _print_row(row: RowRecord, seconds: float) -> None:
-    print(f"\n{row.id}  {row.dtype}  limit {row.limit_ms:.4g} ms  [{seconds:.0f} s]", flush=True)
+    bound_ms, kind = table.bound(row)
+    print(f"\n{row.id}  {row.dtype}  bound {bound_ms:.4g} ms ({kind})  [{seconds:.0f} s]", flush=True)
     for m in row.measurements:
-        print(f"  {m.impl:18} {_line(m)}", flush=True)
+        print(f"  {m.impl:18} {_line(m, row)}", flush=True)
 
 
-def _line(m: Measurement) -> str:
+def _line(m: Measurement, row: RowRecord) -> str:
     if m.graph_ms is None and m.eager_ms is None:
         return f"{m.status}: {m.detail}"
     parts = []
@@ -172,8 +173,9 @@ def _line(m: Measurement) -> str:
             parts.append(
                 f"{label} {both.median:.4g} ms [{both.low:.4g}, {both.high:.4g}] fwd {times['forward'].median:.4g}"
             )
-    if m.fraction is not None:
-        parts.append(f"{100 * m.fraction:.0f} %")
+    judged = m.judged_ms(row.graph)
+    if judged is not None and m.role != "variant":
+        parts.append(f"{100 * table.bound(row)[0] / judged.median:.0f} % of bound")
     if m.extra_peak_bytes is not None:
         parts.append(f"{m.extra_peak_bytes / 2**20:.4g} MiB")
     if m.host_us is not None:

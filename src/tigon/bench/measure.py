@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tigon.bench import numerical_errors, timing
-from tigon.bench.impls import Impl, impls_for
+from tigon.bench.impls import Impl, NoSuchOp, impls_for
 from tigon.bench.inputs import Bound, Inputs, make_inputs, make_upstream
 from tigon.bench.record import Measurement, RowRecord, Times, jsonable
 from tigon.bench.suites import Row
@@ -144,8 +144,10 @@ def _write_down(measurement: Measurement, error: Exception) -> None:
     measurement.detail = f"{type(error).__name__}: {first_line}"[:300]
     if isinstance(error, torch.cuda.OutOfMemoryError):
         measurement.status = "out of memory"
-    elif isinstance(error, (ImportError, AttributeError)):
+    elif isinstance(error, ImportError):
         measurement.status = "not installed"
+    elif isinstance(error, NoSuchOp):
+        measurement.status = "no such op"
     elif isinstance(error, (TypeError, NotImplementedError)):
         measurement.status = "not supported"
     else:

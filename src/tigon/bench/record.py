@@ -38,7 +38,8 @@ class Measurement:
     impl: str
     role: str
     status: str = "ok"
-    """ok, not installed, not supported, out of memory, failed, or refused (tigon with an error over the limit)."""
+    """ok, not installed, no such op, not supported, out of memory, failed, or refused (tigon with an error that is not
+    allowed)."""
     detail: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     """Relative Frobenius error against fp64 of each output and gradient."""
@@ -57,7 +58,7 @@ class Measurement:
     """Bytes of the op's cost divided by the judged time; null for ops of matrix products, which have TFLOP/s."""
     tflop_per_s: float | None = None
     fraction: float | None = None
-    """Fraction of the limit: the limit's time divided by the judged time."""
+    """The row's `limit_ms` divided by the judged time."""
     prepare_s: float | None = None
     """Seconds before timing: import, compilation, tuning, and the measurement of errors and memory."""
 

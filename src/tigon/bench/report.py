@@ -23,7 +23,7 @@ def report_file(path: Path, folder: Path | None, document: Path | None = None) -
     if folder is not None:
         report(run, folder)
     if document is not None:
-        into_document(run, record_name(path), document)
+        into_document(run, path, document)
 
 
 def record_name(path: Path) -> str:
@@ -31,17 +31,32 @@ def record_name(path: Path) -> str:
     return f"{path.parent.name}/{path.stem}"
 
 
-def into_document(run: RunRecord, name: str, document: Path) -> None:
-    """Write a record's table and charts between its markers. Charts go to img/benchmarks/NAME next to the document."""
+def into_document(run: RunRecord, path: Path, document: Path) -> None:
+    """Write the table and charts of the record at `path` between its markers, and the tables over all records.
+
+    Charts go to img/benchmarks/NAME next to the document. The other records of the document are read from the folders
+    next to that of `path`; one that does not exist is left out of the tables over all records.
+    """
+    name = record_name(path)
     try:
         text = document.read_text(encoding="utf-8")
     except OSError as error:
         raise BenchError(f"{document} cannot be read: {error.strerror}.") from None
-    new = table.replace_section(text, name, section(run, name))
+    new = table.replace_section(text, f"record {name}", section(run, name))
+    runs = records_of(text, path.resolve().parent.parent)
+    for marker, made in (("overview", table.overview), ("implementations", table.implementations)):
+        if f"<!-- {marker} -->" in text:
+            new = table.replace_section(new, marker, made(runs))
     beside = document.parent / _chart_folder(name)
     drawn = {beside / f"{chart}.svg": svg for chart, svg in _draw(run).items()}
     _write({**drawn, document: new})
     print(f"wrote the section {name} of {document} and {len(drawn)} charts")
+
+
+def records_of(document: str, results: Path) -> dict[str, RunRecord]:
+    """The records that the document has markers for and `results` has files for, by name."""
+    paths = {name: results / f"{name}.json" for name in table.records_in(document)}
+    return {name: load(path) for name, path in paths.items() if path.exists()}
 
 
 def section(run: RunRecord, name: str) -> str:

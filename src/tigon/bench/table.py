@@ -1,24 +1,33 @@
-"""A record as Markdown: one line per row with tigon, its best peer, the limit and the target, then all figures.
+"""A record as Markdown: one line per row with tigon, its best peer, the bound and the target, then all figures.
 
-The best peer is the fastest one within the error limit. A faster peer over the limit is named after it.
+The best peer is the fastest one whose error is allowed. A faster peer with a larger error is named after it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tigon.bench.impls import MEANINGS
 from tigon.bench.record import PHASES, Measurement, RowRecord, RunRecord
 from tigon.errors import BenchError
 
 WRONG = "†"
-_SUMMARY = ("op, shape", "tigon", "best peer", "limit", "of the limit", "to reach", "extra MiB", "error")
-_DETAILS = ("", *PHASES, "eager", "host us", "extra MiB", "rate", "of the limit", "error")
+NO_SLOWER = 1.01
+"""tigon counts as no slower than its best peer up to this ratio of their times."""
+_SUMMARY = (
+    "op, shape", "tigon, ms", "best peer, ms", "bound, ms", "% of bound", "target: measured",
+    "extra memory of tigon / best peer, MiB", "error of tigon / eager",
+)  # fmt: skip
+_DETAILS = (
+    "implementation", *(f"{phase}, ms" for phase in PHASES), "eager both, ms", "host, us", "extra memory, MiB", "rate",
+    "% of bound", "error",
+)  # fmt: skip
 
 
 def summary(run: RunRecord) -> str:
-    """The table for the docs. Times are medians of forward + backward in ms."""
+    """The table of a record's rows. Times are medians of forward + backward in ms."""
     lines = [_header(_SUMMARY)]
     lines += [_cells(_summary_cells(row)) for row in run.rows]
     return "\n".join(lines)
@@ -28,19 +37,60 @@ def _summary_cells(row: RowRecord) -> list[str]:
     own = next((m for m in row.measurements if m.impl == "tigon"), None)
     best = own if own and own.judged_ms(row.graph) else None
     peer, wrong = best_of(row, ("peer", "baseline")), _faster_but_wrong(row)
-    limit = next((m for m in row.measurements if m.role == "limit" and m.judged_ms(row.graph)), None)
-    # If the matrix products were measured alone, they are the tighter limit.
-    fraction = _ms(limit, row) / _ms(best, row) if best and limit else best.fraction if best else None
+    bound_ms, kind = bound(row)
     return [
         f"{row.op} {'x'.join(map(str, row.shape))}{', peaked' if row.logits == 'peaked' else ''}",
         _number(_ms(best, row)) if best else _why_not(own),
         (_named(peer, row) if peer else "-") + (f", {_named(wrong, row)} {WRONG}" if wrong else ""),
-        _number(_ms(limit, row)) + f" ({limit.impl})" if limit else _number(row.limit_ms),
-        f"{100 * fraction:.0f} %" if fraction else "-",
+        f"{_number(bound_ms)} ({kind})",
+        f"{100 * bound_ms / _ms(best, row):.0f} %" if best else "-",
         "<br>".join(target_result(row, target)[0] for target in row.reach) or "-",
         f"{_mib(best)} / {_mib(peer)}",
         f"{_worst(best)} / {_worst(next((m for m in row.measurements if m.role == 'baseline'), None))}",
     ]
+
+
+def bound(row: RowRecord) -> tuple[float, str]:
+    """The time in ms that a row's times are compared with, and its kind: "products", "FLOPs" or "copy".
+
+    "products" is the measured time of the matrix products alone. Rows without that measurement have the time of the
+    op's FLOPs at the rate of a large matrix product, or of its bytes at the rate of a large copy.
+    """
+    products = next((m for m in row.measurements if m.role == "limit" and m.judged_ms(row.graph)), None)
+    if products is not None:
+        return _ms(products, row), products.impl
+    return row.limit_ms, "FLOPs" if row.flops else "copy"
+
+
+def overview(runs: Mapping[str, RunRecord]) -> str:
+    """The table at the top of the docs: how tigon compares with its best peers in each record, by the record's name."""
+    names = ("record", "rows", "no slower than the best peer", "slowest against the best peer", "targets reached")
+    lines = [_header(names)]
+    for name, run in runs.items():
+        ratios = {}
+        for row in run.rows:
+            own = next((m for m in row.measurements if m.impl == "tigon"), None)
+            peer = best_of(row, ("peer", "baseline"))
+            if own and own.judged_ms(row.graph) and peer:
+                ratios[row.id] = (_ms(own, row) / _ms(peer, row), peer.impl)
+        verdicts = [target_result(row, target)[1] for row in run.rows for target in row.reach]
+        slowest = max(ratios, key=lambda id_: ratios[id_][0], default=None)
+        lines.append(
+            _cells([
+                name, str(len(run.rows)),
+                f"{sum(ratio <= NO_SLOWER for ratio, _ in ratios.values())} of {len(ratios)}",
+                f"{slowest}: {ratios[slowest][0]:.2f} x {ratios[slowest][1]}" if slowest else "-",
+                f"{sum(ok is True for ok in verdicts)} of {len(verdicts)}" if verdicts else "no targets",
+            ])
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
+def implementations(runs: Mapping[str, RunRecord]) -> str:
+    """The table of the implementations that the records measure, with their meaning."""
+    measured = {m.impl for run in runs.values() for row in run.rows for m in row.measurements}
+    lines = [_header(("implementation", "meaning"))]
+    return "\n".join([*lines, *(_cells([f"**{name}**", text]) for name, text in MEANINGS.items() if name in measured)])
 
 
 def best_of(row: RowRecord, roles: Sequence[str], memory_gib: float | None = None) -> Measurement | None:
@@ -125,7 +175,12 @@ def details(run: RunRecord) -> str:
     parts = []
     for row in run.rows:
         errors_on = f", errors on {'x'.join(map(str, row.error_shape))}" if row.error_shape != row.shape else ""
-        parts += [f"**{row.id}** ({row.dtype}, limit {_number(row.limit_ms)} ms{errors_on})", "", _header(_DETAILS)]
+        bound_ms, kind = bound(row)
+        parts += [
+            f"**{row.id}** ({row.dtype}, bound {_number(bound_ms)} ms ({kind}){errors_on})",
+            "",
+            _header(_DETAILS),
+        ]
         parts += [_cells(_detail_cells(m, row)) for m in row.measurements]
         parts.append("")
     return "\n".join(parts).rstrip()
@@ -146,7 +201,7 @@ def _detail_cells(m: Measurement, row: RowRecord) -> list[str]:
         f"{m.host_us:.0f}" if m.host_us is not None else "-",
         _mib(m),
         rate,
-        f"{100 * m.fraction:.0f} %" if m.fraction else "-",
+        f"{100 * bound(row)[0] / _ms(m, row):.0f} %" if m.role != "variant" else "-",
         _worst(m) + (f" {WRONG}" if m.breaks_rule else ""),
     ]
 
@@ -177,16 +232,21 @@ def folded(title: str, text: str) -> str:
     return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
-def replace_section(document: str, name: str, text: str) -> str:
-    """The document with `text` between `<!-- record NAME -->` and `<!-- end -->`.
+def replace_section(document: str, marker: str, text: str) -> str:
+    """The document with `text` between `<!-- MARKER -->` and `<!-- end -->`.
 
     Raises BenchError if the document lacks these markers.
     """
-    begin = f"<!-- record {name} -->"
+    begin = f"<!-- {marker} -->"
     pattern = re.compile(rf"({re.escape(begin)}\n).*?(\n<!-- end -->)", re.DOTALL)
     if not pattern.search(document):
         raise BenchError(f"the document has no lines {begin} ... <!-- end -->; add them where the table should go.")
     return pattern.sub(lambda match: match[1] + text + match[2], document, count=1)
+
+
+def records_in(document: str) -> list[str]:
+    """The names of the records that the document has markers for, in its order."""
+    return re.findall(r"^<!-- record (\S+) -->$", document, re.MULTILINE)
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------

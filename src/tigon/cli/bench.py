@@ -11,6 +11,7 @@ from tigon.cli.shared import Command
 
 
 def kernels_command(
+    *,
     suite: Annotated[
         str | None,
         typer.Option(help="targets, paper, odd or small. Default: targets on a GPU, small on a CPU."),

@@ -50,7 +50,7 @@ def _with_technique_flags(function: Callable[..., None]) -> Callable[..., None]:
             is_switch = setting.hint is bool
             flags.append(
                 inspect.Parameter(
-                    setting.field, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False if is_switch else None,
+                    setting.field, inspect.Parameter.KEYWORD_ONLY, default=False if is_switch else None,
                     annotation=Annotated[bool if is_switch else setting.hint | None, option],
                 )
             )  # fmt: skip
@@ -63,6 +63,7 @@ def _with_technique_flags(function: Callable[..., None]) -> Callable[..., None]:
 @_with_technique_flags
 def command(
     model: Annotated[str, typer.Argument(help="A preset, a checkpoint folder, a config.json or a hub id.")],
+    *,
     gpu: Annotated[str, typer.Option(help="A GPU's name (h200, rtx-4090) or its memory (24GiB).")],
     batch: Annotated[int | None, typer.Option(help="Samples per micro-batch on each GPU.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens per sample.")] = None,

@@ -13,6 +13,7 @@ from tigon.trainer.guards import console
 
 def command(
     file: Annotated[Path, typer.Argument(metavar="SWEEP.yaml", help="YAML; docs/sweep.md lists its keys.")],
+    *,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key of every point.")
     ] = None,

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 
-def outer_order(x: Tensor) -> list[int]:
+def outer_order(x: Tensor) -> tuple[int, ...]:
     """All dimensions of `x` but the last, from the largest stride to the smallest; ties keep their order."""
     strides = x.stride()
     if len(strides) == 4:  # the two usual orders of queries and keys, without the 2 us of sorting
         batch, first, second, _ = strides
         if batch >= first >= second:
-            return [0, 1, 2]
+            return (0, 1, 2)
         if batch >= second > first:
-            return [0, 2, 1]
-    return sorted(range(x.ndim - 1), key=lambda dim: -strides[dim])
+            return (0, 2, 1)
+    return tuple(sorted(range(x.ndim - 1), key=lambda dim: -strides[dim]))
 
 
 def empty_ordered(x: Tensor, order: Sequence[int]) -> Tensor:

@@ -334,7 +334,8 @@ _PLANS = 1 << 12
 
 
 @functools.lru_cache(maxsize=_PLANS)
-def _fwd_launch(width, M, stride_x, stride_r, has_weight, has_bias, eps, offset, center, fp32_weight):
+def _fwd_launch(width, M, stride_x, stride_r, has_weight, has_bias, options):
+    eps, offset, center, fp32_weight = options
     block, t = block_of(width), fwd_tile(width, center)
     return Launch(
         norm_fwd_kernel, (_device.cdiv(M, t.rows),),
@@ -345,8 +346,8 @@ def _fwd_launch(width, M, stride_x, stride_r, has_weight, has_bias, eps, offset,
     )  # fmt: skip
 
 
-def norm_fwd(x, residual, weight, bias, eps, offset, center, fp32_weight):
-    """Launch the forward; returns (y, s, mean, rstd), with None for what the flags leave out."""
+def norm_fwd(x, residual, weight, bias, options):
+    """Launch the forward; returns (y, s, mean, rstd), with None for what the `NormOptions` leave out."""
     width = x.shape[-1]
     x_MH, M, stride_x = rows_of(x, width)
     residual_MH = stride_r = s = None
@@ -358,25 +359,25 @@ def norm_fwd(x, residual, weight, bias, eps, offset, center, fp32_weight):
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     y_dtype = x.dtype
-    if not fp32_weight and weight is not None and weight.dtype is not y_dtype:
+    if weight is not None and not options.fp32_weight and weight.dtype is not y_dtype:
         y_dtype = torch.promote_types(y_dtype, weight.dtype)
     y = torch.empty_like(x, dtype=y_dtype, memory_format=torch.contiguous_format)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    mean = torch.empty_like(rstd) if center else None
+    mean = torch.empty_like(rstd) if options.center else None
     if M and width:
-        _fwd_launch(
-            width, M, stride_x, stride_r, weight is not None, bias is not None, eps, offset, center, fp32_weight
-        )(x, X=x_MH, R=residual_MH, W=weight, B=bias, Y=y, S=s, Mean=mean, Rstd=rstd)
+        _fwd_launch(width, M, stride_x, stride_r, weight is not None, bias is not None, options)(
+            x, X=x_MH, R=residual_MH, W=weight, B=bias, Y=y, S=s, Mean=mean, Rstd=rstd
+        )
     return y, s, mean, rstd
 
 
 class _Backward:
     """The launches of the backward; see `_PLANS`."""
 
-    def __init__(self, width, M, strides, loaded_bytes, flags, want_dx, want_dw, want_db, device):
+    def __init__(self, width, M, strides, loaded_bytes, weight_bytes, options, device):
         stride_dy, stride_ds, stride_x = strides
-        offset, center, fp32_weight, has_weight, weight_bytes = flags
-        has_ds = stride_ds is not None
+        offset, center, fp32_weight, want_dx, want_dw, want_db = options
+        has_ds, has_weight = stride_ds is not None, weight_bytes > 0
         block = block_of(width)
         reload_w = has_weight and block == MAX_BLOCK
         multiprocessors = _device.multiprocessors(device)
@@ -414,8 +415,9 @@ class _Backward:
 _backward = functools.lru_cache(maxsize=_PLANS)(_Backward)
 
 
-def norm_bwd(dy, ds, x, weight, mean, rstd, offset, center, fp32_weight, want_dx, want_dw, want_db):
-    """Launch the backward; returns (dx, dw, db), with None for what is not wanted."""
+def norm_bwd(dy, ds, x, weight, mean, rstd, options):
+    """Launch the backward; returns (dx, dw, db), with None for what the `NormBackwardOptions` do not want."""
+    _, _, _, want_dx, want_dw, want_db = options
     width = x.shape[-1]
     x_MH, M, stride_x = rows_of(x, width)
     dy_MH, _, stride_dy = rows_of(dy, width)
@@ -434,8 +436,7 @@ def norm_bwd(dy, ds, x, weight, mean, rstd, offset, center, fp32_weight, want_dx
     if not (M and width):
         return dx, *(None if grad is None else grad.zero_() for grad in (dw, db))
     plan = _backward(
-        width, M, (stride_dy, stride_ds, stride_x), loaded_bytes,
-        (offset, center, fp32_weight, weight is not None, weight_bytes), want_dx, want_dw, want_db, x.device.index,
+        width, M, (stride_dy, stride_ds, stride_x), loaded_bytes, weight_bytes, options, x.device.index
     )  # fmt: skip
     partial_dw, partial_db = dw, db
     summed = (want_dw or want_db) and not plan.alone

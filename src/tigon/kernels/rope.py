@@ -163,11 +163,13 @@ class _Plan:
 _plan = functools.lru_cache(maxsize=1 << 12)(_Plan)
 
 
-def rope(q, k, cos, sin, q_order, k_order, heads_dim, interleaved, transpose):
+def rope(q, k, cos, sin, layout, transpose):
     """Launch the rotation or its transpose; returns new q and k whose outer dimensions lie in memory as ordered.
 
     q and k are (B, H, T, D) with heads_dim 1 and (B, T, H, D) with heads_dim 2. The number of heads may be 0 in either.
+    `layout` is a `RopeLayout`.
     """
+    q_order, k_order, heads_dim, interleaved = layout
     q, k, cos, sin = _unit_last(q), _unit_last(k), _unit_last(cos), _unit_last(sin)
     plan = _plan(
         (q.shape, q.stride(), tuple(q_order)), (k.shape, k.stride(), tuple(k_order)),

@@ -177,7 +177,8 @@ class Primitive:
         is_tensor = ["Tensor" in str(a.type) and "List" not in str(a.type) for a in self._operator._schema.arguments]
         self._getters = [] if self.signature is None else self.signature.tensor_getters()
         # Only tensors decide whether a call needs the dispatcher, so arguments after the last tensor are not checked.
-        self._tensors_end = len(is_tensor) - is_tensor[::-1].index(True)
+        last = len(is_tensor) - is_tensor[::-1].index(True)
+        self._tensors_end = last if self.signature is None else self.signature.leading_tensors()
         PRIMITIVES[f"tigon::{name}"] = self
 
     @functools.cached_property
@@ -198,13 +199,14 @@ class Primitive:
         """The real body as the operator runs it."""
         if self._check is not None:
             self._check(*args)
-        x = args[0] if self.signature is None else self._tensors(args)[0]
-        results = self.body(x)(*args)
+        x = args[0] if self._tensors_end else self._tensors(args)[0]
+        body = self._composite or (self.kernel if uses_kernel(x) else self._reference)
+        results = body(*args)  # type: ignore[misc]
         return results if self._complete is None else self._complete(results, *args)
 
     def __call__(self, *args: Any) -> Any:
         signature = self.signature
-        tensors = args[: self._tensors_end] if signature is None else self._tensors(args)
+        tensors = args[:end] if (end := self._tensors_end) else self._tensors(args)
         if not can_bypass_dispatcher(tensors):
             if signature is None:
                 return self._operator(*args)
@@ -217,7 +219,7 @@ class Primitive:
 
 def _flat(body: Callable[..., Any], signature: Signature | None) -> Callable[..., Any]:
     """`body` with the flat arguments of its operator."""
-    return body if signature is None else lambda *flat: body(*signature.restore(flat))
+    return body if signature is None else signature.flat(body)
 
 
 class Differentiable:

@@ -22,7 +22,7 @@ from tigon.ops.dispatch import Differentiable, check_dtype, first_order
 class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        y, _, mean, rstd = norm.norm_fwd(x, None, weight, bias, eps, 0.0, True, True)
+        y, _, mean, rstd = norm.norm_fwd(x, None, weight, bias, norm.norm_options(eps, 0.0, True, True))
         ctx.save_for_backward(x, weight, mean, rstd)
         return y  # type: ignore[no-any-return]
 
@@ -31,7 +31,8 @@ class LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         want_dx, want_dw, want_db = ctx.needs_input_grad[:3]
-        dx, dw, db = norm.norm_bwd(dy, None, x, weight, mean, rstd, 0.0, True, True, want_dx, want_dw, want_db)
+        options = norm.norm_backward_options(0.0, True, True, want_dx, want_dw, want_db)
+        dx, dw, db = norm.norm_bwd(dy, None, x, weight, mean, rstd, options)
         return dx if want_dx else None, dw if want_dw else None, db if want_db else None, None
 
 

@@ -5,14 +5,63 @@ The formulas are at the top of `kernels/norm.py`. The composite path runs the sa
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.errors import DtypeError, OptionError, ShapeError
 from tigon.ops.dispatch import Primitive, check_number
+
+
+class NormOptions(NamedTuple):
+    """What the forward does besides its tensors."""
+
+    eps: float
+    offset: float
+    """Added to the weight."""
+    center: bool
+    """Subtract the mean: LayerNorm."""
+    fp32_weight: bool
+    """Compute the product with the weight in fp32, and round once."""
+
+
+class NormBackwardOptions(NamedTuple):
+    """The options that the backward needs, and which gradients it computes."""
+
+    offset: float
+    center: bool
+    fp32_weight: bool
+    want_dx: bool
+    want_dw: bool
+    want_db: bool
+
+
+# A model repeats a few records. Finding one takes 0.09 us of host time, and making it 0.2 us.
+norm_options = functools.lru_cache(maxsize=1 << 12)(NormOptions)
+norm_backward_options = functools.lru_cache(maxsize=1 << 12)(NormBackwardOptions)
+
+
+class NormResults(NamedTuple):
+    """x is (..., H). A result that the options leave out is empty."""
+
+    y: Tensor
+    s: Tensor
+    """x + residual, (..., H)."""
+    mean: Tensor
+    """(...), fp32."""
+    rstd: Tensor
+    """(...), fp32."""
+
+
+class NormGradients(NamedTuple):
+    """A gradient that is not wanted is empty."""
+
+    dx: Tensor
+    dw: Tensor
+    db: Tensor
 
 
 def check_scalars(eps: Any, offset: Any = 0.0) -> tuple[float, float]:
@@ -42,15 +91,9 @@ def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
 
 
 def _fwd_reference(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    center: bool,
-    fp32_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions
+) -> NormResults:
+    eps, offset, center, fp32_weight = options
     s = x if residual is None else x + residual
     wide = s.to(torch.promote_types(x.dtype, torch.float32))
     mean, centred = wide.new_empty(0), wide
@@ -73,7 +116,7 @@ def _fwd_reference(
     # A torch.library operator must not return its input, so without a residual it returns no sum. The outputs are
     # contiguous like those of the fake and the kernel.
     s = s if residual is not None else x.new_empty(0)
-    return y.to(y_dtype).contiguous(), s.contiguous(), mean.contiguous(), rstd.contiguous()
+    return NormResults(y.to(y_dtype).contiguous(), s.contiguous(), mean.contiguous(), rstd.contiguous())
 
 
 def _bwd_reference(
@@ -83,13 +126,9 @@ def _bwd_reference(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    offset: float,
-    center: bool,
-    fp32_weight: bool,
-    want_dx: bool,
-    want_dw: bool,
-    want_db: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    options: NormBackwardOptions,
+) -> NormGradients:  # fmt: skip
+    offset, center, fp32_weight, want_dx, want_dw, want_db = options
     acc = rstd.dtype
     dy = dy.to(acc)
     wide = x.to(acc)
@@ -107,7 +146,7 @@ def _bwd_reference(
     rounded = xhat if fp32_weight else xhat.to(x.dtype).to(acc)
     dw = _sum_rows(dy * rounded, rows).to(parameter.dtype) if want_dw else parameter.new_empty(0)
     db = _sum_rows(dy, rows).to(parameter.dtype) if want_db else parameter.new_empty(0)
-    return dx.contiguous(), dw, db
+    return NormGradients(dx.contiguous(), dw, db)
 
 
 def _sum_rows(t: Tensor, rows: tuple[int, ...]) -> Tensor:
@@ -116,21 +155,14 @@ def _sum_rows(t: Tensor, rows: tuple[int, ...]) -> Tensor:
 
 
 def _fwd_fake(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    center: bool,
-    fp32_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y_dtype = x.dtype if fp32_weight or weight is None else torch.promote_types(x.dtype, weight.dtype)
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions
+) -> NormResults:
+    y_dtype = x.dtype if options.fp32_weight or weight is None else torch.promote_types(x.dtype, weight.dtype)
     acc = torch.promote_types(x.dtype, torch.float32)
-    return (
+    return NormResults(
         x.new_empty(x.shape, dtype=y_dtype),
         x.new_empty(x.shape if residual is not None else (0,)),
-        x.new_empty(x.shape[:-1] if center else (0,), dtype=acc),
+        x.new_empty(x.shape[:-1] if options.center else (0,), dtype=acc),
         x.new_empty(x.shape[:-1], dtype=acc),
     )
 
@@ -142,18 +174,13 @@ def _bwd_fake(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    offset: float,
-    center: bool,
-    fp32_weight: bool,
-    want_dx: bool,
-    want_dw: bool,
-    want_db: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    options: NormBackwardOptions,
+) -> NormGradients:  # fmt: skip
     parameter = x if weight is None else weight
-    return (
-        x.new_empty(x.shape if want_dx else (0,)),
-        parameter.new_empty(x.shape[-1:] if want_dw else (0,)),
-        parameter.new_empty(x.shape[-1:] if want_db else (0,)),
+    return NormGradients(
+        x.new_empty(x.shape if options.want_dx else (0,)),
+        parameter.new_empty(x.shape[-1:] if options.want_dw else (0,)),
+        parameter.new_empty(x.shape[-1:] if options.want_db else (0,)),
     )
 
 
@@ -174,8 +201,6 @@ def _complete_bwd(results: Any, dy: Tensor, ds: Tensor | None, x: Tensor, weight
 
 norm_fwd = Primitive(
     "norm_fwd",
-    "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float offset, bool center, bool fp32_weight)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
     reference=_fwd_reference,
     kernel="tigon.kernels.norm:norm_fwd",
     complete=_complete_fwd,
@@ -183,8 +208,6 @@ norm_fwd = Primitive(
 )
 norm_bwd = Primitive(
     "norm_bwd",
-    "(Tensor dy, Tensor? ds, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, float offset, bool center,"
-    " bool fp32_weight, bool want_dx, bool want_dw, bool want_db) -> (Tensor, Tensor, Tensor)",
     reference=_bwd_reference,
     kernel="tigon.kernels.norm:norm_bwd",
     complete=_complete_bwd,

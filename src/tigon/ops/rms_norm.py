@@ -32,7 +32,7 @@ _FP32_WEIGHT = {"llama": False, "gemma": True, "fp32": True}
 class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, fp32_weight: bool) -> Tensor:
-        y, _, _, rstd = norm.norm_fwd(x, None, weight, None, eps, offset, False, fp32_weight)
+        y, _, _, rstd = norm.norm_fwd(x, None, weight, None, norm.norm_options(eps, offset, False, fp32_weight))
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset, ctx.fp32_weight = offset, fp32_weight
         return y  # type: ignore[no-any-return]
@@ -42,9 +42,8 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         want_dx, want_dw = ctx.needs_input_grad[:2]
-        dx, dw, _ = norm.norm_bwd(
-            dy, None, x, weight, rstd, rstd, ctx.offset, False, ctx.fp32_weight, want_dx, want_dw, False
-        )
+        options = norm.norm_backward_options(ctx.offset, False, ctx.fp32_weight, want_dx, want_dw, False)
+        dx, dw, _ = norm.norm_bwd(dy, None, x, weight, rstd, rstd, options)
         return dx if want_dx else None, dw if want_dw else None, None, None, None
 
 
@@ -53,7 +52,7 @@ class AddRMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, fp32_weight: bool
     ) -> tuple[Tensor, Tensor]:
-        y, s, _, rstd = norm.norm_fwd(x, residual, weight, None, eps, offset, False, fp32_weight)
+        y, s, _, rstd = norm.norm_fwd(x, residual, weight, None, norm.norm_options(eps, offset, False, fp32_weight))
         ctx.save_for_backward(s, weight, rstd)
         ctx.offset, ctx.fp32_weight = offset, fp32_weight
         ctx.set_materialize_grads(False)
@@ -66,9 +65,8 @@ class AddRMSNorm(torch.autograd.Function):
         want_dx, want_dr, want_dw = ctx.needs_input_grad[:3]
         if dy is None:
             return ds if want_dx else None, ds if want_dr else None, None, None, None, None
-        dx, dw, _ = norm.norm_bwd(
-            dy, ds, s, weight, rstd, rstd, ctx.offset, False, ctx.fp32_weight, want_dx or want_dr, want_dw, False
-        )
+        options = norm.norm_backward_options(ctx.offset, False, ctx.fp32_weight, want_dx or want_dr, want_dw, False)
+        dx, dw, _ = norm.norm_bwd(dy, ds, s, weight, rstd, rstd, options)
         # x and residual enter only through their sum, so they share one gradient tensor.
         return dx if want_dx else None, dx if want_dr else None, dw if want_dw else None, None, None, None
 

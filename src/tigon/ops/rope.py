@@ -16,8 +16,9 @@ for any table and saves only the tables. It writes the gradients in the memory o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,27 @@ from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, first_ord
 # B batch, H heads, T tokens, D head width, R rotary width. `heads_dim` is 1 for (B, H, T, D), 2 for (B, T, H, D).
 
 
+class RopeLayout(NamedTuple):
+    """Where q, k and the pairs lie."""
+
+    q_order: Sequence[int]
+    """The order of q's outer dimensions in memory; the result has the same."""
+    k_order: Sequence[int]
+    heads_dim: int
+    interleaved: bool
+
+
+# The layers of a model share a record. Finding it takes 0.09 us of host time, and making it 0.2 us.
+_layout = functools.lru_cache(maxsize=1 << 12)(RopeLayout)
+
+
+class Rotated(NamedTuple):
+    """New tensors of the shapes of q and k."""
+
+    q: Tensor
+    k: Tensor
+
+
 def _pair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Views of the first and the second members of all pairs, each (..., R/2)."""
     if interleaved:
@@ -37,17 +59,8 @@ def _pair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
 
 
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_order: Sequence[int],
-    k_order: Sequence[int],
-    heads_dim: int,
-    interleaved: bool,
-    transpose: bool,
-) -> tuple[Tensor, Tensor]:
+def _reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: RopeLayout, transpose: bool) -> Rotated:
+    q_order, k_order, heads_dim, interleaved = layout
     acc = torch.promote_types(q.dtype, torch.float32)
     R = cos.shape[-1]
     c_a, c_b = _pair(cos.to(acc).unsqueeze(heads_dim - 4), interleaved)
@@ -63,19 +76,15 @@ def _reference(
         y_a.copy_(x_a * c_a - x_b * s_a)
         y_b.copy_(x_b * c_b + x_a * s_b)
         outputs.append(y)
-    return outputs[0], outputs[1]
+    return Rotated(*outputs)
 
 
-def _fake(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_order: Sequence[int], k_order: Sequence[int], *_: Any
-) -> tuple[Tensor, Tensor]:
-    return empty_ordered(q, q_order), empty_ordered(k, k_order)
+def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: RopeLayout, transpose: bool) -> Rotated:
+    return Rotated(empty_ordered(q, layout.q_order), empty_ordered(k, layout.k_order))
 
 
 rotate = Primitive(
     "rope_rotate",
-    "(Tensor q, Tensor k, Tensor cos, Tensor sin, int[] q_order, int[] k_order, int heads_dim, bool interleaved,"
-    " bool transpose) -> (Tensor, Tensor)",
     reference=_reference,
     kernel="tigon.kernels.rope:rope",
     fake=_fake,
@@ -87,11 +96,10 @@ class Rope(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, interleaved: bool
     ) -> tuple[Tensor, Tensor]:
-        ctx.orders = outer_order(q), outer_order(k)
-        ctx.heads_dim, ctx.interleaved = heads_dim, interleaved
+        ctx.layout = layout = _layout(outer_order(q), outer_order(k), heads_dim, interleaved)
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
-        return rotate(q, k, cos, sin, *ctx.orders, heads_dim, interleaved, False)  # type: ignore[no-any-return]
+        return rotate(q, k, cos, sin, layout, False)  # type: ignore[no-any-return]
 
     @staticmethod
     @first_order
@@ -103,11 +111,9 @@ class Rope(torch.autograd.Function):
         if given is None or not (want_dq or want_dk):
             return None, None, None, None, None, None
         # If a gradient is not wanted, the kernel gets a tensor with 0 heads in its place.
-        nothing = given.narrow(ctx.heads_dim, 0, 0)
-        dq, dk = rotate(
-            dq if want_dq else nothing, dk if want_dk else nothing,
-            cos, sin, *ctx.orders, ctx.heads_dim, ctx.interleaved, True,
-        )  # fmt: skip
+        layout = ctx.layout
+        nothing = given.narrow(layout.heads_dim, 0, 0)
+        dq, dk = rotate(dq if want_dq else nothing, dk if want_dk else nothing, cos, sin, layout, True)
         return dq if want_dq else None, dk if want_dk else None, None, None, None, None
 
 

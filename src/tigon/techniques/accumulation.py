@@ -20,7 +20,8 @@ DECLARATION = Declaration(
             name="accumulation", page="accumulation",
             saves="Activations of all micro-batches except one.",
             costs="Each pass has less work. Below a few thousand tokens per micro-batch the GPU idles.",
-            precision="None, except for rounding: losses are sums divided by the trained tokens of the whole step, so "
+            effect_on_result="None, except for rounding: losses are sums divided by the trained tokens of the whole "
+            "step, so "
             "every split of the step's samples into micro-batches gives the same gradient.",
             recipe={"train.gradient_accumulation": 4}, chosen=(Condition("accumulate", "is at least", 2),),
             arguments=lambda choices, run_info: {"gradient_accumulation_steps": choices.accumulate},

@@ -20,7 +20,10 @@ _COMPUTE_DTYPES: Mapping[str, str] = {
 
 
 def target_modules(model: Any, targets: tuple[str, ...]) -> list[str]:
-    """Returns the paths of the modules that get adapters."""
+    """Returns the paths of the modules that get adapters.
+
+    The target "linear" is every `nn.Linear` of the model except the head, so also one outside the decoder layers.
+    """
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     wanted = {
         "linear": lambda module: isinstance(module, nn.Linear) and module is not head,
@@ -78,7 +81,7 @@ _RANK = Setting(
 )  # fmt: skip
 _TARGETS = Setting(
     field="lora_targets", key="lora.targets",
-    help="Modules with adapters: `linear` (the linear modules of the layers), `head` (`lm_head`), `embeddings`.",
+    help="Modules with adapters: `linear` (every `nn.Linear` except `lm_head`), `head` (`lm_head`), `embeddings`.",
     words=("linear", "head", "embeddings"), traced=True,
 )  # fmt: skip
 _QUANTIZED = Setting(
@@ -96,7 +99,8 @@ DECLARATION = Declaration(
             saves="Gradients and optimizer states of all weights except the adapters: about 12 of 16 bytes per "
             "parameter.",
             costs="Two thin matmuls for each adapted one. Activations are needed as before.",
-            precision="Another result than full fine-tuning: only the modules in `lora.targets` change, by an update "
+            effect_on_result="Another result than full fine-tuning: only the modules in `lora.targets` change, by "
+            "an update "
             "of rank `lora.rank`.",
             needs=("peft",),
             recipe={"lora.rank": 16}, chosen=(Condition("lora_rank", "is at least", 1),), model=_adapters,
@@ -104,9 +108,12 @@ DECLARATION = Declaration(
         ),
         Technique(
             name="qlora", page="lora",
-            saves="As LoRA, and the frozen weights of the layers' linear modules take 0.516 bytes instead of 2 or 4.",
+            saves="As LoRA, and the frozen weights of every `nn.Linear` except `lm_head` take 0.516 bytes per "
+            "parameter instead of 4 (or 2 with `bf16`): 4 bits, 1/64 byte for a scale per 64 weights, and 1/4096 byte "
+            "for an fp32 scale per 256 of those scales.",
             costs="Weights are dequantised before each matmul.",
-            precision="As LoRA, and the frozen weights are rounded to 16 levels (NF4, blocks of 64, scales in 8 bits).",
+            effect_on_result="As LoRA, and the frozen weights are rounded to 16 levels (NF4, blocks of 64, scales "
+            "in 8 bits).",
             needs=("peft", "bitsandbytes"), recipe={"lora.rank": 16, "lora.quantize": True},
             chosen=(Condition("quantized", "is", True),), loading=_nf4, model=_without_cpu_packing,
             change_rank=7, source="bitsandbytes; arXiv 2305.14314",

@@ -88,8 +88,8 @@ class Optimizer:
     """The host waits for the GPU after each parameter, so the times of both add up."""
     step_sm_s: Callable[[Parameter], float] = lambda parameter: 0.0
     """Seconds that one multiprocessor computes for a parameter's update, beyond the time for its bytes."""
-    precision: str
-    """Its effect on the result, compared with AdamW with fp32 states."""
+    effect_on_result: str
+    """How it changes the numbers that the run computes, compared with AdamW with fp32 states."""
     source: str
     searched: bool = False
     """The planner tries it if the optimizer is free. The rows are in the order of their change of the numbers."""
@@ -331,20 +331,22 @@ _ROWS = (
     Optimizer(
         name="adamw", help="AdamW, one fused pass over weights, gradients and moments.",
         trainer_name="adamw_torch_fused", states=_moments(2, step_on_device=True), searched=True,
-        precision="None: the other optimizers are compared with this one. Under `bf16` the moments are bf16 too.",
+        effect_on_result="None: the other optimizers are compared with this one. Under `bf16` the moments are bf16 "
+        "too.",
         source="torch.optim.AdamW(fused=True); arXiv 1711.05101",
     ),
     Optimizer(
         name="adamw-foreach", help="AdamW by multi-tensor ops; on a GPU it holds one more copy of the weights.",
         trainer_name="adamw_torch", states=_moments(2), step_bytes=_like_parameter, step_holds_all=True,
-        step_moves=_foreach_moves, precision="None: the same numbers as `adamw`, except for rounding.",
+        step_moves=_foreach_moves, effect_on_result="None: the same numbers as `adamw`, except for rounding.",
         source="torch.optim.AdamW: _multi_tensor_adam",
     ),
     Optimizer(
         name="adamw-8bit", help="AdamW with 8-bit blockwise moments.", searched=True, change_rank=1,
         trainer_name="adamw_bnb_8bit", package="bitsandbytes", states=_bnb(2, bits=8, paged=False),
         shared_bytes=2 * 256 * FP32, step_sm_s=_bnb_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
-        precision="Moments are rounded to 8 bits in blocks of 256. Those of embeddings and of parameters below 4,096 "
+        effect_on_result="Moments are rounded to 8 bits in blocks of 256. Those of embeddings and of parameters "
+        "below 4,096 "
         "elements are fp32.",
         source="bitsandbytes; arXiv 2110.02861",
     ),
@@ -352,21 +354,22 @@ _ROWS = (
         name="paged-adamw", help="AdamW with fp32 moments in unified memory, which moves to the host under pressure.",
         devices=("cuda",), trainer_name="paged_adamw_32bit", package="bitsandbytes",
         states=_bnb(2, bits=32, paged=True), step_calls=_BNB_CALLS, step_waits=True,
-        precision="None: the same numbers as `adamw` with fp32 moments, except for rounding.",
+        effect_on_result="None: the same numbers as `adamw` with fp32 moments, except for rounding.",
         source="bitsandbytes; arXiv 2305.14314 §3",
     ),
     Optimizer(
         name="paged-adamw-8bit", help="`adamw-8bit` with the moments in unified memory.", change_rank=1,
         devices=("cuda",), trainer_name="paged_adamw_8bit", package="bitsandbytes", states=_bnb(2, bits=8, paged=True),
         shared_bytes=2 * 256 * FP32, step_sm_s=_bnb_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
-        precision="As `adamw-8bit`.", source="bitsandbytes; arXiv 2110.02861, 2305.14314",
+        effect_on_result="As `adamw-8bit`.", source="bitsandbytes; arXiv 2110.02861, 2305.14314",
     ),
     Optimizer(
         name="lion-8bit", help="Lion: one 8-bit moment, and updates of one size; needs a tenth of AdamW's rate.",
         change_rank=4,
         trainer_name="lion_8bit", package="bitsandbytes", states=_bnb(1, bits=8, paged=False), shared_bytes=256 * FP32,
         step_sm_s=_lion_8bit_sm_s, step_calls=_BNB_CALLS, step_waits=True,
-        precision="Another algorithm: updates are the sign of a moment, which is rounded to 8 bits in blocks of 256.",
+        effect_on_result="Another algorithm: updates are the sign of a moment, which is rounded to 8 bits in blocks "
+        "of 256.",
         source="bitsandbytes; arXiv 2302.06675",
     ),
     Optimizer(
@@ -376,7 +379,7 @@ _ROWS = (
         trainer_name="adamw_torch_8bit", package="torchao", needs_compiler=True, states=_torchao(8),
         step_bytes=_torchao_step(8), step_moves=_torchao_moves(8), step_sm_s=_torchao_sm_s(8),
         step_calls=_COMPILED_CALLS,
-        precision="As `adamw-8bit`. If a parameter's size is not divisible by 256, its moments keep its dtype.",
+        effect_on_result="As `adamw-8bit`. If a parameter's size is not divisible by 256, its moments keep its dtype.",
         source="torchao.optim.AdamW8bit; arXiv 2110.02861",
     ),
     Optimizer(
@@ -385,7 +388,7 @@ _ROWS = (
         trainer_name="adamw_torch_4bit", package="torchao", needs_compiler=True, states=_torchao(4),
         step_bytes=_torchao_step(4), step_moves=_torchao_moves(4), step_sm_s=_torchao_sm_s(4),
         step_calls=_COMPILED_CALLS,
-        precision="Moments are rounded to 16 levels in blocks of 256.",
+        effect_on_result="Moments are rounded to 16 levels in blocks of 256.",
         source="torchao.optim.AdamW4bit; arXiv 2309.01507",
     ),
     Optimizer(
@@ -393,7 +396,8 @@ _ROWS = (
         searched=True, last_resort=True, change_rank=4,
         trainer_name="adafactor", states=_adafactor, step_bytes=_adafactor_step, step_leaves=_fp32_copy,
         step_moves=_adafactor_moves, step_calls=27,
-        precision="Another algorithm: no first moment, a second moment of rank 1, updates clipped to an RMS of 1.",
+        effect_on_result="Another algorithm: no first moment, a second moment of rank 1, updates clipped to an RMS "
+        "of 1.",
         source="transformers.Adafactor; arXiv 1804.04235",
     ),
     Optimizer(
@@ -401,13 +405,13 @@ _ROWS = (
         change_rank=5,
         step_bytes=_like_parameter, step_holds_all=True,  # weight decay is added to a copy of the gradients
         step_moves=_sgd_moves,
-        precision="Another algorithm: no moments, and weight decay is an L2 term.", source="torch.optim.SGD",
+        effect_on_result="Another algorithm: no moments, and weight decay is an L2 term.", source="torch.optim.SGD",
     ),
     Optimizer(
         name="galore", searched=True, last_resort=True, change_rank=4,
         help="AdamW in a subspace of each linear layer's gradient, chosen anew every `train.galore_gap` steps.",
         trainer_name=None, states=_galore, step_bytes=_galore_step, step_moves=_galore_moves, step_calls=16,
-        precision="Another algorithm: updates of linear layers have rank `train.galore_rank`. Other "
+        effect_on_result="Another algorithm: updates of linear layers have rank `train.galore_rank`. Other "
         "weights are trained by AdamW.",
         source="tigon.techniques.mechanisms.galore; arXiv 2403.03507",
     ),
@@ -416,7 +420,7 @@ _ROWS = (
         help="`galore` that updates each weight in the backward pass and frees its gradient.",
         trainer_name=None, states=_galore, step_bytes=_galore_step, step_moves=_layerwise_moves,
         step_calls=_LAYERWISE_CALLS, step_waits=True,
-        precision="As `galore`, and the gradient's norm is not clipped.",
+        effect_on_result="As `galore`, and the gradient's norm is not clipped.",
         source="tigon.techniques.mechanisms.galore; arXiv 2403.03507 §4.4",
     ),
 )  # fmt: skip
@@ -435,7 +439,8 @@ def _technique(row: Optimizer) -> Technique:
         name=row.name, page="optimizers",
         saves=f"{bytes_per_parameter(row):.3g} bytes of state per parameter "
         f"({'the baseline' if row.name == 'adamw' else 'AdamW: 8'}).",
-        costs=row.help, precision=row.precision, needs=(row.package,) if row.package else (), devices=row.devices,
+        costs=row.help, effect_on_result=row.effect_on_result, needs=(row.package,) if row.package else (),
+        devices=row.devices,
         recipe={"train.optimizer": row.name} | ({"train.max_grad_norm": 0} if row.in_backward else {}),
         chosen=(Condition("optimizer", "is", row.name),),
         arguments=lambda choices, run_info: {"optim": row.trainer_name} if row.trainer_name else {}, source=row.source,

@@ -40,8 +40,8 @@ DECLARATION = Declaration(
             name="fp32", page="precision",
             saves="Nothing: 16 bytes per parameter with AdamW (weight 4, gradient 4, two moments 8).",
             costs="An H100 does 67 TFLOP/s in fp32, 494 with `train.tf32`, and 989 in bf16.",
-            precision="None: the other formats are compared with this one. `train.tf32: true` rounds the inputs "
-            "of matmuls to 10 bits of mantissa.",
+            effect_on_result="None: the other formats are compared with this one. With `train.tf32: true` matmuls "
+            "round their inputs to TF32.",
             recipe={"train.precision": "fp32"}, chosen=(Condition("precision", "is", "fp32"),), arguments=_fp32,
             source="NVIDIA H100 data sheet; torch.backends.cuda.matmul",
         ),
@@ -49,8 +49,7 @@ DECLARATION = Declaration(
             name="amp-bf16", page="precision",
             saves="Activations in bf16: half of fp32's. Weights, gradients and states stay at 16 bytes per parameter.",
             costs="A bf16 copy of each weight per forward pass, kept for the backward pass.",
-            precision="Activations and the inputs of matmuls are rounded to 8 bits of mantissa. Weights and states "
-            "stay fp32.",
+            effect_on_result="Matmuls and activations are bf16; weights, gradients and states stay fp32.",
             recipe={"train.precision": "amp-bf16"}, chosen=(Condition("precision", "is", "amp-bf16"),),
             arguments=lambda choices, run_info: {"bf16": True}, source="torch.autocast",
         ),
@@ -58,7 +57,7 @@ DECLARATION = Declaration(
             name="amp-fp16", page="precision",
             saves="As `amp-bf16`, on GPUs without bf16.",
             costs="As `amp-bf16`, and a loss scale: a step whose gradient overflows is skipped.",
-            precision="Activations and the inputs of matmuls are rounded to 11 bits of mantissa and 5 of exponent.",
+            effect_on_result="Matmuls and activations are fp16; weights, gradients and states stay fp32.",
             devices=("cuda",),
             recipe={"train.precision": "amp-fp16"}, chosen=(Condition("precision", "is", "amp-fp16"),),
             arguments=lambda choices, run_info: {"fp16": True}, source="torch.amp.GradScaler; arXiv 1710.03740",
@@ -67,7 +66,8 @@ DECLARATION = Declaration(
             name="bf16", page="precision",
             saves="Half of everything: 8 bytes per parameter with AdamW, and activations in bf16.",
             costs="No time.",
-            precision="Weights have 8 bits of mantissa: updates below 1/256 of a weight are rounded away.",
+            effect_on_result="Weights are bf16: an update below 1/512 of a weight is always rounded away, one "
+            "above 1/256 never.",
             recipe={"train.precision": "bf16"}, chosen=(Condition("precision", "is", "bf16"),), change_rank=3,
             arguments=lambda choices, run_info: {"bf16": choices.zero > 0},  # DeepSpeed reads its bf16 mode from this
             source="arXiv 2010.06192",

@@ -223,13 +223,15 @@ _SETTINGS = (
 _CPU_ADAM_TOOLS = ("a C++ compiler", "nvcc if there is a GPU")
 _CPU, _NVME = (Condition("offload", "is", place) for place in ("cpu", "nvme"))
 _ZERO, _OFFLOADED = Condition("zero", "is at least", 1), Condition("offload", "is not", "none")
-_ZERO_PRECISION = "Weights are bf16 with an fp32 copy in the optimizer: norms run in bf16 too, unlike under autocast."
+_ZERO_EFFECT_ON_RESULT = (
+    "Weights are bf16 with an fp32 copy in the optimizer: norms run in bf16 too, unlike under autocast."
+)
 
 
 def _stage(stage: int, saves: str, costs: str) -> Technique:
     return Technique(
-        name=f"zero-{stage}", page="zero", saves=saves, costs=costs, precision=_ZERO_PRECISION, needs=("deepspeed",),
-        recipe={"sharding.gpus": 2, "sharding.zero": stage},
+        name=f"zero-{stage}", page="zero", saves=saves, costs=costs, effect_on_result=_ZERO_EFFECT_ON_RESULT,
+        needs=("deepspeed",), recipe={"sharding.gpus": 2, "sharding.zero": stage},
         chosen=(Condition("zero", "is", stage),), arguments=_zero, change_rank=1,
         source="DeepSpeed; arXiv 1910.02054 §5",
     )  # fmt: skip
@@ -240,8 +242,8 @@ _TECHNIQUES = (
         name="ddp", page="ddp",
         saves="Nothing: every GPU holds everything. It divides time.",
         costs="A sum of all gradients over the GPUs in each step, beside the backward pass.",
-        precision="None for the same samples per step, except for rounding. N GPUs use N times as many samples per "
-        "step as one GPU with the same recipe.",
+        effect_on_result="None for the same samples per step, except for rounding. N GPUs use N times as many samples "
+        "per step as one GPU with the same recipe.",
         recipe={"sharding.gpus": 2},
         chosen=(
             Condition("gpus", "is at least", 2), Condition("zero", "is", 0), Condition("fsdp", "is", False),
@@ -258,7 +260,7 @@ _TECHNIQUES = (
         saves="12 bytes per parameter of the GPU's memory: the optimizer's states and their fp32 weights move to the "
         "host. With stage 3 the bf16 weights move too.",
         costs="AdamW runs on the CPU. In each step gradients are copied to the host and weights back.",
-        precision="As ZeRO without offload. DeepSpeedCPUAdam makes the update, with fp32 states.",
+        effect_on_result="As ZeRO without offload. DeepSpeedCPUAdam makes the update, with fp32 states.",
         needs=("deepspeed",), tools=_CPU_ADAM_TOOLS,
         recipe={"sharding.zero": 2, "sharding.offload": "cpu"}, chosen=(_ZERO, _CPU), rough_time=True,
         source="arXiv 2101.06840",
@@ -267,8 +269,8 @@ _TECHNIQUES = (
         name="zero-offload-nvme", page="offload",
         saves="Weights and optimizer states move to files. The host keeps only buffers.",
         costs="Each step reads and writes 12 bytes per parameter at the speed of the disk. This wears an SSD.",
-        precision="As ZeRO without offload. DeepSpeedCPUAdam makes the update, with fp32 states.", needs=("deepspeed",),
-        tools=(*_CPU_ADAM_TOOLS, "libaio with its headers"),
+        effect_on_result="As ZeRO without offload. DeepSpeedCPUAdam makes the update, with fp32 states.",
+        needs=("deepspeed",), tools=(*_CPU_ADAM_TOOLS, "libaio with its headers"),
         recipe={"sharding.zero": 3, "sharding.offload": "nvme", "sharding.nvme_folder": "nvme"},
         chosen=(Condition("zero", "is", 3), _NVME), rough_time=True, source="arXiv 2104.07857",
     ),

@@ -26,7 +26,7 @@ from tigon.objectives import recipe_checks
 from tigon.planner.search.recommend import label
 from tigon.profiler.render import page, result, tables
 from tigon.profiler.render.result import Predicted, Profile
-from tigon.profiler.timeline import timeline_chart
+from tigon.profiler.timeline import memory_chart
 from tigon.recipe.keys import ComparisonConfig, Recipe
 from tigon.trainer import model, prepare
 from tigon.trainer.distributed import launch
@@ -184,7 +184,7 @@ def _write(folder: Path, profiles: Sequence[Profile]) -> None:
         (folder / result.FILE).write_text(json.dumps(profiles[0].as_mapping()) + "\n", encoding="utf-8")
         rows = [row.as_mapping() for row in profiles[0].ops]
         (folder / OPS).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    (folder / CHART).write_text(timeline_chart.draw(profiles) + "\n", encoding="utf-8")
+    (folder / CHART).write_text(memory_chart.draw(profiles) + "\n", encoding="utf-8")
     (folder / PAGE).write_text(page.render(profiles), encoding="utf-8")
 
 

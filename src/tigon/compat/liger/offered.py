@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from tigon.compat.liger.families import SIGNATURES
+from tigon.compat.liger.patching.families import SIGNATURES
 
 VERSION = "0.8.5"
 """The Liger Kernel version whose names, argument orders and defaults are used."""
 
 _HERE = "tigon.compat.liger"
 
-# Module of liger_kernel.ops -> its names; Functions are in `functions`, the rest in `launchers`.
+# Module of liger_kernel.ops -> its names; Functions are in `ops/functions.py`, the rest in `ops/launchers.py`.
 _OPS = {
     "rms_norm": ("LigerRMSNormFunction", "rms_norm_forward", "rms_norm_backward"),
     "fused_add_rms_norm": (
@@ -34,7 +34,7 @@ _OPS = {
     ),
 }  # fmt: skip
 
-# Module of liger_kernel.transformers -> its names, in `modules`.
+# Module of liger_kernel.transformers -> its names, in `transformers/modules.py`.
 _MODULES = {
     "rms_norm": ("LigerRMSNorm",),
     "fused_add_rms_norm": ("LigerFusedAddRMSNorm",),
@@ -56,25 +56,25 @@ def _table() -> dict[str, dict[str, str]]:
     table: dict[str, dict[str, str]] = {"liger_kernel": {}, ops: {}}
     for module, names in _OPS.items():
         table[f"{ops}.{module}"] = {
-            name: f"{_HERE}.{'functions' if name.endswith('Function') else 'launchers'}" for name in names
+            name: f"{_HERE}.ops.{'functions' if name.endswith('Function') else 'launchers'}" for name in names
         }
         table[ops] |= table[f"{ops}.{module}"]
-    rotary = {"liger_rotary_pos_emb": f"{_HERE}.functional"}
+    rotary = {"liger_rotary_pos_emb": f"{_HERE}.transformers.functional"}
     modules: dict[str, str] = {}
     for module, names in _MODULES.items():
-        table[f"{submodules}.{module}"] = dict.fromkeys(names, f"{_HERE}.modules")
+        table[f"{submodules}.{module}"] = dict.fromkeys(names, f"{_HERE}.transformers.modules")
         modules |= table[f"{submodules}.{module}"]
     private = ("_apply_liger_kernel", "_apply_liger_kernel_to_instance")
-    apply = dict.fromkeys((*private, *(f"apply_liger_kernel_to_{f}" for f in SIGNATURES)), f"{_HERE}.apply")
-    auto = {"AutoLigerKernelForCausalLM": f"{_HERE}.auto"}
+    apply = dict.fromkeys((*private, *(f"apply_liger_kernel_to_{f}" for f in SIGNATURES)), f"{_HERE}.patching.apply")
+    auto = {"AutoLigerKernelForCausalLM": f"{_HERE}.patching.auto"}
     table[submodules] = {**auto, **modules, **rotary, **apply}
     table[f"{submodules}.auto_model"] = auto
     table[f"{submodules}.monkey_patch"] = {
-        **apply, "MODEL_TYPE_TO_APPLY_LIGER_FN": f"{_HERE}.apply", **modules, **rotary,
+        **apply, "MODEL_TYPE_TO_APPLY_LIGER_FN": f"{_HERE}.patching.apply", **modules, **rotary,
     }  # fmt: skip
-    table[f"{submodules}.trainer_integration"] = dict.fromkeys(private, f"{_HERE}.apply")
+    table[f"{submodules}.trainer_integration"] = dict.fromkeys(private, f"{_HERE}.patching.apply")
     table[f"{submodules}.rope"] = rotary
-    table[f"{submodules}.functional"] = dict.fromkeys(_FUNCTIONAL, f"{_HERE}.functional")
+    table[f"{submodules}.functional"] = dict.fromkeys(_FUNCTIONAL, f"{_HERE}.transformers.functional")
     utils = ("infer_device", "infer_comm_backend", "is_npu_available", "transformers_version_dispatch")
     table["liger_kernel.utils"] = dict.fromkeys(utils, f"{_HERE}.utils")
     return table

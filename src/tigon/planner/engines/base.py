@@ -39,8 +39,8 @@ class Gradients:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatheredWeights:
-    """Whole weights that the engine holds during the forward and backward passes."""
+class GatheredSizes:
+    """How many bytes of whole weights the engine gathers, and when. GatheredWeights allocates the part by layer."""
 
     by_layer: GatheringPlan | None = None
     """Weights that are gathered and freed layer by layer."""
@@ -81,14 +81,12 @@ class Placement:
     step_tensor_bytes: tuple[int, ...]
     """Temporaries of the optimizer step, bytes of each tensor."""
     gradients: Gradients = field(default_factory=Gradients)
-    gathered: GatheredWeights = field(default_factory=GatheredWeights)
+    gathered: GatheredSizes = field(default_factory=GatheredSizes)
     traffic: Traffic = field(default_factory=Traffic)
     buckets: int = 0
     """Buffers of collectives, during the forward and backward passes."""
     buffers: int = 0
     """Buffers that the engine keeps for the whole run."""
-    shard_itemsize: int = 0
-    """Bytes per element of a weight at rest if the GPU holds a shard of each weight; else 0."""
     loaded_itemsize: int = 0
     """Bytes per element of the whole weights that the GPU holds until the engine shards them; else 0."""
     managed: int = 0

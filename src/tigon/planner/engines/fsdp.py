@@ -5,7 +5,7 @@ from __future__ import annotations
 from tigon.models.loading.presets import PRESETS
 from tigon.planner.engines.base import (
     Engine,
-    GatheredWeights,
+    GatheredSizes,
     Gradients,
     Loading,
     Placement,
@@ -52,10 +52,9 @@ class Fsdp(Engine):
         ]
         optimizer = OPTIMIZERS[choices.optimizer]
         states, step = optimizer.state_bytes(shards), optimizer.step_peak_bytes(shards)
-        host, link, itemsize = 0, 0, widening * model.weights[0].itemsize
-        loaded = itemsize if drawn_whole(request) else 0
+        host, link = 0, 0
+        loaded = widening * model.weights[0].itemsize if drawn_whole(request) else 0
         if choices.offload != "none":
-            itemsize = 0
             host, link = weights + grads + states, 3 * weights + grads
             weights = grads = states = step = 0
         return Placement(
@@ -69,10 +68,10 @@ class Fsdp(Engine):
                 whole_until_last_micro_batch=choices.accumulate > 1,
             ),
             gathered=self._gathered(model), traffic=self._traffic(model, link),
-            shard_itemsize=itemsize, loaded_itemsize=loaded, managed=managed_bytes(request, model.weights), host=host,
+            loaded_itemsize=loaded, managed=managed_bytes(request, model.weights), host=host,
         )  # fmt: skip
 
-    def _gathered(self, model: ModelWeights) -> GatheredWeights:
+    def _gathered(self, model: ModelWeights) -> GatheredSizes:
         # Accelerate makes one unit of the last norm and lm_head, which stays gathered through forward and backward. The
         # embeddings are their own unit, or part of the first one if they are tied (fsdp2_prepare_model). In addition:
         # - forward: a layer's weights, or the buffer they were gathered into until the next layer is gathered;
@@ -83,7 +82,7 @@ class Fsdp(Engine):
         untied = any(weight.shape == model.lm_head_shape and not weight.embedding for weight in outside)
         tail = sum(weight.nbytes for weight in outside if not (untied and weight.embedding))
         reshard = self.choices.reshard
-        return GatheredWeights(
+        return GatheredSizes(
             both_passes=min(tail + layer if reshard else model.weight_bytes, model.weight_bytes),
             backward=2 * layer if reshard else layer,
             before_copy=tail + layer if self.choices.gpus > 1 else 0,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tigon.planner.engines import deepspeed_host_memory
 from tigon.planner.engines.base import (
     Engine,
-    GatheredWeights,
+    GatheredSizes,
     Gradients,
     Loading,
     Placement,
@@ -131,8 +131,8 @@ class _Zero(Engine):
     @abstractmethod
     def _gradients(self, model: ModelWeights) -> Gradients: ...
 
-    def _gathered(self, model: ModelWeights) -> GatheredWeights:
-        return GatheredWeights()
+    def _gathered(self, model: ModelWeights) -> GatheredSizes:
+        return GatheredSizes()
 
     def _bucket_bytes(self, model: ModelWeights) -> int:
         hidden = model.lm_head_shape[1]
@@ -231,7 +231,7 @@ class Zero3(_Zero):
             GradientCopy(share=FP32 / itemsize / gpus),
         )
 
-    def _gathered(self, model: ModelWeights) -> GatheredWeights:
+    def _gathered(self, model: ModelWeights) -> GatheredSizes:
         choices, layers = self.choices, layers_of(model)
         outside = [weight for weight in model.weights if weight.layer is None]
         non_allocator_bytes = sum(weight.nbytes for weight in outside)
@@ -253,7 +253,7 @@ class Zero3(_Zero):
             head_stays=choices.kernels == "liger",  # its loss reads lm_head's weight outside the lm_head module
         )
         # To register a hook on its gradient, stage 3 gathers each weight once: its partition and the whole weight.
-        return GatheredWeights(by_layer=plan, registered=(largest_weight // choices.gpus, largest_weight))
+        return GatheredSizes(by_layer=plan, registered=(largest_weight // choices.gpus, largest_weight))
 
     def _buffer_bytes(self, model: ModelWeights) -> int:
         return 0

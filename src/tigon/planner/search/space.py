@@ -72,7 +72,7 @@ def changes(choices: Choices) -> Mapping[str, str]:
     Maps the name of each to a description of the change.
     """
     changing = [technique for technique in reversed(used(choices)) if technique.change_rank]
-    return {t.name: t.precision for t in sorted(changing, key=lambda technique: technique.change_rank)}
+    return {t.name: t.effect_on_result for t in sorted(changing, key=lambda technique: technique.change_rank)}
 
 
 def change_rank(choices: Choices) -> int:

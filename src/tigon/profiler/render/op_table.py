@@ -1,8 +1,10 @@
-"""Lists each operator of a step with its time, share, launches and the FLOP/s of its matrix products.
+"""Adds up the profiler's events of one step by operator name: time, share of the time, launches, and FLOPs.
 
 On CUDA an operator's time is that of the kernels that it launched. A kernel that no operator launched (Triton's, called
-without the dispatcher) has a separate row, so the rows sum to the device's busy time. On the CPU the time is that of
-the operator itself, without the operators that it calls.
+without the dispatcher) has a row under the kernel's name, so the rows sum to the total kernel time. On the CPU the time
+is that of the operator itself, without the operators that it calls.
+
+FLOPs are counted for matrix products and attention only.
 """
 
 from __future__ import annotations
@@ -17,33 +19,34 @@ from torch._C._autograd import DeviceType
 Shape = Sequence[int]
 
 
-def _product(a: Shape, b: Shape) -> int:
-    """(..., M, K) by (..., K, N)."""
+def _matmul_flops(a: Shape, b: Shape) -> int:
+    """FLOPs of (..., M, K) by (..., K, N)."""
     return 2 * math.prod(a) * b[-1]
 
 
-def _attention(q_BHTD: Shape, k_BHTD: Shape, v_BHTD: Shape) -> int:
-    """Scores and their product with the values. The half that a causal mask skips is counted too."""
+def _attention_flops(q_BHTD: Shape, k_BHTD: Shape, v_BHTD: Shape) -> int:
+    """FLOPs of the scores and of their product with the values. The half that a causal mask skips is counted too."""
     return 2 * math.prod(q_BHTD[:3]) * k_BHTD[2] * (q_BHTD[3] + v_BHTD[3])
 
 
-def _attention_backward(q_BHTD: Shape, k_BHTD: Shape, v_BHTD: Shape) -> int:
-    """The recomputed scores, and the gradients of values, scores, queries and keys."""
+def _attention_backward_flops(q_BHTD: Shape, k_BHTD: Shape, v_BHTD: Shape) -> int:
+    """FLOPs of the recomputed scores, and of the gradients of values, scores, queries and keys."""
     return 2 * math.prod(q_BHTD[:3]) * k_BHTD[2] * (3 * q_BHTD[3] + 2 * v_BHTD[3])
 
 
-# The profiler's names of operators that multiply matrices -> (FLOPs, first and end of the arguments they depend on).
-_PRODUCTS: Mapping[str, tuple[Callable[..., int], int, int]] = {
-    "aten::mm": (_product, 0, 2),
-    "aten::bmm": (_product, 0, 2),
-    "aten::addmm": (_product, 1, 3),
-    "aten::baddbmm": (_product, 1, 3),
+# The profiler's name of an operator -> (function of shapes that gives its FLOPs, the slice of the operator's arguments
+# whose shapes that function takes, as start and end).
+_FLOPS_BY_OP: Mapping[str, tuple[Callable[..., int], int, int]] = {
+    "aten::mm": (_matmul_flops, 0, 2),
+    "aten::bmm": (_matmul_flops, 0, 2),
+    "aten::addmm": (_matmul_flops, 1, 3),
+    "aten::baddbmm": (_matmul_flops, 1, 3),
     **{
-        f"aten::_scaled_dot_product_{kind}": (_attention, 0, 3)
+        f"aten::_scaled_dot_product_{kind}": (_attention_flops, 0, 3)
         for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     },
     **{
-        f"aten::_scaled_dot_product_{kind}_backward": (_attention_backward, 1, 4)
+        f"aten::_scaled_dot_product_{kind}_backward": (_attention_backward_flops, 1, 4)
         for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     },
 }
@@ -60,7 +63,7 @@ class OpRow:
     launches: int
     """Kernels on CUDA, calls on the CPU."""
     flops: float
-    """Floating-point operations; 0 for operators other than matrix products."""
+    """Floating-point operations; 0 for operators other than matrix products and attention."""
 
     @property
     def flops_per_s(self) -> float:
@@ -75,15 +78,23 @@ class OpRow:
 
 
 def op_table(events: Iterable[Any], *, on_cuda: bool) -> list[OpRow]:
-    """Rows from the FunctionEvents of a torch.profiler run with record_shapes=True, the slowest first."""
-    spent_us: dict[str, float] = {}
+    """Add up events by operator name.
+
+    Args:
+        events: The FunctionEvents of a torch.profiler run with record_shapes=True.
+        on_cuda: True: times of kernels. False: times of operators on the CPU.
+
+    Returns:
+        A row per operator, and per kernel that no operator launched; the row with the most time first.
+    """
+    time_us_of: dict[str, float] = {}
     launches: dict[str, int] = {}
     flops: dict[str, float] = {}
     kernels_us: dict[str, float] = {}
     kernels_seen: dict[str, int] = {}
 
     def add(name: str, time_us: float, count: int) -> None:
-        spent_us[name] = spent_us.get(name, 0.0) + time_us
+        time_us_of[name] = time_us_of.get(name, 0.0) + time_us
         launches[name] = launches.get(name, 0) + count
 
     for event in events:
@@ -105,10 +116,10 @@ def op_table(events: Iterable[Any], *, on_cuda: bool) -> list[OpRow]:
         for name, count in kernels_seen.items():
             if count > 0:
                 add(name, kernels_us[name], count)
-    whole_us = sum(spent_us.values()) or 1.0
+    total_us = sum(time_us_of.values()) or 1.0
     rows = [
-        OpRow(name, time_us / 1000, time_us / whole_us, launches[name], flops.get(name, 0.0))
-        for name, time_us in spent_us.items()
+        OpRow(name, time_us / 1000, time_us / total_us, launches[name], flops.get(name, 0.0))
+        for name, time_us in time_us_of.items()
         if time_us > 0
     ]
     return sorted(rows, key=lambda row: -row.time_ms)
@@ -120,9 +131,9 @@ def _is_op(name: str) -> bool:
 
 
 def _flops(event: Any) -> float:
-    """FLOPs from the shapes of the arguments; 0 for operators other than matrix products."""
-    if event.name not in _PRODUCTS:
+    """FLOPs from the shapes of the arguments; 0 for operators that _FLOPS_BY_OP lacks."""
+    if event.name not in _FLOPS_BY_OP:
         return 0.0
-    work, first, end = _PRODUCTS[event.name]
-    shapes = (event.input_shapes or [])[first:end]
-    return float(work(*shapes)) if len(shapes) == end - first and all(shapes) else 0.0
+    flops_of, start, end = _FLOPS_BY_OP[event.name]
+    shapes = (event.input_shapes or [])[start:end]
+    return float(flops_of(*shapes)) if len(shapes) == end - start and all(shapes) else 0.0

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from tigon.profiler.render.peak_report import phase_peaks
 from tigon.profiler.render.result import Profile
+from tigon.profiler.timeline.memory_chart import phase_title
 from tigon.profiler.timeline.timeline import CATEGORIES, PHASES, title
-from tigon.profiler.timeline.timeline_chart import phase_title
 from tigon.units import in_bytes, in_flops, in_ms, off_by
 
 if TYPE_CHECKING:

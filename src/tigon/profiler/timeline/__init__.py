@@ -1,3 +1,3 @@
 """Turns a recording and its journal into a timeline of live memory (assemble.py, timeline.py), and draws it
-(timeline_chart.py).
+(memory_chart.py).
 """

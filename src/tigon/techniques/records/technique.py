@@ -62,7 +62,7 @@ class Technique:
     """The page of docs/techniques that explains it, without its extension."""
     saves: str
     costs: str
-    precision: str = SAME
+    effect_on_result: str = SAME
     """Its effect on the result: whether the run computes the same numbers, and what differs if it does not."""
     needs: tuple[str, ...] = ()
     """Packages beyond PyTorch and transformers."""

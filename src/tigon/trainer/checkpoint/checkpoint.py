@@ -2,7 +2,7 @@
 
 Hugging Face's Trainer writes its files directly into `checkpoint-N` and takes the highest N for the newest checkpoint.
 tigon writes them into `.writing-N/checkpoint-N` and flushes them to the disk (fsync). It then writes a manifest with
-the size and SHA-256 of every file, and moves the folder into place with one rename.
+the size and `digest` of every file, and moves the folder into place with one rename.
 
 So `checkpoints/` holds complete checkpoints whenever a process is killed. It may also hold folders whose name begins
 with a dot, which the next save removes. `newest` compares every file with the manifest, skips checkpoints that differ,

@@ -113,19 +113,20 @@ def explain_out_of_memory(run: RunFolder, prepared: Prepared) -> Iterator[None]:
 
 
 def _smaller_steps(run: RunFolder, prepared: Prepared) -> str:
-    """How to continue from the last checkpoint with the same numbers in less memory, as the end of a sentence."""
+    """How to continue from the last checkpoint with the same numbers, up to rounding, in less memory: the end of a
+    sentence."""
     train = prepared.recipe.train
     if not any((run.path / run_folder.CHECKPOINTS).glob("checkpoint-*")):
         return ""
     if train.batch_size % 2:
         return (
-            "; the checkpoints are kept, and activation checkpointing gives the same numbers in less memory: "
-            f"{prepared.command} --set train.checkpointing=full --resume"
+            "; the checkpoints are kept, and activation checkpointing gives the same numbers, up to rounding, in less "
+            f"memory: {prepared.command} --set train.checkpointing=full --resume"
         )
     halved = f"--set train.batch_size={train.batch_size // 2} --set train.gradient_accumulation="
     return (
-        "; the checkpoints are kept, and half the micro-batch with twice the accumulation gives the same numbers: "
-        f"{prepared.command} {halved}{2 * train.gradient_accumulation} --resume"
+        "; the checkpoints are kept, and half the micro-batch with twice the accumulation gives the same numbers, up "
+        f"to rounding: {prepared.command} {halved}{2 * train.gradient_accumulation} --resume"
     )
 
 

@@ -1,8 +1,9 @@
 """Skips an optimizer step whose loss or gradient is not finite, so that it changes no weight.
 
 If the loss of a micro-batch is not finite, its gradient is multiplied by NaN. The gradients are summed over the
-processes, so the norm of the summed gradient decides alike in all processes. A skipped step is counted and is not part
-of the logged loss, and the learning rate schedule advances. The run ends after too many skipped steps in a row.
+processes, so the norm of the summed gradient decides alike in all processes. A skipped step is not part of the logged
+loss. It is counted and the learning rate schedule advances, except with a loss scale (docs/faults.md, "Steps that are
+skipped"). The run ends after too many counted steps in a row.
 
 PyTorch's fused optimizers skip a step on the GPU by the flag that GradScaler uses. The host then reads the counts of a
 step while the next step runs, so nothing waits for the GPU. For other optimizers the host waits before each step.

@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from tigon.compat.liger.errors import warn
-from tigon.compat.liger.families import FAMILIES, LIGER_FLAGS, SIGNATURES
-from tigon.compat.liger.flags import Flags, read_flags
-from tigon.compat.liger.hooks import ConstructionHook, patch_instances_of
+from tigon.compat.liger.patching.families import FAMILIES, LIGER_FLAGS, SIGNATURES
+from tigon.compat.liger.patching.flags import Flags, read_flags
+from tigon.compat.liger.patching.hooks import ConstructionHook, patch_instances_of
 from tigon.errors import PatchError
 from tigon.models import PatchReport
 from tigon.models.patch import unwrap
@@ -58,7 +58,7 @@ def _function(family: str) -> Apply:
         return flags.patch(model)
 
     apply.__name__ = apply.__qualname__ = name
-    apply.__doc__ = f"Patch a model of {family}, or those built from now on; see `tigon.compat.liger.apply`."
+    apply.__doc__ = f"Patch a model of {family}, or those built from now on; see `tigon.compat.liger.patching.apply`."
     vars(apply)["__signature__"] = signature
     return apply
 

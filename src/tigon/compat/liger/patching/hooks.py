@@ -20,8 +20,8 @@ from typing import Any
 from torch import nn
 
 from tigon.compat.liger.errors import warn
-from tigon.compat.liger.families import FAMILIES
-from tigon.compat.liger.flags import Flags
+from tigon.compat.liger.patching.families import FAMILIES
+from tigon.compat.liger.patching.flags import Flags
 from tigon.errors import PatchError
 from tigon.models.patch import output_head
 

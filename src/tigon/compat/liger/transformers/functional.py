@@ -1,4 +1,22 @@
-"""`liger_kernel.transformers.functional`: Liger's functions for the ops that tigon has."""
+"""`liger_kernel.transformers.functional`: Liger's functions for the ops that tigon has.
+
+Names, order and defaults of the arguments are Liger's. Arguments whose names differ from those of tigon's ops:
+
+    X, R, W, B                       input, residual, weight and bias of a norm
+    a, b                             gate and up projection of a gated unit
+    lse_square_scale                 tigon's `z_loss`
+    weight of the cross entropy      class weights (V,)
+    ce_weight of the fused loss      class weights (V,); `weight` is the head's weight (V, H)
+    use_token_scaling                multiply each token's loss by the probability of its label
+
+Three arguments are accepted and have no effect, because they only control how Liger saves memory:
+
+    in_place          tigon's norms never overwrite their inputs or the incoming gradient.
+    accum_dtype       tigon always sums the chunks' weight gradients in fp32.
+    chunk_mem_const   Liger's factor for the chunk size; tigon limits a chunk by bytes.
+"""
+
+# N = tokens, H = hidden, V = vocabulary.
 
 from __future__ import annotations
 
@@ -7,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.compat.liger import functions as f
-from tigon.compat.liger.losses import CrossEntropyOutput, Options
-from tigon.compat.liger.losses import cross_entropy as _cross_entropy
-from tigon.compat.liger.losses import linear_cross_entropy as _linear_cross_entropy
+from tigon.compat.liger.ops import functions as f
+from tigon.compat.liger.ops.losses import CrossEntropyOutput, Options
+from tigon.compat.liger.ops.losses import cross_entropy as _cross_entropy
+from tigon.compat.liger.ops.losses import linear_cross_entropy as _linear_cross_entropy
 from tigon.errors import OptionError
 
 __all__ = [
@@ -32,9 +50,22 @@ def liger_cross_entropy(
     softcap: float | None = None, return_z_loss: bool = False, return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """Cross entropy of (N, V) logits, with arguments in the order of `torch.nn.functional.cross_entropy`.
+    """Cross entropy of logits, with arguments in the order of `torch.nn.functional.cross_entropy`.
 
-    `size_average` and `reduce` must be None; PyTorch has deprecated them and Liger ignores them.
+    Args:
+        input: (N, V), the logits.
+        target: (N,), the labels.
+        weight: (V,), class weights; None: all 1.
+        size_average, reduce: must be None. PyTorch has deprecated them and Liger ignores them.
+        lse_square_scale: tigon's `z_loss`.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: what to return in addition to the loss.
+        ignore_index, reduction, label_smoothing, softcap: as in `tigon.cross_entropy`.
+
+    Returns:
+        The loss, or a `CrossEntropyOutput` if more is requested.
+
+    Raises:
+        OptionError: size_average or reduce is not None, or as in `tigon.cross_entropy`.
     """
     for name, value in (("size_average", size_average), ("reduce", reduce)):
         if value is not None:
@@ -53,7 +84,27 @@ def liger_fused_linear_cross_entropy(
     use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     chunk_mem_const: int = 1,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """The loss of `input @ weight.T + bias`; input (N, H), weight (V, H)."""
+    """Cross entropy of `input @ weight.T + bias`, without holding all the logits.
+
+    Args:
+        input: (N, H), the hidden states.
+        weight: (V, H), the weight of the head.
+        target: (N,), the labels.
+        bias: (V,), the bias of the head, or None.
+        ce_weight: (V,), class weights; None: all 1.
+        lse_square_scale: tigon's `z_loss`.
+        accum_dtype: ignored; tigon always sums the chunks' weight gradients in fp32.
+        use_token_scaling: multiply each token's loss by the probability of its label, which gets no gradient.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: what to return in addition to the loss.
+        chunk_mem_const: ignored; tigon limits a chunk by bytes (`chunk_bytes` of `tigon.linear_cross_entropy`).
+        ignore_index, reduction, label_smoothing, softcap: as in `tigon.linear_cross_entropy`.
+
+    Returns:
+        The loss, or a `CrossEntropyOutput` if more is requested.
+
+    Raises:
+        OptionError: as in `tigon.linear_cross_entropy`.
+    """
     options = Options(
         ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
         return_token_accuracy, return_predicted_tokens,
@@ -64,7 +115,7 @@ def liger_fused_linear_cross_entropy(
 def liger_rms_norm(
     X: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
 ) -> Tensor:
-    """`tigon.rms_norm`; `in_place` is ignored."""
+    """`tigon.rms_norm` of X (..., H) with weight W (H,); `in_place` is ignored."""
     return f.LigerRMSNormFunction.apply(X, W, eps, offset, casting_mode)
 
 
@@ -72,12 +123,12 @@ def liger_fused_add_rms_norm(
     X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float = 0.0, casting_mode: str = "llama",
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`tigon.add_rms_norm`: (normed, X + R); `in_place` is ignored."""
+    """`tigon.add_rms_norm` of input X and residual R: (normed, X + R); `in_place` is ignored."""
     return f.LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode)
 
 
 def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> Tensor:
-    """`tigon.layer_norm`."""
+    """`tigon.layer_norm` of X (..., H) with weight W (H,) and bias B (H,)."""
     return f.LigerLayerNormFunction.apply(X, W, B, eps)
 
 
@@ -102,10 +153,10 @@ def liger_rotary_pos_emb(
 
 
 def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
-    """silu(a) · b."""
+    """silu(a) · b, with the gate a and the up projection b."""
     return f.LigerSiLUMulFunction.apply(a, b)
 
 
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
-    """gelu(a) · b, with the tanh form of gelu."""
+    """gelu(a) · b, with the gate a, the up projection b, and the tanh form of gelu."""
     return f.LigerGELUMulFunction.apply(a, b)

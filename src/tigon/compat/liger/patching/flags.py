@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from tigon.compat.liger.errors import FlagConflict, warn
-from tigon.compat.liger.families import TIGON_FLAG
+from tigon.compat.liger.patching.families import TIGON_FLAG
 from tigon.errors import OptionError, PatchError
 from tigon.models import PatchReport, patch
 from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS

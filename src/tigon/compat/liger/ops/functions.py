@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tigon import ops
-from tigon.compat.liger import losses
-from tigon.compat.liger.losses import Four, Options
+from tigon.compat.liger.ops import losses
+from tigon.compat.liger.ops.losses import Four, Options
 from tigon.errors import OptionError
 from tigon.ops.rms_norm import Casting
 

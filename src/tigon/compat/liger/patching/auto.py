@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from tigon.compat.liger.apply import _apply_liger_kernel_to_instance
-from tigon.compat.liger.families import LIGER_FLAGS
+from tigon.compat.liger.patching.apply import _apply_liger_kernel_to_instance
+from tigon.compat.liger.patching.families import LIGER_FLAGS
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):  # type: ignore[misc]  # transformers is not typed here

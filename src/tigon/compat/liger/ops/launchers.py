@@ -5,6 +5,8 @@ Differences from Liger:
 - BLOCK_SIZE, num_warps and num_stages, which a forward returns for its backward, are None and are not read.
 - The gradients of the losses are fp32 for fp16 inputs. They are computed before the loss scale is known, and 1/N of a
   probability is too small for fp16.
+
+Scripts pass Liger's arguments by position, so the parameters keep Liger's number and order, up to 21.
 """
 
 # N = rows, H = hidden, F = intermediate, V = vocabulary.
@@ -16,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.compat.liger import losses
-from tigon.compat.liger.functions import casting_of, rope_tables
-from tigon.compat.liger.losses import Options
+from tigon.compat.liger.ops import losses
+from tigon.compat.liger.ops.functions import casting_of, rope_tables
+from tigon.compat.liger.ops.losses import Options
 from tigon.errors import ShapeError
 from tigon.kernels.layout import outer_order
 from tigon.ops.glu import glu_bwd, glu_fwd
-from tigon.ops.norm import norm_bwd, norm_fwd
-from tigon.ops.rope import rotate
+from tigon.ops.norm import NormBackwardOptions, NormOptions, norm_bwd, norm_fwd
+from tigon.ops.rope import RopeLayout, rotate
 
 Mode = str | int
 
@@ -40,7 +42,8 @@ def rms_norm_forward(
 ) -> tuple[Any, ...]:
     """(Y, X (N, H), RSTD (N,), BLOCK_SIZE, num_warps, casting_mode)."""
     X_NH = _rows(X)
-    Y, _, _, RSTD = norm_fwd(X_NH, None, W, None, eps, offset, False, casting_of(casting_mode) != "llama")
+    options = NormOptions(eps, offset, center=False, fp32_weight=casting_of(casting_mode) != "llama")
+    Y, _, _, RSTD = norm_fwd(X_NH, None, W, None, options)
     return Y.to(X.dtype).view(X.shape), X_NH, RSTD, None, None, casting_mode
 
 
@@ -49,15 +52,17 @@ def rms_norm_backward(
     num_warps: Any, in_place: bool, row_mode: bool | None, needs_dw: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(dX of dY's shape, dW or None)."""
-    return _norm_backward(dY, None, X, W, RSTD, offset, casting_mode, needs_dw)
+    options = _backward_options(W, offset, casting_mode, needs_dw)
+    dX, dW, _ = norm_bwd(_rows(dY), None, _rows(X), W, RSTD, RSTD, options)
+    return dX.view(dY.shape), dW if options.want_dw else None
 
 
 def fused_add_rms_norm_forward(
     X: Tensor, R: Tensor, W: Tensor | None, eps: float, offset: float, casting_mode: Mode
 ) -> tuple[Any, ...]:
     """(Y, S = X + R, RSTD (N,), BLOCK_SIZE, num_warps, num_stages, casting_mode)."""
-    fp32_weight = casting_of(casting_mode) != "llama"
-    Y, S, _, RSTD = norm_fwd(_rows(X), _rows(R), W, None, eps, offset, False, fp32_weight)
+    options = NormOptions(eps, offset, center=False, fp32_weight=casting_of(casting_mode) != "llama")
+    Y, S, _, RSTD = norm_fwd(_rows(X), _rows(R), W, None, options)
     return Y.to(X.dtype).view(X.shape), S.view(X.shape), RSTD, None, None, None, casting_mode
 
 
@@ -66,27 +71,27 @@ def fused_add_rms_norm_backward(
     BLOCK_SIZE: Any, num_warps: Any, num_stages: Any, in_place: bool, needs_dw: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dX, dR, dW or None); dX and dR are the same tensor, because only the sum of X and R is used."""
-    dX, dW = _norm_backward(dY, dS_out, S, W, RSTD, offset, casting_mode, needs_dw)
-    return dX, dX, dW
+    options = _backward_options(W, offset, casting_mode, needs_dw)
+    dS_NH = None if dS_out is None else _rows(dS_out)
+    dX_NH, dW, _ = norm_bwd(_rows(dY), dS_NH, _rows(S), W, RSTD, RSTD, options)
+    dX = dX_NH.view(dY.shape)
+    return dX, dX, dW if options.want_dw else None
 
 
-def _norm_backward(
-    dY: Tensor, dS: Tensor | None, X: Tensor, W: Tensor | None, RSTD: Tensor, offset: float, casting_mode: Mode,
-    needs_dw: bool | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    want_dw = W is not None and needs_dw is not False
-    dS_NH = None if dS is None else _rows(dS)
-    dX, dW, _ = norm_bwd(
-        _rows(dY), dS_NH, _rows(X), W, RSTD, RSTD, offset, False, casting_of(casting_mode) != "llama", True, want_dw,
-        False,
-    )  # fmt: skip
-    return dX.view(dY.shape), dW if want_dw else None
+def _backward_options(
+    W: Tensor | None, offset: float, casting_mode: Mode, needs_dw: bool | None
+) -> NormBackwardOptions:  # fmt: skip
+    """The options of RMSNorm's backward."""
+    want_dw, fp32_weight = W is not None and needs_dw is not False, casting_of(casting_mode) != "llama"
+    return NormBackwardOptions(
+        offset, center=False, fp32_weight=fp32_weight, want_dx=True, want_dw=want_dw, want_db=False
+    )
 
 
 def layer_norm_forward(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> tuple[Any, ...]:
     """(Y, X (N, H), Mean (N,), RSTD (N,), BLOCK_SIZE, num_warps)."""
     X_NH = _rows(X)
-    Y, _, Mean, RSTD = norm_fwd(X_NH, None, W, B, eps, 0.0, True, True)
+    Y, _, Mean, RSTD = norm_fwd(X_NH, None, W, B, NormOptions(eps, offset=0.0, center=True, fp32_weight=True))
     return Y.view(X.shape), X_NH, Mean, RSTD, None, None
 
 
@@ -96,7 +101,8 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(dX of dY's shape, dW or None, dB or None)."""
     want_dw, want_db = W is not None and needs_dw is not False, B is not None and needs_db is not False
-    dX, dW, dB = norm_bwd(_rows(dY), None, _rows(X), W, Mean, RSTD, 0.0, True, True, True, want_dw, want_db)
+    options = NormBackwardOptions(0.0, center=True, fp32_weight=True, want_dx=True, want_dw=want_dw, want_db=want_db)
+    dX, dW, dB = norm_bwd(_rows(dY), None, _rows(X), W, Mean, RSTD, options)
     return dX.view(dY.shape), dW if want_dw else None, dB if want_db else None
 
 
@@ -163,7 +169,8 @@ def _rotated(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, rotary_dim: int | None, backward: bool
 ) -> tuple[Tensor, Tensor]:
     cos, sin = rope_tables(q, cos, sin, heads_dim, rotary_dim)
-    rotated: tuple[Tensor, Tensor] = rotate(q, k, cos, sin, outer_order(q), outer_order(k), heads_dim, False, backward)
+    layout = RopeLayout(outer_order(q), outer_order(k), heads_dim, interleaved=False)
+    rotated: tuple[Tensor, Tensor] = rotate(q, k, cos, sin, layout, backward)
     return rotated
 
 

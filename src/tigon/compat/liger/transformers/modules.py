@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from tigon import ops
-from tigon.compat.liger import functions as f
-from tigon.compat.liger import losses
 from tigon.compat.liger.errors import FlagConflict
-from tigon.compat.liger.losses import CrossEntropyOutput, Options
+from tigon.compat.liger.ops import functions as f
+from tigon.compat.liger.ops import losses
+from tigon.compat.liger.ops.losses import CrossEntropyOutput, Options
 from tigon.errors import OptionError
 from tigon.models.seams.base import PatchedModule, Seam
 from tigon.models.seams.mlp import GatedMlpSeam

@@ -1,0 +1,1 @@
+"""Mirrors what patches models in `liger_kernel.transformers`: `monkey_patch`, `auto_model`, `trainer_integration`."""

@@ -1,0 +1,1 @@
+"""Mirrors the modules and functions of `liger_kernel.transformers`."""
