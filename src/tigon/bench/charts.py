@@ -33,6 +33,8 @@ DIMENSIONS = {
     "geglu": ("tokens", "width"),
     "cross_entropy": ("tokens", "vocabulary"),
     "linear_cross_entropy": ("tokens", "hidden size", "vocabulary"),
+    "logprobs": ("tokens", "vocabulary"),
+    "linear_logprobs": ("tokens", "hidden size", "vocabulary"),
     "multi_head_linear_cross_entropy": ("batch", "tokens", "hidden size", "vocabulary"),
 }
 _PANELS_PER_LINE = 3
