@@ -71,7 +71,7 @@ def assert_like_oracle(hidden: Tensor, weight: Tensor, ids: Tensor, at_most: flo
     exact = linear_logprobs_oracle(*exact_leaves, ids, **{**options, **_double_bias(options)})
     for name, value in flat(found).items():
         want = flat(exact)[name]
-        # Blocks may round differently. Where the oracle is -inf, so must be the op.
+        # Blocks may round differently. The infinities must be the same.
         assert torch.equal(value.isinf(), want.isinf()), name
         at = want.isfinite()
         assert relative_error(value[at], want[at]) < at_most, name

@@ -232,7 +232,8 @@ def _logprobs(args: Mapping[str, Any]) -> float:
 
 def _logprobs_gradients(args: Mapping[str, Any]) -> float:
     """FLOPs of the requested gradients, and of the logits unless they were kept."""
-    return _logprobs(args) * ((args["kept_NV"] is None) + args["want_hidden"] + args["want_weight"])
+    products = (args["kept_NV"] is None) + args["want_hidden"] + args["want_weight"]
+    return float(_logprobs(args) * products)
 
 
 def _multi_head(args: Mapping[str, Any]) -> float:
