@@ -35,7 +35,8 @@ class SlicingTrainer:
         sampled.div_(0.7)
         values = {
             "logps": logps, "entropy": entropy_from_logits(logits.detach()), "predictions": chosen.argmax(dim=-1),
-            "mean": chosen[MASK].mean(-1), "sum": rejected.index_select(0, torch.tensor([1])).nansum(), "weight": weight,
+            "mean": chosen[MASK].mean(-1), "weight": weight,
+            "sum": rejected.index_select(0, torch.tensor([1])).nansum(),
             "sft": F.cross_entropy(first[MASK], labels[:2][MASK]),
             "sampled": selective_log_softmax(sampled, labels[:, -3:]), "bonus": entropy_from_logits(sampled),
             "other": (rejected + 1).amax(-1),
