@@ -99,12 +99,14 @@ class UnreadLogits:
         return UnreadLogits(self.head, self.hidden, form)
 
     def __add__(self, other: Any) -> Tensor:
-        return self.materialize() + other
+        total: Tensor = self.materialize() + other
+        return total
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Tensor:
-        return self.materialize() - other
+        difference: Tensor = self.materialize() - other
+        return difference
 
     def div_(self, divisor: float) -> UnreadLogits:
         self.form, self.known = (self / divisor).form, {}
