@@ -45,6 +45,7 @@ pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.study --into docs/study.md
 	$(BIN)/python -m benchmarks.pages.medusa
 	PYTHONPATH=tests $(BIN)/python tests/techniques/technique_pages.py
+	PYTHONPATH=tests $(BIN)/python tests/integrations/trainers_page.py
 	$(BIN)/python tests/docs/page_examples.py
 
 gpu:

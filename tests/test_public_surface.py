@@ -20,6 +20,7 @@ PUBLIC = [
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_kl",
     "linear_logprobs",
     "logprobs",
     "losses",

@@ -122,6 +122,7 @@ DRAWN = {
         "linear_cross_entropy", st.tuples(_integers(1, 20), _integers(1, 20), _CLASSES)
     ),
     "linear_logprobs": _same_options("linear_logprobs", st.tuples(_integers(1, 20), _integers(1, 20), _CLASSES)),
+    "linear_kl": _same_options("linear_kl", st.tuples(_integers(1, 20), _integers(1, 20), _CLASSES)),
     "logprobs": _same_options("logprobs", _ROWS),
     "multi_head_linear_cross_entropy": _same_options(
         "multi_head_linear_cross_entropy",

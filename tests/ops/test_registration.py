@@ -187,6 +187,7 @@ def test_functorch_gets_the_right_gradient_or_a_clear_error(op: Op, case: Case, 
 # Under autocast these inputs are cast to 16 bits; the others keep their dtype, as their PyTorch formulas keep fp32.
 AUTOCAST_TO_16_BITS = {
     "linear_cross_entropy": ("hidden", "weight", "bias"),
+    "linear_kl": ("hidden", "weight", "bias", "teacher_hidden", "teacher_weight", "teacher_bias"),
     "linear_logprobs": ("hidden", "weight", "bias"),
     "multi_head_linear_cross_entropy": tuple(f"{n}_{k}" for n in ("hidden", "weight") for k in range(3)),
 }

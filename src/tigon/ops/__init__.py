@@ -11,6 +11,7 @@ import pkgutil
 from tigon.ops._op import Case, Cost, Op
 from tigon.ops.glu import geglu, swiglu
 from tigon.ops.layer_norm import layer_norm
+from tigon.ops.logprobs.linear_kl import linear_kl
 from tigon.ops.logprobs.linear_logprobs import linear_logprobs
 from tigon.ops.logprobs.logprobs import logprobs
 from tigon.ops.logprobs.rows import Logprobs
@@ -47,6 +48,7 @@ __all__ = [
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_kl",
     "linear_logprobs",
     "logprobs",
     "multi_head_linear_cross_entropy",

@@ -50,19 +50,23 @@ def keeps_graph() -> bool:
 # --- arguments ---
 
 
-def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise unless hidden is (..., H), weight (V, H) and bias (V,), of supported dtypes."""
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
+    """Raise unless hidden is (..., H), weight (V, H) and bias (V,), of supported dtypes.
+
+    prefix: what the arguments' names begin with in the messages.
+    """
     check_dtype(hidden, weight, bias)
     if hidden.ndim == 0 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[1]:
         raise ShapeError(
-            f"hidden is {tuple(hidden.shape)}, weight is {tuple(weight.shape)}; they must be (..., H) and (V, H). "
+            f"{prefix}hidden is {tuple(hidden.shape)}, {prefix}weight is {tuple(weight.shape)}; they must be (..., H) "
+            "and (V, H). "
             "A weight with no elements is sharded: gather it first (inside the lm_head's own forward it is whole)."
         )
     V = weight.shape[0]
     if V == 0:
         raise ShapeError("the vocabulary has 0 classes; V must be at least 1.")
     if bias is not None and bias.shape != (V,):
-        raise ShapeError(f"bias is {tuple(bias.shape)}; it must be {(V,)}.")
+        raise ShapeError(f"{prefix}bias is {tuple(bias.shape)}; it must be {(V,)}.")
 
 
 def settle_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -4,4 +4,7 @@ rows.py, oracle.py   one row of logits: statistics, gradient; the unfused formul
 blocks.py            the loop over blocks of logits of an lm_head
 logprobs.py          the op for logits that exist already
 linear_logprobs.py   the op for hidden states and an lm_head
+kl_rows.py           two rows of logits: their divergence and its gradient
+kl_blocks.py         the loop over blocks of logits of two lm_heads
+linear_kl.py         the divergence of a student's distribution and a teacher's
 """

@@ -244,33 +244,60 @@ def _gradients(
     logits: Callable[[slice, slice], tuple[Block, Tensor]],
 ) -> Gradients:  # fmt: skip
     """The gradients of all blocks. logits: (rows, columns) -> a block and the memory for its gradient."""
-    hidden_NH, weight_VH = tensors.hidden_NH, tensors.weight_VH
-    N, V = hidden_NH.shape[0], weight_VH.shape[0]
+    N, V = tensors.hidden_NH.shape[0], tensors.weight_VH.shape[0]
     logprob, wanted = options
-    gradients = empty_gradients(tensors, wanted, plan)
-    if N == 0:
-        return Gradients(gradients.dx_NH, gradients.dw_VH.zero_(), gradients.db_V.zero_())
-    columns_all = plan.column_slices(V)
-    with no_autocast(hidden_NH):
-        for turn, rows in enumerate(plan.token_slices(N)):
-            x_nH, of_rows = hidden_NH[rows], upstream.part(rows)
-            dx_nH = gradients.dx_NH[rows] if wanted.want_hidden else gradients.dx_NH
-            sum_nH = dx_nH
-            if wanted.want_hidden and len(columns_all) > 1 and dx_nH.dtype != _sum_dtype(hidden_NH, True):
-                sum_nH = dx_nH.new_empty(dx_nH.shape, dtype=_sum_dtype(hidden_NH, True))
-            for columns in columns_all:
+    sums = GradientSums(tensors, wanted, plan)
+    with no_autocast(tensors.hidden_NH):
+        for rows in plan.token_slices(N):
+            of_rows = upstream.part(rows)
+            sums.begin(rows)
+            for columns in plan.column_slices(V):
                 block, grad_nc = logits(rows, columns)
                 gradient_into(block, of_rows, logprob, grad_nc)
-                if wanted.want_bias:
-                    db = column_sum(grad_nc)
-                    gradients.db_V[columns] = db if turn == 0 else gradients.db_V[columns] + db
-                if wanted.want_weight:
-                    product_into(grad_nc.t(), x_nH, gradients.dw_VH[columns], accumulate=turn > 0)
-                if wanted.want_hidden:
-                    product_into(grad_nc, weight_VH[columns], sum_nH, accumulate=columns.start > 0)
-            if sum_nH is not dx_nH:
-                dx_nH.copy_(sum_nH)
-    return gradients
+                sums.add(grad_nc, columns)
+            sums.end()
+    return sums.gradients
+
+
+class GradientSums:
+    """The gradients of a head, summed over blocks.
+
+    For each slice of the tokens, call `begin`, then `add` with the gradient of each block of columns, then `end`.
+    """
+
+    def __init__(self, tensors: HeadTensors, wanted: BackwardOptions, plan: BlockPlan) -> None:
+        self._tensors, self._wanted = tensors, wanted
+        self._several = plan.columns < tensors.weight_VH.shape[0]
+        self.gradients = empty_gradients(tensors, wanted, plan)
+        if not tensors.hidden_NH.shape[0]:
+            self.gradients.dw_VH.zero_()
+            self.gradients.db_V.zero_()
+
+    def begin(self, rows: slice) -> None:
+        """Start with the first block of columns of `rows`."""
+        self._rows = rows
+        self._dx_nH = self._sum_nH = self.gradients.dx_NH[rows]
+        dtype = _sum_dtype(self._tensors.hidden_NH, True)
+        if self._wanted.want_hidden and self._several and self._dx_nH.dtype != dtype:
+            self._sum_nH = self._dx_nH.new_empty(self._dx_nH.shape, dtype=dtype)
+
+    def add(self, grad_nc: Tensor, columns: slice) -> None:
+        """Add the gradient of a block's logits."""
+        gradients, later = self.gradients, self._rows.start > 0
+        if self._wanted.want_bias:
+            db = column_sum(grad_nc)
+            gradients.db_V[columns] = gradients.db_V[columns] + db if later else db
+        if self._wanted.want_weight:
+            x_nH = self._tensors.hidden_NH[self._rows]
+            product_into(grad_nc.t(), x_nH, gradients.dw_VH[columns], accumulate=later)
+        if self._wanted.want_hidden:
+            product_into(grad_nc, self._tensors.weight_VH[columns], self._sum_nH, accumulate=columns.start > 0)
+
+    def end(self) -> None:
+        """Finish the slice of the tokens."""
+        if self._sum_nH is not self._dx_nH:
+            self._dx_nH.copy_(self._sum_nH)
+        del self._sum_nH  # one sum is alive at a time
 
 
 def _backward_fake(

@@ -46,7 +46,7 @@ from tigon.ops.losses.options import check_chunk_bytes
 # Reading the number of tokens that count leaves the GPU idle for 0.7 ms (H200, 4096 x 2048 x 128256, 2026-11-24), as
 # long as products of 5e11 operations take. With a mask, some tokens do not count, and the wait is worth as much. Ids
 # alone may all count: then the wait may cost at most 2 % of the products.
-_WORTH_A_WAIT_FLOPS = {"mask": 5 * 10**11, "ids": 2 * 10**13}
+WORTH_A_WAIT_FLOPS = {"mask": 5 * 10**11, "ids": 2 * 10**13}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +141,9 @@ class LinearLogprobs(torch.autograd.Function):
         )
         x_dtype, w_dtype, b_dtype = ctx.dtypes
         return (
-            _finished(gradients.dx_NH, left, index, ctx.rows, x_dtype) if want_hidden else None,
-            _finished(gradients.dw_VH, left, None, weight_VH.shape[0], w_dtype) if want_weight else None,
-            _finished(gradients.db_V.unsqueeze(1), left, None, weight_VH.shape[0], b_dtype).squeeze(1)
+            finished(gradients.dx_NH, left, index, ctx.rows, x_dtype) if want_hidden else None,
+            finished(gradients.dw_VH, left, None, weight_VH.shape[0], w_dtype) if want_weight else None,
+            finished(gradients.db_V.unsqueeze(1), left, None, weight_VH.shape[0], b_dtype).squeeze(1)
             if want_bias
             else None,
             None,
@@ -158,7 +158,7 @@ def _spread(values: Tensor, index: Tensor | None, rows: int, fill: float) -> Ten
     return values.new_full((rows, *values.shape[1:]), fill).index_copy_(0, index, values)
 
 
-def _finished(gradient: Tensor, left: Tensor | None, index: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
+def finished(gradient: Tensor, left: Tensor | None, index: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
     """A gradient times the factor it lacks, in its own dtype, at its positions."""
     if left is None and index is None and gradient.dtype == dtype:
         return gradient
@@ -274,7 +274,7 @@ def _rows_that_count(ids_NK: Tensor, ignore_index: int, weight_VH: Tensor, by: s
     products of all tokens.
     """
     N = ids_NK.shape[0]
-    if not may_wait(ids_NK) or (ids_NK.is_cuda and 6 * N * weight_VH.numel() < _WORTH_A_WAIT_FLOPS[by]):
+    if not may_wait(ids_NK) or (ids_NK.is_cuda and 6 * N * weight_VH.numel() < WORTH_A_WAIT_FLOPS[by]):
         return None
     index_N = (ids_NK != ignore_index).any(1).nonzero().squeeze(1)
     return worth_gathering(index_N, N)

@@ -67,12 +67,8 @@ def check_options(
 ) -> LogprobOptions:  # fmt: skip
     """The options of a call; raises `OptionError` for an invalid value."""
     check_whole("ignore_index", ignore_index)
-    if softcap is not None and not 0.0 < check_number("softcap", softcap) < math.inf:
-        raise OptionError(f"softcap={softcap} must be positive and finite; pass None for no cap.")
-    if not -math.inf < check_number("logit_scale", logit_scale) < math.inf or logit_scale == 0:
-        raise OptionError(f"logit_scale={logit_scale} must be finite and not 0; leave it out for none.")
-    if not 0.0 < check_number("temperature", temperature) < math.inf:
-        raise OptionError(f"temperature={temperature} must be positive and finite; 1.0 leaves the logits as they are.")
+    softcap, logit_scale = check_logit_map(softcap, logit_scale)
+    temperature = check_temperature(temperature)
     check_whole("top_k", top_k)
     if not 0 <= top_k <= vocab:
         raise OptionError(f"top_k={top_k} is outside [0, {vocab}], the vocabulary; leave it out for none.")
@@ -82,14 +78,24 @@ def check_options(
         if name not in OUTPUTS:
             raise OptionError(f"outputs names {name!r}; choose from {', '.join(OUTPUTS)}.")
     return LogprobOptions(
-        ignore_index,
-        None if softcap is None else float(softcap),
-        float(logit_scale),
-        float(temperature),
-        top_k,
-        "entropy" in outputs,
-        "predicted" in outputs,
+        ignore_index, softcap, logit_scale, temperature, top_k, "entropy" in outputs, "predicted" in outputs
     )
+
+
+def check_logit_map(softcap: float | None, logit_scale: float, prefix: str = "") -> tuple[float | None, float]:
+    """softcap and logit_scale as floats; raises `OptionError` for an invalid value, with `prefix` before its name."""
+    if softcap is not None and not 0.0 < check_number(f"{prefix}softcap", softcap) < math.inf:
+        raise OptionError(f"{prefix}softcap={softcap} must be positive and finite; pass None for no cap.")
+    if not -math.inf < check_number(f"{prefix}logit_scale", logit_scale) < math.inf or logit_scale == 0:
+        raise OptionError(f"{prefix}logit_scale={logit_scale} must be finite and not 0; leave it out for none.")
+    return None if softcap is None else float(softcap), float(logit_scale)
+
+
+def check_temperature(temperature: float) -> float:
+    """The temperature as a float; raises `OptionError` unless it is positive and finite."""
+    if not 0.0 < check_number("temperature", temperature) < math.inf:
+        raise OptionError(f"temperature={temperature} must be positive and finite; 1.0 leaves the logits as they are.")
+    return float(temperature)
 
 
 def flat_ids(ids: Tensor, mask: Tensor | None, rows: torch.Size, ignore_index: int, of: str) -> Tensor:
@@ -104,13 +110,18 @@ def flat_ids(ids: Tensor, mask: Tensor | None, rows: torch.Size, ignore_index: i
     K = ids.shape[-1] if ids.ndim > len(rows) else 1
     ids_NK = ids.reshape(-1, K)
     if mask is not None:
-        if mask.shape != rows or mask.dtype != torch.bool:
-            raise ShapeError(
-                f"mask is {tuple(mask.shape)} of {mask.dtype}; it must be {tuple(rows)} of torch.bool, True for the "
-                "tokens that count."
-            )
+        check_mask(mask, rows)
         ids_NK = torch.where(mask.reshape(-1, 1), ids_NK, ignore_index)
     return ids_NK.contiguous()
+
+
+def check_mask(mask: Tensor, rows: torch.Size) -> None:
+    """Raise unless `mask` holds a bool for each row."""
+    if mask.shape != rows or mask.dtype != torch.bool:
+        raise ShapeError(
+            f"mask is {tuple(mask.shape)} of {mask.dtype}; it must be {tuple(rows)} of torch.bool, True for the "
+            "tokens that count."
+        )
 
 
 def check_ids(like: Tensor, ids_NK: Tensor, vocab: int, ignore_index: int) -> None:

@@ -1,0 +1,229 @@
+"""`fuse(trainer)`: decide what of a trainer runs on tigon's head, replace it on this instance, and say what does not.
+
+The line stands after the trainer's construction. TRL loads models, adds adapters and reference models, and gives them
+its own forward while it builds a trainer. Before that there is nothing to replace, unless TRL's modules were changed
+for every trainer of the process.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from tigon.errors import PatchError, UsageError
+from tigon.integrations.trl.divergence import SHARDED_TEACHER, FusedDistillation, FusedGKD, sharded
+from tigon.integrations.trl.forward import FusedForward, has_trl_forward, restore_forward
+from tigon.integrations.trl.head import UnfusedWarning
+from tigon.integrations.trl.preference import FusedPreference
+from tigon.integrations.trl.unread_logits import UnreadLogitsTrainer
+from tigon.models.patch import unwrap
+
+OLDEST, NEWEST = (1, 8), (1, 16)
+"""The versions of TRL whose code tigon knows."""
+MARK = "_tigon_fused"
+"""The attribute of a fused trainer that holds its `FusedTrainer`."""
+
+
+@dataclass
+class FusedTrainer:
+    """What `fuse` replaced in a trainer, and what it left to TRL. Also a context manager that restores at its end."""
+
+    trainer: Any
+    fused: list[str] = field(default_factory=list)
+    """What runs on tigon's head: `model`, `ref_model`, or the name of a method of the trainer."""
+    unfused: dict[str, str] = field(default_factory=dict)
+    """What TRL computes itself, with the reason."""
+    _parts: list[Any] = field(default_factory=list, repr=False)
+
+    def restore(self) -> None:
+        """Undo `fuse`. A second call does nothing."""
+        while self._parts:
+            self._parts.pop().restore()
+        vars(self.trainer).pop(MARK, None)
+
+    def __enter__(self) -> FusedTrainer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.restore()
+
+    def _add(self, name: str, make: Callable[[], Any]) -> Any:
+        """The part that `make` returns, or None if it objects; the objection is noted."""
+        try:
+            part = make()
+        except PatchError as objection:
+            self.unfused[name] = str(objection)
+            return None
+        self._parts.append(part)
+        self.fused.append(name)
+        return part
+
+
+def fuse(trainer: Any) -> FusedTrainer:
+    """Let a TRL trainer compute its log-probabilities with tigon's fused head, without logits.
+
+    Args:
+        trainer: a trainer of TRL 1.8 to 1.16, before `trainer.train()`. Only this instance and its models change.
+
+    Returns:
+        A `FusedTrainer`: what was replaced, what was not and why, and `restore()`. TRL's own code runs the
+        rest, and one `UnfusedWarning` names it.
+
+    Raises:
+        UsageError: TRL is not installed, its version is not one that tigon knows, or this is not one of its trainers.
+    """
+    _check_version()
+    if not _is_trainer(trainer):
+        raise UsageError(
+            f"{type(trainer).__name__} is not a trainer of TRL; pass the trainer itself, after it is built."
+        )
+    if isinstance(before := vars(trainer).get(MARK), FusedTrainer):
+        return before
+    result = FusedTrainer(trainer)
+    name = _trl_class(trainer).__name__
+    if name == "DistillationTrainer":
+        result._add("_compute_loss", lambda: _distillation(trainer))
+    elif name in _OVERRIDES:
+        _OVERRIDES[name](result)
+    elif name == "RewardTrainer":
+        result.unfused["model"] = "a reward model has no head over a vocabulary"
+    else:
+        _fuse_models(result)
+    _note_options(result)
+    setattr(trainer, MARK, result)
+    if result.unfused:
+        listed = "; ".join(f"{what}: {reason}" for what, reason in result.unfused.items())
+        warnings.warn(f"tigon leaves parts of {type(trainer).__name__} to TRL. {listed}.", UnfusedWarning, stacklevel=2)
+    return result
+
+
+def _check_version() -> None:
+    try:
+        version = importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError:
+        raise UsageError("tigon.integrations.trl needs TRL: pip install 'trl>=1.8,<1.17'.") from None
+    known = tuple(int(part) for part in version.split(".")[:2])
+    if not OLDEST <= known <= NEWEST:
+        lowest, highest = (".".join(map(str, end)) for end in (OLDEST, NEWEST))
+        raise UsageError(
+            f"TRL {version} is installed; tigon.integrations.trl knows TRL {lowest} to {highest}. "
+            "Install one of these, or train without tigon.integrations.trl.fuse."
+        )
+
+
+def _is_trainer(trainer: Any) -> bool:
+    return any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__) and hasattr(trainer, "model")
+
+
+def _trl_class(trainer: Any) -> type[Any]:
+    """TRL's own class of which this trainer is an instance; a script may subclass it."""
+    return next(cls for cls in type(trainer).__mro__ if cls.__module__.partition(".")[0] == "trl")
+
+
+def _fuse_models(result: FusedTrainer) -> None:
+    """The policy and the reference model, to which TRL's trainer has given its fused forward."""
+    for name in ("model", "ref_model"):
+        model = getattr(result.trainer, name, None)
+        if not isinstance(model, nn.Module):
+            continue
+        model = unwrap(model)
+        if has_trl_forward(model):
+            result._add(name, lambda model=model: FusedForward(model))  # type: ignore[misc]
+    if not result.fused and not result.unfused:
+        _fuse_unread(result)
+
+
+def _fuse_unread(result: FusedTrainer) -> None:
+    """A trainer that reads the model's logits: fused in TRL 1.8 to 1.14, whose trainers all read them in one way."""
+    trainer = result.trainer
+    models = {
+        name: unwrap(m) for name in ("model", "ref_model") if isinstance(m := getattr(trainer, name, None), nn.Module)
+    }
+    if _trl_class(trainer).__name__ in ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"):
+        result._add("model", lambda: UnreadLogitsTrainer(trainer, models))
+    else:
+        result.unfused["model"] = f"this {type(trainer).__name__} computes its loss from the model's logits"
+
+
+def _distillation(trainer: Any) -> FusedDistillation:
+    _check_methods(trainer, "_compute_loss")
+    return FusedDistillation(trainer)
+
+
+def _with_trl_forward(model: nn.Module) -> FusedForward:
+    """tigon's head in a model whose trainer uses logits: TRL's fused forward is added to it first."""
+    from trl.trainer import utils
+
+    if not hasattr(utils, "add_fused_lm_head"):
+        raise PatchError("TRL before 1.15 computes its loss from logits")
+    before = vars(model).get("forward")
+    if not has_trl_forward(model):
+        utils.add_fused_lm_head(model, outputs=("log_probs", "mean_logits"))
+    try:
+        return FusedForward(model, before)
+    except PatchError:
+        restore_forward(model, before)
+        raise
+
+
+def _fuse_preference(result: FusedTrainer, *, orpo: bool) -> None:
+    trainer = result.trainer
+
+    def make() -> Any:
+        _check_methods(trainer, "concatenated_forward", "get_batch_logps")
+        if trainer.is_encoder_decoder:
+            raise PatchError("an encoder-decoder model's labels are not its next tokens")
+        return FusedPreference(trainer, _with_trl_forward(unwrap(trainer.model)), orpo=orpo)
+
+    result._add("concatenated_forward", make)
+
+
+def _fuse_gkd(result: FusedTrainer) -> None:
+    trainer = result.trainer
+
+    def make() -> Any:
+        _check_methods(trainer, "compute_loss", "generalized_jsd_loss")
+        teacher = unwrap(trainer.teacher_model)
+        if sharded(teacher.get_output_embeddings().weight):  # type: ignore[operator]
+            raise PatchError(SHARDED_TEACHER)
+        student = _with_trl_forward(unwrap(trainer.model))
+        try:
+            return FusedGKD(trainer, student, _with_trl_forward(teacher))
+        except PatchError:
+            student.restore()
+            raise
+
+    if result._add("compute_loss", make):
+        result.unfused["evaluation"] = "the Trainer asks compute_loss for the logits too"
+
+
+def _check_methods(trainer: Any, *names: str) -> None:
+    """Raise PatchError if a subclass of TRL's trainer replaces one of these methods."""
+    cls = _trl_class(trainer)
+    for name in names:
+        if getattr(type(trainer), name) is not getattr(cls, name) or name in vars(trainer):
+            raise PatchError(f"{type(trainer).__name__} overrides {name}")
+
+
+def _note_options(result: FusedTrainer) -> None:
+    """Options whose loss TRL computes from full logits although the model is fused."""
+    trainer, args = result.trainer, result.trainer.args
+    if not isinstance(next(iter(result._parts), None), FusedForward):
+        return
+    if getattr(trainer, "label_smoother", None) is not None and getattr(args, "loss_type", "nll") == "nll":
+        result.unfused["label_smoothing_factor"] = "TRL computes this loss from all logits; its metrics are fused"
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        result.unfused["compute_loss_func"] = "it is given the model's logits; the metrics are fused"
+
+
+_OVERRIDES: dict[str, Callable[[FusedTrainer], None]] = {
+    "ORPOTrainer": lambda result: _fuse_preference(result, orpo=True),
+    "CPOTrainer": lambda result: _fuse_preference(result, orpo=False),
+    "GKDTrainer": _fuse_gkd,
+}

@@ -1,0 +1,301 @@
+"""Divergence of two distributions per row, and its gradient, from two rows of logits.
+
+p and q are the softmax of z_p and z_q, which follow from raw logits as in kernels/logprobs.py. With the log-ratio
+D = log p - log q of a column, and beta of the mixture m = beta · p + (1 - beta) · q:
+
+    KL(p || q) = Σ p · (D + exp(-D) - 1)        u = log(p / m) = -log(beta + (1 - beta) · exp(-D))
+    JSD        = Σ beta · p · u + (1 - beta) · q · v        v = log(q / m) = u - D
+
+    KL:   dz_p = p · (D - Σ p · D)                  dz_q = q - p
+    JSD:  dz_p = beta · p · (u - Σ p · u)           dz_q = (1 - beta) · q · (v - Σ q · v)
+
+The terms exp(-D) - 1 of the KL sum to 0, because Σ q = Σ p. With them no column's term is negative, and an error of the
+log-sum-exps, which is common to all D of the row, adds only its square. The terms of the JSD need no such addition: the
+first powers of D cancel in each column. D is the difference of the logits before anything is multiplied, so that it is
+exact where the two are near.
+
+The means Σ p · D, Σ p · u and Σ q · v are kept for the gradient, summed from the same rounded D.
+"""
+
+import triton
+import triton.language as tl
+
+from tigon.kernels import _device
+from tigon.kernels._launch import launch
+from tigon.kernels.cross_entropy import LOG2E
+from tigon.kernels.logprobs import FARTHEST, _squash
+
+# N rows (tokens), C columns of the block of logits.
+
+# (BLOCK, num_warps, stages) of the divergence, (BLOCK, num_warps) of the gradient. A stage buffers a tile of both rows.
+DIVERGENCE, GRADIENT = (4096, 8, 2), (4096, 8)
+# Below this |D|, exp(-D) - 1 and D + exp(-D) - 1 are their Taylor series, because the differences would cancel.
+NEAR = tl.constexpr(0.5)
+# If the maxima of two rows are this near, z_p - z_q is rounded at most as much as (z_p - m_p) - (z_q - m_q).
+NEAR_MAXIMA = tl.constexpr(4.0)
+
+
+@triton.jit
+def _statistics(R, C, scale, softcap, outer, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr,
+                BLOCK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """(max z, log Σ exp(z - max z)) of the row at R.
+
+    Lanes keep separate sums. Their shift is the first tile's maximum. If a later logit is so far above it that the sum
+    may overflow, the row is read again with its maximum as the shift.
+    """
+    offs = tl.arange(0, BLOCK)
+    r = tl.load(R + offs, mask=offs < C, other=0.0).to(tl.float32)
+    z, _ = _squash(r, scale, softcap, outer, HAS_SCALE, HAS_SOFTCAP)
+    z_0 = tl.max(tl.where(offs < C, z, -float("inf")), axis=0)
+    shift = tl.where(tl.abs(z_0) < float("inf"), z_0, 0.0)
+    m = shift
+    s = tl.full([], 0.0, dtype=tl.float32)
+    again = tl.full([], 1, dtype=tl.int1)
+    whole = C // BLOCK * BLOCK
+    while again:
+        lane_m = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
+        lane_s = tl.zeros([BLOCK], dtype=tl.float32)
+        for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+            r = tl.load(R + start + offs).to(tl.float32)
+            z, _ = _squash(r, scale, softcap, outer, HAS_SCALE, HAS_SOFTCAP)
+            lane_m = tl.maximum(lane_m, z)
+            lane_s += tl.exp2((z - shift) * LOG2E)
+        if whole < C:
+            r = tl.load(R + whole + offs, mask=whole + offs < C, other=0.0).to(tl.float32)
+            z, _ = _squash(r, scale, softcap, outer, HAS_SCALE, HAS_SOFTCAP)
+            z = tl.where(whole + offs < C, z, -float("inf"))
+            lane_m = tl.maximum(lane_m, z)
+            lane_s += tl.exp2((z - shift) * LOG2E)
+        m = tl.max(lane_m, axis=0)
+        s = tl.sum(lane_s, axis=0)
+        again = (m > shift + FARTHEST) & (m < float("inf"))
+        shift = tl.where(again, m, shift)
+    # In a row of -inf alone, a maximum of 0 gives exp(-inf) = 0; -inf - -inf would give NaN.
+    base = tl.where(m == -float("inf"), 0.0, m)
+    return m, tl.log(s * tl.exp2((shift - base) * LOG2E))
+
+
+@triton.jit
+def _compare(z_p, z_q, m_p, log_p, m_q, log_q):
+    """(p, q, D) of columns with the logits z_p and z_q."""
+    m_p = tl.where(m_p == -float("inf"), 0.0, m_p)
+    m_q = tl.where(m_q == -float("inf"), 0.0, m_q)
+    shifted_p, shifted_q = z_p - m_p, z_q - m_q
+    apart = m_p - m_q
+    d = tl.where(tl.abs(apart) <= NEAR_MAXIMA, (z_p - z_q) - apart, shifted_p - shifted_q) - (log_p - log_q)
+    return tl.exp2((shifted_p - log_p) * LOG2E), tl.exp2((shifted_q - log_q) * LOG2E), d
+
+
+@triton.jit
+def _rest_of_exp(d):
+    """exp(-d) - 1 + d for |d| < NEAR."""
+    a = 1.0 / 5040.0 - d * (1.0 / 40320.0 - d * (1.0 / 362880.0))
+    a = 1.0 / 24.0 - d * (1.0 / 120.0 - d * (1.0 / 720.0 - d * a))
+    return d * d * (0.5 - d * (1.0 / 6.0 - d * a))
+
+
+@triton.jit
+def _over_mixture(d, beta):
+    """(log(p / m), log(q / m)) of the mixture m = beta · p + (1 - beta) · q, for d = log(p / q)."""
+    a = tl.abs(d)
+    x = tl.where(a < NEAR, _rest_of_exp(a) - a, tl.exp2(-a * LOG2E) - 1.0)
+    w = tl.where(d >= 0.0, 1.0 - beta, beta) * x
+    # log(1 + w) with the part of w that the sum rounds away.
+    y = 1.0 + w
+    larger = -(tl.log(y) + (w - (y - 1.0)) / y)
+    return tl.where(d >= 0.0, larger, larger + d), tl.where(d >= 0.0, larger - d, larger)
+
+
+@triton.jit
+def _times(p, x):
+    """p · x, and 0 for p = 0, where x may be infinite or NaN."""
+    return tl.where(p == 0.0, 0.0, p * x)
+
+
+@triton.jit
+def _terms(z_p, z_q, m_p, log_p, m_q, log_q, beta, IS_JSD: tl.constexpr):
+    """The terms of columns: of the divergence, of the mean for dz_p and of the mean for dz_q."""
+    p, q, d = _compare(z_p, z_q, m_p, log_p, m_q, log_q)
+    if IS_JSD:
+        u, v = _over_mixture(d, beta)
+        mean_p, mean_q = _times(p, u), _times(q, v)
+        value = beta * mean_p + (1.0 - beta) * mean_q
+    else:
+        mean_p = _times(p, d)
+        mean_q = mean_p
+        value = tl.where(tl.abs(d) < NEAR, p * _rest_of_exp(d), mean_p + (q - p))
+    return value, mean_p, mean_q
+
+
+@triton.jit
+def divergence_kernel(
+    RP, RQ, Counts, Value, Stats,
+    C, stride_p, stride_q, stride_stats, beta, softcap_p, scale_p, softcap_q, scale_q, outer,
+    HAS_SOFTCAP_P: tl.constexpr, HAS_SCALE_P: tl.constexpr, HAS_SOFTCAP_Q: tl.constexpr, HAS_SCALE_Q: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, IS_JSD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Writes the divergence of a row into Value (N,), and max and log-sum of p, those of q, the means for dz_p and dz_q
+    into Stats (6, N). One program per row, which reads both rows twice.
+
+    A row whose entry of Counts is 0 is not read; its results are 0.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    counts = 1
+    if HAS_COUNTS:
+        counts = tl.load(Counts + row).to(tl.int32)
+    if counts == 0:
+        tl.store(Value + row, 0.0)
+        for i in range(6):
+            tl.store(Stats + i * stride_stats + row, 0.0)
+    else:
+        RP += row * stride_p
+        RQ += row * stride_q
+        m_p, log_p = _statistics(RP, C, scale_p, softcap_p, outer, HAS_SOFTCAP_P, HAS_SCALE_P, BLOCK, STAGES)
+        m_q, log_q = _statistics(RQ, C, scale_q, softcap_q, outer, HAS_SOFTCAP_Q, HAS_SCALE_Q, BLOCK, STAGES)
+        offs = tl.arange(0, BLOCK)
+        lane_value = tl.zeros([BLOCK], dtype=tl.float32)
+        lane_p = tl.zeros([BLOCK], dtype=tl.float32)
+        lane_q = tl.zeros([BLOCK], dtype=tl.float32)
+        whole = C // BLOCK * BLOCK
+        for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+            cols = start + offs
+            r_p = tl.load(RP + cols).to(tl.float32)
+            r_q = tl.load(RQ + cols).to(tl.float32)
+            z_p, _ = _squash(r_p, scale_p, softcap_p, outer, HAS_SCALE_P, HAS_SOFTCAP_P)
+            z_q, _ = _squash(r_q, scale_q, softcap_q, outer, HAS_SCALE_Q, HAS_SOFTCAP_Q)
+            value, mean_p, mean_q = _terms(z_p, z_q, m_p, log_p, m_q, log_q, beta, IS_JSD)
+            lane_value += value
+            lane_p += mean_p
+            if IS_JSD:
+                lane_q += mean_q
+        if whole < C:
+            cols = whole + offs
+            inside = cols < C
+            r_p = tl.load(RP + cols, mask=inside, other=0.0).to(tl.float32)
+            r_q = tl.load(RQ + cols, mask=inside, other=0.0).to(tl.float32)
+            z_p, _ = _squash(r_p, scale_p, softcap_p, outer, HAS_SCALE_P, HAS_SOFTCAP_P)
+            z_q, _ = _squash(r_q, scale_q, softcap_q, outer, HAS_SCALE_Q, HAS_SOFTCAP_Q)
+            value, mean_p, mean_q = _terms(z_p, z_q, m_p, log_p, m_q, log_q, beta, IS_JSD)
+            lane_value += tl.where(inside, value, 0.0)
+            lane_p += tl.where(inside, mean_p, 0.0)
+            if IS_JSD:
+                lane_q += tl.where(inside, mean_q, 0.0)
+        tl.store(Value + row, tl.sum(lane_value, axis=0))
+        tl.store(Stats + row, m_p)
+        tl.store(Stats + stride_stats + row, log_p)
+        tl.store(Stats + 2 * stride_stats + row, m_q)
+        tl.store(Stats + 3 * stride_stats + row, log_q)
+        tl.store(Stats + 4 * stride_stats + row, tl.sum(lane_p, axis=0))
+        tl.store(Stats + 5 * stride_stats + row, tl.sum(lane_q, axis=0))
+
+
+@triton.jit
+def divergence_gradient_kernel(
+    RP, RQ, Counts, Stats, DValue, ScaleP, ScaleQ, GradP, GradQ,
+    C, stride_p, stride_q, stride_stats, stride_grad_p, stride_grad_q, beta,
+    softcap_p, scale_p, softcap_q, scale_q, outer,
+    HAS_SOFTCAP_P: tl.constexpr, HAS_SCALE_P: tl.constexpr, HAS_SOFTCAP_Q: tl.constexpr, HAS_SCALE_Q: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, IS_JSD: tl.constexpr, WANT_P: tl.constexpr, WANT_Q: tl.constexpr,
+    SCALED_P: tl.constexpr, SCALED_Q: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes dr of one tile of a block of columns, of one or both rows; one program per tile.
+
+    GradP may be RP itself, and GradQ may be RQ. SCALED: dr is multiplied by the fp32 scalar at ScaleP or ScaleQ.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < C
+    counts = 1
+    if HAS_COUNTS:
+        counts = tl.load(Counts + row).to(tl.int32)
+    if counts == 0:
+        zeros = tl.zeros([BLOCK], dtype=tl.float32)
+        if WANT_P:
+            tl.store(GradP + row * stride_grad_p + cols, zeros.to(GradP.dtype.element_ty), mask=mask)
+        if WANT_Q:
+            tl.store(GradQ + row * stride_grad_q + cols, zeros.to(GradQ.dtype.element_ty), mask=mask)
+    else:
+        g = tl.load(DValue + row)
+        m_p = tl.load(Stats + row)
+        log_p = tl.load(Stats + stride_stats + row)
+        m_q = tl.load(Stats + 2 * stride_stats + row)
+        log_q = tl.load(Stats + 3 * stride_stats + row)
+        r_p = tl.load(RP + row * stride_p + cols, mask=mask, other=0.0).to(tl.float32)
+        r_q = tl.load(RQ + row * stride_q + cols, mask=mask, other=0.0).to(tl.float32)
+        z_p, slope_p = _squash(r_p, scale_p, softcap_p, outer, HAS_SCALE_P, HAS_SOFTCAP_P)
+        z_q, slope_q = _squash(r_q, scale_q, softcap_q, outer, HAS_SCALE_Q, HAS_SOFTCAP_Q)
+        p, q, d = _compare(z_p, z_q, m_p, log_p, m_q, log_q)
+        if IS_JSD:
+            u, v = _over_mixture(d, beta)
+        if WANT_P:
+            mean_p = tl.load(Stats + 4 * stride_stats + row)
+            if IS_JSD:
+                dz_p = beta * _times(p, u - mean_p)
+            else:
+                dz_p = _times(p, d - mean_p)
+            factor = g
+            if SCALED_P:
+                factor *= tl.load(ScaleP)
+            dr_p = (dz_p * (slope_p * factor)).to(GradP.dtype.element_ty)
+            tl.store(GradP + row * stride_grad_p + cols, dr_p, mask=mask)
+        if WANT_Q:
+            if IS_JSD:
+                mean_q = tl.load(Stats + 5 * stride_stats + row)
+                dz_q = (1.0 - beta) * _times(q, v - mean_q)
+            else:
+                dz_q = tl.where(tl.abs(d) < NEAR, p * (_rest_of_exp(d) - d), q - p)
+            factor = g
+            if SCALED_Q:
+                factor *= tl.load(ScaleQ)
+            dr_q = (dz_q * (slope_q * factor)).to(GradQ.dtype.element_ty)
+            tl.store(GradQ + row * stride_grad_q + cols, dr_q, mask=mask)
+
+
+def _numbers(options):
+    """The numbers and flags of `KlOptions`, in the order of the kernels' parameters."""
+    numbers, flags = {}, {}
+    for side, softcap, logit_scale in (
+        ("p", options.p_softcap, options.p_logit_scale), ("q", options.q_softcap, options.q_logit_scale)
+    ):  # fmt: skip
+        # Without a softcap, one factor is enough.
+        scale = logit_scale if softcap is not None else logit_scale / options.temperature
+        numbers |= {f"softcap_{side}": 1.0 if softcap is None else softcap, f"scale_{side}": scale}
+        flags |= {f"HAS_SOFTCAP_{side.upper()}": softcap is not None, f"HAS_SCALE_{side.upper()}": scale != 1.0}
+    return {"beta": options.beta, **numbers, "outer": 1.0 / options.temperature, **flags}
+
+
+def divergence(logits, rows, options):
+    """Launch the divergence of rows of logits (`LogitPair`, `DivergenceRows` in ops/logprobs/kl_rows.py)."""
+    p_NC, q_NC = logits.p_NC, logits.q_NC
+    N, C = p_NC.shape
+    if not N:
+        return
+    size, warps, stages = DIVERGENCE
+    launch(
+        divergence_kernel, (N,), p_NC,
+        RP=p_NC, RQ=q_NC, Counts=rows.counts_N, Value=rows.value_N, Stats=rows.stats_6N,
+        C=C, stride_p=p_NC.stride(0), stride_q=q_NC.stride(0), stride_stats=rows.stats_6N.stride(0),
+        **_numbers(options), HAS_COUNTS=rows.counts_N is not None, IS_JSD=options.is_jsd,
+        BLOCK=min(size, _device.next_power_of_2(C)), STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+
+
+def divergence_gradient(logits, upstream, options, p_grad_NC, q_grad_NC):
+    """Launch the gradient of a block of columns; a gradient that is None is not computed."""
+    p_NC, q_NC = logits.p_NC, logits.q_NC
+    N, C = p_NC.shape
+    if not N:
+        return
+    size, warps = GRADIENT
+    size = min(size, _device.next_power_of_2(C))
+    launch(
+        divergence_gradient_kernel, (N, _device.cdiv(C, size)), p_NC,
+        RP=p_NC, RQ=q_NC, Counts=upstream.counts_N, Stats=upstream.stats_6N, DValue=upstream.dvalue_N,
+        ScaleP=upstream.p_scale, ScaleQ=upstream.q_scale, GradP=p_grad_NC, GradQ=q_grad_NC,
+        C=C, stride_p=p_NC.stride(0), stride_q=q_NC.stride(0), stride_stats=upstream.stats_6N.stride(0),
+        stride_grad_p=0 if p_grad_NC is None else p_grad_NC.stride(0),
+        stride_grad_q=0 if q_grad_NC is None else q_grad_NC.stride(0),
+        **_numbers(options), HAS_COUNTS=upstream.counts_N is not None, IS_JSD=options.is_jsd,
+        WANT_P=p_grad_NC is not None, WANT_Q=q_grad_NC is not None, SCALED_P=upstream.p_scale is not None,
+        SCALED_Q=upstream.q_scale is not None, BLOCK=size, num_warps=warps,
+    )  # fmt: skip

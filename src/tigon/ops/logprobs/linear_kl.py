@@ -1,0 +1,381 @@
+"""Divergence per token between a student's and a teacher's distribution, without holding all the logits.
+
+Distillation losses are sums of these. The gradient exists for any upstream gradient; `kl_blocks.py` says how it is
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.errors import OptionError, ShapeError
+from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.dispatch import Differentiable, can_bypass_dispatcher, check_number, first_order
+from tigon.ops.lm_head import check_head, keeps_graph, may_wait, settle_dtypes, spread, worth_gathering
+from tigon.ops.logprobs.kl_blocks import (
+    HeadPair,
+    KlBackwardOptions,
+    backward_in_place,
+    keeps_logits,
+    linear_kl_bwd,
+    linear_kl_fwd,
+)
+from tigon.ops.logprobs.kl_rows import KlOptions, KlUpstream, fp16_scale
+from tigon.ops.logprobs.linear_logprobs import WORTH_A_WAIT_FLOPS, finished
+from tigon.ops.logprobs.rows import check_logit_map, check_mask, check_temperature, contiguous
+from tigon.ops.losses import common
+from tigon.ops.losses.chunk_plan import MIB, default_chunk_bytes
+from tigon.ops.losses.options import check_chunk_bytes
+
+# N tokens, H hidden, V vocabulary.
+
+KINDS = ("forward", "reverse", "jsd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearKlCall:
+    """The arguments of one call that are not differentiated."""
+
+    counts_N: Tensor | None
+    """uint8, 0 for a token that is left out; None if none is, or if `index` names the others."""
+    index: Tensor | None
+    """Flat positions of the tokens that count; None for all."""
+    options: KlOptions
+    chunk_bytes: Sequence[int]
+    """(bytes of a block's logits, most bytes of logits that are kept)"""
+
+
+class LinearKl(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *tensors, call, grad_enabled = args
+        pair, index, rows = HeadPair(*tensors), call.index, tensors[0].shape[0]
+        ctx.want = tuple(grad_enabled and need for need in ctx.needs_input_grad[:6])
+        if index is not None:
+            p_hidden_NG, q_hidden_NH = (x.index_select(0, index) for x in (pair.p_hidden_NG, pair.q_hidden_NH))
+            pair = HeadPair(p_hidden_NG, pair.p_weight_VG, pair.p_bias, q_hidden_NH, pair.q_weight_VH, pair.q_bias)
+        block_bytes, most_kept = call.chunk_bytes
+        # A symbolic token count must not decide anything, or every count would need a new compilation.
+        keep = any(ctx.want) and isinstance(pair.tokens, int) and keeps_logits(pair, most_kept)
+        found = linear_kl_fwd(pair, call.counts_N, call.options, keep, block_bytes)
+        if any(ctx.want):
+            kept = (found.p_kept_NV, found.q_kept_NV) if keep else (None, None)
+            ctx.save_for_backward(*vars(pair).values(), call.counts_N, index, found.stats_6N, *kept)
+        ctx.options, ctx.rows, ctx.block_bytes = call.options, rows, block_bytes
+        return spread(found.value_N, index, rows, 0.0)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dvalue_N: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, counts_N, index, stats_6N, p_kept_NV, q_kept_NV = ctx.saved_tensors
+        pair, options = HeadPair(*tensors), ctx.options
+        dvalue_N = contiguous(dvalue_N if index is None else dvalue_N.index_select(0, index), stats_6N.dtype)
+        p_scale = p_left = q_scale = q_left = None
+        if pair.tokens and pair.p_hidden_NG.dtype == torch.float16:
+            p_scale, p_left = fp16_scale(dvalue_N, options.p, is_difference=options.is_jsd)
+        if pair.tokens and pair.q_hidden_NH.dtype == torch.float16:
+            q_scale, q_left = fp16_scale(dvalue_N, options.q, is_difference=True)
+        reuse = p_kept_NV is not None and not keeps_graph() and can_bypass_dispatcher((p_kept_NV, q_kept_NV))
+        backward: Any = backward_in_place if reuse else linear_kl_bwd
+        gradients = backward(
+            pair,
+            KlUpstream(counts_N, stats_6N, dvalue_N, p_scale, q_scale),
+            p_kept_NV,
+            q_kept_NV,
+            options,
+            KlBackwardOptions(*ctx.want, ctx.block_bytes),
+        )
+        V = pair.vocab
+        forms = ((p_left, index, ctx.rows), (p_left, None, V), (q_left, index, ctx.rows), (q_left, None, V))
+        dtypes = pair.p_hidden_NG.dtype, pair.q_hidden_NH.dtype
+        results: list[Tensor | None] = []
+        for side, (hidden, weight) in enumerate((forms[:2], forms[2:])):
+            dx, dw, db = gradients[3 * side : 3 * side + 3]
+            want_hidden, want_weight, want_bias = ctx.want[3 * side : 3 * side + 3]
+            results += [
+                finished(dx, *hidden, dtypes[side]) if want_hidden else None,
+                finished(dw, *weight, dtypes[side]) if want_weight else None,
+                finished(db.unsqueeze(1), *weight, dtypes[side]).squeeze(1) if want_bias else None,
+            ]
+        return (*results, None, None)
+
+
+def _apply(
+    p_hidden: Tensor, p_weight: Tensor, p_bias: Tensor | None, q_hidden: Tensor, q_weight: Tensor,
+    q_bias: Tensor | None, call: LinearKlCall,
+) -> Tensor:  # fmt: skip
+    # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
+    sides = (p_hidden, p_weight, p_bias, q_hidden, q_weight, q_bias)
+    return LinearKl.apply(*sides, call, torch.is_grad_enabled())  # type: ignore[no-any-return]
+
+
+_linear_kl = Differentiable("linear_kl", _apply)
+
+
+def linear_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    kind: str = "forward",
+    beta: float = 0.5,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    mask: Tensor | None = None,
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """Divergence per token between a student's distribution p_s and a teacher's p_t, over one vocabulary.
+
+    Each distribution is the softmax of softcap(logit_scale · (hidden @ weight.T + bias)) / temperature. The kinds are
+
+        forward   KL(p_t || p_s)
+        reverse   KL(p_s || p_t)
+        jsd       beta · KL(p_t || m) + (1 - beta) · KL(p_s || m) of the mixture m = beta · p_t + (1 - beta) · p_s
+
+    jsd is the generalized Jensen-Shannon divergence of GKD (arXiv 2306.13649, equation 1) and of TRL's
+    `GKDTrainer.generalized_jsd_loss`, where beta is the teacher's share. As in TRL, beta=0 is forward and beta=1 is
+    reverse. These are the limits of jsd / beta and jsd / (1 - beta); jsd itself tends to 0.
+
+    Args:
+        hidden: (..., H), the student's hidden states: fp16, bf16, fp32 or fp64.
+        weight: (V, H), the weight of the student's `lm_head`. If its dtype differs from hidden's, both are promoted.
+            Under autocast both are cast to autocast's dtype, as in F.linear.
+        teacher_hidden: (..., G) of the same tokens, with a hidden size and a dtype of its own.
+        teacher_weight: (V, G).
+        kind: "forward", "reverse" or "jsd".
+        beta: in [0, 1], for "jsd" only.
+        bias, teacher_bias: (V,) or None.
+        temperature: divides the logits of both, after the softcap. The result is not multiplied by its square.
+        softcap, teacher_softcap: c > 0; the logits become c·tanh(logits / c).
+        logit_scale, teacher_logit_scale: multiplies the logits before the softcap; not 0.
+        mask: (...) bool; tokens where it is False are left out: their divergence and gradient are 0. They take no time,
+            because they are dropped before the products. To know their number, the host waits for the device once.
+            Under torch.compile and CUDA graphs every token is computed.
+        chunk_bytes: largest number of bytes of logits, the student's and the teacher's together, alive at once. One
+            token's are the least. Logits of all tokens that fit are kept for backward, which saves two products. The
+            default is blocks of 512 MiB, and up to 1 GiB kept, on GPUs; 16 MiB on the CPU.
+
+    Returns:
+        (...) divergences in nats, fp32 (fp64 if an input is fp64). They are differentiable for any upstream gradient,
+        towards student and teacher. If the teacher requires no gradient, its gradients and their products are skipped.
+
+    Raises:
+        ShapeError: a tensor has the wrong shape; teacher and student have different tokens or vocabularies; V or H is 0
+            (a weight with 0 elements is sharded); or the tensors are on several devices.
+        DtypeError: a tensor is none of the four floats.
+        OptionError: an option is unknown, is not a number or is outside its range.
+        DoubleBackwardError: in backward, with create_graph=True.
+    """
+    check_head(hidden, weight, bias)
+    check_head(teacher_hidden, teacher_weight, teacher_bias, "teacher_")
+    common.check_devices(
+        hidden=hidden, weight=weight, bias=bias, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight,
+        teacher_bias=teacher_bias, mask=mask,
+    )  # fmt: skip
+    rows = hidden.shape[:-1]
+    if teacher_hidden.shape[:-1] != rows:
+        raise ShapeError(
+            f"hidden has tokens {tuple(rows)}, teacher_hidden has {tuple(teacher_hidden.shape[:-1])}; they must agree."
+        )
+    if weight.shape[0] != teacher_weight.shape[0]:
+        raise ShapeError(
+            f"weight has {weight.shape[0]} classes, teacher_weight has {teacher_weight.shape[0]}; they must agree. If "
+            "one is padded, pass its first rows."
+        )
+    if mask is not None:
+        check_mask(mask, rows)
+    check_chunk_bytes(chunk_bytes)
+    student_map = check_logit_map(softcap, logit_scale)
+    teacher_map = check_logit_map(teacher_softcap, teacher_logit_scale, "teacher_")
+    temperature = check_temperature(temperature)
+    student_first, share = _direction(kind, beta)
+    student = _flat_head(hidden, weight, bias)
+    teacher = _flat_head(teacher_hidden, teacher_weight, teacher_bias)
+    index = None if mask is None else _rows_that_count(mask.reshape(-1), weight, teacher_weight)
+    maps = (*student_map, *teacher_map) if student_first else (*teacher_map, *student_map)
+    call = LinearKlCall(
+        counts_N=None if mask is None or index is not None else mask.reshape(-1).to(torch.uint8),
+        index=index,
+        options=KlOptions(share, temperature, *maps),
+        chunk_bytes=default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
+    )
+    apply = _linear_kl if torch.compiler.is_compiling() else _apply
+    sides = (*student, *teacher) if student_first else (*teacher, *student)
+    return apply(*sides, call).view(rows)  # type: ignore[no-any-return]
+
+
+def _direction(kind: str, beta: float) -> tuple[bool, float]:
+    """(whether p is the student, p's share of the mixture or 0 for a KL divergence)"""
+    if kind not in KINDS:
+        raise OptionError(f"kind={kind!r} is unknown; choose from {', '.join(KINDS)}.")
+    if not 0.0 <= check_number("beta", beta) <= 1.0:
+        raise OptionError(f"beta={beta} is outside [0, 1].")
+    if kind == "jsd" and 0.0 < beta < 1.0:
+        return False, float(beta)
+    return kind == "reverse" or (kind == "jsd" and beta == 1.0), 0.0
+
+
+def _flat_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(N, H) hidden states, weight and bias, in the dtype of their products."""
+    hidden, weight, bias = settle_dtypes(hidden, weight, bias)
+    return hidden.reshape(-1, hidden.shape[-1]), weight, bias
+
+
+def _rows_that_count(mask_N: Tensor, weight_VH: Tensor, teacher_weight_VG: Tensor) -> Tensor | None:
+    """Flat positions of the tokens that count, or None to compute all (see `linear_logprobs`)."""
+    # Two products in the forward, and in the backward again; two more for the student's gradients.
+    flops = mask_N.numel() * (8 * weight_VH.numel() + 4 * teacher_weight_VG.numel())
+    if not may_wait(mask_N) or (mask_N.is_cuda and flops < WORTH_A_WAIT_FLOPS["mask"]):
+        return None
+    return worth_gathering(mask_N.nonzero().squeeze(1), mask_N.numel())
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+def _log_softmax(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, logit_scale: float, temperature: float
+) -> Tensor:
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    logits = F.linear(hidden.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype))
+    z = logits.to(torch.promote_types(dtype, torch.float32)) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return torch.log_softmax(z / temperature, -1)
+
+
+def linear_kl_oracle(
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, *, kind: str = "forward",
+    beta: float = 0.5, bias: Tensor | None = None, teacher_bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float | None = None, teacher_softcap: float | None = None, logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0, mask: Tensor | None = None, chunk_bytes: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The unfused formula, as in TRL's GKDTrainer: two products, two log-softmaxes in at least fp32, `F.kl_div`."""
+    log_s = _log_softmax(hidden, weight, bias, softcap, logit_scale, temperature)
+    log_t = _log_softmax(
+        teacher_hidden, teacher_weight, teacher_bias, teacher_softcap, teacher_logit_scale, temperature
+    )
+
+    def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+        return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+
+    if kind == "jsd" and 0.0 < beta < 1.0:
+        share = torch.tensor(beta, dtype=log_s.dtype, device=log_s.device)
+        log_m = torch.logsumexp(torch.stack([log_s + torch.log1p(-share), log_t + torch.log(share)]), 0)
+        value = beta * kl(log_t, log_m) + (1.0 - beta) * kl(log_s, log_m)
+    elif kind == "reverse" or (kind == "jsd" and beta == 1.0):
+        value = kl(log_s, log_t)
+    else:
+        value = kl(log_t, log_s)
+    return value if mask is None else value.masked_fill(~mask, 0.0)
+
+
+def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    *rows, H, V = case.shape
+    options = dict(case.options)
+    G = options.pop("teacher_hidden_size", H)
+    masked, near, peaked = (options.pop(name, 0.0) for name in ("masked", "near", "peaked"))
+    biased = {name: options.pop(name, False) for name in ("bias", "teacher_bias")}
+    weight = randn(V, H, dtype=dtype, device=device, scale=2.0 / H**0.5)
+    hidden = randn(*rows, H, dtype=dtype, device=device)
+    if peaked:
+        # Each token's hidden state points at one weight, so that its probability is near 1.
+        favourite = torch.randint(V, tuple(rows), device=device)
+        hidden = (hidden * 0.1 + peaked * weight[favourite]).to(dtype)
+    if near:
+        # A teacher from which the student has hardly moved.
+        teacher_weight = (weight + randn(V, H, dtype=dtype, device=device, scale=near)).to(dtype)
+        teacher_hidden = (hidden + randn(*rows, H, dtype=dtype, device=device, scale=near)).to(dtype)
+    else:
+        teacher_weight = randn(V, G, dtype=dtype, device=device, scale=2.0 / G**0.5)
+        teacher_hidden = randn(*rows, G, dtype=dtype, device=device)
+    if masked:
+        options["mask"] = torch.rand(tuple(rows), device=device) >= masked
+    return {
+        "hidden": hidden,
+        "weight": weight,
+        "teacher_hidden": teacher_hidden,
+        "teacher_weight": teacher_weight,
+        **{name: randn(V, dtype=dtype, device=device) if wanted else None for name, wanted in biased.items()},
+        **options,
+    }
+
+
+def _cost(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, **options: Any) -> Cost:
+    # Two products in each pass, and two more for each head that is trained. Operands move once in each pass. Logits are
+    # written in both passes, read twice in the forward and once in the backward; gradients are written and read twice.
+    N, V = hidden.numel() // hidden.shape[-1], weight.shape[0]
+    heads = ((hidden, weight), (teacher_hidden, teacher_weight))
+    trained = [w.requires_grad or h.requires_grad for h, w in heads]
+    if not any(trained):
+        trained = [True, True]
+    operand_bytes = [h.nbytes + w.nbytes for h, w in heads]
+    logits_bytes = [N * V * h.element_size() for h, _ in heads]
+    return Cost(
+        moved_bytes=sum(
+            (3 if t else 2) * o + (8 if t else 5) * b
+            for t, o, b in zip(trained, operand_bytes, logits_bytes, strict=True)
+        ),
+        saved_bytes=sum(operand_bytes),
+        flops=sum((8 if t else 4) * N * w.numel() for t, (_, w) in zip(trained, heads, strict=True)),
+    )
+
+
+_BLOCKS = {"chunk_bytes": 42 * 30 * 8}
+LINEAR_KL = Op(
+    name="linear_kl",
+    call=linear_kl,
+    oracle=linear_kl_oracle,
+    make=_make,
+    grads=("hidden", "weight", "bias", "teacher_hidden", "teacher_weight", "teacher_bias"),
+    cases=(
+        # Kept logits, or blocks of some tokens in the forward and of some columns in the backward.
+        Case(id="forward-keep", shape=(2, 21, 24, 100), options={"chunk_bytes": 1 << 20}),
+        Case(id="forward-blocks-bias", shape=(2, 21, 24, 100), options={**_BLOCKS, "bias": True, "teacher_bias": True}),
+        Case(id="reverse-blocks", shape=(42, 24, 100), options={"kind": "reverse", **_BLOCKS}),
+        Case(id="jsd-keep", shape=(42, 24, 100), options={"kind": "jsd", "chunk_bytes": 1 << 20}),
+        Case(id="jsd-beta-blocks", shape=(42, 24, 100), options={"kind": "jsd", "beta": 0.3, "bias": True, **_BLOCKS}),
+        Case(
+            id="hidden-sizes",
+            shape=(42, 24, 100),
+            options={"teacher_hidden_size": 40, "teacher_bias": True, "temperature": 1.5, **_BLOCKS},
+        ),
+        Case(
+            id="teacher-softcap-scale",
+            shape=(42, 24, 100),
+            options={"kind": "jsd", "beta": 0.3, "teacher_softcap": 3.0, "logit_scale": 0.5, "temperature": 0.7,
+                     **_BLOCKS},
+        ),
+        Case(id="student-softcap", shape=(42, 24, 100), options={"softcap": 3.0, "temperature": 0.7, **_BLOCKS}),
+        Case(id="peaked", shape=(42, 24, 100), options={"peaked": 6.0, **_BLOCKS}),
+        Case(id="near", shape=(42, 24, 100), options={"near": 1e-2, **_BLOCKS}),
+        Case(
+            id="near-peaked-jsd",
+            shape=(42, 24, 100),
+            options={"kind": "jsd", "near": 1e-2, "peaked": 6.0, **_BLOCKS},
+        ),
+        Case(id="half-masked", shape=(42, 24, 100), options={"kind": "reverse", "masked": 0.5, **_BLOCKS}),
+        Case(id="odd-vocab", shape=(9, 16, 4099), options={"kind": "jsd", "chunk_bytes": 80_000}),
+        Case(
+            id="qwen-head",
+            shape=(2048, 1024, 151936),
+            options={"kind": "jsd", "teacher_hidden_size": 2048, "chunk_bytes": 256 * MIB},
+            small=False,
+        ),
+        Case(id="gemma-3-head", shape=(512, 640, 262144), options={"teacher_softcap": 30.0}, small=False),
+    ),
+    cost=_cost,
+    # errors: not yet measured on a GPU.
+)  # fmt: skip

@@ -1,0 +1,170 @@
+"""Heads whose weight is not whole outside their own forward: ZeRO-3's hooks, and FSDP2 on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trl_cases import FUSED, SHARDED_TEACHER, ZERO3
+from trl_runs import model, of_time
+
+import tigon
+from tigon.integrations.trl.forward import FusedForward
+from tigon.trainer.distributed import launch
+from two_ranks import assert_right, gradients_of
+from two_ranks import run as run_scenarios
+
+pytest.importorskip("trl", reason="trl is not installed (pip install 'tigon[dev]')")
+
+IDS = torch.randint(5, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+LABELS = IDS.masked_fill(torch.rand(IDS.shape, generator=torch.Generator().manual_seed(1)) < 0.3, -100)
+
+
+def with_fused_head(policy: Any, tigon: bool = True) -> Any:
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(policy, temperature=0.9, outputs=("log_probs", "entropy"))
+    if tigon:
+        FusedForward(policy)
+    return policy
+
+
+def loss_of(policy: Any, rows: slice = slice(None)) -> torch.Tensor:
+    """A loss with gradients through log-probabilities and entropy."""
+    outputs = policy(input_ids=IDS[rows], labels=LABELS[rows], fused_lm_head=True)
+    return (outputs.log_probs.square() + 0.1 * outputs.entropy).sum()
+
+
+class Partitioned:
+    """What ZeRO-3 does to a module: its weight exists only between its own hooks, in the forward and the backward.
+
+    The backward hook hangs on each tensor of the output, as in deepspeed/runtime/zero/parameter_offload.py.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.weight = module.weight
+        self.full, self.gathers = self.weight.data.clone(), 0
+        module.register_forward_pre_hook(lambda *_: self.gather())
+        module.register_forward_hook(self.after_forward)
+        self.release()
+
+    def gather(self) -> None:
+        self.gathers += 1
+        self.weight.data = self.full
+
+    def release(self) -> None:
+        self.weight.data = torch.empty(0)
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self.release()
+        partitioned = self
+
+        class PreBackward(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *outputs: torch.Tensor) -> Any:
+                return tuple(each.detach() for each in outputs)
+
+            @staticmethod
+            def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+                partitioned.gather()
+                return grads
+
+        whole = PreBackward.apply(*output) if isinstance(output, tuple) else PreBackward.apply(output)
+        return whole if isinstance(output, tuple) else whole[0]
+
+
+Partitioned.after_forward.__module__ = "deepspeed"  # a hook of the user's would be one that reads logits
+
+
+def test_head_that_zero3_partitions_is_gathered_by_its_own_forward() -> None:
+    want, got = with_fused_head(model(), tigon=False), with_fused_head(model())
+    shard = Partitioned(got.lm_head)
+    expected, loss = loss_of(want), loss_of(got)
+    assert shard.gathers == 1 and got.lm_head.weight.numel() == 0
+    expected.backward()
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    assert shard.gathers == 2
+    assert largest_error(gradients_of(got), gradients_of(want)) < 1e-5
+
+
+def largest_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    assert got.keys() == want.keys()
+    return max(float((got[n] - want[n]).abs().max() / want[n].abs().max()) for n in want)
+
+
+def error_against_one_process(sharded: Any, rank: int) -> float:
+    """The largest relative error of the mean of both ranks' gradients, with one row of the batch on each rank."""
+    whole = with_fused_head(model(), tigon=False)
+    (sum(loss_of(whole, slice(i, i + 1)) for i in range(2)) / 2).backward()
+    want = gradients_of(whole)
+    loss_of(sharded, slice(rank, rank + 1)).backward()
+    return largest_error(gradients_of(sharded), want)
+
+
+def fsdp2(rank: int, mesh: Any, *, own_head: bool, order: str) -> float:
+    from torch.distributed.fsdp import fully_shard
+
+    policy = model()
+    if order == "fused first":
+        with_fused_head(policy)
+    for layer in policy.model.layers:
+        fully_shard(layer, mesh=mesh)
+    if own_head:
+        fully_shard(policy.lm_head, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+    if order == "sharded first":
+        with_fused_head(policy)
+    return error_against_one_process(policy, rank)
+
+
+def test_zero3_logs_trls_numbers(tmp_path: Path) -> None:
+    """DeepSpeed itself, in one process on the CPU."""
+    pytest.importorskip("deepspeed")
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(Path(tigon.__file__).parents[1]), str(here), *sys.path])
+    lone = {**os.environ, "PYTHONPATH": path, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    with launch.reserved_address() as meeting:
+        done = subprocess.run(
+            [sys.executable, str(here / "zero3_run.py"), *ZERO3], env={**lone, **meeting}, capture_output=True,
+            text=True, cwd=tmp_path,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(done.stdout.split("RESULT")[1])
+    for trainer, state in ZERO3.items():
+        got, want = (results[f"{trainer} {kind}"] for kind in ("fused", "plain"))
+        assert bool(got["fused"]) == (state == FUSED), trainer
+        assert state == FUSED or SHARDED_TEACHER in str(got["unfused"])
+        for ours, theirs in zip(got["logs"], want["logs"], strict=True):
+            assert {k: v for k, v in ours.items() if not of_time(k)} == pytest.approx(
+                {k: v for k, v in theirs.items() if not of_time(k)}, rel=1e-4, abs=1e-6, nan_ok=True
+            ), trainer
+
+
+SCENARIOS = {
+    "fsdp2": lambda rank, mesh: fsdp2(rank, mesh, own_head=False, order="fused first"),
+    "fsdp2 with the head as a unit of its own": lambda rank, mesh: fsdp2(
+        rank, mesh, own_head=True, order="fused first"
+    ),
+    "fsdp2 before fuse": lambda rank, mesh: fsdp2(rank, mesh, own_head=True, order="sharded first"),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    model()  # saved before the processes are copied
+    from trl.trainer import utils  # noqa: F401  # imported once, before the processes are copied
+
+    return run_scenarios(SCENARIOS, Path(tmp_path_factory.mktemp("ranks")))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_fsdp2_gives_the_gradients_of_one_process(scenario: str, found: Any) -> None:
+    assert_right(found, scenario)

@@ -1,0 +1,100 @@
+"""Every row of the table of docs/trainers.md: TRL's trainer with and without tigon's head gives the same numbers."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from trainers_page import PAGE, render
+from trl_cases import CASES, FUSED, REFUSED, Case
+from trl_runs import Result, build, train
+
+import tigon.integrations.trl as integration
+from tigon import ops
+
+pytest.importorskip("trl", reason="trl is not installed (pip install 'tigon[dev]')")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread_and_little_garbage() -> Any:
+    """Trainer collects garbage after every run. Without the objects of the imported packages that takes no time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for trainer in ("SFT", "ORPO", "GRPO"):
+        build(trainer)  # imports
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(before)
+
+
+class Calls:
+    """Counts the calls of tigon's ops, and fails on a call of TRL's functions."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tigon = 0
+        for name in ("linear_logprobs", "linear_kl"):
+            monkeypatch.setattr(ops, name, self._counted(getattr(ops, name)))
+
+    def _counted(self, op: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.tigon += 1
+            return op(*args, **kwargs)
+
+        return counted
+
+
+def forbid_trls_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl.kernels import chunked_divergence, chunked_logprob
+
+    def called(*_: Any) -> Any:
+        raise AssertionError("TRL's own function was called")
+
+    monkeypatch.setattr(chunked_logprob.ChunkedLogProbFunction, "apply", called)
+    monkeypatch.setattr(chunked_divergence.ChunkedDivergenceFunction, "apply", called)
+
+
+def compare(got: Result, want: Result, tolerance: float) -> None:
+    assert len(got.logs) == len(want.logs)
+    for ours, theirs in zip(got.logs, want.logs, strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance / 10, nan_ok=True)
+    assert len(got.grads) == len(want.grads)
+    for ours, theirs in zip(got.grads, want.grads, strict=True):
+        assert ours.keys() == theirs.keys()
+        largest = max(float(grad.abs().max()) for grad in theirs.values())
+        for name, grad in theirs.items():
+            error = float((ours[name] - grad).abs().max())
+            # Losses of opposite signs cancel in a gradient, so its error is larger than that of the logged numbers.
+            assert error <= 10 * tolerance * max(float(grad.abs().max()), largest / 100), (name, error)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_fused_trainer_logs_and_learns_what_trl_alone_does(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.state == REFUSED:
+        with pytest.raises(ValueError, match=case.reason):
+            train(case.trainer, fused=False, **case.options)
+        return
+    want = train(case.trainer, fused=False, **case.options)
+    calls = Calls(monkeypatch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with monkeypatch.context() as forbidden:
+            forbid = (lambda _: forbid_trls_functions(forbidden)) if case.state == FUSED else None
+            got = train(case.trainer, fused=True, before=forbid, **case.options)
+    said = [str(w.message) for w in caught if issubclass(w.category, integration.UnfusedWarning)]
+    compare(got, want, case.tolerance)
+    if case.state == FUSED:
+        assert got.fused and calls.tigon > 0
+        assert not said or case.trainer == "GKD"
+    else:
+        assert len(said) == 1 and case.reason in said[0]
+
+
+def test_tables_of_the_page_are_generated_from_the_cases() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == render(text), "run: python tests/integrations/trainers_page.py"

@@ -1,0 +1,224 @@
+"""Small TRL runs: each trainer on a model of two layers and a vocabulary of 64, with and without tigon's head."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import tigon.integrations.trl as integration
+
+VOCAB = 64
+CHAT = (
+    "{% for m in messages %}{{ 'w4 ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + ' w2 ' }}"
+    "{% endgeneration %}{% else %}{{ m.content + ' w3 ' }}{% endif %}{% endfor %}"
+)
+
+
+def tokenizer(words: int = VOCAB) -> Any:
+    """One word per token; built here, so that no test needs a download."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words_ = Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
+    words_.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=words_, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w0", padding_side="left"
+    )
+    made.chat_template = CHAT
+    return made
+
+
+def model(family: str = "llama", seed: int = 0, **overrides: Any) -> Any:
+    """A causal language model of two layers in fp32, the same weights for the same seed."""
+    from transformers import AutoModelForCausalLM
+
+    folder = saved_model(family, seed, tuple(sorted(overrides.items())))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+
+
+@functools.cache
+def saved_model(family: str, seed: int, overrides: tuple[tuple[str, Any], ...]) -> str:
+    """The folder of such a model. TRL loads its reference model from the policy's folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+        "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    config = AutoConfig.for_model(family, **{**sizes, **dict(overrides)})
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    made.generation_config.eos_token_id, made.generation_config.pad_token_id = 2, 0
+    folder = tempfile.mkdtemp()
+    made.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def scorer() -> Any:
+    """A model with one score per sequence."""
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(model().name_or_path, num_labels=1)
+
+
+def text(length: int, generator: torch.Generator) -> str:
+    return " ".join(f"w{i}" for i in torch.randint(5, VOCAB, (length,), generator=generator).tolist())
+
+
+def examples(kind: str, count: int = 8) -> Any:
+    """A data set in TRL's format: sft, chat, plain, preference, unpaired or prompt."""
+    import datasets
+
+    generator = torch.Generator().manual_seed(0)
+
+    def length(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    rows: list[dict[str, Any]] = []
+    for i in range(count):
+        prompt, good, bad = (text(length(*span), generator) for span in ((2, 6), (3, 9), (2, 8)))
+        good, bad = f" {good}", f" {bad}"
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": good.strip()}]
+        rows.append(
+            {
+                "sft": {"prompt": prompt, "completion": good},
+                "chat": {"messages": turns},
+                "preference": {"prompt": prompt, "chosen": good, "rejected": bad},
+                "unpaired": {"prompt": prompt, "completion": good, "label": i % 3 > 0},
+                "prompt": {"prompt": prompt},
+                "plain": {"text": prompt + good},
+            }[kind]
+        )
+    return datasets.Dataset.from_list(rows)
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(completion.split()))) + 0.1 * len(completion.split()) for completion in completions]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one trainer of TRL is built."""
+
+    trainer: str
+    config: str
+    data: str
+    package: str = "trl"
+    options: dict[str, Any] = field(default_factory=dict)
+    parts: Callable[[], dict[str, Any]] = dict
+    """Further arguments of the trainer, such as a teacher."""
+
+
+SHORT = {"max_length": 24}
+GENERATES = {
+    "num_generations": 2, "max_completion_length": 6, "steps_per_generation": 1, "temperature": 0.9, "beta": 0.05,
+    "per_device_train_batch_size": 4,
+}  # fmt: skip
+
+KINDS = {
+    "SFT": Kind("SFTTrainer", "SFTConfig", "sft", options=SHORT),
+    "DPO": Kind("DPOTrainer", "DPOConfig", "preference", options=SHORT),
+    "KTO": Kind("KTOTrainer", "KTOConfig", "unpaired", options=SHORT),
+    "GRPO": Kind("GRPOTrainer", "GRPOConfig", "prompt", options=GENERATES, parts=lambda: {"reward_funcs": reward}),
+    "RLOO": Kind("RLOOTrainer", "RLOOConfig", "prompt", options=GENERATES, parts=lambda: {"reward_funcs": reward}),
+    "ORPO": Kind("ORPOTrainer", "ORPOConfig", "preference", "trl.experimental.orpo", options=SHORT),
+    "CPO": Kind("CPOTrainer", "CPOConfig", "preference", "trl.experimental.cpo", options=SHORT),
+    "GKD": Kind(
+        "GKDTrainer", "GKDConfig", "chat", "trl.experimental.gkd",
+        options={"max_length": 24, "lmbda": 0.0, "max_new_tokens": 4},
+        parts=lambda: {"teacher_model": model(seed=1, hidden_size=48)},
+    ),
+    "Distillation": Kind(
+        "DistillationTrainer", "DistillationConfig", "prompt", options={"max_completion_length": 6},
+        parts=lambda: {"teacher_model": model(seed=1, hidden_size=48)},
+    ),
+    "Reward": Kind("RewardTrainer", "RewardConfig", "preference", options={**SHORT, "policy": lambda: scorer()}),
+}  # fmt: skip
+
+TIMES = ("time", "runtime", "per_second", "flos", "epoch")
+
+
+@dataclass
+class Result:
+    """What one run logged, its gradients per optimizer step, and what `fuse` replaced."""
+
+    logs: list[dict[str, float]]
+    grads: list[dict[str, torch.Tensor]]
+    fused: list[str]
+    unfused: dict[str, str]
+
+
+def build(
+    kind: str, *, policy: Callable[[], Any] | None = None, lora: Any = None, data: str | None = None,
+    evaluate: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    """The trainer of one row of KINDS with these options of its config."""
+    import importlib
+
+    row = KINDS[kind]
+    package = importlib.import_module(row.package)
+    preset = dict(row.options)
+    policy = policy or preset.pop("policy", model)
+    arguments = {
+        "output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False, "max_steps": 2, "seed": 5,
+        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "learning_rate": 0.1, "optim": "sgd",
+        "logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
+        "gradient_checkpointing": False, "dataloader_pin_memory": False, **preset, **options,
+    }  # fmt: skip
+    more = row.parts()
+    if lora is not None:
+        more["peft_config"] = lora()
+    if evaluate:
+        more["eval_dataset"] = examples(data or row.data, 4)
+    return getattr(package, row.trainer)(
+        model=policy(), args=getattr(package, row.config)(**arguments), train_dataset=examples(data or row.data),
+        processing_class=tokenizer(), **more,
+    )  # fmt: skip
+
+
+def watch_gradients(trainer: Any) -> list[dict[str, torch.Tensor]]:
+    """The list that every optimizer step appends its gradients to."""
+    from transformers import TrainerCallback
+
+    taken: list[dict[str, torch.Tensor]] = []
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
+            taken.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+    trainer.add_callback(Watch())
+    return taken
+
+
+def train(kind: str, *, fused: bool, before: Callable[[Any], None] | None = None, **options: Any) -> Result:
+    """Build, fuse if asked, train two steps, evaluate if asked."""
+    evaluate = options.get("evaluate", False)
+    torch.manual_seed(7)
+    trainer = build(kind, **options)
+    if before is not None:
+        before(trainer)
+    report = integration.fuse(trainer) if fused else None
+    grads = watch_gradients(trainer)
+    torch.manual_seed(11)
+    trainer.train()
+    if evaluate:
+        trainer.evaluate()
+    logs = [
+        {key: value for key, value in entry.items() if isinstance(value, float | int) and not of_time(key)}
+        for entry in trainer.state.log_history
+    ]
+    assert grads, "no optimizer step ran"
+    return Result(logs, grads, report.fused if report else [], report.unfused if report else {})
+
+
+def of_time(key: str) -> bool:
+    """Whether a logged number is a time, or otherwise differs between two equal runs."""
+    return any(word in key for word in TIMES)
