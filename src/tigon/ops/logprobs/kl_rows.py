@@ -166,7 +166,7 @@ def _rest_of_exp(d: Tensor) -> Tensor:
 
 def _over_mixture(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """(log(p / m), log(q / m)) of the mixture m = beta · p + (1 - beta) · q, for d = log(p / q)."""
-    larger = -torch.log1p(torch.expm1(-d.abs()) * torch.where(d >= 0, 1.0 - beta, beta))
+    larger = -torch.log1p(torch.expm1(-d.abs()) * torch.where(d >= 0, d.new_full((), 1.0 - beta), beta))
     return torch.where(d >= 0, larger, larger + d), torch.where(d >= 0, larger - d, larger)
 
 

@@ -360,10 +360,14 @@ LINEAR_KL = Op(
         ),
         Case(id="student-softcap", shape=(42, 24, 100), options={"softcap": 3.0, "temperature": 0.7, **_BLOCKS}),
         Case(id="peaked", shape=(42, 24, 100), options={"peaked": 6.0, **_BLOCKS}),
-        Case(id="near", shape=(42, 24, 100), options={"near": 1e-2, **_BLOCKS}),
-        Case(id="near-peaked-jsd", shape=(42, 24, 100), options={"kind": "jsd", "near": 1e-2, "peaked": 6.0, **_BLOCKS}),
+        Case(id="near", shape=(42, 24, 100), options={"near": 0.1, **_BLOCKS}),
+        Case(
+            id="near-peaked-jsd",
+            shape=(42, 24, 100),
+            options={"kind": "jsd", "near": 0.1, "peaked": 6.0, **_BLOCKS},
+        ),
         Case(id="half-masked", shape=(42, 24, 100), options={"kind": "reverse", "masked": 0.5, **_BLOCKS}),
-        Case(id="odd-vocab", shape=(9, 16, 4099), options={"kind": "jsd", "chunk_bytes": 80_000}),
+        Case(id="odd-vocab", shape=(42, 16, 4099), options={"kind": "jsd", "chunk_bytes": 300_000}),
         Case(
             id="qwen-head",
             shape=(2048, 1024, 151936),
