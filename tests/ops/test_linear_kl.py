@@ -251,7 +251,7 @@ def test_hidden_states_of_any_strides_give_the_same_result(options: dict[str, An
 
 @each_kind
 def test_heads_of_two_dtypes_are_compared_in_the_wider_one(options: dict[str, Any], backend: Any) -> None:
-    """Each head's products run in its own dtype, and so do its gradients."""
+    """Products and gradients of each head have that head's dtype."""
     inputs = heads(backend.device)
     inputs |= {n: inputs[n].bfloat16() for n in ("teacher_hidden", "teacher_weight")}
     leaves = {n: t.clone().requires_grad_() for n, t in inputs.items()}

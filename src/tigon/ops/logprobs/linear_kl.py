@@ -152,7 +152,7 @@ def linear_kl(
         hidden: (..., H), the student's hidden states: fp16, bf16, fp32 or fp64.
         weight: (V, H), the weight of the student's `lm_head`. If its dtype differs from hidden's, both are promoted.
             Under autocast both are cast to autocast's dtype, as in F.linear.
-        teacher_hidden: (..., G) of the same tokens, with a hidden size and a dtype of its own.
+        teacher_hidden: (..., G) of the same tokens, with another hidden size or dtype if the teacher has one.
         teacher_weight: (V, G).
         kind: "forward", "reverse" or "jsd".
         beta: in [0, 1], for "jsd" only.
