@@ -108,7 +108,7 @@ def keeps_logits(pair: HeadPair, most_bytes: int) -> bool:
 
 
 class KlResults(NamedTuple):
-    """What the forward returns; logits that are not kept are empty."""
+    """The results of the forward; logits that are not kept are empty."""
 
     value_N: Tensor
     stats_6N: Tensor
