@@ -25,8 +25,8 @@ from tigon.ops.logprobs.blocks import (
     GradientSums,
     HeadTensors,
     _Buffer,
-    empty_gradients,
     _sum_dtype,
+    empty_gradients,
     plan_blocks,
 )
 from tigon.ops.logprobs.kl_rows import (
