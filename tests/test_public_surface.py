@@ -23,6 +23,7 @@ PUBLIC = [
     "linear_kl",
     "linear_logprobs",
     "logprobs",
+    "losses",
     "multi_head_linear_cross_entropy",
     "nn",
     "patch",
@@ -35,7 +36,7 @@ PUBLIC = [
 
 def test_public_names_are_the_listed_ones() -> None:
     assert sorted(tigon.__all__) == PUBLIC
-    # Importing a submodule binds its name in `tigon`; only `errors` and `nn` are part of the API.
+    # Importing a submodule binds its name in `tigon`; only `errors`, `losses` and `nn` are part of the API.
     rooms = {module.name for module in pkgutil.iter_modules(tigon.__path__)} - set(PUBLIC)
     visible = {name for name in vars(tigon) if not name.startswith("_")} - rooms - {"annotations"}
     assert visible | {"__version__"} == set(PUBLIC)

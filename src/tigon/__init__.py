@@ -5,7 +5,7 @@ Importing this package imports neither transformers nor triton; each comes with 
 
 from __future__ import annotations
 
-from tigon import errors, nn
+from tigon import errors, losses, nn
 from tigon.models import AutoModelForCausalLM, PatchReport, patch
 from tigon.ops import (
     add_rms_norm,
@@ -38,6 +38,7 @@ __all__ = [
     "linear_kl",
     "linear_logprobs",
     "logprobs",
+    "losses",
     "multi_head_linear_cross_entropy",
     "nn",
     "patch",

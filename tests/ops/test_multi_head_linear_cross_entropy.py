@@ -11,10 +11,10 @@ from torch import Tensor
 
 from helpers import relative_error
 from tigon.errors import LabelError, OptionError, ShapeError
-from tigon.ops import linear_cross_entropy, multi_head_linear_cross_entropy, prepare_targets
+from tigon.ops import linear_cross_entropy, lm_head, multi_head_linear_cross_entropy, prepare_targets
 
 # The package's attributes of these names are the functions.
-linear_module, op_module = (sys.modules[f"tigon.ops.losses.{name}"] for name in ("linear_cross_entropy", "multi_head"))
+op_module = sys.modules["tigon.ops.losses.multi_head"]
 
 B, T, H, V = 2, 11, 8, 29
 CPU = torch.device("cpu")
@@ -87,12 +87,12 @@ def test_few_ignored_rows_give_the_same_gradient_gathered_or_not(
     leaves, found, taken = [trunk, *weights, *block], [], []
 
     def rows_taken(index_N: torch.Tensor, rows: int) -> torch.Tensor | None:
-        taken.append(linear_module.worth_gathering(index_N, rows))
+        taken.append(lm_head.worth_gathering(index_N, rows))
         return taken[-1]
 
     monkeypatch.setattr(op_module, "worth_gathering", rows_taken)
     for left_out in (1 / 8, 0.0):
-        monkeypatch.setattr(linear_module, "_LEFT_OUT", left_out)
+        monkeypatch.setattr(lm_head, "_LEFT_OUT", left_out)
         loss = multi_head_linear_cross_entropy(
             trunk, weights if own_weights else weights[0], target, shifts=(1, 2), blocks=[[block], []],
             chunk_bytes=5 * V * 4,

@@ -16,7 +16,7 @@ If the logits of all tokens fit, they are kept from forward to backward, which s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,7 +116,7 @@ def _forward_body(
     plan = BlockPlan(max(N, 1), V) if keep else plan_blocks(N, V, hidden_NH.element_size(), block_bytes)
     buffer = _Buffer(plan, hidden_NH)
     kept_NV = buffer.view(N, V) if keep else hidden_NH.new_empty((0, V))
-    parts = []
+    parts: list[_RowResults] = []
     with no_autocast(hidden_NH):
         for rows in plan.token_slices(N):
             at = Rows.empty(ids_NK[rows], hidden_NH, options, one_block=plan.columns >= V)
@@ -126,19 +126,24 @@ def _forward_body(
             parts.append(_row_results(at, options))
     if not parts:
         parts.append(_row_results(Rows.empty(ids_NK, hidden_NH, options, one_block=True), options))
-    joined = (
-        parts[0]
-        if len(parts) == 1
-        else [torch.cat(p, -1 if n == 1 else 0) for n, p in enumerate(zip(*parts, strict=True))]
-    )
-    return ForwardResults(*joined, kept_NV=kept_NV)
+    results = parts[0] if len(parts) == 1 else _joined(parts)
+    return ForwardResults(*results, kept_NV)
 
 
-_ROW_DIMENSION = {1: 1}
-"""The dimension of the rows in `_row_results`, where it is not the first: the second result is stats_2N."""
+_RowResults = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""The fields of `ForwardResults` but the last."""
 
 
-def _row_results(rows: Rows, options: LogprobOptions) -> tuple[Tensor, ...]:
+def _joined(parts: Sequence[_RowResults]) -> _RowResults:
+    """The results of several chunks of tokens. The rows are the last dimension of stats_2N, the first of the others."""
+    logprob, stats, entropy, predicted, topk_logprob, topk_ids = zip(*parts, strict=True)
+    return (
+        torch.cat(logprob), torch.cat(stats, 1), torch.cat(entropy), torch.cat(predicted), torch.cat(topk_logprob),
+        torch.cat(topk_ids),
+    )  # fmt: skip
+
+
+def _row_results(rows: Rows, options: LogprobOptions) -> _RowResults:
     return (
         rows.logprob_NK, rows.stats_2N, rows.entropy_N, rows.predicted_N, rows.topk_logprob(options), rows.topk_ids_NJ
     )  # fmt: skip

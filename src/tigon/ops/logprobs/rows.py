@@ -182,7 +182,8 @@ class Rows:
         """Log-probabilities of `topk_ids_NJ`; call it after the last block."""
         z, _ = squashed(self.topk_raw_NJ, options)
         m, log_s = self.stats_2N.unsqueeze(2)
-        return ((z - m) - log_s).masked_fill_(self.ignored_N(options.ignore_index).unsqueeze(1), 0.0)
+        ignored_N = self.ignored_N(options.ignore_index)
+        return torch.where(ignored_N.unsqueeze(1), 0.0, (z - m) - log_s)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,318 @@
+"""Direct preference optimization (DPO) and its variants, on log-probabilities of whole sequences.
+
+The log-ratio of a sequence is r = log π(y|x) - log π_ref(y|x). Index w stands for the chosen and l for the rejected
+sequence of a pair, and Δ = r_w - r_l. Each variant is a function below and a row of `FORMULAS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.errors import OptionError, ShapeError
+from tigon.losses._checks import as_float, check_choice, check_number, vectors
+from tigon.losses.common import LossFormula, LossModule, PairLoss, smoothed_logistic
+from tigon.losses.numerics import exp_bounded, expm1_bounded
+
+DPOLossType = Literal[
+    "sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
+    "aot_unpaired", "apo_zero", "apo_down", "discopop",
+]  # fmt: skip
+FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+
+FORMULAS: dict[str, LossFormula] = {
+    "sigmoid": LossFormula("-(1-e) log σ(βΔ) - e log σ(-βΔ)", ("2305.18290",)),
+    "sigmoid_norm": LossFormula("as sigmoid, with r_w / |y_w| and r_l / |y_l|", ("2411.15124",)),
+    "hinge": LossFormula("max(0, 1 - βΔ)", ("2305.10425", "2309.06657")),
+    "ipo": LossFormula("(Δ - 1/(2β))², with r / |y| if lengths are given", ("2310.12036",)),
+    "robust": LossFormula("(-(1-e) log σ(βΔ) + e log σ(-βΔ)) / (1 - 2e)", ("2403.00409",)),
+    "exo_pair": LossFormula("σ(βΔ) (log σ(βΔ) - log(1-e)) + σ(-βΔ) (log σ(-βΔ) - log e)", ("2402.00856",)),
+    "nca_pair": LossFormula("-log σ(βr_w) - ½ log σ(-βr_w) - ½ log σ(-βr_l)", ("2402.05369",)),
+    "bco_pair": LossFormula("-log σ(βr_w) - log σ(-βr_l)", ("2404.04656",)),
+    "sppo_hard": LossFormula("(r_w - 1/(2β))² + (r_l + 1/(2β))²", ("2405.00675",)),
+    "aot": LossFormula("as sigmoid, with Δ = sort(log π_w - log π_l) - sort(the same of π_ref)", ("2406.05882",)),
+    "aot_unpaired": LossFormula("as sigmoid, with Δ = sort(r_w) - sort(r_l)", ("2406.05882",)),
+    "apo_zero": LossFormula("σ(-βr_w) + σ(βr_l)", ("2408.06266",)),
+    "apo_down": LossFormula("σ(βr_w) + σ(-βΔ)", ("2408.06266",)),
+    "discopop": LossFormula("-σ(-βΔ/τ) log σ(βΔ) + σ(βΔ/τ) exp(-βΔ)", ("2406.08414",)),
+}
+USE_LABEL_SMOOTHING = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "aot", "aot_unpaired")
+USE_F_DIVERGENCE = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "discopop")
+SORT = ("aot", "aot_unpaired")
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """(B,) values of each pair, and the options of the variants."""
+
+    chosen: Tensor
+    """r_w"""
+    rejected: Tensor
+    """r_l"""
+    delta: Tensor
+    """Δ of the scores f'(r), divided by the lengths where that was asked for."""
+    policy_margin: Tensor
+    ref_margin: Tensor
+    beta: float
+    label_smoothing: float
+    discopop_tau: float
+
+
+def _sigmoid(p: _Pairs) -> Tensor:
+    return smoothed_logistic(p.beta * p.delta, p.label_smoothing)
+
+
+def _hinge(p: _Pairs) -> Tensor:
+    return torch.relu(1.0 - p.beta * p.delta)
+
+
+def _ipo(p: _Pairs) -> Tensor:
+    return (p.delta - 0.5 / p.beta) ** 2
+
+
+def _robust(p: _Pairs) -> Tensor:
+    e, margin = p.label_smoothing, p.beta * p.delta
+    return (e * F.logsigmoid(-margin) - (1.0 - e) * F.logsigmoid(margin)) / (1.0 - 2.0 * e)
+
+
+def _exo_pair(p: _Pairs) -> Tensor:
+    e, margin = p.label_smoothing, p.beta * p.delta
+    won = torch.sigmoid(margin) * (F.logsigmoid(margin) - math.log1p(-e))
+    return won + torch.sigmoid(-margin) * (F.logsigmoid(-margin) - math.log(e))
+
+
+def _nca_pair(p: _Pairs) -> Tensor:
+    chosen, rejected = p.beta * p.chosen, p.beta * p.rejected
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def _bco_pair(p: _Pairs) -> Tensor:
+    return -F.logsigmoid(p.beta * p.chosen) - F.logsigmoid(-p.beta * p.rejected)
+
+
+def _sppo_hard(p: _Pairs) -> Tensor:
+    return (p.chosen - 0.5 / p.beta) ** 2 + (p.rejected + 0.5 / p.beta) ** 2
+
+
+def _aot(p: _Pairs) -> Tensor:
+    delta = p.policy_margin.sort().values - p.ref_margin.sort().values
+    return smoothed_logistic(p.beta * delta, p.label_smoothing)
+
+
+def _aot_unpaired(p: _Pairs) -> Tensor:
+    delta = p.chosen.sort().values - p.rejected.sort().values
+    return smoothed_logistic(p.beta * delta, p.label_smoothing)
+
+
+def _apo_zero(p: _Pairs) -> Tensor:
+    return torch.sigmoid(-p.beta * p.chosen) + torch.sigmoid(p.beta * p.rejected)
+
+
+def _apo_down(p: _Pairs) -> Tensor:
+    return torch.sigmoid(p.beta * p.chosen) + torch.sigmoid(-p.beta * (p.chosen - p.rejected))
+
+
+def _discopop(p: _Pairs) -> Tensor:
+    margin = p.beta * p.delta
+    logistic = torch.sigmoid(-margin / p.discopop_tau) * -F.logsigmoid(margin)
+    # σ(m/τ) exp(-m) as one exponential, because the second factor overflows where the product is at most 1.
+    return logistic + exp_bounded(F.logsigmoid(margin / p.discopop_tau) - margin)
+
+
+_FUNCTIONS: dict[str, Callable[[_Pairs], Tensor]] = {
+    "sigmoid": _sigmoid, "sigmoid_norm": _sigmoid, "hinge": _hinge, "ipo": _ipo, "robust": _robust,
+    "exo_pair": _exo_pair, "nca_pair": _nca_pair, "bco_pair": _bco_pair, "sppo_hard": _sppo_hard, "aot": _aot,
+    "aot_unpaired": _aot_unpaired, "apo_zero": _apo_zero, "apo_down": _apo_down, "discopop": _discopop,
+}  # fmt: skip
+
+
+def f_scores(log_ratio: Tensor, f_divergence_type: FDivergence, coef: float) -> Tensor:
+    """f'(t) of an f-divergence at t = exp(log_ratio), up to a constant (arXiv 2309.16240)."""
+    if f_divergence_type == "forward_kl":
+        return -expm1_bounded(-log_ratio)
+    if f_divergence_type == "js_divergence":
+        return math.log(2.0) + F.logsigmoid(log_ratio)
+    if f_divergence_type == "alpha_divergence" and abs(coef - 1.0) >= 1e-6:
+        return expm1_bounded((coef - 1.0) * log_ratio) / (coef - 1.0)
+    return log_ratio
+
+
+def check_dpo_options(
+    *,
+    beta: float,
+    loss_type: str,
+    label_smoothing: float,
+    length_normalize: bool,
+    reference_free: bool,
+    f_divergence_type: str,
+    f_alpha_divergence_coef: float,
+    discopop_tau: float,
+) -> None:
+    """Raise `OptionError` for an option of `dpo`, or a combination of them, that is not valid."""
+    check_choice("loss_type", loss_type, FORMULAS)
+    check_choice("f_divergence_type", f_divergence_type, get_args(FDivergence))
+    check_number("beta", beta, above=0)
+    check_number("discopop_tau", discopop_tau, above=0)
+    check_number("f_alpha_divergence_coef", f_alpha_divergence_coef)
+    check_number("label_smoothing", label_smoothing, at_least=0, at_most=1)
+    for name, value in (("length_normalize", length_normalize), ("reference_free", reference_free)):
+        if not isinstance(value, bool):
+            raise OptionError(f"{name}={value!r} must be True or False.")
+    if label_smoothing and loss_type not in USE_LABEL_SMOOTHING:
+        raise OptionError(
+            f"label_smoothing={label_smoothing} does not apply to loss_type={loss_type!r}; "
+            f"it applies to {', '.join(USE_LABEL_SMOOTHING)}."
+        )
+    if loss_type == "robust" and label_smoothing >= 0.5:
+        raise OptionError(f"label_smoothing={label_smoothing} must be below 0.5 for loss_type='robust'.")
+    if loss_type == "exo_pair" and not 0.0 < label_smoothing < 1.0:
+        raise OptionError(
+            f"label_smoothing={label_smoothing} must be above 0 and below 1 for loss_type='exo_pair', "
+            "whose paper recommends 1e-3."
+        )
+    if f_divergence_type != "reverse_kl" and loss_type not in USE_F_DIVERGENCE:
+        raise OptionError(
+            f"f_divergence_type={f_divergence_type!r} does not apply to loss_type={loss_type!r}; "
+            f"it applies to {', '.join(USE_F_DIVERGENCE)}."
+        )
+    if length_normalize and loss_type in SORT:
+        raise OptionError(f"length_normalize does not apply to loss_type={loss_type!r}, which sorts the batch.")
+
+
+def dpo(
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    ref_chosen_logps: Tensor | None = None,
+    ref_rejected_logps: Tensor | None = None,
+    *,
+    beta: float = 0.1,
+    loss_type: DPOLossType = "sigmoid",
+    label_smoothing: float = 0.0,
+    chosen_lengths: Tensor | None = None,
+    rejected_lengths: Tensor | None = None,
+    length_normalize: bool = False,
+    reference_free: bool = False,
+    f_divergence_type: FDivergence = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    discopop_tau: float = 0.05,
+) -> PairLoss:
+    """Direct preference optimization: the chosen sequence shall gain more log-probability than the rejected one.
+
+    loss = -log σ(β ((log π_w - log π_ref,w) - (log π_l - log π_ref,l))) for "sigmoid" (Rafailov et al. 2023, arXiv
+    2305.18290). docs/losses.md has the formula and the paper of every loss type. Log-ratios of ±500 and beyond give
+    finite losses and gradients.
+
+    Args:
+        chosen_logps, rejected_logps: (B,) log-probability of each sequence, summed over its tokens.
+        ref_chosen_logps, ref_rejected_logps: (B,) the same under the reference model.
+        beta: β, above 0. For "ipo" the paper's τ, for "sppo_hard" 1 / η.
+        loss_type: a row of the table in docs/losses.md.
+        label_smoothing: e, the assumed share of swapped labels. "sigmoid" with e is conservative DPO.
+        chosen_lengths, rejected_lengths: (B,) tokens of each sequence; lengths below 1 count as 1.
+        length_normalize: divide the log-ratios by the lengths in the loss, for any type that does not sort.
+            "sigmoid_norm" always does, and "ipo" does if lengths are given. The rewards are not divided.
+        reference_free: the reference log-probabilities are 0.
+        f_divergence_type: the divergence from the reference that replaces the reverse KL divergence (arXiv 2309.16240).
+        f_alpha_divergence_coef: α of "alpha_divergence".
+        discopop_tau: τ of "discopop".
+
+    Returns:
+        `PairLoss`: loss (B,) of each pair, chosen_rewards (B,) = β r_w and rejected_rewards (B,) = β r_l. With "aot"
+        and "aot_unpaired" an entry of the loss belongs to a rank of the sorted batch instead of a pair.
+
+    Raises:
+        OptionError: an option is unknown or out of range, does not apply to the loss type, or lacks its tensors.
+        ShapeError: the tensors are not vectors of one length.
+        DtypeError: a log-probability is not a floating-point tensor.
+    """
+    check_dpo_options(
+        beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, length_normalize=length_normalize,
+        reference_free=reference_free, f_divergence_type=f_divergence_type,
+        f_alpha_divergence_coef=f_alpha_divergence_coef, discopop_tau=discopop_tau,
+    )  # fmt: skip
+    chosen_logps, rejected_logps = vectors(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
+    if reference_free:
+        if ref_chosen_logps is not None or ref_rejected_logps is not None:
+            raise OptionError("reference_free=True takes no ref_chosen_logps and ref_rejected_logps; leave them out.")
+        ref_chosen_logps = ref_rejected_logps = torch.zeros_like(chosen_logps)
+    if ref_chosen_logps is None or ref_rejected_logps is None:
+        raise OptionError("Pass ref_chosen_logps and ref_rejected_logps, or reference_free=True.")
+    chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps = vectors(
+        chosen_logps=chosen_logps, rejected_logps=rejected_logps,
+        ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps,
+    )  # fmt: skip
+    chosen, rejected = chosen_logps - ref_chosen_logps, rejected_logps - ref_rejected_logps
+    chosen_rewards, rejected_rewards = beta * chosen.detach(), beta * rejected.detach()
+
+    chosen_scores = f_scores(chosen, f_divergence_type, f_alpha_divergence_coef)
+    rejected_scores = f_scores(rejected, f_divergence_type, f_alpha_divergence_coef)
+    has_lengths = chosen_lengths is not None and rejected_lengths is not None
+    if length_normalize or loss_type == "sigmoid_norm" or (loss_type == "ipo" and has_lengths):
+        if chosen_lengths is None or rejected_lengths is None:
+            what = "length_normalize=True" if length_normalize else f"loss_type={loss_type!r}"
+            raise OptionError(f"{what} requires chosen_lengths and rejected_lengths.")
+        chosen_count = _lengths("chosen_lengths", chosen_lengths, chosen)
+        rejected_count = _lengths("rejected_lengths", rejected_lengths, chosen)
+        chosen, rejected = chosen / chosen_count, rejected / rejected_count
+        chosen_scores, rejected_scores = chosen_scores / chosen_count, rejected_scores / rejected_count
+    pairs = _Pairs(
+        chosen, rejected, chosen_scores - rejected_scores, chosen_logps - rejected_logps,
+        ref_chosen_logps - ref_rejected_logps, beta, label_smoothing, discopop_tau,
+    )  # fmt: skip
+    return PairLoss(_FUNCTIONS[loss_type](pairs), chosen_rewards, rejected_rewards)
+
+
+def _lengths(name: str, lengths: Tensor, like: Tensor) -> Tensor:
+    if lengths.shape != like.shape:
+        raise ShapeError(f"{name} is {tuple(lengths.shape)}; it must be {tuple(like.shape)}.")
+    return as_float(name, lengths if lengths.is_floating_point() else lengths.to(like.dtype)).clamp(min=1)
+
+
+class DPOLoss(LossModule):
+    """`dpo` as a module that holds its options, under the same names.
+
+    forward takes chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, and optionally chosen_lengths and
+    rejected_lengths, all (B,), and returns `PairLoss`.
+
+    Raises:
+        OptionError: when the module is made, under the conditions of `dpo`.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.1,
+        loss_type: DPOLossType = "sigmoid",
+        label_smoothing: float = 0.0,
+        length_normalize: bool = False,
+        reference_free: bool = False,
+        f_divergence_type: FDivergence = "reverse_kl",
+        f_alpha_divergence_coef: float = 0.5,
+        discopop_tau: float = 0.05,
+    ) -> None:
+        super().__init__(
+            beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, length_normalize=length_normalize,
+            reference_free=reference_free, f_divergence_type=f_divergence_type,
+            f_alpha_divergence_coef=f_alpha_divergence_coef, discopop_tau=discopop_tau,
+        )  # fmt: skip
+        check_dpo_options(**self.options)
+
+    def forward(
+        self,
+        chosen_logps: Tensor,
+        rejected_logps: Tensor,
+        ref_chosen_logps: Tensor | None = None,
+        ref_rejected_logps: Tensor | None = None,
+        *,
+        chosen_lengths: Tensor | None = None,
+        rejected_lengths: Tensor | None = None,
+    ) -> PairLoss:
+        return dpo(
+            chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, chosen_lengths=chosen_lengths,
+            rejected_lengths=rejected_lengths, **self.options,
+        )  # fmt: skip
