@@ -44,6 +44,7 @@ LATE = documented_late_packages()
 LEAVES = {"errors", "_files", "_quiet", "units"}  # every package may import them; they import no package of tigon
 MAY_IMPORT_TRANSFORMERS = {
     "cli", "doctor", "models", "techniques", "medusa", "data", "planner", "trainer", "sweep", "bench", "compat",
+    "integrations",
 }  # fmt: skip
 # What may say "Medusa" or ask for its heads: the objective, its modules, its command, and the declaration of its keys.
 MAY_NAME_HEADS = {"objectives", "medusa", "cli"}

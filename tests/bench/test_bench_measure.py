@@ -232,3 +232,16 @@ def test_row_is_judged_by_its_graph_time_if_it_asks_for_one():
     assert (both.judged_ms(True).median, both.judged_ms(False).median) == (1, 2)
     assert Measurement(impl="x", role="peer", eager_ms=eager).judged_ms(True).median == 2
     assert Measurement(impl="x", role="peer").judged_ms(True) is None
+
+
+def test_row_of_log_probabilities_has_its_settings_variants_and_both_bounds():
+    pytest.importorskip("trl.kernels")
+    names = ("tigon", "tigon kept logits", "tigon recomputed logits", "tigon with entropy", "tigon half masked",
+             "tigon frozen head", "tigon eval", "eager", "trl")  # fmt: skip
+    record = measured(row("linear_logprobs", 64, 32, 1000, graph=False), names)
+    by_name = {m.impl: m for m in record.measurements}
+    assert set(by_name) == {*names, "products", "four products"}
+    for name, m in by_name.items():
+        assert m.status == "ok" and m.eager_ms is not None, f"{name}: {m.detail}"
+        assert not m.breaks_rule, name
+    assert record.flops == 8 * 64 * 32 * 1000

@@ -14,14 +14,16 @@ from tigon.profiler.render.figure import GRID, INK, MUTED, new_figure, svg
 # One colour per implementation, the same in every chart. Settings of one library share a hue.
 COLOURS = {
     "tigon": "#c2410c", "tigon new gradient": "#fb923c", "tigon one chunk": "#ea580c", "tigon 16-bit sums": "#fb923c",
-    "tigon small chunks": "#fdba74", "eager": "#9ca3af", "compile": "#0f766e", "torch": "#115e59", "liger": "#1d4ed8",
+    "tigon small chunks": "#fdba74", "tigon kept logits": "#ea580c", "tigon recomputed logits": "#fb923c",
+    "eager": "#9ca3af", "compile": "#0f766e", "torch": "#115e59", "liger": "#1d4ed8",
     "liger fp32": "#3b82f6", "liger cute": "#93c5fd", "liger scaled": "#60a5fa", "quack": "#7e22ce",
-    "quack base": "#c084fc", "cce": "#a16207", "cce exact": "#facc15", "products": INK,
+    "quack base": "#c084fc", "cce": "#a16207", "cce exact": "#facc15", "trl": "#be185d", "products": INK,
+    "four products": MUTED,
 }  # fmt: skip
 LABELS = {
     "eager": "Hugging Face", "compile": "torch.compile", "liger": "Liger", "liger fp32": "Liger, fp32 sums",
     "liger cute": "Liger CuTe", "liger scaled": "Liger scaled", "cce": "CCE", "cce exact": "CCE exact",
-    "products": "3 products alone",
+    "trl": "TRL", "products": "3 products alone", "four products": "4 products alone",
 }  # fmt: skip
 # Names of the dimensions of a row's shape, per op.
 DIMENSIONS = {
@@ -33,6 +35,8 @@ DIMENSIONS = {
     "geglu": ("tokens", "width"),
     "cross_entropy": ("tokens", "vocabulary"),
     "linear_cross_entropy": ("tokens", "hidden size", "vocabulary"),
+    "logprobs": ("tokens", "vocabulary"),
+    "linear_logprobs": ("tokens", "hidden size", "vocabulary"),
     "multi_head_linear_cross_entropy": ("batch", "tokens", "hidden size", "vocabulary"),
 }
 _PANELS_PER_LINE = 3

@@ -3,7 +3,8 @@
 Roles:
 
 - `ours`: tigon on the row's problem.
-- `variant`: tigon on a changed problem (a frozen head, half of the labels ignored). Its error is not measured.
+- `variant`: tigon on a changed problem (a frozen head, half of the labels ignored, entropies too). Its error is not
+  measured.
 - `baseline`: the unfused formula in eager mode, with which errors are compared.
 - `peer`: another library.
 - `limit`: the work that every implementation must do.
@@ -40,18 +41,25 @@ MEANINGS: Mapping[str, str] = {
     "tigon half ignored": "every second label is ignored: less work than the row's problem",
     "tigon frozen head": "no gradient of the head's weight: less work than the row's problem",
     "tigon eval": "the loss without gradients: less work than the row's problem",
+    "tigon kept logits": "linear_logprobs that keeps up to 4 GiB of logits for backward, which saves a product",
+    "tigon recomputed logits": "linear_logprobs in blocks of 512 MiB of logits, which the backward computes again",
+    "tigon with entropy": "log-probabilities and entropies, both with a gradient: more work than the row's problem",
+    "tigon half masked": "every second token is masked: less work than the row's problem",
     "eager": "the unfused formula in PyTorch, as transformers writes it; the baseline of errors",
     "compile": "the unfused formula under `torch.compile`",
     "torch": "PyTorch's own op in `torch.nn.functional`",
     "liger": "liger-kernel's Triton kernels",
     "liger fp32": "liger-kernel's fused linear cross entropy with `accum_dtype=torch.float32`",
     "liger cute": "liger-kernel's CuTe kernels, which need nvidia-cutlass-dsl and a Hopper GPU or newer",
-    "liger scaled": "liger-kernel's fused linear scaled cross entropy",
+    "liger scaled": "liger-kernel's fused linear scaled cross entropy, whose loss per token is a log-probability",
     "quack": "quack-kernels",
     "quack base": "quack-kernels' chunked linear cross entropy with `use_scaled_exp=False`",
     "cce": "cut-cross-entropy, which skips small probabilities in the gradient",
     "cce exact": "cut-cross-entropy with `filter_eps=None`, which skips nothing",
-    "products": "the three matrix products of linear cross entropy alone, by `torch.mm`; the bound of its rows",
+    "trl": "TRL's chunked log-probability function, which its trainers call",
+    "products": "the three matrix products of an lm_head alone (logits and both gradients), by `torch.mm`; the "
+    "bound of the rows of linear_cross_entropy and linear_logprobs",
+    "four products": "the same with the logits computed twice, for implementations that do not keep them",
 }
 """What each implementation is, for the docs."""
 
@@ -159,6 +167,22 @@ def _tigon_linear(name: str, **fields: Any) -> Impl:
     return Impl(name=name, op="linear_cross_entropy", **{"target": call, "role": "ours", **fields})
 
 
+def _half_masked(inputs: dict[str, Any]) -> dict[str, Any]:
+    ids = inputs["ids"]
+    mask = torch.arange(ids.numel(), device=ids.device).view(ids.shape) % 2 == 0
+    return {**inputs, "mask": mask}
+
+
+def _with_entropy(f: Any, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    found = f(hidden, weight, ids, outputs=("entropy",))
+    return found.logprob + found.entropy  # type: ignore[no-any-return]
+
+
+def _tigon_logprobs(name: str, **fields: Any) -> Impl:
+    call = OPS["linear_logprobs"].call
+    return Impl(name=name, op="linear_logprobs", **{"target": call, "role": "ours", **fields})
+
+
 TIGON = (
     Impl(
         name="tigon new gradient", op="cross_entropy", role="ours", target=OPS["cross_entropy"].call,
@@ -170,6 +194,12 @@ TIGON = (
     _tigon_linear("tigon half ignored", role="variant", vary=_half_ignored),
     _tigon_linear("tigon frozen head", role="variant", grads=("hidden",)),
     _tigon_linear("tigon eval", role="variant", grads=()),
+    _tigon_logprobs("tigon kept logits", fixed={"chunk_bytes": 4 * GIB}),
+    _tigon_logprobs("tigon recomputed logits", fixed={"chunk_bytes": GIB // 2}),
+    _tigon_logprobs("tigon with entropy", role="variant", adapt=_with_entropy),
+    _tigon_logprobs("tigon half masked", role="variant", vary=_half_masked),
+    _tigon_logprobs("tigon frozen head", role="variant", grads=("hidden",)),
+    _tigon_logprobs("tigon eval", role="variant", grads=()),
 )  # fmt: skip
 
 
@@ -229,6 +259,15 @@ def _mean_of_linear(f: Any, hidden: Tensor, weight: Tensor, target: Tensor) -> A
     return f(hidden, weight, target).mean()
 
 
+def _minus(f: Any, hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
+    return -f(hidden, weight, ids)
+
+
+def _trl_logprobs(f: Any, hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
+    # bias, ids, temperature, columns per chunk (the trainers' value in TRL 1.16), softcap, logit scale, other outputs
+    return f(hidden, weight, None, ids, 1.0, 32768, None, 1.0, ())[0]
+
+
 def _peers(name: str, target: str, rows: Mapping[str, tuple[str, Callable[..., Any]]], **fields: Any) -> list[Impl]:
     """Implementations of one library: op -> (function, adapter). `fields` apply to all of them."""
     return [
@@ -284,6 +323,12 @@ PEERS: Sequence[Impl] = (
     *_peers("liger scaled", _LIGER_SCALED, {
         "linear_cross_entropy": ("LigerFusedLinearScaledCrossEntropyFunction.apply", _mean_of_linear),
     }, overwrites=True, capturable=False),
+    *_peers("liger scaled", _LIGER_SCALED, {
+        "linear_logprobs": ("LigerFusedLinearScaledCrossEntropyFunction.apply", _minus),
+    }, overwrites=True, capturable=False),
+    *_peers("trl", "trl.kernels:", {
+        "linear_logprobs": ("ChunkedLogProbFunction.apply", _trl_logprobs),
+    }),
     *_peers("quack", "quack.rmsnorm:", {
         "rms_norm": ("rmsnorm", _rms_norm),
         "add_rms_norm": ("rmsnorm", _quack_add_rms_norm),
@@ -310,16 +355,35 @@ PEERS: Sequence[Impl] = (
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-def three_products(hidden: Tensor, weight: Tensor, target: Tensor, *, chunk: int = 8192) -> Tensor:
-    """The matrix products that linear cross entropy needs: logits, dX and dW, 8192 tokens at a time, without sums."""
+def _products(hidden: Tensor, weight: Tensor, *, chunk: int = 8192, logits_twice: bool = False) -> Tensor:
+    """The matrix products of an lm_head: logits, dX and dW, 8192 tokens at a time, without sums."""
     hidden_NH = hidden.reshape(-1, hidden.shape[-1])
     dw_VH = hidden
     for start in range(0, hidden_NH.shape[0], chunk):
         x_CH = hidden_NH[start : start + chunk]
         z_CV = torch.mm(x_CH, weight.t())
+        if logits_twice:
+            torch.mm(x_CH, weight.t(), out=z_CV)
         torch.mm(z_CV, weight)
         dw_VH = torch.mm(z_CV.t(), x_CH)
     return dw_VH
 
 
-LIMITS = (Impl(name="products", op="linear_cross_entropy", role="limit", target=three_products),)
+def _of_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return _products(hidden, weight)
+
+
+def _of_logprobs(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return _products(hidden, weight)
+
+
+def _four_of_logprobs(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    return _products(hidden, weight, logits_twice=True)
+
+
+LIMITS = (
+    Impl(name="products", op="linear_cross_entropy", role="limit", target=_of_loss),
+    # The first limit of an op is the bound of its rows.
+    Impl(name="products", op="linear_logprobs", role="limit", target=_of_logprobs),
+    Impl(name="four products", op="linear_logprobs", role="limit", target=_four_of_logprobs),
+)

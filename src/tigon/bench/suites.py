@@ -7,6 +7,7 @@ Shapes are those of the op's `make`:
 - gated units: rows x F
 - cross entropy: N x V
 - linear cross entropy: N x H x V, with several heads B x T x H x V
+- logprobs: N x V; linear logprobs: N x H x V
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ USUAL: dict[str, dict[str, Any]] = {
     "rope": {"kv_heads": 8},
     "cross_entropy": {"ignored": 0.0, "inplace": True},
     "linear_cross_entropy": {"ignored": 0.0},
+    "logprobs": {"ignored": 0.0},
+    "linear_logprobs": {"ignored": 0.0},
     "multi_head_linear_cross_entropy": {
         "hiddens": 3, "weights": 3, "shifts": (2, 3, 4), "head_weights": (1.0, 0.8, 0.64),
     },
@@ -92,11 +95,26 @@ def _linear(*shape: int, reach: tuple[PerformanceTarget, ...] = (), **fields: An
     return row("linear_cross_entropy", *shape, graph=False, reach=reach, **fields)
 
 
+def _linear_logprobs(*shape: int, reach: tuple[PerformanceTarget, ...] = ()) -> Row:
+    return row("linear_logprobs", *shape, graph=False, reach=reach)
+
+
 _VARIANTS = (
     PerformanceTarget(quantity="ratio", bound=0.60, of="tigon half ignored", vs="tigon"),
     PerformanceTarget(quantity="ratio", bound=0.72, of="tigon frozen head", vs="tigon"),
     PerformanceTarget(quantity="ratio", bound=0.36, of="tigon eval", vs="tigon"),
 )
+
+_LOGPROB_VARIANTS = (
+    PerformanceTarget(quantity="ratio", bound=1.10, of="tigon kept logits", vs="products"),
+    PerformanceTarget(quantity="ratio", bound=1.03, of="tigon with entropy", vs="tigon"),
+    PerformanceTarget(quantity="ratio", bound=0.60, of="tigon half masked", vs="tigon"),
+)
+
+
+def _over_four_products(**fields: Any) -> PerformanceTarget:
+    return PerformanceTarget(quantity="ratio", bound=1.08, vs="four products", **fields)
+
 
 TARGETS = (
     row("rms_norm", 16384, 2048, reach=_fraction(0.90)),
@@ -124,6 +142,11 @@ TARGETS = (
     _linear(4096, 2048, 128256, reach=(_over_products(1.04),)),
     _linear(16384, 3584, 152064, reach=(_over_products(1.03),)),
     _linear(8192, 4096, 128256, logits="peaked"),
+    _linear_logprobs(8192, 4096, 151936, reach=(_over_four_products(memory_gib=2.5), *_LOGPROB_VARIANTS)),
+    # The logits of this row fit, so tigon keeps them unless told otherwise.
+    _linear_logprobs(
+        4096, 2048, 128256, reach=(_over_four_products(of="tigon recomputed logits"), *_LOGPROB_VARIANTS)
+    ),
 )  # fmt: skip
 
 # The sweeps of the kernel benchmarks in the Liger Kernel paper (arXiv 2410.10989), with Liger and the formula of
@@ -156,6 +179,7 @@ ODD = (
     *(row("swiglu", 16384, F, reach=_NO_SLOWER_THAN_COMPILED) for F in (6912, 8960, 28672)),
     *(row("cross_entropy", 4096, V, reach=_NO_SLOWER) for V in (50257, 151936, 262144)),
     *(_linear(4096, 2048, V, reach=_NO_SLOWER_THAN_COMPILED) for V in (50257, 151936, 262144)),
+    *(row("logprobs", 4096, V, reach=_NO_SLOWER_THAN_COMPILED) for V in (50257, 128256, 262144)),
     *(
         row(op, 1, *rest, reach=_NO_SLOWER if op in ("rms_norm", "layer_norm") else _NO_SLOWER_THAN_COMPILED)
         for op, *rest in (
@@ -177,6 +201,8 @@ SMALL = (
     row("cross_entropy", 32, 1000, logits="peaked"),
     _linear(64, 32, 1000),
     _linear(64, 32, 1000, logits="peaked"),
+    row("logprobs", 32, 1000),
+    _linear_logprobs(64, 32, 1000),
     row("multi_head_linear_cross_entropy", 2, 16, 32, 500, graph=False),
 )
 

@@ -24,7 +24,7 @@ from tigon.kernels.cross_entropy import LOG2E, squash
 # (BLOCK, num_warps, stages) of the statistics, (BLOCK, num_warps) of the gradient. Both are the settings that
 # kernels/cross_entropy.py measured for its passes, which read and write the same bytes.
 STATISTICS, GRADIENT = (4096, 8, 3), (4096, 8)
-# A logit this far above the shift makes the row be read again with its maximum as the shift. For the sum alone, the
+# A row whose maximum is this far above the shift is read again with its maximum as the shift. For the sum alone, the
 # bound is that exp(88) overflows. The entropy also subtracts the distance, whose rounding is an error.
 FARTHEST, FARTHEST_ENTROPY = tl.constexpr(60.0), tl.constexpr(4.0)
 
@@ -130,10 +130,11 @@ def logprob_statistics_kernel(
             t = tl.sum(lane_t, axis=0)
             if WANT_PREDICTED:
                 best = tl.min(tl.where(lane_m == m, lane_best, C), axis=0)
-            over = (m > shift + (FARTHEST_ENTROPY if WANT_ENTROPY else FARTHEST)) & (m < float("inf"))
-            again = over
-            if FIRST:
-                again = over | ((shift > m + FARTHEST) & (m > -float("inf")))
+            far = FARTHEST_ENTROPY if WANT_ENTROPY else FARTHEST
+            over = (m > shift + far) & (m < float("inf"))
+            # Nothing but -inf came before: then 0 is no shift for logits that are far below it.
+            under = (z_0 == -float("inf")) & (shift > m + far) & (m > -float("inf"))
+            again = over | under
             shift = tl.where(again, m, shift)
         predicted = first + best.to(tl.int64)
         top = m

@@ -161,7 +161,7 @@ def _with_trl_forward(model: nn.Module) -> FusedForward:
     from trl.trainer import utils
 
     if not hasattr(utils, "add_fused_lm_head"):
-        raise PatchError("this version of TRL computes its loss from logits, and has no fused forward before 1.15")
+        raise PatchError("TRL before 1.15 computes its loss from logits")
     before = vars(model).get("forward")
     if not has_trl_forward(model):
         utils.add_fused_lm_head(model, outputs=("log_probs", "mean_logits"))

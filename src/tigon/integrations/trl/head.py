@@ -140,8 +140,8 @@ class Divergence:
     def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """hidden (N, H), weight (V, H), bias (V,) or None -> divergence (N,) and entropy (N,)."""
         divergence = ops.linear_kl(
-            hidden, weight, self.teacher_hidden_NH, self.teacher_weight_VH, kind="jsd", beta=float(self.beta), bias=bias,
-            teacher_bias=self.teacher_bias_V, temperature=self.form.temperature, softcap=self.form.softcap,
+            hidden, weight, self.teacher_hidden_NH, self.teacher_weight_VH, kind="jsd", beta=float(self.beta),
+            bias=bias, teacher_bias=self.teacher_bias_V, temperature=self.form.temperature, softcap=self.form.softcap,
             teacher_softcap=self.teacher_form.softcap, logit_scale=self.form.scale,
             teacher_logit_scale=self.teacher_form.scale,
         )  # fmt: skip

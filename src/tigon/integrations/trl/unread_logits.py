@@ -98,6 +98,16 @@ class UnreadLogits:
         form = LogitForm(self.form.temperature * divisor, self.form.softcap, self.form.scale)
         return UnreadLogits(self.head, self.hidden, form)
 
+    def __add__(self, other: Any) -> Tensor:
+        total: Tensor = self.materialize() + other
+        return total
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Tensor:
+        difference: Tensor = self.materialize() - other
+        return difference
+
     def div_(self, divisor: float) -> UnreadLogits:
         self.form, self.known = (self / divisor).form, {}
         return self
@@ -182,11 +192,11 @@ class UnreadLogitsTrainer:
         if reasons := [form for form in forms.values() if isinstance(form, str)]:
             raise PatchError(reasons[0])
         self.inside = 0
-        self.heads = [FusedHead(model) for model in models.values()]
+        self.parts = [FusedHead(model) for model in models.values()]
         self.overrides: list[Override] = []
         self.forwards: list[tuple[nn.Module, Any]] = []
         try:
-            for head, form in zip(self.heads, forms.values(), strict=True):
+            for head, form in zip(self.parts, forms.values(), strict=True):
                 head.patch()
                 self._replace_forward(head, LogitForm(1.0, form.softcap, form.scale))  # type: ignore[union-attr]
         except PatchError:
@@ -239,7 +249,7 @@ class UnreadLogitsTrainer:
             override.restore()
         for model, before in self.forwards:
             restore_forward(model, before)
-        for head in self.heads:
+        for head in self.parts:
             head.restore()
         self.overrides, self.forwards = [], []
 

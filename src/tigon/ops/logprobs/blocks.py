@@ -154,12 +154,14 @@ def _forward_fake(
 ) -> ForwardResults:  # fmt: skip
     hidden_NH, V = tensors.hidden_NH, tensors.weight_VH.shape[0]
     N = hidden_NH.shape[0]
-    rows = Rows.empty(ids_NK, hidden_NH, options, one_block=True)
     if keep or not isinstance(N, int):
+        rows = Rows.empty(ids_NK, hidden_NH, options, one_block=True)
         kept_NV = _Buffer(BlockPlan(N, V), hidden_NH).view(N, V) if keep else hidden_NH.new_empty((0, V))
     else:
         # The planner traces this fake: the buffer is alive inside the operator.
-        buffer = _Buffer(plan_blocks(N, V, hidden_NH.element_size(), block_bytes), hidden_NH)
+        plan = plan_blocks(N, V, hidden_NH.element_size(), block_bytes)
+        buffer = _Buffer(plan, hidden_NH)
+        rows = Rows.empty(ids_NK, hidden_NH, options, one_block=plan.columns >= V)
         kept_NV = hidden_NH.new_empty((0, V))
         del buffer
     return ForwardResults(
@@ -199,7 +201,8 @@ def _backward_plan(tensors: HeadTensors, options: BackwardOptions) -> BlockPlan:
     return plan_blocks(hidden_NH.shape[0], V, hidden_NH.element_size(), options.block_bytes)
 
 
-def _empty_gradients(tensors: HeadTensors, options: BackwardOptions, plan: BlockPlan) -> Gradients:
+def empty_gradients(tensors: HeadTensors, options: BackwardOptions, plan: BlockPlan) -> Gradients:
+    """Uninitialised gradients, in the dtypes that blocks of this plan need."""
     hidden_NH, weight_VH = tensors.hidden_NH, tensors.weight_VH
     (N, H), V = hidden_NH.shape, weight_VH.shape[0]
     dw_dtype, acc = _sum_dtype(weight_VH, plan.tokens < N), torch.promote_types(hidden_NH.dtype, torch.float32)
@@ -265,7 +268,7 @@ class GradientSums:
     def __init__(self, tensors: HeadTensors, wanted: BackwardOptions, plan: BlockPlan) -> None:
         self._tensors, self._wanted = tensors, wanted
         self._several = plan.columns < tensors.weight_VH.shape[0]
-        self.gradients = _empty_gradients(tensors, wanted, plan)
+        self.gradients = empty_gradients(tensors, wanted, plan)
         if not tensors.hidden_NH.shape[0]:
             self.gradients.dw_VH.zero_()
             self.gradients.db_V.zero_()
@@ -303,7 +306,7 @@ def _backward_fake(
 ) -> Gradients:  # fmt: skip
     N = tensors.hidden_NH.shape[0]
     plan = _backward_plan(tensors, options) if isinstance(N, int) else BlockPlan(N, 1)
-    gradients = _empty_gradients(tensors, options, plan)
+    gradients = empty_gradients(tensors, options, plan)
     if isinstance(N, int):
         # The planner traces this fake: the buffer and the sum of dX are alive inside the operator.
         alive = [_Buffer(plan, tensors.hidden_NH).memory]

@@ -25,8 +25,8 @@ from tigon.ops.logprobs.blocks import (
     GradientSums,
     HeadTensors,
     _Buffer,
-    _empty_gradients,
     _sum_dtype,
+    empty_gradients,
     plan_blocks,
 )
 from tigon.ops.logprobs.kl_rows import (
@@ -108,7 +108,7 @@ def keeps_logits(pair: HeadPair, most_bytes: int) -> bool:
 
 
 class KlResults(NamedTuple):
-    """What the forward returns; logits that are not kept are empty."""
+    """The results of the forward; logits that are not kept are empty."""
 
     value_N: Tensor
     stats_6N: Tensor
@@ -259,7 +259,7 @@ def _backward_fake(
     N = pair.tokens
     plan = _backward_plan(pair, options) if isinstance(N, int) else BlockPlan(N, 1)
     gradients = KlGradients(
-        *_empty_gradients(pair.p, options.p or _NOTHING, plan), *_empty_gradients(pair.q, options.q or _NOTHING, plan)
+        *empty_gradients(pair.p, options.p or _NOTHING, plan), *empty_gradients(pair.q, options.q or _NOTHING, plan)
     )
     if isinstance(N, int):
         # The planner traces this fake: the buffers and the sums of dX are alive inside the operator.

@@ -1,7 +1,7 @@
 """Divergence of two distributions per row and its gradient, from two rows of logits.
 
-The formulas are at the top of `kernels/kl.py`. p is the distribution whose KL divergence from q is measured: forward KL
-is KL(teacher || student), so p is the teacher; reverse KL is KL(student || teacher), so p is the student.
+The formulas are at the top of `kernels/kl.py`. A KL divergence is KL(p || q). In the forward KL p is the teacher, in
+the reverse KL the student. In the Jensen-Shannon divergence p is the teacher.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class KlUpstream:
 def fp16_scale(dvalue_N: Tensor, logits: LogprobOptions, is_difference: bool) -> tuple[Tensor, Tensor]:
     """(factor of a side's stored gradient, factor still to multiply by) for fp16; their product is 1.
 
-    is_difference: the entries are at most 1 times the upstream gradient, as q - p is. fp16 stores them 64 times below
-    its largest number, so that few small ones underflow.
+    is_difference: an entry is at most the upstream gradient, as with q - p. fp16 stores the entries 64 times below its
+    largest number, so that few small ones underflow.
     """
     largest = 1.0 if is_difference else _LARGEST_LOG_RATIO
     size = dvalue_N.abs().amax() * (largest * abs(logits.logit_scale / logits.temperature))
@@ -166,7 +166,7 @@ def _rest_of_exp(d: Tensor) -> Tensor:
 
 def _over_mixture(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """(log(p / m), log(q / m)) of the mixture m = beta · p + (1 - beta) · q, for d = log(p / q)."""
-    larger = -torch.log1p(torch.expm1(-d.abs()) * torch.where(d >= 0, 1.0 - beta, beta))
+    larger = -torch.log1p(torch.expm1(-d.abs()) * torch.where(d >= 0, d.new_full((), 1.0 - beta), beta))
     return torch.where(d >= 0, larger, larger + d), torch.where(d >= 0, larger - d, larger)
 
 

@@ -43,10 +43,13 @@ def logprobs_oracle(
 
 
 def make_ids(options: dict[str, Any], rows: tuple[int, ...], V: int, device: torch.device) -> Tensor:
-    """Random ids of a case; takes "ids" (K) and "masked" (a share) out of `options`, and adds the mask to them."""
-    K, masked = options.pop("ids", None), options.pop("masked", 0.0)
+    """Random ids of a case.
+
+    Takes "ids" (K), "masked" and "ignored" (shares of the tokens and of the ids) out of `options`, and adds the mask.
+    """
+    K, masked, share = options.pop("ids", None), options.pop("masked", 0.0), options.pop("ignored", 0.1)
     ids = torch.randint(V, rows if K is None else (*rows, K), device=device)
-    ignored = torch.rand(ids.shape, device=device) < 0.1
+    ignored = torch.rand(ids.shape, device=device) < share
     if masked:
         options["mask"] = torch.rand(rows, device=device) >= masked
     return ids.masked_fill(ignored, options.get("ignore_index", -100))

@@ -171,8 +171,8 @@ class Rows:
             predicted_N=like.new_empty(N if options.predicted else 0, dtype=torch.int64),
             running_3N=like.new_empty((3, 0 if one_block else N), dtype=acc),
             label_z_NK=like.new_empty((0 if one_block else N, K), dtype=acc),
-            topk_raw_NJ=like.new_full((N, J), -math.inf, dtype=acc),
-            topk_ids_NJ=ids_NK.new_zeros((N, J), dtype=torch.int64),
+            topk_raw_NJ=like.new_empty((N, J), dtype=acc),
+            topk_ids_NJ=ids_NK.new_empty((N, J), dtype=torch.int64),
         )
 
     def ignored_N(self, ignore_index: int) -> Tensor:
@@ -307,17 +307,20 @@ def _add_reference(block: Block, rows: Rows, options: LogprobOptions, at: slice)
 
 def _add_top(block: Block, rows: Rows, options: LogprobOptions) -> None:
     """Merge the largest logits of the block into `topk_raw_NJ`, which z increases with."""
-    J, sign = options.top_k, math.copysign(1.0, options.logit_scale)
-    values, at = torch.topk(block.logits_NC, min(J, block.logits_NC.shape[1]), largest=sign > 0)
-    known = rows.topk_raw_NJ if block.first == 0 else rows.topk_raw_NJ * sign
-    values = torch.cat([known, values.to(known.dtype) * sign], 1)
-    ids = torch.cat([rows.topk_ids_NJ, at + block.first], 1)
-    values, order = torch.topk(values, J)
-    ids = ids.gather(1, order)
-    if block.first + block.logits_NC.shape[1] == block.vocab:
+    J, C, sign = options.top_k, block.logits_NC.shape[1], math.copysign(1.0, options.logit_scale)
+    values, ids = torch.topk(block.logits_NC, min(J, C), largest=sign > 0)
+    values, ids = values.to(rows.topk_raw_NJ.dtype) * sign, ids + block.first
+    if block.first:
+        # Columns that no block has filled would equal logits of -inf.
+        known = min(J, block.first)
+        values = torch.cat([rows.topk_raw_NJ[:, :known] * sign, values], 1)
+        ids = torch.cat([rows.topk_ids_NJ[:, :known], ids], 1)
+        values, order = torch.topk(values, min(J, known + C))
+        ids = ids.gather(1, order)
+    if block.first + C == block.vocab:
         ids.masked_fill_(rows.ignored_N(options.ignore_index).unsqueeze(1), options.ignore_index)
-    rows.topk_raw_NJ.copy_(values * sign)
-    rows.topk_ids_NJ.copy_(ids)
+    rows.topk_raw_NJ[:, : ids.shape[1]] = values * sign
+    rows.topk_ids_NJ[:, : ids.shape[1]] = ids
 
 
 def gradient_into(block: Block, upstream: Upstream, options: LogprobOptions, grad_NC: Tensor) -> None:

@@ -16,11 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from tigon.ops import dispatch
+from tigon.ops.lm_head import worth_gathering
+from tigon.ops.logprobs import blocks
 from tigon.planner.trace.dispatch_recorder import Scratch, TraceRecorder
 
 # Imported by name, because the attribute `tigon.ops.linear_cross_entropy` is the function, not a module.
 _LOSS: Any = importlib.import_module("tigon.ops.losses.linear_cross_entropy")
 _MULTI_HEAD_LOSS: Any = importlib.import_module("tigon.ops.losses.multi_head")
+_LOGPROBS: Any = importlib.import_module("tigon.ops.logprobs.linear_logprobs")
 
 
 class _ExpertsProduct(torch.autograd.Function):
@@ -50,7 +53,8 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
     """Context in which tigon's ops plan for a GPU of `arch`. ignored: number of ignored labels in a micro-batch.
 
     It replaces:
-    - three functions of the losses, which depend on values, on the device, or on whether a tensor is fake;
+    - functions of the losses and of linear_logprobs, which depend on values, on the device, or on whether a tensor is
+      fake;
     - dropout, whose mask has the input's dtype on a CPU and one byte per element on CUDA;
     - the product of experts, whose fake rejects fp32, which CUDA multiplies expert by expert.
     """
@@ -58,6 +62,21 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
 
     def rows_that_count(target: Tensor, *_: Any) -> Tensor | None:
         return torch.empty(target.numel() - ignored, dtype=torch.int64) if ignored else None
+
+    def tokens_that_count(ids_NK: Tensor, _ignore_index: int, weight_VH: Tensor, by: str) -> Tensor | None:
+        N = ids_NK.shape[0]
+        if not ignored or 6 * N * weight_VH.numel() < _LOGPROBS._WORTH_A_WAIT_FLOPS[by]:
+            return None
+        return worth_gathering(torch.empty(N - ignored, dtype=torch.int64), N)
+
+    def logprobs_backward(
+        tensors: blocks.HeadTensors, _upstream: Any, _kept_NV: Any, _logprob: Any, options: blocks.BackwardOptions
+    ) -> blocks.Gradients:
+        # The kept logits become their gradient, so nothing but the gradients is allocated.
+        (N, H), V = tensors.hidden_NH.shape, tensors.weight_VH.shape[0]
+        products = options.want_hidden + options.want_weight
+        recorder.count(flops=2.0 * N * H * V * products, dtype=tensors.hidden_NH.dtype, launches=1 + products)
+        return blocks.empty_gradients(tensors, options, blocks.BlockPlan(max(N, 1), V))
 
     def product_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
         # cuBLAS adds a product of 16-bit factors to an fp32 sum without casting the factors.
@@ -78,6 +97,9 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
         (_LOSS, "product_into"): product_into,
         (_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
         (_MULTI_HEAD_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
+        (_LOGPROBS, "_rows_that_count"): tokens_that_count,
+        (_LOGPROBS, "can_bypass_dispatcher"): lambda tensors: True,
+        (_LOGPROBS, "backward_in_place"): logprobs_backward,
         (functional, "dropout"): dropout,
     }
     if plain_grouped_mm is not None:

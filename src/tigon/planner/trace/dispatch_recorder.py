@@ -225,6 +225,17 @@ def _hidden_grad(args: Mapping[str, Any]) -> float:
     return float(2 * math.prod(args["g"].shape) * args["weight"].shape[1])
 
 
+def _logprobs(args: Mapping[str, Any]) -> float:
+    """FLOPs of the logits."""
+    return float(2 * math.prod(args["hidden_NH"].shape) * args["weight_VH"].shape[0])
+
+
+def _logprobs_gradients(args: Mapping[str, Any]) -> float:
+    """FLOPs of the requested gradients, and of the logits unless they were kept."""
+    products = (args["kept_NV"] is None) + args["want_hidden"] + args["want_weight"]
+    return float(_logprobs(args) * products)
+
+
 def _multi_head(args: Mapping[str, Any]) -> float:
     """FLOPs of each head's residual blocks and logits, and of their requested gradients."""
     tokens, flops = args["target"].numel(), 0.0
@@ -247,5 +258,7 @@ _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "aten::addmm": _mm,
     "tigon::linear_cross_entropy_chunks": _chunked_loss,
     "tigon::linear_cross_entropy_hidden_grad": _hidden_grad,
+    "tigon::linear_logprobs_fwd": _logprobs,
+    "tigon::linear_logprobs_bwd": _logprobs_gradients,
     "tigon::multi_head_linear_cross_entropy_chunks": _multi_head,
 }
