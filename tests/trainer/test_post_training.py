@@ -97,6 +97,43 @@ def test_model_and_reference_of_dpo_run_on_tigons_head(recipe, tigon, here):
     assert first["rewards/margins"] == 0 and first["loss"] == pytest.approx(0.6931, abs=1e-4)
 
 
+TECHNIQUES = {
+    "checkpointing": {"train": {"checkpointing": "full"}},
+    "accumulation": {"train": {"gradient_accumulation": 2, "batch_size": 2}},
+    "autocast": {"train": {"precision": "amp-bf16"}},
+    "bf16": {"train": {"precision": "bf16"}},
+    "galore": {"train": {"optimizer": "galore", "galore_rank": 4}},
+    "epochs": {"train": {"steps": None, "epochs": 0.5}},
+    "adapters and checkpointing": {"train": {"checkpointing": "full"}, "lora": {"rank": 2}},
+}
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("objective", ["dpo", "grpo"])
+def test_techniques_of_the_recipe_apply(objective, technique, recipe, tigon, here):
+    outcome = tigon("train", recipe(**sections(objective, **TECHNIQUES[technique], output={"sample_tokens": 0})))
+    assert outcome.code == 0, outcome.err
+    assert records(here / "runs" / "r", "eval")
+
+
+def test_teacher_is_a_model_with_the_students_vocabulary(recipe, tigon, here):
+    assert tigon("train", recipe(**sections("dpo", output={"name": "first"}))).code == 0
+    for teacher, size, says in (
+        ("nowhere", 512, r"post_training\.teacher: 'nowhere' is neither"),
+        ("llama-3.2-1b", 512, r"post_training\.teacher: llama-3\.2-1b is a preset"),
+        ("runs/first/model", 600, r"has a vocabulary of 512, but tigon-demo has 600"),
+    ):
+        more = {
+            "model": {"config": {**SHAPE, "vocab_size": size}}, "post_training": {"base_steps": 0, "teacher": teacher}
+        }  # fmt: skip
+        outcome = tigon("train", recipe(**sections("distill", **more)))
+        assert outcome.code == 2 and re.search(says, outcome.err), outcome.err
+        assert not (here / "runs" / "r").exists()
+    more = {"post_training": {"base_steps": 0, "teacher": "runs/first/model"}}
+    outcome = tigon("train", recipe(**sections("distill", **more)))
+    assert outcome.code == 0, outcome.err
+
+
 def test_kernels_change_no_loss(recipe, tigon, here):
     losses = []
     for kernels in ("none", "no-flce", "tigon"):
@@ -306,6 +343,16 @@ def test_kl_of_grpo_is_against_the_model_after_its_base_steps(recipe, tigon, her
 def test_every_objective_has_a_recipe_and_takes_its_keys() -> None:
     folder = Path(__file__).parents[2] / "recipes" / "objectives"
     assert {path.stem for path in folder.glob("*.yaml")} == set(post_training_rules.TAKES) == set(OWN)
+
+
+def test_recipe_of_dpo_learns_to_prefer_polite_answers(tigon, here):
+    recipe = Path(__file__).parents[2] / "recipes" / "objectives" / "dpo.yaml"
+    outcome = tigon("train", recipe, "--set", "output.save_model=false", "--set", "output.sample_tokens=0")
+    assert outcome.code == 0, outcome.err
+    first, *_, last = records(here / "runs" / "dpo", "train")
+    evaluated = records(here / "runs" / "dpo", "eval")[-1]
+    assert first["rewards/margins"] == 0 and last["rewards/margins"] > 1
+    assert evaluated["eval_rewards/accuracies"] > 0.95 and evaluated["eval_rewards/margins"] > 1
 
 
 @pytest.mark.parametrize("rows", [preferences.PAIRS, preferences.UNPAIRED, preferences.PROMPTS])

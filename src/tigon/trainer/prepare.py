@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ def quiet_libraries(recipe: Recipe) -> None:
     Raises:
         RecipeError: transformers cannot be imported.
     """
-    hub.set_offline_mode((recipe.model.name, recipe.data.tokenizer))
+    hub.set_offline_mode([recipe.model.name, recipe.data.tokenizer, *filter(None, [recipe.post_training.teacher])])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # about DeepSpeed's calls
@@ -136,6 +136,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     rows, n_rows = None, len(train_docs)
     if objective.trl is not None:
         load_rewards(objective.trl.rewards)
+        _check_teacher(recipe, config)
         rows = _rows(train_docs), _rows(eval_docs)
         preferences.check_alike([*train_docs, *eval_docs])
         train_docs, eval_docs = ([text for row in part for text in row.texts] for part in (train_docs, eval_docs))
@@ -184,6 +185,33 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
 
 def _rows(rows: Sequence[documents.Document]) -> list[Mapping[str, Any]]:
     return [row.row for row in rows if row.row is not None]
+
+
+def _check_teacher(recipe: Recipe, config: Any) -> None:
+    """Refuse a teacher that is no model, or has another vocabulary than the model.
+
+    Raises:
+        RecipeError: The message names `post_training.teacher`.
+    """
+    name = recipe.post_training.teacher
+    if name is None:
+        return
+    if model.is_preset(name):
+        raise RecipeError(
+            f"post_training.teacher: {name} is a preset, whose weights are random; give a model folder or a hub id"
+        )
+    teacher = replace(recipe.model, name=name, config=None, revision=None)
+    try:
+        theirs = model.load_config(teacher).get_text_config().vocab_size
+        model.check_weights(teacher, model.load_config(teacher))
+    except RecipeError as error:
+        raise RecipeError(str(error).replace("model.name", "post_training.teacher")) from None
+    ours = config.get_text_config().vocab_size
+    if theirs != ours:
+        raise RecipeError(
+            f"post_training.teacher: {name} has a vocabulary of {theirs}, but {recipe.model.name} has {ours}; use a "
+            "teacher with the model's tokenizer"
+        )
 
 
 def _check_chat(tok: Any, row: documents.Document) -> None:
