@@ -274,6 +274,16 @@ def test_bad_row_is_named_by_file_line_and_column(case, recipe, tigon, here):
     assert not (here / "runs").exists()
 
 
+def test_long_rows_are_dropped_and_counted_on_request(recipe, tigon, here):
+    long = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c d " * 100})
+    (here / "rows.jsonl").write_text("\n".join([long, *[FIRST["dpo"]] * 30, long]) + "\n", encoding="utf-8")
+    more = {"data": {"source": "rows.jsonl", "too_long": "drop"}}
+    outcome = tigon("train", recipe(**sections("dpo", **more)))
+    assert outcome.code == 0 and "2 dropped" in outcome.out, outcome.err
+    data = json.loads((here / "runs" / "r" / "data.json").read_text())
+    assert data["dropped_rows"] == 2 and data["rows"] == 27
+
+
 def test_reward_function_with_too_few_numbers_stops_the_run(recipe, tigon, here):
     more = {"post_training": {"rewards": ["my_rewards:too_few"]}}
     outcome = tigon("train", recipe(**sections("grpo", **more)))

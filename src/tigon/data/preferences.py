@@ -7,11 +7,13 @@ which the trainer takes, and its `texts`, which count for the tokenizer and the 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tigon.data.documents import Document, Message, Segment, chat_document, string
+from tigon.data.tokenizer import Encoded
 from tigon.errors import DataError
 
 Content = str | list[dict[str, str]]
@@ -112,6 +114,31 @@ def check_alike(documents: Sequence[Document]) -> None:
 
 
 _KINDS = {str: "text", list: "messages", bool: "true or false"}
+
+
+Parts = tuple[Sequence[Document], Sequence[Document]]
+"""The rows to train on, and those for evaluation."""
+
+
+def fitting(
+    rows: Parts, encoded: tuple[list[Encoded], list[Encoded]], length: int, *, too_long: str
+) -> tuple[tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]], tuple[list[Encoded], list[Encoded]]]:
+    """The rows whose texts can be trained on, and their texts.
+
+    Args:
+        rows: The rows as documents.
+        encoded: Their texts as tokens. A text may be missing, because `data.bad_rows: skip` left it out.
+        length: The most tokens of a text.
+        too_long: The value of `data.too_long`; `drop` leaves rows with a longer text out.
+    """
+    texts = [text for part in encoded for text in part]
+    over = {text.origin for text in texts if len(text.tokens) > length} if too_long == "drop" else set()
+    n_encoded = Counter(text.origin for text in texts)
+    wanted = Counter(text.origin for part in rows for row in part for text in row.texts)
+    out = over | {origin for origin, number in wanted.items() if n_encoded[origin] < number}
+    train, evaluated = ([row.row for row in part if row.row is not None and row.origin not in out] for part in rows)
+    kept, kept_for_eval = ([text for text in part if text.origin not in out] for part in encoded)
+    return (train, evaluated), (kept, kept_for_eval)
 
 
 def is_chat(document: Document) -> bool:

@@ -74,7 +74,7 @@ def _one_process(recipe: Recipe) -> bool:
 def _reshapes_data(recipe: Recipe) -> str | None:
     """The first key about documents of text that the recipe changes; they do not apply to rows."""
     data = recipe.data
-    names = ("format", "packing", "cross_document_attention", "too_long")
+    names = ("format", "packing", "cross_document_attention")
     return next((name for name in names if getattr(data, name) != getattr(DataConfig(), name)), None)
 
 
@@ -101,8 +101,10 @@ RULES = Rules(
             Rule(lambda r, name=name: is_post_training(r) and _reshapes_data(r) == name,  # type: ignore[misc]
                  f"data.{name} is for text, and post-training takes rows of JSONL with the columns of TRL's formats; "
                  f"leave data.{name} out")
-            for name in ("format", "packing", "cross_document_attention", "too_long")
+            for name in ("format", "packing", "cross_document_attention")
         ),
+        Rule(lambda r: is_post_training(r) and r.data.too_long == "truncate",
+             "data.too_long: truncate would cut answers off, and a cut answer is another answer; set drop or error"),
         Rule(lambda r: r.train.objective == "kto" and r.train.batch_size < 2,
              "train.batch_size is 1, but kto estimates its KL term from the other answers of a micro-batch; set 2 or "
              "more"),

@@ -133,11 +133,10 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         train_docs, eval_docs = read, documents.read(data.eval_source, layout, None, bad, "data.eval_source")
     else:
         train_docs, eval_docs = documents.split_eval(read, data.eval_fraction)
-    rows, n_rows = None, len(train_docs)
+    row_docs = (train_docs, eval_docs)
     if objective.trl is not None:
         load_rewards(objective.trl.rewards)
         _check_teacher(recipe, config)
-        rows = _rows(train_docs), _rows(eval_docs)
         preferences.check_alike([*train_docs, *eval_docs])
         train_docs, eval_docs = ([text for row in part for text in row.texts] for part in (train_docs, eval_docs))
     tok = _tokenizer(recipe, train_docs)
@@ -145,13 +144,18 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     if objective.trl is not None:
         _check_chat(tok, read[0])
     encode = partial(tokenizer.encode, tokenizer=tok, vocab_size=config.vocab_size, bad=bad)
-    train = objective.samples(encode(train_docs), data)
-    eval_packed = objective.samples(encode(eval_docs), data) if eval_docs else None
+    encoded = encode(train_docs), encode(eval_docs) if eval_docs else []
+    rows = None
+    if objective.trl is not None:
+        rows, encoded = preferences.fitting(row_docs, encoded, data.sequence_length, too_long=data.too_long)
+    n_dropped = 0 if rows is None else sum(map(len, row_docs)) - sum(map(len, rows))
+    train = objective.samples(encoded[0], data)
+    eval_packed = objective.samples(encoded[1], data) if eval_docs else None
     eval_samples = eval_packed.samples if eval_packed else []
-    n_samples = len(train.samples) if rows is None else n_rows
+    n_samples = len(train.samples if rows is None else rows[0])
     _check_enough(recipe, n_samples, choices.gpus)
     if eval_packed is not None and not eval_packed.samples:
-        raise _nothing_to_evaluate(recipe, len(eval_docs), eval_packed.n_dropped)
+        raise _nothing_to_evaluate(recipe, len(eval_docs), eval_packed.n_dropped + n_dropped)
     prompt = _prompt(recipe, tok, eval_samples or train.samples, only_prompt=rows is not None)
     preflight.check_sample(recipe, config, len(prompt))
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
@@ -163,7 +167,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         "tokens": train.n_tokens,
         "held_out_tokens": eval_packed.n_tokens if eval_packed else 0,
         "truncated_rows": train.n_truncated + (eval_packed.n_truncated if eval_packed else 0),
-        "dropped_rows": train.n_dropped + (eval_packed.n_dropped if eval_packed else 0),
+        "dropped_rows": train.n_dropped + (eval_packed.n_dropped if eval_packed else 0) + n_dropped,
         "bad_rows": len(bad.problems),
         "tokenizer_size": len(tok),
         "parameters": n_parameters,
@@ -181,10 +185,6 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         wrong_ops=self_test.wrong_ops(recipe, choices, device),
         unused_tensors=unused_tensors,
     )  # fmt: skip
-
-
-def _rows(rows: Sequence[documents.Document]) -> list[Mapping[str, Any]]:
-    return [row.row for row in rows if row.row is not None]
 
 
 def _check_teacher(recipe: Recipe, config: Any) -> None:
