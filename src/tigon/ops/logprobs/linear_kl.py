@@ -89,7 +89,7 @@ class LinearKl(torch.autograd.Function):
             p_kept_NV,
             q_kept_NV,
             options,
-            KlBackwardOptions(*ctx.want, ctx.block_bytes),
+            KlBackwardOptions(*ctx.want, block_bytes=ctx.block_bytes),
         )
         V = pair.vocab
         forms = ((p_left, index, ctx.rows), (p_left, None, V), (q_left, index, ctx.rows), (q_left, None, V))
@@ -213,7 +213,7 @@ def linear_kl(
     )
     apply = _linear_kl if torch.compiler.is_compiling() else _apply
     sides = (*student, *teacher) if student_first else (*teacher, *student)
-    return apply(*sides, call).view(rows)  # type: ignore[no-any-return]
+    return apply(*sides, call).view(rows)
 
 
 def _direction(kind: str, beta: float) -> tuple[bool, float]:
