@@ -27,9 +27,9 @@ from tigon.kernels.logprobs import FARTHEST, _squash
 
 # N rows (tokens), C columns of the block of logits.
 
-# (columns per lane, num_warps, stages) of the divergence, (columns per lane, num_warps) of the gradient. 8 columns are 16
-# bytes of 16-bit logits. With 16, a lane of the Jensen-Shannon divergence holds 151 registers on sm_90, and a
-# multiprocessor takes only one program. A stage buffers a tile of both rows.
+# (columns per lane, num_warps, stages) of the divergence, (columns per lane, num_warps) of the gradient. 8 columns are
+# one 16-byte load of 16-bit logits. With 16 columns, a lane of the Jensen-Shannon divergence holds 151 registers on
+# sm_90, and a multiprocessor takes only one program. A stage buffers a tile of both rows.
 DIVERGENCE, GRADIENT = (8, 8, 2), (8, 8)
 # Below this |D|, exp(-D) - 1 and D + exp(-D) - 1 are their Taylor series, because the differences would cancel.
 NEAR = tl.constexpr(0.5)
