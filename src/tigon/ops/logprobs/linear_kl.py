@@ -89,7 +89,7 @@ class LinearKl(torch.autograd.Function):
             p_kept_NV,
             q_kept_NV,
             options,
-            KlBackwardOptions(*ctx.want, block_bytes=ctx.block_bytes),
+            KlBackwardOptions._make((*ctx.want, ctx.block_bytes)),
         )
         V = pair.vocab
         forms = ((p_left, index, ctx.rows), (p_left, None, V), (q_left, index, ctx.rows), (q_left, None, V))
