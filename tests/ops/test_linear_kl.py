@@ -77,6 +77,20 @@ def test_distant_logits_give_what_the_formula_gives(options: dict[str, Any], far
     assert relative_error(got, want) <= 2 * max(relative_error(unfused, want), torch.finfo(torch.float32).eps)
 
 
+@each_kind
+def test_logit_far_above_the_first_tile_keeps_its_precision(options: dict[str, Any], backend: Any) -> None:
+    """exp(logit - the first tile's maximum) overflows, so the kernel reads the row again."""
+    wide = 4500
+    torch.manual_seed(4)
+    inputs = {n: torch.randn(wide if n.endswith("weight") else 2, 3).to(backend.device)
+              for n in ("hidden", "weight", "teacher_hidden", "teacher_weight")}  # fmt: skip
+    bias, teacher_bias = (torch.zeros(wide, device=backend.device) for _ in range(2))
+    bias[4400], teacher_bias[4300:4310] = 120.0, 118.0
+    got = linear_kl(**inputs, bias=bias, teacher_bias=teacher_bias, **options)
+    want = linear_kl_oracle(**inputs, bias=bias, teacher_bias=teacher_bias, **options)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+
+
 def test_jsd_of_one_half_is_symmetric() -> None:
     inputs = heads()
     swapped = dict(zip(inputs, [inputs[n] for n in ("teacher_hidden", "teacher_weight", "hidden", "weight")],

@@ -380,7 +380,7 @@ class Products:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> Products:
-    monkeypatch.setattr(op_module, "_WORTH_A_WAIT_FLOPS", {"mask": 0, "ids": 0})
+    monkeypatch.setattr(op_module, "WORTH_A_WAIT_FLOPS", {"mask": 0, "ids": 0})
     return Products(monkeypatch)
 
 

@@ -119,10 +119,13 @@ def _forward_body(
     parts: list[_RowResults] = []
     with no_autocast(hidden_NH):
         for rows in plan.token_slices(N):
-            at = Rows.empty(ids_NK[rows], hidden_NH, options, one_block=plan.columns >= V)
+            at = None
             for columns in plan.column_slices(V):
-                out_nc = buffer.view(rows.stop - rows.start, columns.stop - columns.start)
-                add_block(tensors.logits(rows, columns, out_nc), at, options)
+                block = tensors.logits(rows, columns, buffer.view(rows.stop - rows.start, columns.stop - columns.start))
+                if at is None:  # allocated while the first product runs
+                    at = Rows.empty(ids_NK[rows], hidden_NH, options, one_block=plan.columns >= V)
+                add_block(block, at, options)
+            assert at is not None
             parts.append(_row_results(at, options))
     if not parts:
         parts.append(_row_results(Rows.empty(ids_NK, hidden_NH, options, one_block=True), options))

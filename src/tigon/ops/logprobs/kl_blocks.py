@@ -160,12 +160,12 @@ linear_kl_fwd = Primitive("linear_kl_fwd", composite=_forward_body, fake=_forwar
 class KlBackwardOptions(NamedTuple):
     """The gradients that are wanted."""
 
-    p_hidden: bool
-    p_weight: bool
-    p_bias: bool
-    q_hidden: bool
-    q_weight: bool
-    q_bias: bool
+    want_p_hidden: bool
+    want_p_weight: bool
+    want_p_bias: bool
+    want_q_hidden: bool
+    want_q_weight: bool
+    want_q_bias: bool
     block_bytes: int
 
     @property

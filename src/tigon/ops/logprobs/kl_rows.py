@@ -1,7 +1,7 @@
 """Divergence of two distributions per row and its gradient, from two rows of logits.
 
-The formulas are at the top of `kernels/kl.py`. A KL divergence is KL(p || q). In the forward KL p is the teacher, in
-the reverse KL the student. In the Jensen-Shannon divergence p is the teacher.
+The formulas are at the top of `kernels/kl.py`. A KL divergence is KL(p || q). In the reverse KL, p is the
+student; in the forward KL and in the Jensen-Shannon divergence, p is the teacher.
 """
 
 from __future__ import annotations

@@ -180,6 +180,8 @@ class Rows:
 
     def topk_logprob(self, options: LogprobOptions) -> Tensor:
         """Log-probabilities of `topk_ids_NJ`; call it after the last block."""
+        if not options.top_k:
+            return self.topk_raw_NJ
         z, _ = squashed(self.topk_raw_NJ, options)
         m, log_s = self.stats_2N.unsqueeze(2)
         ignored_N = self.ignored_N(options.ignore_index)
@@ -202,6 +204,8 @@ class Upstream:
 
     def part(self, rows: slice) -> Upstream:
         """The gradients of some rows."""
+        if rows == slice(0, self.ids_NK.shape[0]):
+            return self
         return Upstream(
             ids_NK=self.ids_NK[rows],
             stats_2N=self.stats_2N[:, rows].contiguous(),

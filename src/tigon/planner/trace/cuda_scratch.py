@@ -65,7 +65,7 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
 
     def tokens_that_count(ids_NK: Tensor, _ignore_index: int, weight_VH: Tensor, by: str) -> Tensor | None:
         N = ids_NK.shape[0]
-        if not ignored or 6 * N * weight_VH.numel() < _LOGPROBS._WORTH_A_WAIT_FLOPS[by]:
+        if not ignored or 6 * N * weight_VH.numel() < _LOGPROBS.WORTH_A_WAIT_FLOPS[by]:
             return None
         return worth_gathering(torch.empty(N - ignored, dtype=torch.int64), N)
 
