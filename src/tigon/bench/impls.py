@@ -45,6 +45,7 @@ MEANINGS: Mapping[str, str] = {
     "tigon recomputed logits": "linear_logprobs in blocks of 512 MiB of logits, which the backward computes again",
     "tigon with entropy": "log-probabilities and entropies, both with a gradient: more work than the row's problem",
     "tigon half masked": "every second token is masked: less work than the row's problem",
+    "tigon frozen teacher": "divergence without gradients of the teacher: less work than the row's problem",
     "eager": "the unfused formula in PyTorch, as transformers writes it; the baseline of errors",
     "compile": "the unfused formula under `torch.compile`",
     "torch": "PyTorch's own op in `torch.nn.functional`",
@@ -60,6 +61,7 @@ MEANINGS: Mapping[str, str] = {
     "products": "the three matrix products of an lm_head alone (logits and both gradients), by `torch.mm`; the "
     "bound of the rows of linear_cross_entropy and linear_logprobs",
     "four products": "the same with the logits computed twice, for implementations that do not keep them",
+    "six products": "logits of student and teacher, each computed twice, and the student's two gradients",
 }
 """What each implementation is, for the docs."""
 
@@ -200,6 +202,10 @@ TIGON = (
     _tigon_logprobs("tigon half masked", role="variant", vary=_half_masked),
     _tigon_logprobs("tigon frozen head", role="variant", grads=("hidden",)),
     _tigon_logprobs("tigon eval", role="variant", grads=()),
+    Impl(
+        name="tigon frozen teacher", op="linear_kl", role="variant", target=OPS["linear_kl"].call,
+        grads=("hidden", "weight"),
+    ),
 )  # fmt: skip
 
 
@@ -381,9 +387,19 @@ def _four_of_logprobs(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return _products(hidden, weight, logits_twice=True)
 
 
+def _six_of_kl(
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, **_: Any
+) -> Tensor:  # fmt: skip
+    teacher_NH = teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
+    for _pass in ("forward", "backward"):
+        torch.mm(teacher_NH, teacher_weight.t())
+    return _products(hidden, weight, logits_twice=True)
+
+
 LIMITS = (
     Impl(name="products", op="linear_cross_entropy", role="limit", target=_of_loss),
     # The first limit of an op is the bound of its rows.
     Impl(name="products", op="linear_logprobs", role="limit", target=_of_logprobs),
     Impl(name="four products", op="linear_logprobs", role="limit", target=_four_of_logprobs),
+    Impl(name="six products", op="linear_kl", role="limit", target=_six_of_kl),
 )

@@ -7,7 +7,7 @@ Shapes are those of the op's `make`:
 - gated units: rows x F
 - cross entropy: N x V
 - linear cross entropy: N x H x V, with several heads B x T x H x V
-- logprobs: N x V; linear logprobs: N x H x V
+- logprobs: N x V; linear logprobs and linear KL: N x H x V
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ USUAL: dict[str, dict[str, Any]] = {
     "linear_cross_entropy": {"ignored": 0.0},
     "logprobs": {"ignored": 0.0},
     "linear_logprobs": {"ignored": 0.0},
+    "linear_kl": {"kind": "jsd"},
     "multi_head_linear_cross_entropy": {
         "hiddens": 3, "weights": 3, "shifts": (2, 3, 4), "head_weights": (1.0, 0.8, 0.64),
     },
@@ -147,6 +148,14 @@ TARGETS = (
     _linear_logprobs(
         4096, 2048, 128256, reach=(_over_four_products(of="tigon recomputed logits"), *_LOGPROB_VARIANTS)
     ),
+    row(
+        "linear_kl", 8192, 4096, 128256, graph=False,
+        reach=(
+            PerformanceTarget(
+                quantity="ratio", bound=1.15, of="tigon frozen teacher", vs="six products", memory_gib=2.0
+            ),
+        ),
+    ),
 )  # fmt: skip
 
 # The sweeps of the kernel benchmarks in the Liger Kernel paper (arXiv 2410.10989), with Liger and the formula of
@@ -203,6 +212,7 @@ SMALL = (
     _linear(64, 32, 1000, logits="peaked"),
     row("logprobs", 32, 1000),
     _linear_logprobs(64, 32, 1000),
+    row("linear_kl", 64, 32, 1000, graph=False),
     row("multi_head_linear_cross_entropy", 2, 16, 32, 500, graph=False),
 )
 
