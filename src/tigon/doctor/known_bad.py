@@ -13,10 +13,10 @@ from tigon.doctor.finding import Finding, Level
 OLDEST: Mapping[str, str] = MappingProxyType(
     {
         "torch": "2.8", "triton": "3.4", "transformers": "5.8", "accelerate": "1.10", "peft": "0.18",
-        "deepspeed": "0.19", "bitsandbytes": "0.50",
+        "deepspeed": "0.19", "bitsandbytes": "0.50", "trl": "1.16",
     }
 )  # fmt: skip
-UNTESTED_FROM: Mapping[str, str] = MappingProxyType({"transformers": "5.24"})
+UNTESTED_FROM: Mapping[str, str] = MappingProxyType({"transformers": "5.24", "trl": "1.17"})
 
 
 @dataclass(frozen=True, kw_only=True)
