@@ -1,0 +1,194 @@
+"""One DPO and one GRPO step of Llama-3.2-1B in TRL: tokens per second and peak memory with and without tigon's head.
+
+    python -m benchmarks.measure_trl_step             # on the GPU
+    python -m benchmarks.measure_trl_step --tiny      # a small model on the CPU, to see that it runs
+
+A step is the trainer's own `compute_loss`, the backward pass and AdamW. GRPO's completions are random tokens, because
+generating them would take most of the time. Each line is one measurement:
+
+    logits   TRL with the log-probabilities of all logits
+    trl      TRL as it is
+    head     TRL with `tigon.integrations.trl.fuse`
+    tigon    `head`, and the layers patched by `tigon.patch`
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import peft
+import torch
+import trl
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl.trainer import utils as trl_utils
+
+import tigon
+from tigon.integrations.trl import fuse
+
+TINY = "--tiny" in sys.argv
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WORDS = 900
+PAIRS, SEQ = 8, 64 if TINY else 1024
+COMPLETIONS = 4 if TINY else 64
+GIB = 1 << 30
+CHUNKED = trl_utils._ChunkedLogProbFunction
+Made = tuple[Any, dict[str, Any], int]
+"""(trainer, a batch, tokens of the batch)"""
+
+
+class AllLogits:
+    """TRL's chunked function with all logits at once."""
+
+    @staticmethod
+    def apply(
+        hidden: Any,
+        weight: Any,
+        bias: Any,
+        ids: Any,
+        temperature: float,
+        _chunk: int,
+        softcap: Any,
+        scale: float,
+        _: Any,
+    ) -> tuple[Any, ...]:
+        z = nn.functional.linear(hidden, weight, bias).float() * scale
+        if softcap is not None:
+            z = softcap * torch.tanh(z / softcap)
+        log_p = torch.log_softmax(z / temperature, -1)
+        with torch.no_grad():
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            metrics = entropy, torch.logsumexp(2 * log_p, -1), z.mean(-1), z.argmax(-1) == ids
+        return log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1), *metrics
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of words w0 to w899, so that nothing is downloaded."""
+    words = {f"w{i}": i for i in range(WORDS)} | {"<pad>": WORDS, "<eos>": WORDS + 1, "<unk>": WORDS + 2}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def text(words: int, seed: int) -> str:
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(f"w{int(i)}" for i in torch.randint(WORDS, (words,), generator=generator))
+
+
+def policy() -> Any:
+    """Llama-3.2-1B with random weights in bf16, or a tiny Llama."""
+    sizes: dict[str, Any] = (
+        {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        if TINY else
+        {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+    )  # fmt: skip
+    config = LlamaConfig(
+        **sizes, max_position_embeddings=4096, tie_word_embeddings=True, pad_token_id=WORDS, eos_token_id=WORDS + 1,
+        bos_token_id=WORDS + 1, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def adapters(kind: str) -> Any:
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return peft.LoraConfig(r=16, target_modules=modules) if kind == "lora" else None
+
+
+USUAL = {
+    "output_dir": "/tmp/measure_trl_step", "bf16": DEVICE == "cuda", "use_cpu": DEVICE == "cpu", "report_to": [],
+    "gradient_checkpointing": True, "save_strategy": "no", "disable_tqdm": True,
+}  # fmt: skip
+
+
+def dpo(kind: str) -> Made:
+    half = SEQ // 2
+    rows = [
+        {"prompt": text(half, i), "chosen": " " + text(half - 2, 100 + i), "rejected": " " + text(half - 2, 200 + i)}
+        for i in range(PAIRS)
+    ]
+    trainer = trl.DPOTrainer(
+        policy(), ref_model=None if kind == "lora" else policy(), peft_config=adapters(kind),
+        args=trl.DPOConfig(per_device_train_batch_size=PAIRS, max_length=SEQ, **USUAL),
+        train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer(),
+    )  # fmt: skip
+    return trainer, next(iter(trainer.get_train_dataloader())), 2 * PAIRS * SEQ
+
+
+def grpo(kind: str) -> Made:
+    trainer = trl.GRPOTrainer(
+        policy(), reward_funcs=lambda completions, **_: [0.0] * len(completions), peft_config=adapters(kind),
+        args=trl.GRPOConfig(
+            per_device_train_batch_size=64, num_generations=8, max_completion_length=SEQ // 2, beta=0.0, **USUAL
+        ),
+        train_dataset=datasets.Dataset.from_list([{"prompt": text(8, i)} for i in range(64)]),
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps = 1
+    half = SEQ // 2
+    ids = torch.randint(WORDS, (COMPLETIONS, 2 * half), device=DEVICE)
+    mask = torch.ones(COMPLETIONS, half, dtype=torch.long, device=DEVICE)
+    batch = {
+        "prompt_ids": ids[:, :half], "prompt_mask": mask, "completion_ids": ids[:, half:], "completion_mask": mask,
+        "advantages": torch.randn(COMPLETIONS, device=DEVICE),
+        "num_items_in_batch": torch.tensor(COMPLETIONS * half, device=DEVICE),
+    }  # fmt: skip
+    return trainer, batch, ids.numel()
+
+
+def measure(make: Callable[[str], Made], kind: str, how: str) -> dict[str, Any]:
+    """Tokens per second (median of four steps after two) and the peak."""
+    trl_utils._ChunkedLogProbFunction = AllLogits if how == "logits" else CHUNKED
+    trainer, batch, tokens = make(kind)
+    model = trainer.model.to(DEVICE).train()
+    if how == "tigon":
+        tigon.patch(model.base_model.model if kind == "lora" else model)
+    if how in ("head", "tigon") and not fuse(trainer).fused:
+        raise RuntimeError("nothing was fused")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=DEVICE == "cuda")
+    times_s = []
+    for step in range(6):
+        if step == 2 and DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, dict(batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        times_s.append(time.perf_counter() - start)
+    median_s = sorted(times_s[2:])[2]
+    peak_bytes = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+    return {
+        "trainer": make.__name__, "weights": kind, "head": how, "tokens_per_s": round(tokens / median_s),
+        "peak_gib": round(peak_bytes / GIB, 2), "loss": float(loss.detach()),
+    }  # fmt: skip
+
+
+def main() -> None:
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
+    print(json.dumps({"device": device, "torch": torch.__version__, "trl": trl.__version__}))
+    for how in ("trl", "tigon", "logits", "head"):
+        for make in (dpo, grpo):
+            for kind in ("lora", "full"):
+                print(json.dumps(measure(make, kind, how)), flush=True)
+                gc.collect()
+                if DEVICE == "cuda":
+                    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
