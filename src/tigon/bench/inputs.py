@@ -67,13 +67,15 @@ def outputs_of(result: Any) -> list[Tensor]:
 def make_upstream(op: Op, inputs: Inputs) -> list[Tensor]:
     """Upstream gradients: 1 for a loss, as in training, else random with the strides of the outputs.
 
-    Those of log-probabilities are random: every loss on log-probabilities has another gradient per token.
+    Those of log-probabilities and divergences are random: every loss on them has another gradient per token.
     """
     torch.manual_seed(21)
     if "target" in inputs:
         return [torch.ones((), device=inputs["target"].device)]
     if "ids" in inputs:
         return [torch.randn(inputs["ids"].shape, device=inputs["ids"].device)]
+    if "teacher_hidden" in inputs:
+        return [torch.randn(inputs["hidden"].shape[:-1], device=inputs["hidden"].device)]
     if op.name == "rope":
         like = [inputs["q"], inputs["k"]]
     elif op.name == "add_rms_norm":
