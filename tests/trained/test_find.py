@@ -25,6 +25,13 @@ def test_a_run_holds_its_model(run, checkpoint):
     assert (found.weights, found.adapter, found.heads) == (str(run / "model"), None, None)
 
 
+def test_a_run_of_adapters_is_loaded_through_them_even_beside_a_merged_model(run, checkpoint, adapter):
+    shutil.copytree(checkpoint, run / "model")
+    shutil.copytree(adapter, run / "adapters")
+    found = find(str(run))
+    assert (found.weights, found.adapter) == (str(checkpoint), run / "adapters")
+
+
 def test_a_run_of_heads_alone_uses_the_checkpoint_of_its_recipe(run, checkpoint):
     (run / "heads").mkdir()
     (run / "heads" / "config.json").write_text("{}")

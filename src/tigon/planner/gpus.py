@@ -100,7 +100,7 @@ _ROWS = (
     _gpu("a6000", 47.4, 155, 38.7, 768, arch=(8, 6), sm_count=84, link_gbs=24, peer_gbs=24),
     _gpu("rtx-5090", 31.4, 209.5, 104.8, 1792, arch=(12, 0), sm_count=170, link_gbs=50, peer_gbs=50),
     _gpu("rtx-4090", 23.5, 165.2, 82.6, 1008, arch=(8, 9), sm_count=128, link_gbs=24, peer_gbs=24),
-    # GeForce: NVIDIA's white papers on Ampere GA102, Ada and Blackwell give 16-bit products with fp32 sums at twice fp32.
+    # GeForce: NVIDIA's white papers on GA102, Ada and Blackwell rate 16-bit products with fp32 sums at twice fp32.
     _gpu("rtx-5080", 15.5, 112.6, 56.3, 960, arch=(12, 0), sm_count=84, link_gbs=50, peer_gbs=50),
     _gpu("rtx-4080", 15.6, 97.5, 48.7, 717, arch=(8, 9), sm_count=76, link_gbs=24, peer_gbs=24),
     _gpu("rtx-4070", 11.6, 58.3, 29.1, 504, arch=(8, 9), sm_count=46, link_gbs=24, peer_gbs=24),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from tigon.models.loading.presets import PRESETS
 from tigon.models.loading.weight_files import read_json
 from tigon.objectives.recipe_checks import loads_saved
 
-RECIPE, MODEL, HEADS, TOKENIZER = "recipe.yaml", "model", "heads", "tokenizer"
+RECIPE, MODEL, ADAPTERS, HEADS, TOKENIZER = "recipe.yaml", "model", "adapters", "heads", "tokenizer"
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
 
@@ -67,10 +66,10 @@ def _in_folder(folder: Path) -> TrainedModel:
 
 
 def _in_run(run: Path) -> TrainedModel:
-    """The newest result of a run: its adapters or its model, and its heads."""
+    """The result of a run: its adapters, or else its model, and its heads."""
     recipe = loads_saved(run / RECIPE)
     heads = run / HEADS if (run / HEADS / CONFIG).is_file() else None
-    for folder in _results(run):
+    for folder in (run / ADAPTERS, run / MODEL):
         if (folder / ADAPTER_CONFIG).is_file():
             found = _with_adapter(folder)
             break
@@ -92,10 +91,6 @@ def _in_run(run: Path) -> TrainedModel:
         weights=found.weights, tokenizer=found.tokenizer, adapter=found.adapter, heads=heads, revision=found.revision,
         trust_remote_code=recipe.model.trust_remote_code,
     )  # fmt: skip
-
-
-def _results(run: Path) -> Iterator[Path]:
-    yield run / MODEL
 
 
 def _with_adapter(folder: Path) -> TrainedModel:
