@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 
 from tigon.errors import RecipeError
 from tigon.recipe.keys import DataConfig, PostTrainingConfig, Recipe, Rule, Rules
+from tigon.techniques.records.choices import Choices
 
 TAKES: Mapping[str, tuple[str, ...]] = {
     "dpo": ("beta", "loss_type", "label_smoothing", "base_steps"),
@@ -43,6 +44,16 @@ def refuse(recipe: Recipe, command: str) -> None:
         )
 
 
+def check_profiled(recipe: Recipe) -> None:
+    """Raise RecipeError if a profile, which leaves the steps before the objective's own out, cannot begin."""
+    own = recipe.post_training
+    if recipe.train.objective == "grpo" and own.beta and own.base_steps and recipe.lora.rank is None:
+        raise RecipeError(
+            f"a profile leaves post_training.base_steps out, and with post_training.beta {own.beta:g} TRL reads the "
+            "reference from the model that they write; add --set post_training.beta=0 or --set lora.rank=8"
+        )
+
+
 def _misplaced() -> Iterator[Rule]:
     """A key whose objective the recipe does not set."""
 
@@ -66,9 +77,55 @@ def _wrong_loss() -> Iterator[Rule]:
         yield Rule(partial(breaks, objective=objective), reason)
 
 
-def _one_process(recipe: Recipe) -> bool:
-    sharding = recipe.sharding
-    return is_post_training(recipe) and (sharding.gpus > 1 or sharding.zero > 0 or sharding.fsdp)
+@dataclasses.dataclass(frozen=True)
+class ChoicesRule:
+    """Techniques that do not go with post-training. Recipe and planner use the same rows."""
+
+    breaks: Callable[[Choices], bool]
+    reason: str
+    objectives: Collection[str] = tuple(TAKES)
+
+    def as_rule(self) -> Rule:
+        return Rule(lambda r: r.train.objective in self.objectives and self.breaks(r.choices()), self.reason)
+
+
+CHOICES_RULES = (
+    ChoicesRule(
+        lambda c: c.gpus > 1 or c.zero > 0 or c.fsdp,
+        "post-training runs in one process; set sharding.gpus: 1, sharding.zero: 0 and sharding.fsdp: false",
+    ),
+    ChoicesRule(
+        lambda c: c.kernels == "liger",
+        "model.kernels: liger replaces the head that TRL's trainers use; set model.kernels to tigon, no-flce or none",
+    ),
+    ChoicesRule(
+        lambda c: c.quantized, "lora.quantize is not offered for post-training; set lora.quantize: false"
+    ),
+    ChoicesRule(
+        lambda c: c.lora_rank is not None and "head" in c.lora_targets,
+        "lora.targets: head is ignored by TRL's trainers, which read lm_head.weight; leave head out of lora.targets",
+    ),
+    ChoicesRule(
+        lambda c: c.lora_rank is not None,
+        "lora.rank would freeze the score layer of a reward model, which begins with random weights; leave lora.rank "
+        "out",
+        objectives=("reward",),
+    ),
+)  # fmt: skip
+_PLANNED_RULES = (
+    ChoicesRule(
+        lambda c: c.kernels != "tigon",
+        "the planner knows the losses of post-training with tigon's head only; set model.kernels to tigon, or run the "
+        "recipe without a plan",
+        objectives=tuple(name for name in TAKES if name != "reward"),
+    ),
+)
+
+
+def refusals(objective: str, choices: Choices) -> Iterator[str]:
+    """The reasons why a run with these choices cannot be trained, or not planned, one sentence each."""
+    rows = (row for row in (*CHOICES_RULES, *_PLANNED_RULES) if objective in row.objectives)
+    return (row.reason for row in rows if row.breaks(choices))
 
 
 def _reshapes_data(recipe: Recipe) -> str | None:
@@ -82,21 +139,9 @@ RULES = Rules(
     (
         *_misplaced(),
         *_wrong_loss(),
-        Rule(_one_process, "post-training runs in one process; set sharding.gpus: 1, sharding.zero: 0 and "
-                           "sharding.fsdp: false"),
+        *(row.as_rule() for row in CHOICES_RULES),
         Rule(lambda r: is_post_training(r) and r.comparison.steps > 0,
              "comparison.steps compares kernels in ordinary training; with post-training set comparison.steps: 0"),
-        Rule(lambda r: is_post_training(r) and r.model.kernels == "liger",
-             "model.kernels: liger replaces the head that TRL's trainers use; set model.kernels to tigon, no-flce or "
-             "none"),
-        Rule(lambda r: is_post_training(r) and r.lora.quantize,
-             "lora.quantize is not offered for post-training; set lora.quantize: false"),
-        Rule(lambda r: is_post_training(r) and r.lora.rank is not None and "head" in r.lora.targets,
-             "lora.targets: head is ignored by TRL's trainers, which read lm_head.weight; leave head out of "
-             "lora.targets"),
-        Rule(lambda r: r.train.objective == "reward" and r.lora.rank is not None,
-             "lora.rank would freeze the score layer of a reward model, which begins with random weights; leave "
-             "lora.rank out"),
         *(
             Rule(lambda r, name=name: is_post_training(r) and _reshapes_data(r) == name,  # type: ignore[misc]
                  f"data.{name} is for text, and post-training takes rows of JSONL with the columns of TRL's formats; "

@@ -76,6 +76,8 @@ def estimate(request: Request, *, gpu: Gpu, method: Method = "trace", evaluation
         UsageError: `check` rejects the request, or the model cannot be traced.
     """
     check(request)
+    if method == "study" and not request.objective.in_study:
+        raise UsageError(f"method is study, whose formulas do not describe {request.objective.description()}; use trace.")
     if method == "study":
         return _from_formulas(request, gpu)
     return _from_trace(request, gpu, evaluation or request.evaluated)
@@ -90,7 +92,10 @@ def _from_trace(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
     if request.choices.checkpointing == "offload":
         tapes, offloaded_bytes = _offload_checkpoints(tapes)
     placement = engine.placement(request, model)
-    run = SimulatedRun(request=computed, gpu=gpu, engine=engine, model=model, placement=placement, tapes=tapes)
+    frozen = tuple(model_weights(one) for one in computed.frozen())
+    run = SimulatedRun(
+        request=computed, gpu=gpu, engine=engine, model=model, placement=placement, tapes=tapes, frozen=frozen
+    )
     overlapped_bytes = placement.managed + offloaded_bytes
     step_s = step_seconds(
         request, gpu, model, placement, tapes.micro_batches[-1], overlapped_bytes=overlapped_bytes
@@ -134,7 +139,7 @@ def _assembled(
 
 def _step_tokens(request: Request) -> int:
     """Tokens of one optimizer step on all GPUs."""
-    return request.batch * request.seq * request.choices.accumulate * request.choices.gpus
+    return request.tokens * request.choices.accumulate * request.choices.gpus
 
 
 def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ class SimulatedRun:
     model: ModelWeights
     placement: Placement
     tapes: StepTapes
+    frozen: tuple[ModelWeights, ...] = ()
+    """The models that the run holds beside the trained one, whole and without gradients."""
 
     def memory(self) -> RunMemory:
         """Simulate the run."""
@@ -69,6 +71,8 @@ class SimulatedRun:
     def _load(self, ledger: Ledger) -> None:
         placement = self.placement
         self.engine.load(Loading(ledger=ledger, request=self.request, model=self.model, placement=placement))
+        for request, weights in zip(self.request.frozen(), self.frozen, strict=True):
+            Loading(ledger=ledger, request=request, model=weights, placement=placement).load_whole()
         ledger.alloc(placement.buffers, "workspace")
         if placement.gradients.allocated == "at the start":
             ledger.alloc(placement.gradients.nbytes, "gradients")
