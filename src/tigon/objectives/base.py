@@ -236,6 +236,10 @@ class PlannedObjective(Protocol):
         """Dotted recipe keys -> values that set the objective."""
         ...
 
+    def notes(self) -> tuple[str, ...]:
+        """What the estimate leaves out or assumes, one sentence each."""
+        ...
+
     def description(self) -> str:
         """What the plan says about the objective after the techniques; empty for causal language modelling."""
         ...

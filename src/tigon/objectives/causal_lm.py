@@ -91,6 +91,9 @@ class PlannedCausalLM:
     def recipe_keys(self) -> Mapping[str, Any]:
         return {}
 
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
     def description(self) -> str:
         return ""
 

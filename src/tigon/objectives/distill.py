@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tigon.data.preferences import PROMPTS
 from tigon.integrations.trl.traced import TracedModel, divergence
+from tigon.errors import UsageError
 from tigon.models.loading.config import load_config
 from tigon.objectives.base import FrozenModel, Generation, MetricSection, PlannedObjective, TracedModels, TrlTraining
 from tigon.objectives.planned_post_training import PlannedPostTraining, PlannedTeacher, padded
@@ -28,8 +29,15 @@ class PlannedDistillation(PlannedPostTraining):
     """None: the model itself, after other training."""
 
     def frozen_models(self, trained: FrozenModel, choices: Choices) -> tuple[FrozenModel, ...]:
-        teacher = self.teacher
-        return (trained,) if teacher is None else (FrozenModel(name=teacher.name, config=teacher.config),)
+        if self.teacher is None:
+            return (trained,)
+        theirs, ours = (one.get_text_config().vocab_size for one in (self.teacher.config, trained.config))
+        if theirs != ours:
+            raise UsageError(
+                f"post_training.teacher: {self.teacher.name} has a vocabulary of {theirs}, but {trained.name} has "
+                f"{ours}; name a teacher with the model's tokenizer."
+            )
+        return (FrozenModel(name=self.teacher.name, config=self.teacher.config),)
 
     def sequence_tokens(self, seq: int) -> int:
         return seq + self.completion_tokens
@@ -41,11 +49,19 @@ class PlannedDistillation(PlannedPostTraining):
         prompts = padded(batch, seq, "prompt_ids", "prompt_mask")
         return {**prompts, **padded(batch, self.completion_tokens, "completion_ids", "completion_mask")}
 
+    def description(self) -> str:
+        own = super().description()
+        return own if self.teacher is not None else f"{own}, a teacher of the model's shape"
+
+    def notes(self) -> tuple[str, ...]:
+        own = "TRL's distillation runs without autocast on one process: amp-bf16 and amp-fp16 compute in fp32."
+        return (*super().notes(), own)
+
     def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
         ids_BT = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         student, teacher = (TracedModel.of(model) for model in (models.trained, *models.frozen))
-        kept, beta = self.completion_tokens, self.beta
-        return models.call(lambda: divergence(student, teacher, ids_BT, kept, beta)).mean()
+        # TRL replaces the forward that Accelerate put under autocast, so with one process neither model runs under it.
+        return divergence(student, teacher, ids_BT, self.completion_tokens, self.beta).mean()
 
 
 class Distillation(PostTraining):

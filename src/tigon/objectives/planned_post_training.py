@@ -50,6 +50,12 @@ class PlannedPostTraining(PlannedCausalLM):
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in self.keys}
         return {"train.objective": self.objective, **{f"post_training.{name}": value for name, value in given.items()}}
 
+    def notes(self) -> tuple[str, ...]:
+        notes = ["Every token after the first counts as an answer's. No GPU run of this objective was compared yet."]
+        if self.generation(1) is not None:
+            notes.append("The step time is that of training: it leaves out the time in which completions are written.")
+        return tuple(notes)
+
     def description(self) -> str:
         return ", ".join([f"objective {self.objective}", *(f"{name} {value}" for name, value in self.keys)])
 

@@ -128,6 +128,23 @@ def refusals(objective: str, choices: Choices) -> Iterator[str]:
     return (row.reason for row in rows if row.breaks(choices))
 
 
+KEY_RULES = (
+    *_misplaced(),
+    *_wrong_loss(),
+    Rule(
+        lambda r: r.train.objective == "dpo"
+        and r.post_training.loss_type == "exo_pair"
+        and r.post_training.label_smoothing == 0,
+        "post_training.loss_type: exo_pair needs post_training.label_smoothing above 0, e.g. 0.001",
+    ),
+    Rule(
+        lambda r: r.train.objective == "distill" and (r.post_training.beta or 0) > 1,
+        "post_training.beta of distill is between 0 (forward KL) and 1 (reverse KL)",
+    ),
+)
+"""Rules about the keys of `post_training` alone, which a plan checks too."""
+
+
 def _reshapes_data(recipe: Recipe) -> str | None:
     """The first key about documents of text that the recipe changes; they do not apply to rows."""
     data = recipe.data
@@ -137,8 +154,7 @@ def _reshapes_data(recipe: Recipe) -> str | None:
 
 RULES = Rules(
     (
-        *_misplaced(),
-        *_wrong_loss(),
+        *KEY_RULES,
         *(row.as_rule() for row in CHOICES_RULES),
         Rule(lambda r: is_post_training(r) and r.comparison.steps > 0,
              "comparison.steps compares kernels in ordinary training; with post-training set comparison.steps: 0"),
@@ -153,9 +169,6 @@ RULES = Rules(
         Rule(lambda r: r.train.objective == "kto" and r.train.batch_size < 2,
              "train.batch_size is 1, but kto estimates its KL term from the other answers of a micro-batch; set 2 or "
              "more"),
-        Rule(lambda r: r.train.objective == "dpo" and r.post_training.loss_type == "exo_pair"
-             and r.post_training.label_smoothing == 0,
-             "post_training.loss_type: exo_pair needs post_training.label_smoothing above 0, e.g. 0.001"),
         Rule(lambda r: r.train.objective == "grpo" and not r.post_training.rewards,
              "train.objective: grpo needs a reward function; set post_training.rewards: module:function"),
         Rule(lambda r: r.train.objective == "grpo" and r.train.batch_size % r.post_training.generations != 0,
@@ -164,7 +177,5 @@ RULES = Rules(
              == (r.post_training.base_steps == 0),
              "train.objective: distill needs one teacher: set post_training.teacher to a model, or for a preset "
              "post_training.base_steps to train one"),
-        Rule(lambda r: r.train.objective == "distill" and (r.post_training.beta or 0) > 1,
-             "post_training.beta of distill is between 0 (forward KL) and 1 (reverse KL)"),
     )
 )  # fmt: skip

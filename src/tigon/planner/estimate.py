@@ -32,6 +32,7 @@ from tigon.planner.simulated_run import RunMemory, SimulatedRun
 from tigon.planner.step_time import step_seconds
 from tigon.planner.trace.cache import StepTapes, step_tapes
 from tigon.techniques.mechanisms.host_offload import MAX_LEAVING
+from tigon.units import in_bytes
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
 Method = Literal["trace", "study"]
@@ -148,6 +149,9 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
     if choices.kernels == "liger":
         notes.append("Liger Kernel 0.8.5: allocations follow its source code; ops inside layers use tigon's timings.")
     notes += engine.notes(request, model)
+    for one in request.frozen():
+        notes.append(f"The run holds a second, frozen model: {one.model}, {in_bytes(model_weights(one).weight_bytes)}.")
+    notes += request.objective.notes()
     if gpu.source.startswith(("data sheet", "rates of")):
         notes.append(f"Times on {gpu.name} are not measured: {gpu.source}.")
     if choices.offload == "nvme":

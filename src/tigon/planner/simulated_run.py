@@ -11,6 +11,7 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, ties_embeddings
 from tigon.planner.simulate.allocator import CachingAllocator
 from tigon.planner.simulate.collectives import GATHERING, GatheredWeights, ReducedGradients
+from tigon.planner.simulate.generation import generate
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, step_tensor_bytes
 from tigon.planner.simulate.playback import GradientRules, replay, replay_evaluation
@@ -85,6 +86,7 @@ class SimulatedRun:
             # Two cuBLAS handles: one for the thread that runs the forward pass and one for autograd's.
             for _ in range(2):
                 ledger.alloc(self.gpu.cublas_workspace_bytes, "workspace")
+        generate(ledger, self.request, self.model)
         gradients = self._micro_batches(ledger)
         ledger.enter("optimizer")
         if first:
