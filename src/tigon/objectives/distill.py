@@ -9,11 +9,17 @@ import torch
 from torch import Tensor
 
 from tigon.data.preferences import PROMPTS
-from tigon.integrations.trl.traced import TracedModel, divergence
 from tigon.errors import UsageError
+from tigon.integrations.trl.traced import TracedModel, divergence
 from tigon.models.loading.config import load_config
 from tigon.objectives.base import FrozenModel, Generation, MetricSection, PlannedObjective, TracedModels, TrlTraining
-from tigon.objectives.planned_post_training import PlannedPostTraining, PlannedTeacher, padded
+from tigon.objectives.planned_post_training import (
+    TIME_WITHOUT_WRITING,
+    UNCOMPARED,
+    PlannedPostTraining,
+    PlannedTeacher,
+    padded,
+)
 from tigon.objectives.post_training import PostTraining, column, section
 from tigon.recipe.keys import ModelConfig
 from tigon.techniques.records.choices import Choices
@@ -55,7 +61,7 @@ class PlannedDistillation(PlannedPostTraining):
 
     def notes(self) -> tuple[str, ...]:
         own = "TRL's distillation runs without autocast on one process: amp-bf16 and amp-fp16 compute in fp32."
-        return (*super().notes(), own)
+        return (UNCOMPARED, TIME_WITHOUT_WRITING, own)
 
     def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
         ids_BT = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)

@@ -13,7 +13,13 @@ from tigon.errors import RecipeError
 from tigon.integrations.trl.traced import GRPO_OUTPUTS
 from tigon.models.loading.presets import PRESETS
 from tigon.objectives.base import FrozenModel, Generation, MetricSection, PlannedObjective, TracedModels, TrlTraining
-from tigon.objectives.planned_post_training import PlannedWithReference, logprobs_of, padded
+from tigon.objectives.planned_post_training import (
+    TIME_WITHOUT_WRITING,
+    UNCOMPARED,
+    PlannedWithReference,
+    logprobs_of,
+    padded,
+)
 from tigon.objectives.post_training import PostTraining, column, section
 from tigon.techniques.records.choices import Choices
 
@@ -22,7 +28,7 @@ from tigon.techniques.records.choices import Choices
 class PlannedGRPO(PlannedWithReference):
     """One pass over prompts with completions. A sample is a completion; the run writes them before the micro-batches.
 
-    With beta above 0 the reference's log-probabilities are computed before the micro-batches, one micro-batch at a time.
+    With beta above 0 the reference's log-probabilities are computed before the micro-batches, one of them at a time.
     """
 
     generations: int = 8
@@ -46,6 +52,9 @@ class PlannedGRPO(PlannedWithReference):
 
     def generation(self, seq: int) -> Generation:
         return Generation(prompt_tokens=seq, new_tokens=self.completion_tokens)
+
+    def notes(self) -> tuple[str, ...]:
+        return (UNCOMPARED, TIME_WITHOUT_WRITING)
 
     def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
         prompts = padded(batch, seq, "prompt_ids", "prompt_mask")

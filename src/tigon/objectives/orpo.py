@@ -30,7 +30,8 @@ class PlannedORPO(PlannedPostTraining):
         logprobs_BT, means_BT = models.call(lambda: preference_logprobs(traced, inputs["input_ids"], next_labels_BT))
         chosen, rejected = logprobs_BT.mean(1).chunk(2)
         del means_BT
-        return -chosen.mean() - F.logsigmoid(chosen - rejected).mean()
+        loss: Tensor = -chosen.mean() - F.logsigmoid(chosen - rejected).mean()
+        return loss
 
 
 class ORPO(PostTraining):

@@ -20,6 +20,10 @@ from tigon.techniques.records.choices import Choices
 # B sequences, T tokens.
 
 
+UNCOMPARED = "No GPU run of this objective has been compared with its plan yet."
+TIME_WITHOUT_WRITING = "The step time is that of training; the time in which completions are written is left out."
+
+
 @dataclass(frozen=True)
 class PlannedPostTraining(PlannedCausalLM):
     """What TRL's trainers have in common. Subclasses say what a micro-batch is and which passes it makes."""
@@ -51,10 +55,10 @@ class PlannedPostTraining(PlannedCausalLM):
         return {"train.objective": self.objective, **{f"post_training.{name}": value for name, value in given.items()}}
 
     def notes(self) -> tuple[str, ...]:
-        notes = ["Every token after the first counts as an answer's. No GPU run of this objective was compared yet."]
-        if self.generation(1) is not None:
-            notes.append("The step time is that of training: it leaves out the time in which completions are written.")
-        return tuple(notes)
+        return (
+            UNCOMPARED,
+            "Every token after the first counts as an answer's, so the head's memory is an upper bound.",
+        )
 
     def description(self) -> str:
         return ", ".join([f"objective {self.objective}", *(f"{name} {value}" for name, value in self.keys)])

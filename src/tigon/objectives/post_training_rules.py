@@ -132,9 +132,11 @@ KEY_RULES = (
     *_misplaced(),
     *_wrong_loss(),
     Rule(
-        lambda r: r.train.objective == "dpo"
-        and r.post_training.loss_type == "exo_pair"
-        and r.post_training.label_smoothing == 0,
+        lambda r: (
+            r.train.objective == "dpo"
+            and r.post_training.loss_type == "exo_pair"
+            and r.post_training.label_smoothing == 0
+        ),
         "post_training.loss_type: exo_pair needs post_training.label_smoothing above 0, e.g. 0.001",
     ),
     Rule(

@@ -12,7 +12,7 @@ from tigon.data.preferences import PAIRS
 from tigon.errors import RecipeError, UsageError
 from tigon.models.loading.reward_model import with_score
 from tigon.objectives.base import MetricSection, PlannedObjective, TracedModels, TrlTraining
-from tigon.objectives.planned_post_training import PlannedPostTraining, padded
+from tigon.objectives.planned_post_training import UNCOMPARED, PlannedPostTraining, padded
 from tigon.objectives.post_training import PostTraining, column, section
 
 
@@ -34,6 +34,9 @@ class PlannedReward(PlannedPostTraining):
 
     def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
         return padded(2 * batch, seq, "input_ids", "attention_mask")
+
+    def notes(self) -> tuple[str, ...]:
+        return (UNCOMPARED,)
 
     def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
         outputs = models.call(lambda: models.trained(input_ids=inputs["input_ids"], use_cache=False))

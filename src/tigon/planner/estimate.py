@@ -78,7 +78,9 @@ def estimate(request: Request, *, gpu: Gpu, method: Method = "trace", evaluation
     """
     check(request)
     if method == "study" and not request.objective.in_study:
-        raise UsageError(f"method is study, whose formulas do not describe {request.objective.description()}; use trace.")
+        raise UsageError(
+            f"method is study, whose formulas do not describe {request.objective.description()}; use trace."
+        )
     if method == "study":
         return _from_formulas(request, gpu)
     return _from_trace(request, gpu, evaluation or request.evaluated)

@@ -43,7 +43,7 @@ class Request:
     def frozen(self) -> tuple[Request, ...]:
         """A request for each model that the run holds beside the trained one, as if it were the model of a run.
 
-        Its techniques are those of the run, without adapters, quantisation and checkpointing (trainer/post_training.py).
+        Its techniques are the run's, without adapters, quantisation and checkpointing (trainer/post_training.py).
         """
         choices = replace(self.choices, lora_rank=None, quantized=False, checkpointing="none")
         trained = FrozenModel(name=self.model, config=self.config)
@@ -99,8 +99,8 @@ def check(request: Request) -> None:
             f"{request.model} has num_key_value_heads {key_heads}, which does not divide its num_attention_heads "
             f"{heads}; correct its config.json."
         )
-    if reason := request.objective.batch_refusal(request.batch):
-        raise UsageError(f"batch is {request.batch}, but {reason}.")
+    if refusal := request.objective.batch_refusal(request.batch):
+        raise UsageError(f"batch is {request.batch}, but {refusal}.")
     limit = getattr(text, "max_position_embeddings", None)
     written = request.objective.sequence_tokens(request.seq) - request.seq
     if limit is not None and request.seq + written > limit:

@@ -155,13 +155,18 @@ class FusedInsideAutocast:
         except PatchError:
             vars(model).update(self._before)
             raise
+        # Accelerate keeps a list of prepared models, in which this one stands already, and skips a model of this mark.
+        prepared = len(accelerator._models)
+        vars(model)[PREPARED] = False
         accelerator.prepare_model(model, evaluation_mode=True)
+        del accelerator._models[prepared:]
 
     def restore(self) -> None:
         self.fused.restore()
         vars(self.model).update(self._before)
 
 
+PREPARED = "_is_accelerate_prepared"
 WITHOUT_AUTOCAST = "_original_forward"
 """Where Accelerate keeps the forward of a model that it puts under autocast."""
 

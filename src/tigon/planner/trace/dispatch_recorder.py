@@ -243,11 +243,11 @@ def _divergence(args: Mapping[str, Any]) -> float:
 
 def _divergence_gradients(args: Mapping[str, Any]) -> float:
     """FLOPs of the requested gradients of each side, and of its logits unless they were kept."""
-    return sum(
-        _side_flops(args, side)
-        * ((args["p_kept_NV"] is None) + args[f"want_{side[0]}_hidden"] + args[f"want_{side[0]}_weight"])
-        for side in _SIDES
-    )
+    flops = 0.0
+    for side in _SIDES:
+        wanted = args[f"want_{side[0]}_hidden"] + args[f"want_{side[0]}_weight"]
+        flops += _side_flops(args, side) * (wanted + (args["p_kept_NV"] is None))
+    return flops
 
 
 _SIDES = (("p", "NG", "VG"), ("q", "NH", "VH"))
