@@ -17,6 +17,7 @@ from tigon.models.loading.reward_model import with_score
 from tigon.objectives.base import PlannedObjective
 from tigon.objectives.choose import planned_objective
 from tigon.planner.estimate import Estimate, estimate
+from tigon.planner.render import as_recipe
 from tigon.planner.request import Request, build, refusals
 from tigon.planner.search import space
 from tigon.planner.search.space import SearchProblem
@@ -192,6 +193,18 @@ def test_batches_and_lengths_that_no_run_takes_are_refused(objective, more, word
 def test_formulas_of_the_study_are_refused():
     with pytest.raises(UsageError, match="formulas do not describe objective dpo"):
         estimate(asked("dpo"), gpu=BARE, method="study")
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo", "reward"])
+def test_recommended_recipe_lacks_only_the_users_rows(objective, tmp_path):
+    from tigon.objectives import recipe_checks
+
+    keys = {} if objective == "reward" else {"beta": 0.2}
+    request = dataclasses.replace(asked(objective, keys=keys), model="tigon-demo")
+    (tmp_path / "plan.yaml").write_text(as_recipe.yaml_text(request), encoding="utf-8")
+    chosen = recipe_checks.load(tmp_path / "plan.yaml", ["data.source=toy-answers"], gpu_present=lambda: True)
+    assert chosen.train.objective == objective and chosen.post_training.beta == keys.get("beta")
+    assert not chosen.data.cross_document_attention
 
 
 def test_micro_batches_of_the_search_hold_whole_groups_of_completions():

@@ -16,7 +16,7 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
 from tigon.data import preferences
-from tigon.objectives import post_training_rules, recipe_checks
+from tigon.objectives import post_training_rules
 
 SHAPE = {**TINY_MODEL, "num_hidden_layers": 2}
 QUICK: dict[str, dict[str, Any]] = {
@@ -328,18 +328,18 @@ def test_base_steps_are_for_random_weights(recipe, tigon, here):
     assert tigon("train", recipe(**sections("dpo", **more))).code == 0
 
 
-@pytest.mark.parametrize("objective", OWN)
+@pytest.mark.parametrize("objective", ["dpo", "grpo", "distill", "reward"])
 def test_profile_records_the_trainer_of_trl(objective, recipe, tigon, here):
     """The model that is not trained counts as weights, and its passes belong to the forward phase."""
     from tigon.profiler.render import result
     from tigon.profiler.timeline.timeline import PHASES
 
-    outcome = tigon("profile", recipe(**sections(objective, post_training={"base_steps": 0})), "--out", "p")
+    outcome = tigon("profile", recipe(**sections(objective)), "--steps", "1", "--out", "p")
     assert outcome.code == 0, outcome.err
     profile = result.read(here / "p" / "profile.json")
-    assert [band.name for band in profile.timeline.bands() if band.step == 2] == list(PHASES[1:])
+    assert list(dict.fromkeys(band.name for band in profile.timeline.bands() if band.step == 1)) == list(PHASES[1:])
     weights = list(map(dict, profile.timeline.live_bytes()))[-1]["weights"]
-    copies = {"dpo": 2, "kto": 2, "distill": 2}.get(objective, 1)
+    copies = {"dpo": 2, "distill": 2}.get(objective, 1)
     model_bytes = 4 * sum(torch.Size(shape).numel() for shape in shapes_of_the_model().values())
     assert 0 <= weights - copies * model_bytes < 4096 * (1 if objective == "reward" else copies)
     assert (here / "p" / "profile.html").stat().st_size > 10_000
@@ -379,16 +379,6 @@ WRONG_PLANS = {
 def test_wrong_flags_of_a_plan_give_one_line(case, tigon):
     flags, says = WRONG_PLANS[case]
     assert says in tigon(*PLAN, *flags).error_line()
-
-
-def test_plan_recommends_a_recipe_that_train_takes(tigon, here):
-    """The recipe lacks only the user's rows."""
-    flags = ("--precision", "bf16", "--optimizer", "adamw", "--checkpointing", "none", "--batch", "4", "--seq", "64")
-    found = json.loads(tigon(*PLAN, "--objective", "dpo", "--set", "post_training.beta=0.2", *flags, "--json").out)
-    assert found["post_training"] == {"post_training.beta": 0.2} and found["fits"]
-    (here / "plan.yaml").write_text(found["recommended"][0]["yaml"], encoding="utf-8")
-    chosen = recipe_checks.load(here / "plan.yaml", ["data.source=toy-answers"], gpu_present=lambda: True)
-    assert (chosen.train.objective, chosen.post_training.beta) == ("dpo", 0.2)
 
 
 def test_kl_of_grpo_is_against_the_model_after_its_base_steps(recipe, tigon, here):

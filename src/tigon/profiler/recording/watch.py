@@ -167,6 +167,8 @@ class PhaseHooks:
 def _head(model: nn.Module) -> nn.Module | None:
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
+    if not isinstance(head, nn.Module):
+        head = getattr(model, "score", None)  # of a model for sequence classification
     return head if isinstance(head, nn.Module) else None
 
 
