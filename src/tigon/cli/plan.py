@@ -18,7 +18,7 @@ from tigon.cli.shared import Command
 from tigon.errors import UsageError
 from tigon.models.loading import hub
 from tigon.models.loading.config import load_config
-from tigon.objectives import post_training_rules
+from tigon.objectives import post_training_rules, recipe_checks
 from tigon.objectives.base import PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.objectives.choose import planned_objective
@@ -29,7 +29,6 @@ from tigon.planner.render import explain as explanation
 from tigon.planner.request import Request
 from tigon.planner.search.recommend import Plan, plan
 from tigon.planner.search.space import SearchProblem
-from tigon.recipe import recipe_file
 from tigon.techniques import SEARCHED, SETTINGS
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.records.choices import LIMITS, Choices
@@ -174,7 +173,7 @@ def _post_training(objective: str, assignments: Sequence[str]) -> PlannedObjecti
                 f"--set {text}: a plan takes keys of post_training, such as post_training.beta=0.1; the other settings "
                 "are flags (tigon plan --help)."
             )
-    return planned_objective(recipe_file.of_assignments([*assignments, f"train.objective={objective}"]))
+    return planned_objective(recipe_checks.of_assignments([*assignments, f"train.objective={objective}"]))
 
 
 def _print(answer: Plan, as_json: bool, explain: bool, plot: Path | None) -> None:

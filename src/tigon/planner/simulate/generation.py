@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from tigon.planner.request import Request, text_config
+from tigon.models.kv_cache import kv_widths, queries_per_key
+from tigon.planner.request import Request
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.model_states import ModelWeights
 
@@ -32,25 +31,10 @@ def generate(ledger: Ledger, request: Request, model: ModelWeights) -> None:
     if request.choices.precision.startswith("amp"):
         held += [ledger.alloc(nbytes, "activations") for nbytes in copies]
     # A layer's cache grows by concatenation, so its old and new tensors exist together. With a mask, attention repeats
-    # keys and values for each query head.
-    text = text_config(request.config)
-    shared_by = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-    largest = sorted(cache)[-2:]
+    # keys and values for the queries that share them.
+    shared_by, largest = queries_per_key(request.config), sorted(cache)[-2:]
     ledger.alloc_briefly(*largest, *(shared_by * nbytes for nbytes in largest), component="activations")
     vocab = model.lm_head_shape[0]
     # The last token's logits as the model returns them, in fp32, and their probabilities.
     ledger.alloc_briefly(samples * vocab * itemsize, *[samples * vocab * FP32] * 2, component="logits")
     ledger.free_all(held)
-
-
-def kv_widths(config: Any, tokens: int) -> list[tuple[int, int]]:
-    """(elements of the keys, elements of the values) that the cache of each layer holds for one sequence."""
-    text = text_config(config)
-    heads, layers = text.num_attention_heads, text.num_hidden_layers
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    key_width, value_width = getattr(text, "qk_head_dim", None) or width, getattr(text, "v_head_dim", None) or width
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
-    window = getattr(text, "sliding_window", None) or tokens
-    kept = [min(tokens, window - 1) if kind == "sliding_attention" else tokens for kind in kinds]
-    return [(key_heads * key_width * n, key_heads * value_width * n) for n in kept]
