@@ -88,6 +88,20 @@ def load(
     return recipe
 
 
+def of_assignments(overrides: Sequence[str]) -> Recipe:
+    """A recipe of defaults with `--set section.key=value` applied. Keys that exclude each other are not checked.
+
+    Raises:
+        RecipeError: A key or value is wrong; the message names the key.
+    """
+    raw: dict[str, Any] = {}
+    for dotted, value in map(_parse_override, overrides):
+        _assign(raw, dotted, value)
+    recipe = _build(Recipe, raw, "", lambda _: "--set")
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
