@@ -20,8 +20,9 @@ from helpers import (
     upstream_for,
     with_leaves,
 )
-from tigon import linear_kl
+from tigon import linear_kl, linear_logprobs
 from tigon.errors import OptionError, ShapeError
+from tigon.losses import topk_divergence
 from tigon.ops import Case, lm_head
 from tigon.ops.logprobs.linear_kl import LINEAR_KL, linear_kl_oracle
 
@@ -410,3 +411,41 @@ def test_compiled_call_gives_the_eager_result(options: dict[str, Any]) -> None:
 def test_invalid_arguments_are_refused_by_name(change: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         linear_kl(**{**heads(), **change})
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@each_kind
+def test_divergence_from_a_teachers_top_k_needs_no_logits(options: dict[str, Any], tail: bool, backend: Any) -> None:
+    """`linear_logprobs` of K ids and `topk_divergence` are this op: value and gradients in fp64's, masked tokens 0."""
+    inputs, K = heads(backend.device), 5
+    teacher = (inputs["teacher_hidden"] @ inputs["teacher_weight"].t() / 1.5).log_softmax(-1)
+    topk, ids = teacher.topk(K, -1)
+    mask = torch.tensor([True, False, True, True, True, False], device=backend.device)
+    kind, beta = options["kind"], options.get("beta", 0.5)
+    x, w = (inputs[n].clone().requires_grad_() for n in ("hidden", "weight"))
+    logprobs = linear_logprobs(x, w, ids.int(), temperature=1.5, mask=mask)
+    got = topk_divergence(logprobs, topk, kind=kind, beta=beta, tail=tail).masked_fill(~mask, 0.0)
+    exact_x, exact_w = (inputs[n].double().requires_grad_() for n in ("hidden", "weight"))
+    log_s = (exact_x @ exact_w.t() / 1.5).log_softmax(-1).gather(-1, ids)
+    log_t = topk.double()
+    if tail:
+        log_s, log_t = (torch.cat([t, (1 - t.exp().sum(-1, keepdim=True)).log()], -1) for t in (log_s, log_t))
+    else:
+        log_s, log_t = log_s.log_softmax(-1), log_t.log_softmax(-1)
+    share = beta if kind == "jsd" else 0.0
+    log_m = ((1 - share) * log_s.exp() + share * log_t.exp()).log()
+    value = {
+        "forward": lambda: (log_t.exp() * (log_t - log_s)).sum(-1),
+        "reverse": lambda: (log_s.exp() * (log_s - log_t)).sum(-1),
+        "jsd": lambda: (
+            share * (log_t.exp() * (log_t - log_m)).sum(-1) + (1 - share) * (log_s.exp() * (log_s - log_m)).sum(-1)
+        ),
+    }[kind]()
+    want = value.masked_fill(~mask, 0.0)
+    assert relative_error(got, want) <= 1e-5
+    upstream = torch.arange(1.0, 7.0, device=backend.device)
+    gradients_ = torch.autograd.grad(got, (x, w), upstream.to(got.dtype))
+    expected = torch.autograd.grad(want, (exact_x, exact_w), upstream.double())
+    assert not gradients_[0][~mask].any()
+    for g, e in zip(gradients_, expected, strict=True):
+        assert relative_error(g, e) <= 1e-5

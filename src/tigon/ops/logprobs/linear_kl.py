@@ -148,6 +148,9 @@ def linear_kl(
     `GKDTrainer.generalized_jsd_loss`, where beta is the teacher's share. As in TRL, beta=0 is forward and beta=1 is
     reverse. These are the limits of jsd / beta and jsd / (1 - beta); jsd itself tends to 0.
 
+    If only the teacher's K largest log-probabilities are known, pass their ids (..., K) to `tigon.linear_logprobs` and
+    the result to `tigon.losses.topk_divergence`, which adds a bin for the rest of the vocabulary.
+
     Args:
         hidden: (..., H), the student's hidden states: fp16, bf16, fp32 or fp64.
         weight: (V, H), the weight of the student's `lm_head`. If its dtype differs from hidden's, both are promoted.
