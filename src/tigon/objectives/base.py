@@ -56,7 +56,9 @@ class FinalSave:
     gathered_state: Callable[[], dict[str, torch.Tensor] | None]
     """Gathers the full state dict of sharded weights; returns None in processes that do not receive it."""
     save_model: Callable[[], None]
-    """Writes `model/` for `from_pretrained`, with merged adapters."""
+    """Writes `model/` for `from_pretrained`; with adapters `adapters/`, and `model/` only if the recipe merges them."""
+    save_state: Callable[[dict[str, torch.Tensor]], None]
+    """Writes a gathered state dict as `model/`; the main process alone calls it."""
 
 
 @dataclass(frozen=True, kw_only=True)

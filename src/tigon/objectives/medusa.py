@@ -351,7 +351,7 @@ class MedusaTraining(CausalLM):
             final.save_model()
         elif final.is_first:
             rest = {name: tensor for name, tensor in state.items() if not name.startswith(f"{NAME}.")}
-            inner.save_pretrained(target, state_dict=rest)
+            final.save_state(rest)
         return True
 
     # --- after training ----------------------------------------------------------------------------------------------

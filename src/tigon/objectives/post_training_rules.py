@@ -94,6 +94,10 @@ RULES = Rules(
         Rule(lambda r: is_post_training(r) and r.lora.rank is not None and "head" in r.lora.targets,
              "lora.targets: head is ignored by TRL's trainers, which read lm_head.weight; leave head out of "
              "lora.targets"),
+        Rule(lambda r: r.train.objective in ("dpo", "kto", "grpo") and r.lora.rank is not None and (
+                 r.lora.bias != "none" or r.lora.init not in ("default", "gaussian", "orthogonal")),
+             "lora.bias and lora.init: the reference of this objective is the model without adapters, which these "
+             "settings change; set lora.bias: none and lora.init: default"),
         Rule(lambda r: r.train.objective == "reward" and r.lora.rank is not None,
              "lora.rank would freeze the score layer of a reward model, which begins with random weights; leave "
              "lora.rank out"),

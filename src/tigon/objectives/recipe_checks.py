@@ -100,6 +100,10 @@ _EXCLUSIONS = (
         reason="heads.stage requires an lm_head without an adapter, because the heads' losses use its weight directly; "
         "leave head out of lora.targets",
     ),
+    HeadsExclusion(
+        when=(_LORA, Condition("lora_modules_to_save", "is not", ())),
+        reason="heads.stage has not been tried with lora.modules_to_save; leave it out",
+    ),
     HeadsExclusion(when=(_LORA, Condition("zero", "is", 3)), reason=_UNSAVED),
     HeadsExclusion(when=(_LORA, Condition("fsdp", "is", True)), reason=_UNSAVED),
     HeadsExclusion(
@@ -134,6 +138,11 @@ def _excludes_heads(row: HeadsExclusion, recipe: Recipe) -> bool:
 RULES = post_training_rules.RULES + Rules(
     (
         *(Rule(partial(_excludes_heads, row), row.reason) for row in _EXCLUSIONS),
+        Rule(
+            lambda r: r.heads.stage is not None and r.lora.rank is not None and not r.output.merge
+            and r.output.save_model,
+            "heads.stage with lora.rank: the heads belong to the model with its adapters merged; set output.merge: true",
+        ),
         Rule(
             lambda r: r.heads.kind == "mtp" and r.heads.layers is not None,
             "heads.layers is for medusa heads, and an MTP module has exactly one transformer layer; leave it out, or "

@@ -35,6 +35,9 @@ from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
 from tigon.techniques import checkpointing, head_groups, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
+from tigon.techniques.lora import frozen_dtype
+from tigon.techniques.precision import WEIGHT_DTYPES
+from tigon.techniques.records.choices import Choices
 
 # Value of `kernels` -> options of the patcher; None: no patch. Liger's ops inside the layers are traced as tigon's ops
 # that write in place like Liger's. liger.py has Liger's loss.
@@ -62,13 +65,15 @@ class Trace:
 
 
 def weight_itemsize(precision: str) -> int:
-    """Bytes of a weight while the run holds it."""
-    return weight_dtype(precision).itemsize
+    """Bytes of a trained weight while the run holds it."""
+    return getattr(torch, WEIGHT_DTYPES[precision]).itemsize  # type: ignore[no-any-return]
 
 
-def weight_dtype(precision: str) -> torch.dtype:
-    """The dtype in which the run holds its weights."""
-    return torch.bfloat16 if precision == "bf16" else torch.float32
+def weight_dtype(choices: Choices, *, trained: bool) -> torch.dtype:
+    """The dtype in which the run holds a weight. Beside adapters, frozen weights may have another than trained ones."""
+    name = WEIGHT_DTYPES[choices.precision] if trained else frozen_dtype(choices)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def trace(
@@ -212,13 +217,13 @@ class _Run:
 
     def fill(self) -> None:
         """Replace meta tensors of the model with fake CPU tensors of the run's dtype; tied weights stay tied."""
-        dtype = weight_dtype(self.request.choices.precision)
+        choices = self.request.choices
         twins: dict[int, nn.Parameter] = {}
         for module in self.model.modules():
             for name, weight in module._parameters.items():
                 if weight is not None:
                     if id(weight) not in twins:
-                        twins[id(weight)] = _twin(weight, dtype)
+                        twins[id(weight)] = _twin(weight, weight_dtype(choices, trained=weight.requires_grad))
                     module._parameters[name] = twins[id(weight)]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
