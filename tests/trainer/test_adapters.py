@@ -155,24 +155,20 @@ def test_resumed_adapters_are_those_of_an_uninterrupted_run(run, here):
 
 # What is trained -> (checkpoint, recipe keys).
 KINDS = {
-    "pattern": ("bf16", (r"lora.targets=['.*\.layers\.1\..*_proj']",)),
-    "all-linear": ("bf16", ("lora.targets=all-linear",)),
-    "rslora": ("bf16", ("lora.rslora=true", "lora.alpha=3")),
-    "dora": ("bf16", ("lora.dora=true",)),
-    "modules_to_save": ("bf16", ("lora.modules_to_save=[lm_head, norm]",)),
+    "pattern": ("bf16", (r"lora.targets=['.*\.layers\.1\..*_proj']", "lora.rslora=true", "lora.alpha=3")),
+    "dora": ("bf16", ("lora.dora=true", "lora.init=gaussian")),
+    "modules_to_save": ("bf16", ("lora.targets=all-linear", "lora.modules_to_save=[lm_head, norm]")),
     "tied head saved": ("tied", ("lora.modules_to_save=[lm_head]",)),
     "tied embeddings": ("tied", ("lora.targets=[linear, embeddings]",)),
-    "biases": ("biases", ("lora.bias=all",)),
-    "gaussian": ("bf16", ("lora.init=gaussian",)),
-    "orthogonal": ("bf16", ("lora.init=orthogonal",)),
+    "biases": ("biases", ("lora.bias=all", "lora.init=orthogonal")),
     "olora": ("bf16", ("lora.init=olora",)),
-    "pissa": ("bf16", ("lora.init=pissa",)),
-    "pissa_niter": ("bf16", ("lora.init=pissa_niter_4", "lora.rslora=true")),
+    "pissa": ("bf16", ("lora.init=pissa_niter_4", "lora.rslora=true")),
     "experts": ("experts", ("lora.targets=[linear, experts]",)),
-    "fp32 base": ("fp32", ("lora.base=fp32",)),
+    "fp32 base": ("fp32", ("lora.base=fp32", "lora.init=pissa")),
 }  # fmt: skip
-# These split a bf16 weight in two, and what remains of it is rounded to bf16.
-SPLIT = {"olora", "pissa", "pissa_niter"}
+# olora and pissa split a bf16 weight in two, and what remains is rounded to bf16. PEFT loads whole modules in the dtype
+# of the base model.
+ROUNDED = {"olora", "pissa", "modules_to_save"}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -183,7 +179,7 @@ def test_adapters_of_each_kind_load_in_peft_and_merge_on_request(name, run, here
     dtype = torch.float32 if name == "fp32 base" else torch.bfloat16
     got = logits_of(adapted(checkpoints(kind), here / "runs" / "r" / "adapters", dtype))
     scale = float(outcome.logits.std())
-    torch.testing.assert_close(got, outcome.logits, rtol=0, atol=0.1 * scale if name in SPLIT else 0.0)
+    torch.testing.assert_close(got, outcome.logits, rtol=0, atol=0.1 * scale if name in ROUNDED else 2e-3 * scale)
     assert float((got - logits_of(whole(checkpoints(kind)))).std()) > 0.1 * scale, "nothing was learned"
     merged = whole(here / "runs" / "r" / "model")
     assert merged.dtype == dtype

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,6 +63,21 @@ def changes_frozen_weights(choices: Choices) -> bool:
     return choices.lora_rank is not None and choices.lora_init.startswith(adapter_targets.SUBSPACE_INITS)
 
 
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Silence PEFT's warnings about its own calls, and about cases that tigon handles.
+
+    Merging unties tied weights. Adapters that change the frozen weights are converted when they are saved.
+    """
+    with warnings.catch_warnings():
+        for message in (
+            "`is_gradient_checkpointing`", ".*fan_in_fan_out", "Model has `tie_word_embeddings=True`",
+            "(PiSSA|OLoRA) changes the base weights",
+        ):  # fmt: skip
+            warnings.filterwarnings("ignore", message=message)
+        yield
+
+
 def keep_trained_in_fp32(model: Any, choices: Choices) -> None:
     """Widen the trained weights of a model with adapters to fp32, unless the whole run is in bf16.
 
@@ -85,14 +101,10 @@ def _adapters(model: Any, choices: Choices, run_info: RunInfo) -> Any:
         r=choices.lora_rank, lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
         lora_dropout=choices.lora_dropout, bias=choices.lora_bias, use_rslora=choices.lora_rslora,
         use_dora=choices.lora_dora, init_lora_weights=_peft_init(choices),
-        modules_to_save=list(choices.lora_modules_to_save) or None, target_modules=list(targets.modules),
+        modules_to_save=list(choices.lora_modules_to_save) or None, target_modules=adapter_targets.short_names(model, targets),
         target_parameters=list(targets.parameters) or None, task_type="CAUSAL_LM",
     )  # fmt: skip
-    with warnings.catch_warnings():  # a transposed weight is set right, and merging unties tied weights
-        warnings.filterwarnings("ignore", category=FutureWarning, message="`is_gradient_checkpointing`")
-        warnings.filterwarnings("ignore", message=".*fan_in_fan_out")
-        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
-        warnings.filterwarnings("ignore", message=".*tie.*(embed|weight)")
+    with quiet_peft():
         wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=choices.precision != "bf16")
     keep_trained_in_fp32(wrapped, choices)
     # Otherwise no input of a checkpointed layer with frozen weights would require a gradient.

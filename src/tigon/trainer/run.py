@@ -253,7 +253,8 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
         Stopped: A signal came. Before the final weights are saved, the run ends with a checkpoint for --resume.
             Afterwards the run ends complete, but its comparison may lack kernels.
     """
-    from tigon.trainer.report import report  # loads transformers
+    from tigon.trainer.checkpoint import final_model  # loads transformers
+    from tigon.trainer.report import model_card, report  # loads transformers
 
     with signals.StopRequest(speaks=launch.rank() == 0) as stop:
         summary = _train_and_save(run, prepared, console, stop)
@@ -265,6 +266,8 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
         result = {name: value for name, value in summary.items() if name != "sample"}
         run.append({"event": "result", "step": _last_step(run), **result})
         report.write(run, summary, prepared.objective)
+        for folder in final_model.folders_in(run.path) if prepared.recipe.output.save_model else ():
+            model_card.write(run, folder, prepared.recipe, summary, prepared.objective)
         run.write_json(run_folder.SUMMARY, summary)
         _conclude(console, run, summary, prepared.objective)
         if stop.number:
@@ -324,7 +327,7 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
 
 def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) -> None:
     """Save the final weights if `output.save_model` is set. Every process calls it. The weights change their dtype."""
-    from tigon.trainer.checkpoint.final_model import FinalModel  # loads transformers
+    from tigon.trainer.checkpoint.final_model import FinalModel, folders_in  # loads transformers
 
     recipe, objective = prepared.recipe, prepared.objective
     if not recipe.output.save_model:
@@ -340,7 +343,7 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
     )  # fmt: skip
     written = objective.save(built, final)
     if final.is_first and written:
-        for folder in target.written():
+        for folder in folders_in(run.path):
             prepared.tokenizer.save_pretrained(folder)
 
 

@@ -60,6 +60,13 @@ def targets_of(model: Any, targets: tuple[str, ...]) -> Targets:
     return Targets(tuple(path for path in modules if path in named), parameters)
 
 
+def short_names(model: Any, targets: Targets) -> list[str]:
+    """The names by which PEFT finds the modules of `targets` and no others: last parts of paths, if they suffice."""
+    names = {path.rpartition(".")[2] for path in targets.modules}
+    found = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
+    return sorted(names) if sorted(found) == sorted(targets.modules) else list(targets.modules)
+
+
 def _found(model: Any, modules: Mapping[str, nn.Module], target: str) -> list[str]:
     wanted = _by_word(model).get(target)
     if wanted is not None:
@@ -69,8 +76,8 @@ def _found(model: Any, modules: Mapping[str, nn.Module], target: str) -> list[st
     if by_pattern:
         found = [path for path in modules if path and re.fullmatch(target, path)]
     adaptable = [path for path in found if _is_adaptable(modules[path])]
-    # A pattern such as .*mlp.* also matches the modules that contain the linear ones.
-    refused = [path for path in found if path not in adaptable and not (by_pattern and list(modules[path].children()))]
+    # A pattern such as .*mlp.* also matches modules without weights: containers and activations.
+    refused = [path for path in found if path not in adaptable and not (by_pattern and not _has_weights(modules[path]))]
     if refused:
         raise RecipeError(
             f"lora.targets: {target!r} names {refused[0]}, a {type(modules[refused[0]]).__name__}, and PEFT adapts "
@@ -100,6 +107,10 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def _is_adaptable(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.Embedding)) or _is_conv1d(module)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
 
 
 def _nearest(modules: Mapping[str, nn.Module], target: str) -> str:

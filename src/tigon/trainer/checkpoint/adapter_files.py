@@ -18,7 +18,7 @@ from tigon.errors import RunFolderError
 from tigon.models.loading.config import is_hub_id
 from tigon.models.loading.weight_files import one_line
 from tigon.recipe.keys import ModelConfig
-from tigon.techniques.lora import changes_frozen_weights
+from tigon.techniques.lora import changes_frozen_weights, quiet_peft
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model as models
@@ -68,10 +68,11 @@ def save(wrapped: Any, trainer: Any, choices: Choices, folder: Path) -> None:
     elif trainer.is_world_process_zero():
         initial = folder.with_name(INITIAL)
         converts = changes_frozen_weights(choices)
-        wrapped.save_pretrained(
-            folder, save_embedding_layers=False,
-            path_initial_model_for_weight_conversion=str(initial) if converts else None,
-        )  # fmt: skip
+        with quiet_peft():
+            wrapped.save_pretrained(
+                folder, save_embedding_layers=False,
+                path_initial_model_for_weight_conversion=str(initial) if converts else None,
+            )  # fmt: skip
         if converts:
             shutil.rmtree(initial)
     if trainer.is_world_process_zero():
@@ -99,7 +100,7 @@ def merged_with_base(adapters: Path, model: ModelConfig, *, dtype: torch.dtype) 
 
     unset_hf_deepspeed_config()  # with stage 3 alive, from_pretrained would partition the weights as it loads them
     plain = models.read(model, dtype=dtype)
-    with warnings.catch_warnings():
+    with quiet_peft():
         warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT would use zeros for them
         try:
             adapted = peft.PeftModel.from_pretrained(plain, str(adapters))
@@ -118,7 +119,7 @@ def _merged(wrapped: Any) -> Any:
     if any(adapted for _, adapted in own) and own[0][0].weight is own[1][0].weight:
         own[0][0].weight = nn.Parameter(own[0][0].weight.detach().clone())
         base.config.tie_word_embeddings = False
-    return wrapped.merge_and_unload()
+    return wrapped.merge_and_unload(progressbar=False)
 
 
 def _own_weights(module: Any) -> tuple[Any, bool]:

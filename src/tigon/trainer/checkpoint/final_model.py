@@ -20,6 +20,11 @@ MODEL = "model"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def folders_in(run: Path) -> list[Path]:
+    """The folders in the run folder `run` that hold a trained model."""
+    return [folder for name in (adapter_files.ADAPTERS, MODEL) if (folder := run / name).is_dir()]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FinalModel:
     """What is saved at the end of a run, and where."""
@@ -45,10 +50,6 @@ class FinalModel:
             merged = adapter_files.merged_with_base(adapters, self._on_disk(), dtype=dtypes.widest())
             dtypes.cast(merged)
             self._write(merged)
-
-    def written(self) -> list[Path]:
-        """The folders of the run that hold a trained model."""
-        return [folder for name in (adapter_files.ADAPTERS, MODEL) if (folder := self.run / name).is_dir()]
 
     def save_state(self, built: Any, state: dict[str, torch.Tensor]) -> None:
         """Save gathered weights instead of those of `built`, as `model/`. Only the main process calls it."""

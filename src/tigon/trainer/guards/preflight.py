@@ -259,7 +259,7 @@ def _check_room(path: str, needed_bytes: int, removed_bytes: int, what: str, fix
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware for environment.json. It leaves out environment variables and user and host names."""
-    packages = ("torch", "triton", "transformers", "accelerate", "tokenizers", "safetensors")
+    packages = ("torch", "triton", "transformers", "accelerate", "peft", "tokenizers", "safetensors")
     fields = {"tigon": tigon.__version__, "python": platform.python_version()}
     for name in packages:
         try:
