@@ -139,11 +139,6 @@ RULES = post_training_rules.RULES + Rules(
     (
         *(Rule(partial(_excludes_heads, row), row.reason) for row in _EXCLUSIONS),
         Rule(
-            lambda r: r.heads.stage is not None and r.lora.rank is not None and not r.output.merge
-            and r.output.save_model,
-            "heads.stage with lora.rank: the heads belong to the model with its adapters merged; set output.merge: true",
-        ),
-        Rule(
             lambda r: r.heads.kind == "mtp" and r.heads.layers is not None,
             "heads.layers is for medusa heads, and an MTP module has exactly one transformer layer; leave it out, or "
             "use heads.kind: medusa",

@@ -325,7 +325,10 @@ class OutputConfig:
         True, "Write the final weights (safetensors) and tokenizer to `model/`; with `lora.rank` write the adapters and "
         "tokenizer to `adapters/`."
     )  # fmt: skip
-    merge: bool = key(False, "With `lora.rank`: also merge the adapters into the model's weights, and write `model/`.")
+    merge: bool = key(
+        False, "With `lora.rank`: also merge the adapters into the model's weights, and write `model/`. Runs with "
+        "`heads.stage` always do."
+    )  # fmt: skip
     dtype: str = key(
         "auto", "Dtype of the weights in `model/`. `auto`: each weight has the dtype that it has in the checkpoint; a "
         "preset's weights keep the dtype of training.", choices=("auto", "fp32", "bf16", "fp16"),

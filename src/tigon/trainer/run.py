@@ -332,9 +332,11 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
     recipe, objective = prepared.recipe, prepared.objective
     if not recipe.output.save_model:
         return
+    # heads/ names the model that the heads belong to, and that is the one with its adapters merged.
+    merges = recipe.output.merge or (recipe.heads.stage is not None and recipe.lora.rank is not None)
     target = FinalModel(
         run=run.path, model=objective.model(run.path), config=prepared.config, choices=prepared.choices,
-        output=recipe.output,
+        output=replace(recipe.output, merge=merges),
     )  # fmt: skip
     final = FinalSave(
         folder=run.path, sharded=weights_are_sharded(prepared.choices), is_first=launch.rank() == 0,

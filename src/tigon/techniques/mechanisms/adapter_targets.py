@@ -136,7 +136,9 @@ def modules_to_save(model: Any, names: tuple[str, ...]) -> dict[str, list[str]]:
     found = {name: [path for path in modules if path and f".{path}".endswith(f".{name}")] for name in names}
     for name, paths in found.items():
         if not paths:
-            known = sorted({path.rpartition(".")[2] for path in modules if path and not path.endswith(tuple("0123456789"))})
+            known = sorted(
+                {path.rpartition(".")[2] for path in modules if path and not path.endswith(tuple("0123456789"))}
+            )
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"the nearest is {near[0]}" if near else f"its modules are {', '.join(known[:12])}"
             raise RecipeError(f"lora.modules_to_save: {name!r} names no module of this model; {hint}")
