@@ -82,7 +82,8 @@ def measured() -> dict[str, str]:
             commits, dates = (row.get(key) or where[key] for key in ("tigon_commits", "dates"))
             beside = f" (baseline `{record['baseline']}`: {base['last_loss']:.3f})" if base and base is not row else ""
             found[name] = (
-                f"{_beside_recipe(name, row['keys'])}{row['peak_allocated_bytes'] / 2**30:.2f} GiB per GPU, {row['tokens_per_s']:,.0f} tokens/s, a loss "
+                _beside_recipe(name, row["keys"])
+                + f"{row['peak_allocated_bytes'] / 2**30:.2f} GiB per GPU, {row['tokens_per_s']:,.0f} tokens/s, a loss "
                 f"of {row['last_loss']:.3f} after {record['steps']} steps{beside}: `{record['command']}` on "
                 f"{f'{gpus} x ' if gpus > 1 else ''}{where['device']}, tigon at "
                 f"{', '.join(commits)}, {', '.join(dates)}; versions and predictions in "

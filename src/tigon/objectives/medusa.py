@@ -194,6 +194,10 @@ class MedusaTraining(CausalLM):
     def heads(self) -> HeadsConfig:
         return self.recipe.heads
 
+    @property
+    def reads_plain_head(self) -> bool:
+        return True
+
     def planned(self) -> PlannedMedusa:
         return PlannedMedusa(self.spec, self._minimised())
 
@@ -348,7 +352,7 @@ class MedusaTraining(CausalLM):
             return False
         if not final.sharded:
             medusa.detach(inner)
-            final.save_model()
+            final.save_model(merges=True)  # heads/ names the model that the heads belong to
         elif final.is_first:
             rest = {name: tensor for name, tensor in state.items() if not name.startswith(f"{NAME}.")}
             final.save_state(rest)

@@ -202,6 +202,14 @@ class LoraConfig:
     rank: int | None = technique_key("lora_rank")
     alpha: float | None = key(None, "The adapters' output is scaled by alpha / rank; none: 2 x rank.", above=0)
     targets: tuple[str, ...] = technique_key("lora_targets")
+    dropout: float = technique_key("lora_dropout")
+    rslora: bool = technique_key("lora_rslora")
+    dora: bool = technique_key("lora_dora")
+    modules_to_save: tuple[str, ...] = technique_key("lora_modules_to_save")
+    bias: str = technique_key("lora_bias")
+    init: str = technique_key("lora_init")
+    base: str = technique_key("lora_base")
+    quantize: bool = technique_key("quantized")
 
 
 @dataclass(frozen=True)
@@ -322,8 +330,8 @@ class OutputConfig:
         choices=("error", "number"),
     )  # fmt: skip
     save_model: bool = key(
-        True, "Write the final weights (safetensors) and tokenizer to `model/`; with `lora.rank` write the adapters and "
-        "tokenizer to `adapters/`."
+        True, "Write the final weights (safetensors) and tokenizer to `model/`; with `lora.rank` write the adapters "
+        "and tokenizer to `adapters/`."
     )  # fmt: skip
     merge: bool = key(
         False, "With `lora.rank`: also merge the adapters into the model's weights, and write `model/`. Runs with "

@@ -101,7 +101,8 @@ def _adapters(model: Any, choices: Choices, run_info: RunInfo) -> Any:
         r=choices.lora_rank, lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
         lora_dropout=choices.lora_dropout, bias=choices.lora_bias, use_rslora=choices.lora_rslora,
         use_dora=choices.lora_dora, init_lora_weights=_peft_init(choices),
-        modules_to_save=list(choices.lora_modules_to_save) or None, target_modules=adapter_targets.short_names(model, targets),
+        modules_to_save=list(choices.lora_modules_to_save) or None,
+        target_modules=adapter_targets.short_names(model, targets),
         target_parameters=list(targets.parameters) or None, task_type="CAUSAL_LM",
     )  # fmt: skip
     with quiet_peft():
@@ -280,7 +281,8 @@ _EXCLUSIONS = (
     *(
         Exclusion(
             when=(_SUBSPACE, trained),
-            reason="PEFT converts such an adapter to one for the checkpoint's weights, and drops all else that is trained",
+            reason="PEFT converts such an adapter to one for the checkpoint's weights, and drops all else that was "
+            "trained",
             instead=f"lora.init: default, or {instead}", source=_CONVERSION,
         )
         for trained, instead in (

@@ -122,7 +122,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     choices = preflight.check_techniques(recipe, device)
     head_groups.check_groups(config, choices.attention_groups)
     objective = objective_of(recipe, config, lambda: shapes)
-    frozen_experts = adapter_checks.check(recipe, config, choices)
+    frozen_experts = adapter_checks.check(objective, config, choices)
     preflight.check_disk(recipe, choices, shapes)
     preflight.check_memory(recipe, choices, device, shapes)
     unused_tensors = model.check_weights(recipe.model, config)

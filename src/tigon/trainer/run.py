@@ -25,7 +25,7 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES, lora
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model, run_folder
-from tigon.trainer.checkpoint import checkpoint, nvme_swap
+from tigon.trainer.checkpoint import checkpoint, final_model, nvme_swap
 from tigon.trainer.distributed import launch, signals
 from tigon.trainer.guards import fault_messages, prediction, preflight, self_test, system_limits
 from tigon.trainer.guards.prediction import comparison_line
@@ -253,7 +253,6 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
         Stopped: A signal came. Before the final weights are saved, the run ends with a checkpoint for --resume.
             Afterwards the run ends complete, but its comparison may lack kernels.
     """
-    from tigon.trainer.checkpoint import final_model  # loads transformers
     from tigon.trainer.report import model_card, report  # loads transformers
 
     with signals.StopRequest(speaks=launch.rank() == 0) as stop:
@@ -327,16 +326,12 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
 
 def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) -> None:
     """Save the final weights if `output.save_model` is set. Every process calls it. The weights change their dtype."""
-    from tigon.trainer.checkpoint.final_model import FinalModel, folders_in  # loads transformers
-
     recipe, objective = prepared.recipe, prepared.objective
     if not recipe.output.save_model:
         return
-    # heads/ names the model that the heads belong to, and that is the one with its adapters merged.
-    merges = recipe.output.merge or (recipe.heads.stage is not None and recipe.lora.rank is not None)
-    target = FinalModel(
+    target = final_model.FinalModel(
         run=run.path, model=objective.model(run.path), config=prepared.config, choices=prepared.choices,
-        output=replace(recipe.output, merge=merges),
+        output=recipe.output,
     )  # fmt: skip
     final = FinalSave(
         folder=run.path, sharded=weights_are_sharded(prepared.choices), is_first=launch.rank() == 0,
@@ -345,7 +340,7 @@ def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) ->
     )  # fmt: skip
     written = objective.save(built, final)
     if final.is_first and written:
-        for folder in folders_in(run.path):
+        for folder in final_model.folders_in(run.path):
             prepared.tokenizer.save_pretrained(folder)
 
 

@@ -197,8 +197,9 @@ def _check_init(modules: Mapping[str, nn.Module], found: Targets, rank: int, ini
             f"lora.init: {init}: PEFT has it for linear modules only, and {other} is none; use lora.init: default, or "
             "leave it out of lora.targets"
         )
-    smallest = min(found.modules, key=lambda path: min(modules[path].weight.shape))
-    size = min(modules[smallest].weight.shape)
+    shapes = {path: modules[path].get_parameter("weight").shape for path in found.modules}
+    smallest = min(shapes, key=lambda path: min(shapes[path]))
+    size = min(shapes[smallest])
     if init.startswith(SUBSPACE_INITS) and rank > size:
         raise RecipeError(
             f"lora.init: {init}: lora.rank is {rank}, but the weight of {smallest} has only {size} singular values; "

@@ -25,6 +25,15 @@ def folders_in(run: Path) -> list[Path]:
     return [folder for name in (adapter_files.ADAPTERS, MODEL) if (folder := run / name).is_dir()]
 
 
+def save_as_trained(built: Any, trainer: Any, choices: Choices, folder: Path) -> None:
+    """Save a model without adapters in `folder`, with the dtypes of training. Every process calls it."""
+    if weights_are_sharded(choices):  # gathered by all processes, written by the first
+        trainer.save_model(str(folder))
+        (folder / "training_args.bin").unlink(missing_ok=True)
+    elif trainer.is_world_process_zero():
+        built.save_pretrained(folder)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FinalModel:
     """What is saved at the end of a run, and where."""
@@ -38,14 +47,20 @@ class FinalModel:
     choices: Choices
     output: OutputConfig
 
-    def save(self, built: Any, trainer: Any) -> None:
-        """Save the trained weights. Every process calls it. It changes the dtype of the weights of `built`."""
+    def save(self, built: Any, trainer: Any, *, merges: bool = False) -> None:
+        """Save the trained weights. Every process calls it. It changes the dtype of the weights of `built`.
+
+        Args:
+            built: The trained model.
+            trainer: Its trainer.
+            merges: Whether to merge adapters even if `output.merge` is not set.
+        """
         if self.choices.lora_rank is None:
             self._save_whole(built, trainer)
             return
         adapters = self.run / adapter_files.ADAPTERS
         adapter_files.save(built, trainer, self.choices, adapters)
-        if self.output.merge and trainer.is_world_process_zero():
+        if (merges or self.output.merge) and trainer.is_world_process_zero():
             dtypes = self._dtypes()
             merged = adapter_files.merged_with_base(adapters, self._on_disk(), dtype=dtypes.widest())
             dtypes.cast(merged)

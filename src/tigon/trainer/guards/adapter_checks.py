@@ -6,18 +6,18 @@ import math
 from typing import Any
 
 from tigon.errors import RecipeError
-from tigon.recipe.keys import Recipe
+from tigon.objectives.base import Objective
 from tigon.techniques import lora
 from tigon.techniques.mechanisms import adapter_targets
 from tigon.techniques.records.choices import Choices
 from tigon.trainer import model as models
 
 
-def check(recipe: Recipe, config: Any, choices: Choices) -> tuple[str, ...]:
+def check(objective: Objective, config: Any, choices: Choices) -> tuple[str, ...]:
     """Refuse adapters that cannot be made, and warn of experts that a run with adapters does not train.
 
     Args:
-        recipe: The recipe of the run.
+        objective: The objective of the run.
         config: The model's transformers config.
         choices: The techniques in use.
 
@@ -31,22 +31,19 @@ def check(recipe: Recipe, config: Any, choices: Choices) -> tuple[str, ...]:
         return ()
     built = models.without_data(config)
     lora.check(built, choices)
-    _check_head(recipe, built, choices)
+    if objective.reads_plain_head:
+        _check_head(objective, built, choices)
     return _frozen_experts(built, choices)
 
 
-def _check_head(recipe: Recipe, built: Any, choices: Choices) -> None:
-    """Refuse an adapter on the head for objectives that read the head's weight. `lora.targets: head` is refused
-    earlier, by name."""
-    if recipe.train.objective in ("auto", "causal_lm") and recipe.heads.stage is None:
-        return
+def _check_head(objective: Objective, built: Any, choices: Choices) -> None:
+    """Refuse a pattern that matches the head. `lora.targets: head` is refused earlier, by name."""
     targets = adapter_targets.targets_of(built, choices.lora_targets).modules
     head = next(path for path, module in built.named_modules() if module is built.get_output_embeddings())
     if head in targets:
-        what = "heads.stage" if recipe.heads.stage is not None else f"train.objective: {recipe.train.objective}"
         raise RecipeError(
-            f"lora.targets: {', '.join(choices.lora_targets)} includes {head}, but {what} uses its weight without an "
-            "adapter; use a narrower pattern"
+            f"lora.targets: {', '.join(choices.lora_targets)} includes {head}, but the losses of {objective.name} "
+            "use its weight without an adapter; use a narrower pattern"
         )
 
 
