@@ -45,7 +45,7 @@ def targets_of(model: Any, targets: tuple[str, ...]) -> Targets:
     A target is one of `WORDS`, the name or path of a module, or a regular expression that matches whole paths.
 
     Raises:
-        RecipeError: A target names nothing, or something for which PEFT has no adapter.
+        RecipeError: A target names no module, or one that PEFT cannot adapt.
     """
     modules = dict(model.named_modules())
     named = {

@@ -123,7 +123,7 @@ def _merged(wrapped: Any) -> Any:
 
 
 def _own_weights(module: Any) -> tuple[Any, bool]:
-    """(the module that holds the weight of the checkpoint, whether an adapter or a trained copy stands beside it)"""
+    """Returns (the module with the checkpoint's own weight, whether it has an adapter or a trained copy)."""
     for name in ("base_layer", "original_module"):
         if hasattr(module, name):
             return getattr(module, name), True

@@ -36,7 +36,7 @@ def save_as_trained(built: Any, trainer: Any, choices: Choices, folder: Path) ->
 
 @dataclass(frozen=True, kw_only=True)
 class FinalModel:
-    """What is saved at the end of a run, and where."""
+    """Saves the trained model of a run."""
 
     run: Path
     """The run folder."""
@@ -69,8 +69,9 @@ class FinalModel:
     def save_state(self, built: Any, state: dict[str, torch.Tensor]) -> None:
         """Save gathered weights instead of those of `built`, as `model/`. Only the main process calls it."""
         state = self._dtypes().cast_state(state)
-        self._write(built, state)
-        _declare_dtype(self.run / MODEL / "config.json", state)
+        dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+        self._write(built, state)  # it empties `state`
+        _declare_dtype(self.run / MODEL / "config.json", dtype)
 
     def _save_whole(self, built: Any, trainer: Any) -> None:
         if weights_are_sharded(self.choices):
@@ -134,9 +135,8 @@ class SavedDtypes:
         return {name: tensor.to(self.of(name, tensor)) for name, tensor in state.items()}
 
 
-def _declare_dtype(config: Path, state: Mapping[str, torch.Tensor]) -> None:
+def _declare_dtype(config: Path, dtype: torch.dtype) -> None:
     """Write the dtype of the saved weights into config.json. transformers writes that of the sharded model."""
-    dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     declared = json.loads(config.read_text(encoding="utf-8"))
     declared["dtype"] = str(dtype).removeprefix("torch.")
     config.write_text(json.dumps(declared, indent=2, sort_keys=True) + "\n", encoding="utf-8")
