@@ -19,6 +19,7 @@ from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.estimate import COMPONENTS, PHASES, estimate, logits_bytes
 from tigon.planner.gpus import GPUS, Gpu, find_gpu
 from tigon.planner.request import Request
+from tigon.planner.simulate.model_states import model_weights
 from tigon.planner.trace.attention import product_share
 from tigon.techniques.records.choices import Choices
 
@@ -110,6 +111,36 @@ def test_adapters_halve_the_peak_and_quantized_weights_lower_it_further() -> Non
     )
     assert full > 2 * lora
     assert lora > qlora
+
+
+def test_frozen_weights_take_16_bits_under_autocast_and_adapters_fp32() -> None:
+    request = request_of(precision="amp-bf16", lora_rank=4, kernels="tigon")
+    weights = model_weights(request).weights
+    sizes = {trained: {weight.itemsize for weight in weights if weight.trained is trained} for trained in (True, False)}
+    assert sizes == {True: {4}, False: {2}}
+    wide = dataclasses.replace(request, choices=dataclasses.replace(request.choices, lora_base="fp32"))
+    assert {weight.itemsize for weight in model_weights(wide).weights} == {4}
+    frozen_bytes = sum(2 * weight.numel for weight in weights if not weight.trained)
+    narrow_bytes, wide_bytes = (estimate(one, gpu=H200).components["weights"] for one in (request, wide))
+    assert wide_bytes - narrow_bytes == pytest.approx(frozen_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"lora_dora": True}, {"lora_modules_to_save": ("lm_head",)}, {"lora_dropout": 0.1}, {"lora_targets": ("q_proj",)}],
+    ids=lambda more: next(iter(more)),
+)
+def test_settings_of_adapters_change_the_planned_memory(more: dict[str, Any]) -> None:
+    plain, other = (
+        estimate(request_of(precision="amp-bf16", lora_rank=4, **case), gpu=H200).peak_allocated_bytes
+        for case in ({}, more)
+    )
+    assert other < plain if "lora_targets" in more else other > plain
+
+
+def test_8_bit_weights_are_not_planned() -> None:
+    with pytest.raises(UsageError, match=r"lora\.quantize_to: int8 cannot be planned"):
+        estimate(request_of(precision="amp-bf16", lora_rank=4, quantized=True, quantize_to="int8"), gpu=H200)
 
 
 def test_foreach_adamw_holds_another_copy_of_the_weights() -> None:

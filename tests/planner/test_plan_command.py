@@ -113,6 +113,16 @@ def test_heads_reach_the_recommended_recipe(capsys, tmp_path):
     assert plain["heads"] is None and peaks[1] < peaks[0] < peaks[2]
 
 
+def test_qlora_alone_means_rank_16(capsys):
+    alone, both, other = (
+        json.loads(printed(capsys, batch=1, seq=64, as_json=True, quantized=True, **more))
+        for more in ({}, {"lora_rank": 16}, {"lora_rank": 8})
+    )
+    assert alone == both
+    assert alone["peak_allocated_bytes"] > other["peak_allocated_bytes"]
+    assert "QLoRA 16" in json.dumps(alone) and "QLoRA 8" in json.dumps(other)
+
+
 WRONG = {
     "gpu": ({"gpu": "h2000"}, "nearest is h200"),
     "model": ({"model": "tigon-dmo"}, "neither a file"),
@@ -122,7 +132,6 @@ WRONG = {
     "optimizer": ({"optimizer": "adam"}, "--optimizer is 'adam'"),
     "checkpointing": ({"checkpointing": "every-0"}, "--checkpointing is 'every-0'"),
     "zero": ({"zero": 4}, "--zero is 4"),
-    "qlora": ({"quantized": True}, "--qlora requires --lora R"),
     "lora": ({"lora_rank": 0}, "--lora is 0"),
     "gpus": ({"gpus": -1}, "--gpus is -1"),
     "rows that do not agree": ({"batch": 8, "accumulate": 2, "effective_batch": 24}, "leave one of them out"),
@@ -177,10 +186,10 @@ def test_config_that_describes_no_model_is_refused_in_one_line(changes, words, t
 
 
 def test_wrong_input_exits_with_two_in_a_shell():
-    arguments = [sys.executable, "-m", "tigon", "plan", "tigon-demo", "--gpu", "24GiB", "--qlora"]
+    arguments = [sys.executable, "-m", "tigon", "plan", "tigon-demo", "--gpu", "24GiB", "--lora", "0"]
     source = str(Path(__file__).parents[2] / "src")
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, env={"PYTHONPATH": source})
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("tigon: --qlora")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("tigon: --lora is 0")
     assert done.stderr.count("\n") == 1
 
 

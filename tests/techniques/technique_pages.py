@@ -82,7 +82,8 @@ def measured() -> dict[str, str]:
             commits, dates = (row.get(key) or where[key] for key in ("tigon_commits", "dates"))
             beside = f" (baseline `{record['baseline']}`: {base['last_loss']:.3f})" if base and base is not row else ""
             found[name] = (
-                f"{row['peak_allocated_bytes'] / 2**30:.2f} GiB per GPU, {row['tokens_per_s']:,.0f} tokens/s, a loss "
+                _beside_recipe(name, row["keys"])
+                + f"{row['peak_allocated_bytes'] / 2**30:.2f} GiB per GPU, {row['tokens_per_s']:,.0f} tokens/s, a loss "
                 f"of {row['last_loss']:.3f} after {record['steps']} steps{beside}: `{record['command']}` on "
                 f"{f'{gpus} x ' if gpus > 1 else ''}{where['device']}, tigon at "
                 f"{', '.join(commits)}, {', '.join(dates)}; versions and predictions in "
@@ -92,6 +93,17 @@ def measured() -> dict[str, str]:
         record = json.loads(path.read_text(encoding="utf-8"))
         found |= {name: _at_the_largest_batch(record, *pair) for name, pair in FOR_LONG_SEQUENCES.items() if pair}
     return found
+
+
+def _beside_recipe(name: str, keys: Mapping[str, Any]) -> str:
+    """The keys of the technique's section that the measured run had besides those of the technique's own recipe."""
+    sections = {key.partition(".")[0] for key in TECHNIQUES[name].recipe} & {"lora"} if name in TECHNIQUES else set()
+    more = [
+        f"`{key}: {yaml_word(value)}`"
+        for key, value in keys.items()
+        if key.partition(".")[0] in sections and key not in TECHNIQUES[name].recipe
+    ]
+    return f"With {', '.join(more)}: " if more else ""
 
 
 def _at_the_largest_batch(record: Mapping[str, Any], variant: str, without: str) -> str:

@@ -17,13 +17,22 @@ from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition, Exclusion
 
 # values that a negative condition holds for
-OTHER = {"attention": "eager", "optimizer": "sgd", "offload": "cpu", "zero": 0}
+OTHER = {
+    "attention": "eager", "optimizer": "sgd", "offload": "cpu", "zero": 0, "lora_init": "orthogonal",
+    "lora_bias": "all", "lora_modules_to_save": ("norm",),
+}  # fmt: skip
 
 
 def satisfying(condition: Condition) -> Any:
     """A value that the condition holds for."""
     if condition.test in ("is not", "is not one of"):
         return OTHER[condition.field]
+    if condition.test == "includes":
+        return (condition.wanted,)
+    if condition.test == "is above":
+        return condition.wanted + 0.5
+    if condition.test == "starts with":
+        return {"amp": "amp-bf16"}.get(condition.wanted, condition.wanted[0])
     return condition.wanted[0] if condition.test == "is one of" else condition.wanted
 
 

@@ -25,13 +25,14 @@ from tigon.cli import app
 from tigon.models import DeferredLogits
 from tigon.models.loading.presets import PRESETS
 from tigon.objectives.recipe_checks import load
-from tigon.recipe.keys import LoraConfig, ModelConfig, Recipe, TrainConfig
+from tigon.recipe.keys import LoraConfig, ModelConfig, OutputConfig, Recipe, TrainConfig
 from tigon.techniques import SETTINGS
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 from tigon.trainer import engine
 from tigon.trainer import model as models
+from tigon.trainer.checkpoint.final_model import FinalModel
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import preflight
 from tigon.trainer.run import train
@@ -195,15 +196,16 @@ def test_merged_checkpoint_computes_what_the_adapters_did(targets, quantize, tmp
         built = peft.PeftModel.from_pretrained(plain, str(tmp_path / "a")).eval()
     with torch.no_grad():
         want = built(input_ids=batch["input_ids"]).logits
-    choices = recipe.choices(precision="fp32")
-    engine.save(trainer.model, trainer, choices, tmp_path / "model", model=recipe.model, base=base)
+    FinalModel(
+        run=tmp_path, model=recipe.model, config=models.load_config(recipe.model), output=OutputConfig(merge=True),
+        choices=recipe.choices(precision="fp32"),
+    ).save(trainer.model, trainer)  # fmt: skip
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     with torch.no_grad():
         got = merged(input_ids=batch["input_ids"]).logits
     tolerance = 0.05 if quantize else 1e-4  # the merged weights of a quantised model are written in bf16
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
-    if quantize:
-        assert list(tmp_path.glob("adapters/*.safetensors"))
+    assert list(tmp_path.glob("adapters/*.safetensors"))
 
 
 def test_evaluation_before_training_leaves_the_losses_of_qlora_unchanged(tmp_path):

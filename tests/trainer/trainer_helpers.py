@@ -48,7 +48,7 @@ def small_trainer(
     run_info = engine.run_info_of(recipe, config, model.parameter_shapes(config), device)
     built, _ = engine.build(
         recipe.model, config, choices, run_info, device=device, seed=1, kernels=kernels or recipe.model.kernels,
-        base=folder / "base",
+        base=folder / "base", saves_adapters=True,
     )  # fmt: skip
     data = data or rows()
     args = trainer.arguments(recipe.train, choices, run_info, folder=folder / "c", device=device, evaluate=evaluate)

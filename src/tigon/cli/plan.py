@@ -114,7 +114,7 @@ def run(
         UsageError: A flag has an unknown value or a value out of range, or flags exclude each other.
     """
     _quiet(model)
-    given = {name: value for name, value in given.items() if value is not None and value is not False}
+    given = _with_implied({name: value for name, value in given.items() if value is not None and value is not False})
     _check_words({"method": method, "policy": policy})
     _check_sizes({"batch": batch, "seq": seq, "effective-batch": effective_batch})
     _check_settings(given)
@@ -218,9 +218,12 @@ def _check_settings(given: Mapping[str, Any]) -> None:
             problem = f"it must be at most {MOST}"
         if problem is not None:
             raise UsageError(f"--{flag.name} is {value!r}; {problem}.")
-        other = SETTINGS[flag.requires].flag if flag.requires is not None and flag.requires not in given else None
-        if other is not None:
-            raise UsageError(f"--{flag.name} requires --{other.name} {other.metavar or ''}".rstrip() + ".")
+
+
+def _with_implied(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given settings, and those that their flags imply: --qlora alone means a rank."""
+    flags = [flag for name in given if (flag := SETTINGS[name].flag) is not None]
+    return {name: value for flag in flags for name, value in flag.implies} | dict(given)
 
 
 def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate: int | None) -> int | None:

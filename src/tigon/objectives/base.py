@@ -55,8 +55,11 @@ class FinalSave:
     is_first: bool
     gathered_state: Callable[[], dict[str, torch.Tensor] | None]
     """Gathers the full state dict of sharded weights; returns None in processes that do not receive it."""
-    save_model: Callable[[], None]
-    """Writes `model/` for `from_pretrained`, with merged adapters."""
+    save_model: Callable[..., None]
+    """Writes `model/` for `from_pretrained`; with adapters `adapters/`, and `model/` only if the recipe merges them or
+    the caller passes `merges=True`."""
+    save_state: Callable[[dict[str, torch.Tensor]], None]
+    """Writes a gathered state dict as `model/`; the main process alone calls it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +282,11 @@ class Objective(Protocol):
     @property
     def reads_whole_weights(self) -> bool:
         """Whether `attach` reads weights of the model, so ZeRO-3 must not partition them while they are loaded."""
+        ...
+
+    @property
+    def reads_plain_head(self) -> bool:
+        """Whether the loss reads the weight of `lm_head`, so that an adapter on it would be ignored."""
         ...
 
     def planned(self) -> PlannedObjective:

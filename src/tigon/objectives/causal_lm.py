@@ -123,6 +123,10 @@ class CausalLM:
     def reads_whole_weights(self) -> bool:
         return self.planned().reads_whole_weights
 
+    @property
+    def reads_plain_head(self) -> bool:
+        return False
+
     def planned(self) -> PlannedObjective:
         return PlannedCausalLM()
 

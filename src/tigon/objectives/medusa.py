@@ -195,6 +195,10 @@ class MedusaTraining(CausalLM):
     def heads(self) -> HeadsConfig:
         return self.recipe.heads
 
+    @property
+    def reads_plain_head(self) -> bool:
+        return True
+
     def planned(self) -> PlannedMedusa:
         return PlannedMedusa(self.spec, self._minimised())
 
@@ -349,10 +353,10 @@ class MedusaTraining(CausalLM):
             return False
         if not final.sharded:
             medusa.detach(inner)
-            final.save_model()
+            final.save_model(merges=True)  # heads/ names the model that the heads belong to
         elif final.is_first:
             rest = {name: tensor for name, tensor in state.items() if not name.startswith(f"{NAME}.")}
-            inner.save_pretrained(target, state_dict=rest)
+            final.save_state(rest)
         return True
 
     # --- after training ----------------------------------------------------------------------------------------------

@@ -92,6 +92,10 @@ class PostTraining(CausalLM):
     def reads_whole_weights(self) -> bool:
         return False
 
+    @property
+    def reads_plain_head(self) -> bool:
+        return True
+
     def announcement(self) -> str | None:
         base = f", after {self.own.base_steps} steps of ordinary training" if self.own.base_steps else ""
         return f"{self.name:<8} TRL's {self.trl.trainer}{base}"

@@ -160,6 +160,10 @@ RULES = Rules(
         *(row.as_rule() for row in CHOICES_RULES),
         Rule(lambda r: is_post_training(r) and r.comparison.steps > 0,
              "comparison.steps compares kernels in ordinary training; with post-training set comparison.steps: 0"),
+        Rule(lambda r: r.train.objective in ("dpo", "kto", "grpo") and r.lora.rank is not None and (
+                 r.lora.bias != "none" or r.lora.init not in ("default", "gaussian", "orthogonal")),
+             "lora.bias and lora.init: the reference of this objective is the model without adapters, which these "
+             "settings change; set lora.bias: none and lora.init: default"),
         *(
             Rule(lambda r, name=name: is_post_training(r) and _reshapes_data(r) == name,  # type: ignore[misc]
                  f"data.{name} is for text, and post-training takes rows of JSONL with the columns of TRL's formats; "

@@ -109,6 +109,10 @@ _EXCLUSIONS = (
         reason="heads.stage requires an lm_head without an adapter, because the heads' losses use its weight directly; "
         "leave head out of lora.targets",
     ),
+    HeadsExclusion(
+        when=(_LORA, Condition("lora_modules_to_save", "is not", ())),
+        reason="heads.stage has not been tried with lora.modules_to_save; leave it out",
+    ),
     HeadsExclusion(when=(_LORA, Condition("zero", "is", 3)), reason=_UNSAVED),
     HeadsExclusion(when=(_LORA, Condition("fsdp", "is", True)), reason=_UNSAVED),
     HeadsExclusion(

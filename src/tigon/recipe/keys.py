@@ -33,7 +33,8 @@ AUTO_PRECISION = "amp-bf16"  # `auto` on a GPU; every combination that amp-bf16 
 
 def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | None = None,
         renamed: Mapping[str, str] | None = None, minimum: float | None = None, maximum: float | None = None,
-        above: float | None = None, limits: str | None = None, prose: bool = False) -> Any:  # fmt: skip
+        above: float | None = None, limits: str | None = None, prose: bool = False,
+        invalid: Callable[[str], str | None] = lambda text: None) -> Any:  # fmt: skip
     """Declare a recipe key.
 
     Args:
@@ -47,13 +48,14 @@ def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | 
         above: A limit that the value must exceed.
         limits: The row of LIMITS that gives minimum and maximum.
         prose: The text may have line breaks.
+        invalid: Returns why a text is refused, as the end of a sentence; None if it is allowed.
     """
     if limits is not None:
         minimum, maximum = LIMITS[limits]
         maximum = maximum or MAX_COUNT
     metadata = {
         "help": help, "choices": tuple(choices), "pattern": pattern, "renamed": renamed or {}, "minimum": minimum,
-        "maximum": maximum, "above": above, "prose": prose,
+        "maximum": maximum, "above": above, "prose": prose, "invalid": invalid,
     }  # fmt: skip
     return field(default=default, metadata=metadata)
 
@@ -67,7 +69,7 @@ def technique_key(name: str) -> Any:
     if setting.minimum is not None and maximum is None:
         maximum = MAX_COUNT
     return key(default, setting.help, choices=words, pattern=setting.pattern, renamed=setting.renamed,
-               minimum=setting.minimum, maximum=maximum)  # fmt: skip
+               minimum=setting.minimum, maximum=maximum, invalid=setting.invalid)  # fmt: skip
 
 
 def with_technique_keys(section: str) -> Callable[[type[T]], type[T]]:
@@ -195,11 +197,18 @@ class TrainConfig:
 @dataclass(frozen=True)
 @with_technique_keys("lora")
 class LoraConfig:
-    """LoRA: train small adapters next to the model's frozen weights, and merge them into these weights at the end."""
+    """LoRA: train small adapters next to the model's frozen weights, and save them in PEFT's layout."""
 
     rank: int | None = technique_key("lora_rank")
     alpha: float | None = key(None, "The adapters' output is scaled by alpha / rank; none: 2 x rank.", above=0)
     targets: tuple[str, ...] = technique_key("lora_targets")
+    dropout: float = technique_key("lora_dropout")
+    rslora: bool = technique_key("lora_rslora")
+    dora: bool = technique_key("lora_dora")
+    modules_to_save: tuple[str, ...] = technique_key("lora_modules_to_save")
+    bias: str = technique_key("lora_bias")
+    init: str = technique_key("lora_init")
+    base: str = technique_key("lora_base")
     quantize: bool = technique_key("quantized")
 
 
@@ -320,7 +329,22 @@ class OutputConfig:
         "error", "If that folder exists: `error` stops (and offers --resume), `number` uses name-2, name-3, ...",
         choices=("error", "number"),
     )  # fmt: skip
-    save_model: bool = key(True, "Write the final weights (safetensors) and tokenizer to `model/`.")
+    save_model: bool = key(
+        True, "Write the final weights (safetensors) and tokenizer to `model/`; with `lora.rank` write the adapters "
+        "and tokenizer to `adapters/`."
+    )  # fmt: skip
+    merge: bool = key(
+        False, "With `lora.rank`: also merge the adapters into the model's weights, and write `model/`. Runs with "
+        "`heads.stage` always do."
+    )  # fmt: skip
+    dtype: str = key(
+        "auto", "Dtype of the weights in `model/`. `auto`: each weight has the dtype that it has in the checkpoint; a "
+        "preset's weights keep the dtype of training.", choices=("auto", "fp32", "bf16", "fp16"),
+    )  # fmt: skip
+    max_shard_size: str | None = key(
+        None, "Size above which the weights in `model/` are split into several files, e.g. `5GB`; none: transformers' "
+        "default.", pattern=r"[1-9][0-9]{0,5}[KMGT]B", choices=("a number with KB, MB, GB or TB, such as 5GB",),
+    )  # fmt: skip
     sample_prompt: str | None = key(None, "Prompt of the text sample; none: the start of an eval document.",
                                      prose=True)  # fmt: skip
     sample_tokens: int = key(64, "Length of the text sample before and after training; 0: no sample.",
@@ -428,6 +452,11 @@ _RULES = Rules(
         ),
     ),
     (
+        Switch(("output.merge",), "lora.rank", lambda r: r.lora.rank is not None, "lora.rank: 16"),
+        Switch(
+            ("output.merge", "output.dtype", "output.max_shard_size"), "output.save_model",
+            lambda r: r.output.save_model, "output.save_model: true",
+        ),
         *(_switch_of(row) for row in KEY_SWITCHES),
         Switch(
             other_keys("comparison", "steps"), "comparison.steps", lambda r: r.comparison.steps > 0,

@@ -311,6 +311,8 @@ def _check_limits(value: Any, limits: Mapping[str, Any], dotted: str, where: Cal
         raise RecipeError(f"{where(dotted)}: {dotted}: {value} was renamed; write {limits['renamed'][value]}")
     if not re.fullmatch(pattern, value) if pattern else choices and value not in choices:
         raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; it must be one of {', '.join(choices)}")
+    if isinstance(value, str) and (why := limits["invalid"](value)) is not None:
+        raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; {why}")
     too_small = (minimum is not None and not value >= minimum) or (above is not None and not value > above)
     if too_small or (maximum is not None and not value <= maximum):
         raise RecipeError(f"{where(dotted)}: {dotted} is {_shown(value)}; it {limits_text(limits)}")

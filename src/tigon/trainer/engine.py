@@ -1,26 +1,21 @@
-"""Builds the model with its techniques, makes the optimizer, and saves the final weights."""
+"""Builds the model with its techniques, and makes the optimizer."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch._functorch import config as functorch_config
 
-from tigon.errors import RecipeError, RunFolderError
-from tigon.models.loading import weight_files
+from tigon.errors import RecipeError
 from tigon.recipe.keys import ModelConfig, Recipe, TrainConfig
-from tigon.techniques import TECHNIQUES
+from tigon.techniques import TECHNIQUES, lora
 from tigon.techniques.mechanisms import galore
 from tigon.techniques.optimizers import OPTIMIZERS
-from tigon.techniques.precision import WEIGHT_DTYPES
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
 from tigon.techniques.sharding import (
@@ -31,6 +26,7 @@ from tigon.techniques.sharding import (
     weights_are_sharded,
 )
 from tigon.trainer import model as models
+from tigon.trainer.checkpoint import adapter_files
 from tigon.trainer.distributed import launch
 from tigon.trainer.guarded import MakeOptimizer
 from tigon.trainer.guards.nan_guard import first_nonfinite
@@ -65,7 +61,7 @@ def make_optimizer(train: TrainConfig, choices: Choices) -> MakeOptimizer | None
 def build(
     model: ModelConfig, config: Any, choices: Choices, run_info: RunInfo, *, device: torch.device, seed: int,
     kernels: str,
-    base: Path, reads_whole_weights: bool = False, ops: Mapping[str, bool] | None = None,
+    base: Path, saves_adapters: bool = False, reads_whole_weights: bool = False, ops: Mapping[str, bool] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Load the model, patch it, and apply the techniques in use.
 
@@ -81,14 +77,15 @@ def build(
         seed: The seed of random weights.
         kernels: The value of `model.kernels`.
         base: The folder for a preset's random weights. They are saved and loaded from there if they are quantised on
-            loading or if adapters are merged into them at the end.
+            loading, or if the trained adapters belong to weights that are then sharded.
+        saves_adapters: Whether the trained adapters will be saved. The run then keeps the weights that they refer to.
         reads_whole_weights: Whether the objective reads whole weights (`Objective.reads_whole_weights`).
         ops: Flags of `tigon.patch`; an op whose flag is False is not patched.
 
     Returns:
         The model, and the patch report or None.
     """
-    dtype = getattr(torch, WEIGHT_DTYPES[choices.precision])
+    dtype = getattr(torch, lora.frozen_dtype(choices))
     used = [technique for technique in TECHNIQUES.values() if technique.used_by(choices)]
     loading: dict[str, Any] = {}
     for technique in used:
@@ -108,9 +105,15 @@ def build(
         models.make_buffers_anew(built, model, config, dtype=dtype)
     else:
         built = load(device=None)
+    saves_adapters = saves_adapters and choices.lora_rank is not None
+    if saves_adapters and models.is_preset(model.name):
+        adapter_files.keep_base(built, base)
     report = models.patch(built, kernels, **(ops or {}))
     for technique in used:
         built = technique.model(built, choices, run_info)
+    if saves_adapters:
+        adapter_files.name_base(built, model, base)
+        adapter_files.keep_initial(built, choices, base.with_name(adapter_files.INITIAL))
     return built, report
 
 
@@ -169,62 +172,3 @@ def saved_preset(model: ModelConfig, config: Any, *, seed: int, folder: Path, th
         built = models.build(model, config, dtype=torch.bfloat16, device=None, seed=seed, through=through)
         built.save_pretrained(folder)
     return ModelConfig(name=str(folder), kernels=model.kernels, attention=model.attention)
-
-
-def save(built: Any, trainer: Any, choices: Choices, folder: Path, *, model: ModelConfig, base: Path) -> None:
-    """Save the final weights, with adapters merged, as a checkpoint for transformers. Every process calls it."""
-    if choices.lora_rank is None:
-        if weights_are_sharded(choices):  # gathered by all processes, written by the first
-            trainer.save_model(str(folder))
-            (folder / "training_args.bin").unlink(missing_ok=True)
-        elif trainer.is_world_process_zero():
-            built.save_pretrained(folder)
-        return
-    if not _merged_from_files(choices):
-        if trainer.is_world_process_zero():
-            merged(built).save_pretrained(folder)
-        return
-    adapters = folder.with_name("adapters")
-    trainer.save_model(str(adapters))
-    (adapters / "training_args.bin").unlink(missing_ok=True)
-    if trainer.is_world_process_zero():
-        _merge_saved(adapters, folder, model=model, base=base)
-
-
-def _merged_from_files(choices: Choices) -> bool:
-    """Whether adapters are merged from files, because the weights in memory are quantised or sharded."""
-    return choices.lora_rank is not None and (choices.quantized or weights_are_sharded(choices))
-
-
-def merged(wrapped: Any) -> Any:
-    """Merge the adapters of a PEFT model into its base model, and return the base model.
-
-    A head tied to the embeddings is untied first if either of them has an adapter, because the sum would change the
-    weight that they share.
-    """
-    base = wrapped.get_base_model()
-    head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
-    adapted = [hasattr(module, "base_layer") for module in (head, embeddings)]
-    inner = [module.base_layer if hasattr(module, "base_layer") else module for module in (head, embeddings)]
-    if any(adapted) and inner[0].weight is inner[1].weight:
-        inner[0].weight = nn.Parameter(inner[0].weight.detach().clone())
-        base.config.tie_word_embeddings = False
-    return wrapped.merge_and_unload()
-
-
-def _merge_saved(adapters: Path, folder: Path, *, model: ModelConfig, base: Path) -> None:
-    """Merge saved adapters into the bf16 base checkpoint on the CPU, because quantised weights cannot be changed."""
-    import peft
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    unset_hf_deepspeed_config()  # with stage 3 alive, from_pretrained would partition the weights as it loads them
-    if models.is_preset(model.name):
-        model = replace(model, name=str(base), config=None)
-    plain = models.read(model, dtype=torch.bfloat16)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT would use zeros for them
-        try:
-            adapted = peft.PeftModel.from_pretrained(plain, str(adapters))
-        except UserWarning as error:
-            raise RunFolderError(f"{adapters} is not complete: {weight_files.one_line(error)}") from None
-    merged(adapted).save_pretrained(folder)

@@ -12,6 +12,7 @@ from tigon.data.packing import SampleDataset
 from tigon.objectives.base import Phase
 from tigon.trainer import engine
 from tigon.trainer import trainer as trainers
+from tigon.trainer.checkpoint import final_model
 from tigon.trainer.distributed import launch
 from tigon.trainer.prepare import Prepared
 
@@ -32,7 +33,7 @@ def train_phase(phase: Phase, prepared: Prepared, run: Path, callbacks: Sequence
     for callback in callbacks:
         trainer.add_callback(callback)
     trainer.train()
-    engine.save(built, trainer, choices, partial, model=recipe.model, base=partial)
+    final_model.save_as_trained(built, trainer, choices, partial)
     trainer.accelerator.wait_for_everyone()
     if launch.rank() == 0:
         partial.rename(phase.folder)

@@ -57,8 +57,8 @@ def check_name(name: str) -> None:
     if (folder / "adapter_config.json").exists():
         raise RecipeError(
             f"model.name: {name} holds adapters (adapter_config.json), for which transformers would load another "
-            "model's weights; merge the adapters into their base model (PEFT's merge_and_unload) and give the merged "
-            "model's folder"
+            "model's weights; merge them into their base model (output.merge: true in the run that trained them, or "
+            "PEFT's merge_and_unload) and give the merged model's folder"
         )
 
 
@@ -120,6 +120,22 @@ def check_weights(model: ModelConfig, config: Any) -> tuple[str, ...]:
         raise RecipeError(f"model.name: {error}{hint}") from None
     _refuse(model, report)
     return report.unexpected
+
+
+def stored_dtypes(model: ModelConfig, config: Any) -> dict[str, torch.dtype]:
+    """Name -> dtype of each floating-point tensor in a checkpoint's files; {} for a preset.
+
+    Raises:
+        RecipeError: A file is missing or damaged.
+    """
+    if is_preset(model.name):
+        return {}
+    try:
+        headers = weight_files.read_headers(_weight_files(model, config))
+    except UsageError as error:
+        raise RecipeError(f"model.name: {error}") from None
+    dtypes = {name: weight_files.DTYPES.get(header.dtype) for name, header in headers.items()}
+    return {name: dtype for name, dtype in dtypes.items() if dtype is not None and dtype.is_floating_point}
 
 
 def unused_line(names: Sequence[str]) -> str:
@@ -249,13 +265,21 @@ def _on_meta(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter by name, tied ones once, without allocating the model."""
+def without_data(config: Any) -> Any:
+    """The model of a config on the meta device, without allocating it.
+
+    Raises:
+        RecipeError: The config allows no model.
+    """
     try:
-        built = _on_meta(config)
+        return _on_meta(config)
     except Exception as error:  # models raise any type of error for a wrong config
         raise RecipeError(f"model: cannot be built from its config: {one_line(error)}") from None
-    return {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+
+
+def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter by name, tied ones once, without allocating the model."""
+    return {name: tuple(parameter.shape) for name, parameter in without_data(config).named_parameters()}
 
 
 def build(

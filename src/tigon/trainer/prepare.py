@@ -25,7 +25,7 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import head_groups
 from tigon.trainer import model
 from tigon.trainer.distributed import extension_lock, launch
-from tigon.trainer.guards import preflight, self_test
+from tigon.trainer.guards import adapter_checks, preflight, self_test
 from tigon.trainer.guards.recipe_warnings import RunSize, warnings_of
 from tigon.trainer.rewards import load_rewards
 
@@ -118,6 +118,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     choices = preflight.check_techniques(recipe, device)
     head_groups.check_groups(config, choices.attention_groups)
     objective = objective_of(recipe, config, lambda: shapes)
+    frozen_experts = adapter_checks.check(objective, config, choices)
     preflight.check_disk(recipe, choices, shapes)
     preflight.check_memory(recipe, choices, device, shapes)
     unused_tensors = model.check_weights(recipe.model, config)
@@ -174,7 +175,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         recipe, device, choices, engine.run_info_of(recipe, config, shapes, device), objective, config, n_parameters,
         tok, train, eval_samples, objective.collator(data, pad_id=pad_id, flatten=flatten), prompt, data_summary,
         rows=rows, bad_rows=tuple(bad.problems[:3]),
-        warnings=warnings_of(
+        warnings=frozen_experts + warnings_of(
             recipe, RunSize(n_samples, len(eval_samples), choices.gpus),
             trains_tokenizer=_trains_tokenizer(recipe)
         ),

@@ -22,10 +22,10 @@ from tigon.errors import RunFolderError, TigonError
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
 from tigon.recipe.keys import Recipe
-from tigon.techniques import TECHNIQUES
+from tigon.techniques import TECHNIQUES, lora
 from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model, run_folder
-from tigon.trainer.checkpoint import checkpoint, nvme_swap
+from tigon.trainer.checkpoint import checkpoint, final_model, nvme_swap
 from tigon.trainer.distributed import launch, signals
 from tigon.trainer.guards import fault_messages, prediction, preflight, self_test, system_limits
 from tigon.trainer.guards.prediction import comparison_line
@@ -236,10 +236,12 @@ def _build(run: RunFolder, prepared: Prepared, kernels: str) -> tuple[Any, Any]:
     recipe, objective = prepared.recipe, prepared.objective
     built, patched = engine.build(
         objective.model(run.path), prepared.config, prepared.choices, prepared.run_info, device=prepared.device,
-        seed=recipe.train.seed, kernels=kernels, base=run.path / "base",
+        seed=recipe.train.seed, kernels=kernels, base=run.path / "base", saves_adapters=recipe.output.save_model,
         ops=self_test.without(prepared.wrong_ops), reads_whole_weights=objective.reads_whole_weights,
     )  # fmt: skip
-    return objective.attach(built), patched
+    built = objective.attach(built)
+    lora.keep_trained_in_fp32(built, prepared.choices)
+    return built, patched
 
 
 def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
@@ -249,7 +251,7 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
         Stopped: A signal came. Before the final weights are saved, the run ends with a checkpoint for --resume.
             Afterwards the run ends complete, but its comparison may lack kernels.
     """
-    from tigon.trainer.report import report  # loads transformers
+    from tigon.trainer.report import model_card, report  # loads transformers
 
     with signals.StopRequest(speaks=launch.rank() == 0) as stop:
         summary = _train_and_save(run, prepared, console, stop)
@@ -261,6 +263,8 @@ def _carry_out(run: RunFolder, prepared: Prepared, console: Console) -> None:
         result = {name: value for name, value in summary.items() if name != "sample"}
         run.append({"event": "result", "step": _last_step(run), **result})
         report.write(run, summary, prepared.objective)
+        for folder in final_model.folders_in(run.path) if prepared.recipe.output.save_model else ():
+            model_card.write(run, folder, prepared.recipe, summary, prepared.objective)
         run.write_json(run_folder.SUMMARY, summary)
         _conclude(console, run, summary, prepared.objective)
         if stop.number:
@@ -319,23 +323,23 @@ def _train_and_save(run: RunFolder, prepared: Prepared, console: Console, stop: 
 
 
 def _save_model(run: RunFolder, prepared: Prepared, built: Any, trainer: Any) -> None:
-    """Save the final weights if `output.save_model` is set. Every process calls it. It may merge adapters in place."""
-    from tigon.trainer import engine  # loads transformers
-
-    target, objective = run.path / "model", prepared.objective
-    if not prepared.recipe.output.save_model:
+    """Save the final weights if `output.save_model` is set. Every process calls it. The weights change their dtype."""
+    recipe, objective = prepared.recipe, prepared.objective
+    if not recipe.output.save_model:
         return
+    target = final_model.FinalModel(
+        run=run.path, model=objective.model(run.path), config=prepared.config, choices=prepared.choices,
+        output=recipe.output,
+    )  # fmt: skip
     final = FinalSave(
         folder=run.path, sharded=weights_are_sharded(prepared.choices), is_first=launch.rank() == 0,
-        gathered_state=trainer.gathered_state,
-        save_model=partial(
-            engine.save, built, trainer, prepared.choices, target, model=objective.model(run.path),
-            base=run.path / "base",
-        ),
+        gathered_state=trainer.gathered_state, save_model=partial(target.save, built, trainer),
+        save_state=partial(target.save_state, built),
     )  # fmt: skip
     written = objective.save(built, final)
     if final.is_first and written:
-        prepared.tokenizer.save_pretrained(target)
+        for folder in final_model.folders_in(run.path):
+            prepared.tokenizer.save_pretrained(folder)
 
 
 def _train(

@@ -25,7 +25,7 @@ LFS_POINTER = b"version https://git-lfs"
 AGAIN = "copy or download it again"
 NAMED = 4  # tensors that a message names; it counts the others
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
     "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
@@ -169,7 +169,7 @@ def compare(
     from transformers import AutoModelForCausalLM
 
     tensors = {
-        name: torch.empty(header.shape, dtype=_DTYPES.get(header.dtype, torch.float32), device="meta")
+        name: torch.empty(header.shape, dtype=DTYPES.get(header.dtype, torch.float32), device="meta")
         for name, header in headers.items()
     }
     with _unheard():

@@ -13,8 +13,9 @@ from tigon.planner.request import Request, build
 from tigon.planner.trace import adapters
 from tigon.planner.trace.cache import TraceKey
 from tigon.planner.trace.dispatch_recorder import rounded
-from tigon.planner.trace.trace import weight_itemsize
+from tigon.planner.trace.trace import weight_dtype
 from tigon.techniques.optimizers import FP32, OPTIMIZERS, Parameter
+from tigon.techniques.records.choices import Choices
 
 # The first number in a parameter's path: `model.layers.7.mlp...`, `transformer.h.7.attn...`.
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
@@ -104,22 +105,20 @@ def _model_weights(key: TraceKey) -> ModelWeights:
     head = model.get_output_embeddings()
     model = request.objective.attach(model)
     buffer_bytes = sum(rounded(buffer.numel() * buffer.itemsize) for buffer in model.buffers())
-    weights = _weights(model, choices.precision, request.objective.own_parameters)
+    weights = _weights(model, choices, request.objective.own_parameters)
     return ModelWeights(weights, buffer_bytes, (head.out_features, head.in_features))
 
 
-def _weights(model: Any, precision: str, own_parameters: str | None) -> tuple[Weight, ...]:
+def _weights(model: Any, choices: Choices, own_parameters: str | None) -> tuple[Weight, ...]:
     quantized = {id(m.weight) for m in model.modules() if isinstance(m, adapters.Nf4Linear)}
     layers = {
         id(p) for name, m in model.named_modules() if _LAYER_NUMBER.search(f"{name}.") for p in m.parameters(False)
     }
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    itemsize = weight_itemsize(precision)
-    # PEFT keeps adapters in fp32 unless the whole run is in 16 bits.
-    adapter_itemsize = 2 if precision == "bf16" else 4
     weights = []
     for name, p in model.named_parameters():
-        bytes_each = adapter_itemsize if "lora_" in name else itemsize if p.is_floating_point() else p.itemsize
+        held = weight_dtype(choices, trained=p.requires_grad)
+        bytes_each = held.itemsize if p.is_floating_point() else p.itemsize
         weights.append(
             Weight(
                 name, tuple(p.shape), p.numel(), bytes_each, trained=p.requires_grad,

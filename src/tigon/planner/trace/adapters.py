@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,9 +86,14 @@ def _adapted(layer: Any, x: Tensor) -> Tensor:
 def attach(model: Any, choices: Choices) -> None:
     """Add adapters to `model` in place and freeze its other weights, as the run does.
 
-    Raises UsageError if PEFT is missing.
+    Raises UsageError if PEFT is missing, or if the trace lacks what the run computes.
     """
+    if choices.quantized and (choices.lora_dora or choices.quantize_to != "nf4"):
+        what = "lora.dora with lora.quantize" if choices.lora_dora else f"lora.quantize_to: {choices.quantize_to}"
+        raise UsageError(f"{what} cannot be planned: the memory of its products was never measured.")
     technique = TECHNIQUES["lora"]
+    # The frozen weights have no values to initialise adapters from, and no memory depends on the initial values.
+    choices = replace(choices, lora_init="default")
     try:
         with torch.device("meta"):  # on the CPU, PEFT would initialise adapters of a large rank for seconds
             technique.model(model, choices, RunInfo())

@@ -36,6 +36,9 @@ from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
 from tigon.techniques import checkpointing, head_groups, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
+from tigon.techniques.lora import frozen_dtype
+from tigon.techniques.precision import WEIGHT_DTYPES
+from tigon.techniques.records.choices import Choices
 
 # Value of `kernels` -> options of the patcher; None: no patch. Liger's ops inside the layers are traced as tigon's ops
 # that write in place like Liger's. liger.py has Liger's loss.
@@ -63,13 +66,15 @@ class Trace:
 
 
 def weight_itemsize(precision: str) -> int:
-    """Bytes of a weight while the run holds it."""
-    return weight_dtype(precision).itemsize
+    """Bytes of a trained weight while the run holds it."""
+    return getattr(torch, WEIGHT_DTYPES[precision]).itemsize  # type: ignore[no-any-return]
 
 
-def weight_dtype(precision: str) -> torch.dtype:
-    """The dtype in which the run holds its weights."""
-    return torch.bfloat16 if precision == "bf16" else torch.float32
+def weight_dtype(choices: Choices, *, trained: bool) -> torch.dtype:
+    """The dtype in which the run holds a weight. Beside adapters, frozen weights may have another than trained ones."""
+    name = WEIGHT_DTYPES[choices.precision] if trained else frozen_dtype(choices)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def trace(
@@ -256,10 +261,11 @@ class _Run:
     frozen: tuple[_Frozen, ...]
 
     def fill(self) -> None:
-        """Replace meta tensors of the models with fake CPU tensors of the run's dtype."""
-        dtype = weight_dtype(self.request.choices.precision)
-        for model in self._models:
-            _fill(model, dtype)
+        """Replace meta tensors of the models with fake CPU tensors of the run's dtypes."""
+        choices = self.request.choices
+        _fill(self.model, lambda weight: weight_dtype(choices, trained=weight.requires_grad))
+        for frozen in self._models[1:]:  # a reference or a teacher is loaded in the dtype of a trained model
+            _fill(frozen, lambda _: weight_dtype(choices, trained=True))
         if self.accumulating:
             for weight in self.model.parameters():
                 weight.grad = torch.empty_like(weight) if weight.requires_grad else None
@@ -424,14 +430,14 @@ class _Run:
         return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _fill(model: Any, dtype: torch.dtype) -> None:
+def _fill(model: Any, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
     """Give a model fake CPU tensors in place of meta tensors; tied weights stay tied."""
     twins: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None:
                 if id(weight) not in twins:
-                    twins[id(weight)] = _twin(weight, dtype)
+                    twins[id(weight)] = _twin(weight, dtype_of(weight))
                 module._parameters[name] = twins[id(weight)]
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -28,7 +28,15 @@ class Choices:
     attention: str = "sdpa"
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ("linear",)
+    lora_dropout: float = 0.0
+    lora_rslora: bool = False
+    lora_dora: bool = False
+    lora_modules_to_save: tuple[str, ...] = ()
+    lora_bias: str = "none"
+    lora_init: str = "default"
+    lora_base: str = "auto"
     quantized: bool = False
+    quantize_to: str = "nf4"
     gpus: int = 1
     zero: int = 0
     fsdp: bool = False

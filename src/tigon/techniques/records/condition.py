@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tigon.techniques.records.choices import Choices
 
+# Text that YAML reads as it stands, also inside a list.
+_PLAIN = re.compile(r"[\w./~+-]([\w./~+ =:-]*[\w./~+-])?")
 _TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
     "is": lambda value, wanted: bool(value == wanted),
     "is not": lambda value, wanted: bool(value != wanted),
@@ -87,4 +91,6 @@ def yaml_word(value: Any) -> str:
         return "none"
     if isinstance(value, tuple):
         return f"[{', '.join(map(yaml_word, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if _PLAIN.fullmatch(str(value)) else json.dumps(str(value), ensure_ascii=False)

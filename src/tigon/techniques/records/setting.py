@@ -34,8 +34,8 @@ class Flag:
     metavar: str | None = None
     words: tuple[str, ...] = ()
     """The values that the planner can predict, if they are fewer than the recipe's."""
-    requires: str | None = None
-    """The field of another setting, whose flag has to be given too."""
+    implies: tuple[tuple[str, Any], ...] = ()
+    """(field, value) of other settings that the flag sets unless their own flags are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,10 @@ class Setting:
     """A regular expression for the values, if `words` holds a placeholder such as `every-N`."""
     words_note: str = ""
     """The limits of that placeholder, for messages."""
-    minimum: int | None = None
-    maximum: int | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    invalid: Callable[[str], str | None] = lambda text: None
+    """(a value, or an item of a list) -> why it is refused, as the end of a sentence; None if it is allowed."""
     recipe_word: str | None = None
     """A further value that only recipes know; it is their default, and the trainer replaces it by one of `words`."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -88,21 +90,20 @@ class Setting:
         """Returns what the value should have been, as the end of a sentence, or None if it is allowed."""
         if value is None and self.default is None:
             return None
+        items = value if isinstance(value, tuple) else (value,)
         if self.words:
-            allowed = re.fullmatch(self.pattern, value) if self.pattern else _all_in(value, self.words)
+            allowed = all(re.fullmatch(self.pattern, item) if self.pattern else item in self.words for item in items)
             note = f", {self.words_note}" if self.words_note else ""
-            return None if allowed else f"choose one of {', '.join(self.words)}{note}"
+            if not allowed:
+                return f"choose one of {', '.join(self.words)}{note}"
+            return next(filter(None, map(self.invalid, items)), None)
         if self.minimum is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool):
-            return "it must be a whole number"
+        if not isinstance(value, (int, float) if self.hint is float else int) or isinstance(value, bool):
+            return "it must be a number" if self.hint is float else "it must be a whole number"
         if value < self.minimum:
             return f"it must be at least {self.minimum}"
         return f"it must be at most {self.maximum}" if self.maximum is not None and value > self.maximum else None
-
-
-def _all_in(value: Any, words: tuple[str, ...]) -> bool:
-    return all(item in words for item in (value if isinstance(value, tuple) else (value,)))
 
 
 @functools.cache

@@ -1,3 +1,5 @@
-"""checkpoint.py writes checkpoints that are complete or absent, and compares them with their manifest before use.
+"""final_model.py writes the trained model: adapters, or whole weights in the dtypes of the checkpoint.
+adapter_files.py writes adapters in PEFT's layout, keeps the weights that they refer to, and merges them on request.
+checkpoint.py writes checkpoints that are complete or absent, and compares them with their manifest before use.
 nvme_swap.py separates DeepSpeed's NVMe swap files from those of other runs, and restores them from a checkpoint.
 """

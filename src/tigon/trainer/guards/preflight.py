@@ -20,11 +20,13 @@ from tigon.errors import RecipeError, RunFolderError
 from tigon.profiler.recording.device import total_bytes
 from tigon.recipe.keys import Recipe
 from tigon.techniques import matrix
+from tigon.techniques.lora import frozen_dtype
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
 from tigon.techniques.records.choices import Choices
 from tigon.trainer.checkpoint import nvme_swap
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import system_limits
+from tigon.trainer.model import is_preset
 from tigon.units import in_bytes
 
 EXTRAS = (
@@ -181,10 +183,11 @@ class Sizes:
 def sizes(choices: Choices, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
     """The sizes of the model states in bytes, without sharding and without adapters, which are small."""
     row = OPTIMIZERS[choices.optimizer]
-    itemsize = 2 if choices.precision == "bf16" else 4
+    itemsize = int(getattr(torch, frozen_dtype(choices)).itemsize)
     numel = sum(math.prod(shape) for shape in shapes.values())
     if choices.lora_rank is not None:
-        return Sizes(numel // 2 if choices.quantized else numel * itemsize, 0, 0)
+        quantized = numel // 2 if choices.quantize_to == "nf4" else numel
+        return Sizes(quantized if choices.quantized else numel * itemsize, 0, 0)
     vocabulary = max(max(shape, default=0) for shape in shapes.values())
     parameters = [Parameter(s, itemsize, projected=len(s) == 2 and vocabulary not in s) for s in shapes.values()]
     states = row.state_bytes(parameters, rank=choices.galore_rank)
@@ -218,7 +221,8 @@ def check_disk(recipe: Recipe, choices: Choices, shapes: Mapping[str, tuple[int,
     needed_bytes = 32 * 2**20  # reports, charts, logs
     if recipe.train.save_steps is not None and choices.lora_rank is None:
         needed_bytes += (recipe.train.keep_checkpoints + 1) * (model_sizes.weights + model_sizes.states)
-    if recipe.output.save_model:
+    writes_weights = choices.lora_rank is None or recipe.output.merge or is_preset(recipe.model.name)
+    if recipe.output.save_model and writes_weights:
         needed_bytes += model_sizes.weights
     fix = "set another output.folder, or lower train.keep_checkpoints"
     _check_room(recipe.output.folder, needed_bytes, 0, "checkpoints and model", fix)
@@ -255,7 +259,7 @@ def _check_room(path: str, needed_bytes: int, removed_bytes: int, what: str, fix
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and hardware for environment.json. It leaves out environment variables and user and host names."""
-    packages = ("torch", "triton", "transformers", "accelerate", "tokenizers", "safetensors")
+    packages = ("torch", "triton", "transformers", "accelerate", "peft", "tokenizers", "safetensors")
     fields = {"tigon": tigon.__version__, "python": platform.python_version()}
     for name in packages:
         try:

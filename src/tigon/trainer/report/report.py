@@ -55,7 +55,8 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
     return {
         "title": run.path.name,
         "lead": f"{recipe.model.name}, {millions:,.1f} M parameters, on {sources}",
-        "tiles": _tiles(train, summary, section),
+        "tiles": tiles(train, summary, section),
+        "warnings": [text for r in run.records() if r["event"] == "warnings" for text in r["warnings"]],
         "metrics": section,
         "metric_rows": _metric_rows(section, run.records()) if section is not None else [],
         "decoded": objective.sampled_line(summary["decoded"]) if summary.get("decoded") else None,
@@ -72,9 +73,16 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
     }  # fmt: skip
 
 
-def _tiles(
+def tiles(
     train: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], section: MetricSection | None
 ) -> list[dict[str, str]]:
+    """The run's main figures, as (name, value): losses, tokens/s, memory, time.
+
+    Args:
+        train: The training records.
+        summary: The run's summary.
+        section: The objective's own metrics, if it has some.
+    """
     tiles = []
     if summary["eval_loss"] is not None:
         unit = " (nats per token)" if summary["unigram_entropy"] is not None else ""

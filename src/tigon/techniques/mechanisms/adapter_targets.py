@@ -1,0 +1,209 @@
+"""The modules and parameters of a model that get adapters, and the reasons why PEFT cannot adapt some of them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tigon.errors import RecipeError
+
+LINEAR, HEAD, EMBEDDINGS, EXPERTS = "all-linear", "head", "embeddings", "experts"
+WORDS = (LINEAR, "linear", HEAD, EMBEDDINGS, EXPERTS)
+SUBSPACE_INITS = ("pissa", "olora")
+"""Initialisations that move a part of the frozen weight into the adapter, so that the rest of it stays frozen."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What gets adapters."""
+
+    modules: tuple[str, ...]
+    """Paths of modules."""
+    parameters: tuple[str, ...] = ()
+    """Paths of parameters that belong to no module of PEFT: the experts' three-dimensional weights."""
+
+
+def invalid(target: str) -> str | None:
+    """Why a target cannot be one, as the end of a sentence: a pattern that is no regular expression."""
+    if target in WORDS:
+        return None
+    try:
+        re.compile(target)
+    except re.error as error:
+        return f"it is not a regular expression ({error}); write a pattern such as .*_proj, or a module's name"
+    return None
+
+
+def targets_of(model: Any, targets: tuple[str, ...]) -> Targets:
+    """Find what the targets name.
+
+    A target is one of `WORDS`, the name or path of a module, or a regular expression that matches whole paths.
+
+    Raises:
+        RecipeError: A target names no module, or one that PEFT cannot adapt.
+    """
+    modules = dict(model.named_modules())
+    named = {
+        path: target for target in targets for path in _found(model, modules, target) if target != EXPERTS
+    }  # fmt: skip
+    parameters = tuple(expert_parameters(model)) if EXPERTS in targets else ()
+    if EXPERTS in targets and not parameters:
+        raise RecipeError(
+            "lora.targets: experts: the model has no experts whose weights are one three-dimensional parameter; leave "
+            "it out"
+        )
+    return Targets(tuple(path for path in modules if path in named), parameters)
+
+
+def short_names(model: Any, targets: Targets) -> list[str]:
+    """The names by which PEFT finds the modules of `targets` and no others: last parts of paths, if they suffice."""
+    names = {path.rpartition(".")[2] for path in targets.modules}
+    found = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
+    return sorted(names) if sorted(found) == sorted(targets.modules) else list(targets.modules)
+
+
+def _found(model: Any, modules: Mapping[str, nn.Module], target: str) -> list[str]:
+    wanted = _by_word(model).get(target)
+    if wanted is not None:
+        return [path for path, module in modules.items() if wanted(module)]
+    found = [path for path in modules if path and (path == target or path.endswith(f".{target}"))]
+    by_pattern = not found
+    if by_pattern:
+        found = [path for path in modules if path and re.fullmatch(target, path)]
+    adaptable = [path for path in found if _is_adaptable(modules[path])]
+    # A pattern such as .*mlp.* also matches modules without weights: containers and activations.
+    refused = [path for path in found if path not in adaptable and not (by_pattern and not _has_weights(modules[path]))]
+    if refused:
+        raise RecipeError(
+            f"lora.targets: {target!r} names {refused[0]}, a {type(modules[refused[0]]).__name__}, and PEFT adapts "
+            "linear modules and embeddings; name the modules inside it, or use a narrower pattern"
+        )
+    if not adaptable:
+        raise RecipeError(f"lora.targets: {target!r} names no module of this model; {_nearest(modules, target)}")
+    return adaptable
+
+
+def _by_word(model: Any) -> Mapping[str, Callable[[nn.Module], bool]]:
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+
+    def is_linear(module: nn.Module) -> bool:
+        return (isinstance(module, nn.Linear) or _is_conv1d(module)) and module is not head
+
+    return {
+        LINEAR: is_linear, "linear": is_linear, HEAD: lambda module: module is head,
+        EMBEDDINGS: lambda module: module is embeddings, EXPERTS: lambda module: False,
+    }  # fmt: skip
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is the linear module of GPT-2, whose weight is transposed."""
+    return type(module).__name__ == "Conv1D"
+
+
+def _is_adaptable(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, nn.Embedding)) or _is_conv1d(module)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _nearest(modules: Mapping[str, nn.Module], target: str) -> str:
+    names = sorted({path.rpartition(".")[2] for path, module in modules.items() if _is_adaptable(module)})
+    near = difflib.get_close_matches(target, names, n=1)
+    return f"the nearest is {near[0]}" if near else f"its modules are {', '.join(names[:12])}"
+
+
+def expert_parameters(model: Any) -> Iterator[str]:
+    """Paths of the parameters that hold all experts of a layer, (experts, ..., ...)."""
+    for path, module in model.named_modules():
+        if "expert" in path.lower() and not isinstance(module, nn.Conv1d):
+            yield from (f"{path}.{name}" for name, p in module.named_parameters(recurse=False) if p.ndim == 3)
+
+
+def modules_to_save(model: Any, names: tuple[str, ...]) -> dict[str, list[str]]:
+    """Name -> paths of the modules of `lora.modules_to_save`, which PEFT finds by the end of their path.
+
+    Raises:
+        RecipeError: A name is that of no module.
+    """
+    modules = dict(model.named_modules())
+    found = {name: [path for path in modules if path and f".{path}".endswith(f".{name}")] for name in names}
+    for name, paths in found.items():
+        if not paths:
+            known = sorted(
+                {path.rpartition(".")[2] for path in modules if path and not path.endswith(tuple("0123456789"))}
+            )
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"the nearest is {near[0]}" if near else f"its modules are {', '.join(known[:12])}"
+            raise RecipeError(f"lora.modules_to_save: {name!r} names no module of this model; {hint}")
+    return found
+
+
+def check(model: Any, *, rank: int, targets: tuple[str, ...], init: str, saved: tuple[str, ...], bias: str,
+          quantized: bool) -> None:  # fmt: skip
+    """Refuse adapters that PEFT cannot make, or that would not do what the recipe says.
+
+    Args:
+        model: The model, without data and not quantised.
+        rank: `lora.rank`.
+        targets: `lora.targets`.
+        init: `lora.init`.
+        saved: `lora.modules_to_save`.
+        bias: `lora.bias`.
+        quantized: `lora.quantize`.
+
+    Raises:
+        RecipeError: The message names the key.
+    """
+    found = targets_of(model, targets)
+    modules = dict(model.named_modules())
+    for name, paths in modules_to_save(model, saved).items():
+        both = next((path for path in paths if path in found.modules), None)
+        if both is not None:
+            raise RecipeError(
+                f"lora.modules_to_save: {name!r} names {both}, which also gets an adapter; leave it out of "
+                "lora.targets or of lora.modules_to_save"
+            )
+        if quantized and any(_holds_4_bits(modules[path], model) for path in paths):
+            raise RecipeError(
+                f"lora.modules_to_save: {name!r} names linear modules that lora.quantize keeps in integers, which "
+                "cannot be trained; leave it out, or set lora.quantize: false"
+            )
+    _check_init(modules, found, rank, init, quantized)
+    owners = modules.items() if bias == "all" else ((path, modules[path]) for path in found.modules)
+    if bias != "none" and not any(getattr(module, "bias", None) is not None for _, module in owners):
+        where = "the model" if bias == "all" else "lora.targets"
+        raise RecipeError(f"lora.bias: {bias}: no module of {where} has a bias; set lora.bias: none")
+
+
+def _holds_4_bits(module: nn.Module, model: Any) -> bool:
+    head = model.get_output_embeddings()
+    return any(isinstance(inner, nn.Linear) and inner is not head for inner in module.modules())
+
+
+def _check_init(modules: Mapping[str, nn.Module], found: Targets, rank: int, init: str, quantized: bool) -> None:
+    if init in ("default", "gaussian"):
+        return
+    others = [path for path in found.modules if not isinstance(modules[path], nn.Linear)]
+    if found.parameters or (others and not (init.startswith("pissa") and _is_conv1d(modules[others[0]]))):
+        other = found.parameters[0] if found.parameters else others[0]
+        raise RecipeError(
+            f"lora.init: {init}: PEFT has it for linear modules only, and {other} is none; use lora.init: default, or "
+            "leave it out of lora.targets"
+        )
+    shapes = {path: modules[path].get_parameter("weight").shape for path in found.modules}
+    smallest = min(shapes, key=lambda path: min(shapes[path]))
+    size = min(shapes[smallest])
+    if init.startswith(SUBSPACE_INITS) and rank > size:
+        raise RecipeError(
+            f"lora.init: {init}: lora.rank is {rank}, but the weight of {smallest} has only {size} singular values; "
+            f"set lora.rank to {size} or less"
+        )
+    if init == "orthogonal" and rank % 2:
+        raise RecipeError(f"lora.init: orthogonal: lora.rank is {rank}, but must be even; set lora.rank: {rank + 1}")

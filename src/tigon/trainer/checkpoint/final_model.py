@@ -1,0 +1,142 @@
+"""Writes the trained model: adapters in PEFT's layout, or whole weights in the dtypes of the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tigon.recipe.keys import ModelConfig, OutputConfig
+from tigon.techniques.records.choices import Choices
+from tigon.techniques.sharding import weights_are_sharded
+from tigon.trainer import model as models
+from tigon.trainer.checkpoint import adapter_files
+
+MODEL = "model"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def folders_in(run: Path) -> list[Path]:
+    """The folders in the run folder `run` that hold a trained model."""
+    return [folder for name in (adapter_files.ADAPTERS, MODEL) if (folder := run / name).is_dir()]
+
+
+def save_as_trained(built: Any, trainer: Any, choices: Choices, folder: Path) -> None:
+    """Save a model without adapters in `folder`, with the dtypes of training. Every process calls it."""
+    if weights_are_sharded(choices):  # gathered by all processes, written by the first
+        trainer.save_model(str(folder))
+        (folder / "training_args.bin").unlink(missing_ok=True)
+    elif trainer.is_world_process_zero():
+        built.save_pretrained(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalModel:
+    """Saves the trained model of a run."""
+
+    run: Path
+    """The run folder."""
+    model: ModelConfig
+    """The `model` section of the model that was loaded."""
+    config: Any
+    """Its transformers config."""
+    choices: Choices
+    output: OutputConfig
+
+    def save(self, built: Any, trainer: Any, *, merges: bool = False) -> None:
+        """Save the trained weights. Every process calls it. It changes the dtype of the weights of `built`.
+
+        Args:
+            built: The trained model.
+            trainer: Its trainer.
+            merges: Whether to merge adapters even if `output.merge` is not set.
+        """
+        if self.choices.lora_rank is None:
+            self._save_whole(built, trainer)
+            return
+        adapters = self.run / adapter_files.ADAPTERS
+        adapter_files.save(built, trainer, self.choices, adapters)
+        if (merges or self.output.merge) and trainer.is_world_process_zero():
+            dtypes = self._dtypes()
+            merged = adapter_files.merged_with_base(adapters, self._on_disk(), dtype=dtypes.widest())
+            dtypes.cast(merged)
+            self._write(merged)
+
+    def save_state(self, built: Any, state: dict[str, torch.Tensor]) -> None:
+        """Save gathered weights instead of those of `built`, as `model/`. Only the main process calls it."""
+        state = self._dtypes().cast_state(state)
+        dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+        self._write(built, state)  # it empties `state`
+        _declare_dtype(self.run / MODEL / "config.json", dtype)
+
+    def _save_whole(self, built: Any, trainer: Any) -> None:
+        if weights_are_sharded(self.choices):
+            state = trainer.gathered_state()
+            if trainer.is_world_process_zero():
+                self.save_state(built, state)
+        elif trainer.is_world_process_zero():
+            self._dtypes().cast(built)
+            self._write(built)
+
+    def _write(self, built: Any, state: dict[str, torch.Tensor] | None = None) -> None:
+        use_cache, built.config.use_cache = built.config.use_cache, getattr(self.config, "use_cache", True)
+        size = self.output.max_shard_size
+        built.save_pretrained(self.run / MODEL, state_dict=state, **({"max_shard_size": size} if size else {}))
+        built.config.use_cache = use_cache
+
+    def _dtypes(self) -> SavedDtypes:
+        if self.output.dtype != "auto":
+            return SavedDtypes(_DTYPES[self.output.dtype], {})
+        return SavedDtypes(None, models.stored_dtypes(self._on_disk(), self.config))
+
+    def _on_disk(self) -> ModelConfig:
+        """The model that the adapters refer to, or the recipe's."""
+        if self.choices.lora_rank is None or not models.is_preset(self.model.name):
+            return self.model
+        return ModelConfig(name=str(self.run / "base"), attention=self.model.attention)
+
+
+@dataclass(frozen=True)
+class SavedDtypes:
+    """The dtype of each saved weight."""
+
+    wanted: torch.dtype | None
+    """The dtype of every weight; None: its dtype in the checkpoint."""
+    stored: Mapping[str, torch.dtype]
+    """Name -> dtype of the checkpoint's floating-point tensors. Empty for random weights, which keep their dtype."""
+
+    def of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype of the weight `name`. A weight under another name than in the files gets their usual dtype."""
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        if self.wanted is not None:
+            return self.wanted
+        return self.stored.get(name) or self._usual() or tensor.dtype
+
+    def _usual(self) -> torch.dtype | None:
+        dtypes = list(self.stored.values())
+        return max(set(dtypes), key=dtypes.count) if dtypes else None
+
+    def widest(self) -> torch.dtype:
+        """The widest dtype of all saved weights."""
+        dtypes = {self.wanted} if self.wanted is not None else set(self.stored.values())
+        return max(dtypes, key=lambda dtype: dtype.itemsize)
+
+    def cast(self, built: Any) -> None:
+        """Give the weights their dtypes in place, one by one, so that no second copy of the model is needed."""
+        for name, parameter in built.named_parameters():
+            parameter.data = parameter.data.to(self.of(name, parameter))
+
+    def cast_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(self.of(name, tensor)) for name, tensor in state.items()}
+
+
+def _declare_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Write the dtype of the saved weights into config.json. transformers writes that of the sharded model."""
+    declared = json.loads(config.read_text(encoding="utf-8"))
+    declared["dtype"] = str(dtype).removeprefix("torch.")
+    config.write_text(json.dumps(declared, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,63 @@
+"""Checks of adapters against the run's model, before the run folder exists."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tigon.errors import RecipeError
+from tigon.objectives.base import Objective
+from tigon.techniques import lora
+from tigon.techniques.mechanisms import adapter_targets
+from tigon.techniques.records.choices import Choices
+from tigon.trainer import model as models
+
+
+def check(objective: Objective, config: Any, choices: Choices) -> tuple[str, ...]:
+    """Refuse adapters that cannot be made, and warn of experts that a run with adapters does not train.
+
+    Args:
+        objective: The objective of the run.
+        config: The model's transformers config.
+        choices: The techniques in use.
+
+    Returns:
+        The warnings, one sentence each.
+
+    Raises:
+        RecipeError: The message names the recipe key.
+    """
+    if choices.lora_rank is None:
+        return ()
+    built = models.without_data(config)
+    lora.check(built, choices)
+    if objective.reads_plain_head:
+        _check_head(objective, built, choices)
+    return _frozen_experts(built, choices)
+
+
+def _check_head(objective: Objective, built: Any, choices: Choices) -> None:
+    """Refuse a pattern that matches the head. `lora.targets: head` is refused earlier, by name."""
+    targets = adapter_targets.targets_of(built, choices.lora_targets).modules
+    head = next(path for path, module in built.named_modules() if module is built.get_output_embeddings())
+    if head in targets:
+        raise RecipeError(
+            f"lora.targets: {', '.join(choices.lora_targets)} includes {head}, but the losses of {objective.name} "
+            "use its weight without an adapter; use a narrower pattern"
+        )
+
+
+def _frozen_experts(built: Any, choices: Choices) -> tuple[str, ...]:
+    parameters = dict(built.named_parameters())
+    experts = [parameters[path].shape for path in adapter_targets.expert_parameters(built) if path in parameters]
+    if not experts or adapter_targets.EXPERTS in choices.lora_targets:
+        return ()
+    saved = adapter_targets.modules_to_save(built, choices.lora_modules_to_save)
+    if any("expert" in path for paths in saved.values() for path in paths):
+        return ()
+    n_experts = sum(math.prod(shape) for shape in experts)
+    share = n_experts / sum(parameter.numel() for parameter in parameters.values())
+    return (
+        f"lora.targets: the experts get no adapter and stay frozen: {n_experts / 1e6:,.1f} M of the model's parameters "
+        f"({share:.0%}); add experts to lora.targets to train them too",
+    )

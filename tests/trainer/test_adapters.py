@@ -1,0 +1,307 @@
+"""Runs with adapters, from a bf16 checkpoint with a chat template to plain transformers and PEFT."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import EXPERTS, chats, save
+from trainer_helpers import records
+
+peft = pytest.importorskip("peft")
+IDS = torch.tensor([[4 + (7 * i) % 250 for i in range(24)]])
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished command, and the logits of the model that it trained."""
+
+    outcome: Any
+    logits: torch.Tensor
+
+    @property
+    def code(self) -> int:
+        return int(self.outcome.code)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """checkpoints(kind): a checkpoint, made once."""
+    kinds: dict[str, dict[str, Any]] = {
+        "bf16": {}, "fp32": {"dtype": torch.float32}, "tied": {"tie_word_embeddings": True},
+        "experts": {"model_type": "qwen3_moe", **EXPERTS}, "biases": {"attention_bias": True},
+    }  # fmt: skip
+    store = tmp_path_factory.mktemp("checkpoints")
+
+    def made(kind: str) -> Path:
+        return store / kind if (store / kind).exists() else save(store / kind, **kinds[kind])
+
+    return made
+
+
+@pytest.fixture
+def run(here: Path, tigon: Any, checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """run(kind, sets...): `tigon train` on chats; returns what the command printed and the trained model's logits."""
+    from tigon.trainer.checkpoint.final_model import FinalModel
+
+    chats(here / "chats.jsonl")
+    mapping = {
+        "data": {"source": "chats.jsonl", "sequence_length": 64, "eval_fraction": 0.1},
+        "train": {"steps": 4, "batch_size": 4, "learning_rate": 0.02, "log_steps": 1, "device": "cpu",
+                  "precision": "amp-bf16"},
+        "output": {"name": "r", "sample_tokens": 0},
+    }  # fmt: skip
+    seen: dict[str, torch.Tensor] = {}
+    saved = FinalModel.save
+
+    def look(self: Any, built: Any, trainer: Any) -> None:
+        built.eval()
+        with torch.no_grad():
+            seen["logits"] = logits_of(built)
+        saved(self, built, trainer)
+
+    monkeypatch.setattr(FinalModel, "save", look)
+
+    def train(kind: str, *sets: str, kernels: str = "none", resume: bool = False) -> Done:
+        path, model = here / "recipe.yaml", {"name": str(checkpoints(kind)), "kernels": kernels}
+        path.write_text(yaml.safe_dump({"model": model, **mapping}), encoding="utf-8")
+        words = [word for text in sets for word in ("--set", text)]
+        outcome = tigon("train", path, *words, *(["--resume"] if resume else []))
+        return Done(outcome, seen.pop("logits", torch.empty(0)))
+
+    return train
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits.float()
+
+
+def rms(difference: torch.Tensor) -> float:
+    return float(difference.square().mean().sqrt())
+
+
+def adapted(checkpoint: Path, adapters: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The checkpoint with the saved adapters, by transformers and PEFT alone."""
+    from transformers import AutoModelForCausalLM
+
+    return peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype), adapters
+    ).eval()
+
+
+def whole(folder: Path, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options).eval()
+
+
+def dtypes_in(folder: Path) -> set[torch.dtype]:
+    return {tensor.dtype for file in folder.glob("*.safetensors") for tensor in load_file(file).values()}
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in records(folder, "train")]
+
+
+def test_adapters_load_in_peft_with_the_trained_models_logits(run, here, checkpoints):
+    outcome = run("bf16", "lora.rank=4")
+    assert outcome.code == 0
+    folder = here / "runs" / "r" / "adapters"
+    assert not (here / "runs" / "r" / "model").exists(), "merging is on request"
+    assert dtypes_in(folder) == {torch.float32}, "the adapters keep the dtype of training"
+    assert torch.equal(logits_of(adapted(checkpoints("bf16"), folder)), outcome.logits)
+    with torch.no_grad():
+        before = logits_of(whole(checkpoints("bf16")))
+    assert (outcome.logits - before).abs().max() > 0.1, "the adapters learned something"
+    auto = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    assert torch.equal(logits_of(auto), outcome.logits), "base_model_name_or_path names the checkpoint"
+
+
+def test_adapter_files_are_those_that_an_inference_server_reads(run, here, checkpoints):
+    """vLLM reads r, lora_alpha and target_modules, and refuses DoRA, modules_to_save and biases (its PEFTHelper). It
+    takes a module from each tensor's name."""
+    assert run("bf16", "lora.rank=4", "lora.targets=[q_proj, down_proj]").code == 0
+    folder = here / "runs" / "r" / "adapters"
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    assert (config["r"], config["lora_alpha"], config["peft_type"], config["task_type"]) == (4, 8, "LORA", "CAUSAL_LM")
+    assert config["base_model_name_or_path"] == str(checkpoints("bf16"))
+    assert config["modules_to_save"] is None and config["bias"] == "none" and config["use_dora"] is False
+    path = r"base_model\.model\.model\.layers\.[01]\.(self_attn\.q_proj|mlp\.down_proj)\.lora_[AB]\.weight"
+    names = set(load_file(folder / "adapter_model.safetensors"))
+    assert len(names) == 8 and all(re.fullmatch(path, name) for name in names)
+    beside = {"README.md", "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert beside <= {file.name for file in folder.iterdir()}
+
+
+def test_resumed_adapters_are_those_of_an_uninterrupted_run(run, here):
+    sets = ("lora.rank=4", "lora.dropout=0.1", "train.save_steps=2", "output.name=whole")
+    assert run("bf16", *sets).code == 0
+    runs = here / "runs"
+    shutil.copytree(runs / "whole", runs / "cut")
+    shutil.rmtree(runs / "cut" / "checkpoints" / "checkpoint-4")
+    shutil.rmtree(runs / "cut" / "adapters")
+    (runs / "cut" / "summary.json").unlink()
+    recipe = runs / "cut" / "recipe.yaml"
+    recipe.write_text(recipe.read_text(encoding="utf-8").replace("name: whole", "name: cut"), encoding="utf-8")
+    assert run("bf16", *sets[:-1], "output.name=cut", resume=True).code == 0
+    want, got = (load_file(runs / name / "adapters" / "adapter_model.safetensors") for name in ("whole", "cut"))
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+    assert losses(runs / "cut")[-2:] == losses(runs / "whole")[-2:]
+
+
+# What is trained -> (checkpoint, recipe keys).
+KINDS = {
+    "pattern": ("bf16", (r"lora.targets=['.*\.layers\.1\..*_proj']", "lora.rslora=true", "lora.alpha=3")),
+    "dora": ("bf16", ("lora.dora=true", "lora.init=gaussian")),
+    "modules_to_save": ("bf16", ("lora.targets=all-linear", "lora.modules_to_save=[lm_head, norm]")),
+    "tied head saved": ("tied", ("lora.modules_to_save=[lm_head]",)),
+    "tied embeddings": ("tied", ("lora.targets=[linear, embeddings]",)),
+    "biases": ("biases", ("lora.bias=all", "lora.init=orthogonal")),
+    "olora": ("bf16", ("lora.init=olora",)),
+    "pissa": ("bf16", ("lora.init=pissa_niter_4", "lora.rslora=true")),
+    "experts": ("experts", ("lora.targets=[linear, experts]",)),
+    "fp32 base": ("fp32", ("lora.base=fp32", "lora.init=pissa")),
+}  # fmt: skip
+# olora and pissa split a weight in two; the products with its parts, and what remains of it, are rounded to bf16. PEFT
+# loads whole modules in the dtype of the base model.
+ROUNDED = {"olora", "pissa", "fp32 base", "modules_to_save"}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_adapters_of_each_kind_load_in_peft_and_merge_on_request(name, run, here, checkpoints):
+    kind, sets = KINDS[name]
+    outcome = run(kind, "lora.rank=4", *sets, "output.merge=true")
+    assert outcome.code == 0
+    dtype = torch.float32 if name == "fp32 base" else torch.bfloat16
+    got = logits_of(adapted(checkpoints(kind), here / "runs" / "r" / "adapters", dtype))
+    scale = float(outcome.logits.std())
+    assert rms(got - outcome.logits) < (0.03 if name in ROUNDED else 1e-3) * scale
+    assert rms(got - logits_of(whole(checkpoints(kind)))) > 0.1 * scale, "nothing was learned"
+    merged = whole(here / "runs" / "r" / "model")
+    assert merged.dtype == dtype
+    assert rms(logits_of(merged) - got) < 0.03 * scale
+    assert not (here / "runs" / "r" / "initial-adapters").exists()
+
+
+def test_merging_adds_nothing_but_rounding_to_the_weights(run, here, checkpoints):
+    assert run("bf16", "lora.rank=4", "output.merge=true", kernels="tigon").code == 0
+    folder = here / "runs" / "r"
+    exact = adapted(checkpoints("bf16"), folder / "adapters", torch.float32).merge_and_unload().state_dict()
+    merged = load_file(folder / "model" / "model.safetensors")
+    assert merged.keys() == exact.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor.float(), exact[name], rtol=2**-7, atol=2**-12, msg=name)
+
+
+def test_run_with_adapters_says_that_no_expert_is_trained(run, here):
+    line = "the experts get no adapter and stay frozen: "
+    done = run("experts", "lora.rank=4", "train.steps=1")
+    assert done.code == 0 and done.outcome.out.count(line) == 1
+    assert line in (here / "runs" / "r" / "report.md").read_text(encoding="utf-8")
+    assert line in (here / "runs" / "r" / "report.html").read_text(encoding="utf-8")
+    with_experts = run("experts", "lora.rank=4", "lora.targets=experts", "train.steps=1", "output.name=e")
+    assert with_experts.code == 0 and line not in with_experts.outcome.out
+
+
+REFUSED = {
+    "no such module": ("lora.targets=q_porj", "'q_porj' names no module of this model; the nearest is q_proj"),
+    "no pattern": ("lora.targets='*_proj'", r"is not a regular expression \(nothing to repeat"),
+    "no adapter for a norm": ("lora.targets=norm", "a LlamaRMSNorm, and PEFT adapts linear modules"),
+    "no experts": ("lora.targets=experts", "the model has no experts"),
+    "dropout": ("lora.dropout=1.5", "lora.dropout is 1.5; it must be at least 0 and at most 0.9"),
+    "biases": ("lora.bias=all", "no module of the model has a bias; set lora.bias: none"),
+    "data for the initialisation": ("lora.init=eva", "needs a pass over the data"),
+    "odd rank": ("lora.init=orthogonal", "lora.rank is 3, but must be even; set lora.rank: 4"),
+    "trained twice": ("lora.modules_to_save=[q_proj]", "which also gets an adapter"),
+    "unknown module to save": ("lora.modules_to_save=[lmhead]", "the nearest is lm_head"),
+    "dora of a part of the weight": ("lora.init=pissa,lora.dora=true", "DoRA's is no sum"),
+    "4 bits of a part of the weight": ("lora.init=olora,lora.quantize=true", "would be quantised"),
+    "experts with dropout": ("lora.targets=experts,lora.dropout=0.1", "no input that could be dropped"),
+    "fp32 beside bf16": ("lora.base=fp32,train.precision=bf16", "keeps every weight in bf16"),
+    "bits of nothing": ("lora.quantize_to=int8", "would do nothing without lora.quantize"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sets, message", REFUSED.values(), ids=REFUSED.keys())
+def test_adapters_that_cannot_be_made_are_refused_before_the_folder_exists(sets, message, run, here):
+    outcome = run("bf16", "lora.rank=3", *re.split(r",(?=\w+\.)", sets)).outcome
+    assert re.search(message, outcome.error_line())
+    assert not (here / "runs").exists()
+
+
+def test_wrong_key_of_adapters_names_its_line(here, tigon, checkpoints):
+    path = here / "recipe.yaml"
+    path.write_text(f"model: {{name: {checkpoints('bf16')}}}\ntrain: {{steps: 1}}\nlora:\n  rank: 4\n  init: eva\n")
+    assert "recipe.yaml:5: lora.init is 'eva'" in tigon("train", path).error_line()
+
+
+# --- whole models ----------------------------------------------------------------------------------------------------
+
+
+def test_fine_tuned_bf16_checkpoint_comes_back_as_bf16_with_all_its_files(run, here, checkpoints):
+    done = run("bf16", "output.max_shard_size=20KB")
+    assert done.code == 0
+    folder = here / "runs" / "r" / "model"
+    assert dtypes_in(folder) == {torch.bfloat16} == dtypes_in(checkpoints("bf16"))
+    assert (folder / "model.safetensors.index.json").exists() and len(list(folder.glob("model-*.safetensors"))) > 1
+    ours, theirs = (json.loads((path / "config.json").read_text()) for path in (folder, checkpoints("bf16")))
+    assert ours == theirs, "with the dtype and use_cache of the checkpoint"
+    for name in ("generation_config.json", "chat_template.jinja"):
+        assert (folder / name).read_text() == (checkpoints("bf16") / name).read_text()
+    scale = float(done.logits.std())
+    torch.testing.assert_close(logits_of(whole(folder)), done.logits, rtol=0, atol=0.1 * scale)
+    from transformers import AutoTokenizer
+
+    chat = [{"role": "user", "content": "say lotis"}]
+    assert AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, tokenize=False) == "<user>say lotis"
+
+
+@pytest.mark.parametrize(
+    "kind, sets, dtype",
+    [("fp32", (), torch.float32), ("bf16", ("output.dtype=fp32",), torch.float32),
+     ("fp32", ("output.dtype=bf16",), torch.bfloat16)],
+    ids=["as loaded", "wider", "narrower"],
+)  # fmt: skip
+def test_saved_dtype_is_that_of_the_checkpoint_unless_the_recipe_names_one(kind, sets, dtype, run, here):
+    assert run(kind, "train.steps=1", *sets).code == 0
+    folder = here / "runs" / "r" / "model"
+    assert dtypes_in(folder) == {dtype}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_each_weight_keeps_the_dtype_that_it_has_in_the_checkpoint(run, here, checkpoints, tmp_path):
+    mixed = tmp_path / "mixed"
+    shutil.copytree(checkpoints("bf16"), mixed)
+    state = load_file(mixed / "model.safetensors")
+    state["model.norm.weight"] = state["model.norm.weight"].float()
+    save_file(state, mixed / "model.safetensors", metadata={"format": "pt"})
+    assert run("bf16", f"model.name={mixed}", "train.steps=1").code == 0
+    saved = load_file(here / "runs" / "r" / "model" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in saved.items()} == {name: t.dtype for name, t in state.items()}
+
+
+def test_checkpoints_for_resuming_keep_fp32(run, here):
+    assert run("bf16", "train.save_steps=2").code == 0
+    assert dtypes_in(here / "runs" / "r" / "checkpoints" / "checkpoint-4") == {torch.float32}
+
+
+def test_model_card_names_base_data_recipe_versions_and_figures(run, here, checkpoints):
+    assert run("bf16", "lora.rank=4", "output.merge=true").code == 0
+    summary = json.loads((here / "runs" / "r" / "summary.json").read_text())
+    for name, library in (("adapters", "peft"), ("model", "transformers")):
+        card = (here / "runs" / "r" / name / "README.md").read_text(encoding="utf-8")
+        front = yaml.safe_load(card.split("---")[1])
+        assert front["library_name"] == library and "lora" in front["tags"]
+        assert f"`{checkpoints('bf16')}`" in card and "`chats.jsonl`" in card and "rank: 4" in card
+        assert f"| torch | {torch.__version__} |" in card and f"| peft | {peft.__version__} |" in card
+        assert f"| {summary['eval_loss']:.4f} |" in card
