@@ -54,7 +54,9 @@ def make(
         return SampleDataset(samples), objective.collator(packed, pad_id=pad_id, flatten=flatten)
     if how == "alpaca":
         source = alpaca_file(folder)
-        data = replace(recipe.data, source=(str(source),), format="alpaca", too_long="truncate")
+        data = replace(
+            recipe.data, source=(str(source),), format="alpaca", columns=None, template="plain", too_long="truncate"
+        )
         recipe = replace(recipe, data=data)
     samples, pad_id = _of_recipe(recipe, config, objective)
     if len(samples) < count:  # repeated, because the last batch of an epoch could be smaller than the others
