@@ -60,7 +60,7 @@ READERS = {
     "a bench record": record.load,
     "a profile": result.read,
     "a config.json": lambda path: load_config(str(path)),
-    "data.source": lambda path: sources.check([str(path)]),
+    "data.source": lambda path: sources.check([sources.Source(str(path))]),
 }
 
 

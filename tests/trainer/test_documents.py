@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 
-from tigon.data.documents import BadRows, Document, Segment, read, split_eval
+from tigon.data.documents import BadRows, Document, Segment, split_eval
+from tigon.data.reading import read
 from tigon.data.sources import BUILT_IN
 from tigon.errors import DataError
 
@@ -115,7 +116,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
     with pytest.raises(DataError, match="in this folder"):
         read([str(tmp_path / "folder")], "auto", None)
     (tmp_path / "x.json").write_text("[]", encoding="utf-8")
-    with pytest.raises(DataError, match=r"to x\.jsonl"):
+    with pytest.raises(DataError, match=r"x\.json: no text in these files"):
         read([str(tmp_path / "x.json")], "auto", None)
 
 
@@ -174,7 +175,8 @@ def test_file_that_cannot_be_opened_or_read_is_refused_with_the_reason(tmp_path,
         Failing,
     ):
         with monkeypatch.context() as patch:
-            patch.setattr("tigon.data.documents.open_regular", opened)
+            for module in ("reading", "row_files"):
+                patch.setattr(f"tigon.data.{module}.open_regular", opened)
             with pytest.raises(
                 DataError, match=rf"{name}: cannot be read: (Permission denied|Input/output error); fix"
             ):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tigon.data import documents, sources
-from tigon.data.documents import BadRows, read
+from tigon.data import reading, row_files, sources
+from tigon.data.documents import BadRows
+from tigon.data.reading import read
 from tigon.errors import DataError
 
 
@@ -143,7 +144,7 @@ def test_the_newlines_of_windows_do_not_count_for_the_limit(tmp_path):
 
 
 def test_a_row_without_an_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "MAX_ROW_BYTES", 2**20)
+    monkeypatch.setattr(row_files, "MAX_ROW_BYTES", 2**20)
     path = tmp_path / "t.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + b" " * 2**21)
     with pytest.raises(DataError, match=r"t\.jsonl:2: a row of more than 1 MiB"):
@@ -154,7 +155,7 @@ def test_a_row_without_an_end_is_refused(tmp_path, monkeypatch):
 def test_a_file_that_grows_is_read_as_it_was_opened(tmp_path, monkeypatch, name):
     path = tmp_path / name
     path.write_text('{"text": "a"}\n', encoding="utf-8")
-    opened = documents.open_regular
+    opened = reading.open_regular
 
     def growing(file):
         handle = opened(file)
@@ -177,5 +178,6 @@ def test_a_file_that_grows_is_read_as_it_was_opened(tmp_path, monkeypatch, name)
 
         return Growing()
 
-    monkeypatch.setattr(documents, "open_regular", growing)
+    for module in (reading, row_files):
+        monkeypatch.setattr(module, "open_regular", growing)
     assert len(texts(path)) == 1

@@ -77,10 +77,10 @@ def test_only_what_the_assistant_says_is_learned(bpe, template):
     assert not any(word in read_only for word in ("mivel", "puran"))
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(bpe):
-    bpe.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+def test_a_template_that_leaves_an_answer_out_is_refused(bpe):
+    bpe.chat_template = "{{ messages | length }}{{ messages[-1]['content'] }}"
     try:
-        with pytest.raises(DataError, match=r"c:1: the chat template rewrites earlier turns"):
+        with pytest.raises(DataError, match=r"c:1: the chat template leaves message 2 out"):
             encode([Document("c:1", messages=CHAT)], bpe)
     finally:
         bpe.chat_template = None

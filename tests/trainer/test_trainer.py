@@ -103,6 +103,24 @@ def test_prompt_and_answer_rows_train_through_the_command(recipe, tigon, here):
     assert len(records(here / "runs" / "r", "train")) == 4
 
 
+def test_an_alpaca_list_trains_through_a_chat_template_and_its_rows_are_shown(recipe, tigon, here):
+    lines = [{"instruction": words(4, seed=i), "input": "", "output": words(3, seed=i + 100)} for i in range(60)]
+    (here / "alpaca.json").write_text(json.dumps(lines, indent=1), encoding="utf-8")
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (here / "chat.jinja").write_text(template, encoding="utf-8")
+    path = recipe(
+        data={"source": "alpaca.json", "sequence_length": 96, "template": "chat.jinja", "show": 1},
+        train={"batch_size": 2, "steps": 1}, output={"save_model": True},
+    )  # fmt: skip
+    outcome = tigon("train", path)
+    assert outcome.code == 0, outcome.err
+    assert "60 alpaca (chat template); answers are learned" in outcome.out
+    row = outcome.out.partition("learned tokens in «»\n")[2].replace("│", "")
+    assert row.startswith(f"<user>{lines[0]['instruction']}<|end|><assistant>«{lines[0]['output']}<|end|>»\n")
+    assert (here / "runs" / "r" / "model" / "chat_template.jinja").read_text(encoding="utf-8") == template
+
+
 def test_a_checkpoint_folder_trains_again_as_a_model(recipe, tigon, here):
     assert tigon("train", recipe(output={"save_model": True, "name": "first"})).code == 0
     saved = here / "runs" / "first" / "model"

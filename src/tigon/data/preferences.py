@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.data.documents import Document, Message, Segment, chat_document, string
+from tigon.data.documents import Document, Segment, string
+from tigon.data.messages import read_messages
 from tigon.data.tokenizer import Encoded
 from tigon.errors import DataError
 
-Content = str | list[dict[str, str]]
+Content = str | list[dict[str, Any]]
 """Text, or messages in TRL's form."""
 
 
@@ -24,6 +25,7 @@ Content = str | list[dict[str, str]]
 class RowFormat:
     """One of TRL's formats: its columns, and what of a toy row goes into them."""
 
+    name: str
     required: tuple[str, ...]
     """The columns that every row has."""
     optional: tuple[str, ...]
@@ -54,7 +56,7 @@ class RowFormat:
         taken |= contents
         if self.has_label:
             taken["label"] = row["label"]
-        return Document(where, row=taken, texts=tuple(self._texts(contents, where)))
+        return Document(where, row=taken, texts=tuple(self._texts(contents, where)), format=self.name)
 
     def _texts(self, contents: Mapping[str, Content], where: str) -> Iterator[Document]:
         prompt = contents.get("prompt", "" if isinstance(next(iter(contents.values())), str) else [])
@@ -65,7 +67,7 @@ class RowFormat:
                 yield Document(where, tuple(part for part in parts if part.text))
             else:
                 turns = [*prompt, *answer]
-                yield Document(where, messages=tuple(Message(turn["role"], turn["content"]) for turn in turns))
+                yield Document(where, messages=read_messages(turns, where))
 
     def _wanted(self) -> str:
         names = [*self.required, *(("label",) if self.has_label else ())]
@@ -81,11 +83,11 @@ class RowFormat:
             yield self.read(row, f"toy-answers:{number}")
 
 
-PAIRS = RowFormat(("chosen", "rejected"), ("prompt",), ("chosen", "rejected"))
+PAIRS = RowFormat("preference pairs", ("chosen", "rejected"), ("prompt",), ("chosen", "rejected"))
 """A prompt with a better and a worse answer. Without `prompt` both columns begin with it."""
-UNPAIRED = RowFormat(("prompt", "completion"), (), ("completion",), has_label=True)
+UNPAIRED = RowFormat("answers with labels", ("prompt", "completion"), (), ("completion",), has_label=True)
 """A prompt with one answer and its label."""
-PROMPTS = RowFormat(("prompt",), ("completion",), ("completion",), keeps_others=True)
+PROMPTS = RowFormat("prompts", ("prompt",), ("completion",), ("completion",), keeps_others=True)
 """A prompt. A `completion` is trained on only in the steps before the objective's own."""
 
 
@@ -148,8 +150,8 @@ def is_chat(document: Document) -> bool:
 
 def _content(row: dict[str, Any], name: str, where: str) -> Content:
     if isinstance(row[name], list):
-        read = chat_document({"messages": row[name]}, f"{where}: column {name!r}")
-        return [{"role": message.role, "content": message.content} for message in read.messages]
+        read = read_messages(row[name], f"{where}: column {name!r}")
+        return [message.as_mapping() for message in read]
     if not isinstance(row[name], str):
         raise DataError(f"{where}: column {name!r} is {type(row[name]).__name__}; write text or a list of messages")
     return string(row, name, where)

@@ -1,4 +1,4 @@
-"""Lists the regular files that `data.source` and `data.eval_source` name.
+"""The sources that `data.source` and `data.eval_source` name, and the regular files in them.
 
 A folder is walked in the order of its names, and lazily. Links that lead out of the folder are refused by name.
 Following them would read files that the recipe does not name, and skipping them could leave out wanted data.
@@ -7,20 +7,26 @@ Following them would read files that the recipe does not name, and skipping them
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tigon._files import is_of_kernel, open_regular, refuse_special
 from tigon.errors import DataError
+from tigon.models.loading.config import is_hub_id
 from tigon.units import in_bytes
 
 BUILT_IN = "python-docs"
 TOY_ANSWERS = "toy-answers"
 """Generated rows for post-training; `data.preferences` makes them."""
 BUILT_INS = (BUILT_IN, TOY_ANSWERS)
-SUFFIXES = (".jsonl", ".md", ".py", ".rst", ".txt")
+SUFFIXES = (".csv", ".json", ".jsonl", ".md", ".parquet", ".py", ".rst", ".tsv", ".txt")
+NOT_DATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+"""Files that the package `datasets` writes beside the rows of a folder."""
 MAX_ENTRIES = 1_000_000
 """Limit on the entries of a folder with its subfolders. `/` of a small server has about as many. A large corpus with
 one file per document has fewer. Listing this many takes a few seconds."""
@@ -28,14 +34,76 @@ one file per document has fewer. Listing this many takes a few seconds."""
 Refuse = Callable[[DataError], None]
 
 
-def check(sources: Sequence[str], key: str = "data.source") -> None:
+@dataclass(frozen=True)
+class Source:
+    """One source of a recipe, with the keys that hold for it."""
+
+    name: str
+    """A file, a folder, the id of a data set on the hub, or a built-in one."""
+    weight: float = 1.0
+    format: str = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    subset: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    streaming: bool = False
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.name in BUILT_INS
+
+    @property
+    def is_hub(self) -> bool:
+        """Whether the name has the form `owner/name` and is no local path."""
+        return not self.is_built_in and Path(self.name).suffix not in SUFFIXES and is_hub_id(self.name)
+
+    @classmethod
+    def of_entry(cls, entry: str | Mapping[str, Any], defaults: Source, key: str) -> Source:
+        """The source of an entry of a recipe.
+
+        Args:
+            entry: A name, or a mapping with `source` and further keys.
+            defaults: The source of the recipe's keys, which the mapping's keys replace.
+            key: The recipe key that holds the entry, for messages.
+
+        Raises:
+            DataError: A key or value of the mapping is wrong.
+        """
+        given: dict[str, Any] = {"source": entry} if isinstance(entry, str) else dict(entry)
+        kinds: dict[str, tuple[type, ...]] = {
+            "source": (str,), "weight": (int, float), "format": (str,), "columns": (dict,), "subset": (str,),
+            "split": (str,), "revision": (str,), "streaming": (bool,),
+        }  # fmt: skip
+        for name, value in given.items():
+            if name not in kinds:
+                raise DataError(f"{key}: {name} is not a key of a source; its keys are {', '.join(kinds)}")
+            if not isinstance(value, kinds[name]) or (isinstance(value, bool) and name != "streaming"):
+                raise DataError(f"{key}: {name} is {value!r}; it must be {_KINDS[kinds[name][-1]]}")
+        if "source" not in given:
+            raise DataError(f"{key}: an entry has no source; write {{source: data.jsonl, weight: 2}}")
+        if not 0 < given.get("weight", 1) <= MAX_WEIGHT:
+            raise DataError(f"{key}: weight is {given['weight']}; it must be above 0 and at most {MAX_WEIGHT}")
+        return replace(defaults, name=given.pop("source"), **given)
+
+
+_KINDS = {str: "text", float: "a number", dict: "a mapping such as {prompt: question}", bool: "true or false"}
+MAX_WEIGHT = 1000
+
+
+def check(sources: Sequence[Source], key: str = "data.source") -> None:
     """Raise DataError for a source that is missing or can never be read, before anything is read.
 
     key: the recipe key that names the sources, for messages.
     """
     for source in sources:
-        if source not in BUILT_INS:
-            _check(source, key)
+        if source.is_hub:
+            if importlib.util.find_spec("datasets") is None:
+                raise DataError(
+                    f"{source.name}: no such file or folder; a data set of the hub needs the package datasets: pip "
+                    "install 'tigon[data]'"
+                )
+        elif not source.is_built_in:
+            _check(source.name, key)
 
 
 def _check(source: str, key: str) -> None:
@@ -50,7 +118,10 @@ def _check(source: str, key: str) -> None:
         else:
             open_regular(path).close()
     except FileNotFoundError:
-        raise DataError(f"{source}: no such file or folder; {key} takes paths, or {BUILT_IN}") from None
+        raise DataError(
+            f"{source}: no such file or folder; {key} takes paths, ids of data sets on the hub (owner/name), or "
+            f"{BUILT_IN}"
+        ) from None
     except OSError as error:
         raise unreadable(path, error) from None
 
@@ -82,14 +153,20 @@ def files(source: str, refuse: Refuse) -> Iterator[Path]:
         yield path
         return
     empty = True
-    for file in _Walk(path, refuse).files():
+
+    def refused(error: DataError) -> None:
+        nonlocal empty
+        empty = False
+        refuse(error)
+
+    for file in _Walk(path, refused).files():
         empty = False
         yield file
     if empty:
         raise DataError(f"{source}: no {', '.join(SUFFIXES)} file in this folder; put the data there")
 
 
-def check_memory(sources: Sequence[str], refuse: Refuse) -> None:
+def check_memory(sources: Sequence[Source], refuse: Refuse) -> None:
     """Raise DataError if the files together are larger than the machine's memory, before any file is read.
 
     All text is held in memory, together with its tokens.
@@ -97,9 +174,9 @@ def check_memory(sources: Sequence[str], refuse: Refuse) -> None:
     total_bytes = _memory_bytes()
     size_bytes = 0
     for source in sources:
-        if source in BUILT_INS:
+        if source.is_built_in or source.is_hub:
             continue
-        for file in files(source, refuse):
+        for file in files(source.name, refuse):
             try:
                 size_bytes += os.stat(file).st_size
             except OSError as error:
@@ -148,7 +225,7 @@ class _Walk:
                 yield from self._of_link(path)
             elif entry.is_dir(follow_symlinks=False):
                 stack.append(iter(self._sorted(path)))
-            elif path.suffix in SUFFIXES and self._is_regular(path):
+            elif _is_data(path) and self._is_regular(path):
                 yield path
 
     def _sorted(self, folder: Path) -> list[os.DirEntry[str]]:
@@ -187,7 +264,7 @@ class _Walk:
                 self.refuse(DataError(f"{path}: a link to {os.readlink(path)}, which leads nowhere; remove the link"))
             return
         if self.blobs is not None and target.parent == self.blobs:
-            if path.suffix in SUFFIXES and self._is_regular(path):
+            if _is_data(path) and self._is_regular(path):
                 yield path
             return
         if not target.is_relative_to(self.real_root):
@@ -200,6 +277,10 @@ class _Walk:
         if target not in self.linked and self._is_regular(path):
             self.linked.add(target)
             yield path
+
+
+def _is_data(path: Path) -> bool:
+    return path.suffix in SUFFIXES and path.name not in NOT_DATA
 
 
 def _hub_blobs(folder: Path) -> Path | None:

@@ -6,14 +6,17 @@ separately. No token then crosses the border between a prompt and its answer, wh
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tigon._files import refuse_special
+from tigon.data.chat_template import Rendering, is_chat, segments_of
 from tigon.data.documents import BadRows, Document, Segment
 from tigon.errors import DataError, RecipeError
 
@@ -100,35 +103,32 @@ def _check_files(folder: Path) -> None:
 
 
 def encode(
-    documents: Sequence[Document], tokenizer: Any, *, vocab_size: int | None = None, bad: BadRows | None = None
-) -> list[Encoded]:
+    documents: Sequence[Document], tokenizer: Any, *, vocab_size: int | None = None, bad: BadRows | None = None,
+    rendering: Rendering | None = None,
+) -> list[Encoded]:  # fmt: skip
     """Tokenise every document and append the end-of-text token, which is learned.
 
-    vocab_size: the model's vocabulary; ids beyond it are refused. None allows any id.
+    Args:
+        documents: The documents.
+        tokenizer: A tokenizer of transformers.
+        vocab_size: The model's vocabulary; ids beyond it are refused. None allows any id.
+        bad: The policy for rows that cannot be used.
+        rendering: How rows become text; None: with the tokenizer's chat template if it has one.
     """
-    bad = bad or BadRows()
-    documents, segments = _worded(documents, tokenizer, bad)
-    # A chat template writes special tokens as text. In other documents "<|end|>" is plain text.
-    encoded: dict[bool, list[list[int]]] = {}
-    for chat in (False, True):
-        same = (parts for d, parts in zip(documents, segments, strict=True) if bool(d.messages) == chat)
-        texts = [segment.text for parts in same for segment in parts]
-        options = {"add_special_tokens": False, "split_special_tokens": not chat}
-        encoded[chat] = tokenizer(texts, **options)["input_ids"] if texts else []
-    streams = {chat: iter(ids) for chat, ids in encoded.items()}
+    bad, rendering = bad or BadRows(), rendering or Rendering()
+    documents, segments = _worded(documents, tokenizer, bad, rendering)
+    chats = [is_chat(document, tokenizer, rendering) for document in documents]
+    ids = _ids(segments, chats, tokenizer)
     start = [tokenizer.bos_token_id] if _adds_bos(tokenizer) else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     result = []
-    for document, parts in zip(documents, segments, strict=True):
-        chat = bool(document.messages)
-        tokens, labels = ([], []) if chat else (list(start), [IGNORE_INDEX] * len(start))
-        for part in parts:
-            ids = next(streams[chat])
-            tokens += ids
-            labels += ids if part.learned else [IGNORE_INDEX] * len(ids)
-        if tokens[-1:] != end:
-            tokens += end
-            labels += end
+    for document, chat, (tokens, labels) in zip(documents, chats, ids, strict=True):
+        if not chat:  # a chat template writes the first token itself
+            tokens, labels = [*start, *tokens], [*[IGNORE_INDEX] * len(start), *labels]
+        if not (_has_ended(tokens, tokenizer) if chat else tokens[-1:] == end):
+            tokens, labels = [*tokens, *end], [*labels, *end]
+        if rendering.learn == "all":
+            labels = tokens
         if vocab_size is not None and (largest := max(tokens, default=0)) >= vocab_size:
             bad.take(
                 DataError(
@@ -142,53 +142,75 @@ def encode(
 
 
 def _worded(
-    documents: Sequence[Document], tokenizer: Any, bad: BadRows
+    documents: Sequence[Document], tokenizer: Any, bad: BadRows, rendering: Rendering
 ) -> tuple[list[Document], list[tuple[Segment, ...]]]:
     """The documents that the chat template accepts, and their segments."""
     kept, segments = [], []
     for document in documents:
         try:
-            segments.append(document.segments or chat_segments(document, tokenizer))
+            segments.append(segments_of(document, tokenizer, rendering))
             kept.append(document)
         except DataError as error:
             bad.take(error)
     return kept, segments
 
 
-def chat_segments(document: Document, tokenizer: Any) -> tuple[Segment, ...]:
-    """Render messages with the tokenizer's chat template, or with a plain one if it has none.
+def _ids(
+    segments: Sequence[tuple[Segment, ...]], chats: Sequence[bool], tokenizer: Any
+) -> Iterator[tuple[list[int], list[int]]]:
+    """(tokens, labels) of every document. Segments are tokenised separately, so no token crosses their border."""
+    # A chat template writes special tokens as text. In other documents "<|end|>" is plain text.
+    encoded: dict[bool, Iterator[list[int]]] = {}
+    whole = _adds_space(tokenizer)
+    for chat in (False, True):
+        same = [parts for parts, of_chat in zip(segments, chats, strict=True) if of_chat == chat]
+        texts = [segment.text for parts in same for segment in parts if not (whole and len(parts) > 1)]
+        options = {"add_special_tokens": False, "split_special_tokens": not chat}
+        encoded[chat] = iter(tokenizer(texts, **options)["input_ids"] if texts else [])
+    for parts, chat in zip(segments, chats, strict=True):
+        if whole and len(parts) > 1:
+            yield _ids_of_whole(parts, chat, tokenizer)
+            continue
+        tokens: list[int] = []
+        labels: list[int] = []
+        for part in parts:
+            ids = next(encoded[chat])
+            tokens += ids
+            labels += ids if part.learned else [IGNORE_INDEX] * len(ids)
+        yield tokens, labels
 
-    Only the assistant's turns are learned, with the template's closing mark. Headers and other turns are only read.
+
+def _ids_of_whole(parts: Sequence[Segment], chat: bool, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Tokens and labels of the joined segments, for tokenizers that put a space before each text.
+
+    A token is learned if its last character is. Only there may a token cross the border of two segments.
     """
-    messages = [{"role": m.role, "content": m.content} for m in document.messages]
+    encoded = tokenizer(
+        "".join(part.text for part in parts), add_special_tokens=False, split_special_tokens=not chat,
+        return_offsets_mapping=True,
+    )  # fmt: skip
+    ends = list(itertools.accumulate(len(part.text) for part in parts))
+    labels = []
+    for token, (begin, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        part = parts[min(bisect.bisect_right(ends, max(begin, end - 1)), len(parts) - 1)]
+        labels.append(token if part.learned else IGNORE_INDEX)
+    return encoded["input_ids"], labels
 
-    def render(count: int, opened: bool) -> str:
-        if getattr(tokenizer, "chat_template", None):
-            if count == 0 and not opened:
-                return ""
-            return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=opened))
-        turns = "".join(f"### {m['role'].capitalize()}:\n{m['content']}\n\n" for m in messages[:count])
-        return turns + ("### Assistant:\n" if opened else "")
 
-    segments: list[Segment] = []
-    done = ""
-    for i, message in enumerate(messages):
-        try:
-            before = render(i, True) if message["role"] == "assistant" else done
-            after = render(i + 1, False)
-        except Exception as error:  # templates report violations of their rules as jinja errors
-            raise DataError(f"{document.origin}: the chat template refuses message {i}: {error}") from None
-        if not (before.startswith(done) and after.startswith(before)):
-            raise DataError(
-                f"{document.origin}: the chat template rewrites earlier turns at message {i}, so the prompt cannot be "
-                "masked; give prompt and completion instead"
-            )
-        if message["role"] == "assistant":
-            segments += [Segment(before[len(done) :], False), Segment(after[len(before) :], True)]
-        else:
-            segments.append(Segment(after[len(done) :], False))
-        done = after
-    return tuple(segments)
+def _adds_space(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts a space before every text, as Llama 2's does. Only fast ones tell where tokens are."""
+    if not getattr(tokenizer, "is_fast", False):
+        return False
+    ids = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return bool(ids) and str(tokenizer.convert_ids_to_tokens(ids[0])).startswith("▁")
+
+
+def _has_ended(tokens: Sequence[int], tokenizer: Any) -> bool:
+    """Whether a chat's text ends with the end-of-text token. Templates often write a line break after it."""
+    if tokenizer.eos_token_id is None or tokenizer.eos_token_id not in tokens:
+        return tokenizer.eos_token_id is None
+    last = len(tokens) - 1 - list(reversed(tokens)).index(tokenizer.eos_token_id)
+    return not tokenizer.decode(list(tokens[last + 1 :])).strip()
 
 
 def _adds_bos(tokenizer: Any) -> bool:

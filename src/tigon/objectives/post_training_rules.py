@@ -28,6 +28,8 @@ LOSS_TYPES: Mapping[str, tuple[str, ...]] = {
     "grpo": ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo"),
 }  # fmt: skip
 _DEFAULT = PostTrainingConfig()
+_OF_TEXT = ("format", "template", "learn", "packing", "cross_document_attention")
+"""Keys of `data` that apply to documents of text, and not to rows."""
 
 
 def is_post_training(recipe: Recipe) -> bool:
@@ -150,7 +152,7 @@ KEY_RULES = (
 def _reshapes_data(recipe: Recipe) -> str | None:
     """The first key about documents of text that the recipe changes; they do not apply to rows."""
     data = recipe.data
-    names = ("format", "packing", "cross_document_attention")
+    names = _OF_TEXT
     return next((name for name in names if getattr(data, name) != getattr(DataConfig(), name)), None)
 
 
@@ -168,7 +170,7 @@ RULES = Rules(
             Rule(lambda r, name=name: is_post_training(r) and _reshapes_data(r) == name,  # type: ignore[misc]
                  f"data.{name} is for text, and post-training takes rows of JSONL with the columns of TRL's formats; "
                  f"leave data.{name} out")
-            for name in ("format", "packing", "cross_document_attention")
+            for name in _OF_TEXT
         ),
         Rule(lambda r: is_post_training(r) and r.data.too_long == "truncate",
              "data.too_long: truncate would cut answers off, and a cut answer is another answer; set drop or error"),

@@ -17,7 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tigon.errors import RecipeError
+from tigon.data.formats import FORMATS, check_source
+from tigon.data.sources import Source
+from tigon.errors import DataError, RecipeError
 from tigon.techniques import KEY_EXCLUSIONS, KEY_SWITCHES, SETTINGS
 from tigon.techniques.matrix import refusals
 from tigon.techniques.records.choices import LIMITS, Choices
@@ -110,17 +112,40 @@ class ModelConfig:
 class DataConfig:
     """The training data, and how text becomes samples of tokens."""
 
-    source: tuple[str, ...] = key(
-        ("python-docs",), "Files or folders (`.txt`, `.md`, `.py`, `.jsonl`), or `python-docs`: the language reference "
-        "and the standard library's sources of the running Python; for post-training `.jsonl`, or `toy-answers`: 800 "
-        "generated questions, each with a polite and a blunt answer.",
+    source: tuple[str | Mapping[str, Any], ...] = key(
+        ("python-docs",), "Files or folders (`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.txt`, `.md`, `.py`, "
+        "`.rst`), ids of data sets on the hub, or `python-docs`: the language reference and the standard library's "
+        "sources of the running Python; for post-training also `toy-answers`: 800 generated questions, each with a "
+        "polite and a blunt answer. An entry may be a mapping, such as `{source: a.jsonl, weight: 2}`.",
     )  # fmt: skip
     format: str = key(
-        "auto", "Layout of the rows of a JSONL file. `auto` detects it from the keys of each file's first row.",
-        choices=("auto", "text", "alpaca", "messages", "prompt-completion"),
+        "auto", "Format of the rows. `auto` recognises it by the keys of each file's first row.",
+        choices=("auto", *FORMATS),
     )  # fmt: skip
+    columns: Mapping[str, Any] | None = key(
+        None, "Names of the columns that hold a format's fields, e.g. `{prompt: question, completion: answer}`."
+    )
+    subset: str | None = key(None, "Subset (configuration) of a data set on the hub.")
+    split: str | None = key(None, "Split of a data set on the hub, e.g. `train[:1000]`; none: `train`.")
+    revision: str | None = key(None, "Commit, tag or branch of a data set on the hub.")
+    streaming: bool = key(
+        False, "Read data sets of the hub without storing them first, up to `max_text_mib`. For large ones."
+    )
+    template: str = key(
+        "auto", "How rows become text. `auto`: Alpaca's rows and messages use the tokenizer's chat template, or plain "
+        "headers if it has none; `chat`: prompts with completions use it too; `plain`: only plain headers; or a "
+        "`.jinja` file, used as with `chat` and saved with the model.",
+    )  # fmt: skip
+    learn: str = key(
+        "answers", "Tokens that count in the loss: those of the answers, or `all`. Text is always learned as a whole.",
+        choices=("answers", "all"),
+    )  # fmt: skip
+    show: int = key(0, "Print this many rows as tokens before the training, with the learned ones in colour.",
+                    minimum=0, maximum=1000)  # fmt: skip
     max_text_mib: float | None = key(None, "Stop reading after this much text (MiB of UTF-8).", above=0)
-    eval_source: tuple[str, ...] = key((), "Files for evaluation; empty: take whole documents of `source`.")
+    eval_source: tuple[str | Mapping[str, Any], ...] = key(
+        (), "Data for evaluation, as in `source`; empty: take whole documents of `source`."
+    )
     eval_fraction: float = key(0.02, "Fraction of documents for evaluation if `eval_source` is empty; 0: none.",
                                minimum=0, maximum=0.5)  # fmt: skip
     tokenizer: str = key(
@@ -148,6 +173,26 @@ class DataConfig:
         "refused by the chat template): stop and name it, or leave it out (the report counts it).",
         choices=("error", "skip"),
     )  # fmt: skip
+
+    def sources(self) -> tuple[Source, ...]:
+        """The entries of `source`. Raises DataError for an entry that is wrong."""
+        return self._listed(self.source, "data.source")
+
+    def eval_sources(self) -> tuple[Source, ...]:
+        """The entries of `eval_source`. Raises DataError for an entry that is wrong."""
+        return self._listed(self.eval_source, "data.eval_source")
+
+    @property
+    def source_names(self) -> str:
+        """The names of the sources, for messages."""
+        return ", ".join(source.name for source in self.sources())
+
+    def _listed(self, entries: Sequence[str | Mapping[str, Any]], key: str) -> tuple[Source, ...]:
+        defaults = Source(
+            "", format=self.format, columns=self.columns or {}, subset=self.subset, split=self.split,
+            revision=self.revision, streaming=self.streaming,
+        )  # fmt: skip
+        return tuple(Source.of_entry(entry, defaults, key) for entry in entries)
 
 
 @dataclass(frozen=True)
@@ -490,6 +535,11 @@ def check_combinations(recipe: Recipe, path: object, more: Rules) -> None:
         raise RecipeError(f"{path}: comparison.steps is 1; the first step only warms up, so give 2 or more, or 0")
     if not recipe.data.source:
         raise RecipeError(f"{path}: data.source is empty; name a file, a folder or python-docs")
+    try:
+        for source in (*recipe.data.sources(), *recipe.data.eval_sources()):
+            check_source(source)
+    except DataError as error:
+        raise RecipeError(f"{path}: {error}") from None
     for reason in refusals(recipe.choices()):
         raise RecipeError(f"{path}: {reason}")
     for rule in (_RULES + more).rules:

@@ -267,7 +267,9 @@ def _convert(value: Any, hint: Any, limits: Mapping[str, Any], dotted: str, wher
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and types.NoneType in options:
         return None
-    (target,) = [option for option in options if option is not types.NoneType]
+    targets = [option for option in options if option is not types.NoneType]
+    # only entries of data.source have two types: text, or a mapping
+    target = targets[0] if len(targets) == 1 or not isinstance(value, dict) else targets[1]
     if typing.get_origin(target) is tuple:
         items = value if isinstance(value, list) else [value]
         if not items and limits["choices"]:

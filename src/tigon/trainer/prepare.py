@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tigon.data import documents, preferences, tokenizer
+from tigon.data import chat_template, documents, preferences, preview, reading, tokenizer
 from tigon.data.packing import Collator, fingerprint, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import DataError, RecipeError, TigonError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from tigon.data.packing import Packed, Sample
+    from tigon.data.tokenizer import Encoded
     from tigon.objectives.base import Objective
     from tigon.techniques.records.choices import Choices
     from tigon.techniques.records.technique import RunInfo
@@ -45,7 +46,9 @@ def quiet_libraries(recipe: Recipe) -> None:
     Raises:
         RecipeError: transformers cannot be imported.
     """
-    hub.set_offline_mode([recipe.model.name, recipe.data.tokenizer, *filter(None, [recipe.post_training.teacher])])
+    data_sets = [source.name for source in (*recipe.data.sources(), *recipe.data.eval_sources()) if source.is_hub]
+    teacher = filter(None, [recipe.post_training.teacher])
+    hub.set_offline_mode([recipe.model.name, recipe.data.tokenizer, *teacher, *data_sets])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # about DeepSpeed's calls
@@ -76,7 +79,11 @@ class Prepared:
     rows: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None
     """The rows to train on and those for evaluation, if a trainer of TRL takes them; None: it takes the samples."""
     bad_rows: tuple[str, ...] = ()
-    """The problems of the first JSONL rows that were skipped."""
+    """The problems of the first rows that were skipped."""
+    shown: tuple[Encoded, ...] = ()
+    """The rows that `data.show` prints."""
+    rows_line: tuple[str, ...] = ()
+    """A line that names the formats of the rows; empty if all data is text."""
     warnings: tuple[str, ...] = ()
     """Settings of the recipe that are allowed but probably mistakes."""
     wrong_ops: Mapping[str, str] = field(default_factory=dict)
@@ -125,11 +132,12 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     data = recipe.data
     bad = documents.BadRows(data.bad_rows)
     layout = data.format if objective.trl is None else objective.trl.rows
-    read = documents.read(data.source, layout, data.max_text_mib, bad)
+    read = reading.read(data.sources(), layout, data.max_text_mib, bad)
     if data.eval_source:
-        train_docs, eval_docs = read, documents.read(data.eval_source, layout, None, bad, "data.eval_source")
+        train_docs, eval_docs = read, reading.read(data.eval_sources(), layout, None, bad, "data.eval_source")
     else:
         train_docs, eval_docs = documents.split_eval(read, data.eval_fraction)
+    train_docs = reading.used_by_weight(train_docs)
     row_docs = (train_docs, eval_docs)
     if objective.trl is not None:
         load_rewards(objective.trl.rewards)
@@ -137,10 +145,11 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         preferences.check_alike([*train_docs, *eval_docs])
         train_docs, eval_docs = ([text for row in part for text in row.texts] for part in (train_docs, eval_docs))
     tok = _tokenizer(recipe, train_docs)
+    rendering = chat_template.choose(tok, data.template, data.learn)
     preflight.check_vocabulary(recipe, config, len(tok))
     if objective.trl is not None:
         _check_chat(tok, read[0])
-    encode = partial(tokenizer.encode, tokenizer=tok, vocab_size=config.vocab_size, bad=bad)
+    encode = partial(tokenizer.encode, tokenizer=tok, vocab_size=config.vocab_size, bad=bad, rendering=rendering)
     encoded = encode(train_docs), encode(eval_docs) if eval_docs else []
     rows = None
     if objective.trl is not None:
@@ -174,7 +183,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     return Prepared(
         recipe, device, choices, engine.run_info_of(recipe, config, shapes, device), objective, config, n_parameters,
         tok, train, eval_samples, objective.collator(data, pad_id=pad_id, flatten=flatten), prompt, data_summary,
-        rows=rows, bad_rows=tuple(bad.problems[:3]),
+        rows=rows, bad_rows=tuple(bad.problems[:3]), shown=tuple(encoded[0][: data.show]),
+        rows_line=preview.rows_line(read, tok, rendering),
         warnings=frozen_experts + warnings_of(
             recipe, RunSize(n_samples, len(eval_samples), choices.gpus),
             trains_tokenizer=_trains_tokenizer(recipe)
@@ -265,7 +275,7 @@ def _nothing_to_evaluate(recipe: Recipe, n_documents: int, n_dropped: int) -> Da
     data = recipe.data
     if data.eval_source:
         what, fix = (
-            f"data.eval_source: {', '.join(data.eval_source)}",
+            f"data.eval_source: {', '.join(source.name for source in data.eval_sources())}",
             "name other files, or leave data.eval_source out",
         )
     else:

@@ -87,8 +87,8 @@ def profile(request: ProfileRequest) -> Path:
         other = _short(recipe_checks.load(path, overrides, gpu_present=preflight.gpu_present), request.steps)
     prepare.quiet_libraries(recipe)
     for each in filter(None, (recipe, other)):
-        sources.check(each.data.source)
-        sources.check(each.data.eval_source, "data.eval_source")
+        sources.check(each.data.sources())
+        sources.check(each.data.eval_sources(), "data.eval_source")
         processes = max(each.sharding.gpus, launch.world_size())
         if processes > 1:
             raise RecipeError(

@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tigon.data import sources
+from tigon.data import preview, reading, sources
 from tigon.data.packing import SampleDataset
 from tigon.errors import RunFolderError, TigonError
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
+from tigon.objectives.post_training_rules import is_post_training
 from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES, lora
 from tigon.techniques.sharding import weights_are_sharded
@@ -67,8 +68,7 @@ def train(
     if require is not None:
         require(path, recipe)
     preflight.check_process(recipe.train.workers)
-    sources.check(recipe.data.source)
-    sources.check(recipe.data.eval_source, "data.eval_source")
+    _check_data(recipe)
     run = run_folder.find(recipe.output, recipe) if resume else None
     if run is None:
         run_folder.check(recipe.output, command)
@@ -90,6 +90,16 @@ def train(
             held.enter_context(run_folder.locked(run.path))
             run = run_folder.with_checkpoint(run, recipe)
         return _train_alone_or_joined(recipe, device, run, path, overrides, held)
+
+
+def _check_data(recipe: Recipe) -> None:
+    """Refuse data that is missing or has a malformed row, before slow imports. Every process reads all of it later."""
+    data = recipe.data
+    sources.check(data.sources())
+    sources.check(data.eval_sources(), "data.eval_source")
+    # Rows for post-training are read by the objective, which needs the model's config.
+    if data.bad_rows == "error" and not launch.started_by_launcher() and not is_post_training(recipe):
+        reading.first_look((*data.sources(), *data.eval_sources()))
 
 
 def _train_alone_or_joined(
@@ -191,7 +201,8 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
     lines = [
         f"run      {run.path}" + (f", from {run.checkpoint.name}" if run.checkpoint else ""),
         f"model    {name}, {millions:,.1f} M parameters, kernels: {recipe.model.kernels}",
-        f"data     {', '.join(recipe.data.source)}: {counts}",
+        f"data     {recipe.data.source_names}: {counts}",
+        *prepared.rows_line,
         f"device   {prepared.device}, {prepared.choices.precision}, {per_step}",
         f"memory   {techniques}",
     ]
@@ -212,6 +223,8 @@ def _announce(console: Console, run: RunFolder, prepared: Prepared) -> None:
     lines += [f"warning  {warning}" for warning in prepared.warnings]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
+    for row in prepared.shown:
+        preview.print_row(console, row, prepared.tokenizer)
 
 
 def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequence[str]) -> Prepared:

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from tigon.data import documents, tokenizer
+from tigon.data import chat_template, reading, tokenizer
+from tigon.data.documents import BadRows
 from tigon.data.packing import Collator, Sample, SampleDataset
 from tigon.data.sources import BUILT_IN
 from tigon.data.tokenizer import IGNORE_INDEX
@@ -53,7 +54,9 @@ def make(
         return SampleDataset(samples), objective.collator(packed, pad_id=pad_id, flatten=flatten)
     if how == "alpaca":
         source = alpaca_file(folder)
-        data = replace(recipe.data, source=(str(source),), format="alpaca", too_long="truncate")
+        data = replace(
+            recipe.data, source=(str(source),), format="alpaca", columns=None, template="plain", too_long="truncate"
+        )
         recipe = replace(recipe, data=data)
     samples, pad_id = _of_recipe(recipe, config, objective)
     if len(samples) < count:  # repeated, because the last batch of an epoch could be smaller than the others
@@ -75,8 +78,8 @@ def _random(count: int, length: int, vocab_size: int) -> list[Sample]:
 
 def _of_recipe(recipe: Recipe, config: Any, objective: Objective) -> tuple[list[Sample], int]:
     data, model = recipe.data, recipe.model
-    bad = documents.BadRows(data.bad_rows)
-    read = documents.read(data.source, data.format, data.max_text_mib, bad)
+    bad = BadRows(data.bad_rows)
+    read = reading.used_by_weight(reading.read(data.sources(), data.format, data.max_text_mib, bad))
     if data.tokenizer == "auto" and models.is_preset(model.name):
         texts = [document.text for document in read]
         tok = tokenizer.train_bpe(texts, data.vocab_size, tokenizer.default_cache_folder())
@@ -87,10 +90,12 @@ def _of_recipe(recipe: Recipe, config: Any, objective: Objective) -> tuple[list[
             trust_remote_code=model.trust_remote_code,
         )  # fmt: skip
     preflight.check_vocabulary(recipe, config, len(tok))
-    packed = objective.samples(tokenizer.encode(read, tok, vocab_size=config.vocab_size, bad=bad), data)
+    rendering = chat_template.choose(tok, data.template, data.learn)
+    encoded = tokenizer.encode(read, tok, vocab_size=config.vocab_size, bad=bad, rendering=rendering)
+    packed = objective.samples(encoded, data)
     if not packed.samples:
         raise RecipeError(
-            f"{', '.join(data.source)}: not enough text for one sequence of {data.sequence_length} tokens; name more"
+            f"{data.source_names}: not enough text for one sequence of {data.sequence_length} tokens; name more"
         )
     return packed.samples, tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
 
@@ -109,7 +114,7 @@ def alpaca_file(folder: Path) -> Path:
 def _alpaca_rows() -> Iterator[dict[str, str]]:
     """Cut each document into pieces. The beginning of a piece is the input, the rest is the output."""
     lengths = itertools.cycle(_ANSWER_CHARACTERS)
-    for document in documents.read((BUILT_IN,), "auto", 8.0):
+    for document in reading.read((BUILT_IN,), "auto", 8.0):
         start = 0
         while start + _INPUT_CHARACTERS + max(_ANSWER_CHARACTERS) < len(document.text):
             middle = start + _INPUT_CHARACTERS

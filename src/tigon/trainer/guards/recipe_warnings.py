@@ -38,7 +38,8 @@ def warnings_of(recipe: Recipe, size: RunSize, *, trains_tokenizer: bool) -> tup
     train, data = recipe.train, recipe.data
     n_steps = steps_of(recipe, size)
     but_steps = f"but the run has {n_steps:,} steps"
-    both = sorted(set(data.source) & set(data.eval_source))
+    names, eval_names = ({(s.name, s.split) for s in part} for part in (data.sources(), data.eval_sources()))
+    both = sorted(name for name, _ in names & eval_names)
     checks = (
         (
             train.warmup_steps >= n_steps,

@@ -49,7 +49,7 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
     recipe = recipe_checks.loads_saved(run.path / run_folder.RECIPE)
     data, environment = run.read_json(run_folder.DATA), run.read_json(run_folder.ENVIRONMENT)
     train, section = [record for record in run.records() if record["event"] == "train"], objective.metric_section()
-    millions, sources = data["parameters"] / 1e6, ", ".join(recipe.data.source)
+    millions, sources = data["parameters"] / 1e6, recipe.data.source_names
     writes_text = objective.trl is None or objective.trl.writes_text
     on_gpu = environment["hardware"]["device"].startswith("cuda")
     return {

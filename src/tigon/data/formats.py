@@ -1,0 +1,168 @@
+"""The formats of rows that are recognised, and how a row of each becomes a document.
+
+A format is a row of `FORMATS`. The first one whose fields a row has is taken. Formats of rows for post-training are in
+`preferences.py`; the recipe's objective chooses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tigon.data.documents import Document, Message, Segment, string
+from tigon.data.messages import read_messages, read_tools
+from tigon.data.sources import Source
+from tigon.errors import DataError
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format of rows."""
+
+    needs: tuple[str, ...]
+    """The fields that identify it."""
+    optional: tuple[str, ...]
+    document: Callable[[dict[str, Any], str], Document]
+    """Makes the document of a row and its place in the file."""
+    instead: str | None = None
+    """A field that may stand for the only one of `needs`."""
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        """Whether the row has the fields of this format."""
+        return all(name in row for name in self.needs) or self.instead in row
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return tuple(name for name in (*self.needs, self.instead, *self.optional) if name)
+
+    @property
+    def wanted(self) -> str:
+        """The fields that the format needs, for messages."""
+        return " and ".join(self.needs) + (f" or {self.instead}" if self.instead else "")
+
+
+def read_row(name: str, row: dict[str, Any], where: str) -> Document:
+    """The document of a row in the format `name`.
+
+    Raises:
+        DataError: The row lacks a field or has nothing to learn from; the message begins with `where`.
+    """
+    row_format = FORMATS[name]
+    if not row_format.fits(row):
+        raise DataError(f"{where}: keys {_keys(row)}, but this layout needs {row_format.wanted}")
+    document = row_format.document(row, where)
+    answers = [s.text for s in document.segments if s.learned]
+    answers += [m.content for m in document.messages if m.role == "assistant" and m.learned]
+    calls = any(m.more.get("tool_calls") for m in document.messages if m.learned)
+    if not calls and not any(text.strip() for text in answers):
+        raise DataError(f"{where}: nothing to learn from, because the answer is empty; fill it in or remove the row")
+    return replace(document, format=name)
+
+
+def detect(row: Mapping[str, Any], where: str, mapped: Mapping[str, str]) -> str:
+    """The name of the row's format.
+
+    Args:
+        row: The row, with the fields that `mapped` names.
+        where: Its file and line.
+        mapped: The value of `data.columns`. The format is one that has all of its fields.
+
+    Raises:
+        DataError: No format fits; the message names all of them.
+    """
+    for name, row_format in FORMATS.items():
+        if row_format.fits(row) and all(field in row_format.fields for field in mapped):
+            return name
+    if "chosen" in row and "rejected" in row:
+        raise DataError(
+            f"{where}: a preference pair (chosen, rejected); set train.objective to dpo, orpo or reward, or train on "
+            "the better answer with data.columns: {completion: chosen}"
+        )
+    known = "; ".join(f"{name}: {row_format.wanted}" for name, row_format in FORMATS.items())
+    raise DataError(
+        f"{where}: keys {_keys(row)} fit no known format ({known}); rename the keys, or map them with data.columns, "
+        "such as {prompt: question, completion: answer}"
+    )
+
+
+def mapped_row(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
+    """The row with the fields of `data.columns` (field -> column) added. A column that is mapped loses its name."""
+    if not columns:
+        return row
+    for field, column in columns.items():
+        if column not in row:
+            raise DataError(
+                f"{where}: no column {column!r}, which data.columns maps to {field}; the row has {_keys(row)}"
+            )
+    kept = {name: value for name, value in row.items() if name not in columns.values()}
+    return {**kept, **{field: row[column] for field, column in columns.items()}}
+
+
+def _keys(row: Mapping[str, Any]) -> str:
+    names = [str(name) for name in row]
+    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") or "none"
+
+
+def _text(row: dict[str, Any], where: str) -> Document:
+    return Document(where, (Segment(string(row, "text", where), True),))
+
+
+def _prompt_completion(row: dict[str, Any], where: str) -> Document:
+    if isinstance(row["prompt"], list) and isinstance(row["completion"], list):  # messages, as TRL takes them
+        turns = read_messages(row["prompt"], f"{where}: prompt", learned=False)
+        return Document(
+            where, messages=(*turns, *read_messages(row["completion"], f"{where}: completion")),
+            tools=read_tools(row, where),
+        )  # fmt: skip
+    prompt, completion = string(row, "prompt", where), string(row, "completion", where)
+    turns = (Message("user", prompt), Message("assistant", completion))
+    return Document(where, (Segment(prompt, False), Segment(completion, True)), turns, as_chat=False)
+
+
+def _alpaca(row: dict[str, Any], where: str) -> Document:
+    instruction, answer = string(row, "instruction", where), string(row, "output", where)
+    extra = string(row, "input", where) if row.get("input") else ""
+    prompt = f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{extra}\n\n" if extra else "") + "### Response:\n"
+    question = f"{instruction}\n\n{extra}" if extra else instruction
+    turns = (*_system(row, where), Message("user", question), Message("assistant", answer))
+    return Document(where, (Segment(prompt, False), Segment(answer, True)), turns)
+
+
+def _system(row: dict[str, Any], where: str) -> tuple[Message, ...]:
+    return (Message("system", string(row, "system", where)),) if row.get("system") else ()
+
+
+def _messages(row: dict[str, Any], where: str) -> Document:
+    turns = read_messages(row.get("messages", row.get("conversations")), where)
+    if turns[0].role not in ("system", "developer"):
+        turns = (*_system(row, where), *turns)
+    return Document(where, messages=turns, tools=read_tools(row, where))
+
+
+FORMATS: Mapping[str, Format] = {
+    "sharegpt": Format(("conversations",), ("system", "tools"), _messages),
+    "messages": Format(("messages",), ("system", "tools"), _messages, instead="conversations"),
+    "alpaca": Format(("instruction", "output"), ("input", "system"), _alpaca),
+    "prompt-completion": Format(("prompt", "completion"), ("tools",), _prompt_completion),
+    "text": Format(("text",), (), _text),
+}
+PREFERENCE_FIELDS = ("chosen", "rejected", "label")
+"""Fields of rows for post-training that `data.columns` may name too."""
+FIELDS = (*dict.fromkeys(name for row_format in FORMATS.values() for name in row_format.fields), *PREFERENCE_FIELDS)
+
+
+def check_source(source: Source) -> None:
+    """Raise DataError for a format that is not known, or columns that fit no field or no format."""
+    if source.format not in ("auto", *FORMATS):
+        raise DataError(f"format of {source.name} is {source.format!r}; it must be auto or one of {', '.join(FORMATS)}")
+    for field, column in source.columns.items():
+        if field not in FIELDS:
+            raise DataError(f"data.columns: {field!r} is not a field of a format; the fields are {', '.join(FIELDS)}")
+        if not isinstance(column, str) or not column:
+            raise DataError(f"data.columns: {field} is {column!r}; name the column that holds it, as text")
+    mapped = [field for field in source.columns if field not in PREFERENCE_FIELDS]
+    names = FORMATS if source.format == "auto" else (source.format,)
+    if not any(all(field in FORMATS[name].fields for field in mapped) for name in names):
+        known = "; ".join(f"{name}: {', '.join(FORMATS[name].fields)}" for name in names)
+        raise DataError(f"data.columns: no format has all of {', '.join(mapped)}; the fields are {known}")
