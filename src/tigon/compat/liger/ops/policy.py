@@ -98,7 +98,7 @@ def check_policy_options(options: PolicyOptions) -> None:
     if options.delta is not None and loss_type in _WITHOUT_CLIPPED_RATIO:
         raise OptionError(f"delta (two-sided clipping) is not supported for loss_type={loss_type!r}; leave it out.")
     for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-        if getattr(options, name) <= 0:
+        if loss_type == "sapo" and getattr(options, name) <= 0:
             raise OptionError(f"{name} must be positive; it is {getattr(options, name)}.")
 
 
@@ -162,7 +162,7 @@ def _smooth_terms(batch: Completions, options: PolicyOptions) -> PolicyTerms:
 
 def _gate(ratio: Tensor, advantages_B1: Tensor, options: PolicyOptions) -> Tensor:
     """4 / τ · σ(τ (ρ - 1)), with one τ for positive advantages and one for the others."""
-    temperature = torch.where(advantages_B1 > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
+    temperature = _by_sign(advantages_B1 > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, ratio)
     return 4.0 / temperature * torch.sigmoid(temperature * (ratio - 1.0))
 
 
@@ -190,8 +190,14 @@ def get_gamma_weights(
         log_w = log_w + log_correction.sum(-1, keepdim=True)
     log_w = log_w.clamp(_SMALLEST_LOG_WEIGHT, bound)
     positive = advantages.unsqueeze(-1) >= 0
-    k, lam = torch.where(positive, k_pos, k_neg), torch.where(positive, lambda_pos, lambda_neg).clamp(min=1e-4)
+    k = _by_sign(positive, k_pos, k_neg, log_w)
+    lam = _by_sign(positive, lambda_pos, lambda_neg, log_w).clamp(min=1e-4)
     return torch.exp(k * log_w + lam * (1.0 - log_w.exp()))
+
+
+def _by_sign(is_positive: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
+    """One of two numbers per sequence, in the dtype of `like`. `torch.where` alone would round them to fp32."""
+    return torch.where(is_positive, like.new_tensor(positive), like.new_tensor(negative))
 
 
 def tokens_of_step(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
