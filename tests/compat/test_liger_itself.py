@@ -33,7 +33,7 @@ def compare(name, call, data, **options):
     )
     assert len(found) == len(wanted)
     for value, other in zip(found, wanted):
-        torch.testing.assert_close(value, other, rtol=3e-4, atol=3e-4, msg=lambda text: f"{{name}} {{options}}: {{text}}")
+        torch.testing.assert_close(value, other, rtol=3e-4, atol=3e-4, msg=lambda text: f"{{name}}: {{text}}")
     compared += 1
 
 data, ref = inputs(6, bias=True), inputs(6, bias=True, seed=40).to(torch.float32)
@@ -46,7 +46,8 @@ for name in ("CPO", "SimPO", "ORPO"):
     compare(f"LigerFusedLinear{{name}}Loss", lambda m, d: m(d.weight, d.hidden, d.labels, d.bias), data)
 labels = torch.tensor([True, False, False, True, True, False])
 compare(
-    "LigerFusedLinearKTOLoss", lambda m, d: m(d.hidden, d.weight, d.labels, d.bias, labels, *ref[:3], torch.tensor([0.3])),
+    "LigerFusedLinearKTOLoss",
+    lambda m, d: m(d.hidden, d.weight, d.labels, d.bias, labels, *ref[:3], torch.tensor([0.3])),
     data, use_ref_model=True,
 )
 mask = (torch.arange(T) < torch.tensor([[6], [3], [5], [1], [4], [6]])).float()
