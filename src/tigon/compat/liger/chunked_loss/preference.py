@@ -43,7 +43,7 @@ class Pairs(NamedTuple):
     nll: Tensor
 
     def results(self, *more: Tensor) -> tuple[Tensor, ...]:
-        """What a loss returns beside itself."""
+        """The results that a loss returns in addition, without gradient."""
         return tuple(value.detach() for value in (*self, *more))
 
 

@@ -4,7 +4,7 @@
 
     luspo    the sum over a sequence's tokens, averaged over sequences (arXiv 2602.05261)
     sapo     a smooth gate instead of a clipped ratio (arXiv 2511.20347)
-    vespo    a weight per sequence from the product of its ratios, as in TRL's `GRPOTrainer.get_gamma_weights`
+    vespo    a weight per sequence from the product of its ratios (arXiv 2602.10693)
 """
 
 from __future__ import annotations
