@@ -50,6 +50,12 @@ from liger_kernel.transformers.trainer_integration import _apply_liger_kernel
 from liger_kernel.ops import LigerRMSNormFunction, rms_norm_forward
 from liger_kernel.ops.rms_norm import LigerRMSNormFunction as same
 from liger_kernel.utils import infer_device
+from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss
+from liger_kernel.chunked_loss.functional import liger_fused_linear_kto
+from liger_kernel.chunked_loss.dpo_loss import LigerFusedLinearDPOFunction
+from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss, LigerTVDLoss, LigerFusedLinearJSD
+from liger_kernel.transformers.grpo_loss import triton_grpo_loss, fused_selective_log_softmax
+from liger_kernel.ops import GrpoLossFunction, LigerFusedLinearKLDivFunction
 import liger_kernel
 assert same is LigerRMSNormFunction and LigerRMSNorm is liger.LigerRMSNorm
 assert F.liger_rms_norm.__module__ == "tigon.compat.liger.transformers.functional"
@@ -66,9 +72,11 @@ print(liger_kernel.__version__, importlib.metadata.version("liger-kernel"), impo
 @pytest.mark.parametrize(
     ("statement", "name"),
     [
-        ("from liger_kernel.transformers import LigerJSD", "liger_kernel.transformers.LigerJSD"),
-        ("from liger_kernel.transformers.functional import liger_kl_div", "functional.liger_kl_div"),
-        ("from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss", "liger_kernel.chunked_loss"),
+        ("from liger_kernel.transformers import LigerDyT", "liger_kernel.transformers.LigerDyT"),
+        ("from liger_kernel.transformers.functional import liger_softmax", "functional.liger_softmax"),
+        ("from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase", "fused_linear_ppo"),
+        ("from liger_kernel.transformers.trainer import LigerORPOTrainer", "liger_kernel.transformers.trainer"),
+        ("from liger_kernel.ops import jsd_forward", "liger_kernel.ops.jsd_forward"),
         ("import liger_kernel.megatron", "liger_kernel.megatron"),
         ("from liger_kernel.ops.rms_norm import _rms_norm_forward_kernel", "rms_norm._rms_norm_forward_kernel"),
     ],
@@ -91,14 +99,14 @@ def test_missing_attribute_raises_an_attribute_error_with_its_name() -> None:
 from tigon.compat import liger
 liger.install()
 import liger_kernel.transformers as transformers
-assert not hasattr(transformers, "LigerJSD")
+assert not hasattr(transformers, "LigerSoftmax")
 assert getattr(transformers, "LigerDyT", None) is None
 try:
-    transformers.LigerJSD
+    transformers.LigerSoftmax
 except AttributeError as error:
     print(error)
 """)
-    assert "no counterpart of liger_kernel.transformers.LigerJSD" in out
+    assert "no counterpart of liger_kernel.transformers.LigerSoftmax" in out
 
 
 def test_uninstall_removes_every_trace() -> None:
@@ -229,6 +237,7 @@ def test_liger_script_runs_unmodified(tmp_path: Path) -> None:
         + TRAINER
         + """
 import beside
+from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
 from liger_kernel.transformers import apply_liger_kernel_to_llama, LigerFusedLinearCrossEntropyLoss
 
 def main():
@@ -237,6 +246,10 @@ def main():
     print("ARGS", sys.argv, __name__, __file__, beside.ANSWER)
     loss = LigerFusedLinearCrossEntropyLoss()(torch.randn(5, 4), torch.randn(3, 4), torch.tensor([0, 4, -100]))
     assert loss.isfinite() and first != last
+    head, hidden = torch.randn(5, 4), torch.randn(4, 6, 4, requires_grad=True)
+    loss, (chosen_logps, *_) = LigerFusedLinearDPOLoss(use_ref_model=False)(head, hidden, torch.randint(5, (4, 6)))
+    loss.backward()
+    assert loss.isfinite() and hidden.grad.any() and chosen_logps.shape == (2,)
 
 if __name__ == "__main__":
     main()

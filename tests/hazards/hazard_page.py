@@ -16,7 +16,7 @@ _HEADER = """\
 # Hazards
 
 ```sh
-python -m pytest tests/hazards tests/models tests/ops tests/integration      # runs the tests of this page
+python -m pytest tests/hazards tests/models tests/ops tests/integration tests/compat      # runs the tests of this page
 ```
 
 Kernels in a model can fail without an error: a gradient is missing, the loss is not the model's, or another model

@@ -40,6 +40,8 @@ _OPS, _MODELS, _HAZARDS = "ops/test_autograd_contract.py", "models/test_patch.py
 _SEAM = "models/test_loss_seam.py"
 _HEADS, _PARITY, _FAMILIES = "models/test_heads.py", "models/test_parity.py", "models/test_families.py"
 _SHARDED = "models/test_sharded.py"
+_PREFERENCE, _POLICY = "compat/test_liger_preference.py", "compat/test_liger_policy.py"
+_DIVERGENCES = "compat/test_liger_divergences.py"
 
 SECTIONS: dict[str, tuple[Hazard, ...]] = {
     "The head": (
@@ -379,6 +381,112 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
                 f"{_OPS}::test_inputs_outputs_and_upstream_gradient_are_not_modified",
                 "ops/test_cross_entropy.py::test_autograd_detects_logits_overwritten_by_inplace",
             ),
+        ),
+    ),
+    "Post-training losses": (
+        Hazard(
+            name="The reference model is ignored",
+            elsewhere="`LigerFusedLinearKTOLoss` has `use_ref_model=False` by default. Hidden states and head of a "
+            "reference that are passed are then ignored: the loss is 0.596 with and without them, instead of 0.247. A "
+            "trainer that has no reference model of its own, as with PEFT adapters, passes False.",
+            known=MEASURED,
+            links=(f"{TRL}/issues/7063",),
+            here="A reference that is passed counts, with a warning that names `use_ref_model`. `use_ref_model=True` "
+            "without a reference raises an error.",
+            tests=(f"{_PREFERENCE}::test_a_reference_that_is_passed_counts_with_a_warning_even_without_use_ref_model",),
+        ),
+        Hazard(
+            name="Label smoothing is dropped",
+            elsewhere="`LigerFusedLinearDPOLoss(label_smoothing=0.2)` accepts the option, and its sigmoid loss is the "
+            "one without it.",
+            known=MEASURED,
+            links=(f"{TRL}/issues/7063",),
+            here="It changes the sigmoid loss. A loss type that does not use it refuses it.",
+            tests=(
+                f"{_PREFERENCE}::test_label_smoothing_changes_the_sigmoid_loss_and_is_refused_where_it_has_no_meaning",
+            ),
+        ),
+        Hazard(
+            name="A KL per sequence is applied to every sequence",
+            elsewhere="`kl` of the KTO loss is documented as (batch,), and is not divided into chunks. With a chunk "
+            "per sequence, each is compared with all: the loss of 5 sequences is 2.99 instead of 0.598.",
+            known=MEASURED,
+            here="One number, or one per sequence; any other shape is refused.",
+            tests=(
+                f"{_PREFERENCE}::test_kto_is_the_formula_with_one_kl_or_one_per_sequence",
+                f"{_PREFERENCE}::test_wrong_input_is_refused_by_name",
+            ),
+        ),
+        Hazard(
+            name="KTO's class weights do not exist",
+            elsewhere="`LigerFusedLinearKTOLoss` has no weights for desirable and undesirable sequences, so a "
+            "trainer's weights are dropped.",
+            known=READ,
+            links=(f"{TRL}/issues/7063",),
+            here="Liger's class has Liger's arguments. `tigon.losses.kto` has both weights.",
+            tests=("losses/test_unpaired.py::test_kto_and_its_gradients_are_the_formula",),
+        ),
+        Hazard(
+            name="The head's gradient drifts with the number of chunks",
+            elsewhere="The gradient is summed in the weight's dtype, chunk by chunk, and a chunk is one sequence. The "
+            "error of a bf16 head's gradient grows with the batch: 0.6 % for 16 sequences, 1.3 % for 256.",
+            known=MEASURED,
+            links=(f"{LIGER}/issues/439",),
+            here="Sums are fp32, and `chunk_size` has no effect: 0.4 % for both.",
+            tests=(
+                f"{_PREFERENCE}::test_gradient_of_a_bf16_head_does_not_depend_on_the_number_of_sequences_per_chunk",
+            ),
+        ),
+        Hazard(
+            name="A divergence of bf16 logits is computed in bf16",
+            elsewhere="`LigerFusedLinearJSDLoss` takes the log-softmax of bf16 logits in bf16. For a student near its "
+            "teacher the loss is 65 % too small.",
+            known=MEASURED,
+            here="Everything after the product is fp32: 0.3 % in the same case.",
+            tests=(f"{_DIVERGENCES}::test_bf16_jsd_of_heads_is_as_accurate_as_its_logits",),
+        ),
+        Hazard(
+            name="A padded teacher changes the student's probabilities",
+            elsewhere="If the teacher's head has more rows than the student's, the student gets the logit 0 there. The "
+            "loss then depends on a constant that is added to all logits: 0.493, or 0.454 with 5 subtracted.",
+            known=MEASURED,
+            here="The rows that only the teacher has are left out.",
+            tests=(f"{_DIVERGENCES}::test_rows_that_only_a_padded_teacher_has_are_left_out",),
+        ),
+        Hazard(
+            name="Padding counts in LUSPO",
+            elsewhere="The loss is a mean over all positions. A change of the reference at masked tokens moves it from "
+            "0.089 to 0.262, and `triton_grpo_loss` computes another value.",
+            known=MEASURED,
+            here="Masked tokens never enter a loss. Both functions compute the same one.",
+            tests=(f"{_POLICY}::test_luspo_does_not_count_padding",),
+        ),
+        Hazard(
+            name="A sequence or a batch without labels is NaN",
+            elsewhere="A mean over the labels of an empty sequence is 0 / 0, which makes the batch's loss NaN. JSD and "
+            "TVD divide by the number of labels of the batch.",
+            known=MEASURED,
+            here="Empty sequences and batches count as 0, with a gradient of 0.",
+            tests=(
+                f"{_PREFERENCE}::test_sequences_without_labels_give_finite_losses_and_gradients",
+                f"{_DIVERGENCES}::test_batch_without_labels_gives_0_and_ignored_rows_may_be_nan",
+            ),
+        ),
+        Hazard(
+            name="A positional argument lands in another parameter",
+            elsewhere="`liger_fused_linear_grpo` has 31 positional parameters, whose order changed. A call in the old "
+            "order gives `True` as the temperature and a loss without an error. One of the project's tests does so.",
+            known=MEASURED,
+            here="The order is Liger's, and a value of the wrong type is refused by the name of its parameter.",
+            tests=(f"{_POLICY}::test_options_without_a_meaning_are_refused_by_name",),
+        ),
+        Hazard(
+            name="Logits become gradients in the GRPO loss",
+            elsewhere="`triton_grpo_loss` writes the gradient over the logits by default, which other uses of them and "
+            "a second backward then read.",
+            known=READ,
+            here="The logits are not written to.",
+            tests=(f"{_POLICY}::test_logits_are_not_written_to_and_the_last_position_gets_a_gradient_of_0",),
         ),
     ),
     "Scope": (

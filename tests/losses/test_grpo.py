@@ -241,6 +241,23 @@ def test_a_huge_ratio_of_a_bad_token_still_has_a_gradient_that_lowers_it() -> No
     assert logps.grad.item() > 0
 
 
+@pytest.mark.parametrize("loss_type", FORMULAS)
+def test_loss_per_token_is_differentiable_and_its_sum_is_the_loss_with_one_item(loss_type: Any) -> None:
+    leaf = INPUTS["logps"].clone().requires_grad_()
+    options = {"beta": 0.3, "old_logps": OLD, "ref_logps": INPUTS["ref_logps"], "loss_type": loss_type}
+    found = grpo(leaf, ADVANTAGES, MASK, **options, **own(loss_type))
+    assert not found.per_token[~MASK].any()
+    level = "sequence" if loss_type == "gspo" else "token"
+    summed = "cispo" if loss_type == "cispo" else "dapo"
+    total = grpo(
+        leaf, ADVANTAGES, MASK, **(options | {"loss_type": summed}), epsilon_high=own(loss_type)["epsilon_high"],
+        importance_sampling_level=level, num_items=1,
+    ).loss  # fmt: skip
+    torch.testing.assert_close(found.per_token.sum(), total)
+    ours, wanted = (torch.autograd.grad(x, leaf, retain_graph=True)[0] for x in (found.per_token.sum(), total))
+    torch.testing.assert_close(ours, wanted)
+
+
 def test_metrics_are_per_token_without_gradient_and_clipping_is_by_the_sign_of_the_advantage() -> None:
     logps = torch.log(torch.tensor([[0.5, 1.0, 2.0], [0.5, 1.0, 2.0]])).requires_grad_()
     old, mask = torch.zeros(2, 3), torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -249,7 +266,7 @@ def test_metrics_are_per_token_without_gradient_and_clipping_is_by_the_sign_of_t
     assert result.clipped_low.tolist() == [[False, False, False], [True, False, False]]
     torch.testing.assert_close(result.ratio[0], torch.tensor([0.5, 1.0, 2.0]))
     assert result.kl is not None and result.kl.shape == (2, 3)
-    assert not any(x.requires_grad for x in result[1:])
+    assert not any(x.requires_grad for x in result[1:-1])
     assert result.policy_loss.item() == result.loss.item()
     assert grpo(logps, torch.ones(2)).kl is None
     (grad,) = torch.autograd.grad(result.loss, logps)

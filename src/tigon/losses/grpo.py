@@ -46,6 +46,7 @@ class PolicyLoss(NamedTuple):
         clipped_low: True where the ratio is below 1 - ε and the advantage negative.
         clipped_high: True where the ratio is above its upper bound and the advantage positive. The policy term of a
             clipped token has no gradient, except in "cispo".
+        per_token: l of each token, differentiable, for a mean of your own; 0 for masked tokens.
     """
 
     loss: Tensor
@@ -54,6 +55,7 @@ class PolicyLoss(NamedTuple):
     kl: Tensor | None
     clipped_low: Tensor
     clipped_high: Tensor
+    per_token: Tensor
 
 
 def check_grpo_options(
@@ -157,8 +159,8 @@ def grpo(
         segment_ids, cu_seqlens, num_sequences: the sequences of a packed batch, as in `layout_of`.
 
     Returns:
-        `PolicyLoss`: loss (scalar), policy_loss, and without gradient per token ratio, kl, clipped_low, clipped_high.
-        A batch without tokens gives 0.
+        `PolicyLoss`: loss (scalar), policy_loss, per_token, and without gradient per token ratio, kl, clipped_low and
+        clipped_high. A batch without tokens gives 0.
 
     Raises:
         OptionError: an option is unknown or out of range, does not apply to the loss type, or lacks its tensor.
@@ -222,7 +224,7 @@ def grpo(
         loss = loss - entropy_coef * layout.mean(as_float("entropy", entropy))
     return PolicyLoss(
         loss, policy_loss, ratio.detach(), None if per_token_kl is None else per_token_kl.detach(),
-        clipped_low & layout.mask, clipped_high & layout.mask,
+        clipped_low & layout.mask, clipped_high & layout.mask, layout.masked(per_token),
     )  # fmt: skip
 
 

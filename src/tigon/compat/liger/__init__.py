@@ -9,10 +9,11 @@ The folders mirror Liger's packages:
     liger_kernel.ops             ops/            Functions, launchers, and the losses that they share with the modules
     liger_kernel.transformers    transformers/   modules and functional
                                  patching/       monkey_patch, auto_model, trainer_integration
+    liger_kernel.chunked_loss    chunked_loss/   preference, policy and distillation losses of heads
     liger_kernel.utils           utils.py
 
 `offered.py` lists every name with its file, and `aliases.py` lets `import liger_kernel` find them. Another package of
-Liger becomes a folder of its name and rows of `offered.py`; the next one is `liger_kernel.chunked_loss`.
+Liger becomes a folder of its name and rows of `offered.py`.
 """
 
 from __future__ import annotations

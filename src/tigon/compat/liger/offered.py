@@ -47,8 +47,31 @@ _MODULES = {
 
 _FUNCTIONAL = (
     "CrossEntropyOutput", "liger_cross_entropy", "liger_fused_add_rms_norm", "liger_fused_linear_cross_entropy",
-    "liger_geglu", "liger_layer_norm", "liger_rms_norm", "liger_rope", "liger_swiglu",
+    "liger_fused_linear_jsd", "liger_fused_linear_kl_div", "liger_geglu", "liger_jsd", "liger_kl_div",
+    "liger_layer_norm", "liger_rms_norm", "liger_rope", "liger_swiglu", "liger_tvd",
 )  # fmt: skip
+
+# Module of liger_kernel.ops and of liger_kernel.transformers -> its Function and its module, both `divergences.py`.
+_DIVERGENCES = {
+    "jsd": ("LigerJSDFunction", "LigerJSD"),
+    "kl_div": ("LigerKLDivLossFunction", "LigerKLDIVLoss"),
+    "tvd": ("LigerTVDLossFunction", "LigerTVDLoss"),
+    "fused_ce_tvd": ("LigerFusedCETVDFunction", "LigerFusedCETVDLoss"),
+    "fused_linear_jsd": ("LigerFusedLinearJSDFunction", "LigerFusedLinearJSD"),
+    "fused_linear_kl_div": ("LigerFusedLinearKLDivFunction", "LigerFusedLinearKLDivLoss"),
+}
+
+# Module of liger_kernel.chunked_loss -> (its file in `chunked_loss/`, infix of its class and of its Function).
+_CHUNKED = {
+    "cosine_similarity_loss": ("distillation", "CosineSimilarity"),
+    "cpo_loss": ("preference", "CPO"),
+    "dpo_loss": ("preference", "DPO"),
+    "grpo_loss": ("policy", "GRPO"),
+    "jsd_loss": ("distillation", "JSD"),
+    "kto_loss": ("unpaired", "KTO"),
+    "orpo_loss": ("preference", "ORPO"),
+    "simpo_loss": ("preference", "SimPO"),
+}
 
 
 def _table() -> dict[str, dict[str, str]]:
@@ -75,9 +98,36 @@ def _table() -> dict[str, dict[str, str]]:
     table[f"{submodules}.trainer_integration"] = dict.fromkeys(private, f"{_HERE}.patching.apply")
     table[f"{submodules}.rope"] = rotary
     table[f"{submodules}.functional"] = dict.fromkeys(_FUNCTIONAL, f"{_HERE}.transformers.functional")
+    _add_post_training(table)
     utils = ("infer_device", "infer_comm_backend", "is_npu_available", "transformers_version_dispatch")
     table["liger_kernel.utils"] = dict.fromkeys(utils, f"{_HERE}.utils")
     return table
+
+
+def _add_post_training(table: dict[str, dict[str, str]]) -> None:
+    """Add the losses of preference and policy training and of distillation."""
+    ops, submodules, chunked = "liger_kernel.ops", "liger_kernel.transformers", "liger_kernel.chunked_loss"
+    for name, (function, module) in _DIVERGENCES.items():
+        table[f"{ops}.{name}"] = {function: f"{_HERE}.ops.divergences"}
+        table[ops] |= table[f"{ops}.{name}"]
+        here = {module: f"{_HERE}.transformers.divergences"}
+        table[submodules] |= here
+        table[f"{submodules}.{name}"] = here | table[f"{ops}.{name}"]
+    of_ops = f"{_HERE}.ops.grpo_loss"
+    table[ops]["GrpoLossFunction"] = of_ops
+    table[f"{ops}.grpo_loss"] = {"GrpoLossFunction": of_ops, "fused_selective_log_softmax": of_ops}
+    table[f"{submodules}.grpo_loss"] = {
+        "triton_grpo_loss": f"{_HERE}.transformers.grpo_loss", **table[f"{ops}.grpo_loss"],
+    }  # fmt: skip
+    table[chunked] = {}
+    for name, (file, infix) in _CHUNKED.items():
+        loss = {f"LigerFusedLinear{infix}Loss": f"{_HERE}.chunked_loss.modules"}
+        table[chunked] |= loss
+        table[f"{chunked}.{name}"] = loss | {f"LigerFusedLinear{infix}Function": f"{_HERE}.chunked_loss.{file}"}
+    table[f"{chunked}.grpo_loss"]["get_gamma_weights"] = f"{_HERE}.ops.policy"
+    short = ("orpo", "dpo", "jsd", "cosine", "cpo", "simpo", "kto", "grpo")
+    names = (f"liger_fused_linear_{name}" for name in short)
+    table[f"{chunked}.functional"] = dict.fromkeys(names, f"{_HERE}.chunked_loss.functional")
 
 
 OFFERED: Mapping[str, dict[str, str]] = MappingProxyType(_table())

@@ -103,13 +103,23 @@ def set_loss_dtype(choice: str) -> None:
     _loss_dtype = choice
 
 
+def in_chosen_dtype(loss: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
+    """A loss in the dtype chosen by `set_loss_dtype`.
+
+    Args:
+        dtype: of the logits, or of the hidden states.
+        fused: whether Liger returns this loss in fp32.
+    """
+    return loss if _loss_dtype == "fp32" or (fused and _loss_dtype == "liger") else loss.to(dtype)
+
+
 def _in_chosen_dtype(four: Four, dtype: torch.dtype, fused: bool) -> Four:
     """The losses in the dtype chosen by `set_loss_dtype`; `dtype` is that of the logits."""
     if _loss_dtype == "fp32":
         return four
     loss, z_loss, *metrics = four
-    keeps = fused and _loss_dtype == "liger"
-    return loss if keeps else loss.to(dtype), None if z_loss is None else z_loss.to(dtype), metrics[0], metrics[1]
+    loss = in_chosen_dtype(loss, dtype, fused)
+    return loss, None if z_loss is None else z_loss.to(dtype), metrics[0], metrics[1]
 
 
 def cross_entropy(logits: Tensor, target: Tensor, options: Options) -> Four:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.compat.liger.ops import divergences as d
 from tigon.compat.liger.ops import functions as f
 from tigon.compat.liger.ops.losses import CrossEntropyOutput, Options
 from tigon.compat.liger.ops.losses import cross_entropy as _cross_entropy
@@ -36,11 +37,16 @@ __all__ = [
     "liger_cross_entropy",
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy",
+    "liger_fused_linear_jsd",
+    "liger_fused_linear_kl_div",
     "liger_geglu",
+    "liger_jsd",
+    "liger_kl_div",
     "liger_layer_norm",
     "liger_rms_norm",
     "liger_rope",
     "liger_swiglu",
+    "liger_tvd",
 ]
 
 
@@ -160,3 +166,72 @@ def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
 def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     """gelu(a) · b, with the gate a, the up projection b, and the tanh form of gelu."""
     return f.LigerGELUMulFunction.apply(a, b)
+
+
+def liger_jsd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
+) -> Tensor:
+    """The generalized Jensen-Shannon divergence of log-probabilities (N, V), as a mean over rows.
+
+    Args:
+        input: the student's log-probabilities.
+        target: the teacher's log-probabilities. They get no gradient.
+        shift_labels: (N,); rows with the label `ignore_index` do not count.
+        beta: the teacher's share of the mixture; 0 is the forward and 1 the reverse KL divergence.
+        ignore_index: the label of rows that do not count.
+    """
+    return d.LigerJSDFunction.apply(input, target, shift_labels, beta, ignore_index)
+
+
+def liger_kl_div(
+    input: Tensor, target: Tensor, size_average: bool = True, reduce: bool = True, reduction: str = "mean",
+    log_target: bool = False, eps: float = 1e-10,
+) -> Tensor:  # fmt: skip
+    """KL divergence with the arguments of `torch.nn.functional.kl_div`; the target gets no gradient.
+
+    Args:
+        input: (N, V), the student's log-probabilities.
+        target: (N, V), probabilities, or log-probabilities with `log_target=True`.
+        size_average, reduce: deprecated in PyTorch; only the default True is accepted.
+        reduction: "none", "sum", "mean" over all entries, or "batchmean" over rows.
+        log_target: whether the target is in log space.
+        eps: the smallest probability whose logarithm is taken.
+
+    Raises:
+        OptionError: size_average or reduce is not True, or the reduction is unknown.
+    """
+    for name, value in (("size_average", size_average), ("reduce", reduce)):
+        if value is not True:
+            raise OptionError(f"{name}={value!r} is deprecated in PyTorch and not supported; use reduction.")
+    return d.LigerKLDivLossFunction.apply(input, target, reduction, log_target, eps)
+
+
+def liger_tvd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """The total variation distance of probabilities (N, V); the target gets no gradient."""
+    return d.LigerTVDLossFunction.apply(input, target, shift_labels, reduction, ignore_index)
+
+
+def liger_fused_linear_jsd(
+    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+    shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """The Jensen-Shannon divergence between two heads' distributions, without their logits; a mean over rows."""
+    return d.LigerFusedLinearJSDFunction.apply(
+        student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index,
+        temperature, accum_dtype,
+    )  # fmt: skip
+
+
+def liger_fused_linear_kl_div(
+    student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None = None,
+    reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """KL from target probabilities (N, V) to a head's distribution, without the head's logits."""
+    return d.LigerFusedLinearKLDivFunction.apply(
+        student_input, student_weight, target, shift_labels, reduction, ignore_index, temperature, eps, accum_dtype
+    )
