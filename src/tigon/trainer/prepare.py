@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tigon._install import install_command
 from tigon._quiet import quiet_packages
 from tigon.data import documents, preferences, tokenizer
 from tigon.data.packing import Collator, fingerprint, unigram_entropy
@@ -55,7 +56,7 @@ def quiet_libraries(recipe: Recipe) -> None:
         import transformers
     except ImportError as error:  # transformers checks the versions of its dependencies on import
         reason = " ".join(str(error).split())[:200]
-        raise RecipeError(f"transformers cannot be imported: {reason}; pip install -U 'tigon[train]'") from None
+        raise RecipeError(f"transformers cannot be imported: {reason}; {install_command('train')}") from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
