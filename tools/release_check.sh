@@ -47,7 +47,8 @@ status=0
 "$fresh/tigon" train recipe.yaml 2>stderr || status=$?
 cat stderr
 test "$status" = 2 || fail "tigon train exits with $status, not 2"
-test "$(wc -l <stderr)" = 1 || fail "tigon train prints more than one line"
+# Without numpy, torch warns when it is imported. The warning has two lines.
+test "$(grep -vc 'NumPy\|_conversion_method_template' stderr)" = 1 || fail "tigon train prints more than one line"
 
 step "run the install command of that line"
 command=$(sed -n "s/.*run pip install //p" stderr)

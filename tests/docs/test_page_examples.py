@@ -150,7 +150,9 @@ def wrong_in(command: str) -> str:
         return ", ".join(sorted({*named} - {*targets}))
     if program == "python" and rest.startswith("-m tigon"):
         return "" if importlib.util.find_spec(rest.split()[1]) else rest
-    missing = [path for path in re.findall(r"\b(?:recipes|benchmarks|tools|examples)/[\w./-]+", rest) if not exists(path)]
+    missing = [
+        path for path in re.findall(r"\b(?:recipes|benchmarks|tools|examples)/[\w./-]+", rest) if not exists(path)
+    ]
     missing = [path for path in missing if "NAME" not in path and "GPU" not in path]
     if program == "tigon":
         words = rest.split()

@@ -42,9 +42,7 @@ def check_packages() -> None:
         raise RecipeError(f"tigon train needs {', '.join(missing)}, not installed here: {install_command('train')}")
     version = importlib.metadata.version("transformers")
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRANSFORMERS:
-        raise RecipeError(
-            f"transformers {version} is installed, 5.8 or newer is needed: {install_command('train')}"
-        )
+        raise RecipeError(f"transformers {version} is installed, 5.8 or newer is needed: {install_command('train')}")
 
 
 def check_process(workers: int = 0) -> None:
