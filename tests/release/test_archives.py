@@ -1,4 +1,4 @@
-"""What the wheel and the sdist hold, and the one version that every file names."""
+"""The wheel and the sdist hold what they should, and every file names one version."""
 
 from __future__ import annotations
 

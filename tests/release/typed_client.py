@@ -1,4 +1,4 @@
-"""What a typed program of a user looks like: every checker must accept it, and know the types that it asserts."""
+"""A typed program, as a user writes it. Every checker must accept it and know the types that it asserts."""
 
 from __future__ import annotations
 
