@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from trl_cases import lora
-from trl_runs import build, model, train
+from trl_runs import build, examples, model, tokenizer, train
 
 import tigon
 import tigon.integrations.trl as integration
@@ -172,3 +172,33 @@ def test_fused_trainer_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", integration.UnfusedWarning)
         train("DPO", fused=True)
+
+
+def test_reference_that_trl_put_under_autocast_is_fused_there(tmp_path):
+    """TRL's constructor lets Accelerate wrap the reference's forward before `fuse` sees it."""
+    import trl
+
+    policy, reference = model(), model()
+    trainer = trl.DPOTrainer(
+        policy, reference.requires_grad_(False),
+        args=trl.DPOConfig(
+            output_dir=str(tmp_path), per_device_train_batch_size=2, use_cpu=True, bf16=True, report_to=[],
+            gradient_checkpointing=False, max_length=24,
+        ),
+        train_dataset=examples("preference"), processing_class=tokenizer(),
+    )  # fmt: skip
+    before, prepared = reference.forward, len(trainer.accelerator._models)
+    result = integration.fuse(trainer)
+    assert result.fused == ["model", "ref_model"] and not result.unfused
+    assert len(trainer.accelerator._models) == prepared
+    seen: list[tuple[bool, bool]] = []
+    reference.lm_head.register_forward_pre_hook(
+        lambda head, args: seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+    )
+    wrapped = trainer.accelerator.prepare_model(policy)
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    loss = trainer.compute_loss(wrapped, inputs)
+    assert seen == [(True, False)], "tigon calls the head, and TRL's own function does not"
+    assert float(loss) == pytest.approx(0.693147, abs=1e-4), "policy and reference are the same model"
+    result.restore()
+    assert reference.forward == before

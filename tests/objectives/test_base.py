@@ -67,8 +67,9 @@ def test_every_planned_objective_has_all_of_the_protocol_and_a_hash(planned: Pla
 class PlannedScaled(PlannedCausalLM):
     own_parameters = "scale."
 
-    def attach(self, model: Any) -> None:
+    def attach(self, model: Any) -> Any:
         model.scale = nn.Linear(64, 1024, bias=False, device="meta")
+        return model
 
     def recipe_keys(self) -> Mapping[str, Any]:
         return {"train.seed": 7}

@@ -51,7 +51,7 @@ def test_error_is_at_most_twice_the_unfused_ops(op: Op, case: Case, dtype: torch
     with poisoned():
         got = run(op.call, op, with_leaves(op, inputs, guarded))
     upstream = upstream_for(got.outputs)
-    truth, baseline = truth_and_baseline(op, inputs, upstream)
+    truth, baseline = truth_and_baseline(op, inputs, upstream, case.product_orders)
     factor = op.error_factor
     if backend.interpreted and dtype == torch.bfloat16:
         factor *= INTERPRETED_BF16_FACTOR

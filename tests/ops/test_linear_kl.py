@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers import relative_error
-from tigon import linear_kl
+from helpers import (
+    Result,
+    cast,
+    differentiable,
+    relative_error,
+    truth_and_baseline,
+    upstream_for,
+    with_leaves,
+)
+from tigon import linear_kl, linear_logprobs
 from tigon.errors import OptionError, ShapeError
-from tigon.ops import lm_head
-from tigon.ops.logprobs.linear_kl import linear_kl_oracle
+from tigon.losses import topk_divergence
+from tigon.ops import Case, lm_head
+from tigon.ops.logprobs.linear_kl import LINEAR_KL, linear_kl_oracle
 
 N, H, G, V = 6, 8, 12, 40
 KINDS: list[dict[str, Any]] = [{"kind": "forward"}, {"kind": "reverse"}, {"kind": "jsd", "beta": 0.3}]
@@ -60,6 +70,74 @@ def test_divergence_of_near_heads_is_not_negative_and_more_precise_than_the_form
     got, unfused = linear_kl(**inputs, **options), linear_kl_oracle(**inputs, **options)
     assert (got > 0).all() and exact.max() < 1e-4
     assert relative_error(got, exact) < 0.25 * relative_error(unfused, exact)
+
+
+def _near_and_peaked(seed: int, grid: float) -> dict[str, Any]:
+    """Each token's probability is near 1 in one column, and the teacher is near."""
+    torch.manual_seed(seed)
+    case = Case(id="drawn", shape=(21, 24, 100), options={"near": 0.1, "peaked": 8.0, "grid": grid})
+    return LINEAR_KL.make(case, torch.float32, torch.device("cpu"))
+
+
+def _root_mean_square_errors(
+    inputs: Iterable[dict[str, Any]], backend: Any, between: Callable[[], None] | None = None, **options: Any
+) -> dict[str, tuple[float, float]]:
+    """(the op's error, the unfused op's) of each result. `between` is called after the op's forward."""
+    squares: dict[str, list[list[float]]] = {}
+    for drawn in inputs:
+        call = {**drawn, **options}
+        leaves = with_leaves(LINEAR_KL, cast(call, torch.float32, backend.device))
+        value = linear_kl(**leaves)
+        upstream = upstream_for([value])
+        if between is not None:
+            between()
+        names = differentiable(LINEAR_KL, leaves)
+        grads = torch.autograd.grad([value], [leaves[n] for n in names], upstream)
+        got = Result([value], dict(zip(names, grads, strict=True)))
+        truth, baseline = truth_and_baseline(LINEAR_KL, call, [g.cpu() for g in upstream])
+        exact, unfused = truth.named(), baseline.named()
+        for name, result in got.named().items():
+            errors = [relative_error(result.cpu(), exact[name]), relative_error(unfused[name], exact[name])]
+            squares.setdefault(name, []).append([e * e for e in errors])
+    return {name: tuple(torch.tensor(s).double().mean(0).sqrt().tolist()) for name, s in squares.items()}
+
+
+@each_kind
+def test_error_of_peaked_near_heads_is_the_unfused_ops_if_the_products_are_exact(
+    options: dict[str, Any], backend: Any
+) -> None:
+    """Neither then has the logits' rounding, which differs with the order of summation. Mean over several inputs.
+
+    1e-6 is far below the rounding of a log-sum-exp over the distance of a probability to 1.
+    """
+    inputs = [_near_and_peaked(seed, grid=1 / 64) for seed in range(3 if backend.interpreted else 20)]
+    for name, (error, unfused) in _root_mean_square_errors(inputs, backend, **options).items():
+        assert error <= min(1.3 * unfused + 1e-7, 1e-6), (name, error, unfused)
+
+
+@each_kind
+def test_backward_whose_products_sum_in_another_order_is_as_precise(
+    options: dict[str, Any], backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward's blocks have another shape than the forward's, for which cuBLAS may choose another kernel.
+
+    A probability near 1 has a gradient of the size of its distance to 1, which the logit's rounding would exceed.
+    """
+    product_into, generator, H = lm_head._product_into, torch.Generator(), 24
+
+    def in_another_order(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+        if a.shape[1] == H:  # logits
+            order = torch.randperm(H, generator=generator).to(a.device)
+            a, b = a[:, order], b[order]
+        product_into(a, b, out, accumulate)
+
+    monkeypatch.setattr(lm_head, "_product_into", in_another_order)
+    inputs = [_near_and_peaked(seed, grid=0.0) for seed in range(3 if backend.interpreted else 20)]
+    errors = _root_mean_square_errors(
+        inputs, backend, lambda: generator.manual_seed(1), chunk_bytes=21 * 240, **options
+    )  # fmt: skip
+    for name, (error, unfused) in errors.items():
+        assert error <= 2.0 * unfused, (name, error, unfused)
 
 
 @pytest.mark.parametrize("far", [50.0, 1e3, 1e4])
@@ -333,3 +411,41 @@ def test_compiled_call_gives_the_eager_result(options: dict[str, Any]) -> None:
 def test_invalid_arguments_are_refused_by_name(change: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         linear_kl(**{**heads(), **change})
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@each_kind
+def test_divergence_from_a_teachers_top_k_needs_no_logits(options: dict[str, Any], tail: bool, backend: Any) -> None:
+    """`linear_logprobs` of K ids and `topk_divergence` are this op: value and gradients in fp64's, masked tokens 0."""
+    inputs, K = heads(backend.device), 5
+    teacher = (inputs["teacher_hidden"] @ inputs["teacher_weight"].t() / 1.5).log_softmax(-1)
+    topk, ids = teacher.topk(K, -1)
+    mask = torch.tensor([True, False, True, True, True, False], device=backend.device)
+    kind, beta = options["kind"], options.get("beta", 0.5)
+    x, w = (inputs[n].clone().requires_grad_() for n in ("hidden", "weight"))
+    logprobs = linear_logprobs(x, w, ids.int(), temperature=1.5, mask=mask)
+    got = topk_divergence(logprobs, topk, kind=kind, beta=beta, tail=tail).masked_fill(~mask, 0.0)
+    exact_x, exact_w = (inputs[n].double().requires_grad_() for n in ("hidden", "weight"))
+    log_s = (exact_x @ exact_w.t() / 1.5).log_softmax(-1).gather(-1, ids)
+    log_t = topk.double()
+    if tail:
+        log_s, log_t = (torch.cat([t, (1 - t.exp().sum(-1, keepdim=True)).log()], -1) for t in (log_s, log_t))
+    else:
+        log_s, log_t = log_s.log_softmax(-1), log_t.log_softmax(-1)
+    share = beta if kind == "jsd" else 0.0
+    log_m = ((1 - share) * log_s.exp() + share * log_t.exp()).log()
+    value = {
+        "forward": lambda: (log_t.exp() * (log_t - log_s)).sum(-1),
+        "reverse": lambda: (log_s.exp() * (log_s - log_t)).sum(-1),
+        "jsd": lambda: (
+            share * (log_t.exp() * (log_t - log_m)).sum(-1) + (1 - share) * (log_s.exp() * (log_s - log_m)).sum(-1)
+        ),
+    }[kind]()
+    want = value.masked_fill(~mask, 0.0)
+    assert relative_error(got, want) <= 1e-5
+    upstream = torch.arange(1.0, 7.0, device=backend.device)
+    gradients_ = torch.autograd.grad(got, (x, w), upstream.to(got.dtype))
+    expected = torch.autograd.grad(want, (exact_x, exact_w), upstream.double())
+    assert not gradients_[0][~mask].any()
+    for g, e in zip(gradients_, expected, strict=True):
+        assert relative_error(g, e) <= 1e-5

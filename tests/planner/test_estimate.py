@@ -365,7 +365,10 @@ def test_unknown_gpu_is_refused(name: str) -> None:
 
 def test_gpu_is_found_by_name_or_size() -> None:
     assert find_gpu("H200") is find_gpu("NVIDIA H200") is GPUS["h200"]
-    assert find_gpu("RTX 4090") is GPUS["rtx-4090"]
+    for typed in ("RTX 4090", "4090", "rtx4090", "GeForce RTX 4090", "NVIDIA GeForce RTX 4090"):
+        assert find_gpu(typed) is GPUS["rtx-4090"]
+    assert find_gpu("RTX A6000") is find_gpu("a6000") is GPUS["a6000"]
+    assert find_gpu("a100") is GPUS["a100-80gb"] and find_gpu("Tesla T4") is GPUS["t4"]
     assert find_gpu("24GiB").memory_bytes == 24 * GIB
     assert find_gpu("24 GB").memory_bytes == 24 * 10**9
     assert find_gpu("24GiB").matmul_flops == GPUS["rtx-3090"].matmul_flops

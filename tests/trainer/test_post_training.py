@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from trainer_helpers import TINY_MODEL, records, tree
 
 pytest.importorskip("trl")
@@ -327,19 +328,57 @@ def test_base_steps_are_for_random_weights(recipe, tigon, here):
     assert tigon("train", recipe(**sections("dpo", **more))).code == 0
 
 
-@pytest.mark.parametrize(("command", "says"), [("profile", "tigon profile does not know train.objective: dpo")])
-def test_commands_that_do_not_know_trls_trainers_say_so(command, says, recipe, tigon):
-    outcome = tigon(command, recipe(**sections("dpo")))
-    assert outcome.code == 2 and says in outcome.err
+@pytest.mark.parametrize("objective", ["dpo", "grpo", "distill", "reward"])
+def test_profile_records_the_trainer_of_trl(objective, recipe, tigon, here):
+    """The model that is not trained counts as weights, and its passes belong to the forward phase."""
+    from tigon.profiler.render import result
+    from tigon.profiler.timeline.timeline import PHASES
+
+    outcome = tigon("profile", recipe(**sections(objective)), "--steps", "1", "--out", "p")
+    assert outcome.code == 0, outcome.err
+    profile = result.read(here / "p" / "profile.json")
+    assert list(dict.fromkeys(band.name for band in profile.timeline.bands() if band.step == 1)) == list(PHASES[1:])
+    weights = list(map(dict, profile.timeline.live_bytes()))[-1]["weights"]
+    copies = {"dpo": 2, "distill": 2}.get(objective, 1)
+    model_bytes = 4 * sum(torch.Size(shape).numel() for shape in shapes_of_the_model().values())
+    assert 0 <= weights - copies * model_bytes < 4096 * (1 if objective == "reward" else copies)
+    assert (here / "p" / "profile.html").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    ("objective", "says"),
-    [("dpo", "cannot be planned"), ("medusa", "use --medusa N"), ("ppo", "is not one of causal_lm, medusa, dpo")],
-)
-def test_plan_names_the_objectives_that_it_does_not_know(objective, says, tigon):
-    line = tigon("plan", "llama-3.2-1b", "--gpu", "h100", "--objective", objective).error_line()
-    assert f"--objective {objective}" in line and says in line
+def shapes_of_the_model() -> dict[str, tuple[int, ...]]:
+    from tigon.recipe.keys import ModelConfig
+    from tigon.trainer import model
+
+    return model.parameter_shapes(model.load_config(ModelConfig(name="tigon-demo", config=SHAPE)))
+
+
+def test_profile_says_why_it_cannot_load_the_reference_of_grpo(recipe, tigon):
+    outcome = tigon("profile", recipe(**sections("grpo", post_training={"beta": 0.1, "base_steps": 2})))
+    assert "a profile leaves post_training.base_steps out" in outcome.error_line()
+
+
+PLAN = ("plan", "tigon-demo", "--gpu", "1GiB")
+WRONG_PLANS = {
+    "unknown objective": (("--objective", "ppo"), "--objective ppo is not one of causal_lm, dpo, kto"),
+    "heads as an objective": (("--objective", "medusa"), "use --medusa N"),
+    "two objectives": (("--objective", "dpo", "--medusa", "3"), "--medusa 3 trains heads, which --objective dpo does"),
+    "formulas": (("--objective", "dpo", "--method", "study"), "--method study describes causal_lm"),
+    "ladder": (("--objective", "dpo", "--policy", "study"), "--policy study describes causal_lm"),
+    "key without objective": (("--set", "post_training.beta=1"), "requires --objective with one of dpo"),
+    "key of another section": (("--objective", "dpo", "--set", "train.steps=1"), "a plan takes keys of post_training"),
+    "unknown key": (("--objective", "dpo", "--set", "post_training.bta=1"), "the nearest key is post_training.beta"),
+    "key of another objective": (("--objective", "dpo", "--set", "post_training.teacher=x"), "needs train.objective"),
+    "two GPUs": (("--objective", "dpo", "--gpus", "2"), "post-training runs in one process"),
+    "other kernels": (("--objective", "orpo", "--kernels", "none"), "tigon's head only"),
+    "half a group": (("--objective", "grpo", "--batch", "6"), "a multiple of generations, 8"),
+    "too long": (("--objective", "grpo", "--seq", "2040"), "completions have up to 64 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_PLANS)
+def test_wrong_flags_of_a_plan_give_one_line(case, tigon):
+    flags, says = WRONG_PLANS[case]
+    assert says in tigon(*PLAN, *flags).error_line()
 
 
 def test_kl_of_grpo_is_against_the_model_after_its_base_steps(recipe, tigon, here):

@@ -100,10 +100,6 @@ WRONG = {
         "comparison: {kernels: [none, no-linear-ce]}\ntrain: {steps: 1}",
         r"no-linear-ce was renamed; write no-flce",
     ),
-    "key of old": (
-        "train: {steps: 1, gradient_checkpointing: true}",
-        r"r\.yaml:1: train\.gradient_checkpointing was renamed; write train\.checkpointing: full",
-    ),
     "every layer in none": ("train: {steps: 1, checkpointing: every-0}", r"must be one of none, full, .*every-N"),
     "every-N itself": ("train: {steps: 1, checkpointing: every-N}", r"'every-N'; it must be one of"),
     "an excluded pair": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,8 +18,10 @@ from tigon.cli.shared import Command
 from tigon.errors import UsageError
 from tigon.models.loading import hub
 from tigon.models.loading.config import load_config
-from tigon.objectives import post_training_rules
+from tigon.objectives import post_training_rules, recipe_checks
+from tigon.objectives.base import PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
+from tigon.objectives.choose import planned_objective
 from tigon.objectives.medusa import planned_medusa
 from tigon.planner.gpus import find_gpu
 from tigon.planner.render import charts, terminal
@@ -77,8 +79,12 @@ def command(
         int | None, typer.Option(help="With --medusa: 1 trains only the heads (default), 2 the model too.")
     ] = None,
     objective: Annotated[
-        str, typer.Option(metavar="NAME", help="causal_lm; the planner does not know the objectives of post-training.")
+        str, typer.Option(metavar="NAME", help=f"causal_lm, or post-training: {', '.join(post_training_rules.TAKES)}.")
     ] = CAUSAL_LM,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="With --objective: a recipe key of post_training."),
+    ] = None,
     method: Annotated[str, typer.Option(help="trace, or study: the formulas of docs/study.md.")] = "trace",
     policy: Annotated[
         str, typer.Option(help="search, or study: the changes of the Liger study, one after another.")
@@ -91,14 +97,16 @@ def command(
     """Predict a run's memory and time without a GPU, and recommend options that make it fit."""
     run(
         model, gpu=gpu, batch=batch, seq=seq, effective_batch=effective_batch, medusa=medusa, stage=stage,
-        objective=objective, method=method, policy=policy, as_json=as_json, plot=plot, explain=explain, **given,
+        objective=objective, assignments=assignments or (), method=method, policy=policy, as_json=as_json, plot=plot,
+        explain=explain, **given,
     )  # fmt: skip
 
 
 def run(
     model: str, *, gpu: str, batch: int | None = None, seq: int | None = None, method: str = "trace",
     policy: str = "search", effective_batch: int | None = None, medusa: int | None = None, stage: int | None = None,
-    objective: str = CAUSAL_LM, as_json: bool = False, plot: Path | None = None, explain: bool = False, **given: Any,
+    objective: str = CAUSAL_LM, assignments: Sequence[str] = (), as_json: bool = False, plot: Path | None = None,
+    explain: bool = False, **given: Any,
 ) -> None:  # fmt: skip
     """Predict, plan and print. given: Fields of Choices; a flag that was left out is None.
 
@@ -112,10 +120,7 @@ def run(
     _check_settings(given)
     if plot is not None and plot.exists() and not plot.is_dir():
         raise UsageError(f"--plot {plot} is a file; give a folder.")
-    if objective != CAUSAL_LM:
-        raise UsageError(_unplanned(objective))
-    if stage is not None and medusa is None:
-        raise UsageError(f"--stage {stage} requires --medusa N; add --medusa 3.")
+    _check_objective(objective, {"medusa": medusa, "stage": stage}, assignments, {"method": method, "policy": policy})
 
     torch.set_num_threads(1)  # the planner computes no tensors, and OpenMP's threads spin while they wait
     choices = replace(Choices(), **given)
@@ -124,32 +129,51 @@ def run(
     free = SEARCHED - set(given)
     if policy == "study" and "kernels" not in given:
         free |= {"kernels"}
-    request = _request(model, choices, batch, seq, None if medusa is None else (medusa, stage or 1))
+    config = load_config(model)
+    if medusa is not None:
+        planned: PlannedObjective = planned_medusa(model, config, medusa, stage or 1)
+    else:
+        planned = PlannedCausalLM() if objective == CAUSAL_LM else _post_training(objective, assignments)
+    request = Request(
+        model=model, config=config, batch=DEFAULT_BATCH if batch is None else batch,
+        seq=DEFAULT_SEQ if seq is None else seq, choices=choices, clipped=not OPTIMIZERS[choices.optimizer].in_backward,
+        masked=planned.pads and not choices.attention.startswith("flash"), objective=planned, evaluated=EVALUATED,
+    )  # fmt: skip
     problem = SearchProblem(request=request, free=free, gpu=find_gpu(gpu), effective_batch=effective_batch)
     _print(plan(problem, method="study" if method == "study" else "trace", by=policy), as_json, explain, plot)
 
 
-def _unplanned(objective: str) -> str:
+def _check_objective(
+    objective: str, heads: Mapping[str, int | None], assignments: Sequence[str], words: Mapping[str, str]
+) -> None:
+    """Refuse an unknown objective, and flags that do not go with it. heads: --medusa and --stage."""
+    names = ", ".join(post_training_rules.TAKES)
     if objective == "medusa":
-        return "--objective medusa: use --medusa N for the heads."
-    if objective in post_training_rules.TAKES:
-        return (
-            f"--objective {objective} cannot be planned: TRL's trainer carries it out, and the planner traces tigon's. "
-            "Run it with `tigon train`."
-        )
-    return f"--objective {objective} is not one of {CAUSAL_LM}, medusa, {', '.join(post_training_rules.TAKES)}."
+        raise UsageError("--objective medusa: use --medusa N for the heads.")
+    if objective != CAUSAL_LM and objective not in post_training_rules.TAKES:
+        raise UsageError(f"--objective {objective} is not one of {CAUSAL_LM}, {names}.")
+    if objective == CAUSAL_LM:
+        if heads["stage"] is not None and heads["medusa"] is None:
+            raise UsageError(f"--stage {heads['stage']} requires --medusa N; add --medusa 3.")
+        if assignments:
+            raise UsageError(f"--set {assignments[0]} requires --objective with one of {names}.")
+        return
+    for name, value in heads.items():
+        if value is not None:
+            raise UsageError(f"--{name} {value} trains heads, which --objective {objective} does not; leave one out.")
+    if "study" in words.values():
+        name = next(name for name, value in words.items() if value == "study")
+        raise UsageError(f"--{name} study describes {CAUSAL_LM}, not --objective {objective}; leave --{name} out.")
 
 
-def _request(
-    model: str, choices: Choices, batch: int | None, seq: int | None, heads: tuple[int, int] | None
-) -> Request:
-    """The plan request. heads: (number of Medusa heads, training stage), or None for a model without heads."""
-    config = load_config(model)
-    return Request(
-        model=model, config=config, batch=DEFAULT_BATCH if batch is None else batch,
-        seq=DEFAULT_SEQ if seq is None else seq, choices=choices, clipped=not OPTIMIZERS[choices.optimizer].in_backward,
-        objective=PlannedCausalLM() if heads is None else planned_medusa(model, config, *heads), evaluated=EVALUATED,
-    )  # fmt: skip
+def _post_training(objective: str, assignments: Sequence[str]) -> PlannedObjective:
+    for text in assignments:
+        if not text.strip().startswith("post_training."):
+            raise UsageError(
+                f"--set {text}: a plan takes keys of post_training, such as post_training.beta=0.1; the other settings "
+                "are flags (tigon plan --help)."
+            )
+    return planned_objective(recipe_checks.of_assignments([*assignments, f"train.objective={objective}"]))
 
 
 def _print(answer: Plan, as_json: bool, explain: bool, plot: Path | None) -> None:

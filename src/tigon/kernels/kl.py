@@ -6,7 +6,7 @@ D = log p - log q of a column, and beta of the mixture m = beta · p + (1 - beta
     KL(p || q) = Σ p · (D + exp(-D) - 1)        u = log(p / m) = -log(beta + (1 - beta) · exp(-D))
     JSD        = Σ beta · p · u + (1 - beta) · q · v        v = log(q / m) = u - D
 
-    KL:   dz_p = p · (D - Σ p · D)                  dz_q = q - p
+    KL:   dz_p = p · (D - Σ p · D)                  dz_q = q - p - p · Σ (q - p)
     JSD:  dz_p = beta · p · (u - Σ p · u)           dz_q = (1 - beta) · q · (v - Σ q · v)
 
 The terms exp(-D) - 1 of the KL sum to 0, because Σ q = Σ p. With them no column's term is negative, and an error of the
@@ -14,7 +14,13 @@ log-sum-exps, which is common to all D of the row, adds only its square. The ter
 first powers of D cancel in each column. D is the difference of the logits before anything is multiplied, so that it is
 exact where the two are near.
 
-The means Σ p · D, Σ p · u and Σ q · v are kept for the gradient, summed from the same rounded D.
+The means Σ p · D, Σ (q - p), Σ p · u and Σ q · v are kept for the gradient, summed from the same rounded D. The second
+is 0 but for that rounding. Where D is small, q - p is p · (exp(-D) - 1), and subtracting its mean removes the error of
+the log-sum-exps. If p and q are near 1 in one column, that error would exceed q - p.
+
+The backward may compute the logits again, in blocks of another shape, and the vendor's product may then sum in another
+order. If p is near 1 in one column, its dz is the small difference between its u and the mean, so the rounding of that
+one logit would not cancel. Both logits of the largest p and of the largest q are therefore kept from the forward.
 """
 
 import triton
@@ -40,7 +46,7 @@ NEAR_MAXIMA = tl.constexpr(4.0)
 @triton.jit
 def _statistics(R, C, scale, softcap, outer, HAS_SOFTCAP: tl.constexpr, HAS_SCALE: tl.constexpr,
                 BLOCK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """(max z, log Σ exp(z - max z)) of the row at R.
+    """(max z, log Σ exp(z - max z), the first column of max z) of the row at R.
 
     Lanes keep separate sums. Their shift is the first tile's maximum. If a later logit is so far above it that the sum
     may overflow, the row is read again with its maximum as the shift.
@@ -52,29 +58,35 @@ def _statistics(R, C, scale, softcap, outer, HAS_SOFTCAP: tl.constexpr, HAS_SCAL
     shift = tl.where(tl.abs(z_0) < float("inf"), z_0, 0.0)
     m = shift
     s = tl.full([], 0.0, dtype=tl.float32)
+    peak = tl.full([], 0, dtype=tl.int32)
     again = tl.full([], 1, dtype=tl.int1)
     whole = C // BLOCK * BLOCK
     while again:
         lane_m = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
         lane_s = tl.zeros([BLOCK], dtype=tl.float32)
+        lane_peak = tl.zeros([BLOCK], dtype=tl.int32)
         for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
             r = tl.load(R + start + offs).to(tl.float32)
             z, _ = _squash(r, scale, softcap, outer, HAS_SCALE, HAS_SOFTCAP)
+            lane_peak = tl.where(z > lane_m, start + offs, lane_peak)
             lane_m = tl.maximum(lane_m, z)
             lane_s += tl.exp2((z - shift) * LOG2E)
         if whole < C:
             r = tl.load(R + whole + offs, mask=whole + offs < C, other=0.0).to(tl.float32)
             z, _ = _squash(r, scale, softcap, outer, HAS_SCALE, HAS_SOFTCAP)
             z = tl.where(whole + offs < C, z, -float("inf"))
+            lane_peak = tl.where(z > lane_m, whole + offs, lane_peak)
             lane_m = tl.maximum(lane_m, z)
             lane_s += tl.exp2((z - shift) * LOG2E)
         m = tl.max(lane_m, axis=0)
         s = tl.sum(lane_s, axis=0)
+        # In a row of NaN no lane has the maximum.
+        peak = tl.min(tl.where(lane_m == m, lane_peak, C - 1), axis=0)
         again = (m > shift + FARTHEST) & (m < float("inf"))
         shift = tl.where(again, m, shift)
     # In a row of -inf alone, a maximum of 0 gives exp(-inf) = 0; -inf - -inf would give NaN.
     base = tl.where(m == -float("inf"), 0.0, m)
-    return m, tl.log(s * tl.exp2((shift - base) * LOG2E))
+    return m, tl.log(s * tl.exp2((shift - base) * LOG2E)), peak
 
 
 @triton.jit
@@ -124,20 +136,24 @@ def _terms(z_p, z_q, m_p, log_p, m_q, log_q, beta, IS_JSD: tl.constexpr):
         value = beta * mean_p + (1.0 - beta) * mean_q
     else:
         mean_p = _times(p, d)
-        mean_q = mean_p
-        value = tl.where(tl.abs(d) < NEAR, p * _rest_of_exp(d), mean_p + (q - p))
+        rest = p * _rest_of_exp(d)
+        near = tl.abs(d) < NEAR
+        mean_q = tl.where(near, rest - p * d, q - p)
+        value = tl.where(near, rest, mean_p + mean_q)
     return value, mean_p, mean_q
 
 
 @triton.jit
 def divergence_kernel(
-    RP, RQ, Counts, Value, Stats,
+    RP, RQ, Counts, Value, Stats, Peaks,
     C, stride_p, stride_q, stride_stats, beta, softcap_p, scale_p, softcap_q, scale_q, outer,
     HAS_SOFTCAP_P: tl.constexpr, HAS_SCALE_P: tl.constexpr, HAS_SOFTCAP_Q: tl.constexpr, HAS_SCALE_Q: tl.constexpr,
     HAS_COUNTS: tl.constexpr, IS_JSD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the divergence of a row into Value (N,), and max and log-sum of p, those of q, the means for dz_p and dz_q
-    into Stats (6, N). One program per row, which reads both rows twice.
+    """Writes the divergence of a row into Value (N,). One program per row, which reads both rows twice.
+
+    Stats (8, N) gets max and log-sum of z_p, those of z_q, the means for dz_p and dz_q, z_q in the column of the
+    largest z_p, and z_p in that of the largest z_q. Peaks (2, N) gets these two columns.
 
     A row whose entry of Counts is 0 is not read; its results are 0.
     """
@@ -147,13 +163,21 @@ def divergence_kernel(
         counts = tl.load(Counts + row).to(tl.int32)
     if counts == 0:
         tl.store(Value + row, 0.0)
-        for i in range(6):
+        for i in range(8):
             tl.store(Stats + i * stride_stats + row, 0.0)
+        for i in range(2):
+            tl.store(Peaks + i * stride_stats + row, 0)
     else:
         RP += row * stride_p
         RQ += row * stride_q
-        m_p, log_p = _statistics(RP, C, scale_p, softcap_p, outer, HAS_SOFTCAP_P, HAS_SCALE_P, BLOCK, STAGES)
-        m_q, log_q = _statistics(RQ, C, scale_q, softcap_q, outer, HAS_SOFTCAP_Q, HAS_SCALE_Q, BLOCK, STAGES)
+        m_p, log_p, peak_p = _statistics(RP, C, scale_p, softcap_p, outer, HAS_SOFTCAP_P, HAS_SCALE_P, BLOCK, STAGES)
+        m_q, log_q, peak_q = _statistics(RQ, C, scale_q, softcap_q, outer, HAS_SOFTCAP_Q, HAS_SCALE_Q, BLOCK, STAGES)
+        tl.store(Peaks + row, peak_p)
+        tl.store(Peaks + stride_stats + row, peak_q)
+        other_q, _ = _squash(tl.load(RQ + peak_p).to(tl.float32), scale_q, softcap_q, outer, HAS_SCALE_Q, HAS_SOFTCAP_Q)
+        other_p, _ = _squash(tl.load(RP + peak_q).to(tl.float32), scale_p, softcap_p, outer, HAS_SCALE_P, HAS_SOFTCAP_P)
+        tl.store(Stats + 6 * stride_stats + row, other_q)
+        tl.store(Stats + 7 * stride_stats + row, other_p)
         offs = tl.arange(0, BLOCK)
         lane_value = tl.zeros([BLOCK], dtype=tl.float32)
         lane_p = tl.zeros([BLOCK], dtype=tl.float32)
@@ -168,8 +192,7 @@ def divergence_kernel(
             value, mean_p, mean_q = _terms(z_p, z_q, m_p, log_p, m_q, log_q, beta, IS_JSD)
             lane_value += value
             lane_p += mean_p
-            if IS_JSD:
-                lane_q += mean_q
+            lane_q += mean_q
         if whole < C:
             cols = whole + offs
             inside = cols < C
@@ -180,8 +203,7 @@ def divergence_kernel(
             value, mean_p, mean_q = _terms(z_p, z_q, m_p, log_p, m_q, log_q, beta, IS_JSD)
             lane_value += tl.where(inside, value, 0.0)
             lane_p += tl.where(inside, mean_p, 0.0)
-            if IS_JSD:
-                lane_q += tl.where(inside, mean_q, 0.0)
+            lane_q += tl.where(inside, mean_q, 0.0)
         tl.store(Value + row, tl.sum(lane_value, axis=0))
         tl.store(Stats + row, m_p)
         tl.store(Stats + stride_stats + row, log_p)
@@ -193,14 +215,14 @@ def divergence_kernel(
 
 @triton.jit
 def divergence_gradient_kernel(
-    RP, RQ, Counts, Stats, DValue, ScaleP, ScaleQ, GradP, GradQ,
-    C, stride_p, stride_q, stride_stats, stride_grad_p, stride_grad_q, beta,
+    RP, RQ, Counts, Stats, Peaks, DValue, ScaleP, ScaleQ, GradP, GradQ,
+    C, first, stride_p, stride_q, stride_stats, stride_grad_p, stride_grad_q, beta,
     softcap_p, scale_p, softcap_q, scale_q, outer,
     HAS_SOFTCAP_P: tl.constexpr, HAS_SCALE_P: tl.constexpr, HAS_SOFTCAP_Q: tl.constexpr, HAS_SCALE_Q: tl.constexpr,
     HAS_COUNTS: tl.constexpr, IS_JSD: tl.constexpr, WANT_P: tl.constexpr, WANT_Q: tl.constexpr,
     SCALED_P: tl.constexpr, SCALED_Q: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes dr of one tile of a block of columns, of one or both rows; one program per tile.
+    """Writes dr of one tile of the columns [first, first + C), of one or both rows; one program per tile.
 
     GradP may be RP itself, and GradQ may be RQ. SCALED: dr is multiplied by the fp32 scalar at ScaleP or ScaleQ.
     """
@@ -226,6 +248,10 @@ def divergence_gradient_kernel(
         r_q = tl.load(RQ + row * stride_q + cols, mask=mask, other=0.0).to(tl.float32)
         z_p, slope_p = _squash(r_p, scale_p, softcap_p, outer, HAS_SCALE_P, HAS_SOFTCAP_P)
         z_q, slope_q = _squash(r_q, scale_q, softcap_q, outer, HAS_SCALE_Q, HAS_SOFTCAP_Q)
+        at_p = cols == tl.load(Peaks + row) - first
+        at_q = cols == tl.load(Peaks + stride_stats + row) - first
+        z_p = tl.where(at_p, m_p, tl.where(at_q, tl.load(Stats + 7 * stride_stats + row), z_p))
+        z_q = tl.where(at_q, m_q, tl.where(at_p, tl.load(Stats + 6 * stride_stats + row), z_q))
         p, q, d = _compare(z_p, z_q, m_p, log_p, m_q, log_q)
         if IS_JSD:
             u, v = _over_mixture(d, beta)
@@ -241,11 +267,11 @@ def divergence_gradient_kernel(
             dr_p = (dz_p * (slope_p * factor)).to(GradP.dtype.element_ty)
             tl.store(GradP + row * stride_grad_p + cols, dr_p, mask=mask)
         if WANT_Q:
+            mean_q = tl.load(Stats + 5 * stride_stats + row)
             if IS_JSD:
-                mean_q = tl.load(Stats + 5 * stride_stats + row)
                 dz_q = (1.0 - beta) * _times(q, v - mean_q)
             else:
-                dz_q = tl.where(tl.abs(d) < NEAR, p * (_rest_of_exp(d) - d), q - p)
+                dz_q = tl.where(tl.abs(d) < NEAR, p * (_rest_of_exp(d) - d - mean_q), q - p - p * mean_q)
             factor = g
             if SCALED_Q:
                 factor *= tl.load(ScaleQ)
@@ -279,8 +305,8 @@ def divergence(logits, rows, options):
     columns, warps, stages = DIVERGENCE
     launch(
         divergence_kernel, (N,), p_NC,
-        RP=p_NC, RQ=q_NC, Counts=rows.counts_N, Value=rows.value_N, Stats=rows.stats_6N,
-        C=C, stride_p=p_NC.stride(0), stride_q=q_NC.stride(0), stride_stats=rows.stats_6N.stride(0),
+        RP=p_NC, RQ=q_NC, Counts=rows.counts_N, Value=rows.value_N, Stats=rows.stats_8N, Peaks=rows.peaks_2N,
+        C=C, stride_p=p_NC.stride(0), stride_q=q_NC.stride(0), stride_stats=rows.stats_8N.stride(0),
         **_numbers(options), HAS_COUNTS=rows.counts_N is not None, IS_JSD=options.is_jsd,
         BLOCK=_tile(columns, warps, C), STAGES=stages, num_warps=warps,
     )  # fmt: skip
@@ -296,9 +322,10 @@ def divergence_gradient(logits, upstream, options, p_grad_NC, q_grad_NC):
     size = _tile(columns, warps, C)
     launch(
         divergence_gradient_kernel, (N, _device.cdiv(C, size)), p_NC,
-        RP=p_NC, RQ=q_NC, Counts=upstream.counts_N, Stats=upstream.stats_6N, DValue=upstream.dvalue_N,
-        ScaleP=upstream.p_scale, ScaleQ=upstream.q_scale, GradP=p_grad_NC, GradQ=q_grad_NC,
-        C=C, stride_p=p_NC.stride(0), stride_q=q_NC.stride(0), stride_stats=upstream.stats_6N.stride(0),
+        RP=p_NC, RQ=q_NC, Counts=upstream.counts_N, Stats=upstream.stats_8N, Peaks=upstream.peaks_2N,
+        DValue=upstream.dvalue_N, ScaleP=upstream.p_scale, ScaleQ=upstream.q_scale, GradP=p_grad_NC, GradQ=q_grad_NC,
+        C=C, first=logits.first, stride_p=p_NC.stride(0), stride_q=q_NC.stride(0),
+        stride_stats=upstream.stats_8N.stride(0),
         stride_grad_p=0 if p_grad_NC is None else p_grad_NC.stride(0),
         stride_grad_q=0 if q_grad_NC is None else q_grad_NC.stride(0),
         **_numbers(options), HAS_COUNTS=upstream.counts_N is not None, IS_JSD=options.is_jsd,

@@ -72,7 +72,7 @@ class _Tree:
 
 def medusa_generate(
     model: Any, input_ids: Tensor, *, max_new_tokens: int, tree: Sequence[int] | None = None,
-    eos_token_id: int | None = None,
+    eos_token_id: int | None = None, streamer: Any = None,
 ) -> Generated:  # fmt: skip
     """Decode greedily with the model's heads.
 
@@ -84,6 +84,7 @@ def medusa_generate(
             number of heads, only the first heads are used; if empty, decoding is plain greedy. The default for Medusa
             heads is `DEFAULT_TREE`, then one guess per further head. The default for MTP modules is one guess each.
         eos_token_id: stop after this token.
+        streamer: a streamer of transformers, such as `TextStreamer`. It gets the prompt, then the tokens of each pass.
 
     Returns:
         `Generated`, with at most `max_new_tokens` tokens.
@@ -106,7 +107,7 @@ def medusa_generate(
     try:
         with torch.no_grad():
             decoder = _Decoder(model, heads, _Tree.of(branching), max(branching, default=0))
-            return decoder.run(input_ids, max_new_tokens, eos_token_id)
+            return decoder.run(input_ids, max_new_tokens, eos_token_id, streamer)
     finally:
         model.train(was_training)
 
@@ -163,14 +164,19 @@ class _Decoder:
         self.depths = torch.tensor(tree.depths, device=self.device)
         self.mtp = _MtpState(model, heads) if heads.spec.kind == "mtp" else None
 
-    def run(self, input_ids: Tensor, max_new_tokens: int, eos_token_id: int | None) -> Generated:
+    def run(self, input_ids: Tensor, max_new_tokens: int, eos_token_id: int | None, streamer: Any) -> Generated:
         known = input_ids[0].tolist()
-        prompt = len(known)
+        prompt = shown = len(known)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
         hidden = self._pass(input_ids.to(self.device), None, None)
         self._keep(0, list(range(prompt)), hidden, known)
         known.append(int(self.head(hidden[0, -1]).argmax()))
         last = hidden[0, -1]
         while len(known) - prompt < max_new_tokens and known[-1] != eos_token_id:
+            if streamer is not None:
+                streamer.put(torch.tensor(known[shown:]))
+                shown = len(known)
             # Every pass adds one token besides the guesses. The tree is therefore at most as deep as the remaining
             # tokens minus 1, so that positions stay in range.
             wanted = max_new_tokens - (len(known) - prompt) - 1
@@ -185,6 +191,9 @@ class _Decoder:
             if eos_token_id in added:
                 added = added[: added.index(eos_token_id) + 1]
             known += added
+        if streamer is not None:
+            streamer.put(torch.tensor(known[shown : prompt + max_new_tokens]))
+            streamer.end()
         return Generated(known[prompt : prompt + max_new_tokens], self.passes)
 
     def _pass(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ base.py             The protocols, and the dataclasses that objectives exchange 
 causal_lm.py        Next-token prediction.
 medusa.py           Prediction of later tokens, by heads on the model.
 post_training.py    The parts that dpo.py, kto.py, orpo.py, grpo.py, distill.py and reward.py share; TRL trains these.
+planned_post_training.py  What they have in common for the planner.
 choose.py           All objectives, and the choice of a recipe's.
 post_training_rules.py  The recipe keys of those objectives, and what does not go with them.
 recipe_checks.py    Loads a recipe, with the rules of the objectives' sections, before transformers is imported.

@@ -129,8 +129,54 @@ class TrlTraining:
     """Whether the trained model continues text, so that the run can show a sample."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrozenModel:
+    """A model that a run holds beside the one that it trains: a reference or a teacher."""
+
+    name: str
+    """The model's name, for messages."""
+    config: Any
+    """Its transformers config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedModels:
+    """The models of a trace, and how the trainer calls them."""
+
+    trained: Any
+    frozen: tuple[Any, ...]
+    """The models of `PlannedObjective.frozen_models`, in their order."""
+    call: Callable[[Callable[[], Any]], Any]
+    """Runs one forward pass as Accelerate wraps a model: under autocast, with 16-bit logits converted to fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What a run writes before the micro-batches of a step: every sample's completion, by the trained model."""
+
+    prompt_tokens: int
+    """Most tokens of a prompt."""
+    new_tokens: int
+    """Most tokens of a completion."""
+
+
 class PlannedObjective(Protocol):
     """What the planner needs to know about an objective. Hashable; objectives with equal traces are equal."""
+
+    @property
+    def in_study(self) -> bool:
+        """Whether the Liger study's formulas describe a micro-batch."""
+        ...
+
+    @property
+    def pads(self) -> bool:
+        """Whether samples are padded to one length, so that attention needs a mask."""
+        ...
+
+    @property
+    def least_batch(self) -> int:
+        """The fewest samples of a micro-batch. The search for the largest batch tries multiples of it."""
+        ...
 
     @property
     def reads_whole_weights(self) -> bool:
@@ -142,16 +188,44 @@ class PlannedObjective(Protocol):
         """The prefix of the names of the parameters that `attach` adds; they belong to none of the model's layers."""
         ...
 
-    def attach(self, model: Any) -> None:
-        """Add the objective's modules to a model without weights."""
+    def attach(self, model: Any) -> Any:
+        """Add the objective's modules to a model without weights, and return the model that is trained."""
+        ...
+
+    def frozen_models(self, trained: FrozenModel, choices: Choices) -> tuple[FrozenModel, ...]:
+        """The models that the run holds beside the trained one. trained: the trained model's name and config."""
+        ...
+
+    def sequences(self, batch: int) -> int:
+        """How many sequences a micro-batch of `batch` samples has, such as two for a pair of answers."""
+        ...
+
+    def sequence_tokens(self, seq: int) -> int:
+        """The most tokens of a sequence, if `data.sequence_length` is `seq`."""
         ...
 
     def inputs(self, batch: int, seq: int) -> dict[str, torch.Tensor]:
         """The inputs of a micro-batch of `batch` samples of `seq` tokens. The planner calls it under a fake mode."""
         ...
 
+    def loss(self, models: TracedModels, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of a micro-batch, by the forward passes that the run makes. Called under a fake mode."""
+        ...
+
+    def head(self, model: Any) -> Any:
+        """The module of the trained or of a frozen model with whose call the phase `loss` begins."""
+        ...
+
     def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
-        """One context per forward pass that the evaluation of a batch makes."""
+        """One context per call of `loss` in the evaluation of a batch."""
+        ...
+
+    def generation(self, seq: int) -> Generation | None:
+        """The completions that the run writes itself, if `data.sequence_length` is `seq`; None: it writes none."""
+        ...
+
+    def batch_refusal(self, batch: int) -> str | None:
+        """The reason why a micro-batch cannot have `batch` samples, in one sentence; None if it can."""
         ...
 
     def refusals(self, choices: Choices) -> tuple[str, ...]:
@@ -160,6 +234,10 @@ class PlannedObjective(Protocol):
 
     def recipe_keys(self) -> Mapping[str, Any]:
         """Dotted recipe keys -> values that set the objective."""
+        ...
+
+    def notes(self) -> tuple[str, ...]:
+        """What the estimate leaves out or assumes, one sentence each."""
         ...
 
     def description(self) -> str:

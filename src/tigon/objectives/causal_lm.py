@@ -13,7 +13,18 @@ import torch
 from tigon.data.packing import Collator, Packed, Sample, pack
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 from tigon.models.seams.loss import without_logits
-from tigon.objectives.base import FinalSave, MetricSection, Phase, PlannedObjective, Reduce, Step, TrlTraining
+from tigon.objectives.base import (
+    FinalSave,
+    FrozenModel,
+    Generation,
+    MetricSection,
+    Phase,
+    PlannedObjective,
+    Reduce,
+    Step,
+    TracedModels,
+    TrlTraining,
+)
 from tigon.recipe.keys import DataConfig, ModelConfig, Recipe
 from tigon.techniques.records.choices import Choices
 
@@ -30,11 +41,46 @@ class PlannedCausalLM:
     def own_parameters(self) -> str | None:
         return None
 
-    def attach(self, model: Any) -> None:
-        pass
+    @property
+    def in_study(self) -> bool:
+        return True
+
+    @property
+    def pads(self) -> bool:
+        return False
+
+    @property
+    def least_batch(self) -> int:
+        return 1
+
+    def attach(self, model: Any) -> Any:
+        return model
+
+    def frozen_models(self, trained: FrozenModel, choices: Choices) -> tuple[FrozenModel, ...]:
+        return ()
+
+    def sequences(self, batch: int) -> int:
+        return batch
+
+    def sequence_tokens(self, seq: int) -> int:
+        return seq
 
     def inputs(self, batch: int, seq: int) -> dict[str, torch.Tensor]:
         return {name: torch.empty(batch, seq, dtype=torch.int64) for name in ("input_ids", "labels")}
+
+    def loss(self, models: TracedModels, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        count = torch.empty((), dtype=torch.int64)
+        outputs = models.call(lambda: models.trained(**inputs, num_items_in_batch=count, use_cache=False))
+        return outputs.loss  # type: ignore[no-any-return]
+
+    def head(self, model: Any) -> Any:
+        return model.get_output_embeddings()
+
+    def generation(self, seq: int) -> Generation | None:
+        return None
+
+    def batch_refusal(self, batch: int) -> str | None:
+        return None
 
     def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
         return (without_logits(),)
@@ -44,6 +90,9 @@ class PlannedCausalLM:
 
     def recipe_keys(self) -> Mapping[str, Any]:
         return {}
+
+    def notes(self) -> tuple[str, ...]:
+        return ()
 
     def description(self) -> str:
         return ""

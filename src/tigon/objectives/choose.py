@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tigon import objectives
-from tigon.errors import RecipeError
-from tigon.objectives.base import Objective
+from tigon.errors import RecipeError, UsageError
+from tigon.objectives import post_training_rules
+from tigon.objectives.base import Objective, PlannedObjective
+from tigon.objectives.post_training import PostTraining
 from tigon.recipe.keys import Recipe
 
 _TAKES_EVERY_RECIPE = "causal_lm"
@@ -49,3 +51,17 @@ def objective_of(recipe: Recipe, config: Any, shapes: Callable[[], Mapping[str, 
             f"{', '.join(_BY_NAME)} together with its keys"
         )
     return chosen
+
+
+def planned_objective(recipe: Recipe) -> PlannedObjective:
+    """The post-training objective that `train.objective` names, for a plan without rows, packages or a run.
+
+    Raises:
+        UsageError: A key of `post_training` does not go with it, or its teacher's config cannot be read.
+    """
+    for rule in post_training_rules.KEY_RULES:
+        if rule.breaks(recipe):
+            raise UsageError(f"{rule.reason}.")
+    chosen = _BY_NAME[recipe.train.objective]
+    assert issubclass(chosen, PostTraining), "other objectives have flags of their own"
+    return chosen.planned_for(recipe)

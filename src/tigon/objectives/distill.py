@@ -2,13 +2,72 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from tigon.data.preferences import PROMPTS
-from tigon.objectives.base import MetricSection, TrlTraining
+from tigon.errors import UsageError
+from tigon.integrations.trl.traced import TracedModel, divergence
+from tigon.models.loading.config import load_config
+from tigon.objectives.base import FrozenModel, Generation, MetricSection, PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.planned_post_training import (
+    TIME_WITHOUT_WRITING,
+    UNCOMPARED,
+    PlannedPostTraining,
+    PlannedTeacher,
+    padded,
+)
 from tigon.objectives.post_training import PostTraining, column, section
 from tigon.recipe.keys import ModelConfig
+from tigon.techniques.records.choices import Choices
+
+
+@dataclass(frozen=True)
+class PlannedDistillation(PlannedPostTraining):
+    """One pass of the student and one of the teacher over the student's completions, then their divergence."""
+
+    completion_tokens: int = 64
+    beta: float = 1.0
+    teacher: PlannedTeacher | None = None
+    """None: the model itself, after other training."""
+
+    def frozen_models(self, trained: FrozenModel, choices: Choices) -> tuple[FrozenModel, ...]:
+        if self.teacher is None:
+            return (trained,)
+        theirs, ours = (one.get_text_config().vocab_size for one in (self.teacher.config, trained.config))
+        if theirs != ours:
+            raise UsageError(
+                f"post_training.teacher: {self.teacher.name} has a vocabulary of {theirs}, but {trained.name} has "
+                f"{ours}; name a teacher with the model's tokenizer."
+            )
+        return (FrozenModel(name=self.teacher.name, config=self.teacher.config),)
+
+    def sequence_tokens(self, seq: int) -> int:
+        return seq + self.completion_tokens
+
+    def generation(self, seq: int) -> Generation:
+        return Generation(prompt_tokens=seq, new_tokens=self.completion_tokens)
+
+    def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
+        prompts = padded(batch, seq, "prompt_ids", "prompt_mask")
+        return {**prompts, **padded(batch, self.completion_tokens, "completion_ids", "completion_mask")}
+
+    def description(self) -> str:
+        own = super().description()
+        return own if self.teacher is not None else f"{own}, a teacher of the model's shape"
+
+    def notes(self) -> tuple[str, ...]:
+        own = "TRL's distillation runs without autocast on one process: amp-bf16 and amp-fp16 compute in fp32."
+        return (UNCOMPARED, TIME_WITHOUT_WRITING, own)
+
+    def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
+        ids_BT = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        student, teacher = (TracedModel.of(model) for model in (models.trained, *models.frozen))
+        # TRL replaces the forward that Accelerate put under autocast, so with one process neither model runs under it.
+        return divergence(student, teacher, ids_BT, self.completion_tokens, self.beta).mean()
 
 
 class Distillation(PostTraining):
@@ -35,6 +94,14 @@ class Distillation(PostTraining):
     def announcement(self) -> str | None:
         teacher = self.own.teacher or f"{self.recipe.model.name} after {self.own.base_steps} steps"
         return f"{self.name:<8} TRL's {self.trl.trainer}, teacher: {teacher}"
+
+    def planned(self) -> PlannedObjective:
+        own = self.own
+        return PlannedDistillation(
+            self.name, self.planned_keys(), completion_tokens=own.completion_length,
+            beta=1.0 if own.beta is None else own.beta,
+            teacher=None if own.teacher is None else PlannedTeacher.of(own.teacher, load_config(own.teacher)),
+        )  # fmt: skip
 
     def metric_section(self) -> MetricSection:
         return section(

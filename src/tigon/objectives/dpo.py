@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional as F
+
 from tigon.data.preferences import PAIRS
-from tigon.objectives.base import MetricSection, TrlTraining
+from tigon.integrations.trl.traced import DPO_OUTPUTS
+from tigon.objectives.base import MetricSection, PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.planned_post_training import PlannedWithReference, labels_of, logprobs_of, padded
 from tigon.objectives.post_training import PostTraining, column, section
+
+
+@dataclass(frozen=True)
+class PlannedDPO(PlannedWithReference):
+    """Chosen and rejected answers in one pass of the model, then the same sequences in one of the reference.
+
+    The variants of the loss differ in a few numbers per pair, so the sigmoid stands for all of them.
+    """
+
+    def sequences(self, batch: int) -> int:
+        return 2 * batch
+
+    def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
+        return padded(2 * batch, seq, "input_ids", "attention_mask", "completion_mask")
+
+    def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
+        labels_BT = labels_of(inputs)
+        logprobs_BT, *logged = logprobs_of(models, models.trained, inputs["input_ids"], labels_BT, DPO_OUTPUTS)
+        reference_BT = self.reference_logprobs(models, inputs["input_ids"], labels_BT)
+        chosen, rejected = (logprobs_BT.sum(1) - reference_BT.sum(1)).chunk(2)
+        del logged
+        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
 class DPO(PostTraining):
@@ -18,6 +47,9 @@ class DPO(PostTraining):
                 "max_length": self.recipe.data.sequence_length, **self.given("beta", "loss_type", "label_smoothing")
             },
         )  # fmt: skip
+
+    def planned(self) -> PlannedObjective:
+        return PlannedDPO(self.name, self.planned_keys())
 
     def metric_section(self) -> MetricSection:
         return section(

@@ -2,13 +2,73 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from tigon.data.preferences import PROMPTS
 from tigon.errors import RecipeError
+from tigon.integrations.trl.traced import GRPO_OUTPUTS
 from tigon.models.loading.presets import PRESETS
-from tigon.objectives.base import MetricSection, TrlTraining
+from tigon.objectives.base import FrozenModel, Generation, MetricSection, PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.planned_post_training import (
+    TIME_WITHOUT_WRITING,
+    UNCOMPARED,
+    PlannedWithReference,
+    logprobs_of,
+    padded,
+)
 from tigon.objectives.post_training import PostTraining, column, section
+from tigon.techniques.records.choices import Choices
+
+
+@dataclass(frozen=True)
+class PlannedGRPO(PlannedWithReference):
+    """One pass over prompts with completions. A sample is a completion; the run writes them before the micro-batches.
+
+    With beta above 0 the reference's log-probabilities are computed before the micro-batches, one of them at a time.
+    """
+
+    generations: int = 8
+    completion_tokens: int = 64
+    has_reference: bool = False
+
+    @property
+    def least_batch(self) -> int:
+        return self.generations
+
+    def batch_refusal(self, batch: int) -> str | None:
+        if batch % self.generations == 0:
+            return None
+        return f"grpo counts completions, so {batch} samples have to be a multiple of generations, {self.generations}"
+
+    def frozen_models(self, trained: FrozenModel, choices: Choices) -> tuple[FrozenModel, ...]:
+        return super().frozen_models(trained, choices) if self.has_reference else ()
+
+    def sequence_tokens(self, seq: int) -> int:
+        return seq + self.completion_tokens
+
+    def generation(self, seq: int) -> Generation:
+        return Generation(prompt_tokens=seq, new_tokens=self.completion_tokens)
+
+    def notes(self) -> tuple[str, ...]:
+        return (UNCOMPARED, TIME_WITHOUT_WRITING)
+
+    def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
+        prompts = padded(batch, seq, "prompt_ids", "prompt_mask")
+        return {**prompts, **padded(batch, self.completion_tokens, "completion_ids", "completion_mask")}
+
+    def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
+        ids_BT = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        kept = self.completion_tokens
+        if self.has_reference:
+            self.reference_logprobs(models, ids_BT, ids_BT, kept)
+        (logprobs_BT, *logged) = logprobs_of(models, models.trained, ids_BT, ids_BT, GRPO_OUTPUTS, kept=kept)
+        ratio_BT = torch.exp(logprobs_BT - logprobs_BT.detach())
+        del logged
+        return -torch.min(ratio_BT, ratio_BT.clamp(0.8, 1.2)).mean()
 
 
 class GRPO(PostTraining):
@@ -31,6 +91,12 @@ class GRPO(PostTraining):
                 "num_generations": self.own.generations, "max_completion_length": self.own.completion_length,
                 **self.given("beta", "loss_type", "temperature"),
             },
+        )  # fmt: skip
+
+    def planned(self) -> PlannedObjective:
+        return PlannedGRPO(
+            self.name, self.planned_keys(), generations=self.own.generations,
+            completion_tokens=self.own.completion_length, has_reference=bool(self.own.beta),
         )  # fmt: skip
 
     def metric_section(self) -> MetricSection:

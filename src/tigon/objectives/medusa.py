@@ -126,8 +126,9 @@ class PlannedMedusa(PlannedCausalLM):
     def own_parameters(self) -> str | None:
         return f"{NAME}."
 
-    def attach(self, model: Any) -> None:
+    def attach(self, model: Any) -> Any:
         medusa.attach(model, self.spec, self.minimised)
+        return model
 
     def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
         return (*super().evaluation_passes(model), scoring(model))

@@ -17,6 +17,7 @@ from tigon.data.packing import Collator, Packed, pack
 from tigon.data.tokenizer import Encoded
 from tigon.errors import RecipeError
 from tigon.models.loading.presets import PRESETS
+from tigon.objectives import post_training_rules
 from tigon.objectives.base import MetricColumn, MetricRow, MetricSection, Phase, PlannedObjective, TrlTraining
 from tigon.objectives.causal_lm import CausalLM
 from tigon.recipe.keys import DataConfig, ModelConfig, PostTrainingConfig, Recipe
@@ -53,6 +54,11 @@ class PostTraining(CausalLM):
         made.check(config)
         return made
 
+    @classmethod
+    def planned_for(cls, recipe: Recipe) -> PlannedObjective:
+        """The objective of a recipe as the planner traces it. The plan needs neither TRL nor the rows."""
+        return cls(config=recipe.model, recipe=recipe).planned()
+
     def check(self, config: Any) -> None:
         """Raise RecipeError if the objective does not fit the model with this config."""
 
@@ -73,8 +79,14 @@ class PostTraining(CausalLM):
         values = {name: getattr(self.own, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
-    def planned(self) -> PlannedObjective:
-        raise RecipeError(f"the planner does not know train.objective: {self.file_name()}")
+    @abstractmethod
+    def planned(self) -> PlannedObjective: ...
+
+    def planned_keys(self) -> tuple[tuple[str, Any], ...]:
+        """The keys of `post_training` that the recipe sets, with their values."""
+        default = PostTrainingConfig()
+        values = ((name, getattr(self.own, name)) for name in post_training_rules.TAKES[self.file_name()])
+        return tuple((name, value) for name, value in values if value != getattr(default, name))
 
     @property
     def reads_whole_weights(self) -> bool:

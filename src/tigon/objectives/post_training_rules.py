@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 
 from tigon.errors import RecipeError
 from tigon.recipe.keys import DataConfig, PostTrainingConfig, Recipe, Rule, Rules
+from tigon.techniques.records.choices import Choices
 
 TAKES: Mapping[str, tuple[str, ...]] = {
     "dpo": ("beta", "loss_type", "label_smoothing", "base_steps"),
@@ -43,6 +44,16 @@ def refuse(recipe: Recipe, command: str) -> None:
         )
 
 
+def check_profiled(recipe: Recipe) -> None:
+    """Raise RecipeError if a profile, which leaves the steps before the objective's own out, cannot begin."""
+    own = recipe.post_training
+    if recipe.train.objective == "grpo" and own.beta and own.base_steps and recipe.lora.rank is None:
+        raise RecipeError(
+            f"a profile leaves post_training.base_steps out, and with post_training.beta {own.beta:g} TRL reads the "
+            "reference from the model that they write; add --set post_training.beta=0 or --set lora.rank=8"
+        )
+
+
 def _misplaced() -> Iterator[Rule]:
     """A key whose objective the recipe does not set."""
 
@@ -66,9 +77,74 @@ def _wrong_loss() -> Iterator[Rule]:
         yield Rule(partial(breaks, objective=objective), reason)
 
 
-def _one_process(recipe: Recipe) -> bool:
-    sharding = recipe.sharding
-    return is_post_training(recipe) and (sharding.gpus > 1 or sharding.zero > 0 or sharding.fsdp)
+@dataclasses.dataclass(frozen=True)
+class ChoicesRule:
+    """Techniques that do not go with post-training. Recipe and planner use the same rows."""
+
+    breaks: Callable[[Choices], bool]
+    reason: str
+    objectives: Collection[str] = tuple(TAKES)
+
+    def as_rule(self) -> Rule:
+        return Rule(lambda r: r.train.objective in self.objectives and self.breaks(r.choices()), self.reason)
+
+
+CHOICES_RULES = (
+    ChoicesRule(
+        lambda c: c.gpus > 1 or c.zero > 0 or c.fsdp,
+        "post-training runs in one process; set sharding.gpus: 1, sharding.zero: 0 and sharding.fsdp: false",
+    ),
+    ChoicesRule(
+        lambda c: c.kernels == "liger",
+        "model.kernels: liger replaces the head that TRL's trainers use; set model.kernels to tigon, no-flce or none",
+    ),
+    ChoicesRule(
+        lambda c: c.quantized, "lora.quantize is not offered for post-training; set lora.quantize: false"
+    ),
+    ChoicesRule(
+        lambda c: c.lora_rank is not None and "head" in c.lora_targets,
+        "lora.targets: head is ignored by TRL's trainers, which read lm_head.weight; leave head out of lora.targets",
+    ),
+    ChoicesRule(
+        lambda c: c.lora_rank is not None,
+        "lora.rank would freeze the score layer of a reward model, which begins with random weights; leave lora.rank "
+        "out",
+        objectives=("reward",),
+    ),
+)  # fmt: skip
+_PLANNED_RULES = (
+    ChoicesRule(
+        lambda c: c.kernels != "tigon",
+        "the planner knows the losses of post-training with tigon's head only; set model.kernels to tigon, or run the "
+        "recipe without a plan",
+        objectives=tuple(name for name in TAKES if name != "reward"),
+    ),
+)
+
+
+def refusals(objective: str, choices: Choices) -> Iterator[str]:
+    """The reasons why a run with these choices cannot be trained, or not planned, one sentence each."""
+    rows = (row for row in (*CHOICES_RULES, *_PLANNED_RULES) if objective in row.objectives)
+    return (row.reason for row in rows if row.breaks(choices))
+
+
+KEY_RULES = (
+    *_misplaced(),
+    *_wrong_loss(),
+    Rule(
+        lambda r: (
+            r.train.objective == "dpo"
+            and r.post_training.loss_type == "exo_pair"
+            and r.post_training.label_smoothing == 0
+        ),
+        "post_training.loss_type: exo_pair needs post_training.label_smoothing above 0, e.g. 0.001",
+    ),
+    Rule(
+        lambda r: r.train.objective == "distill" and (r.post_training.beta or 0) > 1,
+        "post_training.beta of distill is between 0 (forward KL) and 1 (reverse KL)",
+    ),
+)
+"""Rules about the keys of `post_training` alone, which a plan checks too."""
 
 
 def _reshapes_data(recipe: Recipe) -> str | None:
@@ -80,23 +156,10 @@ def _reshapes_data(recipe: Recipe) -> str | None:
 
 RULES = Rules(
     (
-        *_misplaced(),
-        *_wrong_loss(),
-        Rule(_one_process, "post-training runs in one process; set sharding.gpus: 1, sharding.zero: 0 and "
-                           "sharding.fsdp: false"),
+        *KEY_RULES,
+        *(row.as_rule() for row in CHOICES_RULES),
         Rule(lambda r: is_post_training(r) and r.comparison.steps > 0,
              "comparison.steps compares kernels in ordinary training; with post-training set comparison.steps: 0"),
-        Rule(lambda r: is_post_training(r) and r.model.kernels == "liger",
-             "model.kernels: liger replaces the head that TRL's trainers use; set model.kernels to tigon, no-flce or "
-             "none"),
-        Rule(lambda r: is_post_training(r) and r.lora.quantize,
-             "lora.quantize is not offered for post-training; set lora.quantize: false"),
-        Rule(lambda r: is_post_training(r) and r.lora.rank is not None and "head" in r.lora.targets,
-             "lora.targets: head is ignored by TRL's trainers, which read lm_head.weight; leave head out of "
-             "lora.targets"),
-        Rule(lambda r: r.train.objective == "reward" and r.lora.rank is not None,
-             "lora.rank would freeze the score layer of a reward model, which begins with random weights; leave "
-             "lora.rank out"),
         *(
             Rule(lambda r, name=name: is_post_training(r) and _reshapes_data(r) == name,  # type: ignore[misc]
                  f"data.{name} is for text, and post-training takes rows of JSONL with the columns of TRL's formats; "
@@ -108,9 +171,6 @@ RULES = Rules(
         Rule(lambda r: r.train.objective == "kto" and r.train.batch_size < 2,
              "train.batch_size is 1, but kto estimates its KL term from the other answers of a micro-batch; set 2 or "
              "more"),
-        Rule(lambda r: r.train.objective == "dpo" and r.post_training.loss_type == "exo_pair"
-             and r.post_training.label_smoothing == 0,
-             "post_training.loss_type: exo_pair needs post_training.label_smoothing above 0, e.g. 0.001"),
         Rule(lambda r: r.train.objective == "grpo" and not r.post_training.rewards,
              "train.objective: grpo needs a reward function; set post_training.rewards: module:function"),
         Rule(lambda r: r.train.objective == "grpo" and r.train.batch_size % r.post_training.generations != 0,
@@ -119,7 +179,5 @@ RULES = Rules(
              == (r.post_training.base_steps == 0),
              "train.objective: distill needs one teacher: set post_training.teacher to a model, or for a preset "
              "post_training.base_steps to train one"),
-        Rule(lambda r: r.train.objective == "distill" and (r.post_training.beta or 0) > 1,
-             "post_training.beta of distill is between 0 (forward KL) and 1 (reverse KL)"),
     )
 )  # fmt: skip

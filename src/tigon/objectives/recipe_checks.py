@@ -40,6 +40,15 @@ def loads_saved(path: Path) -> Recipe:
     return load(path, gpu_present=lambda: False)
 
 
+def of_assignments(overrides: Sequence[str]) -> Recipe:
+    """A recipe of defaults with `--set section.key=value` applied, for a plan. No rules are checked.
+
+    Raises:
+        RecipeError: A key or value is wrong; the message names the key.
+    """
+    return recipe_file.of_assignments(overrides)
+
+
 def without_phases(recipe: Recipe) -> Recipe:
     """The recipe without an earlier training phase, such as the base of Medusa heads."""
     return replace(

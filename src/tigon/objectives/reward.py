@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
 
 from tigon.data.preferences import PAIRS
 from tigon.errors import RecipeError, UsageError
 from tigon.models.loading.reward_model import with_score
-from tigon.objectives.base import MetricSection, TrlTraining
+from tigon.objectives.base import MetricSection, PlannedObjective, TracedModels, TrlTraining
+from tigon.objectives.planned_post_training import UNCOMPARED, PlannedPostTraining, padded
 from tigon.objectives.post_training import PostTraining, column, section
+
+
+@dataclass(frozen=True)
+class PlannedReward(PlannedPostTraining):
+    """Chosen and rejected answers in one pass of a model with one score in place of the logits."""
+
+    def attach(self, model: Any) -> Any:
+        scored = with_score(model)
+        config = scored.config.get_text_config()
+        config.pad_token_id = config.pad_token_id or 0  # the run takes the tokenizer's
+        return scored
+
+    def head(self, model: Any) -> Any:
+        return model.score
+
+    def sequences(self, batch: int) -> int:
+        return 2 * batch
+
+    def inputs(self, batch: int, seq: int) -> dict[str, Tensor]:
+        return padded(2 * batch, seq, "input_ids", "attention_mask")
+
+    def notes(self) -> tuple[str, ...]:
+        return (UNCOMPARED,)
+
+    def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
+        outputs = models.call(lambda: models.trained(input_ids=inputs["input_ids"], use_cache=False))
+        chosen, rejected = outputs.logits.squeeze(-1).chunk(2)
+        return -F.logsigmoid(chosen - rejected).mean()
 
 
 class Reward(PostTraining):
@@ -26,6 +59,9 @@ class Reward(PostTraining):
             return with_score(built)
         except UsageError as error:
             raise RecipeError(f"train.objective: reward: {error}") from None
+
+    def planned(self) -> PlannedObjective:
+        return PlannedReward(self.name, self.planned_keys())
 
     def metric_section(self) -> MetricSection:
         return section(

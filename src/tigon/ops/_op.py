@@ -33,6 +33,10 @@ class Case:
     id: str
     shape: tuple[int, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
+    product_orders: int = 1
+    """The unfused op's error is the largest of this many orders of summation in its products. More than 1 where the
+    products' rounding decides the error and few rows decide the norm, so that one order's error may be small by luck.
+    """
     small: bool = True
     """Small enough for Triton's interpreter (a few hundred programs). Larger cases run on GPUs and the composite path.
     """

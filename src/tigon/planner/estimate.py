@@ -32,6 +32,7 @@ from tigon.planner.simulated_run import RunMemory, SimulatedRun
 from tigon.planner.step_time import step_seconds
 from tigon.planner.trace.cache import StepTapes, step_tapes
 from tigon.techniques.mechanisms.host_offload import MAX_LEAVING
+from tigon.units import in_bytes
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "eval", "save")
 Method = Literal["trace", "study"]
@@ -76,6 +77,10 @@ def estimate(request: Request, *, gpu: Gpu, method: Method = "trace", evaluation
         UsageError: `check` rejects the request, or the model cannot be traced.
     """
     check(request)
+    if method == "study" and not request.objective.in_study:
+        raise UsageError(
+            f"method is study, whose formulas do not describe {request.objective.description()}; use trace."
+        )
     if method == "study":
         return _from_formulas(request, gpu)
     return _from_trace(request, gpu, evaluation or request.evaluated)
@@ -90,7 +95,10 @@ def _from_trace(request: Request, gpu: Gpu, evaluating: bool) -> Estimate:
     if request.choices.checkpointing == "offload":
         tapes, offloaded_bytes = _offload_checkpoints(tapes)
     placement = engine.placement(request, model)
-    run = SimulatedRun(request=computed, gpu=gpu, engine=engine, model=model, placement=placement, tapes=tapes)
+    frozen = tuple(model_weights(one) for one in computed.frozen())
+    run = SimulatedRun(
+        request=computed, gpu=gpu, engine=engine, model=model, placement=placement, tapes=tapes, frozen=frozen
+    )
     overlapped_bytes = placement.managed + offloaded_bytes
     step_s = step_seconds(
         request, gpu, model, placement, tapes.micro_batches[-1], overlapped_bytes=overlapped_bytes
@@ -134,7 +142,7 @@ def _assembled(
 
 def _step_tokens(request: Request) -> int:
     """Tokens of one optimizer step on all GPUs."""
-    return request.batch * request.seq * request.choices.accumulate * request.choices.gpus
+    return request.tokens * request.choices.accumulate * request.choices.gpus
 
 
 def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> tuple[str, ...]:
@@ -143,6 +151,9 @@ def _notes(request: Request, gpu: Gpu, engine: Engine, model: ModelWeights) -> t
     if choices.kernels == "liger":
         notes.append("Liger Kernel 0.8.5: allocations follow its source code; ops inside layers use tigon's timings.")
     notes += engine.notes(request, model)
+    for one in request.frozen():
+        notes.append(f"The run holds a second, frozen model: {one.model}, {in_bytes(model_weights(one).weight_bytes)}.")
+    notes += request.objective.notes()
     if gpu.source.startswith(("data sheet", "rates of")):
         notes.append(f"Times on {gpu.name} are not measured: {gpu.source}.")
     if choices.offload == "nvme":

@@ -100,14 +100,22 @@ _ROWS = (
     _gpu("a6000", 47.4, 155, 38.7, 768, arch=(8, 6), sm_count=84, link_gbs=24, peer_gbs=24),
     _gpu("rtx-5090", 31.4, 209.5, 104.8, 1792, arch=(12, 0), sm_count=170, link_gbs=50, peer_gbs=50),
     _gpu("rtx-4090", 23.5, 165.2, 82.6, 1008, arch=(8, 9), sm_count=128, link_gbs=24, peer_gbs=24),
+    # GeForce: NVIDIA's white papers on GA102, Ada and Blackwell rate 16-bit products with fp32 sums at twice fp32.
+    _gpu("rtx-5080", 15.5, 112.6, 56.3, 960, arch=(12, 0), sm_count=84, link_gbs=50, peer_gbs=50),
+    _gpu("rtx-4080", 15.6, 97.5, 48.7, 717, arch=(8, 9), sm_count=76, link_gbs=24, peer_gbs=24),
+    _gpu("rtx-4070", 11.6, 58.3, 29.1, 504, arch=(8, 9), sm_count=46, link_gbs=24, peer_gbs=24),
+    _gpu("rtx-3060", 11.6, 25.4, 12.7, 360, arch=(8, 6), sm_count=28, link_gbs=24, peer_gbs=24),
     _gpu("rtx-3090", 23.6, 71, 35.6, 936, arch=(8, 6), sm_count=82, link_gbs=24, peer_gbs=24),
     _gpu("l4", 22.2, 121, 30.3, 300, arch=(8, 9), sm_count=58, link_gbs=24, peer_gbs=24),
     _gpu("a10", 22.2, 125, 31.2, 600, arch=(8, 6), sm_count=72, link_gbs=24, peer_gbs=24),
+    _gpu("t4", 14.6, 65, 8.1, 320, arch=(7, 5), sm_count=40, link_gbs=12, peer_gbs=12),
     _gpu("mi300x", 191.7, 1307, 163.4, 5300, arch=(0, 0), sm_count=304, link_gbs=50, peer_gbs=370),
 )
 
 GPUS: Mapping[str, Gpu] = {row.name: row for row in _ROWS}
 
+# What people type -> the row's name.
+_SHORT_NAMES = {"a100": ("a100-80gb",), "h100-sxm": ("h100",), "6000-ada": ("rtx-6000-ada",)}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b", re.IGNORECASE)
 _LETTERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -130,9 +138,12 @@ def find_gpu(text: str) -> Gpu:
             raise UsageError(f"gpu {text!r} is less than 1 GiB; give a size such as 24GiB, or a name.")
         like = min(_ROWS, key=lambda row: abs(row.memory_bytes - memory_bytes))
         return replace(like, name=text.strip(), memory_bytes=memory_bytes, source=f"rates of the {like.name}")
-    name = re.sub(r"[\s_]+", "-", text.strip().lower()).removeprefix("nvidia-")
-    if name in GPUS:
-        return GPUS[name]
+    name = re.sub(r"[\s_]+", "-", text.strip().lower())
+    for prefix in ("nvidia-", "tesla-", "geforce-", "rtx-", "rtx"):
+        name = name.removeprefix(prefix)
+    for known in (name, f"rtx-{name}", *_SHORT_NAMES.get(name, ())):
+        if known in GPUS:
+            return GPUS[known]
     near = difflib.get_close_matches(name, GPUS, n=1)
     hint = f"the nearest is {near[0]}" if near else f"known are {', '.join(GPUS)}"
     raise UsageError(f"gpu {text!r} is not known; {hint}. You can also give a size such as 24GiB.")

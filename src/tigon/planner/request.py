@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tigon.errors import UsageError
 from tigon.models.loading.config import build_on_meta
-from tigon.objectives.base import PlannedObjective
+from tigon.objectives.base import FrozenModel, PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.techniques import matrix
 from tigon.techniques.records.choices import Choices
@@ -34,6 +34,23 @@ class Request:
     """Whether gradients are clipped by their norm, which the Trainer does unless max_grad_norm is 0."""
     evaluated: bool = False
     """Whether the run evaluates, in batches of the same size. If so, the evaluation counts in the peak."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one GPU."""
+        return self.objective.sequences(self.batch) * self.objective.sequence_tokens(self.seq)
+
+    def frozen(self) -> tuple[Request, ...]:
+        """A request for each model that the run holds beside the trained one, as if it were the model of a run.
+
+        Its techniques are the run's, without adapters, quantisation and checkpointing (trainer/post_training.py).
+        """
+        choices = replace(self.choices, lora_rank=None, quantized=False, checkpointing="none")
+        trained = FrozenModel(name=self.model, config=self.config)
+        return tuple(
+            replace(self, model=one.name, config=one.config, choices=choices, objective=PlannedCausalLM())
+            for one in self.objective.frozen_models(trained, self.choices)
+        )
 
 
 def text_config(config: Any) -> Any:
@@ -82,9 +99,13 @@ def check(request: Request) -> None:
             f"{request.model} has num_key_value_heads {key_heads}, which does not divide its num_attention_heads "
             f"{heads}; correct its config.json."
         )
+    if refusal := request.objective.batch_refusal(request.batch):
+        raise UsageError(f"batch is {request.batch}, but {refusal}.")
     limit = getattr(text, "max_position_embeddings", None)
-    if limit is not None and request.seq > limit:
+    written = request.objective.sequence_tokens(request.seq) - request.seq
+    if limit is not None and request.seq + written > limit:
+        completion = f" and completions have up to {written} tokens" if written else ""
         raise UsageError(
-            f"seq is {request.seq}, but {request.model} has max_position_embeddings {limit}; use at most {limit}, or "
-            "give a config.json with longer positions."
+            f"seq is {request.seq}{completion}, but {request.model} has max_position_embeddings {limit}; use at most "
+            f"{max(limit - written, 0)}, or give a config.json with longer positions."
         )

@@ -11,6 +11,7 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, ties_embeddings
 from tigon.planner.simulate.allocator import CachingAllocator
 from tigon.planner.simulate.collectives import GATHERING, GatheredWeights, ReducedGradients
+from tigon.planner.simulate.generation import generate
 from tigon.planner.simulate.ledger import Allocation, Ledger
 from tigon.planner.simulate.model_states import ModelWeights, step_tensor_bytes
 from tigon.planner.simulate.playback import GradientRules, replay, replay_evaluation
@@ -45,6 +46,8 @@ class SimulatedRun:
     model: ModelWeights
     placement: Placement
     tapes: StepTapes
+    frozen: tuple[ModelWeights, ...] = ()
+    """The models that the run holds beside the trained one, whole and without gradients."""
 
     def memory(self) -> RunMemory:
         """Simulate the run."""
@@ -69,6 +72,8 @@ class SimulatedRun:
     def _load(self, ledger: Ledger) -> None:
         placement = self.placement
         self.engine.load(Loading(ledger=ledger, request=self.request, model=self.model, placement=placement))
+        for request, weights in zip(self.request.frozen(), self.frozen, strict=True):
+            Loading(ledger=ledger, request=request, model=weights, placement=placement).load_whole()
         ledger.alloc(placement.buffers, "workspace")
         if placement.gradients.allocated == "at the start":
             ledger.alloc(placement.gradients.nbytes, "gradients")
@@ -81,6 +86,7 @@ class SimulatedRun:
             # Two cuBLAS handles: one for the thread that runs the forward pass and one for autograd's.
             for _ in range(2):
                 ledger.alloc(self.gpu.cublas_workspace_bytes, "workspace")
+        generate(ledger, self.request, self.model)
         gradients = self._micro_batches(ledger)
         ledger.enter("optimizer")
         if first:

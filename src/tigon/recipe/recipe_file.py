@@ -21,6 +21,7 @@ from typing import Any
 
 from tigon._files import read_text
 from tigon.errors import RecipeError
+from tigon.recipe.aliases import ALIASES, key_of, translate, value_of
 from tigon.recipe.keys import (
     SECTIONS,
     Recipe,
@@ -38,11 +39,6 @@ FP32_RANGE = (1.2e-38, 3.4e38)
 MAX_NAME = 1024  # characters in a path or another name; Linux allows paths of 4,096 bytes
 MAX_NODES = 4096  # counted with aliases expanded, as an alias bomb would expand them
 MAX_DEPTH = 8
-# Former keys, and what to write instead.
-RENAMED_KEYS: Mapping[str, str] = {
-    "train.gradient_checkpointing": "train.checkpointing: full (for true) or none (for false)",
-}
-
 # Errors that PyYAML does not wrap: invalid dates, tags on values of another type, huge numbers, deep nesting.
 OF_VALUES = (ValueError, KeyError, AttributeError, RecursionError)
 
@@ -67,6 +63,7 @@ def load(
         RecipeError: The file cannot be read, or a key or value is wrong; the message names file, line and key.
     """
     raw, lines = _read_yaml(path)
+    raw = _without_aliases(raw, path, lines)
     _check_keys(raw, path, lines)
     on_gpu = raw.pop(ON_GPU, None)
     assignments = [_parse_override(text) for text in overrides]
@@ -88,6 +85,20 @@ def load(
     if checked:
         check_combinations(recipe, path, objective_rules)
         check_effects(recipe, given_keys, where, objective_rules)
+    return recipe
+
+
+def of_assignments(overrides: Sequence[str]) -> Recipe:
+    """A recipe of defaults with `--set section.key=value` applied. Keys that exclude each other are not checked.
+
+    Raises:
+        RecipeError: A key or value is wrong; the message names the key.
+    """
+    raw: dict[str, Any] = {}
+    for dotted, value in map(_parse_override, overrides):
+        _assign(raw, dotted, value)
+    recipe = _build(Recipe, raw, "", lambda _: "--set")
+    assert isinstance(recipe, Recipe)
     return recipe
 
 
@@ -151,6 +162,19 @@ def _walk(node: Any, path: Path, dotted: str, depth: int, lines: dict[str, int],
             _walk(item, path, dotted, depth + 1, lines, count)
 
 
+def _without_aliases(raw: dict[str, Any], path: Path, lines: dict[str, int]) -> dict[str, Any]:
+    """The file's mapping with recipe keys in place of other libraries' names, under on_gpu too."""
+
+    def where(dotted: str) -> str:
+        return _where(path, lines, dotted, {})
+
+    on_gpu = raw.get(ON_GPU)
+    raw = translate({name: value for name, value in raw.items() if name != ON_GPU}, "", lines, where)
+    if on_gpu is not None:
+        raw[ON_GPU] = translate(on_gpu, f"{ON_GPU}.", lines, where) if isinstance(on_gpu, dict) else on_gpu
+    return raw
+
+
 def _check_keys(raw: dict[str, Any], path: Path, lines: dict[str, int]) -> None:
     """Refuse unknown sections and keys. Keys under on_gpu are checked even on a machine without a GPU."""
     for section, value in raw.items():
@@ -177,7 +201,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
     import yaml
 
     dotted, separator, value_text = text.partition("=")
-    dotted = dotted.strip()
+    written = dotted.strip()
+    dotted = key_of(written)
     if not separator or not dotted:
         raise RecipeError(f"--set {text}: expected section.key=value, e.g. --set train.batch_size=8")
     section, _, rest = dotted.partition(".")
@@ -187,7 +212,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
         value = yaml.safe_load(value_text)
     except (yaml.YAMLError, *OF_VALUES):
         raise RecipeError(f"--set {text[:200]}: the value is not valid YAML; quote it") from None
-    return dotted, value
+    return dotted, value if dotted == written else value_of(written.rpartition(".")[2], value, "--set")
 
 
 def _assign(raw: dict[str, Any], dotted: str, value: Any) -> None:
@@ -304,10 +329,8 @@ def _all_keys() -> list[str]:
 
 
 def _unknown(dotted: str, known: Sequence[str], where: str) -> RecipeError:
-    now = RENAMED_KEYS.get(dotted.removeprefix(f"{ON_GPU}."))
-    if now:
-        return RecipeError(f"{where}: {dotted} was renamed; write {now}")
     leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
+    leaves |= {name: f"{name}, another name of {alias.key}" for name, alias in ALIASES.items() if name not in leaves}
     near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
     near = near or [leaves[m] for m in difflib.get_close_matches(dotted.rsplit(".", 1)[-1], list(leaves), n=1)]
     hint = f"the nearest key is {near[0]}" if near else f"known: {', '.join(known[:8])}, ..., see docs/train.md"

@@ -10,6 +10,7 @@ import importlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -27,7 +28,6 @@ from tigon.trainer.rewards import load_rewards
 
 if TYPE_CHECKING:
     from tigon.trainer.prepare import Prepared
-    from tigon.trainer.run_folder import RunFolder
 
 
 class PostTrainer(GuardedTrainer):
@@ -35,6 +35,12 @@ class PostTrainer(GuardedTrainer):
 
     fused: str = ""
     """What runs on tigon's head and what does not, for the report."""
+
+    @property
+    def frozen_models(self) -> tuple[Any, ...]:
+        """The models that are not trained: a reference or a teacher."""
+        models = (getattr(self, name, None) for name in ("ref_model", "teacher_model"))
+        return tuple(model for model in models if model is not None)
 
     def tokens_in(self, inputs: Any) -> int:
         """The tokens of a micro-batch of rows; prompts are counted in `training_step`, with their completions."""
@@ -73,11 +79,11 @@ class PostTrainer(GuardedTrainer):
         """Send nothing: only `model.name` may use the network."""
 
 
-def make(run: RunFolder, prepared: Prepared, built: Any, safeguards: Safeguards) -> PostTrainer:
+def make(folder: Path, prepared: Prepared, built: Any, safeguards: Safeguards) -> PostTrainer:
     """TRL's trainer of a run, ready to train.
 
     Args:
-        run: The run folder.
+        folder: The run folder.
         prepared: The prepared run, with its rows.
         built: The model, with its techniques and what its objective attaches.
         safeguards: The settings of the guards.
@@ -93,12 +99,12 @@ def make(run: RunFolder, prepared: Prepared, built: Any, safeguards: Safeguards)
     kind = type("Guarded" + spec.trainer, (PostTrainer, getattr(package, spec.trainer)), {})
     train_rows, eval_rows = (datasets.Dataset.from_list(list(rows)) if rows else None for rows in prepared.rows)
     more = {
-        **_reference(spec, run, prepared), **_teacher(spec, run, prepared),
+        **_reference(spec, folder, prepared), **_teacher(spec, folder, prepared),
         **({"reward_funcs": load_rewards(spec.rewards)} if spec.rewards else {}),
     }  # fmt: skip
     tokenizer = prepared.tokenizer
     try:
-        args = getattr(package, spec.config)(**_arguments(spec, run, prepared))
+        args = getattr(package, spec.config)(**_arguments(spec, folder, prepared))
         trainer: PostTrainer = kind(
             model=built, args=trainers.without_data_parallel(args), train_dataset=train_rows, eval_dataset=eval_rows,
             processing_class=tokenizer, **more,
@@ -116,35 +122,35 @@ def make(run: RunFolder, prepared: Prepared, built: Any, safeguards: Safeguards)
     return trainer
 
 
-def _arguments(spec: TrlTraining, run: RunFolder, prepared: Prepared) -> dict[str, Any]:
+def _arguments(spec: TrlTraining, folder: Path, prepared: Prepared) -> dict[str, Any]:
     values = trainers.argument_values(
-        prepared.recipe.train, prepared.choices, prepared.run_info, folder=run.path / "checkpoints",
+        prepared.recipe.train, prepared.choices, prepared.run_info, folder=folder / "checkpoints",
         device=prepared.device, evaluate=bool(prepared.rows and prepared.rows[1]),
     )  # fmt: skip
     # TRL's own defaults are bf16 and activation checkpointing; here both are techniques of the recipe.
     return {"bf16": False, "gradient_checkpointing": False, **values, **spec.options}
 
 
-def _reference(spec: TrlTraining, run: RunFolder, prepared: Prepared) -> dict[str, Any]:
+def _reference(spec: TrlTraining, folder: Path, prepared: Prepared) -> dict[str, Any]:
     """The model before training, frozen; adapters need none, because TRL can switch them off."""
     if not spec.takes_reference or prepared.choices.lora_rank is not None:
         return {}
-    return {"ref_model": _frozen(prepared.objective.model(run.path), prepared.config, run, prepared)}
+    return {"ref_model": _frozen(prepared.objective.model(folder), prepared.config, folder, prepared)}
 
 
-def _teacher(spec: TrlTraining, run: RunFolder, prepared: Prepared) -> dict[str, Any]:
+def _teacher(spec: TrlTraining, folder: Path, prepared: Prepared) -> dict[str, Any]:
     if spec.teacher is None:
         return {}
-    teacher = spec.teacher(run.path)
-    return {"teacher_model": _frozen(teacher, models.load_config(teacher), run, prepared)}
+    teacher = spec.teacher(folder)
+    return {"teacher_model": _frozen(teacher, models.load_config(teacher), folder, prepared)}
 
 
-def _frozen(model: ModelConfig, config: Any, run: RunFolder, prepared: Prepared) -> Any:
+def _frozen(model: ModelConfig, config: Any, folder: Path, prepared: Prepared) -> Any:
     """A model that is not trained, with tigon's kernels."""
     recipe, choices = prepared.recipe, replace(prepared.choices, lora_rank=None, quantized=False, checkpointing="none")
     built, _ = engine.build(
         model, config, choices, prepared.run_info, device=prepared.device, seed=recipe.train.seed,
-        kernels=recipe.model.kernels, base=run.path / "base", ops=self_test.without(prepared.wrong_ops),
+        kernels=recipe.model.kernels, base=folder / "base", ops=self_test.without(prepared.wrong_ops),
     )  # fmt: skip
     engine.refuse_nonfinite(built, model)
     return built.requires_grad_(False).eval()

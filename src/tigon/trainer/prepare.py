@@ -15,12 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tigon._install import install_command
-from tigon._quiet import quiet_packages
 from tigon.data import documents, preferences, tokenizer
 from tigon.data.packing import Collator, fingerprint, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import DataError, RecipeError, TigonError
 from tigon.models.loading import hub
+from tigon.models.loading.quiet import quiet_loading
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
 from tigon.techniques import head_groups
@@ -50,15 +50,11 @@ def quiet_libraries(recipe: Recipe) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # about DeepSpeed's calls
-    quiet_packages()
-
     try:
-        import transformers
+        quiet_loading()
     except ImportError as error:  # transformers checks the versions of its dependencies on import
         reason = " ".join(str(error).split())[:200]
         raise RecipeError(f"transformers cannot be imported: {reason}; {install_command('train')}") from None
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
 
 
 @dataclass(frozen=True)

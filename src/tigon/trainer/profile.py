@@ -115,7 +115,7 @@ def profile(request: ProfileRequest) -> Path:
 
 def _short(recipe: Recipe, steps: int) -> Recipe:
     """The recipe with the number of steps of a profile, without evaluation, samples, checkpoints and comparison."""
-    post_training_rules.refuse(recipe, "tigon profile")
+    post_training_rules.check_profiled(recipe)
     train = replace(
         recipe.train, steps=steps + TRACED_STEPS, epochs=None, eval_steps=None, save_steps=None,
         log_steps=steps + TRACED_STEPS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from tigon.profiler.recording.watch import PhaseHooks
 from tigon.profiler.render.op_table import OpRow, op_table
 from tigon.profiler.timeline.assemble import assemble
 from tigon.profiler.timeline.timeline import Timeline
-from tigon.trainer import engine
+from tigon.trainer import engine, post_training
 from tigon.trainer import trainer as trainers
 from tigon.trainer.checkpoint import nvme_swap
+from tigon.trainer.guarded import GuardedTrainer, Safeguards
 from tigon.trainer.guards import self_test
 from tigon.trainer.prepare import Prepared
 
@@ -69,16 +71,13 @@ def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
     built = objective.attach(built)
     # On CUDA, the allocator's Python frames do not reach into autograd's C++. The CPU recorder names autograd's nodes.
     name_nodes = device.type == "cuda"
-    args = trainers.arguments(
-        recipe.train, prepared.choices, prepared.run_info, folder=folder / "checkpoints", device=device, evaluate=False
-    )
-    optimizer = engine.make_optimizer(recipe.train, prepared.choices)
-    samples = SampleDataset(prepared.train.samples)
     with PhaseHooks(
         steps.journal, built, decoder_layers(built), checkpointed=_is_checkpointed, name_nodes=name_nodes
     ) as hooks:
         steps.watch = hooks
-        trainer = trainers.TigonTrainer(built, args, prepared.collator, samples, None, optimizer, objective=objective)
+        trainer = _trainer(prepared, built, folder)
+        for frozen in getattr(trainer, "frozen_models", ()):
+            hooks.watch_frozen(frozen)
         trainer.add_callback(steps)
         try:
             trainer.train()
@@ -86,6 +85,21 @@ def _train(prepared: Prepared, steps: _Steps, folder: Path) -> None:
             steps.end_timing()
             for left in ("checkpoints", "base"):
                 shutil.rmtree(folder / left, ignore_errors=True)
+
+
+def _trainer(prepared: Prepared, built: Any, folder: Path) -> GuardedTrainer:
+    """The run's trainer, without evaluation."""
+    recipe, objective = prepared.recipe, prepared.objective
+    if objective.trl is not None:
+        assert prepared.rows is not None, "a post-training run has rows"
+        return post_training.make(folder, replace(prepared, rows=(prepared.rows[0], ())), built, Safeguards())
+    args = trainers.arguments(
+        recipe.train, prepared.choices, prepared.run_info, folder=folder / "checkpoints", device=prepared.device,
+        evaluate=False,
+    )  # fmt: skip
+    optimizer = engine.make_optimizer(recipe.train, prepared.choices)
+    samples = SampleDataset(prepared.train.samples)
+    return trainers.TigonTrainer(built, args, prepared.collator, samples, None, optimizer, objective=objective)
 
 
 def _is_checkpointed(layer: Any) -> bool:

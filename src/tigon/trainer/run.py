@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tigon.data import sources
 from tigon.data.packing import SampleDataset
 from tigon.errors import RunFolderError, TigonError
-from tigon.objectives import post_training_rules, recipe_checks
+from tigon.objectives import recipe_checks
 from tigon.objectives.base import FinalSave
 from tigon.recipe.keys import Recipe
 from tigon.techniques import TECHNIQUES
@@ -74,8 +74,6 @@ def train(
         run_folder.check(recipe.output, command)
     quiet_libraries(recipe)
     checkpoint.no_pickles()
-    if auto:
-        post_training_rules.refuse(recipe, "--auto")
     device = preflight.check_device(recipe)
     if auto:
         overrides = prediction.with_auto(recipe, overrides, device, resume=resume)
@@ -221,7 +219,7 @@ def _predict(console: Console, prepared: Prepared, path: Path, overrides: Sequen
     words = (word for text in overrides for word in ("--set", text))
     command = shlex.join(["tigon", "train", str(path), *words])
     predicted = None
-    if launch.rank() == 0 and prepared.rows is None:  # the planner does not know TRL's trainers
+    if launch.rank() == 0:
         predicted, lines = prediction.announce(
             prepared.recipe, prepared.config, prepared.choices, prepared.device,
             evaluated=bool(prepared.eval_samples), command=command,
@@ -401,7 +399,7 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
     if prepared.rows is not None:
         from tigon.trainer import post_training  # loads transformers
 
-        return post_training.make(run, prepared, built, safeguards)
+        return post_training.make(run.path, prepared, built, safeguards)
     args = trainers.arguments(
         recipe.train, prepared.choices, prepared.run_info, folder=run.path / "checkpoints", device=prepared.device,
         evaluate=bool(prepared.eval_samples),

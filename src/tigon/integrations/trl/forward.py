@@ -139,9 +139,42 @@ class FusedForward:
         self.head.restore()
 
 
+class FusedInsideAutocast:
+    """A model that Accelerate put under autocast before `fuse`, as TRL's trainers do with their reference.
+
+    Accelerate's wrapper hides TRL's forward. It is taken off and put around the fused forward again.
+    """
+
+    def __init__(self, model: nn.Module, accelerator: Any) -> None:
+        """Raises PatchError as FusedForward does; the model is then as it was."""
+        self.model = model
+        self._before = {name: vars(model)[name] for name in ("forward", WITHOUT_AUTOCAST)}
+        vars(model)["forward"] = vars(model)[WITHOUT_AUTOCAST]
+        try:
+            self.fused = FusedForward(model)
+        except PatchError:
+            vars(model).update(self._before)
+            raise
+        # Accelerate keeps a list of prepared models, in which this one stands already, and skips a model of this mark.
+        prepared = len(accelerator._models)
+        vars(model)[PREPARED] = False
+        accelerator.prepare_model(model, evaluation_mode=True)
+        del accelerator._models[prepared:]
+
+    def restore(self) -> None:
+        self.fused.restore()
+        vars(self.model).update(self._before)
+
+
+PREPARED = "_is_accelerate_prepared"
+WITHOUT_AUTOCAST = "_original_forward"
+"""Where Accelerate keeps the forward of a model that it puts under autocast."""
+
+
 def has_trl_forward(model: nn.Module) -> bool:
-    """Whether TRL gave this model a forward that tigon can fuse."""
-    function = getattr(model.forward, "__func__", None)
+    """Whether TRL gave this model a forward that tigon can fuse. Accelerate may have put it under autocast since."""
+    forward = vars(model).get(WITHOUT_AUTOCAST, model.forward)
+    function = getattr(forward, "__func__", None)
     return any(owner_of(function, name) is not None for name in (TRL_FUNCTION, SFT_LOSS))
 
 

@@ -18,7 +18,13 @@ from torch import nn
 
 from tigon.errors import PatchError, UsageError
 from tigon.integrations.trl.divergence import SHARDED_TEACHER, FusedDistillation, FusedGKD, sharded
-from tigon.integrations.trl.forward import FusedForward, has_trl_forward, restore_forward
+from tigon.integrations.trl.forward import (
+    WITHOUT_AUTOCAST,
+    FusedForward,
+    FusedInsideAutocast,
+    has_trl_forward,
+    restore_forward,
+)
 from tigon.integrations.trl.head import UnfusedWarning
 from tigon.integrations.trl.preference import FusedPreference
 from tigon.integrations.trl.unread_logits import UnreadLogitsTrainer
@@ -134,9 +140,15 @@ def _fuse_models(result: FusedTrainer) -> None:
             continue
         model = unwrap(model)
         if has_trl_forward(model):
-            result._add(name, lambda model=model: FusedForward(model))  # type: ignore[misc]
+            result._add(name, lambda model=model: _fused(model, result.trainer))  # type: ignore[misc]
     if not result.fused and not result.unfused:
         _fuse_unread(result)
+
+
+def _fused(model: nn.Module, trainer: Any) -> Any:
+    if WITHOUT_AUTOCAST in vars(model):
+        return FusedInsideAutocast(model, trainer.accelerator)
+    return FusedForward(model)
 
 
 def _fuse_unread(result: FusedTrainer) -> None:

@@ -84,7 +84,10 @@ class HeadPair:
     def empty_rows(self, counts_N: Tensor | None) -> DivergenceRows:
         """Uninitialised results."""
         x, N, dtype = self.p_hidden_NG, self.tokens, self.sum_dtype
-        return DivergenceRows(counts_N, x.new_empty(N, dtype=dtype), x.new_empty((6, N), dtype=dtype))
+        return DivergenceRows(
+            counts_N, x.new_empty(N, dtype=dtype), x.new_empty((8, N), dtype=dtype),
+            x.new_empty((2, N), dtype=torch.int32),
+        )  # fmt: skip
 
 
 class _Buffers:
@@ -93,8 +96,8 @@ class _Buffers:
     def __init__(self, pair: HeadPair, plan: BlockPlan) -> None:
         self._p, self._q = _Buffer(plan, pair.p_hidden_NG), _Buffer(plan, pair.q_hidden_NH)
 
-    def view(self, n: int, c: int) -> LogitPair:
-        return LogitPair(self._p.view(n, c), self._q.view(n, c))
+    def view(self, n: int, c: int, first: int = 0) -> LogitPair:
+        return LogitPair(self._p.view(n, c), self._q.view(n, c), first)
 
 
 def _logits_into(pair: HeadPair, rows: slice, columns: slice, out: LogitPair) -> None:
@@ -111,7 +114,8 @@ class KlResults(NamedTuple):
     """The results of the forward; logits that are not kept are empty."""
 
     value_N: Tensor
-    stats_6N: Tensor
+    stats_8N: Tensor
+    peaks_2N: Tensor
     p_kept_NV: Tensor
     q_kept_NV: Tensor
 
@@ -140,7 +144,11 @@ def _forward_body(
             logits = buffers.view(rows.stop - rows.start, pair.vocab)
             _logits_into(pair, rows, slice(0, pair.vocab), logits)
             divergence(logits, results.part(rows), options)
-    return KlResults(results.value_N, results.stats_6N, *_kept(pair, buffers if keep else None))
+    return _results(results, _kept(pair, buffers if keep else None))
+
+
+def _results(rows: DivergenceRows, kept: LogitPair) -> KlResults:
+    return KlResults(rows.value_N, rows.stats_8N, rows.peaks_2N, kept.p_NC, kept.q_NC)
 
 
 def _forward_fake(
@@ -151,7 +159,7 @@ def _forward_fake(
         # The planner traces this fake: the buffers are alive inside the operator.
         buffers = _Buffers(pair, _forward_plan(pair, keep, block_bytes))
     results = pair.empty_rows(counts_N)
-    return KlResults(results.value_N, results.stats_6N, *_kept(pair, buffers if keep else None))
+    return _results(results, _kept(pair, buffers if keep else None))
 
 
 linear_kl_fwd = Primitive("linear_kl_fwd", composite=_forward_body, fake=_forward_fake)
@@ -206,11 +214,11 @@ def _backward_body(
     buffers = _Buffers(pair, plan)
 
     def logits(rows: slice, columns: slice) -> tuple[LogitPair, LogitPair]:
-        grads = buffers.view(rows.stop - rows.start, columns.stop - columns.start)
+        grads = buffers.view(rows.stop - rows.start, columns.stop - columns.start, columns.start)
         if p_kept_NV is None or q_kept_NV is None:
             _logits_into(pair, rows, columns, grads)
             return grads, grads
-        return LogitPair(p_kept_NV[rows, columns], q_kept_NV[rows, columns]), grads
+        return LogitPair(p_kept_NV[rows, columns], q_kept_NV[rows, columns], columns.start), grads
 
     return _gradients(pair, upstream, plan, (kl, options), logits)
 

@@ -56,13 +56,15 @@ class LogitPair(NamedTuple):
 
     p_NC: Tensor
     q_NC: Tensor
+    first: int = 0
+    """The vocabulary's column that is the block's first."""
 
     @property
     def use_kernel(self) -> bool:
         return dispatch.uses_kernel(self.p_NC) and dispatch.uses_kernel(self.q_NC)
 
     def part(self, rows: slice) -> LogitPair:
-        return LogitPair(self.p_NC[rows], self.q_NC[rows])
+        return LogitPair(self.p_NC[rows], self.q_NC[rows], self.first)
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,15 @@ class DivergenceRows:
     counts_N: Tensor | None
     """uint8, 0 for a row that is left out; None if none is."""
     value_N: Tensor
-    stats_6N: Tensor
-    """m and log Σ exp(z - m) of p, those of q, and the means in the gradients of p and of q."""
+    stats_8N: Tensor
+    """m and log Σ exp(z - m) of p, those of q, the means in the gradients of p and of q, z_q in the column of the
+    largest z_p, and z_p in the column of the largest z_q."""
+    peaks_2N: Tensor
+    """int32, the columns of the largest z_p and of the largest z_q. They have the strides of stats_8N."""
 
     def part(self, rows: slice) -> DivergenceRows:
         counts_N = None if self.counts_N is None else self.counts_N[rows]
-        return DivergenceRows(counts_N, self.value_N[rows], self.stats_6N[:, rows])
+        return DivergenceRows(counts_N, self.value_N[rows], self.stats_8N[:, rows], self.peaks_2N[:, rows])
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ class KlUpstream:
     """The gradient of the divergence, and the statistics of the rows."""
 
     counts_N: Tensor | None
-    stats_6N: Tensor
+    stats_8N: Tensor
+    peaks_2N: Tensor
     dvalue_N: Tensor
     p_scale: Tensor | None
     """0-dim; multiplies the gradient of p's logits. None for 1."""
@@ -94,7 +100,8 @@ class KlUpstream:
     def part(self, rows: slice) -> KlUpstream:
         """The gradients of some rows."""
         counts_N = None if self.counts_N is None else self.counts_N[rows]
-        return KlUpstream(counts_N, self.stats_6N[:, rows], self.dvalue_N[rows], self.p_scale, self.q_scale)
+        stats_8N, peaks_2N = self.stats_8N[:, rows], self.peaks_2N[:, rows]
+        return KlUpstream(counts_N, stats_8N, peaks_2N, self.dvalue_N[rows], self.p_scale, self.q_scale)
 
 
 def fp16_scale(dvalue_N: Tensor, logits: LogprobOptions, is_difference: bool) -> tuple[Tensor, Tensor]:
@@ -145,9 +152,19 @@ def _statistics(z: Tensor) -> tuple[Tensor, Tensor]:
     return m, (z - torch.where(m == -torch.inf, 0.0, m).unsqueeze(1)).exp().sum(1).log()
 
 
-def _compare(z_p: Tensor, z_q: Tensor, stats_6N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_peaks(z_p: Tensor, z_q: Tensor, upstream: KlUpstream, first: int) -> tuple[Tensor, Tensor]:
+    """z_p and z_q with the forward's values in the columns of their maxima (see kernels/kl.py)."""
+    stats, columns = upstream.stats_8N.unsqueeze(2), torch.arange(first, first + z_p.shape[1], device=z_p.device)
+    at_p, at_q = (columns == peak for peak in upstream.peaks_2N.unsqueeze(2))
+    return (
+        torch.where(at_p, stats[0], torch.where(at_q, stats[7], z_p)),
+        torch.where(at_q, stats[2], torch.where(at_p, stats[6], z_q)),
+    )
+
+
+def _compare(z_p: Tensor, z_q: Tensor, stats_8N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(p, q, log p - log q)"""
-    m_p, log_p, m_q, log_q = stats_6N[:4].unsqueeze(2)
+    m_p, log_p, m_q, log_q = stats_8N[:4].unsqueeze(2)
     m_p, m_q = (torch.where(m == -torch.inf, 0.0, m) for m in (m_p, m_q))
     shifted_p, shifted_q = z_p - m_p, z_q - m_q
     apart = m_p - m_q
@@ -180,36 +197,44 @@ def _left_out(counts_N: Tensor) -> Tensor:
 
 
 def _divergence_reference(logits: LogitPair, rows: DivergenceRows, options: KlOptions) -> None:
-    acc, stats_6N = rows.value_N.dtype, rows.stats_6N
+    acc, stats_8N = rows.value_N.dtype, rows.stats_8N
     z_p, _ = squashed(logits.p_NC.to(acc, copy=True), options.p)
     z_q, _ = squashed(logits.q_NC.to(acc, copy=True), options.q)
-    stats_6N[0], stats_6N[1] = _statistics(z_p)
-    stats_6N[2], stats_6N[3] = _statistics(z_q)
-    p, q, d = _compare(z_p, z_q, stats_6N)
+    stats_8N[0], stats_8N[1] = _statistics(z_p)
+    stats_8N[2], stats_8N[3] = _statistics(z_q)
+    peaks_N2 = torch.stack((z_p.argmax(1), z_q.argmax(1)), 1)
+    rows.peaks_2N.copy_(peaks_N2.t())
+    stats_8N[6] = z_q.gather(1, peaks_N2[:, :1]).squeeze(1)
+    stats_8N[7] = z_p.gather(1, peaks_N2[:, 1:]).squeeze(1)
+    p, q, d = _compare(z_p, z_q, stats_8N)
     if options.is_jsd:
         u, v = _over_mixture(d, options.beta)
         of_p, of_q = _times(p, u), _times(q, v)
         terms = options.beta * of_p + (1.0 - options.beta) * of_q
-        stats_6N[4], stats_6N[5] = of_p.sum(1), of_q.sum(1)
+        stats_8N[4], stats_8N[5] = of_p.sum(1), of_q.sum(1)
     else:
         of_p = _times(p, d)
-        terms = torch.where(d.abs() < _NEAR, p * _rest_of_exp(d), of_p + (q - p))
-        stats_6N[4], stats_6N[5] = of_p.sum(1), 0.0
+        near = d.abs() < _NEAR
+        of_q = torch.where(near, p * torch.expm1(-d), q - p)
+        terms = torch.where(near, p * _rest_of_exp(d), of_p + of_q)
+        stats_8N[4], stats_8N[5] = of_p.sum(1), of_q.sum(1)
     rows.value_N.copy_(terms.sum(1))
     if rows.counts_N is not None:
         left_out = _left_out(rows.counts_N)
         rows.value_N.masked_fill_(left_out, 0.0)
-        stats_6N.masked_fill_(left_out, 0.0)
+        stats_8N.masked_fill_(left_out, 0.0)
+        rows.peaks_2N.masked_fill_(left_out, 0)
 
 
 def _gradient_reference(
     logits: LogitPair, upstream: KlUpstream, options: KlOptions, p_grad_NC: Tensor | None, q_grad_NC: Tensor | None
 ) -> None:
-    acc, beta = upstream.stats_6N.dtype, options.beta
+    acc, beta = upstream.stats_8N.dtype, options.beta
     z_p, p_slope = squashed(logits.p_NC.to(acc, copy=True), options.p)
     z_q, q_slope = squashed(logits.q_NC.to(acc, copy=True), options.q)
-    p, q, d = _compare(z_p, z_q, upstream.stats_6N)
-    p_mean, q_mean = upstream.stats_6N[4:].unsqueeze(2)
+    z_p, z_q = _forward_peaks(z_p, z_q, upstream, logits.first)
+    p, q, d = _compare(z_p, z_q, upstream.stats_8N)
+    p_mean, q_mean = upstream.stats_8N[4:6].unsqueeze(2)
     u, v = _over_mixture(d, beta) if options.is_jsd else (d, d)
 
     def write(dz: Tensor, slope: Tensor | float, scale: Tensor | None, grad_NC: Tensor) -> None:
@@ -227,5 +252,5 @@ def _gradient_reference(
         if options.is_jsd:
             dz = (1.0 - beta) * _times(q, v - q_mean)
         else:
-            dz = torch.where(d.abs() < _NEAR, p * torch.expm1(-d), q - p)
+            dz = torch.where(d.abs() < _NEAR, p * (torch.expm1(-d) - q_mean), q - p - p * q_mean)
         write(dz, q_slope, upstream.q_scale, q_grad_NC)

@@ -66,16 +66,16 @@ class LinearKl(torch.autograd.Function):
         found = linear_kl_fwd(pair, call.counts_N, call.options, keep, block_bytes)
         if any(ctx.want):
             kept = (found.p_kept_NV, found.q_kept_NV) if keep else (None, None)
-            ctx.save_for_backward(*vars(pair).values(), call.counts_N, index, found.stats_6N, *kept)
+            ctx.save_for_backward(*vars(pair).values(), call.counts_N, index, found.stats_8N, found.peaks_2N, *kept)
         ctx.options, ctx.rows, ctx.block_bytes = call.options, rows, block_bytes
         return spread(found.value_N, index, rows, 0.0)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dvalue_N: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, counts_N, index, stats_6N, p_kept_NV, q_kept_NV = ctx.saved_tensors
+        *tensors, counts_N, index, stats_8N, peaks_2N, p_kept_NV, q_kept_NV = ctx.saved_tensors
         pair, options = HeadPair(*tensors), ctx.options
-        dvalue_N = contiguous(dvalue_N if index is None else dvalue_N.index_select(0, index), stats_6N.dtype)
+        dvalue_N = contiguous(dvalue_N if index is None else dvalue_N.index_select(0, index), stats_8N.dtype)
         p_scale = p_left = q_scale = q_left = None
         if pair.tokens and pair.p_hidden_NG.dtype == torch.float16:
             p_scale, p_left = fp16_scale(dvalue_N, options.p, is_difference=options.is_jsd)
@@ -85,7 +85,7 @@ class LinearKl(torch.autograd.Function):
         backward: Any = backward_in_place if reuse else linear_kl_bwd
         gradients = backward(
             pair,
-            KlUpstream(counts_N, stats_6N, dvalue_N, p_scale, q_scale),
+            KlUpstream(counts_N, stats_8N, peaks_2N, dvalue_N, p_scale, q_scale),
             p_kept_NV,
             q_kept_NV,
             options,
@@ -147,6 +147,9 @@ def linear_kl(
     jsd is the generalized Jensen-Shannon divergence of GKD (arXiv 2306.13649, equation 1) and of TRL's
     `GKDTrainer.generalized_jsd_loss`, where beta is the teacher's share. As in TRL, beta=0 is forward and beta=1 is
     reverse. These are the limits of jsd / beta and jsd / (1 - beta); jsd itself tends to 0.
+
+    If only the teacher's K largest log-probabilities are known, pass their ids (..., K) to `tigon.linear_logprobs` and
+    the result to `tigon.losses.topk_divergence`, which adds a bin for the rest of the vocabulary.
 
     Args:
         hidden: (..., H), the student's hidden states: fp16, bf16, fp32 or fp64.
@@ -286,7 +289,7 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     *rows, H, V = case.shape
     options = dict(case.options)
     G = options.pop("teacher_hidden_size", H)
-    masked, near, peaked = (options.pop(name, 0.0) for name in ("masked", "near", "peaked"))
+    masked, near, peaked, grid = (options.pop(name, 0.0) for name in ("masked", "near", "peaked", "grid"))
     biased = {name: options.pop(name, False) for name in ("bias", "teacher_bias")}
     weight = randn(V, H, dtype=dtype, device=device, scale=2.0 / H**0.5)
     hidden = randn(*rows, H, dtype=dtype, device=device)
@@ -301,6 +304,11 @@ def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any
     else:
         teacher_weight = randn(V, G, dtype=dtype, device=device, scale=2.0 / G**0.5)
         teacher_hidden = randn(*rows, G, dtype=dtype, device=device)
+    if grid:
+        # Multiples of a power of 2, so that no order of summation rounds their products in fp32.
+        hidden, weight, teacher_hidden, teacher_weight = (
+            ((t / grid).round() * grid).to(dtype) for t in (hidden, weight, teacher_hidden, teacher_weight)
+        )
     if masked:
         options["mask"] = torch.rand(tuple(rows), device=device) >= masked
     return {
@@ -365,6 +373,12 @@ LINEAR_KL = Op(
             id="near-peaked-jsd",
             shape=(42, 24, 100),
             options={"kind": "jsd", "near": 0.1, "peaked": 6.0, **_BLOCKS},
+            product_orders=8,
+        ),
+        Case(
+            id="near-peaked-exact-products",
+            shape=(42, 24, 100),
+            options={"kind": "jsd", "near": 0.1, "peaked": 6.0, "grid": 1 / 64, **_BLOCKS},
         ),
         Case(id="half-masked", shape=(42, 24, 100), options={"kind": "reverse", "masked": 0.5, **_BLOCKS}),
         Case(id="odd-vocab", shape=(42, 16, 4099), options={"kind": "jsd", "chunk_bytes": 300_000}),

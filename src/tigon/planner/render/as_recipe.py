@@ -28,7 +28,7 @@ def keys(request: Request) -> dict[str, Any]:
         if setting.always_written or value != getattr(default, field):
             values[setting.key] = list(value) if isinstance(value, tuple) else value
     values |= request.objective.recipe_keys()
-    if not request.masked:
+    if not request.masked and not request.objective.pads:
         values["data.cross_document_attention"] = True
     if not request.clipped:
         values["train.max_grad_norm"] = 0

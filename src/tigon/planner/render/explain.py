@@ -29,7 +29,8 @@ def explanation(plan: Plan) -> str:
 
 def lines(plan: Plan) -> list[str]:
     """The explanation as a list, one unwrapped paragraph per number."""
-    return [*_lines(plan), *_by_the_study(plan)]
+    in_study = plan.option.request.objective.in_study
+    return [*_lines(plan), *(_by_the_study(plan) if in_study else ())]
 
 
 def _lines(plan: Plan) -> Iterator[str]:
@@ -38,6 +39,9 @@ def _lines(plan: Plan) -> Iterator[str]:
     parts = result.components
     yield f"What the numbers consist of, at the moment of the peak, which is in the {result.peak_phase} phase."
     yield f"weights      {gib(parts['weights'])}: {_weights(request, model)}"
+    for one in request.frozen():
+        frozen = model_weights(one)
+        yield f"frozen       {gib(frozen.weight_bytes)} of these weights are {one.model}'s, which is not trained."
     trained = sum(weight.grad_bytes for weight in model.trained)
     yield (
         f"gradients    {gib(parts['gradients'])}: {gib(trained)} at the end of the backward pass, each in its weight's "
@@ -50,10 +54,11 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"optimizer    {gib(parts['optimizer'])}: {row.name}'s states, {states / max(numel, 1):.2f} bytes for each of "
         f"{numel:,} trained parameters ({gib(states)} in all before sharding and offload), allocated in the first step."
     )
-    tokens = request.batch * request.seq
+    tokens = request.tokens
+    sequences, length = request.objective.sequences(request.batch), request.objective.sequence_tokens(request.seq)
     yield (
         f"checkpoints  {gib(parts['checkpoints'])}: the inputs of layers that are recomputed. Formula: batch x "
-        f"seq x hidden x bytes x layers = {request.batch} x {request.seq} x {config.hidden_size} x 2 or 4 x "
+        f"seq x hidden x bytes x layers = {sequences} x {length} x {config.hidden_size} x 2 or 4 x "
         f"{config.num_hidden_layers}. Bytes are 4 under autocast, which keeps fp32 between layers."
     )
     layers, per_token = config.num_hidden_layers, parts["activations"] / tokens
@@ -62,10 +67,12 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"{per_token / 1024:,.1f} KiB per token in all {layers} layers. With checkpointing, one layer's at a time."
     )
     vocab = model.lm_head_shape[0]
+    held = "The fused loss holds one chunk of them and the sum of lm_head's gradient."
+    if not request.objective.in_study:
+        held = "No pass holds them: log-probabilities and divergences are computed in blocks, and a score needs none."
     yield (
         f"logits       {gib(parts['logits'])}: the loss and its logits. Whole logits of {tokens:,} tokens x {vocab:,} "
-        f"would be {gib(2 * tokens * vocab)} in 16 bits and {gib(4 * tokens * vocab)} per fp32 copy. The fused loss "
-        "holds one chunk of them and the sum of lm_head's gradient."
+        f"would be {gib(2 * tokens * vocab)} in 16 bits and {gib(4 * tokens * vocab)} per fp32 copy. {held}"
     )
     yield f"workspace    {gib(parts['workspace'])}: temporaries of the backward pass, and cuBLAS's two workspaces."
     yield (

@@ -112,7 +112,7 @@ def needs(option: Option) -> list[str]:
 def show(plan: Plan, console: Console) -> None:
     """Print the whole plan."""
     request, gpu = plan.option.request, plan.gpu
-    micro_batch = f"{_samples(request.batch)} of {request.seq:,} tokens"
+    micro_batch = f"{_samples(request.batch)} of {request.seq:,} tokens{_sequences(request)}"
     gpus = f"{request.choices.gpus} x {gpu.name}" if request.choices.gpus > 1 else gpu.name
     console.print(f"[bold]{request.model}[/bold], {micro_batch}, on {gpus} ({gib(gpu.memory_bytes)})")
     _show_option(plan.option, gpu, console)
@@ -235,6 +235,12 @@ def _recommendations(plan: Plan, console: Console) -> None:
         console.print(f"   {as_recipe.command(one.option.request)}", markup=False, soft_wrap=True)
     console.print(f"\nthe first as {as_recipe.RECIPE_FILE}; set your data and steps:", markup=False)
     console.print(as_recipe.yaml_text(plan.recommended[0].option.request), markup=False)
+
+
+def _sequences(request: Request) -> str:
+    """The sequences of a micro-batch, if they are not its samples: a pair has two, a prompt gets a completion."""
+    sequences, tokens = request.objective.sequences(request.batch), request.objective.sequence_tokens(request.seq)
+    return "" if (sequences, tokens) == (request.batch, request.seq) else f" ({sequences:,} sequences of {tokens:,})"
 
 
 def _samples(count: int) -> str:

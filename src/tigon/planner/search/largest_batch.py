@@ -41,15 +41,18 @@ def max_sizes(request: Request, gpu: Gpu) -> MaxSizes:
 
 
 def largest_batch(request: Request, gpu: Gpu) -> int:
-    """The most samples per micro-batch that fit, or 0."""
-    return largest(
-        lambda n: _room(request, gpu, batch=n), start=request.batch, limit=1 << 16, empty=_empty(request, gpu)
-    )
+    """The most samples per micro-batch that fit, as a multiple of the objective's least batch; or 0."""
+    unit = request.objective.least_batch
+    return unit * largest(
+        lambda n: _room(request, gpu, batch=n * unit), start=max(1, request.batch // unit), limit=(1 << 16) // unit,
+        empty=_empty(request, gpu),
+    )  # fmt: skip
 
 
 def longest_sequence(request: Request, gpu: Gpu) -> int:
     """The most tokens per sample that fit, or 0."""
     limit = int(getattr(text_config(request.config), "max_position_embeddings", None) or 1 << 20)
+    limit -= request.objective.sequence_tokens(request.seq) - request.seq
     return SHORTEST * largest(
         lambda n: _room(request, gpu, seq=min(n * SHORTEST, limit)), start=max(1, request.seq // SHORTEST),
         limit=max(1, limit // SHORTEST), empty=_empty(request, gpu),

@@ -20,6 +20,7 @@ from tigon.planner.search import space
 from tigon.planner.search.largest_batch import MaxSizes, max_sizes
 from tigon.planner.search.pool import ForkedCall
 from tigon.planner.search.space import Rung, SearchProblem
+from tigon.planner.simulate.model_states import model_weights
 from tigon.techniques import SETTINGS, matrix
 from tigon.techniques.records.choices import Choices
 
@@ -196,7 +197,7 @@ class _Search:
             parts = alone.estimate.components
             # Gradients of earlier micro-batches add to the peak, except in an evaluation.
             accumulated = _whole_gradients(choices) and alone.estimate.peak_phase != "eval"
-            added = parts["weights"] - parts["gradients"] if accumulated else 0
+            added = _trained_bytes(alone) - parts["gradients"] if accumulated else 0
             rejected = too_much(alone.estimate.peak_allocated_bytes + max(0, added))
         return rejected or estimate_option(space.as_request(self.problem.request, choices, batch), gpu)
 
@@ -218,8 +219,14 @@ def _at_least(unchecked: Option, choices: Choices, batch: int) -> int:
     kept = space.kept_share(choices) * batch / unchecked.request.batch
     lower = parts["weights"] + parts["optimizer"] + kept * parts["activations"]
     if choices.accumulate > 1 and _whole_gradients(choices):
-        lower += parts["weights"]  # gradients of earlier micro-batches
+        lower += _trained_bytes(unchecked)  # gradients of earlier micro-batches
     return int(lower)
+
+
+def _trained_bytes(option: Option) -> int:
+    """The bytes of the weights of the trained model."""
+    frozen = sum(model_weights(one).weight_bytes for one in option.request.frozen())
+    return option.estimate.components["weights"] - frozen
 
 
 def _whole_gradients(choices: Choices) -> bool:

@@ -167,7 +167,8 @@ def splits(problem: SearchProblem) -> list[tuple[int, int]]:
         return [(request.batch, request.choices.accumulate)]
     n_samples = problem.samples_per_step
     most = min(request.batch, n_samples)
-    sizes = [size for size in range(most, 0, -1) if n_samples % size == 0]
+    takes = request.objective.batch_refusal
+    sizes = [size for size in range(most, 0, -1) if n_samples % size == 0 and takes(size) is None]
     if len(sizes) > MAX_SPLITS:
         sizes = [*sizes[: MAX_SPLITS - 1], sizes[-1]]
     return [(size, n_samples // size) for size in sizes]

@@ -101,8 +101,8 @@ def _model_weights(key: TraceKey) -> ModelWeights:
         adapters.quantize(model)
     if choices.lora_rank is not None:
         adapters.attach(model, choices)
-    request.objective.attach(model)
     head = model.get_output_embeddings()
+    model = request.objective.attach(model)
     buffer_bytes = sum(rounded(buffer.numel() * buffer.itemsize) for buffer in model.buffers())
     weights = _weights(model, choices.precision, request.objective.own_parameters)
     return ModelWeights(weights, buffer_bytes, (head.out_features, head.in_features))

@@ -236,6 +236,28 @@ def _logprobs_gradients(args: Mapping[str, Any]) -> float:
     return float(_logprobs(args) * products)
 
 
+def _divergence(args: Mapping[str, Any]) -> float:
+    """FLOPs of the logits of p and q."""
+    return sum(_side_flops(args, side) for side in _SIDES)
+
+
+def _divergence_gradients(args: Mapping[str, Any]) -> float:
+    """FLOPs of the requested gradients of each side, and of its logits unless they were kept."""
+    flops = 0.0
+    for side in _SIDES:
+        wanted = args[f"want_{side[0]}_hidden"] + args[f"want_{side[0]}_weight"]
+        flops += _side_flops(args, side) * (wanted + (args["p_kept_NV"] is None))
+    return flops
+
+
+_SIDES = (("p", "NG", "VG"), ("q", "NH", "VH"))
+
+
+def _side_flops(args: Mapping[str, Any], side: tuple[str, str, str]) -> float:
+    name, hidden, weight = side
+    return float(2 * math.prod(args[f"{name}_hidden_{hidden}"].shape) * args[f"{name}_weight_{weight}"].shape[0])
+
+
 def _multi_head(args: Mapping[str, Any]) -> float:
     """FLOPs of each head's residual blocks and logits, and of their requested gradients."""
     tokens, flops = args["target"].numel(), 0.0
@@ -260,5 +282,7 @@ _PRODUCTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "tigon::linear_cross_entropy_hidden_grad": _hidden_grad,
     "tigon::linear_logprobs_fwd": _logprobs,
     "tigon::linear_logprobs_bwd": _logprobs_gradients,
+    "tigon::linear_kl_fwd": _divergence,
+    "tigon::linear_kl_bwd": _divergence_gradients,
     "tigon::multi_head_linear_cross_entropy_chunks": _multi_head,
 }

@@ -42,6 +42,10 @@ class SegmentCost:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
+    def multiply(self, factor: float) -> None:
+        for name, value in vars(self).items():
+            setattr(self, name, type(value)(value * factor))
+
 
 @dataclass
 class TapeSegment:

@@ -28,6 +28,7 @@ from tigon.errors import UsageError
 from tigon.models import patch
 from tigon.models.seams.loss import causal_lm_loss
 from tigon.models.tracing import attention_replaced
+from tigon.objectives.base import TracedModels
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
 from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
@@ -130,23 +131,12 @@ def shallow_config(config: Any, layers: int) -> Any:
 
 def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluating: bool) -> Trace:
     choices = request.choices
-    config = shallow_config(request.config, layers)
-    if choices.attention == "eager":
-        text_config(config)._attn_implementation = "eager"
-    model: Any = build(request.model, config)
     inplace, host_calls = (liger.INPLACE, liger.HOST_CALLS) if choices.kernels == "liger" else ({}, HOST_CALLS)
     recorder = TraceRecorder(cuda_scratch.scratch_bytes(gpu.sm_count), inplace, host_calls)
-    if choices.quantized:
-        adapters.quantize(model, functools.partial(recorder.count_host, NF4_CALLS))
-    _patch(model, choices.kernels, recorder)
-    if choices.lora_rank is not None:
-        adapters.attach(model, choices)
-    head_groups.check_groups(config, choices.attention_groups)
-    if choices.mlp_tile_tokens:
-        tiling.tile(model, choices.mlp_tile_tokens)
-    request.objective.attach(model)
+    model = request.objective.attach(_model(request, layers, recorder))
+    frozen = tuple(_Frozen.of(one, recorder) for one in request.frozen())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    run = _Run(request, model, recorder, accumulating)
+    run = _Run(request, model, recorder, accumulating, frozen)
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -156,7 +146,8 @@ def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluati
             if choices.attention != "eager":
                 mask = attention.mask_maker(masked=request.masked, dense=choices.attention == "sdpa")
                 attend = attention.attention(recorder, gpu.arch, choices.attention_groups)
-                stack.enter_context(attention_replaced(model, attend, mask))
+                for each in (model, *(one.model for one in frozen)):
+                    stack.enter_context(attention_replaced(each, attend, mask))
             stack.enter_context(cuda_scratch.planned_for_cuda(recorder, arch=gpu.arch, ignored=request.batch))
             if choices.precision in AUTOCAST:
                 stack.enter_context(cuda_autocast.cuda_autocast())
@@ -167,6 +158,59 @@ def _trace(request: Request, gpu: Gpu, layers: int, accumulating: bool, evaluati
         if collecting:
             gc.enable()
     return Trace(recorder.tape, eval_tape)
+
+
+def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
+    """The model of a request with the first `layers` layers, without weights, with its kernels and techniques."""
+    choices = request.choices
+    config = shallow_config(request.config, layers)
+    if choices.attention == "eager":
+        text_config(config)._attn_implementation = "eager"
+    model: Any = build(request.model, config)
+    if choices.quantized:
+        adapters.quantize(model, functools.partial(recorder.count_host, NF4_CALLS))
+    _patch(model, choices.kernels, recorder)
+    if choices.lora_rank is not None:
+        adapters.attach(model, choices)
+    head_groups.check_groups(config, choices.attention_groups)
+    if choices.mlp_tile_tokens:
+        tiling.tile(model, choices.mlp_tile_tokens)
+    return model
+
+
+@dataclass
+class _Frozen:
+    """A model that is not trained. Its passes keep nothing of a layer, so a few layers have the memory of all.
+
+    The cost of its layers is multiplied to that of all layers.
+    """
+
+    model: Any
+    repeats: float
+    """Layers of the model per layer of the trace."""
+
+    @classmethod
+    def of(cls, request: Request, recorder: TraceRecorder) -> _Frozen:
+        text = text_config(request.config)
+        layers = int(text.num_hidden_layers)
+        depth = min(layers, unrollable(layers, _period(text)))
+        model = _model(request, depth, recorder)
+        return cls(model.requires_grad_(False).eval(), layers / depth)
+
+    def watch(self, recorder: TraceRecorder, head: nn.Module) -> list[Any]:
+        """Hooks that mark the layers as work outside the trained model's layers, and multiply their cost."""
+
+        def enter(*_: Any) -> None:
+            recorder.mark(Where("forward"), "activations")
+
+        def leave(*_: Any) -> None:
+            recorder.tape.segments[-1].cost.multiply(self.repeats)
+            enter()
+
+        layers = decoder_layers(self.model)
+        handles = [layer.register_forward_pre_hook(enter) for layer in layers]
+        handles += [layer.register_forward_hook(leave) for layer in layers]
+        return [*handles, head.register_forward_pre_hook(lambda *_: recorder.mark(Where("loss"), "logits"))]
 
 
 @contextlib.contextmanager
@@ -209,26 +253,28 @@ class _Run:
     model: Any
     recorder: TraceRecorder
     accumulating: bool
+    frozen: tuple[_Frozen, ...]
 
     def fill(self) -> None:
-        """Replace meta tensors of the model with fake CPU tensors of the run's dtype; tied weights stay tied."""
+        """Replace meta tensors of the models with fake CPU tensors of the run's dtype."""
         dtype = weight_dtype(self.request.choices.precision)
-        twins: dict[int, nn.Parameter] = {}
-        for module in self.model.modules():
-            for name, weight in module._parameters.items():
-                if weight is not None:
-                    if id(weight) not in twins:
-                        twins[id(weight)] = _twin(weight, dtype)
-                    module._parameters[name] = twins[id(weight)]
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        for model in self._models:
+            _fill(model, dtype)
         if self.accumulating:
             for weight in self.model.parameters():
                 weight.grad = torch.empty_like(weight) if weight.requires_grad else None
-        self.recorder.exclude(weight for weight in self.model.parameters())
-        self.recorder.exclude(buffer for buffer in self.model.buffers())
+        self._exclude(self.recorder)
         self.recorder.exclude(w.grad for w in self.model.parameters() if w.grad is not None)
+
+    @property
+    def _models(self) -> tuple[Any, ...]:
+        return (self.model, *(one.model for one in self.frozen))
+
+    def _exclude(self, recorder: TraceRecorder) -> None:
+        """Leave the weights out of the recording."""
+        for model in self._models:
+            recorder.exclude(weight for weight in model.parameters())
+            recorder.exclude(buffer for buffer in model.buffers())
 
     def train(self) -> None:
         """Forward, loss and backward of one micro-batch."""
@@ -239,9 +285,7 @@ class _Run:
         try:
             with recorder:
                 inputs = self._inputs()
-                outputs = self._forward(inputs)
-                loss = outputs.loss
-                del outputs
+                loss = self._loss(inputs, recorder)
                 recorder.mark(Where("loss"), "logits")
                 loss.backward()
                 for weight in model.parameters():
@@ -259,16 +303,15 @@ class _Run:
     def evaluate(self) -> Tape:
         """A batch of the trainer's evaluation: forward passes with labels, without gradients."""
         recorder = TraceRecorder({}, {})
-        recorder.exclude(weight for weight in self.model.parameters())
-        recorder.exclude(buffer for buffer in self.model.buffers())
+        self._exclude(recorder)
         self.model.eval()
-        handles = _watch_forward(self.model, recorder)
+        handles = [*self._watch_forward(recorder), *self._watch_frozen(recorder)]
         try:
             with torch.no_grad(), recorder:
                 for context in self.request.objective.evaluation_passes(self.model):
                     recorder.mark(Where("forward"), "activations")
                     with context:
-                        self._forward(self._inputs())
+                        self._loss(self._inputs(), recorder)
         finally:
             for handle in handles:
                 handle.remove()
@@ -278,13 +321,19 @@ class _Run:
     def _inputs(self) -> dict[str, Tensor]:
         return self.request.objective.inputs(self.request.batch, self.request.seq)
 
-    def _forward(self, inputs: dict[str, Tensor]) -> Any:
-        """The model's call as Accelerate wraps it."""
+    def _loss(self, inputs: dict[str, Tensor], recorder: TraceRecorder) -> Tensor:
+        frozen = tuple(one.model for one in self.frozen)
+        models = TracedModels(trained=self.model, frozen=frozen, call=functools.partial(self._call, recorder))
+        return self.request.objective.loss(models, inputs)
+
+    def _call(self, recorder: TraceRecorder, forward: Callable[[], Any]) -> Any:
+        """A model's call as Accelerate wraps it."""
+        if recorder.where != Where("forward"):
+            recorder.mark(Where("forward"), "activations")
         dtype = AUTOCAST.get(self.request.choices.precision)
-        count = torch.empty((), dtype=torch.int64)
         with torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext():
-            outputs = self.model(**inputs, num_items_in_batch=count, use_cache=False)
-        logits = outputs.logits
+            outputs = forward()
+        logits = getattr(outputs, "logits", None)
         if dtype and isinstance(logits, Tensor) and logits.dtype == dtype:
             outputs.logits = logits.float()
         return outputs
@@ -329,15 +378,32 @@ class _Run:
             inputs = functools.partial(self._enter_layer, number, checkpointed and _is_checkpointed(layer))
             handles.append(layer.register_forward_pre_hook(inputs, with_kwargs=True))
             handles.append(layer.register_forward_hook(functools.partial(self._leave_layer, number)))
-        head = self.model.get_output_embeddings()
+        head = self.request.objective.head(self.model)
         handles.append(head.register_forward_pre_hook(lambda *_: recorder.mark(Where("loss"), "logits")))
-        return handles
+        return [*handles, *self._watch_frozen(recorder)]
+
+    def _watch_frozen(self, recorder: TraceRecorder) -> list[Any]:
+        head = self.request.objective.head
+        return [handle for one in self.frozen for handle in one.watch(recorder, head(one.model))]
+
+    def _watch_forward(self, recorder: TraceRecorder) -> list[Any]:
+        """Hooks that mark where each layer, and the head, begins in a forward pass without gradients."""
+
+        def marker(where: Where, component: str) -> Callable[..., None]:
+            return lambda *_: recorder.mark(where, component)
+
+        handles = [
+            layer.register_forward_pre_hook(marker(Where("forward", number), "activations"))
+            for number, layer in enumerate(decoder_layers(self.model))
+        ]
+        head = self.request.objective.head(self.model)
+        return [*handles, head.register_forward_pre_hook(marker(Where("loss"), "logits"))]
 
     def _enter_layer(self, number: int, checkpointed: bool, layer: nn.Module, args: Any, kwargs: Any) -> None:
         if self._in_backward():
             return
         hidden = args[0] if args else kwargs["hidden_states"]
-        if checkpointed:
+        if checkpointed and torch.is_grad_enabled():
             self.recorder.relabel(hidden, "checkpoints")
         if number == 0 and hidden.requires_grad:
             hidden.register_hook(self._marker(Where("backward")))
@@ -358,18 +424,18 @@ class _Run:
         return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _watch_forward(model: Any, recorder: TraceRecorder) -> list[Any]:
-    """Hooks that mark where each layer, and the head, begins in a forward pass."""
-
-    def marker(where: Where, component: str) -> Callable[..., None]:
-        return lambda *_: recorder.mark(where, component)
-
-    handles = [
-        layer.register_forward_pre_hook(marker(Where("forward", number), "activations"))
-        for number, layer in enumerate(decoder_layers(model))
-    ]
-    head = model.get_output_embeddings()
-    return [*handles, head.register_forward_pre_hook(marker(Where("loss"), "logits"))]
+def _fill(model: Any, dtype: torch.dtype) -> None:
+    """Give a model fake CPU tensors in place of meta tensors; tied weights stay tied."""
+    twins: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                if id(weight) not in twins:
+                    twins[id(weight)] = _twin(weight, dtype)
+                module._parameters[name] = twins[id(weight)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def _twin(weight: Tensor, dtype: torch.dtype) -> nn.Parameter:

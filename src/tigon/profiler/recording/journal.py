@@ -94,9 +94,11 @@ class Journal:
         self._recorder = recorder
         self.entries: list[Enter | Tag | Node] = []
         self.step = 0
+        self.phase = "load"
         self.enter("load")
 
     def enter(self, name: str, layer: int | None = None, *, recomputed: bool = False) -> None:
+        self.phase = name
         self.entries.append(Enter(self._recorder.position(), name, self.step, layer, recomputed))
 
     def node(self, name: str) -> None:

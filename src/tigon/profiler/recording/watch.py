@@ -29,6 +29,8 @@ class PhaseHooks:
         """
         self._journal, self._model, self._layers = journal, model, layers
         self._checkpointed, self._name_nodes = checkpointed, name_nodes
+        self._phase_before: str | None = None
+        """The phase to return to after a forward pass without gradients."""
         self._handles: list[Any] = []
         self._bracketed: list[tuple[nn.Module, str, Any]] = []
 
@@ -49,6 +51,12 @@ class PhaseHooks:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def watch_frozen(self, model: nn.Module) -> None:
+        """Note the forward passes of a model that is not trained, such as a reference."""
+        self._journal.tag(model.parameters(), "weights")
+        self._handles.append(model.register_forward_pre_hook(self._enter_model))
+        self._handles.append(model.register_forward_hook(self._leave_model))
 
     def close(self) -> None:
         """Remove the hooks. Hooks on tensors disappear with their graph."""
@@ -91,10 +99,16 @@ class PhaseHooks:
     # --- hooks -------------------------------------------------------------------------------------------------------
 
     def _enter_model(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and not _in_backward():
-            self._journal.enter("forward")
+        if _in_backward():
+            return
+        if not torch.is_grad_enabled():
+            self._phase_before = self._journal.phase
+        self._journal.enter("forward")
 
     def _leave_model(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self._phase_before is not None and not _in_backward():
+            self._journal.enter(self._phase_before)
+            self._phase_before = None
         loss = getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or loss.grad_fn is None:
             return
@@ -134,7 +148,7 @@ class PhaseHooks:
             return
         hidden = args[0] if args else kwargs.get("hidden_states")
         if isinstance(hidden, Tensor):
-            if self._checkpointed(layer):
+            if self._checkpointed(layer) and torch.is_grad_enabled():
                 self._journal.tag((hidden,), "checkpoints")
             if number == 0 and hidden.requires_grad:
                 hidden.register_hook(lambda _: self._journal.enter("backward"))
@@ -153,6 +167,8 @@ class PhaseHooks:
 def _head(model: nn.Module) -> nn.Module | None:
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
+    if not isinstance(head, nn.Module):
+        head = getattr(model, "score", None)  # of a model for sequence classification
     return head if isinstance(head, nn.Module) else None
 
 

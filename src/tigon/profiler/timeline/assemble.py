@@ -23,6 +23,7 @@ from tigon.profiler.timeline.timeline import PHASES, Call, Phase, Timeline
 _BY_FRAME = (
     ("tigon/ops/losses/linear_cross_entropy.py:", "logits"),
     ("tigon/ops/losses/cross_entropy.py:", "logits"),
+    ("tigon/ops/logprobs/", "logits"),
     ("transformers/loss/", "logits"),
     ("tigon/techniques/mechanisms/host_offload.py:", "checkpoints"),
     ("zero/partition_parameters.py:", "weights"),

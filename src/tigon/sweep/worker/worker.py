@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tigon.errors import KernelError, TigonError
+from tigon.models.loading.quiet import quiet_loading
 from tigon.objectives import recipe_checks
 from tigon.sweep import failures
 from tigon.sweep.self_test import Kind, try_ops
@@ -41,14 +42,11 @@ def main() -> None:
 def _carry_out(order: dict[str, Any]) -> dict[str, Any]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        import transformers
-
         from tigon.sweep.worker.measure import measure  # loads transformers
 
         if "OMP_NUM_THREADS" not in os.environ:  # divide the cores among the processes of the point
             torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
+        quiet_loading()
         tried = order["self_test"]
         if tried["refused"]:
             raise KernelError(tried["refused"])

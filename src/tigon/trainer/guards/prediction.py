@@ -116,11 +116,11 @@ def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool
     """The plan request for a recipe."""
     data, train = recipe.data, recipe.train
     objective = objective_of(recipe, config, partial(models.parameter_shapes, config))
-    flash = recipe.model.attention.startswith("flash")
+    planned, flash = objective.planned(), recipe.model.attention.startswith("flash")
+    needs_mask = planned.pads or not (data.packing and data.cross_document_attention)
     return Request(
         model=recipe.model.name, config=config, batch=train.batch_size, seq=data.sequence_length, choices=choices,
-        masked=not flash and not (data.packing and data.cross_document_attention), clipped=train.max_grad_norm > 0,
-        evaluated=evaluated, objective=objective.planned(),
+        masked=not flash and needs_mask, clipped=train.max_grad_norm > 0, evaluated=evaluated, objective=planned,
     )  # fmt: skip
 
 

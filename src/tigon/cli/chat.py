@@ -1,0 +1,48 @@
+"""`tigon chat`: talk with a trained model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from tigon.cli.shared import Command
+from tigon.models.loading.hub import set_offline_mode
+from tigon.models.loading.quiet import quiet_loading
+
+
+def command(
+    name: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="A run folder, a checkpoint, a folder of adapters, or a hub id.")
+    ],
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this text alone, then exit.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Higher is more varied; 0 takes the likeliest token. Default: 0.7, with heads 0."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto takes the GPU if there is one.")] = "auto",
+    no_heads: Annotated[bool, typer.Option("--no-heads", help="Leave out heads that predict several tokens.")] = False,
+) -> None:
+    """Talk with a trained model: its adapters and heads are loaded, and answers appear while they are generated."""
+    from tigon.trained import chat, find, load  # not for --help
+
+    found = find.find(name)
+    if no_heads:
+        found = dataclasses.replace(found, heads=None)
+    set_offline_mode([found.weights, found.tokenizer])
+    quiet_loading()
+    loaded = load.load(found, device=load.device_of(device))
+    default = 0.0 if loaded.has_heads else chat.DEFAULT_TEMPERATURE
+    conversation = chat.Conversation(
+        loaded, max_tokens=max_tokens, temperature=default if temperature is None else temperature, system=system
+    )
+    if prompt is None:
+        chat.talk(conversation)
+    else:
+        conversation.answer(prompt)
+
+
+COMMAND = Command(command, place=3)

@@ -1,0 +1,56 @@
+"""`tigon export`: write a trained model for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tigon.cli.shared import Command
+from tigon.models.loading.hub import set_offline_mode
+from tigon.models.loading.quiet import quiet_loading
+from tigon.units import in_bytes
+
+
+def command(
+    name: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="A run folder, a checkpoint, a folder of adapters, or a hub id.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new folder.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the weights: bf16, fp16 or fp32. Default: that of the run.")
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add the adapters to the weights. Default: export the adapters alone.")
+    ] = False,
+    gguf: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="Also write a GGUF file (f16, bf16, q8_0, f32, auto) with llama.cpp."),
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Then upload the folder to the hub, after a question.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="A new hub repository is public.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Upload without the question.")] = False,
+) -> None:
+    """Write a trained model to a new folder: in another dtype, merged, as GGUF, and to the hub on request."""
+    from tigon.trained import export, find  # not for --help
+
+    found = find.find(name)
+    wanted = export.Export(target=target, dtype=dtype, merge=merge, gguf=gguf)
+    wanted.check(found)
+    if push is not None:
+        export.check_repository(push)
+    set_offline_mode([found.weights, found.tokenizer, *([push] if push else [])])
+    quiet_loading()
+    for path in export.export(found, wanted):
+        print(f"{path}  {in_bytes(path.stat().st_size)}")
+    if push is not None:
+        kind = "public" if public else "private"
+        question = f"Upload {target} to {push} on the hub? A new repository will be {kind}."
+        if yes or typer.confirm(question):
+            print(export.push(target, push, private=not public))
+
+
+COMMAND = Command(command, place=3)

@@ -1,0 +1,120 @@
+"""The base of the post-training objectives as the planner traces them. Each objective's file has its own subclass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.integrations.trl.traced import TracedModel, adapters_off, token_logprobs
+from tigon.objectives import post_training_rules
+from tigon.objectives.base import FrozenModel, TracedModels
+from tigon.objectives.causal_lm import PlannedCausalLM
+from tigon.techniques.records.choices import Choices
+
+# B sequences, T tokens.
+
+
+UNCOMPARED = "No GPU run of this objective has been compared with its plan yet."
+TIME_WITHOUT_WRITING = "The step time is that of training; the time in which completions are written is left out."
+
+
+@dataclass(frozen=True)
+class PlannedPostTraining(PlannedCausalLM):
+    """What TRL's trainers have in common. Subclasses say what a micro-batch is and which passes it makes."""
+
+    objective: str
+    """The value of `train.objective`."""
+    keys: tuple[tuple[str, Any], ...] = ()
+    """The keys of `post_training` that the recipe gives, with their values."""
+
+    @property
+    def in_study(self) -> bool:
+        return False
+
+    @property
+    def pads(self) -> bool:
+        return True
+
+    def loss(self, models: TracedModels, inputs: dict[str, Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
+        return (nullcontext(),)
+
+    def refusals(self, choices: Choices) -> tuple[str, ...]:
+        return tuple(post_training_rules.refusals(self.objective, choices))
+
+    def recipe_keys(self) -> Mapping[str, Any]:
+        given = {name: list(value) if isinstance(value, tuple) else value for name, value in self.keys}
+        return {"train.objective": self.objective, **{f"post_training.{name}": value for name, value in given.items()}}
+
+    def notes(self) -> tuple[str, ...]:
+        return (
+            UNCOMPARED,
+            "Every token after the first counts as an answer's, so the head's memory is an upper bound.",
+        )
+
+    def description(self) -> str:
+        return ", ".join([f"objective {self.objective}", *(f"{name} {value}" for name, value in self.keys)])
+
+
+@dataclass(frozen=True)
+class PlannedWithReference(PlannedPostTraining):
+    """An objective that compares the model with itself before training.
+
+    Adapters are switched off for the reference. Without adapters the run holds a second, frozen model.
+    """
+
+    def frozen_models(self, trained: FrozenModel, choices: Choices) -> tuple[FrozenModel, ...]:
+        return () if choices.lora_rank is not None else (trained,)
+
+    def reference_logprobs(
+        self, models: TracedModels, ids_BT: Tensor, labels_BT: Tensor, kept: int | None = None
+    ) -> Tensor:
+        """The reference's log-probabilities (B, T - 1), without gradients. kept: see `token_logprobs`."""
+        model = models.frozen[0] if models.frozen else models.trained
+        adapters = nullcontext() if models.frozen else adapters_off(model)
+        with torch.no_grad(), adapters:
+            (logprobs_BT,) = logprobs_of(models, model, ids_BT, labels_BT, kept=kept)
+        return logprobs_BT
+
+
+def logprobs_of(
+    models: TracedModels, model: Any, ids_BT: Tensor, labels_BT: Tensor, outputs: tuple[str, ...] = (),
+    kept: int | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """One forward pass of `model`: the labels' log-probabilities (B, T - 1), and each of `outputs`."""
+    traced = TracedModel.of(model)
+    found: tuple[Tensor, ...] = models.call(lambda: token_logprobs(traced, ids_BT, labels_BT, outputs, kept))
+    return found
+
+
+def padded(sequences: int, tokens: int, *names: str) -> dict[str, Tensor]:
+    """int64 tensors of shape (sequences, tokens), as a collator of TRL makes them."""
+    return {name: torch.empty(sequences, tokens, dtype=torch.int64) for name in names}
+
+
+def labels_of(inputs: Mapping[str, Tensor], prefix: str = "") -> Tensor:
+    """The ids of the answers' tokens and -100 elsewhere, (B, T)."""
+    ids_BT, counts_BT = inputs[f"{prefix}input_ids"], inputs[f"{prefix}completion_mask"]
+    return ids_BT.masked_fill(counts_BT == 0, -100)
+
+
+@dataclass(frozen=True)
+class PlannedTeacher:
+    """A teacher, which is equal to another one with the same name and config."""
+
+    name: str
+    shape: str
+    """The config as JSON."""
+    config: Any = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, name: str, config: Any) -> PlannedTeacher:
+        return cls(name, json.dumps(config.to_dict(), sort_keys=True, default=str), config)

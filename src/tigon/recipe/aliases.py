@@ -1,0 +1,148 @@
+"""Names that other libraries give to recipe keys. A recipe may use them in the key's section or at the top level.
+
+The values are tigon's, except where a row translates them. A row is left out if the other library's key has another
+meaning: `output_dir` is one run's folder, and `output.folder` holds many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tigon.errors import RecipeError
+
+HF, PEFT, TRL, AXOLOTL = "TrainingArguments", "PEFT", "TRL", "Axolotl"
+
+
+@dataclass(frozen=True)
+class Alias:
+    """One name of another library."""
+
+    name: str
+    key: str
+    """The recipe key, as section.name."""
+    of: str
+    """The library."""
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    """The library's values -> the recipe key's; other values are the recipe key's already."""
+    only: bool = False
+    """Whether a value that `values` lacks is refused."""
+
+
+_OPTIMIZERS = {
+    "adamw_torch": "adamw-foreach", "adamw_torch_fused": "adamw", "adamw_8bit": "adamw-8bit",
+    "adamw_bnb_8bit": "adamw-8bit", "paged_adamw_32bit": "paged-adamw", "paged_adamw_8bit": "paged-adamw-8bit",
+    "lion_8bit": "lion-8bit",
+}  # fmt: skip
+_SWITCH = {True: "full", False: "none"}
+
+ALIASES: Mapping[str, Alias] = {
+    alias.name: alias
+    for alias in (
+        Alias("model_name_or_path", "model.name", TRL),
+        Alias("attn_implementation", "model.attention", TRL),
+        Alias("dataset_name", "data.source", TRL),
+        Alias("max_length", "data.sequence_length", TRL),
+        Alias("max_seq_length", "data.sequence_length", TRL),
+        Alias("num_train_epochs", "train.epochs", HF),
+        Alias("max_steps", "train.steps", HF),
+        Alias("per_device_train_batch_size", "train.batch_size", HF),
+        Alias("gradient_accumulation_steps", "train.gradient_accumulation", HF),
+        Alias("lr_scheduler_type", "train.schedule", HF),
+        Alias("optim", "train.optimizer", HF, _OPTIMIZERS),
+        Alias("bf16", "train.precision", HF, {True: "amp-bf16"}, only=True),
+        Alias("fp16", "train.precision", HF, {True: "amp-fp16"}, only=True),
+        Alias("gradient_checkpointing", "train.checkpointing", HF, _SWITCH, only=True),
+        Alias("logging_steps", "train.log_steps", HF),
+        Alias("save_total_limit", "train.keep_checkpoints", HF),
+        Alias("dataloader_num_workers", "train.workers", HF),
+        Alias("run_name", "output.name", HF),
+        Alias("r", "lora.rank", PEFT),
+        Alias("lora_alpha", "lora.alpha", PEFT),
+        Alias("target_modules", "lora.targets", PEFT),
+        Alias("num_generations", "post_training.generations", TRL),
+        Alias("max_completion_length", "post_training.completion_length", TRL),
+        Alias("base_model", "model.name", AXOLOTL),
+        Alias("sequence_len", "data.sequence_length", AXOLOTL),
+        Alias("sample_packing", "data.packing", AXOLOTL),
+        Alias("val_set_size", "data.eval_fraction", AXOLOTL),
+        Alias("micro_batch_size", "train.batch_size", AXOLOTL),
+        Alias("num_epochs", "train.epochs", AXOLOTL),
+        Alias("lora_r", "lora.rank", AXOLOTL),
+        Alias("lora_target_modules", "lora.targets", AXOLOTL),
+        Alias("load_in_4bit", "lora.quantize", AXOLOTL),
+    )
+}
+
+
+def key_of(dotted: str) -> str:
+    """The recipe key that `name` or `section.name` stands for; `dotted` itself if it is not an alias."""
+    section, _, name = dotted.rpartition(".")
+    alias = ALIASES.get(name)
+    return alias.key if alias is not None and section in ("", alias.key.partition(".")[0]) else dotted
+
+
+def value_of(name: str, value: Any, where: str) -> Any:
+    """The recipe key's value for an alias's value.
+
+    Raises:
+        RecipeError: a value that has no counterpart. The message begins with `where`.
+    """
+    alias = ALIASES[name]
+    known = isinstance(value, (str, bool)) and value in alias.values
+    if not known and alias.only:
+        accepted = " or ".join(str(choice).lower() for choice in alias.values)
+        raise RecipeError(f"{where}: {name} is {value!r}, but can only be {accepted}; write {alias.key} instead")
+    return alias.values[value] if known else value
+
+
+def translate(block: Mapping[Any, Any], prefix: str, lines: dict[str, int], where: Any) -> dict[Any, Any]:
+    """A recipe's mapping, or its `on_gpu`, with aliases replaced by recipe keys.
+
+    Args:
+        block: section -> keys, and aliases at the top level.
+        prefix: "" or "on_gpu.".
+        lines: dotted name -> line in the file. The recipe keys get their aliases' lines.
+        where: the place of a dotted name, for messages.
+
+    Raises:
+        RecipeError: a key is given twice, or an alias's value has no counterpart.
+    """
+    result: dict[Any, Any] = {}
+    given: dict[str, str] = {}
+
+    def take(dotted: str, written: str, value: Any) -> None:
+        section, _, name = dotted.partition(".")
+        if dotted in given:
+            raise RecipeError(
+                f"{where(prefix + written)}: {given[dotted]} and {written} are the same key; keep one of them"
+            )
+        given[dotted] = written
+        result.setdefault(section, {})[name] = value
+        if written != dotted and prefix + written in lines:
+            lines.setdefault(prefix + dotted, lines[prefix + written])
+
+    for top, value in block.items():
+        if top in ALIASES:
+            take(ALIASES[top].key, top, value_of(top, value, where(prefix + top)))
+        elif not isinstance(value, dict):
+            result[top] = value
+        else:
+            result.setdefault(top, {})
+            for name, inner in value.items():
+                written = f"{top}.{name}"
+                key = key_of(written)
+                if key != written:
+                    inner = value_of(name, inner, where(prefix + written))
+                take(key, written, inner)
+    return result
+
+
+def table() -> str:
+    """The Markdown table of docs/train.md."""
+    rows = ["| name | of | recipe key | values |", "|---|---|---|---|"]
+    for alias in ALIASES.values():
+        values = ", ".join(f"`{str(a).lower()}`: `{b}`" for a, b in alias.values.items())
+        rows.append(f"| `{alias.name}` | {alias.of} | `{alias.key}` | {values} |")
+    return "\n".join(rows)

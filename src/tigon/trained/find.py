@@ -1,0 +1,111 @@
+"""Finds the files of a trained model, by the name of its run, folder or hub id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tigon.errors import RunFolderError, UsageError
+from tigon.models.loading.config import is_hub_id
+from tigon.models.loading.presets import PRESETS
+from tigon.models.loading.weight_files import read_json
+from tigon.objectives.recipe_checks import loads_saved
+
+RECIPE, MODEL, ADAPTERS, HEADS, TOKENIZER = "recipe.yaml", "model", "adapters", "heads", "tokenizer"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Where the files of a trained model are."""
+
+    weights: str
+    """Folder or hub id of the whole model."""
+    tokenizer: str
+    """Folder or hub id of the tokenizer."""
+    adapter: Path | None = None
+    """Folder of adapters in PEFT's layout, which change the weights."""
+    heads: Path | None = None
+    """Folder of heads that predict several tokens ahead."""
+    revision: str | None = None
+    """Commit, tag or branch of weights on the hub."""
+    trust_remote_code: bool = False
+    """Whether to run code that comes with the weights, as the run's recipe allows."""
+
+
+def find(name: str) -> TrainedModel:
+    """The files of a run folder, a model folder, a folder of adapters, or a hub id.
+
+    Raises:
+        RunFolderError: a run folder that holds no trained model yet.
+        UsageError: `name` is none of these, or a preset, whose weights are random.
+    """
+    path = Path(name)
+    if name and path.is_dir():
+        return _in_folder(path)
+    if name in PRESETS:
+        raise UsageError(f"{name} is a preset, whose weights are random; give a run folder or a checkpoint.")
+    if is_hub_id(name):
+        return TrainedModel(weights=name, tokenizer=name)
+    raise UsageError(
+        f"{name!r} is not a folder or a hub id (owner/model); give a run folder such as runs/run, or a checkpoint."
+    )
+
+
+def _in_folder(folder: Path) -> TrainedModel:
+    if (folder / RECIPE).is_file() and not (folder / CONFIG).is_file():
+        return _in_run(folder)
+    if (folder / ADAPTER_CONFIG).is_file():
+        return _with_adapter(folder)
+    if (folder / CONFIG).is_file():
+        return TrainedModel(weights=str(folder), tokenizer=str(folder))
+    raise UsageError(
+        f"{folder} holds no {RECIPE}, {CONFIG} or {ADAPTER_CONFIG}; give a run folder, a checkpoint or a folder of "
+        "adapters."
+    )
+
+
+def _in_run(run: Path) -> TrainedModel:
+    """The result of a run: its adapters, or else its model, and its heads."""
+    recipe = loads_saved(run / RECIPE)
+    heads = run / HEADS if (run / HEADS / CONFIG).is_file() else None
+    for folder in (run / ADAPTERS, run / MODEL):
+        if (folder / ADAPTER_CONFIG).is_file():
+            found = _with_adapter(folder)
+            break
+        if (folder / CONFIG).is_file():
+            found = TrainedModel(weights=str(folder), tokenizer=str(folder))
+            break
+    else:
+        # Stage 1 of Medusa leaves a checkpoint's model unchanged and saves the heads alone.
+        if heads is None:
+            raise RunFolderError(
+                f"{run} holds no trained model: it has no {MODEL}/. Finish it with `tigon train {run / RECIPE} "
+                f"--resume`, or train with output.save_model: true."
+            )
+        found = TrainedModel(
+            weights=recipe.model.name, tokenizer=str(run / TOKENIZER), revision=recipe.model.revision,
+            trust_remote_code=recipe.model.trust_remote_code,
+        )  # fmt: skip
+    return TrainedModel(
+        weights=found.weights, tokenizer=found.tokenizer, adapter=found.adapter, heads=heads, revision=found.revision,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )  # fmt: skip
+
+
+def _with_adapter(folder: Path) -> TrainedModel:
+    declared = read_json(folder / ADAPTER_CONFIG)
+    base = declared.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UsageError(f"{folder / ADAPTER_CONFIG} names no base_model_name_or_path; add the model that it adapts.")
+    if not Path(base).is_dir() and not is_hub_id(base):
+        raise UsageError(
+            f"{folder / ADAPTER_CONFIG}: the base model {base!r} is not a folder or a hub id; correct "
+            "base_model_name_or_path."
+        )
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    revision = declared.get("revision")
+    return TrainedModel(
+        weights=base, tokenizer=str(folder) if has_tokenizer else base, adapter=folder,
+        revision=revision if isinstance(revision, str) else None,
+    )  # fmt: skip

@@ -1,0 +1,105 @@
+"""Loads a trained model for generation: weights, adapters, heads and tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tigon import medusa
+from tigon.data.tokenizer import load_tokenizer
+from tigon.errors import OptionError, PatchError, UsageError
+from tigon.models.loading import weight_files
+from tigon.trained.find import TrainedModel
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode on its device, with its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+    has_heads: bool = False
+
+
+def device_of(name: str) -> torch.device:
+    """The device named `cpu` or `cuda`; `auto` is the GPU if there is one.
+
+    Raises:
+        OptionError: another name, or no GPU for `cuda`.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise OptionError(f"--device {name} is not known; choose auto, cpu or cuda.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise OptionError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu.")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def load(found: TrainedModel, *, device: torch.device, dtype: torch.dtype | str = "auto") -> Loaded:
+    """Load a trained model.
+
+    Args:
+        found: where its files are.
+        device: the device of the model.
+        dtype: the dtype of the weights; "auto" keeps the dtype of the files.
+
+    Raises:
+        UsageError: the weights, adapters or heads cannot be loaded, or a tensor of the model is missing.
+        RecipeError: the tokenizer cannot be loaded.
+    """
+    tokenizer = load_tokenizer_of(found)
+    model = load_weights(found, dtype=dtype)
+    if found.adapter is not None:
+        model = with_adapter(model, found)
+    model = model.to(device).eval()
+    if found.heads is not None:
+        _attach_heads(model, found)
+    return Loaded(model, tokenizer, has_heads=found.heads is not None)
+
+
+def load_tokenizer_of(found: TrainedModel) -> Any:
+    """The tokenizer. Raises RecipeError if it cannot be loaded."""
+    return load_tokenizer(found.tokenizer, revision=found.revision, trust_remote_code=found.trust_remote_code)
+
+
+def load_weights(found: TrainedModel, *, dtype: torch.dtype | str = "auto") -> Any:
+    """The whole model on the CPU, without adapters. transformers would fill missing tensors with random numbers."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            found.weights, dtype=dtype, revision=found.revision, trust_remote_code=found.trust_remote_code,
+            use_safetensors=True, output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UsageError(f"{found.weights} cannot be loaded: {weight_files.one_line(error)}") from None
+    report = weight_files.report_of(info)
+    if report.problem:
+        raise UsageError(f"{found.weights}: {report.problem}")
+    return model
+
+
+def with_adapter(model: Any, found: TrainedModel) -> Any:
+    """The model inside PEFT's wrapper, with the saved adapters."""
+    import peft
+
+    assert found.adapter is not None
+    try:
+        return peft.PeftModel.from_pretrained(model, str(found.adapter))
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise UsageError(
+            f"{found.adapter}: its adapters cannot be loaded into {found.weights}: {weight_files.one_line(error)}"
+        ) from None
+
+
+def _attach_heads(model: Any, found: TrainedModel) -> None:
+    assert found.heads is not None
+    spec, state = medusa.load_heads(found.heads)
+    try:
+        heads = medusa.attach(model, spec, medusa.Objective(stage=2), state)
+    except PatchError as error:
+        raise UsageError(f"{found.heads}: {error} Leave them out with --no-heads.") from None
+    weight = model.get_output_embeddings().weight
+    heads.to(device=weight.device, dtype=weight.dtype).eval()

@@ -1,0 +1,357 @@
+"""Plans of post-training: what each objective holds and computes, and its trace beside a step of TRL on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planner_helpers import BARE, H200, config_of, request_of, small_gpu
+
+from tigon.errors import UsageError
+from tigon.models.kv_cache import kv_widths
+from tigon.models.loading.reward_model import with_score
+from tigon.objectives import recipe_checks
+from tigon.objectives.base import PlannedObjective
+from tigon.objectives.choose import planned_objective
+from tigon.planner.estimate import Estimate, estimate
+from tigon.planner.render import as_recipe
+from tigon.planner.request import Request, build, refusals
+from tigon.planner.search import space
+from tigon.planner.search.space import SearchProblem
+from tigon.planner.simulate.model_states import model_weights
+from tigon.planner.trace.tape import Tape
+from tigon.planner.trace.trace import trace, weight_dtype
+from tigon.profiler.recording.peak import PeakMeter, storage_bytes, training_state
+
+ALL = ("dpo", "kto", "orpo", "grpo", "distill", "reward")
+COMPLETION = 32
+
+
+def planned(objective: str, **keys: Any) -> PlannedObjective:
+    keys = {"completion_length": COMPLETION, **keys} if objective in ("grpo", "distill") else keys
+    keys = {"generations": 2, **keys} if objective == "grpo" else keys
+    words = [f"post_training.{name}={value}" for name, value in keys.items()]
+    return planned_objective(recipe_checks.of_assignments([*words, f"train.objective={objective}"]))
+
+
+def asked(objective: str, *, keys: dict[str, Any] | None = None, **more: Any) -> Request:
+    return request_of(objective=planned(objective, **(keys or {})), masked=True, **more)
+
+
+def estimated(objective: str, **more: Any) -> Estimate:
+    return estimate(asked(objective, **more), gpu=BARE)
+
+
+def held(objective: str, **more: Any) -> int:
+    return sum(model_weights(one).weight_bytes for one in asked(objective, **more).frozen())
+
+
+# --- what a run holds -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("objective", "keys", "lora", "copies"),
+    [
+        ("dpo", {}, None, 1), ("dpo", {}, 4, 0), ("kto", {}, None, 1), ("kto", {}, 4, 0), ("orpo", {}, None, 0),
+        ("grpo", {}, None, 0), ("grpo", {"beta": 0.1}, None, 1), ("grpo", {"beta": 0.1}, 4, 0),
+        ("distill", {}, None, 1), ("distill", {}, 4, 1), ("reward", {}, None, 0),
+    ],
+)  # fmt: skip
+def test_frozen_model_adds_exactly_its_weights(objective, keys, lora, copies):
+    one = model_weights(request_of()).weight_bytes
+    assert held(objective, keys=keys, lora_rank=lora) == copies * one
+
+
+@pytest.mark.parametrize(("objective", "lora", "copies"), [("dpo", None, 1), ("orpo", None, 0), ("distill", 4, 1)])
+def test_peak_counts_the_frozen_weights_and_a_note_says_so(objective, lora, copies):
+    one = model_weights(request_of()).weight_bytes
+    own = model_weights(asked(objective, lora_rank=lora)).weight_bytes
+    found = estimated(objective, lora_rank=lora)
+    assert found.components["weights"] == own + copies * one
+    assert any("second, frozen model" in note for note in found.notes) == bool(copies)
+
+
+def test_teacher_of_another_size_is_held_and_multiplied_to_its_depth(tmp_path):
+    """A teacher's layers repeat, so its work is a straight line in their number, and its memory is its weights'."""
+    flops, peaks = [], []
+    for layers in (3, 6, 9):
+        config_of("llama", num_hidden_layers=layers, hidden_size=96).save_pretrained(tmp_path / str(layers))
+        request = asked("distill", keys={"teacher": tmp_path / str(layers)}, precision="bf16")
+        tape = trace(request, H200, evaluating=False).tape
+        flops.append(sum(segment.cost.flops for segment in tape.segments))
+        peaks.append(max(tape.peak_bytes(name) for name in ("activations", "logits")))
+    assert flops[2] - flops[1] == pytest.approx(flops[1] - flops[0], rel=1e-6) and flops[1] > flops[0]
+    assert len(set(peaks)) == 1
+    assert held("distill", keys={"teacher": tmp_path / "9"}) > held("distill", keys={"teacher": tmp_path / "6"})
+
+
+def test_teacher_with_another_vocabulary_is_refused(tmp_path):
+    config_of("llama", vocab_size=512).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"vocabulary of 512, but llama has 1024; name a teacher"):
+        estimated("distill", keys={"teacher": tmp_path})
+
+
+@pytest.mark.parametrize("objective", ["dpo", "grpo"])
+def test_adapters_need_less_than_the_whole_model(objective):
+    full, lora = estimated(objective, batch=2), estimated(objective, batch=2, lora_rank=4)
+    assert lora.peak_allocated_bytes < full.peak_allocated_bytes
+    assert lora.components["optimizer"] < full.components["optimizer"]
+
+
+@pytest.mark.parametrize(("objective", "share"), [("dpo", 1.0), ("orpo", 1.0), ("reward", 0.99)])
+def test_pairs_keep_the_activations_of_twice_the_samples(objective, share):
+    """A reward model has no labels, whose ids are 8 bytes per token."""
+    own = trace(asked(objective, batch=3), H200, evaluating=False).tape
+    single = trace(request_of(batch=6, masked=True), H200, evaluating=False).tape
+    assert share <= own.peak_bytes("activations") / single.peak_bytes("activations") < 1.2
+
+
+@pytest.mark.parametrize("objective", ALL)
+def test_logits_are_never_held(objective):
+    vocab, batch, seq = 128_256, 8, 1024
+    shape = {"vocab_size": vocab, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 2048}
+    keys = {"completion_length": 1024} if objective in ("grpo", "distill") else {}
+    request = asked(objective, keys=keys, batch=batch, seq=seq, precision="bf16", shape=shape)
+    tape = trace(request, H200, evaluating=False).tape
+    assert 2 * vocab * batch * seq > 1 << 30, "more than a head keeps for its backward pass"
+    assert tape.peak_bytes("logits") < 2 * vocab * batch * seq
+
+
+def test_checkpointing_keeps_the_layers_inputs_of_the_trained_pass_alone():
+    request = asked("dpo", batch=2, seq=64, checkpointing="full", precision="bf16")
+    tape = trace(request, H200, evaluating=False).tape
+    kept = [size for size, name in zip(tape.sizes, tape.components, strict=True) if name == "checkpoints"]
+    assert kept == [2 * 2 * 64 * 64 * 2] * 5
+
+
+def test_kto_without_its_kl_term_makes_half_of_the_passes():
+    with_kl, without = asked("kto"), asked("kto", keys={"loss_type": "apo_zero_unpaired"})
+    assert (with_kl.tokens, without.tokens) == (2 * 2 * 64, 2 * 64)
+    flops = [
+        sum(segment.cost.flops for segment in trace(one, H200, evaluating=False).tape.segments)
+        for one in (with_kl, without)
+    ]
+    assert flops[0] > 1.3 * flops[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_cache_of_generation_is_that_of_the_model(family):
+    from transformers import AutoModelForCausalLM
+    from transformers.cache_utils import DynamicCache
+
+    config, tokens, batch = config_of(family), 48, 2
+    model = AutoModelForCausalLM.from_config(config).eval()
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        model(torch.ones(batch, tokens, dtype=torch.long), past_key_values=cache, use_cache=True)
+    real = [(layer.keys.numel(), layer.values.numel()) for layer in cache.layers]
+    assert real == [(batch * keys, batch * values) for keys, values in kv_widths(config, tokens)]
+
+
+def test_completions_of_the_whole_step_are_written_at_once():
+    """With adapters and checkpointing, the cache of long completions is the most that a step holds."""
+    more = {"lora_rank": 4, "checkpointing": "full", "precision": "bf16", "seq": 16, "batch": 2}
+    shape = {"max_position_embeddings": 4096, "num_hidden_layers": 40}
+    peaks = [
+        estimated("grpo", keys={"completion_length": 480}, shape=shape, accumulate=n, **more).phases["forward"]
+        for n in (16, 32)
+    ]
+    cache = 2 * sum(map(sum, kv_widths(config_of("llama", **shape), 496))) * 2
+    assert peaks[1] - peaks[0] >= 16 * cache > 0
+
+
+# --- refusals and the search ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("objective", "choices", "words"),
+    [
+        ("dpo", {"gpus": 2}, "one process"), ("kto", {"zero": 2}, "one process"),
+        ("orpo", {"fsdp": True}, "one process"),
+        ("dpo", {"kernels": "liger"}, "model.kernels: liger"), ("grpo", {"kernels": "none"}, "tigon's head only"),
+        ("dpo", {"lora_rank": 4, "quantized": True}, "lora.quantize"), ("reward", {"lora_rank": 4}, "score layer"),
+    ],
+)  # fmt: skip
+def test_techniques_that_do_not_go_with_post_training_are_refused(objective, choices, words):
+    request = asked(objective, **choices)
+    assert any(words in reason for reason in refusals(request, request.choices))
+
+
+@pytest.mark.parametrize(
+    ("objective", "more", "words"),
+    [
+        ("kto", {"batch": 1}, "batch is 1, but kto estimates its KL term"),
+        ("grpo", {"batch": 3}, "3 samples have to be a multiple of generations, 2"),
+        ("grpo", {"seq": 500}, "completions have up to 32 tokens, but llama has max_position_embeddings 512"),
+    ],
+)
+def test_batches_and_lengths_that_no_run_takes_are_refused(objective, more, words):
+    with pytest.raises(UsageError, match=words):
+        estimated(objective, **more)
+
+
+def test_formulas_of_the_study_are_refused():
+    with pytest.raises(UsageError, match="formulas do not describe objective dpo"):
+        estimate(asked("dpo"), gpu=BARE, method="study")
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo", "reward"])
+def test_recommended_recipe_lacks_only_the_users_rows(objective, tmp_path):
+    keys = {} if objective == "reward" else {"beta": 0.2}
+    request = dataclasses.replace(asked(objective, keys=keys), model="tigon-demo")
+    (tmp_path / "plan.yaml").write_text(as_recipe.yaml_text(request), encoding="utf-8")
+    chosen = recipe_checks.load(tmp_path / "plan.yaml", ["data.source=toy-answers"], gpu_present=lambda: True)
+    assert chosen.train.objective == objective and chosen.post_training.beta == keys.get("beta")
+    assert not chosen.data.cross_document_attention
+
+
+def test_micro_batches_of_the_search_hold_whole_groups_of_completions():
+    request = asked("grpo", keys={"generations": 4}, batch=16)
+    problem = SearchProblem(request=request, free=frozenset({"accumulate"}), gpu=H200)
+    assert [size for size, _ in space.splits(problem)] == [16, 8, 4]
+    kto = dataclasses.replace(problem, request=asked("kto", batch=6))
+    assert [size for size, _ in space.splits(kto)] == [6, 3, 2]
+
+
+def test_run_that_does_not_fit_is_told_before_it_starts(monkeypatch):
+    pytest.importorskip("trl")
+    from tigon.trainer import model
+    from tigon.trainer.guards import prediction
+
+    path = Path(__file__).parents[2] / "recipes" / "objectives" / "dpo.yaml"
+    words = ["train.batch_size=32", "train.optimizer=sgd", "train.precision=bf16", "train.checkpointing=none"]
+    recipe = recipe_checks.load(path, words, gpu_present=lambda: False)
+    config = model.load_config(recipe.model)
+    choices = recipe.choices()
+    found = prediction.predict(recipe, config, choices, small_gpu(60), evaluated=True)
+    assert found.option.request.masked and found.option.request.objective.sequences(1) == 2
+    _, warning, *_ = [*found.lines("tigon train dpo.yaml"), ""]
+    assert "it will run out of memory" in warning, found.option.estimate.device_bytes >> 20
+    assert "This fits:" in warning and "tigon train dpo.yaml --set train." in warning
+
+
+# --- beside a real step -----------------------------------------------------------------------------------------------
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 64, "num_hidden_layers": 4}
+BATCH, TOKENS = 4, 72
+COLUMNS = {
+    "dpo": ("prompt", "chosen", "rejected"), "kto": ("prompt", "completion", "label"),
+    "orpo": ("prompt", "chosen", "rejected"), "reward": ("prompt", "chosen", "rejected"), "grpo": ("prompt",),
+    "distill": ("prompt",),
+}  # fmt: skip
+NAMES = {"dpo": "DPO", "kto": "KTO", "orpo": "ORPO", "reward": "Reward", "grpo": "GRPO", "distill": "Distillation"}
+
+
+def words(count: int, seed: int) -> str:
+    ids = torch.randint(5, 64, (count,), generator=torch.Generator().manual_seed(seed))
+    return " ".join(f"w{i}" for i in ids.tolist())
+
+
+def rows(objective: str) -> list[dict[str, Any]]:
+    prompt = TOKENS - COMPLETION if "completion" not in COLUMNS[objective] and len(COLUMNS[objective]) == 1 else 2
+    return [
+        {
+            name: value
+            for name, value in {
+                "prompt": words(prompt, i), "chosen": f" {words(TOKENS, i + 50)}", "rejected": f" {words(TOKENS, i)}",
+                "completion": f" {words(TOKENS, i + 7)}", "label": i % 2 == 0,
+            }.items()
+            if name in COLUMNS[objective]
+        }
+        for i in range(BATCH)
+    ]  # fmt: skip
+
+
+def small_model(precision: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = config_of("llama", **SHAPE)
+    config.use_cache, config.bos_token_id, config.eos_token_id, config.pad_token_id = False, 1, 2, 0
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(weight_dtype(precision)).train()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+def trl_trainer(objective: str, precision: str, folder: Path) -> Any:
+    """TRL's trainer with tigon's head, as a run makes it."""
+    datasets = pytest.importorskip("datasets")
+    from tests.integrations.trl_runs import reward, tokenizer
+    from tigon.integrations.trl import fuse
+
+    package = importlib.import_module("trl.experimental.orpo" if objective == "orpo" else "trl")
+    writes = objective in ("grpo", "distill")
+    options = {"max_completion_length": COMPLETION} if writes else {"max_length": 512}
+    more: dict[str, Callable[[], Any]] = {
+        "dpo": lambda: {"ref_model": small_model(precision).requires_grad_(False).eval()},
+        "kto": lambda: {"ref_model": small_model(precision).requires_grad_(False).eval()},
+        "distill": lambda: {"teacher_model": small_model(precision).requires_grad_(False).eval()},
+        "grpo": lambda: {"reward_funcs": reward},
+    }
+    args = getattr(package, f"{NAMES[objective]}Config")(
+        output_dir=str(folder), per_device_train_batch_size=BATCH, use_cpu=True, bf16=precision == "amp-bf16",
+        gradient_checkpointing=False, report_to=[], disable_tqdm=True, **options,
+        **({"num_generations": 2} if objective == "grpo" else {}),
+    )  # fmt: skip
+    model = small_model(precision)
+    if objective == "reward":
+        model = with_score(model)
+        model.config.pad_token_id = 0
+    trainer = getattr(package, f"{NAMES[objective]}Trainer")(
+        model=model, args=args, train_dataset=datasets.Dataset.from_list(rows(objective)),
+        processing_class=tokenizer(), **more.get(objective, dict)(),
+    )  # fmt: skip
+    if objective != "reward":
+        assert not fuse(trainer).unfused
+    return trainer
+
+
+def live_peak(tape: Tape) -> int:
+    """The most bytes of a recording that are alive at one time."""
+    live = peak = 0
+    for event in (event for segment in tape.segments for event in segment.events):
+        live += tape.sizes[event] if event >= 0 else -tape.sizes[~event]
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("objective", "precision", "tolerance"),
+    [
+        ("dpo", "amp-bf16", 0.02), ("kto", "amp-bf16", 0.02), ("orpo", "fp32", 0.01),
+        ("grpo", "amp-bf16", 0.01), ("distill", "amp-bf16", 0.01), ("reward", "fp32", 0.01),
+    ],
+)  # fmt: skip
+def test_traced_step_has_the_peak_of_trls(objective, precision, tolerance, tmp_path):
+    """Both with eager attention and no kernels in the layers. The lists of autocast and the buffers of the head differ
+    between the CPU and CUDA, for which the trace plans."""
+    pytest.importorskip("trl")
+    trainer = trl_trainer(objective, precision, tmp_path)
+    model = trainer.accelerator.prepare_model(trainer.model)
+    trainer.model_wrapped, trainer.current_gradient_accumulation_steps = model, 1
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    model.train()
+    meter = PeakMeter(torch.device("cpu"))
+    meter.start(training_state(model, torch.optim.SGD(model.parameters())))
+    trainer.compute_loss(model, inputs).backward()
+    measured = meter.stop().step_bytes + storage_bytes(tensors.values())
+
+    seq = max(t.shape[-1] for name, t in tensors.items() if name.endswith(("input_ids", "prompt_ids")))
+    keys = {"completion_length": tensors["completion_ids"].shape[1]} if "completion_ids" in tensors else {}
+    request = asked(
+        objective, keys=keys, batch=BATCH, seq=seq, kernels="none", attention="eager", precision=precision, shape=SHAPE
+    )
+    assert live_peak(trace(request, BARE, evaluating=False).tape) == pytest.approx(measured, rel=tolerance)
+
+
+def test_reward_model_has_a_score_in_place_of_the_head():
+    request = asked("reward", shape={"tie_word_embeddings": False})
+    names = {weight.name: weight.numel for weight in model_weights(request).weights}
+    assert names["score.weight"] == 64 and not any("lm_head" in name for name in names)
+    assert sum(names.values()) == sum(p.numel() for p in build("llama", request.config).parameters()) - 1024 * 64 + 64

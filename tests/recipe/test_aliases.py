@@ -1,0 +1,81 @@
+"""Names of other libraries are recipe keys, in a file and in --set."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tigon.errors import RecipeError
+from tigon.objectives.recipe_checks import load
+from tigon.recipe.aliases import ALIASES
+from tigon.recipe.keys import SECTIONS
+
+
+def loaded(tmp_path, text, *assignments, gpu=False):
+    file = tmp_path / "r.yaml"
+    file.write_text(text, encoding="utf-8")
+    return load(file, assignments, gpu_present=lambda: gpu)
+
+
+def test_every_alias_names_a_key_and_is_none_itself():
+    for alias in ALIASES.values():
+        section, name = alias.key.split(".")
+        assert hasattr(SECTIONS[section], name), alias
+        assert not hasattr(SECTIONS[section], alias.name) and alias.name not in SECTIONS, alias
+
+
+@pytest.mark.parametrize("alias", [a for a in ALIASES.values() if a.values], ids=lambda a: a.name)
+def test_translated_values_are_values_of_the_key(alias, tmp_path):
+    section, name = alias.key.split(".")
+    for theirs, ours in alias.values.items():
+        shown = str(theirs).lower() if isinstance(theirs, bool) else theirs
+        recipe = loaded(tmp_path, f"train: {{steps: 1}}\n{alias.name}: {shown}\n")
+        assert getattr(getattr(recipe, section), name) == ours
+
+
+def test_a_recipe_of_other_names_equals_one_of_recipe_keys(tmp_path):
+    theirs = loaded(
+        tmp_path,
+        "model_name_or_path: some/model\nmax_length: 512\nnum_train_epochs: 2\noptim: adamw_torch\n"
+        "train: {per_device_train_batch_size: 4, gradient_checkpointing: true}\nlora: {r: 8, lora_alpha: 16}\n",
+    )
+    ours = loaded(
+        tmp_path,
+        "model: {name: some/model}\ndata: {sequence_length: 512}\nlora: {rank: 8, alpha: 16}\n"
+        "train: {epochs: 2, optimizer: adamw-foreach, batch_size: 4, checkpointing: full}\n",
+    )
+    assert theirs == ours
+
+
+def test_set_takes_an_alias_with_and_without_its_section(tmp_path):
+    text = "train: {steps: 1}\n"
+    for name in ("per_device_train_batch_size", "train.per_device_train_batch_size"):
+        assert loaded(tmp_path, text, f"{name}=3").train.batch_size == 3
+    assert loaded(tmp_path, text, "gradient_checkpointing=true").train.checkpointing == "full"
+
+
+def test_on_gpu_takes_aliases(tmp_path):
+    text = "train: {steps: 1}\non_gpu: {micro_batch_size: 5, train: {logging_steps: 2}}\n"
+    train = loaded(tmp_path, text, gpu=True).train
+    assert (train.batch_size, train.log_steps) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train: {steps: 1}\nmax_steps: 2\n", "r.yaml:2: train.steps and max_steps are the same key; keep one"),
+        ("train: {steps: 1}\nlora: {r: 1, lora_r: 2}\n", "r.yaml:2: lora.r and lora.lora_r are the same key"),
+        ("train: {steps: 1}\nlora:\n  r: x\n", "r.yaml:3: lora.rank is 'x', text"),
+        ("train: {steps: 1}\nbf16: false\n", "r.yaml:2: bf16 is False, but can only be true; write train.precision"),
+        (
+            "train: {steps: 1}\nnum_train_epoch: 2\n",
+            "num_train_epochs, another name of train.epochs",
+        ),
+        ("train: {steps: 1}\ndata: {bf16: true}\n", "r.yaml:2: data.bf16 is not a recipe key"),
+        ("train: {steps: 1}\non_gpu: 3\n", "on_gpu is a section of keys"),
+    ],
+)
+def test_wrong_uses_are_refused_by_line(tmp_path, text, words):
+    with pytest.raises(RecipeError, match=re.escape(words)):
+        loaded(tmp_path, text)
