@@ -1,6 +1,9 @@
 # make demo   set up .venv on first use and train a small model, with a report
 # make test   set up .venv, with DeepSpeed if there is a C++ compiler, and run the tests
-# make check  lint and types
+# make check  lint and types; make setup: only set up .venv
+# make docs   the tests of the pages and of examples/
+# make release-check  build the wheel and the sdist, check them, and use the wheel in a fresh environment
+# make workflows      lint .github/workflows
 # make numeric  run the numerical tests with the instruction sets of older x86 CPUs
 # make pages  write docs/ again: measured parts from the records in benchmarks/results, examples by running them
 # make gpu    run the tests that need a GPU, with $(PYTHON); make sanitize: run kernels under NVIDIA's checkers
@@ -13,7 +16,7 @@ BIN := $(VENV)/bin
 # Sleeping at once costs a third of the speed on an idle machine. Spinning 10,000 times costs nothing measurable.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: demo test check numeric pages gpu sanitize format clean
+.PHONY: demo test setup check lint types docs numeric pages gpu sanitize format release-check workflows clean
 
 demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
@@ -32,14 +35,24 @@ numeric: $(VENV)/.ready
 	    $(BIN)/python -m pytest -n 2 --dist worksteal -k "not kernel" $(NUMERIC) || exit; \
 	done
 
-check: $(VENV)/.ready
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+setup: $(VENV)/.ready
+
+check: lint types
+
+PYTHON_FOLDERS := src tests benchmarks examples
+lint: $(VENV)/.ready
+	$(BIN)/ruff check $(PYTHON_FOLDERS)
+	$(BIN)/ruff format --check $(PYTHON_FOLDERS)
+
+types: $(VENV)/.ready
 	$(BIN)/mypy
 
 format: $(VENV)/.ready
-	$(BIN)/ruff check --fix src tests benchmarks
-	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix $(PYTHON_FOLDERS)
+	$(BIN)/ruff format $(PYTHON_FOLDERS)
+
+docs: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs tests/examples
 
 pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.study --into docs/study.md
@@ -57,6 +70,14 @@ sanitize:
 	    PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 3 \
 	    $(PYTHON) -m pytest tests/ops/test_accuracy.py -k "twice and kernel and fp16" || exit; \
 	done
+
+release-check:
+	PYTHON=$(PYTHON) sh tools/release_check.sh build/release
+
+workflows:
+	PYTHON=$(PYTHON) sh tools/setup_tools.sh build/workflows workflows
+	build/workflows/bin/actionlint
+	build/workflows/bin/zizmor --offline --quiet .github
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -41,7 +41,8 @@ def documented_late_packages() -> set[str]:
 
 LEVEL = {room: level for level, entry in enumerate(documented_order()) for room in entry}
 LATE = documented_late_packages()
-LEAVES = {"errors", "_files", "_quiet", "units"}  # every package may import them; they import no package of tigon
+# Every package may import these. They import no package of tigon.
+LEAVES = {"errors", "_files", "_install", "_quiet", "units"}
 MAY_IMPORT_TRANSFORMERS = {
     "cli", "doctor", "models", "techniques", "medusa", "data", "planner", "trainer", "sweep", "bench", "compat",
     "integrations", "trained",

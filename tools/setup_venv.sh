@@ -1,13 +1,14 @@
 #!/bin/sh
 # Make the virtual environment $1 with everything the demo and the tests need; called by the Makefile.
-# PYTHON names the interpreter to build it from.
+# PYTHON names the interpreter to build it from. TORCH, TRITON and TRANSFORMERS name other releases than the default,
+# for example `make test TORCH=2.8.0`. PRERELEASES=1 takes the newest of everything, pre-releases included.
 set -eu
 venv=$1
 python=${PYTHON:-python3}
 # For machines without torch: the release that the tests are written against. It runs on CPUs.
-torch="torch==2.13.0"
+torch="torch==${TORCH:-2.13.0}"
 # CPU builds of torch do not include Triton. The kernel tests are written against the interpreter of this release.
-triton="triton==3.6.0"
+triton="triton==${TRITON:-3.6.0}"
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
     echo "tigon needs Python 3.10 or newer, and $python is $("$python" --version). Name another: make PYTHON=python3.12 ..." >&2
@@ -26,5 +27,8 @@ pip="$venv/bin/python -m pip --disable-pip-version-check --quiet"
 if [ "$(uname -s)" = Linux ]; then
     "$venv/bin/python" -c 'import triton' 2>/dev/null || $pip install "$triton"
 fi
-$pip install --editable '.[train,dev]'
+$pip install --editable '.[train,dev]' ${TRANSFORMERS:+"transformers==$TRANSFORMERS"}
+if [ -n "${PRERELEASES:-}" ]; then
+    $pip install --pre --upgrade torch transformers accelerate peft tokenizers  # past tigon's own limits, with a warning
+fi
 touch "$venv/.ready"

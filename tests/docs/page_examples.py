@@ -129,7 +129,12 @@ def versions() -> str:
 
 def pages() -> list[str]:
     """Every page, as a path from the root of the repository."""
-    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
+    files = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "benchmarks" / "README.md",
+        ROOT / "examples" / "README.md",
+    ]
     names = {file.relative_to(ROOT).as_posix() for file in files}
     return sorted(names - set(ELSEWHERE))
 

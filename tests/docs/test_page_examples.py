@@ -145,12 +145,14 @@ def wrong_in(command: str) -> str:
     """The names in a command that do not exist; empty if all exist."""
     program, _, rest = command.partition(" ")
     if program == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-        named = re.sub(r"PYTHON=\S+", "", rest).split()
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        named = re.sub(r"[A-Z]+=\S+", "", rest).split()
         return ", ".join(sorted({*named} - {*targets}))
     if program == "python" and rest.startswith("-m tigon"):
         return "" if importlib.util.find_spec(rest.split()[1]) else rest
-    missing = [path for path in re.findall(r"\b(?:recipes|benchmarks|tools)/[\w./-]+", rest) if not exists(path)]
+    missing = [
+        path for path in re.findall(r"\b(?:recipes|benchmarks|tools|examples)/[\w./-]+", rest) if not exists(path)
+    ]
     missing = [path for path in missing if "NAME" not in path and "GPU" not in path]
     if program == "tigon":
         words = rest.split()

@@ -17,7 +17,7 @@ from small_runs import model, rows, tokenizer
 import tigon
 from tigon.models import MaterializedLogitsWarning
 
-trl = pytest.importorskip("trl", reason="trl is not installed (pip install 'tigon[dev]')")
+trl = pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[dev]')")
 datasets = pytest.importorskip("datasets", reason="datasets, which trl needs, is not installed")
 
 LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "eval_loss", "eval_entropy")

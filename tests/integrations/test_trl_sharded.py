@@ -21,7 +21,7 @@ from tigon.trainer.distributed import launch
 from two_ranks import assert_right, gradients_of
 from two_ranks import run as run_scenarios
 
-pytest.importorskip("trl", reason="trl is not installed (pip install 'tigon[dev]')")
+pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[dev]')")
 
 IDS = torch.randint(5, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 LABELS = IDS.masked_fill(torch.rand(IDS.shape, generator=torch.Generator().manual_seed(1)) < 0.3, -100)

@@ -15,7 +15,7 @@ from trl_runs import Result, build, train
 import tigon.integrations.trl as integration
 from tigon import ops
 
-pytest.importorskip("trl", reason="trl is not installed (pip install 'tigon[dev]')")
+pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[dev]')")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -11,7 +11,7 @@ from trl_runs import model
 
 from tigon.integrations.trl.unread_logits import UnreadLogits, UnreadLogitsTrainer
 
-pytest.importorskip("trl", reason="trl is not installed (pip install 'tigon[dev]')")
+pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[dev]')")
 
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 

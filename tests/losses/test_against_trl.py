@@ -20,7 +20,7 @@ from tigon.losses.dpo import FORMULAS as DPO_FORMULAS
 from tigon.losses.dpo import USE_F_DIVERGENCE
 from tigon.losses.grpo import FORMULAS as GRPO_FORMULAS
 
-trl = pytest.importorskip("trl", reason="trl is not installed (pip install 'tigon[dev]')")
+trl = pytest.importorskip("trl", reason="trl is not installed (pip install -e '.[dev]')")
 only_1_16 = pytest.mark.skipif(
     not trl.__version__.startswith("1.16"), reason=f"trl {trl.__version__} has other trainers"
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tigon._install import install_command
 from tigon.bench import charts, table
 from tigon.bench.record import RunRecord, load
 from tigon.errors import BenchError
@@ -77,7 +78,7 @@ def _draw(run: RunRecord) -> dict[str, str]:
         return charts.draw(run)
     except ModuleNotFoundError as error:
         raise BenchError(
-            f"charts need {error.name}, which is not installed; run pip install 'tigon[train]', or draw them on "
+            f"charts need {error.name}, which is not installed; run {install_command('train')}, or draw them on "
             "another machine with `tigon bench report FILE.json --plot DIR`."
         ) from None
 

@@ -5,9 +5,10 @@ import errno
 import importlib
 import pkgutil
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from tigon import __version__, cli
+from tigon._install import install_command
 from tigon.cli.shared import Command
 from tigon.errors import TigonError
 from tigon.trainer.guards import console, system_limits
@@ -23,7 +24,7 @@ def main() -> None:
     try:
         import typer
     except ModuleNotFoundError:
-        _fail("the command line needs typer, which is not installed; run pip install 'tigon[train]'")
+        _answer_without_typer(sys.argv[1:])
     try:
         sys.exit(_app()(standalone_mode=False) or 0)
     except TigonError as error:
@@ -42,7 +43,14 @@ def main() -> None:
         _fail_as_typed(error)
 
 
-def _fail(message: str) -> None:
+def _answer_without_typer(arguments: list[str]) -> NoReturn:
+    if arguments == ["--version"]:
+        print(f"tigon {__version__}")
+        sys.exit(0)
+    _fail(f"the command line needs typer, which is not installed; run {install_command('train')}")
+
+
+def _fail(message: str) -> NoReturn:
     with console.survive_broken_streams():
         print(f"tigon: {message}", file=sys.stderr)
     sys.exit(USAGE_EXIT)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tigon._install import install_command
 from tigon.doctor.finding import Finding
 from tigon.errors import PatchError, UsageError
 from tigon.models import MODELS, PatchReport, Verification, patch, verify
@@ -42,7 +43,7 @@ def check_model(name: str) -> ModelCheck:
         UsageError: the name is not one of these; transformers cannot build the model, or is not installed.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise UsageError(f"{name}: examining a model needs transformers: pip install 'tigon[train]'")
+        raise UsageError(f"{name}: examining a model needs transformers: {install_command('train')}")
     _quieten()
     config = load_config(name)
     model = build_on_meta(name, config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 
+from tigon._install import install_command
 from tigon.errors import RecipeError
 from tigon.techniques import EXCLUSIONS, SETTINGS, TECHNIQUES
 from tigon.techniques.records.choices import Choices
@@ -51,8 +52,8 @@ def check(choices: Choices, *, device: str) -> None:
             raise RecipeError(f"{keys} needs a GPU, and this run is on the CPU")
         for package in technique.needs:
             if importlib.util.find_spec(package) is None:
-                extra = PACKAGE_EXTRAS[package]
-                raise RecipeError(f"{keys} needs {package}, not installed here: pip install 'tigon[{extra}]'")
+                command = install_command(PACKAGE_EXTRAS[package])
+                raise RecipeError(f"{keys} needs {package}, not installed here: {command}")
 
 
 def exclusion_table() -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tigon._install import install_command
 from tigon.data import chat_template, documents, preferences, preview, reading, tokenizer
 from tigon.data.packing import Collator, fingerprint, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX
@@ -56,7 +57,7 @@ def quiet_libraries(recipe: Recipe) -> None:
         quiet_loading()
     except ImportError as error:  # transformers checks the versions of its dependencies on import
         reason = " ".join(str(error).split())[:200]
-        raise RecipeError(f"transformers cannot be imported: {reason}; pip install -U 'tigon[train]'") from None
+        raise RecipeError(f"transformers cannot be imported: {reason}; {install_command('train')}") from None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon._install import install_command
 from tigon.errors import UsageError
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.records.choices import Choices
@@ -98,7 +99,7 @@ def attach(model: Any, choices: Choices) -> None:
         with torch.device("meta"):  # on the CPU, PEFT would initialise adapters of a large rank for seconds
             technique.model(model, choices, RunInfo())
     except ImportError as error:
-        raise UsageError(f"LoRA cannot be traced: {error}; pip install -U 'tigon[peft]'.") from None
+        raise UsageError(f"LoRA cannot be traced: {error}; {install_command('train')}.") from None
     for module in list(model.modules()):
         if isinstance(getattr(module, "base_layer", None), Nf4Linear):
             module.forward = functools.partial(_adapted, module)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import tigon
+from tigon._install import install_command
 from tigon.errors import RecipeError, RunFolderError
 from tigon.profiler.recording.device import total_bytes
 from tigon.recipe.keys import Recipe
@@ -40,10 +41,10 @@ def check_packages() -> None:
     """Raise RecipeError if a required package is missing or transformers is too old."""
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     if missing:
-        raise RecipeError(f"tigon train needs {', '.join(missing)}, not installed here: pip install 'tigon[train]'")
+        raise RecipeError(f"tigon train needs {', '.join(missing)}, not installed here: {install_command('train')}")
     version = importlib.metadata.version("transformers")
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRANSFORMERS:
-        raise RecipeError(f"transformers {version} is installed, 5.8 or newer is needed: pip install 'tigon[train]'")
+        raise RecipeError(f"transformers {version} is installed, 5.8 or newer is needed: {install_command('train')}")
 
 
 def check_process(workers: int = 0) -> None:

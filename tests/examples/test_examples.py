@@ -1,0 +1,117 @@
+"""The scripts of examples/ run, check their own results, and stand in the table of examples/README.md."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers is not installed (pip install -e '.[train]')", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples"
+HELPER = "tiny.py"
+SCRIPTS = sorted(script.name for script in FOLDER.glob("*.py") if script.name != HELPER)
+LAUNCHED = "fsdp2.py"
+MOST_LINES = 60
+MOST_SECONDS = 300
+PRINTED = {
+    "accelerate_loop.py": r"loss 3\.\d+ -> [01]\.\d+ in 30 steps",
+    "custom_model.py": r"the gradients agree with F\.cross_entropy\nloss 3\.\d+ -> 0\.\d+",
+    "fsdp2.py": r"holds 10320 of 20640 weights\nloss 3\.4\d+ \(one process: 3\.4\d+\) -> [01]\.",
+    "hf_trainer.py": r"loss 3\.\d+ -> [12]\.\d+; largest difference from the unpatched run ",
+    "measure_peak.py": r"takes \d+ MiB unpatched and \d+ MiB patched",
+    "medusa_heads.py": r"the same 12 tokens as greedy decoding, in \d forward passes instead of 12",
+    "own_loop.py": r"loss 3\.\d+ -> [01]\.\d+ in 30 steps",
+    "patch_a_model.py": r"the gradients agree\nundone: every module has its own class again",
+    "trl_dpo.py": r"fused \['model', 'ref_model'\], not fused \{\}\nreward margin 0\.000 -> 0\.[1-9]",
+    "trl_grpo.py": r"fused \['model'\], not fused \{\}\nmean reward of 5 steps 0\.\d+ -> [01]\.\d+",
+    "trl_sft.py": r"fused \['model'\], not fused \{\}\nloss 3\.\d+ -> 2\.\d+",
+}
+"""Script -> what its last lines say when its own checks held."""
+RUN_ALL = """
+import contextlib, io, json, runpy, sys, traceback
+results = {}
+for script in sys.argv[1:]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            runpy.run_path(script, run_name="__main__")
+            error = ""
+        except BaseException:
+            error = traceback.format_exc()
+    results[script] = (error, out.getvalue())
+print("RESULTS", json.dumps(results))
+"""
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, tuple[str, str]]:
+    """Script -> (its error, what it printed). They share one process, because imports take most of the time."""
+    has_trl = importlib.util.find_spec("trl") is not None
+    scripts = [name for name in SCRIPTS if name != LAUNCHED and (has_trl or not name.startswith("trl_"))]
+    # `python FILE` puts the file's folder on the path, and so does this process's working folder with -c.
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, *scripts], capture_output=True, text=True, cwd=FOLDER, env=environment()
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, tuple[str, str]] = json.loads(done.stdout.rpartition("RESULTS ")[2])
+    assert found.keys() == {*scripts}
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != LAUNCHED])
+def test_example_runs_and_its_checks_hold(script: str, results: dict[str, tuple[str, str]]) -> None:
+    if script not in results:
+        pytest.skip("trl is not installed (pip install -e '.[trl]')")
+    error, printed = results[script]
+    assert not error, error
+    assert re.search(PRINTED[script], printed), printed[-1000:]
+
+
+def test_sharded_example_runs_on_two_processes() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = subprocess.Popen(
+        [*command, str(FOLDER / LAUNCHED)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(), start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = launcher.communicate(timeout=MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(launcher.pid, signal.SIGKILL)  # killing the launcher alone leaves its processes
+        raise
+    assert launcher.returncode == 0, err[-3000:]
+    assert re.search(PRINTED[LAUNCHED], out), out
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, HELPER])
+def test_example_is_short_and_hides_no_module(script: str) -> None:
+    """A script's folder is the first entry of the path, so profile.py there would hide Python's own."""
+    assert script == HELPER or len((FOLDER / script).read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+    assert importlib.util.find_spec(Path(script).stem) is None
+
+
+def test_readme_lists_each_script_with_the_first_sentence_of_its_docstring() -> None:
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| \[(\w+\.py)\]\(\1\) \| (.*) \|$", readme, re.MULTILINE))
+    first = {}
+    for script in SCRIPTS:
+        text = ast.get_docstring(ast.parse((FOLDER / script).read_text(encoding="utf-8"))) or ""
+        first[script] = re.match(r"[^\n]*?\.(?=\s|$)|[^\n]*", text)[0]  # type: ignore[index]
+    assert {name: first[name].rstrip(".:") for name in SCRIPTS} == {k: v.rstrip(".") for k, v in listed.items()}
+    assert PRINTED.keys() == {*SCRIPTS}

@@ -1,0 +1,65 @@
+#!/bin/sh
+# Build the sdist and the wheel, check both, and use the wheel in a fresh environment: with torch alone, then with the
+# packages of [train]. Called by `make release-check`; $1 is the folder for the environments.
+set -eu
+folder=$1
+python=${PYTHON:-python3}
+root=$(pwd)
+step() { echo "release-check: $*"; }
+fail() { echo "release-check: $*" >&2; exit 1; }
+
+rm -rf dist "$folder"
+mkdir -p "$folder"
+folder=$(cd "$folder" && pwd)
+sh tools/setup_tools.sh "$folder/tools" release
+tools=$folder/tools/bin
+
+step "build the sdist, and the wheel from the sdist"
+"$tools/python" -m build >"$folder/build.log" 2>&1 || { cat "$folder/build.log" >&2; fail "python -m build failed"; }
+"$tools/twine" check --strict dist/*
+"$tools/check-wheel-contents" dist/*.whl
+wheel=$(echo "$root"/dist/*.whl)
+version=$(basename "$wheel" | cut -d- -f2)
+
+step "install the wheel beside torch, without triton and every other dependency"
+"$python" -m venv "$folder/fresh"
+fresh=$folder/fresh/bin
+pip="$fresh/python -m pip --disable-pip-version-check --quiet"
+$pip install "torch==${TORCH:-2.13.0}"  # as tools/setup_venv.sh
+$pip uninstall --yes triton  # builds of torch for GPUs bring it
+$pip install --no-deps "$wheel"
+cd "$folder"  # away from the checkout, whose src/ must not be imported
+"$fresh/python" -c '
+import sys
+import torch
+import tigon
+assert "site-packages" in tigon.__file__, tigon.__file__
+hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+tigon.linear_cross_entropy(hidden, weight, torch.tensor([1, 2, 3, 4])).backward()
+assert hidden.grad is not None and weight.grad is not None
+assert not {"transformers", "triton"} & set(sys.modules)
+print("imported with torch", torch.__version__, "alone, and ran one op")
+'
+
+step "tigon without its command line's packages"
+test "$("$fresh/tigon" --version)" = "tigon $version" || fail "tigon --version does not print tigon $version"
+status=0
+"$fresh/tigon" train recipe.yaml 2>stderr || status=$?
+cat stderr
+test "$status" = 2 || fail "tigon train exits with $status, not 2"
+# Without numpy, torch warns when it is imported. The warning has two lines.
+test "$(grep -vc 'NumPy\|_conversion_method_template' stderr)" = 1 || fail "tigon train prints more than one line"
+
+step "run the install command of that line"
+command=$(sed -n "s/.*run pip install //p" stderr)
+eval "$pip install $command"
+"$fresh/tigon" --version
+"$fresh/tigon" doctor
+"$fresh/python" "$root/examples/hf_trainer.py"
+
+step "a typed program against the installed wheel"
+"$tools/mypy" --strict --config-file= --python-executable "$fresh/python" "$root/tests/release/typed_client.py"
+echo '{"typeCheckingMode": "strict"}' >pyrightconfig.json
+cp "$root/tests/release/typed_client.py" .
+"$tools/basedpyright" --pythonpath "$fresh/python" typed_client.py
+step "tigon $version can be released"
