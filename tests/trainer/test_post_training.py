@@ -146,7 +146,12 @@ def test_kernels_change_no_loss(recipe, tigon, here):
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_adapters_are_trained_against_the_model_without_them_and_merged(objective, recipe, tigon, here):
-    outcome = tigon("train", recipe(**sections(objective, lora={"rank": 2}, train={"save_steps": 5})))
+    outcome = tigon(
+        "train",
+        recipe(
+            **sections(objective, lora={"rank": 2}, train={"save_steps": 5}, output={"save_model": True, "merge": True})
+        ),
+    )
     assert outcome.code == 0, outcome.err
     first, *_, last = records(here / "runs" / "r", "train")
     assert first["rewards/chosen"] == 0 and last["rewards/chosen"] != 0
