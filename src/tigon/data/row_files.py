@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon._files import open_regular
+from tigon._install import install_command
 from tigon.data.sources import Refuse, unreadable
 from tigon.errors import DataError
 from tigon.units import in_bytes
@@ -212,7 +213,7 @@ def _parquet(path: Path, refuse: Refuse) -> Rows:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise DataError(f"{path}: parquet needs pyarrow, not installed here: pip install 'tigon[data]'") from None
+        raise DataError(f"{path}: parquet needs pyarrow, not installed here: {install_command('data')}") from None
     number = 0
     try:
         with open_regular(path) as handle:
