@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon._files import is_of_kernel, open_regular, refuse_special
+from tigon._install import install_command
 from tigon.errors import DataError
 from tigon.models.loading.config import is_hub_id
 from tigon.units import in_bytes
@@ -99,8 +100,8 @@ def check(sources: Sequence[Source], key: str = "data.source") -> None:
         if source.is_hub:
             if importlib.util.find_spec("datasets") is None:
                 raise DataError(
-                    f"{source.name}: no such file or folder; a data set of the hub needs the package datasets: pip "
-                    "install 'tigon[data]'"
+                    f"{source.name}: no such file or folder; a data set of the hub needs the package datasets: "
+                    f"{install_command('data')}"
                 )
         elif not source.is_built_in:
             _check(source.name, key)

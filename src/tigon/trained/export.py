@@ -21,7 +21,7 @@ from tigon.errors import OptionError, UsageError
 from tigon.models.loading.config import is_hub_id
 from tigon.trained.find import TrainedModel
 from tigon.trained.load import load_tokenizer_of, load_weights, with_adapter
-from tigon.trainer.engine import merged
+from tigon.trainer.checkpoint.adapter_files import merged
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONVERTER, CONVERTER_FOLDER = "convert_hf_to_gguf.py", "LLAMA_CPP"

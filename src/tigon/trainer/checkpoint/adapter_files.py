@@ -106,10 +106,10 @@ def merged_with_base(adapters: Path, model: ModelConfig, *, dtype: torch.dtype) 
             adapted = peft.PeftModel.from_pretrained(plain, str(adapters))
         except UserWarning as error:
             raise RunFolderError(f"{adapters} is not complete: {one_line(error)}") from None
-    return _merged(adapted)
+    return merged(adapted)
 
 
-def _merged(wrapped: Any) -> Any:
+def merged(wrapped: Any) -> Any:
     """Merge the adapters of a PEFT model into its base model, and return the base model.
 
     A head tied to the embeddings is untied first, because merging into one of them would change both.

@@ -40,7 +40,8 @@ def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, An
         f"# {recipe.output.name}\n\n{_lead(recipe, adapters=adapters)}",
         f"## How to load it\n\n{_code(adapters=adapters)}",
         "## Measured figures\n\nMeasured in the training run.\n\n" + _table("figure", figures),
-        f"## Training data\n\n`{'`, `'.join(recipe.data.source)}`\n\n" + _table("what", _counts(data)),
+        f"## Training data\n\n`{'`, `'.join(source.name for source in recipe.data.sources())}`\n\n"
+        + _table("what", _counts(data)),
         "## Environment\n\n"
         + _table("package", [(name, versions[name]) for name in _PACKAGES if name in versions])
         + "\n\n"
