@@ -35,7 +35,6 @@ def write(run: RunFolder, folder: Path, recipe: Recipe, summary: Mapping[str, An
     train = [record for record in run.records() if record["event"] == "train"]
     figures = [(tile["name"], tile["value"]) for tile in report.tiles(train, summary, objective.metric_section())]
     versions = environment["versions"]
-    sources = ", ".join(f"`{source.name}`" for source in recipe.data.sources())
     sections = [
         _front_matter(recipe, adapters=adapters),
         f"# {recipe.output.name}\n\n{_lead(recipe, adapters=adapters)}",
