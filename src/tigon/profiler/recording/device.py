@@ -23,7 +23,9 @@ def used_bytes(device: torch.device) -> tuple[int, int]:
     import resource
 
     unit_bytes = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is bytes on macOS, KiB on Linux
-    return _psutil().Process().memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+    now_bytes = int(_psutil().Process().memory_info().rss)
+    # Linux updates the two counters at different times, so the peak that it reports can be below the current size.
+    return now_bytes, max(now_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes)
 
 
 def host_free_bytes() -> int:
