@@ -73,6 +73,10 @@ def load(
     device = _peek_device(raw, assignments)
     if on_gpu and (device == "cuda" or (device == "auto" and gpu_present())):
         _merge(raw, on_gpu)
+    set_keys = [dotted for dotted, _ in assignments]
+    # steps and epochs exclude each other: the one in --set replaces the file's
+    if ("train.steps" in set_keys) != ("train.epochs" in set_keys):
+        raw.get("train", {}).pop("epochs" if "train.steps" in set_keys else "steps", None)
     for dotted, value in assignments:
         _assign(raw, dotted, value)
     sources = {dotted: "--set" for dotted, _ in assignments}
