@@ -50,7 +50,7 @@ def read_row(name: str, row: dict[str, Any], where: str) -> Document:
     """
     row_format = FORMATS[name]
     if not row_format.fits(row):
-        raise DataError(f"{where}: keys {_keys(row)}, but this layout needs {row_format.wanted}")
+        raise DataError(f"{where}: keys {_keys(row)}, but data.format: {name} needs {row_format.wanted}")
     document = row_format.document(row, where)
     answers = [s.text for s in document.segments if s.learned]
     answers += [m.content for m in document.messages if m.role == "assistant" and m.learned]
@@ -155,7 +155,9 @@ FIELDS = (*dict.fromkeys(name for row_format in FORMATS.values() for name in row
 def check_source(source: Source) -> None:
     """Raise DataError for a format that is not known, or columns that fit no field or no format."""
     if source.format not in ("auto", *FORMATS):
-        raise DataError(f"format of {source.name} is {source.format!r}; it must be auto or one of {', '.join(FORMATS)}")
+        raise DataError(
+            f"data.format: {source.format!r} ({source.name}) is not known; choose auto, {', '.join(FORMATS)}"
+        )
     for field, column in source.columns.items():
         if field not in FIELDS:
             raise DataError(f"data.columns: {field!r} is not a field of a format; the fields are {', '.join(FIELDS)}")

@@ -240,7 +240,7 @@ class PlannedObjective(Protocol):
         ...
 
     def notes(self) -> tuple[str, ...]:
-        """What the estimate leaves out or assumes, one sentence each."""
+        """The estimate's assumptions and omissions, one sentence each."""
         ...
 
     def description(self) -> str:

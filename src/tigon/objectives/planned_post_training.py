@@ -26,7 +26,7 @@ TIME_WITHOUT_WRITING = "The step time is that of training; the time in which com
 
 @dataclass(frozen=True)
 class PlannedPostTraining(PlannedCausalLM):
-    """What TRL's trainers have in common. Subclasses say what a micro-batch is and which passes it makes."""
+    """The parts that TRL's trainers share. A subclass defines the micro-batch and its forward passes."""
 
     objective: str
     """The value of `train.objective`."""

@@ -117,8 +117,7 @@ CHOICES_RULES = (
 _PLANNED_RULES = (
     ChoicesRule(
         lambda c: c.kernels != "tigon",
-        "the planner knows the losses of post-training with tigon's head only; set model.kernels to tigon, or run the "
-        "recipe without a plan",
+        "the planner cannot predict post-training with these kernels; set model.kernels: tigon (--kernels tigon)",
         objectives=tuple(name for name in TAKES if name != "reward"),
     ),
 )
@@ -140,6 +139,15 @@ KEY_RULES = (
             and r.post_training.label_smoothing == 0
         ),
         "post_training.loss_type: exo_pair needs post_training.label_smoothing above 0, e.g. 0.001",
+    ),
+    Rule(
+        lambda r: (
+            r.train.objective == "dpo"
+            and r.post_training.label_smoothing > 0
+            and r.post_training.loss_type not in ("robust", "exo_pair", "aot", "aot_unpaired")
+        ),
+        "post_training.label_smoothing has no effect with this loss_type in TRL; set post_training.loss_type: robust, or "
+        "leave label_smoothing out",
     ),
     Rule(
         lambda r: r.train.objective == "distill" and (r.post_training.beta or 0) > 1,

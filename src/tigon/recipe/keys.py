@@ -203,8 +203,8 @@ class TrainConfig:
     steps: int | None = key(None, "Optimizer steps; give this or `epochs`.", minimum=1, maximum=MAX_COUNT)
     epochs: float | None = key(None, "Passes over the samples; give this or `steps`.", above=0, maximum=1_000_000)
     objective: str = key(
-        "auto", "The loss to minimise, by the name of its file in `tigon.objectives`. `auto`: `medusa` with "
-        "`heads.stage`, else `causal_lm`.",
+        "auto", "The loss to minimise: `causal_lm`, `medusa`, `dpo`, `kto`, `orpo`, `grpo`, `distill`, `reward`, or the "
+        "name of your file in `tigon/objectives`. `auto`: `medusa` with `heads.stage`, else `causal_lm`.",
     )  # fmt: skip
     batch_size: int = key(8, "Samples per micro-batch, in each process.", limits="batch")
     gradient_accumulation: int = technique_key("accumulate")
@@ -327,7 +327,8 @@ class PostTrainingConfig:
     )  # fmt: skip
     loss_type: str | None = key(None, "Variant of the loss of dpo, kto or grpo, by TRL's name; none: TRL's default.")
     label_smoothing: float = key(
-        0.0, "dpo: the probability that a pair is the wrong way round, for `loss_type: robust` and `exo_pair`.",
+        0.0, "dpo: the probability that a pair is labelled the wrong way round. TRL uses it for `loss_type: robust`, "
+        "`exo_pair`, `aot` and `aot_unpaired`.",
         minimum=0, maximum=0.5,
     )  # fmt: skip
     desirable_weight: float = key(1.0, "kto: weight of the answers with `label` true.", above=0)
@@ -344,7 +345,7 @@ class PostTrainingConfig:
     teacher: str | None = key(None, "distill: model folder or hub id of the teacher, with the model's vocabulary.")
     base_steps: int = key(
         0, "For a preset, whose weights are random: steps of ordinary training on the rows' answers before the "
-        "objective's own. distill: the teacher is trained so, and the model begins with random weights.",
+        "objective's own. distill: these steps train the teacher, and the student starts from random weights.",
         minimum=0, maximum=MAX_COUNT,
     )  # fmt: skip
 

@@ -75,7 +75,7 @@ class Conversation:
         else:
             ids = tokenizer(text)["input_ids"]
         if not ids:
-            raise OptionError("the message has no tokens; type some text.")
+            raise OptionError("the message is empty; type some text.")
         return torch.tensor([ids], device=next(self.loaded.model.parameters()).device)
 
     def _room(self, used: int) -> int:

@@ -54,7 +54,7 @@ class Export:
         if self.target.exists():
             raise OptionError(f"{self.target} exists; name a new folder.")
         if found.adapter is None and self.merge:
-            raise OptionError(f"--merge: {found.weights} has no adapters; leave it out.")
+            raise OptionError(f"--merge: {found.weights} has no adapters to merge; leave --merge out.")
         if found.adapter is not None and not self.merge and (self.dtype or self.gguf):
             given = "--dtype" if self.dtype else "--gguf"
             raise OptionError(f"{given} changes whole weights, and this run trained adapters; add --merge.")

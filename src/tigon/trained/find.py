@@ -17,7 +17,7 @@ CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Where the files of a trained model are."""
+    """The locations of a trained model's files."""
 
     weights: str
     """Folder or hub id of the whole model."""

@@ -7,7 +7,10 @@
     tensorboard/       the same records as scalars
     checkpoints/       checkpoint-N, to resume from; each with a manifest of its files
     tokenizer/         the tokenizer of the run
-    model/             final weights (safetensors) and tokenizer
+    model/             final weights (safetensors), tokenizer and model card
+    adapters/          of LoRA, in PEFT's layout
+    heads/             Medusa or MTP heads
+    base/              a preset's weights before the run's own steps
     charts/            the report's charts as SVG
     report.md, report.html
     summary.json       written last, so a folder without it is an incomplete run

@@ -67,7 +67,7 @@ class FinalModel:
             self._write(merged)
 
     def save_state(self, built: Any, state: dict[str, torch.Tensor]) -> None:
-        """Save gathered weights instead of those of `built`, as `model/`. Only the main process calls it."""
+        """Save `state`, gathered from all processes, as `model/`. Only the main process calls it."""
         state = self._dtypes().cast_state(state)
         dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
         self._write(built, state)  # it empties `state`
@@ -94,7 +94,7 @@ class FinalModel:
         return SavedDtypes(None, models.stored_dtypes(self._on_disk(), self.config))
 
     def _on_disk(self) -> ModelConfig:
-        """The model that the adapters refer to, or the recipe's."""
+        """The `model` section of the base checkpoint: the run's `base/` for adapters on a preset, else the recipe's."""
         if self.choices.lora_rank is None or not models.is_preset(self.model.name):
             return self.model
         return ModelConfig(name=str(self.run / "base"), attention=self.model.attention)

@@ -1,6 +1,6 @@
 """The losses of Liger's GRPO functions from log-probabilities per token.
 
-`tigon.losses.grpo` computes them. Three loss types exist here only:
+`tigon.losses.grpo` computes most loss types. Three are not in `tigon.losses` and are computed in this file:
 
     luspo    the sum over a sequence's tokens, averaged over sequences (arXiv 2602.05261)
     sapo     a smooth gate instead of a clipped ratio (arXiv 2511.20347)
@@ -27,7 +27,8 @@ _GRPO: dict[str, GRPOLossType] = {
     "grpo": "grpo", "bnpo": "bnpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "cispo": "cispo", "luspo": "dr_grpo",
 }  # fmt: skip
 _SMOOTH = ("sapo", "vespo")
-_WITHOUT_CLIPPED_RATIO = ("cispo", *_SMOOTH)
+_TOKEN_LEVEL_ONLY = ("cispo", *_SMOOTH)
+"""Loss types without sequence-level importance sampling and without `delta`."""
 _PER_STEP = ("dapo", "cispo", "vespo")
 """Loss types that divide by the tokens of the step."""
 
@@ -71,7 +72,7 @@ class Completions(NamedTuple):
 
 
 class PolicyTerms(NamedTuple):
-    """The scalar loss and its terms per token (B, T), 0 where the mask is; kl is 0 without a reference."""
+    """The scalar loss and its terms per token (B, T), 0 at masked tokens; kl is 0 without a reference."""
 
     loss: Tensor
     per_token: Tensor
@@ -79,7 +80,7 @@ class PolicyTerms(NamedTuple):
     is_clipped: Tensor
 
     def metrics(self, mask: Tensor, with_kl: bool) -> list[Tensor]:
-        """Means over tokens: of the KL if wanted, and the share that is clipped."""
+        """The mean KL per token if `with_kl`, and the fraction of clipped tokens."""
         tokens = mask.sum().clamp(min=1)
         return [self.kl.sum() / tokens] * with_kl + [self.is_clipped.sum() / tokens]
 
@@ -91,11 +92,11 @@ def check_policy_options(options: PolicyOptions) -> None:
         raise OptionError(f"loss_type={loss_type!r} is not known; choose one of {', '.join((*_GRPO, *_SMOOTH))}.")
     if level not in ("token", "sequence"):
         raise OptionError(f"importance_sampling_level={level!r} is not known; choose token or sequence.")
-    if level == "sequence" and loss_type in _WITHOUT_CLIPPED_RATIO:
+    if level == "sequence" and loss_type in _TOKEN_LEVEL_ONLY:
         raise OptionError(
             f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}; choose token."
         )
-    if options.delta is not None and loss_type in _WITHOUT_CLIPPED_RATIO:
+    if options.delta is not None and loss_type in _TOKEN_LEVEL_ONLY:
         raise OptionError(f"delta (two-sided clipping) is not supported for loss_type={loss_type!r}; leave it out.")
     for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
         if loss_type == "sapo" and getattr(options, name) <= 0:
@@ -103,7 +104,7 @@ def check_policy_options(options: PolicyOptions) -> None:
 
 
 def policy_terms(batch: Completions, options: PolicyOptions) -> PolicyTerms:
-    """The loss of a batch, of any of Liger's types."""
+    """The loss of a batch, for any `loss_type` of Liger."""
     check_policy_options(options)
     mask = batch.mask != 0
     batch = batch._replace(mask=mask, logps=batch.logps.masked_fill(~mask, 0.0), advantages=batch.advantages.detach())
