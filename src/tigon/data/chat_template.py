@@ -4,8 +4,8 @@ Only what the assistant writes is learned, with the template's mark that ends th
 order, and each is checked:
 
 1. The template marks it with `{% generation %}`.
-2. The text of the first n messages begins the text of the first n + 1. What the assistant's message adds after the
-   generation prompt is learned.
+2. The chat is rendered with the first n messages and with n + 1. If the second text begins with the first, the rest
+   after the generation prompt is learned.
 3. Some templates write a turn in another way when more turns follow, for example without its reasoning. Then the turn
    is found by rendering the chat again with another answer in its place: what differs is the turn.
 """

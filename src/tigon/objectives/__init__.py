@@ -9,8 +9,8 @@ choose.py           All objectives, and the choice of a recipe's.
 post_training_rules.py  The recipe keys of those objectives, and what does not go with them.
 recipe_checks.py    Loads a recipe, with the rules of the objectives' sections, before transformers is imported.
 
-To add an objective, write a file with a class and `OBJECTIVE = <class>`. `choose.py` finds it. Its recipe section is declared
-in recipe/keys.py, and its rules in recipe_checks.py.
+To add an objective, write a file with a class and `OBJECTIVE = <class>`. `choose.py` finds it. Its recipe section is
+declared in recipe/keys.py, and its rules in recipe_checks.py.
 """
 
 from __future__ import annotations

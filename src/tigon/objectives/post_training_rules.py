@@ -146,8 +146,8 @@ KEY_RULES = (
             and r.post_training.label_smoothing > 0
             and r.post_training.loss_type not in ("robust", "exo_pair", "aot", "aot_unpaired")
         ),
-        "post_training.label_smoothing has no effect with this loss_type in TRL; set post_training.loss_type: robust, or "
-        "leave label_smoothing out",
+        "post_training.label_smoothing has no effect with this loss_type in TRL; set post_training.loss_type: robust, "
+        "or leave label_smoothing out",
     ),
     Rule(
         lambda r: r.train.objective == "distill" and (r.post_training.beta or 0) > 1,

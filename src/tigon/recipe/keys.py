@@ -203,8 +203,8 @@ class TrainConfig:
     steps: int | None = key(None, "Optimizer steps; give this or `epochs`.", minimum=1, maximum=MAX_COUNT)
     epochs: float | None = key(None, "Passes over the samples; give this or `steps`.", above=0, maximum=1_000_000)
     objective: str = key(
-        "auto", "The loss to minimise: `causal_lm`, `medusa`, `dpo`, `kto`, `orpo`, `grpo`, `distill`, `reward`, or the "
-        "name of your file in `tigon/objectives`. `auto`: `medusa` with `heads.stage`, else `causal_lm`.",
+        "auto", "The loss to minimise: `causal_lm`, `medusa`, `dpo`, `kto`, `orpo`, `grpo`, `distill`, `reward`, or "
+        "the name of your file in `tigon/objectives`. `auto`: `medusa` with `heads.stage`, else `causal_lm`.",
     )  # fmt: skip
     batch_size: int = key(8, "Samples per micro-batch, in each process.", limits="batch")
     gradient_accumulation: int = technique_key("accumulate")

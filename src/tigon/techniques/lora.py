@@ -313,7 +313,7 @@ DECLARATION = Declaration(
             costs="Two thin matmuls for each adapted one. Activations are needed as before.",
             effect_on_result="Another result than full fine-tuning: only the modules in `lora.targets` change, by "
             "an update of rank `lora.rank`. With autocast the frozen weights and the sum of the layers' outputs are "
-            "in 16 bits (`lora.base: fp32`: in fp32). Adapters are fp32.",
+            "in 16 bits (`lora.base: fp32`: in fp32). Adapters are fp32, or bf16 with `train.precision: bf16`.",
             needs=("peft",),
             recipe={"lora.rank": DEFAULT_RANK}, chosen=(Condition("lora_rank", "is at least", 1),), model=_adapters,
             change_rank=6, source="peft; arXiv 2106.09685",
