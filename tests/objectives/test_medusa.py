@@ -93,6 +93,7 @@ def test_process_that_gets_no_weights_saves_nothing_without_an_error(stage: int,
     final = FinalSave(
         folder=tmp_path / "run", sharded=True, is_first=False, gathered_state=lambda: None,
         save_model=lambda: pytest.fail("sharded weights are saved as they were gathered"),
+        save_state=lambda state: pytest.fail("only the first process saves"),
     )  # fmt: skip
     assert objective.save(objective.attach(trainer.model), final)
     assert not (tmp_path / "run").exists()

@@ -53,7 +53,7 @@ GOOD = b'{"prompt": "p", "completion": "c"}\n'
 BAD_ROWS = {
     "broken JSON": (b'{"prompt": "p", "completion": \n', "not valid JSON at column"),
     "not an object": (b"[1, 2]\n", "a row is a JSON object"),
-    "other keys": (b'{"prompt": "p", "answer": "c"}\n', "this layout needs prompt and completion"),
+    "other keys": (b'{"prompt": "p", "answer": "c"}\n', "needs prompt and completion"),
     "number for text": (b'{"prompt": "p", "completion": 4}\n', "completion is int, not text"),
     "empty answer": (b'{"prompt": "p", "completion": " "}\n', "nothing to learn from"),
     "not UTF-8": (b'{"prompt": "\xff", "completion": "c"}\n', "not UTF-8"),

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 
 from tigon.errors import RecipeError
-from tigon.recipe.keys import DataConfig, PostTrainingConfig, Recipe, Rule, Rules
+from tigon.recipe.keys import DataConfig, PostTrainingConfig, Recipe
+from tigon.recipe.rules import Rule, Rules
 from tigon.techniques.records.choices import Choices
 
 TAKES: Mapping[str, tuple[str, ...]] = {

@@ -14,7 +14,8 @@ from pathlib import Path
 from tigon.errors import RecipeError
 from tigon.objectives import post_training_rules
 from tigon.recipe import recipe_file
-from tigon.recipe.keys import Recipe, Rule, Rules, Switch, other_keys
+from tigon.recipe.keys import Recipe
+from tigon.recipe.rules import Rule, Rules, Switch, other_keys
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition
 

@@ -1,7 +1,9 @@
 """The recipe of a run.
 
 keys.py          frozen dataclasses: every key, its default and its limits
+aliases.py       names of other libraries for these keys
+rules.py         checks of keys in relation to each other
 recipe_file.py   YAML and `--set` to a `Recipe`, with the line of each error
 
-Neither imports torch.
+None of them imports torch.
 """

@@ -9,21 +9,16 @@ here as data, because this package is below the objectives. Its rules are in obj
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tigon.data.formats import FORMATS, check_source
+from tigon.data.formats import FORMATS
 from tigon.data.sources import Source
-from tigon.errors import DataError, RecipeError
-from tigon.techniques import KEY_EXCLUSIONS, KEY_SWITCHES, SETTINGS
-from tigon.techniques.matrix import refusals
+from tigon.techniques import SETTINGS
 from tigon.techniques.records.choices import LIMITS, Choices
-from tigon.techniques.records.condition import KeyExclusion, KeySwitch
 
 T = TypeVar("T")
 NAME_CHARACTERS = 80
@@ -438,148 +433,6 @@ SECTIONS: dict[str, type[Any]] = {
 }  # fmt: skip
 OBJECTIVE_SECTIONS = ("heads", "post_training")
 """The sections that set a training objective."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Refuses a recipe for which `breaks` returns True."""
-
-    breaks: Callable[[Recipe], bool]
-    reason: str
-
-
-@dataclass(frozen=True)
-class Switch:
-    """Keys that have no effect unless `on` returns True for the recipe."""
-
-    keys: tuple[str, ...]
-    key: str
-    on: Callable[[Recipe], bool]
-    instead: str
-    """The setting that makes the keys take effect."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Checks of keys in relation to each other."""
-
-    rules: tuple[Rule, ...] = ()
-    switches: tuple[Switch, ...] = ()
-
-    def __add__(self, other: Rules) -> Rules:
-        return Rules(self.rules + other.rules, self.switches + other.switches)
-
-
-def other_keys(section: str, but: str) -> tuple[str, ...]:
-    """The dotted keys of a section, except one."""
-    return tuple(f"{section}.{f.name}" for f in dataclasses.fields(SECTIONS[section]) if f.name != but)
-
-
-def _rule_of(row: KeyExclusion) -> Rule:
-    section, _, name = row.key.partition(".")
-    return Rule(lambda r: row.applies(r.choices(), getattr(getattr(r, section), name)), row.reason)
-
-
-def _switch_of(row: KeySwitch) -> Switch:
-    return Switch(row.keys, SETTINGS[row.on.field].key, lambda r: row.on.holds(r.choices()), row.instead)
-
-
-# The checks that techniques declare, and those of the comparison. `refusals` covers pairs of techniques.
-_RULES = Rules(
-    (
-        *(_rule_of(row) for row in KEY_EXCLUSIONS),
-        Rule(
-            lambda r: bool(r.comparison.steps) and (r.sharding.gpus > 1 or r.sharding.zero > 0 or r.sharding.fsdp),
-            "comparison.steps needs one process without sharding; set comparison.steps: 0",
-        ),
-        Rule(
-            lambda r: bool(r.comparison.steps) and r.lora.rank is not None,
-            "comparison.steps compares kernels in full fine-tuning; with lora.rank set comparison.steps: 0",
-        ),
-    ),
-    (
-        Switch(("output.merge",), "lora.rank", lambda r: r.lora.rank is not None, "lora.rank: 16"),
-        Switch(
-            ("output.merge", "output.dtype", "output.max_shard_size"), "output.save_model",
-            lambda r: r.output.save_model, "output.save_model: true",
-        ),
-        *(_switch_of(row) for row in KEY_SWITCHES),
-        Switch(
-            other_keys("comparison", "steps"), "comparison.steps", lambda r: r.comparison.steps > 0,
-            "comparison.steps: 6",
-        ),
-    ),
-)  # fmt: skip
-
-
-def check_combinations(recipe: Recipe, path: object, more: Rules) -> None:
-    """Refuse keys and techniques that exclude each other.
-
-    Args:
-        recipe: The recipe.
-        path: Its file, for the message.
-        more: The rules of the objectives.
-
-    Raises:
-        RecipeError: The recipe has such keys, or a value that no run can use. The message begins with `path`.
-    """
-    train, output = recipe.train, recipe.output
-    if (train.steps is None) == (train.epochs is None):
-        complaint = "both are given" if train.steps is not None else "neither is given"
-        raise RecipeError(f"{path}: train.steps and train.epochs: {complaint}; give exactly one, e.g. train.steps: 200")
-    if problem := folder_name_problem(output.name, NAME_CHARACTERS):
-        complaint = f"output.name is {output.name!r}, but must name one folder inside output.folder"
-        raise RecipeError(f"{path}: {complaint}: {problem}")
-    if not output.folder.strip() or "\0" in output.folder:
-        raise RecipeError(f"{path}: output.folder is {output.folder!r}; name a folder, such as runs")
-    if recipe.comparison.steps == 1:
-        raise RecipeError(f"{path}: comparison.steps is 1; the first step only warms up, so give 2 or more, or 0")
-    if not recipe.data.source:
-        raise RecipeError(f"{path}: data.source is empty; name a file, a folder or python-docs")
-    try:
-        for source in (*recipe.data.sources(), *recipe.data.eval_sources()):
-            check_source(source)
-    except DataError as error:
-        raise RecipeError(f"{path}: {error}") from None
-    for reason in refusals(recipe.choices()):
-        raise RecipeError(f"{path}: {reason}")
-    for rule in (_RULES + more).rules:
-        if rule.breaks(recipe):
-            raise RecipeError(f"{path}: {rule.reason}")
-
-
-def folder_name_problem(name: str, most: int) -> str | None:
-    """Why `name` is not a folder name of at most `most` characters, and what is allowed; None if it is one.
-
-    A leading dash is refused because shell commands would read the folder's name as an option.
-    """
-    if not re.fullmatch(rf"[A-Za-z0-9._-]{{1,{most}}}", name):
-        return f"use up to {most} letters, digits, '.', '_' and '-'"
-    if name.startswith("-") or name.endswith("."):
-        return "it may not begin with '-' or end with '.'"
-    if re.fullmatch(RESERVED_NAMES, name):
-        return "Windows reserves this name; use another"
-    return None
-
-
-def check_effects(recipe: Recipe, given_keys: typing.Collection[str], where: Callable[[str], str], more: Rules) -> None:
-    """Refuse keys in `given_keys` (the keys that the user gave) that would do nothing. more: the objectives' rules.
-
-    If the switch is given too, the keys are accepted, so that one key can turn a technique off.
-
-    Raises:
-        RecipeError: A key would do nothing.
-    """
-    for switch in (_RULES + more).switches:
-        idle = [key for key in switch.keys if key in given_keys]
-        if idle and switch.key not in given_keys and not switch.on(recipe):
-            section, name = switch.key.split(".")
-            them, off = "it" if len(idle) == 1 else "them", json.dumps(getattr(getattr(recipe, section), name))
-            # A resumed run already has the keys, so only the third fix works there.
-            raise RecipeError(
-                f"{where(idle[0])}: {', '.join(idle)} would do nothing without {switch.key}, which is not given; add "
-                f"{switch.instead}, remove {them}, or keep {them} without effect with {switch.key}: {off}"
-            )
 
 
 def reference_table() -> str:

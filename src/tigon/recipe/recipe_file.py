@@ -22,16 +22,8 @@ from typing import Any
 from tigon._files import read_text
 from tigon.errors import RecipeError
 from tigon.recipe.aliases import ALIASES, key_of, translate, value_of
-from tigon.recipe.keys import (
-    SECTIONS,
-    Recipe,
-    Rules,
-    TrainConfig,
-    check_combinations,
-    check_effects,
-    limits_text,
-    type_name,
-)  # fmt: skip
+from tigon.recipe.keys import SECTIONS, Recipe, TrainConfig, limits_text, type_name
+from tigon.recipe.rules import Rules, check_combinations, check_effects
 
 ON_GPU = "on_gpu"
 MAX_RECIPE_BYTES = 64 * 1024

@@ -22,8 +22,9 @@ from typing import Any
 
 from tigon._files import read_text
 from tigon.errors import RecipeError
-from tigon.recipe.keys import SECTIONS, folder_name_problem
+from tigon.recipe.keys import SECTIONS
 from tigon.recipe.recipe_file import OF_VALUES
+from tigon.recipe.rules import folder_name_problem
 
 MAX_SWEEP_BYTES = 64 * 1024
 NAME_CHARACTERS = 60
