@@ -237,8 +237,9 @@ def test_draft_heads_are_planned_outside_the_layers() -> None:
     class Heads(PlannedCausalLM):
         own_parameters = "draft_heads."
 
-        def attach(self, model: Any) -> None:
+        def attach(self, model: Any) -> Any:
             model.add_module("draft_heads", nn.ModuleList(nn.Linear(64, 64) for _ in range(3)))
+            return model
 
     plain = model_weights(request_of(fsdp=True, gpus=2))
     found = model_weights(request_of(fsdp=True, gpus=2, objective=Heads()))

@@ -27,6 +27,7 @@ from tigon.planner.simulate.model_states import model_weights
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import trace, weight_dtype
 from tigon.profiler.recording.peak import PeakMeter, storage_bytes, training_state
+from tigon.techniques.records.choices import Choices
 
 ALL = ("dpo", "kto", "orpo", "grpo", "distill", "reward")
 COMPLETION = 32
@@ -173,7 +174,8 @@ def test_completions_of_the_whole_step_are_written_at_once():
     [
         ("dpo", {"gpus": 2}, "one process"), ("kto", {"zero": 2}, "one process"),
         ("orpo", {"fsdp": True}, "one process"),
-        ("dpo", {"kernels": "liger"}, "model.kernels: liger"), ("grpo", {"kernels": "none"}, "tigon's head only"),
+        ("dpo", {"kernels": "liger"}, "model.kernels: liger"),
+        ("grpo", {"kernels": "none"}, "cannot predict post-training with these kernels"),
         ("dpo", {"lora_rank": 4, "quantized": True}, "lora.quantize"), ("reward", {"lora_rank": 4}, "score layer"),
     ],
 )  # fmt: skip
@@ -272,7 +274,8 @@ def small_model(precision: str) -> Any:
 
     config = config_of("llama", **SHAPE)
     config.use_cache, config.bos_token_id, config.eos_token_id, config.pad_token_id = False, 1, 2, 0
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(weight_dtype(precision)).train()
+    dtype = weight_dtype(Choices(precision=precision), trained=True)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).train()
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 

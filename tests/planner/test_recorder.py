@@ -14,6 +14,7 @@ from tigon.planner.trace.dispatch_recorder import TraceRecorder
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import trace, weight_dtype
 from tigon.profiler.recording.peak import PeakMeter, training_state
+from tigon.techniques.records.choices import Choices
 
 
 def _live_peak(tape: Tape) -> int:
@@ -89,7 +90,8 @@ def test_traced_step_has_the_peak_of_a_real_one(precision: str, checkpointing: s
     )  # fmt: skip
     config = config_of("llama", **shape)
     config.use_cache = False
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(weight_dtype(precision)).train()
+    dtype = weight_dtype(Choices(precision=precision), trained=True)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).train()
     if checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(0, 1024, (batch, seq))
@@ -113,7 +115,8 @@ def test_traced_evaluation_has_the_peak_of_a_real_one(precision: str) -> None:
     request = request_of(batch=batch, seq=seq, kernels="none", attention="eager", precision=precision, shape=shape)
     config = config_of("llama", **shape)
     config.use_cache = False
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(weight_dtype(precision)).eval()
+    dtype = weight_dtype(Choices(precision=precision), trained=True)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
     ids = torch.randint(0, 1024, (batch, seq))
     meter = PeakMeter(torch.device("cpu"))
     meter.start(model.parameters())

@@ -16,8 +16,8 @@ from torch.utils.data import get_worker_info
 from trainer_helpers import records
 
 from forks import forks, in_forks
-from tigon.trainer import engine, guarded, model, run, run_folder, trainer
-from tigon.trainer.checkpoint import checkpoint
+from tigon.trainer import guarded, model, run, run_folder, trainer
+from tigon.trainer.checkpoint import checkpoint, final_model
 from tigon.trainer.distributed import signals
 from tigon.trainer.guards import fault_messages
 from tigon.trainer.report import comparison, progress, report
@@ -129,7 +129,7 @@ def test_signal_after_the_last_step_keeps_the_weights_in_a_checkpoint(phase, rec
 
 
 AFTER_THE_MODEL = {
-    "in the final save": (engine, "save", 1, 3), "in the comparison": (comparison, "_release", 2, 2),
+    "in the final save": (final_model.FinalModel, "save", 1, 3), "in the comparison": (comparison, "_release", 2, 2),
     "in a repeat's step": (trainer.TigonTrainer, "compute_loss", 4 + 1, 3), "in the report": (report, "write", 1, 0),
 }  # fmt: skip
 

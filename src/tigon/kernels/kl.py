@@ -174,8 +174,10 @@ def divergence_kernel(
         m_q, log_q, peak_q = _statistics(RQ, C, scale_q, softcap_q, outer, HAS_SOFTCAP_Q, HAS_SCALE_Q, BLOCK, STAGES)
         tl.store(Peaks + row, peak_p)
         tl.store(Peaks + stride_stats + row, peak_q)
-        other_q, _ = _squash(tl.load(RQ + peak_p).to(tl.float32), scale_q, softcap_q, outer, HAS_SCALE_Q, HAS_SOFTCAP_Q)
-        other_p, _ = _squash(tl.load(RP + peak_q).to(tl.float32), scale_p, softcap_p, outer, HAS_SCALE_P, HAS_SOFTCAP_P)
+        # The slopes have names of their own: the loops below assign _ a tile, and a variable of a loop keeps its type.
+        raw_q, raw_p = tl.load(RQ + peak_p).to(tl.float32), tl.load(RP + peak_q).to(tl.float32)
+        other_q, _slope_q = _squash(raw_q, scale_q, softcap_q, outer, HAS_SCALE_Q, HAS_SOFTCAP_Q)
+        other_p, _slope_p = _squash(raw_p, scale_p, softcap_p, outer, HAS_SCALE_P, HAS_SOFTCAP_P)
         tl.store(Stats + 6 * stride_stats + row, other_q)
         tl.store(Stats + 7 * stride_stats + row, other_p)
         offs = tl.arange(0, BLOCK)
