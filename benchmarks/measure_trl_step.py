@@ -18,6 +18,7 @@ import gc
 import importlib
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -109,7 +110,7 @@ def adapters(kind: str) -> Any:
 
 
 USUAL = {
-    "output_dir": "/tmp/measure_trl_step", "bf16": DEVICE == "cuda", "use_cpu": DEVICE == "cpu", "report_to": [],
+    "output_dir": tempfile.mkdtemp(), "bf16": DEVICE == "cuda", "use_cpu": DEVICE == "cpu", "report_to": [],
     "gradient_checkpointing": True, "save_strategy": "no", "disable_tqdm": True,
 }  # fmt: skip
 

@@ -138,7 +138,7 @@ def test_an_entry_may_have_its_own_keys():
 
 BAD_ENTRIES = {
     "unknown key": ({"source": "a", "wieght": 2}, "wieght is not a key of a source; its keys are source, weight"),
-    "no source": ({"weight": 2}, "an entry has no source"),
+    "no source": ({"weight": 2}, "an entry lacks the key source"),
     "no number": ({"source": "a", "weight": "2"}, "weight is '2'; it must be a number"),
     "no weight": ({"source": "a", "weight": 0}, "weight is 0; it must be above 0"),
     "not finite": ({"source": "a", "weight": float("nan")}, "weight is nan"),

@@ -388,7 +388,7 @@ SECTIONS: dict[str, tuple[Hazard, ...]] = {
             name="The reference model is ignored",
             elsewhere="`LigerFusedLinearKTOLoss` has `use_ref_model=False` by default. Hidden states and head of a "
             "reference that are passed are then ignored: the loss is 0.596 with and without them, instead of 0.247. A "
-            "trainer that has no reference model of its own, as with PEFT adapters, passes False.",
+            "trainer without a separate reference model, as with PEFT adapters, passes False.",
             known=MEASURED,
             links=(f"{TRL}/issues/7063",),
             here="A reference that is passed counts, with a warning that names `use_ref_model`. `use_ref_model=True` "

@@ -209,7 +209,7 @@ class _Chat:
         return _cut(text, spans)
 
     def _difference(self, messages: Sequence[Message], i: int) -> tuple[int, int]:
-        """Where in the text of `messages` message i stands: (begin, end)."""
+        """The span (begin, end) of message i in the text of `messages`."""
         text, begin, behind = self.text(messages), None, 0
         for stand_in in _STAND_INS:
             other = self.text([*messages[:i], _other(messages[i], stand_in), *messages[i + 1 :]])

@@ -1,4 +1,4 @@
-"""What a run prints about its rows: which formats they have, and some of them as tokens."""
+"""Prints the rows of a run: which formats they have, and some of them as tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BORDER = "\u2502"
 """Stands between two tokens."""
 LEARNED, READ_ONLY = "bold green", "dim"
 BRACKETS = ("\u00ab", "\u00bb")
-"""Around learned tokens where there is no colour."""
+"""Marks learned tokens if the output has no colour."""
 
 
 def rows_line(documents: Sequence[Document], tokenizer: Any, rendering: Rendering) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def first_look(sources: Sequence[Source], *, seconds: float = FIRST_LOOK_S) -> N
 def used_by_weight(documents: Sequence[Document]) -> list[Document]:
     """The documents of one pass over the data: each as often as its weight says.
 
-    Of a weight's fraction, documents at even spacing are taken, so the result does not depend on chance.
+    A fractional weight takes evenly spaced documents, so the result is deterministic.
     """
     if all(document.weight == 1 for document in documents):
         return list(documents)

@@ -81,7 +81,7 @@ class Source:
             if not isinstance(value, kinds[name]) or (isinstance(value, bool) and name != "streaming"):
                 raise DataError(f"{key}: {name} is {value!r}; it must be {_KINDS[kinds[name][-1]]}")
         if "source" not in given:
-            raise DataError(f"{key}: an entry has no source; write {{source: data.jsonl, weight: 2}}")
+            raise DataError(f"{key}: an entry lacks the key source; write {{source: data.jsonl, weight: 2}}")
         if not 0 < given.get("weight", 1) <= MAX_WEIGHT:
             raise DataError(f"{key}: weight is {given['weight']}; it must be above 0 and at most {MAX_WEIGHT}")
         return replace(defaults, name=given.pop("source"), **given)

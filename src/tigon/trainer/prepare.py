@@ -196,7 +196,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
 
 
 def _check_teacher(recipe: Recipe, config: Any) -> None:
-    """Refuse a teacher that is no model, or has another vocabulary than the model.
+    """Refuse a teacher that cannot be loaded, or whose vocabulary differs from the model's.
 
     Raises:
         RecipeError: The message names `post_training.teacher`.

@@ -75,46 +75,43 @@ def _frozen(teacher: Rows, vocab: int) -> Rows:
     return Rows(teacher.hidden.detach(), teacher.weight.detach()[:vocab], bias)
 
 
-class LigerFusedLinearJSDFunction:
+class _Distillation:
+    """Liger's arguments of both losses. A subclass names the divergence."""
+
+    @staticmethod
+    def _soft(beta: float, temperature: float) -> Soft:
+        raise NotImplementedError
+
+    @classmethod
+    def apply(
+        cls, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+        true_labels: Tensor, student_bias: Tensor | None, teacher_bias: Tensor | None, weight_hard_loss: float = 0.5,
+        weight_soft_loss: float = 0.5, beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+        compiled: bool = True, chunk_size: int = 1024, return_soft_hard_loss: bool = False,
+    ) -> Distilled:  # fmt: skip
+        options = DistillationOptions(
+            weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, ignore_index=ignore_index,
+            temperature=temperature, return_soft_hard_loss=return_soft_hard_loss,
+        )  # fmt: skip
+        student = Rows(student_input, student_weight, student_bias)
+        teacher = Rows(teacher_input, teacher_weight, teacher_bias)
+        return _distilled(student, teacher, true_labels, options, cls._soft(beta, temperature))
+
+
+class LigerFusedLinearJSDFunction(_Distillation):
     """The generalized Jensen-Shannon divergence of `tigon.linear_kl`, with `beta` the teacher's share."""
 
     @staticmethod
-    def apply(
-        student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
-        true_labels: Tensor, student_bias: Tensor | None, teacher_bias: Tensor | None, weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5, beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
-        compiled: bool = True, chunk_size: int = 1024, return_soft_hard_loss: bool = False,
-    ) -> Distilled:  # fmt: skip
-        def soft(student: Rows, teacher: Rows, counts: Tensor) -> Tensor:
-            return ops.linear_kl(
-                student.hidden, student.weight, teacher.hidden, teacher.weight, kind="jsd", beta=beta,
-                bias=student.bias, teacher_bias=teacher.bias, temperature=temperature, mask=counts,
-            )  # fmt: skip
-
-        options = DistillationOptions(
-            weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, ignore_index=ignore_index,
-            temperature=temperature, return_soft_hard_loss=return_soft_hard_loss,
+    def _soft(beta: float, temperature: float) -> Soft:
+        return lambda student, teacher, counts: ops.linear_kl(
+            student.hidden, student.weight, teacher.hidden, teacher.weight, kind="jsd", beta=beta,
+            bias=student.bias, teacher_bias=teacher.bias, temperature=temperature, mask=counts,
         )  # fmt: skip
-        student = Rows(student_input, student_weight, student_bias)
-        return _distilled(student, Rows(teacher_input, teacher_weight, teacher_bias), true_labels, options, soft)
 
 
-class LigerFusedLinearCosineSimilarityFunction:
+class LigerFusedLinearCosineSimilarityFunction(_Distillation):
     """beta · (1 - cosine similarity of the logits). `temperature` has no effect on an angle."""
 
     @staticmethod
-    def apply(
-        student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
-        true_labels: Tensor, student_bias: Tensor | None, teacher_bias: Tensor | None, weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5, beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
-        compiled: bool = True, chunk_size: int = 1024, return_soft_hard_loss: bool = False,
-    ) -> Distilled:  # fmt: skip
-        def soft(student: Rows, teacher: Rows, counts: Tensor) -> Tensor:
-            return beta * (1.0 - cosine_of_logits(student, teacher, counts))
-
-        options = DistillationOptions(
-            weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, ignore_index=ignore_index,
-            temperature=temperature, return_soft_hard_loss=return_soft_hard_loss,
-        )  # fmt: skip
-        student = Rows(student_input, student_weight, student_bias)
-        return _distilled(student, Rows(teacher_input, teacher_weight, teacher_bias), true_labels, options, soft)
+    def _soft(beta: float, temperature: float) -> Soft:
+        return lambda student, teacher, counts: beta * (1.0 - cosine_of_logits(student, teacher, counts))
