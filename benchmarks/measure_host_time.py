@@ -48,6 +48,25 @@ def empty(x: Tensor) -> Any:
     return Empty.apply(x)  # type: ignore[no-untyped-call]
 
 
+class NormWithoutKernels(torch.autograd.Function):
+    """What rms_norm costs without its kernels: its arguments, saved tensors and results, all uninitialised."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool) -> Tensor:
+        y, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _rstd = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight), None, None, None
+
+
+def norm_without_kernels(x: Tensor, weight: Tensor) -> Any:
+    return NormWithoutKernels.apply(x, weight, 1e-6, 0.0, False)  # type: ignore[no-untyped-call]
+
+
 def forward_and_backward(call: Callable[..., Any], inputs: Mapping[str, Any]) -> Call:
     """One call of `call` and the gradients of its floating-point inputs."""
     wanted = [t for t in inputs.values() if isinstance(t, Tensor) and t.requires_grad]
@@ -117,6 +136,9 @@ def calls(device: torch.device) -> dict[str, dict[str, Call]]:
             hiddens=hidden_BTH, weights=head, target=target.view(2, T),
         ),
         "empty autograd.Function": {"torch": forward_and_backward(empty, {"x": x})},
+        "rms_norm without its kernels": {
+            "torch": forward_and_backward(norm_without_kernels, {"x": x, "weight": weight})
+        },
     }  # fmt: skip
 
 

@@ -1,10 +1,11 @@
 """One DPO and one GRPO step of Llama-3.2-1B in TRL: tokens per second and peak memory with and without tigon's head.
 
-    python -m benchmarks.measure_trl_step             # on the GPU
-    python -m benchmarks.measure_trl_step --tiny      # a small model on the CPU, to see that it runs
+    python -m benchmarks.measure_trl_step --json RECORD      # on the GPU: about 3 minutes
+    python -m benchmarks.measure_trl_step --tiny             # a small model on the CPU, to see that it runs
 
 A step is the trainer's own `compute_loss`, the backward pass and AdamW. GRPO's completions are random tokens, because
-generating them would take most of the time. Each line is one measurement:
+generating them would take most of the time. A model that runs out of memory is a result too. Each line is one
+measurement:
 
     logits   TRL with the log-probabilities of all logits
     trl      TRL as it is
@@ -14,6 +15,7 @@ generating them would take most of the time. Each line is one measurement:
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib
 import json
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,6 +162,8 @@ def measure(make: Callable[[str], Made], kind: str, how: str) -> dict[str, Any]:
         tigon.patch(model.base_model.model if kind == "lora" else model)
     if how in ("head", "tigon") and not fuse(trainer).fused:
         raise RuntimeError("nothing was fused")
+    # As `Trainer.train` does.
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=DEVICE == "cuda")
     times_s = []
@@ -182,16 +187,45 @@ def measure(make: Callable[[str], Made], kind: str, how: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def one_line(make: Callable[[str], Made], kind: str, how: str) -> dict[str, Any]:
+    """`measure`, or what it could not allocate."""
+    try:
+        return measure(make, kind, how)
+    except torch.OutOfMemoryError as error:
+        return {"trainer": make.__name__, "weights": kind, "head": how, "out_of_memory": str(error).split(". ")[0]}
+
+
 def main() -> None:
-    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
-    print(json.dumps({"device": device, "torch": torch.__version__, "trl": trl.__version__}))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--tiny", action="store_true", help="a small model")
+    parser.add_argument("--json", type=Path, metavar="RECORD", help="write the record to this file")
+    options = parser.parse_args()
+    from tigon.bench.record import environment
+
+    start_s = time.monotonic()
+    versions = environment(torch.device(DEVICE))
+    versions["versions"] |= {"trl": trl.__version__, "peft": peft.__version__}
+    lines = []
     for how in ("trl", "tigon", "logits", "head"):
         for make in (dpo, grpo):
             for kind in ("lora", "full"):
-                print(json.dumps(measure(make, kind, how)), flush=True)
+                lines.append(one_line(make, kind, how))
+                print(json.dumps(lines[-1]), flush=True)
                 gc.collect()
                 if DEVICE == "cuda":
                     torch.cuda.empty_cache()
+    record = {
+        "environment": versions,
+        "command": " ".join(["python -m benchmarks.measure_trl_step", *sys.argv[1:]]),
+        "pairs": PAIRS,
+        "completions": COMPLETIONS,
+        "tokens_per_sequence": SEQ,
+        "measurements": lines,
+        "seconds": round(time.monotonic() - start_s, 1),
+    }
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -174,6 +174,16 @@ def test_fused_trainer_warns_of_nothing() -> None:
         train("DPO", fused=True)
 
 
+@pytest.mark.parametrize(("found", "says"), [("non-None value", False), (lambda outputs, labels: 0.0, True)])
+def test_only_a_loss_function_is_named_as_unfused_not_the_text_that_trl_sets(found: Any, says: bool) -> None:
+    """TRL sets a text with transformers before 5.19, so that the Trainer does not divide the loss."""
+    trainer = build("GRPO")
+    trainer.compute_loss_func = found
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", integration.UnfusedWarning)
+        assert ("compute_loss_func" in integration.fuse(trainer).unfused) == says
+
+
 def test_reference_that_trl_put_under_autocast_is_fused_there(tmp_path):
     """TRL's constructor lets Accelerate wrap the reference's forward before `fuse` sees it."""
     import trl

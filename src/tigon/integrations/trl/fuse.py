@@ -230,7 +230,8 @@ def _note_options(result: FusedTrainer) -> None:
         return
     if getattr(trainer, "label_smoother", None) is not None and getattr(args, "loss_type", "nll") == "nll":
         result.unfused["label_smoothing_factor"] = "TRL computes this loss from all logits; its metrics are fused"
-    if getattr(trainer, "compute_loss_func", None) is not None:
+    # Before transformers 5.19, TRL sets it to a string, so that the Trainer does not divide the loss.
+    if callable(getattr(trainer, "compute_loss_func", None)):
         result.unfused["compute_loss_func"] = "it is given the model's logits; the metrics are fused"
 
 
