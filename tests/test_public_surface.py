@@ -23,6 +23,7 @@ PUBLIC = [
     "linear_kl",
     "linear_logprobs",
     "logprobs",
+    "lora_linear",
     "losses",
     "multi_head_linear_cross_entropy",
     "nn",

@@ -189,6 +189,7 @@ AUTOCAST_TO_16_BITS = {
     "linear_cross_entropy": ("hidden", "weight", "bias"),
     "linear_kl": ("hidden", "weight", "bias", "teacher_hidden", "teacher_weight", "teacher_bias"),
     "linear_logprobs": ("hidden", "weight", "bias"),
+    "lora_linear": ("x", "weight", "bias", "adapter_x"),
     "multi_head_linear_cross_entropy": tuple(f"{n}_{k}" for n in ("hidden", "weight") for k in range(3)),
 }
 

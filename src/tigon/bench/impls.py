@@ -46,6 +46,8 @@ MEANINGS: Mapping[str, str] = {
     "tigon with entropy": "log-probabilities and entropies, both with a gradient: more work than the row's problem",
     "tigon half masked": "every second token is masked: less work than the row's problem",
     "tigon frozen teacher": "divergence without gradients of the teacher: less work than the row's problem",
+    "tigon frozen weight": "no gradient of the layer's weight: less work than the row's problem",
+    "eager frozen weight": "the unfused formula without the weight's gradient",
     "eager": "the unfused formula in PyTorch, as transformers writes it; the baseline of errors",
     "compile": "the unfused formula under `torch.compile`",
     "torch": "PyTorch's own op in `torch.nn.functional`",
@@ -60,6 +62,8 @@ MEANINGS: Mapping[str, str] = {
     "trl": "TRL's chunked log-probability function, which its trainers call",
     "products": "the three matrix products of an lm_head alone (logits and both gradients), by `torch.mm`; the "
     "bound of the rows of linear_cross_entropy and linear_logprobs",
+    "two products": "a linear layer's output and the gradient of its input by `torch.mm`; the bound of the rows of "
+    "lora_linear",
     "four products": "the same with the logits computed twice, for implementations that do not keep them",
     "six products": "logits of student and teacher, each computed twice, and the student's two gradients",
 }
@@ -205,6 +209,14 @@ TIGON = (
     Impl(
         name="tigon frozen teacher", op="linear_kl", role="variant", target=OPS["linear_kl"].call,
         grads=("hidden", "weight"),
+    ),
+    Impl(
+        name="tigon frozen weight", op="lora_linear", role="variant", target=OPS["lora_linear"].call,
+        grads=("x", "lora_a", "lora_b"),
+    ),
+    Impl(
+        name="eager frozen weight", op="lora_linear", role="variant", target=OPS["lora_linear"].oracle,
+        grads=("x", "lora_a", "lora_b"),
     ),
 )  # fmt: skip
 
@@ -396,10 +408,17 @@ def _six_of_kl(
     return _products(hidden, weight, logits_twice=True)
 
 
+def _two_of_lora(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
+    """y = x Wᵀ and dx = dy W: the products of a frozen layer without its adapter."""
+    rows = x.reshape(-1, x.shape[-1])
+    return torch.mm(torch.mm(rows, weight.t()), weight)
+
+
 LIMITS = (
     Impl(name="products", op="linear_cross_entropy", role="limit", target=_of_loss),
     # The first limit of an op is the bound of its rows.
     Impl(name="products", op="linear_logprobs", role="limit", target=_of_logprobs),
     Impl(name="four products", op="linear_logprobs", role="limit", target=_four_of_logprobs),
     Impl(name="six products", op="linear_kl", role="limit", target=_six_of_kl),
+    Impl(name="two products", op="lora_linear", role="limit", target=_two_of_lora),
 )

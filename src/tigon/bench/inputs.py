@@ -76,6 +76,9 @@ def make_upstream(op: Op, inputs: Inputs) -> list[Tensor]:
         return [torch.randn(inputs["ids"].shape, device=inputs["ids"].device)]
     if "teacher_hidden" in inputs:
         return [torch.randn(inputs["hidden"].shape[:-1], device=inputs["hidden"].device)]
+    if "lora_b" in inputs:
+        x = inputs["x"]
+        return [torch.randn(*x.shape[:-1], inputs["lora_b"].shape[0], device=x.device).to(x.dtype)]
     if op.name == "rope":
         like = [inputs["q"], inputs["k"]]
     elif op.name == "add_rms_norm":

@@ -7,6 +7,7 @@ Shapes are those of the op's `make`:
 - gated units: rows x F
 - cross entropy: N x V
 - linear cross entropy: N x H x V, with several heads B x T x H x V
+- LoRA linear: rows x H x F x rank
 - logprobs: N x V; linear logprobs and linear KL: N x H x V
 """
 
@@ -156,6 +157,13 @@ TARGETS = (
             ),
         ),
     ),
+    *(
+        row(
+            "lora_linear", 8192, *shape, 16, options={"scaling": 2.0},
+            reach=(PerformanceTarget(quantity="ratio", bound=1.10, of="tigon frozen weight", vs="two products"),),
+        )
+        for shape in ((4096, 14336), (14336, 4096))
+    ),
 )  # fmt: skip
 
 # The sweeps of the kernel benchmarks in the Liger Kernel paper (arXiv 2410.10989), with Liger and the formula of
@@ -213,6 +221,7 @@ SMALL = (
     row("logprobs", 32, 1000),
     _linear_logprobs(64, 32, 1000),
     row("linear_kl", 64, 32, 1000, graph=False),
+    row("lora_linear", 64, 32, 48, 4, options={"scaling": 2.0}),
     row("multi_head_linear_cross_entropy", 2, 16, 32, 500, graph=False),
 )
 

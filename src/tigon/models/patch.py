@@ -25,11 +25,12 @@ from tigon.models.seams.base import (
     vendor,
 )
 from tigon.models.seams.loss import CausalLMSeam, HeadSeam, peel
-from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS, PatchSpec
+from tigon.models.spec import ADAPTER_FLAGS, ADAPTER_SEAMS, LAYER_FLAGS, LOSS_FLAGS, PatchSpec
 from tigon.models.structure import structural_row
 from tigon.models.table import MODELS
 
 Flags = Mapping[str, bool | None]
+ALL_FLAGS = (*LAYER_FLAGS, *ADAPTER_FLAGS, *LOSS_FLAGS)
 
 # Objections that do not name the package that caused them. Another package's kernels often refuse the probe's tensors.
 UNTOLD = ("cannot be compared", "overridden on the instance")
@@ -59,6 +60,7 @@ def patch(
     layer_norm: bool | None = None,
     rope: bool | None = None,
     mlp: bool | None = None,
+    lora: bool | None = None,
     cross_entropy: bool | None = None,
     linear_cross_entropy: bool | None = None,
     **unknown: bool | None,
@@ -73,6 +75,7 @@ def patch(
             `tigon.models.MODELS` is patched by its row; any other family is matched by structure. Call `patch` before
             `torch.compile` and before FSDP or DeepSpeed wrap the model.
         rms_norm, layer_norm, rope, mlp: the ops inside the decoder layers; mlp includes mixture-of-experts layers.
+        lora: PEFT's LoRA layers, dense or 4-bit, each as one op. Add the adapters before `patch`.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
         linear_cross_entropy: in training with labels, the loss is computed inside the head, without logits.
 
@@ -86,14 +89,15 @@ def patch(
         OptionError: a flag is not True, False or None, or its name is unknown.
     """
     for name in unknown:
-        near = difflib.get_close_matches(name, (*LAYER_FLAGS, *LOSS_FLAGS), n=1)
-        hint = f"the nearest is {near[0]}" if near else f"the flags are {', '.join((*LAYER_FLAGS, *LOSS_FLAGS))}"
+        near = difflib.get_close_matches(name, ALL_FLAGS, n=1)
+        hint = f"the nearest is {near[0]}" if near else f"the flags are {', '.join(ALL_FLAGS)}"
         raise OptionError(f"{name} is not a flag of tigon.patch; {hint}.")
     flags: Flags = {
         "rms_norm": rms_norm,
         "layer_norm": layer_norm,
         "rope": rope,
         "mlp": mlp,
+        "lora": lora,
         "cross_entropy": cross_entropy,
         "linear_cross_entropy": linear_cross_entropy,
     }
@@ -106,11 +110,11 @@ def patch(
 
 def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> PatchReport:
     """`patch` with a given row; `model` is the transformers model itself, without wrappers."""
-    flags = {**dict.fromkeys((*LAYER_FLAGS, *LOSS_FLAGS)), **(flags or {})}
+    flags = {**dict.fromkeys(ALL_FLAGS), **(flags or {})}
     decision = _Decision(
         home=package_of(type(model)), patched=sum(isinstance(m, PatchedModule) for m in model.modules())
     )
-    for flag in LAYER_FLAGS:
+    for flag in (*LAYER_FLAGS, *ADAPTER_FLAGS):
         _decide_layers(model, spec, flag, flags[flag], decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
         _decide_loss(model, spec, flags, decision)
@@ -168,7 +172,7 @@ def spec_of(model: nn.Module) -> PatchSpec:
 
 
 def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None, decision: _Decision) -> None:
-    seams = spec.seams.get(flag, ())
+    seams = ADAPTER_SEAMS.get(flag) or spec.seams.get(flag, ())
     patched = any(isinstance(m, PatchedModule) and m._tigon_seam.flag == flag for m in model.modules())
     if on is False:
         if patched:
@@ -185,7 +189,7 @@ def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None
             fitted[type(module)] = decision.changes[-1].seam
             accepted = True
     claims = spec.claims and not spec.towers_of_any_family
-    claimed = on or (claims and bool(seams) and flag not in spec.keep)
+    claimed = on or (claims and flag in spec.seams and flag not in spec.keep)
     if claimed and not patched and not accepted:
         reasons = spec.keep.get(flag) or decision.reasons(flag) or "it has no such module"
         raise PatchError(

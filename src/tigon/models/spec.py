@@ -9,10 +9,15 @@ from typing import Any
 
 from tigon.models.seams.base import Seam
 from tigon.models.seams.logits import LogitAttributes
+from tigon.models.seams.lora import LoraSeam
 from tigon.models.seams.rope import RopeSeam
 
 LAYER_FLAGS = ("rms_norm", "layer_norm", "mlp", "rope")
+ADAPTER_FLAGS = ("lora",)
 LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
+
+# Adapters are PEFT's modules, whatever the family.
+ADAPTER_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"lora": (LoraSeam(),)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from tigon.ops.logprobs.linear_kl import linear_kl
 from tigon.ops.logprobs.linear_logprobs import linear_logprobs
 from tigon.ops.logprobs.logprobs import logprobs
 from tigon.ops.logprobs.rows import Logprobs
+from tigon.ops.lora_linear import lora_linear
 from tigon.ops.losses.cross_entropy import cross_entropy
 from tigon.ops.losses.linear_cross_entropy import linear_cross_entropy, prepare_targets
 from tigon.ops.losses.multi_head import multi_head_linear_cross_entropy
@@ -51,6 +52,7 @@ __all__ = [
     "linear_kl",
     "linear_logprobs",
     "logprobs",
+    "lora_linear",
     "multi_head_linear_cross_entropy",
     "prepare_targets",
     "rms_norm",

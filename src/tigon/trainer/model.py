@@ -20,6 +20,7 @@ from tigon.models.loading import weight_files
 from tigon.models.loading.config import check_counts, declared_in, is_hub_id
 from tigon.models.loading.presets import PRESETS
 from tigon.models.loading.weight_files import one_line
+from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS
 from tigon.recipe.keys import ModelConfig
 
 # Keys that every transformers config has and that do not change a model's shape.
@@ -396,6 +397,12 @@ def patch(model: Any, kernels: str, **ops: bool) -> Any:
     Returns the patch report, Liger's version, or None if `kernels` is "none".
     """
     return KERNELS[kernels](model, **ops)
+
+
+def patch_adapters(model: Any, kernels: str) -> None:
+    """Fuse the adapters that a technique added after `patch`, if `kernels` are tigon's."""
+    if kernels in ("tigon", "no-flce"):
+        patch_model(model, **dict.fromkeys((*LAYER_FLAGS, *LOSS_FLAGS), False))
 
 
 def _tigon(model: Any, **ops: bool) -> Any:

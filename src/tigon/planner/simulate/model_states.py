@@ -101,7 +101,7 @@ def _model_weights(key: TraceKey) -> ModelWeights:
     if choices.quantized:
         adapters.quantize(model)
     if choices.lora_rank is not None:
-        adapters.attach(model, choices)
+        adapters.attach(model, choices, fused=False)
     head = model.get_output_embeddings()
     model = request.objective.attach(model)
     buffer_bytes = sum(rounded(buffer.numel() * buffer.itemsize) for buffer in model.buffers())

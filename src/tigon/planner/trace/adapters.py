@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from tigon._install import install_command
 from tigon.errors import UsageError
+from tigon.models.patch import patch
+from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS
+from tigon.ops import lora_linear
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
@@ -84,8 +87,31 @@ def _adapted(layer: Any, x: Tensor) -> Tensor:
     return result
 
 
-def attach(model: Any, choices: Choices) -> None:
+def _fused(layer: Any, x: Tensor) -> Tensor:
+    """The forward of `tigon.models.seams.lora` around a 4-bit layer, with a dense weight that holds no data."""
+    name, base = layer.active_adapters[0], layer.base_layer
+    a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+    autocast = torch.is_autocast_enabled("cpu")
+    if not autocast and a.dtype != x.dtype:
+        return _adapted(layer, x)
+    dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
+
+    def dense() -> Tensor:
+        base.multiplied()
+        return x.new_empty((base.out_features, base.in_features), dtype=dtype)
+
+    dropout = layer.lora_dropout[name]
+    y: Any = lora_linear(
+        x, dense, a, b, scaling=layer.scaling[name], bias=base.bias,
+        adapter_x=None if isinstance(dropout, nn.Identity) or not layer.training else dropout(x),
+    )  # fmt: skip
+    return y.to(x.dtype)  # type: ignore[no-any-return]
+
+
+def attach(model: Any, choices: Choices, fused: bool) -> None:
     """Add adapters to `model` in place and freeze its other weights, as the run does.
+
+    fused: whether the run's kernels are tigon's.
 
     Raises UsageError if PEFT is missing, or if the trace lacks what the run computes.
     """
@@ -102,4 +128,6 @@ def attach(model: Any, choices: Choices) -> None:
         raise UsageError(f"LoRA cannot be traced: {error}; {install_command('train')}.") from None
     for module in list(model.modules()):
         if isinstance(getattr(module, "base_layer", None), Nf4Linear):
-            module.forward = functools.partial(_adapted, module)
+            module.forward = functools.partial(_fused if fused else _adapted, module)
+    if fused:
+        patch(model, **dict.fromkeys((*LAYER_FLAGS, *LOSS_FLAGS), False))

@@ -176,7 +176,7 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
         adapters.quantize(model, functools.partial(recorder.count_host, NF4_CALLS))
     _patch(model, choices.kernels, recorder)
     if choices.lora_rank is not None:
-        adapters.attach(model, choices)
+        adapters.attach(model, choices, fused=choices.kernels in ("tigon", "no-flce"))
     head_groups.check_groups(config, choices.attention_groups)
     if choices.mlp_tile_tokens:
         tiling.tile(model, choices.mlp_tile_tokens)

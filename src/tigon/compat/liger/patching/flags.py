@@ -18,7 +18,7 @@ from tigon.compat.liger.errors import FlagConflict, warn
 from tigon.compat.liger.patching.families import TIGON_FLAG
 from tigon.errors import OptionError, PatchError
 from tigon.models import PatchReport, patch
-from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS
+from tigon.models.spec import ADAPTER_FLAGS, LAYER_FLAGS, LOSS_FLAGS
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def read_flags(requested: Mapping[str, Any], signature: inspect.Signature, funct
 
 def _reason_for_nothing(model: nn.Module, flag: str) -> str | None:
     """Why the flag's op fits no module of the model, or None if it fits. The model is not changed."""
-    alone: dict[str, bool | None] = {**dict.fromkeys((*LAYER_FLAGS, *LOSS_FLAGS), False), flag: True}
+    alone: dict[str, bool | None] = {**dict.fromkeys((*LAYER_FLAGS, *ADAPTER_FLAGS, *LOSS_FLAGS), False), flag: True}
     try:
         patch(model, **alone).undo()
     except PatchError as error:

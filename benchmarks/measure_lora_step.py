@@ -1,0 +1,161 @@
+"""A LoRA step of Llama-3.1-8B: tokens per second and peak memory with PEFT's layers and with tigon's fused ones.
+
+    python -m benchmarks.measure_lora_step --json RECORD     # on the GPU: about 2 minutes
+    python -m benchmarks.measure_lora_step --tiny            # a small model on the CPU, to see that it runs
+
+4 x 2048 tokens, random weights, rank 16 on all layers, fp32 adapters under bf16 autocast, AdamW. The frozen weights are
+bf16, or 4-bit if bitsandbytes is installed. Both versions run under `tigon.patch`; only its flag `lora` differs. They
+take turns, twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tigon
+
+# Their types are incomplete, and mypy checks this file.
+peft, transformers = (importlib.import_module(name) for name in ("peft", "transformers"))
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUNDS, STEPS, WARM_UP_STEPS = 2, 5, 2
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SIZES = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+TINY_SIZES = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def quantise(model: Any) -> None:
+    """Replace the layers' weights by 4-bit ones, as transformers does for `load_in_4bit`."""
+    bitsandbytes = importlib.import_module("bitsandbytes")
+    for block in model.model.layers:
+        for parent in (block.self_attn, block.mlp):
+            for name, layer in list(parent.named_children()):
+                if type(layer) is torch.nn.Linear:
+                    stored = bitsandbytes.nn.Linear4bit(
+                        layer.in_features, layer.out_features, bias=False, compute_dtype=torch.bfloat16,
+                        compress_statistics=True, quant_type="nf4",
+                    )  # fmt: skip
+                    stored.weight = bitsandbytes.nn.Params4bit(
+                        layer.weight.data.cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True
+                    )
+                    setattr(parent, name, stored.to(DEVICE))
+    model.is_loaded_in_4bit = True
+
+
+def adapted(tiny: bool, four_bit: bool) -> Any:
+    """The model with its adapters, whose second matrices are not 0."""
+    config = transformers.LlamaConfig(
+        **(TINY_SIZES if tiny else SIZES), max_position_embeddings=8192, attn_implementation="sdpa"
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(DEVICE):
+        model = transformers.LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    if four_bit:
+        quantise(model)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=16, lora_alpha=32, target_modules=MODULES))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.02)
+    return model
+
+
+def timed(model: Any, ids_BT: torch.Tensor, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The median time of a step, and the peak."""
+    gpu = DEVICE == "cuda"
+    times_s = []
+    for step in range(WARM_UP_STEPS + STEPS):
+        if gpu and step == WARM_UP_STEPS:
+            torch.cuda.reset_peak_memory_stats()
+        start_s = time.perf_counter()
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            loss = model(input_ids=ids_BT, labels=ids_BT).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if gpu:
+            torch.cuda.synchronize()
+        times_s.append(time.perf_counter() - start_s)
+    median_s = sorted(times_s[WARM_UP_STEPS:])[STEPS // 2]
+    return {
+        "ms": round(median_s * 1e3, 1), "tokens_per_s": round(ids_BT.numel() / median_s),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if gpu else 0.0, "loss": float(loss.detach()),
+    }  # fmt: skip
+
+
+def measure(tiny: bool, four_bit: bool) -> list[dict[str, Any]]:
+    """Both versions without and with activation checkpointing."""
+    model = adapted(tiny, four_bit)
+    batch, seq = (2, 32) if tiny else (4, 2048)
+    ids_BT = torch.randint(0, model.config.vocab_size, (batch, seq), device=DEVICE)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=DEVICE == "cuda")
+    lines = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.enable_input_require_grads()
+        for _ in range(ROUNDS):
+            for layers, fused in (("peft", False), ("tigon", None)):
+                report = tigon.patch(model, lora=fused)
+                if DEVICE == "cuda":
+                    torch.cuda.empty_cache()
+                lines.append({
+                    "weights": "4-bit" if four_bit else "bf16", "checkpointing": checkpointing, "layers": layers,
+                    **timed(model, ids_BT, optimizer),
+                })  # fmt: skip
+                print(json.dumps(lines[-1]), flush=True)
+                report.undo()
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--tiny", action="store_true", help="a small model")
+    parser.add_argument("--json", type=Path, metavar="RECORD", help="write the record to this file")
+    options = parser.parse_args()
+    from tigon.bench.record import environment
+
+    start_s = time.monotonic()
+    versions = environment(torch.device(DEVICE))
+    versions["versions"] |= {"peft": peft.__version__}
+    kinds = [False]
+    if importlib.util.find_spec("bitsandbytes"):
+        versions["versions"] |= {"bitsandbytes": importlib.metadata.version("bitsandbytes")}
+        kinds.append(True)
+    lines = []
+    for four_bit in kinds:
+        lines += measure(options.tiny, four_bit)
+        gc.collect()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+    record = {
+        "environment": versions,
+        "command": " ".join(["python -m benchmarks.measure_lora_step", *sys.argv[1:]]),
+        "measurements": lines,
+        "seconds": round(time.monotonic() - start_s, 1),
+    }
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""A linear layer with a low-rank adapter (LoRA, Hu et al. 2021, arXiv 2106.09685, eq. 3):
+
+    y = x Wᵀ + b + s · (x Aᵀ) Bᵀ
+
+PEFT computes the adapter as layers of its own. With fp32 adapters under autocast it casts x to fp32 and back, and it
+multiplies and adds whole activations. Here the adapter's products add to the layer's in place, so that a pass takes the
+products alone:
+
+    forward     y = x Wᵀ + b        h = x Aᵀ           y += s · h Bᵀ
+    backward    dx = dy W           g = dy B           dx += s · g A        dA = s · gᵀ x        dB = s · dyᵀ h
+
+There is no kernel: every product is the vendor's. Under torch.compile the op is the formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.errors import OptionError, ShapeError
+from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.dispatch import check_dtype, check_number, first_order
+from tigon.ops.lm_head import no_autocast, product_dtype, product_into
+
+# N tokens, H input width, F output width, R rank.
+
+
+Weight = Tensor | Callable[[], Tensor]
+"""A weight (F, H), or a function that makes it, such as the dequantisation of a 4-bit weight."""
+
+
+def _dense(stored_FH: Tensor | None, made: Callable[[], Tensor] | None, dtype: torch.dtype) -> Tensor:
+    """The weight of a product. A weight that is made lives for one product, as in bitsandbytes."""
+    if made is not None:
+        return made().to(dtype)
+    assert stored_FH is not None
+    return stored_FH
+
+
+class LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_NH: Tensor, weight: Weight, bias: Tensor | None, lora_a_RH: Tensor, lora_b_FR: Tensor,
+        adapter_x_NH: Tensor | None, scaling: float,
+    ) -> Tensor:  # fmt: skip
+        stored_FH, ctx.made = (None, weight) if callable(weight) else (weight, None)
+        entering_NH = x_NH if adapter_x_NH is None else adapter_x_NH
+        a_RH, b_FR = lora_a_RH.to(x_NH.dtype), lora_b_FR.to(x_NH.dtype)
+        with no_autocast(x_NH):
+            y_NF = F.linear(x_NH, _dense(stored_FH, ctx.made, x_NH.dtype), bias)
+            h_NR = F.linear(entering_NH, a_RH)
+            y_NF.addmm_(h_NR, b_FR.t(), alpha=scaling)
+        ctx.save_for_backward(x_NH, stored_FH, lora_a_RH, lora_b_FR, adapter_x_NH, h_NR)
+        ctx.scaling = scaling
+        return y_NF
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy_NF: Tensor) -> tuple[Tensor | None, ...]:
+        x_NH, stored_FH, lora_a_RH, lora_b_FR, adapter_x_NH, h_NR = ctx.saved_tensors
+        want_x, want_weight, want_bias, want_a, want_b, want_entering, _ = ctx.needs_input_grad
+        s: float = ctx.scaling
+        apart = adapter_x_NH is not None
+        dx = dw = db = da = d_b = d_entering = None
+        with no_autocast(x_NH):
+            g_NR = dy_NF @ lora_b_FR.to(x_NH.dtype) if want_a or want_entering or (want_x and not apart) else None
+            if want_x:
+                dx = dy_NF @ _dense(stored_FH, ctx.made, x_NH.dtype)
+                if not apart and g_NR is not None:
+                    dx.addmm_(g_NR, lora_a_RH.to(x_NH.dtype), alpha=s)
+            if want_entering:
+                d_entering = (g_NR @ lora_a_RH.to(x_NH.dtype)).mul_(s)
+            if want_weight:
+                dw = dy_NF.t() @ x_NH
+            if want_bias:
+                db = dy_NF.sum(0)
+            if want_a and g_NR is not None:
+                da = _small_gradient(g_NR.t(), adapter_x_NH if apart else x_NH, lora_a_RH, s)
+            if want_b:
+                d_b = _small_gradient(dy_NF.t(), h_NR, lora_b_FR, s)
+        return dx, dw, db, da, d_b, d_entering, None
+
+
+def _small_gradient(left: Tensor, right: Tensor, like: Tensor, scaling: float) -> Tensor:
+    """scaling · left @ right in the parameter's dtype. An fp32 adapter's gradient is never rounded to 16 bits."""
+    gradient = torch.empty_like(like, memory_format=torch.contiguous_format)
+    product_into(left, right, gradient, accumulate=False)
+    return gradient.mul_(scaling)
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Weight,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    *,
+    scaling: float = 1.0,
+    bias: Tensor | None = None,
+    adapter_x: Tensor | None = None,
+) -> Tensor:
+    """A linear layer and its low-rank adapter: x @ weight.T + bias + scaling · (x @ lora_a.T) @ lora_b.T.
+
+    Args:
+        x: (..., H), fp16, bf16, fp32 or fp64.
+        weight: (F, H), frozen or trained. If its dtype differs from x's, both are promoted. Under autocast x, weight
+            and bias are cast to autocast's dtype, as in F.linear. Or a function that returns the weight: it is called
+            for each product, so that a 4-bit weight is dequantised in the forward and in the backward. It is frozen.
+        lora_a: (R, H), the adapter's first matrix, in any of the four dtypes. It is cast to the products' dtype; its
+            gradient has its own dtype.
+        lora_b: (F, R), the second matrix, likewise.
+        scaling: multiplies the adapter's result; PEFT's `lora_alpha / r`.
+        bias: (F,) or None.
+        adapter_x: (..., H), what the adapter reads instead of x, such as x after dropout.
+
+    Returns:
+        (..., F), in the dtype of the products.
+
+    Raises:
+        ShapeError: a tensor has the wrong shape, or the tensors are on several devices.
+        DtypeError: a dtype is not fp16, bf16, fp32 or fp64.
+        OptionError: scaling is not a finite number.
+        DoubleBackwardError: in backward, with create_graph=True.
+    """
+    if not -math.inf < check_number("scaling", scaling) < math.inf:
+        raise OptionError(f"scaling={scaling} must be finite.")
+    _check(x, weight, lora_a, lora_b, bias, adapter_x)
+    dtype = product_dtype(x) if callable(weight) else product_dtype(x, weight)
+    x, weight = x.to(dtype), weight if callable(weight) else weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    adapter_x = None if adapter_x is None else adapter_x.to(dtype)
+    if torch.compiler.is_compiling():
+        entering = x if adapter_x is None else adapter_x
+        low = F.linear(F.linear(entering, lora_a.to(dtype)), lora_b.to(dtype))
+        return F.linear(x, weight().to(dtype) if callable(weight) else weight, bias) + low * scaling
+    y = LoraLinear.apply(
+        x.reshape(-1, x.shape[-1]), weight, bias, lora_a, lora_b,
+        None if adapter_x is None else adapter_x.reshape(-1, x.shape[-1]), float(scaling),
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], lora_b.shape[0])  # type: ignore[no-any-return]
+
+
+def _check(
+    x: Tensor, weight: Weight, lora_a: Tensor, lora_b: Tensor, bias: Tensor | None, adapter_x: Tensor | None
+) -> None:
+    dense = None if callable(weight) else weight
+    check_dtype(x, dense, lora_a, lora_b, bias, adapter_x)
+    if dense is not None and (x.ndim == 0 or dense.ndim != 2 or dense.shape[1] != x.shape[-1]):
+        raise ShapeError(f"x is {tuple(x.shape)}, weight is {tuple(dense.shape)}; they must be (..., H) and (F, H).")
+    if x.ndim == 0 or lora_b.ndim != 2:
+        raise ShapeError(f"x is {tuple(x.shape)}, lora_b is {tuple(lora_b.shape)}; they must be (..., H) and (F, R).")
+    F_, H = (lora_b.shape[0], x.shape[-1]) if dense is None else dense.shape
+    if lora_a.ndim != 2 or lora_b.ndim != 2 or lora_a.shape[1] != H or lora_b.shape != (F_, lora_a.shape[0]):
+        raise ShapeError(
+            f"lora_a is {tuple(lora_a.shape)}, lora_b is {tuple(lora_b.shape)}; for a weight of {(F_, H)} they must be "
+            f"(R, {H}) and ({F_}, R)."
+        )
+    if bias is not None and bias.shape != (F_,):
+        raise ShapeError(f"bias is {tuple(bias.shape)}; it must be {(F_,)}.")
+    if adapter_x is not None and adapter_x.shape != x.shape:
+        raise ShapeError(f"adapter_x is {tuple(adapter_x.shape)}, x is {tuple(x.shape)}; they must agree.")
+    for name, t in {"weight": dense, "lora_a": lora_a, "lora_b": lora_b, "bias": bias, "adapter_x": adapter_x}.items():
+        if t is not None and t.device != x.device:
+            raise ShapeError(f"{name} is on {t.device}, x is on {x.device}; move one of them.")
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+def lora_linear_oracle(
+    x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, *, scaling: float = 1.0, bias: Tensor | None = None,
+    adapter_x: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """PEFT's order: two layers for the adapter, cast as autocast does, then a product and a sum of activations."""
+    y = F.linear(x, weight, bias)
+    entering = x if adapter_x is None else adapter_x
+    return y + F.linear(F.linear(entering, lora_a.to(y.dtype)), lora_b.to(y.dtype)) * scaling
+
+
+def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    *rows, H, F_, R = case.shape
+    options = dict(case.options)
+    has_bias, apart = options.pop("bias", False), options.pop("adapter_x", False)
+    adapter_dtype = options.pop("adapter_dtype", dtype)
+    return {
+        "x": randn(*rows, H, dtype=dtype, device=device),
+        "weight": randn(F_, H, dtype=dtype, device=device, scale=H**-0.5),
+        "lora_a": randn(R, H, dtype=adapter_dtype, device=device, scale=H**-0.5),
+        "lora_b": randn(F_, R, dtype=adapter_dtype, device=device, scale=R**-0.5),
+        "bias": randn(F_, dtype=dtype, device=device) if has_bias else None,
+        "adapter_x": randn(*rows, H, dtype=dtype, device=device) if apart else None,
+        **options,
+    }
+
+
+def _cost(x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, *_: Any, **__: Any) -> Cost:
+    # Forward y; backward dx of a frozen weight. Each is one large product and two of rank R; dA and dB are two more.
+    (F_, H), R = weight.shape, lora_a.shape[0]
+    N = x.numel() // H
+    y_bytes = N * F_ * x.element_size()
+    return Cost(
+        moved_bytes=3 * x.nbytes + 2 * y_bytes + 2 * weight.nbytes,
+        saved_bytes=x.nbytes + N * R * x.element_size(),
+        flops=4 * N * F_ * H + 6 * N * R * (F_ + H),
+    )
+
+
+LORA_LINEAR = Op(
+    name="lora_linear",
+    call=lora_linear,
+    oracle=lora_linear_oracle,
+    make=_make,
+    grads=("x", "weight", "lora_a", "lora_b", "bias", "adapter_x"),
+    cases=(
+        Case(id="rank-4", shape=(3, 7, 24, 40, 4), options={"scaling": 2.0}),
+        Case(id="bias", shape=(21, 16, 48, 8), options={"scaling": 0.5, "bias": True}),
+        Case(id="fp32-adapters", shape=(21, 32, 24, 8), options={"adapter_dtype": torch.float32}),
+        Case(id="after-dropout", shape=(2, 9, 24, 40, 4), options={"adapter_x": True, "scaling": 1.5}),
+        Case(id="rank-1", shape=(5, 8, 8, 1)),
+        Case(id="llama-8b-down", shape=(1024, 14336, 4096, 16), options={"scaling": 2.0}, small=False),
+    ),
+    cost=_cost,
+    errors={"fp32": 1.0e-06, "bf16": 5.0e-03, "fp16": 6.0e-04},
+)

@@ -1,0 +1,197 @@
+"""PEFT's LoRA layers under `tigon.patch`: the fused op where it computes the same, PEFT's own forward elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import tigon
+from tigon.models.seams import lora
+
+peft = pytest.importorskip("peft")
+
+
+def adapted(**options: Any) -> Any:
+    """A tiny Llama in bf16 with fp32 adapters that change its results."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False, **options}
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config).bfloat16(), peft.LoraConfig(**settings))
+
+
+def only_lora(model: Any) -> Any:
+    """Patch nothing but the adapters."""
+    flags = dict.fromkeys(("rms_norm", "layer_norm", "rope", "mlp", "cross_entropy", "linear_cross_entropy"), False)
+    return tigon.patch(model, **flags)
+
+
+@contextmanager
+def calls_of_the_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The arguments of every call of `lora_linear` that a patched layer makes."""
+    seen: list[Any] = []
+    real = lora.ops.lora_linear
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs)
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lora.ops, "lora_linear", spy)
+        yield seen
+
+
+def step(model: nn.Module, autocast: bool = True) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one forward and backward pass."""
+    ids = torch.arange(24).view(2, 12) % 64
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Relative Frobenius distance of all gradients together."""
+    error = sum(float((got[n] - expected[n]).double().square().sum()) for n in expected)
+    return float((error / sum(float(t.double().square().sum()) for t in expected.values())) ** 0.5)
+
+
+def test_patched_adapters_are_no_farther_from_fp32_than_pefts(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = step(adapted().float(), autocast=False)
+    unfused = step(adapted())
+    model = adapted()
+    assert only_lora(model).replaced[0].op == "lora_linear"
+    with calls_of_the_op(monkeypatch) as seen:
+        fused = step(model)
+    assert len(seen) == 7
+    assert fused[1].keys() == unfused[1].keys()
+    assert all(t.dtype == torch.float32 for t in fused[1].values())
+    assert abs(fused[0] - truth[0]) <= 2 * abs(unfused[0] - truth[0]) + 2**-8 * truth[0]
+    assert distance(fused[1], truth[1]) <= 2 * distance(unfused[1], truth[1])
+
+
+def test_undo_gives_back_pefts_results_to_the_bit() -> None:
+    model = adapted()
+    before = step(model)
+    report = only_lora(model)
+    assert step(model)[0] != before[0]
+    report.undo()
+    after = step(model)
+    assert after[0] == before[0] and all(torch.equal(after[1][n], t) for n, t in before[1].items())
+
+
+def _disabled(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+def _merged(model: Any) -> None:
+    model.merge_adapter()
+
+
+def _two_active(model: Any) -> None:
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+
+
+def _hooked(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.Linear):
+            module.base_layer.register_forward_pre_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [_disabled, _merged, _two_active, _hooked])
+def test_layer_that_the_op_cannot_compute_now_runs_pefts_forward(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, same = adapted(), adapted()
+    only_lora(model)
+    for each in (model, same):
+        torch.manual_seed(3)
+        change(each)
+    ids = torch.arange(12).view(1, 12)
+    with calls_of_the_op(monkeypatch) as seen, torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model(input_ids=ids).logits, same(input_ids=ids).logits)
+    assert not seen
+
+
+def test_fp32_adapter_of_a_bf16_layer_without_autocast_runs_pefts_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted()
+    only_lora(model)
+    with calls_of_the_op(monkeypatch) as seen:
+        step(model, autocast=False)
+    assert not seen
+
+
+def test_dropout_reaches_the_adapter_alone_and_only_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted(lora_dropout=0.5)
+    only_lora(model)
+    with calls_of_the_op(monkeypatch) as seen:
+        step(model.train())
+        assert all(kwargs["adapter_x"] is not None for kwargs in seen)
+        seen.clear()
+        step(model.eval())
+        assert seen and all(kwargs["adapter_x"] is None for kwargs in seen)
+
+
+def test_dora_is_left_to_peft_and_named() -> None:
+    model = adapted(use_dora=True)
+    report = tigon.patch(model)
+    assert not any(entry.op == "lora_linear" for entry in report.replaced)
+    assert any("variant of LoRA (Dora)" in entry.reason for entry in report.left_alone)
+
+
+def test_model_without_adapters_is_refused_if_they_are_asked_for() -> None:
+    model = adapted().unload()
+    with pytest.raises(tigon.errors.PatchError, match="lora: nothing in this LlamaForCausalLM can run it"):
+        tigon.patch(model, lora=True)
+
+
+def test_4_bit_layer_is_no_farther_from_fp32_than_pefts(monkeypatch: pytest.MonkeyPatch) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model, whole = adapted(), adapted().float()
+    twins = dict(whole.named_modules())
+    for path, module in list(model.named_modules()):
+        if isinstance(module, peft.tuners.lora.Linear):
+            dense = module.base_layer
+            layer = bitsandbytes.nn.Linear4bit(
+                dense.in_features, dense.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+            )
+            layer.weight = bitsandbytes.nn.Params4bit(dense.weight.data.float(), requires_grad=False, quant_type="nf4")
+            module.base_layer = layer.to("cpu")
+            stored = module.base_layer.weight
+            with torch.no_grad():
+                twins[path].base_layer.weight.copy_(
+                    bitsandbytes.functional.dequantize_4bit(stored.data, stored.quant_state)
+                )
+    truth, unfused = step(whole, autocast=False), step(model)
+    only_lora(model)
+    with calls_of_the_op(monkeypatch) as seen:
+        fused = step(model)
+    assert len(seen) == 7
+    assert fused[1].keys() == unfused[1].keys()
+    assert abs(fused[0] - truth[0]) <= 2 * abs(unfused[0] - truth[0]) + 2**-8 * truth[0]
+    assert distance(fused[1], truth[1]) <= 2 * distance(unfused[1], truth[1])
+
+
+def test_weight_that_a_function_makes_gives_the_result_of_the_weight() -> None:
+    torch.manual_seed(1)
+    x, w, a, b = (torch.randn(*shape, requires_grad=True) for shape in ((5, 8), (6, 8), (2, 8), (6, 2)))
+    made: list[int] = []
+
+    def weight() -> torch.Tensor:
+        made.append(1)
+        return w.detach().clone()
+
+    results = []
+    for each in (w.detach(), weight):
+        y = tigon.lora_linear(x, each, a, b, scaling=0.5)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, a, b))))
+    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+    assert len(made) == 2, "once in the forward, once in the backward"
