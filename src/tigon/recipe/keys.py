@@ -60,7 +60,8 @@ def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | 
 def technique_key(name: str) -> Any:
     """The key of a field of Choices, as its technique declares it."""
     setting = SETTINGS[name]
-    default, words, maximum = setting.default, setting.words, setting.maximum
+    default = setting.default if setting.recipe_default is None else setting.recipe_default
+    words, maximum = setting.words, setting.maximum
     if setting.recipe_word is not None:
         default, words = setting.recipe_word, (setting.recipe_word, *words)
     if setting.minimum is not None and maximum is None:
