@@ -17,7 +17,8 @@ from tigon.planner.gpus import GIB
 from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
 from tigon.planner.search import recommend, space
-from tigon.planner.search.recommend import estimate_option, plan, search
+from tigon.planner.search.option import estimate_option
+from tigon.planner.search.recommend import plan, search
 from tigon.planner.search.space import SearchProblem
 from tigon.techniques import SEARCHED, SETTINGS, matrix, tiling
 from tigon.techniques.records.choices import Choices

@@ -11,6 +11,7 @@ from tigon.models.loading.config import build_on_meta
 from tigon.objectives.base import FrozenModel, PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.techniques import matrix
+from tigon.techniques.layer_checkpointing import AUTO
 from tigon.techniques.records.choices import Choices
 
 
@@ -87,6 +88,8 @@ def check(request: Request) -> None:
     for name, value in (("batch", request.batch), ("seq", request.seq)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+    if request.choices.checkpointing == AUTO:
+        raise UsageError("checkpointing is auto, which stands for a choice; planner.search.checkpointing makes it.")
     for reason in (*matrix.wrong_values(request.choices), *matrix.untraceable(request.choices)):
         raise UsageError(f"{reason}.")
     text = text_config(request.config)

@@ -199,7 +199,7 @@ _GATHERED = (
     "ZeRO-3 gathers the weight of a norm only while the norm itself runs, but its output is recomputed for a later layer"
 )
 
-# The planner compares times itself, so `auto` has no bound here.
+# The search tries `auto` only where less than 1.01 times the time without recomputation could win.
 DECLARATION = Declaration(
     techniques=(
         Technique(
@@ -208,7 +208,7 @@ DECLARATION = Declaration(
             "the micro-batch, if the recipe leaves gradient_accumulation at 1.",
             costs="The planner's seconds before the run, and the recomputation that it chose.",
             recipe={"train.checkpointing": "auto"}, chosen=(Condition("checkpointing", "is", AUTO),),
-            kept_share=0.0, source="planner/search/checkpointing.py",
+            least_cost=1.01, kept_share=0.0, source="planner/search/checkpointing.py",
         ),
         Technique(
             name="checkpointing-by-layer", page="checkpointing",

@@ -25,7 +25,8 @@ from tigon.planner.render import as_recipe
 from tigon.planner.render.terminal import gib, seconds
 from tigon.planner.request import Request
 from tigon.planner.search import space
-from tigon.planner.search.recommend import Option, estimate_option, label, search
+from tigon.planner.search.option import Option, estimate_option
+from tigon.planner.search.recommend import label, search
 from tigon.planner.search.space import SearchProblem
 from tigon.profiler.recording.device import host_free_bytes
 from tigon.recipe.keys import Recipe
