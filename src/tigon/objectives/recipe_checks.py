@@ -101,7 +101,7 @@ _EXCLUSIONS = (
         "out",
     ),
     HeadsExclusion(
-        stages=(1,), when=(Condition("checkpointing", "is not one of", ("none", "auto")),),
+        stages=(1,), when=(Condition("checkpointing", "is not", "none"),),
         reason="heads.stage: 1 keeps no activations of the model, so there is nothing to recompute; set "
         "train.checkpointing: none",
     ),

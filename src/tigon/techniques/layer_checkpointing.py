@@ -7,7 +7,6 @@ the tensors that the last layers kept are freed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
@@ -195,9 +194,7 @@ def _excluded(state: str, field: str, test: str, wanted: Any, reason: str) -> Ex
     )  # fmt: skip
 
 
-_GATHERED = (
-    "ZeRO-3 gathers the weight of a norm only while the norm itself runs, but its output is recomputed for a later layer"
-)
+_GATHERED = "ZeRO-3 gathers the weight of a norm only while the norm itself runs, but its output is recomputed later"
 
 # The search tries `auto` only where less than 1.01 times the time without recomputation could win.
 DECLARATION = Declaration(

@@ -26,7 +26,7 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import head_groups
 from tigon.trainer import model
 from tigon.trainer.distributed import extension_lock, launch
-from tigon.trainer.guards import adapter_checks, preflight, self_test
+from tigon.trainer.guards import adapter_checks, auto_checkpointing, preflight, self_test
 from tigon.trainer.guards.recipe_warnings import RunSize, warnings_of
 from tigon.trainer.rewards import load_rewards
 
@@ -107,6 +107,7 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
     if recipe.sharding.zero:
         extension_lock.install()
     launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
+    recipe = auto_checkpointing.resolved(recipe, device)
     try:
         with launch.main_process_first():
             return _prepare(recipe, device)

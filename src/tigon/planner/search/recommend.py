@@ -3,9 +3,9 @@
 The search starts with the classes of recipes that change a run's numbers least. Within a class and a placement of its
 states it tries the kinds of checkpointing from the fastest on. It tries each kind with the whole batch, then with
 micro-batches, and keeps the first configuration that fits. `auto` starts from the micro-batch that fits without
-recomputation, and tries larger ones as long as they are faster. It leaves a class when the class is slower than a recipe
-with fewer changes, so a recommendation that changes more is also faster. A micro-batch is traced only if a lower bound
-from the trace of the whole batch leaves open whether it fits.
+recomputation, and tries larger ones as long as they are faster. It leaves a class when the class is slower than a
+recipe with fewer changes, so a recommendation that changes more is also faster. A micro-batch is traced only if a lower
+bound from the trace of the whole batch leaves open whether it fits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tigon.errors import RecipeError, UsageError
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
 from tigon.planner.estimate import Method, estimate
 from tigon.planner.gpus import GIB, Gpu
-from tigon.planner.request import Request, refusals
+from tigon.planner.request import refusals
 from tigon.planner.search import space
 from tigon.planner.search.checkpointing import fastest
 from tigon.planner.search.largest_batch import MaxSizes, max_sizes
@@ -206,7 +206,8 @@ class _Search:
             if needs <= gpu.memory_bytes:
                 return None
             reason = f"needs more than {needs / GIB:.2f} of {gpu.memory_bytes / GIB:.2f} GiB"
-            return Rejected(choices=choices, batch=batch, device_bytes=needs, reason=reason)
+            smallest = replace(choices, checkpointing="full") if choices.checkpointing == AUTO else choices
+            return Rejected(choices=smallest, batch=batch, device_bytes=needs, reason=reason)
 
         rejected = too_much(_at_least(unchecked, choices, batch)) if unchecked is not None else None
         if rejected is None and choices.checkpointing == AUTO:

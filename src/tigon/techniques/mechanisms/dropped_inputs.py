@@ -1,7 +1,7 @@
 """Drops inputs of linear layers that a norm or a gated unit computed, and recomputes them in the backward pass.
 
-A linear layer saves its input for the gradient of its weight. If tigon's RMSNorm or gated unit computed this input, it can be
-computed again from what that op saved for its own backward pass, in one pass over memory. No matrix product is
+A linear layer saves its input for the gradient of its weight. If tigon's RMSNorm or gated unit computed this input, it
+can be computed again from what that op saved for its own backward pass, in one pass over memory. No matrix product is
 repeated. The op runs again with the tensors of the forward pass, so the result is the same bit for bit.
 
 PyTorch's selective checkpointing reaches the same result with a dispatch mode around every operator of a layer, which

@@ -30,7 +30,7 @@ from tigon.planner.search.recommend import label, search
 from tigon.planner.search.space import SearchProblem
 from tigon.profiler.recording.device import host_free_bytes
 from tigon.recipe.keys import Recipe
-from tigon.techniques import SEARCHED
+from tigon.techniques import SEARCHED, SETTINGS
 from tigon.techniques.records.choices import Choices
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
@@ -127,11 +127,8 @@ def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool
 
 def free_in(recipe: Recipe) -> frozenset[str]:
     """The settings that a recipe leaves at their defaults, so that --auto and recommendations may change them."""
-    default, choices = Choices(), recipe.choices()
-    free = {name for name in SEARCHED if getattr(choices, name) == getattr(default, name)}
-    if recipe.train.precision != "auto":
-        free.discard("precision")
-    return frozenset(free)
+    default = Recipe()
+    return frozenset(name for name in SEARCHED if recipe.value_of(SETTINGS[name]) == default.value_of(SETTINGS[name]))
 
 
 # --- what to do instead ----------------------------------------------------------------------------------------------
