@@ -1,4 +1,4 @@
-"""Layers that recompute different parts: the gradients of full checkpointing bit for bit, and only the promised work."""
+"""Layers that recompute different parts: the gradients of full checkpointing bit for bit, and no other work."""
 
 from __future__ import annotations
 

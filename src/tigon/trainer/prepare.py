@@ -23,7 +23,7 @@ from tigon.models.loading import hub
 from tigon.models.loading.quiet import quiet_loading
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
-from tigon.techniques import head_groups
+from tigon.techniques import head_groups, layer_checkpointing
 from tigon.trainer import model
 from tigon.trainer.distributed import extension_lock, launch
 from tigon.trainer.guards import adapter_checks, auto_checkpointing, preflight, self_test
@@ -126,6 +126,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     choices = preflight.check_techniques(recipe, device)
     head_groups.check_groups(config, choices.attention_groups)
+    if layer_checkpointing.is_by_layer(choices.checkpointing):
+        layer_checkpointing.states_of(choices.checkpointing, config.get_text_config().num_hidden_layers)
     objective = objective_of(recipe, config, lambda: shapes)
     frozen_experts = adapter_checks.check(objective, config, choices)
     preflight.check_disk(recipe, choices, shapes)

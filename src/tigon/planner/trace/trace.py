@@ -87,7 +87,7 @@ def trace(
     whole: trace every layer instead of repeating a few. evaluating: trace an evaluation batch too.
     Raises UsageError for a model whose forward cannot be traced without data.
     """
-    if layer_checkpointing.is_by_layer(request.choices.checkpointing):
+    if layer_checkpointing.is_by_layer(request.choices.checkpointing) and not whole:
         return _trace_groups(request, gpu, accumulating, evaluating)
     layers = int(text_config(request.config).num_hidden_layers)
     period = math.lcm(_period(text_config(request.config)), every_n_layers(request.choices.checkpointing) or 1)
