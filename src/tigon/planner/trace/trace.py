@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tigon.errors import UsageError
-from tigon.models import patch
+from tigon.models.patch import patch
 from tigon.models.seams.loss import causal_lm_loss
 from tigon.models.tracing import attention_replaced
 from tigon.objectives.base import TracedModels
