@@ -202,17 +202,19 @@ DECLARATION = Declaration(
         Technique(
             name="checkpointing-auto", page="checkpointing",
             saves="What the GPU's memory requires, and no more. The planner chooses what each layer recomputes, and "
-            "the micro-batch, if the recipe leaves gradient_accumulation at 1.",
+            "the micro-batch, if `train.gradient_accumulation` is 1.",
             costs="The planner's seconds before the run, and the recomputation that it chose.",
             recipe={"train.checkpointing": "auto"}, chosen=(Condition("checkpointing", "is", AUTO),),
             least_cost=1.01, kept_share=0.0, source="planner/search/checkpointing.py",
         ),
         Technique(
             name="checkpointing-by-layer", page="checkpointing",
-            saves="Of a `full` layer all activations except its input; of an `mlp` layer those of the MLP and the "
-            "norms; of an `elementwise` layer the outputs of norms and gated units; of a `none` layer nothing.",
-            costs="A second forward pass of what is not kept.",
-            recipe={"train.checkpointing": "full:6,mlp:4,elementwise:4,none:2"},
+            saves="A `full` layer frees all its activations except its input. An `mlp` layer frees those of the MLP "
+            "and the outputs of the norms. An `elementwise` layer frees the outputs of norms and of the gated unit. A "
+            "`none` layer frees nothing. The two in the middle need tigon's kernels to free the outputs of norms and "
+            "gated units.",
+            costs="Those activations are computed again in the backward pass.",
+            recipe={"train.checkpointing": "full:1,mlp:1,elementwise:1,none:1"},
             chosen=(Condition("checkpointing", "includes", ":"),),
             model=_by_layer, kept_share=0.0, source="techniques/layer_checkpointing.py",
         ),

@@ -9,7 +9,7 @@ estimate of that choice then confirms or corrects the number.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tigon.errors import RecipeError
@@ -21,6 +21,8 @@ from tigon.techniques.layer_checkpointing import STATES, written
 MAX_LOOKS = 6
 """Estimates for the number of layers of one pair of kinds."""
 MAX_PAIRS = 2
+Needs = Callable[[Option], int]
+"""An option -> the bytes that have to fit."""
 
 
 @dataclass
@@ -32,31 +34,40 @@ class Choice:
     """(micro-batch, value of train.checkpointing) -> its estimate."""
 
 
-def choose(request: Request, gpu: Gpu, splits: Sequence[tuple[int, int]] = ()) -> Choice:
+def device_bytes(option: Option) -> int:
+    """The memory of the GPU, with what is outside the allocator."""
+    return option.estimate.device_bytes
+
+
+def choose(
+    request: Request, gpu: Gpu, splits: Sequence[tuple[int, int]] = (), *, needs: Needs = device_bytes
+) -> Choice:
     """The fastest choice that fits `gpu`; if nothing fits, the smallest.
 
     Args:
         request: The run. Its `checkpointing` does not count.
         gpu: The GPU, with the memory that the run may take.
         splits: (batch, accumulate) pairs to choose from, largest micro-batch first; empty: the request's own.
+        needs: the bytes of an option that have to fit.
 
     Raises:
         UsageError: The model cannot be traced, or the request is wrong.
     """
     splits = splits or [(request.batch, request.choices.accumulate)]
     seen: dict[tuple[int, str], Option] = {}
-    largest = _Layers(request_of(request, *splits[0]), gpu, seen)
+    largest = _Layers(request_of(request, *splits[0]), gpu, seen, needs)
     whole = largest.option("none")
-    if whole is not None and whole.fits(gpu):
+    if whole is not None and largest.fits(whole):
         return Choice(whole, seen)
-    start = _first_split(whole, splits, gpu) if whole is not None else len(splits) - 1
+    start = _first_split(whole, needs(whole), splits, gpu) if whole is not None else len(splits) - 1
     best: Option | None = None
     for batch, accumulate in reversed(splits[: start + 1]):
-        option = fastest(request_of(request, batch, accumulate), gpu, seen, beats=_speed(best) if best else 0.0)
-        if best is not None and (not option.fits(gpu) or _speed(option) <= _speed(best)):
+        layers = _Layers(request_of(request, batch, accumulate), gpu, seen, needs)
+        option = layers.fastest(beats=_speed(best) if best else 0.0)
+        if best is not None and (not layers.fits(option) or _speed(option) <= _speed(best)):
             break  # larger micro-batches recompute more still
         best = option
-        if not option.fits(gpu):
+        if not layers.fits(option):
             break
     assert best is not None, "there is at least one split"
     return Choice(best, seen)
@@ -67,30 +78,24 @@ def request_of(request: Request, batch: int, accumulate: int) -> Request:
     return replace(request, batch=batch, choices=replace(request.choices, accumulate=accumulate))
 
 
-def fastest(
-    request: Request, gpu: Gpu, seen: dict[tuple[int, str], Option] | None = None, *, beats: float = 0.0
-) -> Option:
-    """The request with the fastest recomputation that fits; if none fits, with the one that needs least memory.
-
-    seen: receives every estimate. beats: tokens/s to exceed; if no recomputation at all is not faster, nothing else is
-    tried, and the result does not recompute.
-    """
-    return _Layers(request, gpu, {} if seen is None else seen).fastest(beats)
+def fastest(request: Request, gpu: Gpu) -> Option:
+    """The request with the fastest recomputation that fits; if none fits, with the one that needs least memory."""
+    return _Layers(request, gpu, {}, device_bytes).fastest()
 
 
 def _speed(option: Option) -> float:
     return option.estimate.tokens_per_s
 
 
-def _first_split(whole: Option, splits: Sequence[tuple[int, int]], gpu: Gpu) -> int:
+def _first_split(whole: Option, needed: int, splits: Sequence[tuple[int, int]], gpu: Gpu) -> int:
     """The place of the largest micro-batch that probably fits without recomputation, else of the smallest.
 
-    whole: the largest micro-batch without recomputation, which does not fit. Smaller ones are slower than the first
-    that fits without recomputation.
+    whole: the largest micro-batch without recomputation, which does not fit. needed: the bytes that it needs. Smaller
+    micro-batches are slower than the first that fits without recomputation.
     """
     estimate = whole.estimate
     grows = estimate.components["activations"] + estimate.components["logits"]
-    left = gpu.memory_bytes - (estimate.device_bytes - grows)
+    left = gpu.memory_bytes - (needed - grows)
     most = whole.request.batch * left / max(grows, 1)
     return next((at for at, (batch, _) in enumerate(splits) if batch <= most), len(splits) - 1)
 
@@ -102,6 +107,10 @@ class _Layers:
     request: Request
     gpu: Gpu
     seen: dict[tuple[int, str], Option]
+    needs: Needs
+
+    def fits(self, option: Option) -> bool:
+        return self.needs(option) <= self.gpu.memory_bytes
 
     @property
     def depth(self) -> int:
@@ -124,9 +133,13 @@ class _Layers:
         """The option in which the last `count` layers have the state `second`, and the others `first`."""
         return self.option(written([first] * (self.depth - count) + [second] * count))
 
-    def fastest(self, beats: float) -> Option:
+    def fastest(self, *, beats: float = 0.0) -> Option:
+        """The fastest option that fits, else the smallest.
+
+        beats: tokens/s to exceed. If an option that recomputes nothing is not faster, it is returned at once.
+        """
         none = self.option("none")
-        if none is not None and (none.fits(self.gpu) or _speed(none) <= beats):
+        if none is not None and (self.fits(none) or _speed(none) <= beats):
             return none
         whole = {state: self.mixed(state, state, 0) for state in STATES}
         uniform = {state: option for state, option in whole.items() if option is not None}
@@ -134,9 +147,9 @@ class _Layers:
             return estimate_option(
                 replace(self.request, choices=replace(self.request.choices, checkpointing="none")), self.gpu
             )
-        fitting = {state: option for state, option in uniform.items() if option.fits(self.gpu)}
+        fitting = {state: option for state, option in uniform.items() if self.fits(option)}
         if not fitting:
-            return min(uniform.values(), key=lambda option: option.estimate.device_bytes)
+            return min(uniform.values(), key=self.needs)
         best = max(fitting.values(), key=_speed)
         pairs = [
             (self._expected_s(less, more), first, second)
@@ -153,13 +166,13 @@ class _Layers:
 
     def _expected_s(self, less: Option, more: Option) -> float:
         """Seconds of a step with as many layers like `more` as fit beside layers like `less`, on a straight line."""
-        room = self.gpu.memory_bytes - less.estimate.device_bytes
-        share = min(1.0, room / max(more.estimate.device_bytes - less.estimate.device_bytes, 1))
+        room = self.gpu.memory_bytes - self.needs(less)
+        share = min(1.0, room / max(self.needs(more) - self.needs(less), 1))
         return less.estimate.step_s + share * (more.estimate.step_s - less.estimate.step_s)
 
     def _most(self, first: str, second: str, less: Option, more: Option) -> Option:
         """The option with the most layers of the state `second` that fits."""
-        low, high = (0, less.estimate.device_bytes), (self.depth, more.estimate.device_bytes)
+        low, high = (0, self.needs(less)), (self.depth, self.needs(more))
         best = less
         for _ in range(MAX_LOOKS):
             if high[0] - low[0] <= 1:
@@ -170,8 +183,8 @@ class _Layers:
             option = self.mixed(first, second, count)
             if option is None:
                 break
-            if option.fits(self.gpu):
-                best, low = option, (count, option.estimate.device_bytes)
+            if self.fits(option):
+                best, low = option, (count, self.needs(option))
             else:
-                high = (count, option.estimate.device_bytes)
+                high = (count, self.needs(option))
         return best
