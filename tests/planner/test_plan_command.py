@@ -47,7 +47,7 @@ def test_evaluation_counts_because_a_recipe_evaluates(capsys):
 
 
 def test_auto_plans_the_choice_and_leaves_it_free_in_the_recommendations(capsys):
-    fixed = {"batch": 32, "accumulate": 1, "precision": "bf16"}
+    fixed = {"batch": 16, "accumulate": 1, "precision": "bf16"}
     shown = json.loads(printed(capsys, **fixed, checkpointing="auto", as_json=True))
     value = shown["choices"]["checkpointing"]
     assert shown["fits"] and value not in ("auto", "none")
