@@ -5,6 +5,8 @@ Importing this package imports neither transformers nor triton; each comes with 
 
 from __future__ import annotations
 
+import typing as _typing
+
 from tigon import errors, losses, nn
 from tigon.models import AutoModelForCausalLM, PatchReport, patch
 from tigon.ops import (
@@ -24,6 +26,9 @@ from tigon.ops import (
     swiglu,
 )
 
+if _typing.TYPE_CHECKING:
+    from tigon.planner.model_plan import Checkpointed, CheckpointPlan
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -31,6 +36,7 @@ __all__ = [
     "PatchReport",
     "__version__",
     "add_rms_norm",
+    "checkpoint",
     "cross_entropy",
     "errors",
     "geglu",
@@ -44,8 +50,65 @@ __all__ = [
     "multi_head_linear_cross_entropy",
     "nn",
     "patch",
+    "plan",
     "prepare_targets",
     "rms_norm",
     "rope",
     "swiglu",
 ]
+
+
+def plan(
+    model: _typing.Any,
+    *,
+    batch: int,
+    seq: int,
+    optimizer: _typing.Any = "adamw",
+    memory: str | int | None = None,
+    precision: str | None = None,
+    accumulate: int | None = None,
+) -> CheckpointPlan:
+    """Choose what each layer of a model recomputes in the backward pass, and the micro-batch, before any step runs.
+
+    The choice is the fastest whose predicted memory fits. Without a GPU it is made for the one that `memory` names.
+
+    Args:
+        model: a transformers model, or PEFT's LoRA around one; patched or not. Other frozen weights count as trained.
+        batch: samples per optimizer step.
+        seq: tokens per sample.
+        optimizer: a name such as "adamw", "adamw-8bit" or "sgd", or an optimizer of torch.optim or bitsandbytes.
+        memory: GPU memory as a size ("24GiB") or in bytes, or the name of a GPU ("h200"). None: what this GPU has free.
+        precision: "amp-bf16", "amp-fp16", "bf16" or "fp32". None: "bf16" if the weights are bf16, else "amp-bf16".
+        accumulate: micro-batches per optimizer step. None: the plan chooses.
+
+    Returns:
+        A `CheckpointPlan`: `print` it. Use its `batch` and `accumulate`, and pass it to `tigon.checkpoint`.
+
+    Raises:
+        UsageError: a value is out of range or unknown, there is no GPU and no `memory`, or the model is not one of
+            transformers or cannot be traced.
+    """
+    from tigon.planner import model_plan  # loads transformers
+
+    return model_plan.plan(
+        model, batch=batch, seq=seq, optimizer=optimizer, memory=memory, precision=precision, accumulate=accumulate
+    )
+
+
+def checkpoint(model: _typing.Any, plan: CheckpointPlan | str) -> Checkpointed:
+    """Let each layer of a model recompute what a plan says, in place. Loss and gradients do not change.
+
+    Args:
+        model: the transformers model, or a PEFT wrapper of one. Call this before FSDP or DeepSpeed wrap it.
+        plan: the result of `tigon.plan`; or "full", "none", or the state of each layer, such as "full:7,none:9".
+
+    Returns:
+        An object whose `undo()` restores the model; in a `with` statement the end of the block does.
+
+    Raises:
+        UsageError: the plan is for another number of layers, its layers cannot be recomputed, or activation
+            checkpointing is on already.
+    """
+    from tigon.planner import model_plan  # loads transformers
+
+    return model_plan.checkpoint(model, plan)

@@ -29,6 +29,7 @@ PRINTED = {
     "custom_model.py": r"the gradients agree with F\.cross_entropy\nloss 3\.\d+ -> 0\.\d+",
     "fsdp2.py": r"holds 10320 of 20640 weights\nloss 3\.4\d+ \(one process: 3\.4\d+\) -> [01]\.",
     "hf_trainer.py": r"loss 3\.\d+ -> [12]\.\d+; largest difference from the unpatched run ",
+    "keep_what_fits.py": r"equal bit for bit\nloss 3\.\d+ -> [01]\.\d+ in 10 steps (.*\n)+mean loss [01]\.",
     "measure_peak.py": r"takes \d+ MiB unpatched and \d+ MiB patched",
     "medusa_heads.py": r"the same 12 tokens as greedy decoding, in \d forward passes instead of 12",
     "own_loop.py": r"loss 3\.\d+ -> [01]\.\d+ in 30 steps",

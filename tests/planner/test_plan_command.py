@@ -46,6 +46,14 @@ def test_evaluation_counts_because_a_recipe_evaluates(capsys):
     assert any(line.startswith("evaluation") for line in found["explanation"])
 
 
+def test_auto_plans_the_choice_and_leaves_it_free_in_the_recommendations(capsys):
+    fixed = {"batch": 16, "accumulate": 1, "precision": "bf16"}
+    shown = json.loads(printed(capsys, **fixed, checkpointing="auto", as_json=True))
+    value = shown["choices"]["checkpointing"]
+    assert shown["fits"] and value not in ("auto", "none")
+    assert shown["recommended"][0]["choices"]["checkpointing"] == value
+
+
 def test_json_has_consistent_totals_and_every_promised_key(answer):
     assert sum(answer["components"].values()) == answer["peak_allocated_bytes"] == max(answer["phases"].values())
     assert answer["device_bytes"] == answer["peak_reserved_bytes"] + answer["outside_bytes"]

@@ -14,6 +14,7 @@ from tigon.planner.trace.dispatch_recorder import TraceRecorder
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import trace, weight_dtype
 from tigon.profiler.recording.peak import PeakMeter, training_state
+from tigon.techniques.layer_checkpointing import apply, is_by_layer, states_of
 from tigon.techniques.records.choices import Choices
 
 
@@ -78,8 +79,12 @@ def test_flash_attention_saves_what_cuda_saves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "checkpointing"), [("fp32", "none"), ("fp32", "full"), ("amp-bf16", "none"), ("bf16", "full")]
-)
+    ("precision", "checkpointing"),
+    [
+        ("fp32", "none"), ("fp32", "full"), ("amp-bf16", "none"), ("bf16", "full"), ("fp32", "full:2,mlp:1,none:2"),
+        ("amp-bf16", "mlp:5"),
+    ],
+)  # fmt: skip
 def test_traced_step_has_the_peak_of_a_real_one(precision: str, checkpointing: str) -> None:
     """Eager attention on the CPU runs the operators that are traced, so the peaks must agree."""
     batch, seq = 4, 128
@@ -94,6 +99,8 @@ def test_traced_step_has_the_peak_of_a_real_one(precision: str, checkpointing: s
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).train()
     if checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if is_by_layer(checkpointing):
+        apply(model, states_of(checkpointing, 5))
     ids = torch.randint(0, 1024, (batch, seq))
     meter = PeakMeter(torch.device("cpu"))
     meter.start(training_state(model, torch.optim.SGD(model.parameters())))

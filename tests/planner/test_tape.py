@@ -9,6 +9,7 @@ from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.playback import GradientRules, offloaded, replay
 from tigon.planner.trace.tape import BACKWARD, FORWARD, NotPeriodic, Tape, TapeSegment, Where, unrollable, unrolled
 from tigon.planner.trace.trace import trace
+from tigon.techniques.layer_checkpointing import groups_of
 
 
 def _played(tape: Tape) -> tuple[dict[str, int], dict[str, dict[str, int]], int]:
@@ -22,11 +23,27 @@ def _played(tape: Tape) -> tuple[dict[str, int], dict[str, dict[str, int]], int]
     [
         ("none", "none", "amp-bf16"), ("none", "every-2", "bf16"), ("tigon", "full", "amp-bf16"),
         ("tigon", "selective", "bf16"), ("liger", "full", "bf16"), ("no-flce", "none", "fp32"),
+        ("tigon", "elementwise:7", "amp-bf16"), ("tigon", "mlp:1,none:6", "bf16"),
     ],
 )  # fmt: skip
 def test_trace_of_few_layers_stands_for_all(kernels: str, checkpointing: str, precision: str) -> None:
     request = request_of(
         precision=precision, kernels=kernels, checkpointing=checkpointing, shape={"num_hidden_layers": 7}
+    )
+    few, all_layers = trace(request, H200), trace(request, H200, whole=True)
+    assert _played(few.tape) == _played(all_layers.tape)
+    assert sum(s.cost.flops for s in few.tape.segments) == sum(s.cost.flops for s in all_layers.tape.segments)
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [("llama", "full:4,mlp:4,elementwise:3,none:5"), ("gemma3_text", "mlp:14,none:4")],
+    ids=["llama", "gemma3_text"],
+)
+def test_groups_of_layers_are_unrolled_each_by_itself(name: str, checkpointing: str) -> None:
+    layers = sum(count for _, count in groups_of(checkpointing))
+    request = request_of(
+        name, precision="bf16", kernels="tigon", checkpointing=checkpointing, shape={"num_hidden_layers": layers}
     )
     few, all_layers = trace(request, H200), trace(request, H200, whole=True)
     assert _played(few.tape) == _played(all_layers.tape)

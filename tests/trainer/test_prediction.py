@@ -11,7 +11,7 @@ import torch
 from tests.planner.planner_helpers import small_gpu
 from tigon.errors import RecipeError
 from tigon.objectives import recipe_checks
-from tigon.planner.gpus import GIB, MIB, find_gpu
+from tigon.planner.gpus import GIB, MIB, find_gpu, row_of
 from tigon.techniques.records.choices import Choices
 from tigon.trainer import model
 from tigon.trainer.distributed import launch
@@ -163,11 +163,11 @@ NAMES = {
 
 @pytest.mark.parametrize(("said", "row"), NAMES.items())
 def test_gpu_is_found_by_the_name_of_the_driver(said, row):
-    assert prediction._row_of(said, 1 << 35).name == row
+    assert row_of(said, 1 << 35).name == row
 
 
 def test_unknown_gpu_keeps_its_memory_size():
-    assert prediction._row_of("Some GPU", 24 << 30).memory_bytes == 24 << 30
+    assert row_of("Some GPU", 24 << 30).memory_bytes == 24 << 30
 
 
 @pytest.mark.parametrize(("joined", "short_mib"), [(True, 0), (False, 848)])

@@ -100,7 +100,7 @@ WRONG = {
         "comparison: {kernels: [none, no-linear-ce]}\ntrain: {steps: 1}",
         r"no-linear-ce was renamed; write no-flce",
     ),
-    "every layer in none": ("train: {steps: 1, checkpointing: every-0}", r"must be one of none, full, .*every-N"),
+    "every layer in none": ("train: {steps: 1, checkpointing: every-0}", r"must be one of auto, none, full, .*every-N"),
     "every-N itself": ("train: {steps: 1, checkpointing: every-N}", r"'every-N'; it must be one of"),
     "an excluded pair": (
         "train: {steps: 1, optimizer: galore}\nsharding: {fsdp: true}",

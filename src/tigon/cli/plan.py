@@ -27,9 +27,11 @@ from tigon.planner.gpus import find_gpu
 from tigon.planner.render import charts, terminal
 from tigon.planner.render import explain as explanation
 from tigon.planner.request import Request
+from tigon.planner.search.checkpointing import fastest
 from tigon.planner.search.recommend import Plan, plan
-from tigon.planner.search.space import SearchProblem
+from tigon.planner.search.space import SearchProblem, with_headroom
 from tigon.techniques import SEARCHED, SETTINGS
+from tigon.techniques.layer_checkpointing import AUTO
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.records.choices import LIMITS, Choices
 
@@ -115,6 +117,9 @@ def run(
     """
     _quiet(model)
     given = _with_implied({name: value for name, value in given.items() if value is not None and value is not False})
+    chooses = given.get("checkpointing") == AUTO
+    if chooses:
+        del given["checkpointing"]  # the recommendations choose it too
     _check_words({"method": method, "policy": policy})
     _check_sizes({"batch": batch, "seq": seq, "effective-batch": effective_batch})
     _check_settings(given)
@@ -139,6 +144,8 @@ def run(
         seq=DEFAULT_SEQ if seq is None else seq, choices=choices, clipped=not OPTIMIZERS[choices.optimizer].in_backward,
         masked=planned.pads and not choices.attention.startswith("flash"), objective=planned, evaluated=EVALUATED,
     )  # fmt: skip
+    if chooses:
+        request = fastest(request, with_headroom(find_gpu(gpu))).request
     problem = SearchProblem(request=request, free=free, gpu=find_gpu(gpu), effective_batch=effective_batch)
     _print(plan(problem, method="study" if method == "study" else "trace", by=policy), as_json, explain, plot)
 

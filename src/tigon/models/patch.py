@@ -151,6 +151,11 @@ def unpatch(model: nn.Module) -> int:
     return len(restored)
 
 
+def flags_of(model: nn.Module) -> set[str]:
+    """The flags of `patch` whose ops the model runs."""
+    return {m._tigon_seam.flag for m in model.modules() if isinstance(m, PatchedModule)}
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The transformers model inside PEFT's, DistributedDataParallel's or torch.compile's wrapper."""
     while not hasattr(getattr(model, "config", None), "model_type") or hasattr(model, "get_base_model"):

@@ -34,7 +34,7 @@ class RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, fp32_weight: bool) -> Tensor:
         y, _, _, rstd = norm.norm_fwd(x, None, weight, None, norm.norm_options(eps, offset, False, fp32_weight))
         ctx.save_for_backward(x, weight, rstd)
-        ctx.offset, ctx.fp32_weight = offset, fp32_weight
+        ctx.eps, ctx.offset, ctx.fp32_weight = eps, offset, fp32_weight
         return y  # type: ignore[no-any-return]
 
     @staticmethod

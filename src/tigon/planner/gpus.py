@@ -126,6 +126,13 @@ def size_bytes(text: str) -> int | None:
     return int(float(size[1]) * (1024 if size[3] else 1000) ** _LETTERS[size[2].lower()]) if size else None
 
 
+def row_of(name: str, total_bytes: int) -> Gpu:
+    """The row for the driver's name of a GPU (`NVIDIA A100-SXM4-80GB`), or else for a GPU with as much memory."""
+    words = set(re.split(r"[\s_-]+", name.lower()))
+    rows = [row for row in GPUS.values() if set(row.name.split("-")) <= words]
+    return max(rows, key=lambda row: len(row.name)) if rows else find_gpu(f"{total_bytes / GIB:.2f}GiB")
+
+
 def find_gpu(text: str) -> Gpu:
     """The GPU with this name (`h200`, `RTX 4090`), or a GPU with this much memory (`24GiB`, `80GB`).
 

@@ -11,6 +11,7 @@ from tigon.models.loading.config import build_on_meta
 from tigon.objectives.base import FrozenModel, PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.techniques import matrix
+from tigon.techniques.layer_checkpointing import AUTO, is_by_layer, states_of
 from tigon.techniques.records.choices import Choices
 
 
@@ -83,10 +84,15 @@ def refusals(request: Request, choices: Choices) -> tuple[str, ...]:
 
 
 def check(request: Request) -> None:
-    """Raise UsageError for a value out of range. `techniques.matrix` checks which choices exclude each other."""
+    """Raise UsageError for a value out of range, and RecipeError for checkpointing of another number of layers.
+
+    `techniques.matrix` checks which choices exclude each other.
+    """
     for name, value in (("batch", request.batch), ("seq", request.seq)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+    if request.choices.checkpointing == AUTO:
+        raise UsageError("checkpointing is auto, which stands for a choice; planner.search.checkpointing makes it.")
     for reason in (*matrix.wrong_values(request.choices), *matrix.untraceable(request.choices)):
         raise UsageError(f"{reason}.")
     text = text_config(request.config)
@@ -99,6 +105,8 @@ def check(request: Request) -> None:
             f"{request.model} has num_key_value_heads {key_heads}, which does not divide its num_attention_heads "
             f"{heads}; correct its config.json."
         )
+    if is_by_layer(request.choices.checkpointing):
+        states_of(request.choices.checkpointing, text.num_hidden_layers)
     if refusal := request.objective.batch_refusal(request.batch):
         raise UsageError(f"batch is {request.batch}, but {refusal}.")
     limit = getattr(text, "max_position_embeddings", None)

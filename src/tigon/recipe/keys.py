@@ -19,6 +19,7 @@ from tigon.data.formats import FORMATS
 from tigon.data.sources import Source
 from tigon.techniques import SETTINGS
 from tigon.techniques.records.choices import LIMITS, Choices
+from tigon.techniques.records.setting import Setting
 
 T = TypeVar("T")
 NAME_CHARACTERS = 80
@@ -60,7 +61,8 @@ def key(default: Any, help: str, *, choices: Sequence[str] = (), pattern: str | 
 def technique_key(name: str) -> Any:
     """The key of a field of Choices, as its technique declares it."""
     setting = SETTINGS[name]
-    default, words, maximum = setting.default, setting.words, setting.maximum
+    default = setting.default if setting.recipe_default is None else setting.recipe_default
+    words, maximum = setting.words, setting.maximum
     if setting.recipe_word is not None:
         default, words = setting.recipe_word, (setting.recipe_word, *words)
     if setting.minimum is not None and maximum is None:
@@ -417,14 +419,22 @@ class Recipe:
         return {name: plain(section) for name, section in dataclasses.asdict(self).items()}
 
     def choices(self, *, precision: str | None = None) -> Choices:
-        """The techniques as the planner's `Choices`. precision: the precision that `auto` stands for here."""
-        values = {}
+        """The techniques as the planner's `Choices`. precision: the precision that `auto` stands for here.
+
+        `train.checkpointing: auto` stands for `none` here; before a run on a GPU the trainer replaces it by a choice.
+        """
+        values = {name: self.value_of(setting) for name, setting in SETTINGS.items()}
         for name, setting in SETTINGS.items():
-            section, _, key_name = setting.key.partition(".")
-            values[name] = getattr(getattr(self, section), key_name)
+            if setting.recipe_default is not None and values[name] == setting.recipe_default:
+                values[name] = setting.default
         if precision is not None or values["precision"] == "auto":
             values["precision"] = precision or AUTO_PRECISION
         return Choices(**values)
+
+    def value_of(self, setting: Setting) -> Any:
+        """The recipe's value of a technique's setting."""
+        section, _, name = setting.key.partition(".")
+        return getattr(getattr(self, section), name)
 
 
 SECTIONS: dict[str, type[Any]] = {

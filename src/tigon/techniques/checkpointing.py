@@ -103,18 +103,21 @@ def replace_function(model: Any, function: Callable[..., Any]) -> int:
     return n_replaced
 
 
+_COUNT, _STATE = "[1-9][0-9]{0,3}", "(full|mlp|elementwise|none)"
 _EACH_LAYER = "Each layer's input is kept: tokens x hidden x bytes of the autocast dtype."
 
 _CHECKPOINTING = Setting(
     field="checkpointing", key="train.checkpointing",
-    help="Activation checkpointing: `full`: recompute every layer in the backward pass; `every-N`: one layer in N, "
-    "e.g. `every-2`; `selective`: everything except the matmuls; `offload`: every layer, with its input kept on the "
-    "host.",
-    words=("none", "full", "selective", "offload", "every-N"),
-    pattern=r"none|full|selective|offload|every-[1-9][0-9]{0,3}", words_note="with N of 1 to 9999",
-    flag=Flag(name="checkpointing", help="none, full, every-N, selective or offload."),
+    help="Activation checkpointing: `auto`: on a GPU the fastest that fits, chosen by the planner; on a CPU `none`. "
+    "`full`: recompute every layer in the backward pass; `every-N`: one layer in N, e.g. `every-2`; `selective`: "
+    "everything except the matmuls; `offload`: every layer, with its input kept on the host; or what each layer "
+    "recomputes, such as `full:7,mlp:3,elementwise:4,none:2`.",
+    words=("auto", "none", "full", "selective", "offload", "every-N", "STATE:N,STATE:N,..."),
+    pattern=rf"auto|none|full|selective|offload|every-{_COUNT}|{_STATE}:{_COUNT}(,{_STATE}:{_COUNT})*",
+    words_note="with N of 1 to 9999 and STATE one of full, mlp, elementwise, none", recipe_default="auto",
+    flag=Flag(name="checkpointing", help="auto, none, full, every-N, selective, offload, or STATE:N,STATE:N,..."),
     traced=True, search="recomputation", always_written=True,
-    candidates=lambda config: ("none", "selective", "every-2", "full", "offload"),
+    candidates=lambda config: ("none", "auto", "offload"),
     label=lambda choices: (
         "no checkpointing" if choices.checkpointing == "none" else f"checkpointing {choices.checkpointing}"
     ),

@@ -23,10 +23,10 @@ from tigon.models.loading import hub
 from tigon.models.loading.quiet import quiet_loading
 from tigon.objectives.choose import objective_of
 from tigon.recipe.keys import Recipe
-from tigon.techniques import head_groups
+from tigon.techniques import head_groups, layer_checkpointing
 from tigon.trainer import model
 from tigon.trainer.distributed import extension_lock, launch
-from tigon.trainer.guards import adapter_checks, preflight, self_test
+from tigon.trainer.guards import adapter_checks, auto_checkpointing, preflight, self_test
 from tigon.trainer.guards.recipe_warnings import RunSize, warnings_of
 from tigon.trainer.rewards import load_rewards
 
@@ -107,6 +107,7 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
     if recipe.sharding.zero:
         extension_lock.install()
     launch.init_distributed(device, alone=recipe.sharding.zero > 0 or recipe.sharding.fsdp)
+    recipe = auto_checkpointing.resolved(recipe, device)
     try:
         with launch.main_process_first():
             return _prepare(recipe, device)
@@ -125,6 +126,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     n_parameters = sum(math.prod(shape) for shape in shapes.values())
     choices = preflight.check_techniques(recipe, device)
     head_groups.check_groups(config, choices.attention_groups)
+    if layer_checkpointing.is_by_layer(choices.checkpointing):
+        layer_checkpointing.states_of(choices.checkpointing, config.get_text_config().num_hidden_layers)
     objective = objective_of(recipe, config, lambda: shapes)
     frozen_experts = adapter_checks.check(objective, config, choices)
     preflight.check_disk(recipe, choices, shapes)

@@ -32,6 +32,7 @@ from typing import Any, BinaryIO
 from tigon.errors import RunFolderError
 from tigon.objectives.recipe_checks import loads_saved
 from tigon.recipe.keys import OutputConfig, Recipe
+from tigon.techniques.layer_checkpointing import AUTO
 from tigon.trainer.checkpoint import checkpoint
 
 RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (
@@ -322,6 +323,14 @@ def newest(output: OutputConfig) -> Path | None:
 
 
 def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
+    if now.train.checkpointing == AUTO and _samples(before) == _samples(now):
+        # The run's recipe has the choice that `auto` stood for.
+        was = before.train
+        train = replace(
+            now.train, checkpointing=was.checkpointing, batch_size=was.batch_size,
+            gradient_accumulation=was.gradient_accumulation,
+        )  # fmt: skip
+        now = replace(now, train=train)
     old, new = before.as_mapping(), now.as_mapping()
     return [
         (f"{section}.{name}", old[section][name], new[section][name])
@@ -333,5 +342,9 @@ def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
 
 def _only_rounds(name: str, before: Recipe, now: Recipe) -> bool:
     """Whether the new value of this key changes the losses only by rounding."""
-    samples = [recipe.train.batch_size * recipe.train.gradient_accumulation for recipe in (before, now)]
-    return name == "train.checkpointing" or (name in BATCH_SPLIT and samples[0] == samples[1])
+    return name == "train.checkpointing" or (name in BATCH_SPLIT and _samples(before) == _samples(now))
+
+
+def _samples(recipe: Recipe) -> int:
+    """Samples of one optimizer step in each process."""
+    return recipe.train.batch_size * recipe.train.gradient_accumulation

@@ -13,7 +13,8 @@ from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
 from tigon.planner.search import space
 from tigon.planner.search.largest_batch import MaxSizes
-from tigon.planner.search.recommend import Option, Plan, Recommendation, Rejected, against, label
+from tigon.planner.search.option import Option
+from tigon.planner.search.recommend import Plan, Recommendation, Rejected, against, label
 from tigon.planner.simulate.ledger import COMPONENTS
 from tigon.recipe.keys import OBJECTIVE_SECTIONS
 from tigon.techniques import TECHNIQUES

@@ -2,9 +2,10 @@
 
 The search starts with the classes of recipes that change a run's numbers least. Within a class and a placement of its
 states it tries the kinds of checkpointing from the fastest on. It tries each kind with the whole batch, then with
-micro-batches, and keeps the first configuration that fits. It leaves a class when the class is slower than a recipe
-with fewer changes, so a recommendation that changes more is also faster. A micro-batch is traced only if a lower bound
-from the trace of the whole batch leaves open whether it fits.
+micro-batches, and keeps the first configuration that fits. `auto` starts from the micro-batch that fits without
+recomputation, and tries larger ones as long as they are faster. It leaves a class when the class is slower than a
+recipe with fewer changes, so a recommendation that changes more is also faster. A micro-batch is traced only if a lower
+bound from the trace of the whole batch leaves open whether it fits.
 """
 
 from __future__ import annotations
@@ -13,32 +14,23 @@ from dataclasses import dataclass, replace
 
 from tigon.errors import RecipeError, UsageError
 from tigon.planner.engines.non_allocator_memory import non_allocator_bytes
-from tigon.planner.estimate import Estimate, Method, estimate
+from tigon.planner.estimate import Method, estimate
 from tigon.planner.gpus import GIB, Gpu
-from tigon.planner.request import Request, refusals
+from tigon.planner.request import refusals
 from tigon.planner.search import space
+from tigon.planner.search.checkpointing import fastest
 from tigon.planner.search.largest_batch import MaxSizes, max_sizes
+from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.pool import ForkedCall
 from tigon.planner.search.space import Rung, SearchProblem
 from tigon.planner.simulate.model_states import model_weights
 from tigon.techniques import SETTINGS, matrix
+from tigon.techniques.layer_checkpointing import AUTO
 from tigon.techniques.records.choices import Choices
 
 WORTH = 1.05
 """A recipe that changes the numbers more must make a step this many times faster. A smaller gain may be an artefact: an
 optimizer with smaller states moves fewer bytes, but the time of its extra arithmetic is not modelled."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """A configuration and its estimate."""
-
-    request: Request
-    estimate: Estimate
-
-    def fits(self, gpu: Gpu) -> bool:
-        """Whether the run fits into the GPU's memory; the allocator returns cached blocks to the device if it must."""
-        return self.estimate.device_bytes <= gpu.memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +113,6 @@ def plan(problem: SearchProblem, *, method: Method = "trace", by: str = "search"
     )  # fmt: skip
 
 
-def estimate_option(request: Request, gpu: Gpu) -> Option:
-    return Option(request=request, estimate=estimate(request, gpu=gpu, evaluation=False))
-
-
 # --- the search ------------------------------------------------------------------------------------------------------
 
 
@@ -140,6 +128,9 @@ class _Search:
         unchecked: Option | None = None  # the whole batch without checkpointing, which bounds the others' memory
         best: Option | None = None
         for kept in space.recomputations(problem, choices):
+            if kept["checkpointing"] == AUTO:
+                best = self.climb(replace(choices, **kept), unchecked, best, rejected)
+                continue
             for number, (batch, accumulate) in enumerate(space.splits(problem)):
                 tried = replace(choices, **kept, accumulate=accumulate)
                 if best is not None and not _may_be_faster(best, unchecked, tried, batch):
@@ -161,13 +152,40 @@ class _Search:
                 if option.fits(problem.gpu):
                     best = option if best is None or _speed(option) > _speed(best) else best
                     break
-                rejected.append(
-                    Rejected(
-                        choices=tried, batch=batch, device_bytes=option.estimate.device_bytes,
-                        reason=why_not(option, problem.gpu),
-                    )
-                )  # fmt: skip
+                rejected.append(self.too_large(option))
         return self.keep(best, rejected)
+
+    def climb(
+        self, choices: Choices, unchecked: Option | None, best: Option | None, rejected: list[Rejected]
+    ) -> Option | None:
+        """Let `auto` choose for larger and larger micro-batches than that of `best`, until one is not faster."""
+        problem = self.problem
+        for batch, accumulate in reversed(space.splits(problem)):
+            tried = replace(choices, accumulate=accumulate)
+            if best is not None and not _may_be_faster(best, unchecked, tried, batch):
+                continue
+            reasons = refusals(problem.request, tried)
+            if reasons:
+                self.refused |= dict.fromkeys(reasons)
+                return best
+            option = self.consider(tried, batch, unchecked)
+            if isinstance(option, Rejected):
+                rejected.append(option)
+                return best
+            if not option.fits(problem.gpu):
+                rejected.append(self.too_large(option))
+                return best
+            if self.beaten(option) or (best is not None and _speed(option) <= _speed(best)):
+                return best
+            best = option
+        return best
+
+    def too_large(self, option: Option) -> Rejected:
+        request = option.request
+        return Rejected(
+            choices=request.choices, batch=request.batch, device_bytes=option.estimate.device_bytes,
+            reason=why_not(option, self.problem.gpu),
+        )  # fmt: skip
 
     def keep(self, best: Option | None, rejected: list[Rejected]) -> None:
         if best is not None:
@@ -188,9 +206,12 @@ class _Search:
             if needs <= gpu.memory_bytes:
                 return None
             reason = f"needs more than {needs / GIB:.2f} of {gpu.memory_bytes / GIB:.2f} GiB"
-            return Rejected(choices=choices, batch=batch, device_bytes=needs, reason=reason)
+            smallest = replace(choices, checkpointing="full") if choices.checkpointing == AUTO else choices
+            return Rejected(choices=smallest, batch=batch, device_bytes=needs, reason=reason)
 
         rejected = too_much(_at_least(unchecked, choices, batch)) if unchecked is not None else None
+        if rejected is None and choices.checkpointing == AUTO:
+            return fastest(space.as_request(self.problem.request, choices, batch), gpu)
         if rejected is None and choices.accumulate > 1:
             # Later micro-batches need a second trace, so the first one is estimated alone before.
             alone = estimate_option(space.as_request(self.problem.request, replace(choices, accumulate=1), batch), gpu)

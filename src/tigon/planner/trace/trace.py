@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import logging
@@ -22,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tigon.errors import UsageError
-from tigon.models import patch
+from tigon.models.patch import patch
 from tigon.models.seams.loss import causal_lm_loss
 from tigon.models.tracing import attention_replaced
 from tigon.objectives.base import TracedModels
@@ -34,8 +35,9 @@ from tigon.planner.request import Request, build, text_config
 from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
-from tigon.techniques import checkpointing, head_groups, tiling
+from tigon.techniques import checkpointing, head_groups, layer_checkpointing, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
+from tigon.techniques.layer_checkpointing import decoder_layers
 from tigon.techniques.lora import frozen_dtype
 from tigon.techniques.precision import WEIGHT_DTYPES
 from tigon.techniques.records.choices import Choices
@@ -85,6 +87,8 @@ def trace(
     whole: trace every layer instead of repeating a few. evaluating: trace an evaluation batch too.
     Raises UsageError for a model whose forward cannot be traced without data.
     """
+    if layer_checkpointing.is_by_layer(request.choices.checkpointing) and not whole:
+        return _trace_groups(request, gpu, accumulating, evaluating)
     layers = int(text_config(request.config).num_hidden_layers)
     period = math.lcm(_period(text_config(request.config)), every_n_layers(request.choices.checkpointing) or 1)
     depth = unrollable(layers, period)
@@ -98,6 +102,28 @@ def trace(
     except NotPeriodic:
         return _trace(request, gpu, layers, accumulating, evaluating)
     return shallow
+
+
+def _trace_groups(request: Request, gpu: Gpu, accumulating: bool, evaluating: bool) -> Trace:
+    """Trace a model whose layers recompute differently: a few layers of each group, which are then repeated."""
+    text = text_config(request.config)
+    layers, period = int(text.num_hidden_layers), _period(text)
+    groups = layer_checkpointing.groups_of(request.choices.checkpointing)
+    traced = [min(count, unrollable(count, period)) for _, count in groups]
+    shallow = ",".join(f"{state}:{count}" for (state, _), count in zip(groups, traced, strict=True))
+    choices = dataclasses.replace(request.choices, checkpointing=shallow)
+    few = _trace(dataclasses.replace(request, choices=choices), gpu, sum(traced), accumulating, evaluating)
+    depth = sum(traced)
+    try:
+        for number in reversed(range(len(groups))):
+            deeper = depth + groups[number][1] - traced[number]
+            repeat = functools.partial(
+                unrolled, period=period, traced=depth, layers=deeper, first=sum(traced[:number]) + 1
+            )
+            few.tape, few.eval_tape, depth = repeat(few.tape), repeat(few.eval_tape), deeper
+    except NotPeriodic:
+        return _trace(request, gpu, layers, accumulating, evaluating)
+    return few
 
 
 def per_layer_lists(config: Any) -> dict[str, list[Any]]:
@@ -349,6 +375,11 @@ class _Run:
         if kind == "none":
             return
         contexts = functools.partial(self._contexts, selective=kind == "selective")
+        if layer_checkpointing.is_by_layer(kind):
+            recompute = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
+            states = layer_checkpointing.states_of(kind, len(decoder_layers(self.model)))
+            layer_checkpointing.apply(self.model, states, recompute)
+            return
         checkpointing.enable(self.model, every_n_layers(kind) or 1, context_fn=contexts)
 
     def _contexts(self, selective: bool) -> tuple[Any, Any]:
@@ -451,13 +482,6 @@ def _twin(weight: Tensor, dtype: torch.dtype) -> nn.Parameter:
 
 def _is_checkpointed(layer: nn.Module) -> bool:
     return bool(getattr(layer, "gradient_checkpointing", False))
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers: the longest list of modules in the model's trunk. An objective's modules are outside."""
-    trunk = getattr(model, "base_model", model)
-    stacks = [list(module) for module in trunk.modules() if isinstance(module, nn.ModuleList)]
-    return max(stacks, key=len)
 
 
 _KEPT = frozenset({*KEPT_OPS, attention.OPERATOR})

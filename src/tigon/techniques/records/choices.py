@@ -16,7 +16,7 @@ LIMITS: Mapping[str, tuple[int, int | None]] = {"batch": (1, None), "seq": (8, N
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The settings of one run. The defaults are the recipe's."""
+    """The settings of one run. The defaults are the recipe's, unless the setting has a `recipe_default`."""
 
     precision: str = "amp-bf16"
     optimizer: str = "adamw"

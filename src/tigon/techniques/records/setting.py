@@ -63,6 +63,8 @@ class Setting:
     """(a value, or an item of a list) -> why it is refused, as the end of a sentence; None if it is allowed."""
     recipe_word: str | None = None
     """A further value that only recipes know; it is their default, and the trainer replaces it by one of `words`."""
+    recipe_default: Any = None
+    """A recipe's default, if it is not that of `Choices`."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Former values -> new ones."""
     flag: Flag | None = None

@@ -20,16 +20,17 @@ from torch import distributed
 from tigon.errors import RecipeError, TigonError
 from tigon.objectives.choose import objective_of
 from tigon.planner.engines.non_allocator_memory import group_bytes, non_allocator_bytes
-from tigon.planner.gpus import GIB, GPUS, Gpu, find_gpu, size_bytes
+from tigon.planner.gpus import Gpu, row_of, size_bytes
 from tigon.planner.render import as_recipe
 from tigon.planner.render.terminal import gib, seconds
 from tigon.planner.request import Request
 from tigon.planner.search import space
-from tigon.planner.search.recommend import Option, estimate_option, label, search
+from tigon.planner.search.option import Option, estimate_option
+from tigon.planner.search.recommend import label, search
 from tigon.planner.search.space import SearchProblem
 from tigon.profiler.recording.device import host_free_bytes
 from tigon.recipe.keys import Recipe
-from tigon.techniques import SEARCHED
+from tigon.techniques import SEARCHED, SETTINGS
 from tigon.techniques.records.choices import Choices
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
@@ -87,19 +88,12 @@ class Prediction:
 def gpu_here(device: torch.device, choices: Choices) -> Gpu:
     """The planner's row for this GPU, with the memory that this process can use."""
     properties = torch.cuda.get_device_properties(device)
-    row = _row_of(properties.name, properties.total_memory)
+    row = row_of(properties.name, properties.total_memory)
     free_bytes, _ = torch.cuda.mem_get_info(device)
     own_bytes = torch.cuda.memory_reserved(device) + row.context_bytes
     if launch.world_size() > 1 and distributed.is_initialized():  # NCCL's buffers are already allocated
         own_bytes += group_bytes(row, choices)
     return replace(row, memory_bytes=min(free_bytes + own_bytes, properties.total_memory))
-
-
-def _row_of(name: str, total_bytes: int) -> Gpu:
-    """The row for the driver's name of a GPU (`NVIDIA A100-SXM4-80GB`), or else for a GPU with as much memory."""
-    words = set(re.split(r"[\s_-]+", name.lower()))
-    rows = [row for row in GPUS.values() if set(row.name.split("-")) <= words]
-    return max(rows, key=lambda row: len(row.name)) if rows else find_gpu(f"{total_bytes / GIB:.2f}GiB")
 
 
 def predict(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu, *, evaluated: bool) -> Prediction:
@@ -126,11 +120,8 @@ def request_of(recipe: Recipe, config: Any, choices: Choices, *, evaluated: bool
 
 def free_in(recipe: Recipe) -> frozenset[str]:
     """The settings that a recipe leaves at their defaults, so that --auto and recommendations may change them."""
-    default, choices = Choices(), recipe.choices()
-    free = {name for name in SEARCHED if getattr(choices, name) == getattr(default, name)}
-    if recipe.train.precision != "auto":
-        free.discard("precision")
-    return frozenset(free)
+    default = Recipe()
+    return frozenset(name for name in SEARCHED if recipe.value_of(SETTINGS[name]) == default.value_of(SETTINGS[name]))
 
 
 # --- what to do instead ----------------------------------------------------------------------------------------------

@@ -1,0 +1,255 @@
+"""`tigon.plan` and `tigon.checkpoint`: the choice of `train.checkpointing: auto` for a model in your own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from tigon.errors import PatchError, RecipeError, UsageError
+from tigon.models.patch import flags_of, unwrap
+from tigon.planner.gpus import GIB, Gpu, find_gpu, row_of, size_bytes
+from tigon.planner.request import Request, refusals
+from tigon.planner.search import space
+from tigon.planner.search.checkpointing import choose
+from tigon.planner.search.option import Option
+from tigon.techniques import SETTINGS
+from tigon.techniques.layer_checkpointing import STATES, apply, decoder_layers, groups_of, is_by_layer, states_of
+from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.precision import WEIGHT_DTYPES
+from tigon.techniques.records.choices import Choices
+
+# Classes of optimizers -> names of the planner. `adamw` is PyTorch's fused one.
+_OPTIMIZER_CLASSES: Mapping[str, str] = {
+    "AdamW": "adamw", "Adam": "adamw", "SGD": "sgd", "AdamW8bit": "adamw-8bit", "Lion8bit": "lion-8bit",
+    "PagedAdamW": "paged-adamw", "PagedAdamW8bit": "paged-adamw-8bit", "Adafactor": "adafactor",
+}  # fmt: skip
+_WORDS = {
+    "full": "recompute everything", "mlp": "keep attention, recompute the MLP and the norms",
+    "elementwise": "keep products and attention, recompute norms and gated units", "none": "recompute nothing",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPlan:
+    """What the planner chose for a model. `print` it, and pass it to `tigon.checkpoint`."""
+
+    model: str
+    layers: int
+    checkpointing: str
+    """`none`, `full`, or what each layer recomputes, such as `full:7,none:9`: a value of `train.checkpointing`."""
+    batch: int
+    """Samples per micro-batch."""
+    accumulate: int
+    """Micro-batches per optimizer step."""
+    seq: int
+    peak_allocated_bytes: int
+    """Predicts torch.cuda.max_memory_allocated() of the training steps."""
+    device_bytes: int
+    """Predicts the GPU's memory: the allocator's reserved memory and the CUDA context."""
+    memory_bytes: int
+    """The memory that the run may take."""
+    step_s: float
+    """Predicted seconds of one optimizer step."""
+    tokens_per_s: float
+    fits: bool
+    compared: tuple[Option, ...]
+    """Every choice that was estimated."""
+
+    def __str__(self) -> str:
+        batches = f"{self.accumulate} x {self.batch} samples of {self.seq:,} tokens"
+        verdict = "fits" if self.fits else "does not fit: use fewer or shorter samples, or adapters"
+        lines = [
+            f"{self.model}, {batches}: train.checkpointing {self.checkpointing}",
+            *(f"  {words}" for words in self._layer_lines()),
+            f"predicted: peak {_gib(self.peak_allocated_bytes)} allocated, {_gib(self.device_bytes)} on the GPU of "
+            f"{_gib(self.memory_bytes)} ({verdict}); {self.step_s:.3g} s per step, {self.tokens_per_s:,.0f} tokens/s",
+            "compared, fastest first:",
+        ]
+        for option in sorted(self.compared, key=lambda one: -one.estimate.tokens_per_s):
+            estimate, request = option.estimate, option.request
+            fits = "fits" if estimate.device_bytes <= self.memory_bytes else "too large"
+            lines.append(
+                f"  {request.choices.accumulate:>3} x {request.batch:<4} {request.choices.checkpointing:<28} "
+                f"{_gib(estimate.device_bytes):>10} {estimate.step_s:>9.3g} s  {fits}"
+            )
+        return "\n".join(lines)
+
+    def _layer_lines(self) -> list[str]:
+        groups = groups_of(self.checkpointing) if is_by_layer(self.checkpointing) else []
+        first, lines = 0, []
+        for state, count in groups or [(self.checkpointing, self.layers)]:
+            lines.append(f"layers {first} to {first + count - 1}: {_WORDS[state]}")
+            first += count
+        return lines
+
+
+class Checkpointed:
+    """The result of `tigon.checkpoint`: `undo()` restores the model, as does the end of a `with` block."""
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self._undo: Callable[[], None] | None = undo
+
+    def undo(self) -> None:
+        """Restore the model. A second call does nothing."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def __enter__(self) -> Checkpointed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def plan(
+    model: Any, *, batch: int, seq: int, optimizer: Any, memory: str | int | None, precision: str | None,
+    accumulate: int | None,
+) -> CheckpointPlan:  # fmt: skip
+    """See `tigon.plan`."""
+    inner = _transformers_model(model, "tigon.plan")
+    for name, value in (("batch", batch), ("seq", seq), ("accumulate", 1 if accumulate is None else accumulate)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1.")
+    if accumulate is not None and batch % accumulate:
+        raise UsageError(f"batch is {batch}, which accumulate {accumulate} does not divide; give a multiple of it.")
+    attention = str(getattr(inner.config, "_attn_implementation", None) or "sdpa")
+    choices = Choices(
+        precision=_precision(inner, precision), optimizer=_optimizer(optimizer), kernels=_kernels(inner),
+        attention=attention, **_adapters(model),
+    )  # fmt: skip
+    request = Request(
+        model=type(inner).__name__, config=inner.config, batch=batch, seq=seq, choices=choices, masked=False
+    )
+    for reason in refusals(request, choices):
+        raise UsageError(f"{reason}.")
+    gpu = _gpu(memory)
+    sizes = [batch // accumulate] if accumulate else [n for n in range(batch, 0, -1) if batch % n == 0]
+    found = choose(request, space.with_headroom(gpu), [(size, batch // size) for size in sizes])
+    estimate, chosen = found.option.estimate, found.option.request
+    return CheckpointPlan(
+        model=request.model, layers=len(decoder_layers(inner)), checkpointing=chosen.choices.checkpointing,
+        batch=chosen.batch, accumulate=chosen.choices.accumulate, seq=seq,
+        peak_allocated_bytes=estimate.peak_allocated_bytes, device_bytes=estimate.device_bytes,
+        memory_bytes=gpu.memory_bytes, step_s=estimate.step_s, tokens_per_s=estimate.tokens_per_s,
+        fits=found.option.fits(gpu), compared=tuple(found.seen.values()),
+    )  # fmt: skip
+
+
+def checkpoint(model: Any, plan: CheckpointPlan | str) -> Checkpointed:
+    """See `tigon.checkpoint`."""
+    inner = _transformers_model(model, "tigon.checkpoint")
+    value = plan if isinstance(plan, str) else plan.checkpointing
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise UsageError(
+            "the model has activation checkpointing on already; call undo() of the earlier tigon.checkpoint, or "
+            "model.gradient_checkpointing_disable()."
+        )
+    layers = len(decoder_layers(inner))
+    if value == "none":
+        return Checkpointed(lambda: None)
+    try:
+        undo_layers = apply(model, ["full"] * layers if value == "full" else states_of(_checked(value), layers))
+    except RecipeError as error:
+        raise UsageError(f"{error}.") from None
+    caches, inner.config.use_cache = inner.config.use_cache, False
+
+    def undo() -> None:
+        undo_layers()
+        inner.config.use_cache = caches
+
+    return Checkpointed(undo)
+
+
+def _checked(value: str) -> str:
+    if problem := SETTINGS["checkpointing"].problem(value):
+        raise UsageError(f"plan is {value!r}; {problem}.")
+    if not is_by_layer(value):
+        raise UsageError(
+            f"plan is {value!r}; tigon.checkpoint applies none, full, or layers such as full:7,none:9 with the states "
+            f"{', '.join(STATES)}."
+        )
+    return value
+
+
+def _transformers_model(model: Any, caller: str) -> PreTrainedModel:
+    """The transformers model inside a wrapper of PEFT or DistributedDataParallel."""
+    try:
+        inner = unwrap(model)
+    except PatchError as error:
+        raise UsageError(f"{caller}: {error}") from None
+    if not isinstance(inner, PreTrainedModel):
+        raise UsageError(f"{caller}: {type(model).__name__} is not a model of transformers; pass one.")
+    return inner
+
+
+def _gpu(memory: str | int | None) -> Gpu:
+    """The GPU of this process with that much memory; without a GPU, the one that `memory` names."""
+    if not torch.cuda.is_available():
+        if memory is None:
+            raise UsageError("memory is not given, and PyTorch finds no GPU; give a size such as 24GiB, or a name.")
+        return find_gpu(memory if isinstance(memory, str) else f"{memory / GIB:.4f}GiB")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    here = row_of(properties.name, properties.total_memory)
+    if memory is None:
+        free_bytes, _ = torch.cuda.mem_get_info()
+        own_bytes = torch.cuda.memory_reserved() + here.context_bytes
+        return replace(here, memory_bytes=min(free_bytes + own_bytes, properties.total_memory))
+    nbytes = size_bytes(memory) if isinstance(memory, str) else memory
+    return find_gpu(str(memory)) if nbytes is None else replace(here, memory_bytes=nbytes)
+
+
+def _precision(model: PreTrainedModel, precision: str | None) -> str:
+    if precision is not None:
+        if precision not in WEIGHT_DTYPES:
+            raise UsageError(f"precision is {precision!r}; choose one of {', '.join(WEIGHT_DTYPES)}.")
+        return precision
+    trained = next((p for p in model.parameters() if p.requires_grad), None)
+    return "bf16" if trained is not None and trained.dtype == torch.bfloat16 else "amp-bf16"
+
+
+def _optimizer(optimizer: Any) -> str:
+    name = optimizer
+    if not isinstance(optimizer, str):
+        kind = type(optimizer).__name__
+        name = _OPTIMIZER_CLASSES.get(kind, kind)
+        if name == "adamw" and not any(group.get("fused") for group in optimizer.param_groups):
+            name = "adamw-foreach"
+    if name not in OPTIMIZERS:
+        raise UsageError(f"optimizer is {name!r}; choose one of {', '.join(OPTIMIZERS)}, or pass an AdamW or SGD.")
+    return str(name)
+
+
+def _kernels(model: PreTrainedModel) -> str:
+    flags = flags_of(model)
+    if not flags:
+        return "none"
+    return "tigon" if "linear_cross_entropy" in flags else "no-flce"
+
+
+def _adapters(model: Any) -> dict[str, Any]:
+    """The choices that describe PEFT's adapters; empty without adapters."""
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return {}
+    if len(configs) > 1:
+        raise UsageError(f"the model has the adapters {', '.join(configs)}; a plan describes one.")
+    (config,) = configs.values()
+    targets = getattr(config, "target_modules", None)
+    if getattr(config, "r", None) is None or isinstance(targets, str) or not targets:
+        raise UsageError("the model's adapters are not LoRA with a list of target_modules; a plan describes only that.")
+    frozen = next((p for p in model.parameters() if not p.requires_grad), None)
+    return {
+        "lora_rank": config.r, "lora_targets": tuple(sorted(targets)), "lora_dropout": float(config.lora_dropout),
+        "lora_dora": bool(config.use_dora), "lora_modules_to_save": tuple(config.modules_to_save or ()),
+        "quantized": bool(getattr(unwrap(model), "is_loaded_in_4bit", False)),
+        "lora_base": "fp32" if frozen is not None and frozen.dtype == torch.float32 else "auto",
+    }  # fmt: skip
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"

@@ -1,0 +1,190 @@
+"""`train.checkpointing: auto`: chooses what each layer recomputes, and the micro-batch, under the GPU's memory.
+
+Every choice is estimated like any other run, from a trace of what it will run. Layers of one model cost the same, so
+the best choice has at most two kinds of layers: one that fits in all layers, and one that saves more time per byte than
+the others and does not fit in all. A line through the known sizes tells how many layers can have the second kind. The
+estimate of that choice then confirms or corrects the number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from tigon.errors import RecipeError
+from tigon.planner.gpus import Gpu
+from tigon.planner.request import Request, refusals, text_config
+from tigon.planner.search.option import Option, estimate_option
+from tigon.techniques.layer_checkpointing import STATES, written
+
+MAX_LOOKS = 6
+"""Estimates for the number of layers of one pair of kinds."""
+MAX_PAIRS = 2
+Needs = Callable[[Option], int]
+"""An option -> the bytes that have to fit."""
+
+
+@dataclass
+class Choice:
+    """What `auto` chose, and what it compared. `option` may not fit, if nothing does."""
+
+    option: Option
+    seen: dict[tuple[int, str], Option] = field(default_factory=dict)
+    """(micro-batch, value of train.checkpointing) -> its estimate."""
+
+
+def device_bytes(option: Option) -> int:
+    """The memory of the GPU, with what is outside the allocator."""
+    return option.estimate.device_bytes
+
+
+def choose(
+    request: Request, gpu: Gpu, splits: Sequence[tuple[int, int]] = (), *, needs: Needs = device_bytes
+) -> Choice:
+    """The fastest choice that fits `gpu`; if nothing fits, the smallest.
+
+    Args:
+        request: The run. Its `checkpointing` does not count.
+        gpu: The GPU, with the memory that the run may take.
+        splits: (batch, accumulate) pairs to choose from, largest micro-batch first; empty: the request's own.
+        needs: the bytes of an option that have to fit.
+
+    Raises:
+        UsageError: The model cannot be traced, or the request is wrong.
+    """
+    splits = splits or [(request.batch, request.choices.accumulate)]
+    seen: dict[tuple[int, str], Option] = {}
+    largest = _Layers(request_of(request, *splits[0]), gpu, seen, needs)
+    whole = largest.option("none")
+    if whole is not None and largest.fits(whole):
+        return Choice(whole, seen)
+    start = _first_split(whole, needs(whole), splits, gpu) if whole is not None else len(splits) - 1
+    best: Option | None = None
+    for batch, accumulate in reversed(splits[: start + 1]):
+        layers = _Layers(request_of(request, batch, accumulate), gpu, seen, needs)
+        option = layers.fastest(beats=_speed(best) if best else 0.0)
+        if best is not None and (not layers.fits(option) or _speed(option) <= _speed(best)):
+            break  # larger micro-batches recompute more still
+        best = option
+        if not layers.fits(option):
+            break
+    assert best is not None, "there is at least one split"
+    return Choice(best, seen)
+
+
+def request_of(request: Request, batch: int, accumulate: int) -> Request:
+    """The request with another micro-batch."""
+    return replace(request, batch=batch, choices=replace(request.choices, accumulate=accumulate))
+
+
+def fastest(request: Request, gpu: Gpu) -> Option:
+    """The request with the fastest recomputation that fits; if none fits, with the one that needs least memory."""
+    return _Layers(request, gpu, {}, device_bytes).fastest()
+
+
+def _speed(option: Option) -> float:
+    return option.estimate.tokens_per_s
+
+
+def _first_split(whole: Option, needed: int, splits: Sequence[tuple[int, int]], gpu: Gpu) -> int:
+    """The place of the largest micro-batch that probably fits without recomputation, else of the smallest.
+
+    whole: the largest micro-batch without recomputation, which does not fit. needed: the bytes that it needs. Smaller
+    micro-batches are slower than the first that fits without recomputation.
+    """
+    estimate = whole.estimate
+    grows = estimate.components["activations"] + estimate.components["logits"]
+    left = gpu.memory_bytes - (needed - grows)
+    most = whole.request.batch * left / max(grows, 1)
+    return next((at for at, (batch, _) in enumerate(splits) if batch <= most), len(splits) - 1)
+
+
+@dataclass
+class _Layers:
+    """The choices for the layers of one request."""
+
+    request: Request
+    gpu: Gpu
+    seen: dict[tuple[int, str], Option]
+    needs: Needs
+
+    def fits(self, option: Option) -> bool:
+        return self.needs(option) <= self.gpu.memory_bytes
+
+    @property
+    def depth(self) -> int:
+        return int(text_config(self.request.config).num_hidden_layers)
+
+    def option(self, checkpointing: str) -> Option | None:
+        """The estimate of a value of `train.checkpointing`; None if the run or the model excludes it."""
+        key = self.request.batch, checkpointing
+        if key not in self.seen:
+            choices = replace(self.request.choices, checkpointing=checkpointing)
+            if refusals(self.request, choices):
+                return None
+            try:
+                self.seen[key] = estimate_option(replace(self.request, choices=choices), self.gpu)
+            except RecipeError:  # the model lacks layers or MLPs that can be recomputed alone
+                return None
+        return self.seen[key]
+
+    def mixed(self, first: str, second: str, count: int) -> Option | None:
+        """The option in which the last `count` layers have the state `second`, and the others `first`."""
+        return self.option(written([first] * (self.depth - count) + [second] * count))
+
+    def fastest(self, *, beats: float = 0.0) -> Option:
+        """The fastest option that fits, else the smallest.
+
+        beats: tokens/s to exceed. If an option that recomputes nothing is not faster, it is returned at once.
+        """
+        none = self.option("none")
+        if none is not None and (self.fits(none) or _speed(none) <= beats):
+            return none
+        whole = {state: self.mixed(state, state, 0) for state in STATES}
+        uniform = {state: option for state, option in whole.items() if option is not None}
+        if not uniform:
+            return estimate_option(
+                replace(self.request, choices=replace(self.request.choices, checkpointing="none")), self.gpu
+            )
+        fitting = {state: option for state, option in uniform.items() if self.fits(option)}
+        if not fitting:
+            return min(uniform.values(), key=self.needs)
+        best = max(fitting.values(), key=_speed)
+        pairs = [
+            (self._expected_s(less, more), first, second)
+            for first, less in fitting.items()
+            for second, more in uniform.items()
+            if second not in fitting and more.estimate.step_s < less.estimate.step_s
+        ]
+        for expected_s, first, second in sorted(pairs)[:MAX_PAIRS]:
+            if expected_s >= best.estimate.step_s:
+                break
+            option = self._most(first, second, fitting[first], uniform[second])
+            best = max(best, option, key=_speed)
+        return best
+
+    def _expected_s(self, less: Option, more: Option) -> float:
+        """Seconds of a step with as many layers like `more` as fit beside layers like `less`, on a straight line."""
+        room = self.gpu.memory_bytes - self.needs(less)
+        share = min(1.0, room / max(self.needs(more) - self.needs(less), 1))
+        return less.estimate.step_s + share * (more.estimate.step_s - less.estimate.step_s)
+
+    def _most(self, first: str, second: str, less: Option, more: Option) -> Option:
+        """The option with the most layers of the state `second` that fits."""
+        low, high = (0, self.needs(less)), (self.depth, self.needs(more))
+        best = less
+        for _ in range(MAX_LOOKS):
+            if high[0] - low[0] <= 1:
+                break
+            slope = (high[1] - low[1]) / (high[0] - low[0])
+            guess = low[0] + math.floor((self.gpu.memory_bytes - low[1]) / slope) if slope > 0 else low[0] + 1
+            count = min(max(guess, low[0] + 1), high[0] - 1)
+            option = self.mixed(first, second, count)
+            if option is None:
+                break
+            if self.fits(option):
+                best, low = option, (count, self.needs(option))
+            else:
+                high = (count, self.needs(option))
+        return best

@@ -1,0 +1,88 @@
+"""Replaces `train.checkpointing: auto` by the planner's choice for this machine, before the run is prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from tigon.errors import TigonError
+from tigon.objectives.post_training_rules import is_post_training
+from tigon.planner.gpus import Gpu
+from tigon.planner.render.terminal import gib, seconds
+from tigon.planner.request import Request
+from tigon.planner.search import space
+from tigon.planner.search.checkpointing import choose
+from tigon.recipe.keys import Recipe
+from tigon.techniques.layer_checkpointing import AUTO
+from tigon.techniques.records.choices import Choices
+from tigon.trainer import model as models
+from tigon.trainer.distributed import launch
+from tigon.trainer.guards import prediction, preflight
+
+MAX_SPLITS = 12
+"""Micro-batches to choose from. More would only matter for more than 2,000 samples per step."""
+
+
+def resolved(recipe: Recipe, device: torch.device) -> Recipe:
+    """The recipe with the planner's choice in place of `train.checkpointing: auto`; on a CPU that is `none`.
+
+    On a GPU the main process chooses for all and prints a line. If `train.gradient_accumulation` is 1, it also divides
+    `train.batch_size` into micro-batches. If the model cannot be predicted, nothing is recomputed.
+    """
+    if recipe.train.checkpointing != AUTO:
+        return recipe
+    if device.type != "cuda":
+        return _with(recipe, "none", recipe.train.batch_size, recipe.train.gradient_accumulation)
+    if launch.rank() > 0:
+        return launch.broadcast(recipe)
+    try:
+        config = models.load_config(recipe.model)
+        preflight.check_lengths(recipe, config)
+        choices = preflight.check_techniques(recipe, device)
+        evaluated = recipe.data.eval_fraction > 0 or bool(recipe.data.eval_source)
+        request = prediction.request_of(recipe, config, choices, evaluated=evaluated)
+        chosen, line = chosen_for(recipe, request, prediction.gpu_here(device, choices))
+    except TigonError as error:  # the checks that follow refuse the recipe, or the planner cannot trace the model
+        chosen = _with(recipe, "none", recipe.train.batch_size, recipe.train.gradient_accumulation)
+        line = f"nothing is recomputed, because the planner has no prediction: {error}"
+    print(f"auto     {line}", flush=True)
+    return launch.broadcast(chosen)
+
+
+def chosen_for(recipe: Recipe, request: Request, gpu: Gpu) -> tuple[Recipe, str]:
+    """Returns the recipe with the choice for `gpu`, and a line that describes it.
+
+    Args:
+        recipe: The recipe with `auto`.
+        request: Its plan request.
+        gpu: The GPU.
+
+    Raises:
+        TigonError: The planner cannot trace the model.
+    """
+    gpu = space.with_headroom(gpu)
+    option = choose(request, gpu, _splits(recipe, request)).option
+    choices, estimate = option.request.choices, option.estimate
+    chosen = _with(recipe, choices.checkpointing, option.request.batch, choices.accumulate)
+    words = f"train.checkpointing={choices.checkpointing}"
+    if option.request.batch != recipe.train.batch_size:
+        words += f", train.batch_size={option.request.batch}, train.gradient_accumulation={choices.accumulate}"
+    words += f"; {gib(estimate.device_bytes)} of {gib(gpu.memory_bytes)}, {seconds(estimate.step_s)} per step"
+    return chosen, words if option.fits(gpu) else f"{words}: no recomputation of layers makes it fit"
+
+
+def _splits(recipe: Recipe, request: Request) -> Sequence[tuple[int, int]]:
+    """The micro-batches to choose from. Post-training compares the samples of a micro-batch with each other."""
+    one = [(request.batch, request.choices.accumulate)]
+    if recipe.train.gradient_accumulation != Choices().accumulate or is_post_training(recipe):
+        return one
+    samples, refused = request.batch, request.objective.batch_refusal
+    sizes = [size for size in range(samples, 0, -1) if samples % size == 0 and refused(size) is None]
+    return [(size, samples // size) for size in sizes[:MAX_SPLITS]] or one
+
+
+def _with(recipe: Recipe, checkpointing: str, batch: int, accumulate: int) -> Recipe:
+    train = replace(recipe.train, checkpointing=checkpointing, batch_size=batch, gradient_accumulation=accumulate)
+    return replace(recipe, train=train)

@@ -1,0 +1,155 @@
+"""`auto`: the fastest recomputation that fits, by layers and micro-batches, and what the trainer makes of it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from planner_helpers import request_of, small_gpu
+
+from tigon.errors import RecipeError, UsageError
+from tigon.objectives import recipe_checks
+from tigon.planner.estimate import estimate
+from tigon.planner.gpus import Gpu
+from tigon.planner.request import Request
+from tigon.planner.search.checkpointing import choose, fastest
+from tigon.planner.search.option import Option, estimate_option
+from tigon.techniques.layer_checkpointing import STATES, groups_of, written
+from tigon.techniques.records.choices import Choices
+from tigon.trainer.guards import auto_checkpointing, prediction
+
+LAYERS = 3
+SHAPE = {"num_hidden_layers": LAYERS, "hidden_size": 128, "intermediate_size": 352, "vocab_size": 256}
+
+
+def asked(**choices: Any) -> Request:
+    return request_of("llama", batch=8, seq=256, shape=SHAPE, **{"precision": "bf16", "kernels": "tigon", **choices})
+
+
+def estimate_of(request: Request, checkpointing: str) -> Option:
+    choices = replace(request.choices, checkpointing=checkpointing)
+    return estimate_option(replace(request, choices=choices), small_gpu(4000))
+
+
+def between(request: Request, share: float) -> Gpu:
+    """A GPU with the memory of full checkpointing, and this share of what keeping everything adds."""
+    full, none = (estimate_of(request, name).estimate.device_bytes for name in ("full", "none"))
+    return replace(small_gpu(4000), memory_bytes=int(full + share * (none - full)))
+
+
+def every_mix() -> list[str]:
+    pairs = itertools.combinations(STATES, 2)
+    return ["none", "full", f"mlp:{LAYERS}", f"elementwise:{LAYERS}"] + [
+        written([first] * (LAYERS - n) + [second] * n) for first, second in pairs for n in range(1, LAYERS)
+    ]
+
+
+def test_choice_is_the_fastest_mix_of_two_kinds_that_fits() -> None:
+    request = asked()
+    options = [estimate_of(request, value) for value in every_mix()]
+    for share in (0.25, 0.7):
+        gpu = between(request, share)
+        chosen = fastest(request, gpu)
+        assert chosen.fits(gpu)
+        best = min(one.estimate.step_s for one in options if one.fits(gpu))
+        assert chosen.estimate.step_s <= 1.005 * best, chosen.request.choices.checkpointing
+
+
+def test_nothing_is_recomputed_if_there_is_room_and_all_of_it_if_nothing_fits() -> None:
+    request = asked()
+    assert fastest(request, between(request, 1.0)).request.choices.checkpointing == "none"
+    chosen = fastest(request, small_gpu(1))
+    assert chosen.request.choices.checkpointing == "full" and not chosen.fits(small_gpu(1))
+
+
+def test_layers_that_recompute_more_come_first() -> None:
+    request, lengths = asked(), set()
+    for share in (0.4, 0.6, 0.8):
+        value = fastest(request, between(request, share)).request.choices.checkpointing
+        order = [STATES.index(state) for state, _ in groups_of(value)] if ":" in value else [0]
+        assert order == sorted(order), value
+        lengths.add(len(order))
+    assert 2 in lengths
+
+
+def test_zero_3_recomputes_whole_layers_only() -> None:
+    request = asked(zero=3, gpus=2)
+    value = fastest(request, between(request, 0.7)).request.choices.checkpointing
+    assert {state for state, _ in groups_of(value)} == {"full", "none"}
+
+
+def test_micro_batch_is_chosen_with_the_layers() -> None:
+    request = asked()
+    splits = [(8, 1), (4, 2), (2, 4), (1, 8)]
+    gpu = between(request, 0.6)
+    choice = choose(request, gpu, splits)
+    chosen = choice.option.request
+    assert choice.option.fits(gpu) and (chosen.batch, chosen.choices.accumulate) in splits
+    alone = fastest(request, gpu)
+    assert choice.option.estimate.tokens_per_s >= alone.estimate.tokens_per_s
+    whole = choose(request, between(request, 1.0), splits).option.request
+    assert (whole.batch, whole.choices.accumulate, whole.choices.checkpointing) == (8, 1, "none")
+
+
+def test_auto_itself_has_no_estimate() -> None:
+    with pytest.raises(UsageError, match=r"checkpointing is auto, which stands for a choice"):
+        estimate(asked(checkpointing="auto"), gpu=small_gpu(100))
+
+
+def test_value_for_another_depth_is_refused_before_the_run() -> None:
+    with pytest.raises(RecipeError, match="full:2 is for 2 layers, but the model has 3"):
+        estimate(asked(checkpointing="full:2"), gpu=small_gpu(100))
+
+
+# --- in the trainer --------------------------------------------------------------------------------------------------
+
+TEXT = (
+    "model: {name: tigon-demo}\ndata: {sequence_length: 256}\ntrain: {steps: 2, batch_size: 8, precision: amp-bf16%s}\n"
+)
+
+
+def recipe_of(tmp_path: Any, more: str = "") -> Any:
+    path = tmp_path / "r.yaml"
+    path.write_text(TEXT % more)
+    return recipe_checks.load(path, (), gpu_present=lambda: True)
+
+
+def test_recipe_leaves_the_choice_open_and_a_cpu_recomputes_nothing(tmp_path, capsys) -> None:
+    recipe = recipe_of(tmp_path)
+    assert recipe.train.checkpointing == "auto" and recipe.choices() == Choices()
+    assert auto_checkpointing.resolved(recipe, torch.device("cpu")).train.checkpointing == "none"
+    fixed = recipe_of(tmp_path, ", checkpointing: full")
+    assert auto_checkpointing.resolved(fixed, torch.device("cuda")) is fixed
+    assert not capsys.readouterr().out
+    assert "checkpointing" in prediction.free_in(recipe) and "checkpointing" not in prediction.free_in(fixed)
+    assert "checkpointing" not in prediction.free_in(recipe_of(tmp_path, ", checkpointing: none"))
+
+
+@pytest.mark.parametrize("more", ["", ", gradient_accumulation: 2"])
+def test_run_on_a_gpu_gets_a_choice_that_fits_and_keeps_its_samples(tmp_path, monkeypatch, capsys, more) -> None:
+    recipe = recipe_of(tmp_path, more)
+    gpu = small_gpu(290)
+    monkeypatch.setattr(prediction, "gpu_here", lambda device, choices: gpu)
+    chosen = auto_checkpointing.resolved(recipe, torch.device("cuda"))
+    samples = [r.train.batch_size * r.train.gradient_accumulation for r in (recipe, chosen)]
+    assert samples[0] == samples[1]
+    if more:
+        assert chosen.train.batch_size == recipe.train.batch_size
+    line = capsys.readouterr().out
+    assert line.startswith(f"auto     train.checkpointing={chosen.train.checkpointing}")
+    config = auto_checkpointing.models.load_config(chosen.model)
+    found = prediction.predict(chosen, config, chosen.choices(), gpu, evaluated=True)
+    assert found.option.fits(gpu) and chosen.train.checkpointing != "auto"
+
+
+def test_model_that_cannot_be_predicted_recomputes_nothing_and_says_so(tmp_path, monkeypatch, capsys) -> None:
+    def fails(*args: Any) -> Any:
+        raise UsageError("its step cannot be traced")
+
+    monkeypatch.setattr(prediction, "gpu_here", fails)
+    chosen = auto_checkpointing.resolved(recipe_of(tmp_path), torch.device("cuda"))
+    assert chosen.train.checkpointing == "none" and chosen.train.batch_size == 8
+    assert "nothing is recomputed, because the planner has no prediction: its step cannot" in capsys.readouterr().out

@@ -1,0 +1,148 @@
+"""`tigon.plan` describes the model that it is given, and `tigon.checkpoint` applies its choice and undoes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from planner_helpers import config_of, small_gpu
+from transformers import AutoModelForCausalLM
+
+import tigon
+from tigon.errors import UsageError
+from tigon.planner import model_plan
+from tigon.planner.search.option import estimate_option
+
+SHAPE = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 352, "vocab_size": 256}
+
+
+def model_of(dtype: torch.dtype = torch.bfloat16, *, patched: bool = True) -> Any:
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config_of("llama", **SHAPE)).to(dtype).train()
+    if patched:
+        tigon.patch(made)
+    return made
+
+
+@pytest.fixture
+def on_small_gpu(monkeypatch):
+    """Sets the GPU that a plan is for; a small model needs less than the least size that `memory` takes."""
+
+    def use(memory_mib: float) -> None:
+        monkeypatch.setattr(model_plan, "find_gpu", lambda text: small_gpu(memory_mib))
+
+    return use
+
+
+def test_plan_fits_less_memory_by_recomputing_and_names_what_it_compared(on_small_gpu) -> None:
+    model = model_of()
+    on_small_gpu(400)
+    roomy = tigon.plan(model, batch=32, seq=256, memory="1GiB")
+    assert (roomy.checkpointing, roomy.batch, roomy.accumulate, roomy.fits) == ("none", 32, 1, True)
+    on_small_gpu(0.9 * roomy.device_bytes / 2**20)
+    tight = tigon.plan(model, batch=32, seq=256, memory="1GiB", accumulate=1)
+    assert tight.fits and ":" in tight.checkpointing and tight.device_bytes < roomy.device_bytes
+    assert tight.step_s > roomy.step_s
+    text = str(tight)
+    assert f"train.checkpointing {tight.checkpointing}" in text and "layers 0 to" in text and "too large" in text
+    assert any(one.request.choices.checkpointing == tight.checkpointing for one in tight.compared)
+
+
+def test_plan_is_the_estimate_of_the_same_run(on_small_gpu) -> None:
+    on_small_gpu(400)
+    made = tigon.plan(model_of(), batch=8, seq=256, memory="1GiB", optimizer="sgd")
+    (option,) = made.compared
+    choices = option.request.choices
+    assert (choices.precision, choices.optimizer, choices.kernels) == ("bf16", "sgd", "tigon")
+    again = estimate_option(replace(option.request, model="another name"), small_gpu(400 * 0.98))
+    assert again.estimate.peak_allocated_bytes == made.peak_allocated_bytes
+
+
+def test_plan_reads_dtype_optimizer_and_kernels_from_the_objects() -> None:
+    model = model_of(torch.float32, patched=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    (option,) = tigon.plan(model, batch=2, seq=64, memory="4GiB", optimizer=optimizer).compared
+    choices = option.request.choices
+    assert (choices.precision, choices.optimizer, choices.kernels) == ("amp-bf16", "adamw", "none")
+    (option,) = tigon.plan(
+        model, batch=2, seq=64, memory=4 << 30, optimizer=torch.optim.AdamW(model.parameters()), precision="fp32"
+    ).compared
+    assert (option.request.choices.precision, option.request.choices.optimizer) == ("fp32", "adamw-foreach")
+
+
+def test_plan_counts_only_the_adapters_of_peft_as_trained() -> None:
+    peft = pytest.importorskip("peft")
+    whole = tigon.plan(model_of(), batch=2, seq=64, memory="4GiB")
+    adapted = peft.get_peft_model(model_of(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    made = tigon.plan(adapted, batch=2, seq=64, memory="4GiB")
+    (option,) = made.compared
+    assert option.request.choices.lora_rank == 4 and set(option.request.choices.lora_targets) == {"q_proj", "v_proj"}
+    assert made.peak_allocated_bytes < whole.peak_allocated_bytes
+
+
+def test_checkpoint_keeps_loss_and_gradients_and_undo_restores_the_model() -> None:
+    model = model_of(torch.float32)
+    ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    before = {name: vars(module).copy() for name, module in model.named_modules()}
+
+    def gradients() -> list[torch.Tensor]:
+        loss = model(input_ids=ids, labels=ids).loss
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    want = gradients()
+    for value in ("full", "full:1,mlp:1,elementwise:1", "none"):
+        with tigon.checkpoint(model, value) as applied:
+            assert all(torch.equal(a, b) for a, b in zip(gradients(), want, strict=True))
+        applied.undo()  # a second time does nothing
+        assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+        assert all(
+            vars(m).get("forward") is before[name].get("forward") and model.config.use_cache
+            for name, m in model.named_modules()
+        )
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), want, strict=True))
+
+
+def test_checkpoint_twice_is_refused() -> None:
+    model = model_of()
+    tigon.checkpoint(model, "full")
+    with pytest.raises(UsageError, match=r"activation checkpointing on already; call undo\(\)"):
+        tigon.checkpoint(model, "full")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("full:2", "full:2 is for 2 layers, but the model has 3"),
+        ("every-2", "tigon.checkpoint applies none, full, or layers such as"),
+        ("half", "choose one of auto, none, full"),
+    ],
+)
+def test_wrong_plan_is_refused(value: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        tigon.checkpoint(model_of(), value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"batch": 0}, "batch is 0; it must be a whole number"),
+        ({"seq": True}, "seq is True"),
+        ({"accumulate": 3}, "batch is 8, which accumulate 3 does not divide"),
+        ({"memory": "half"}, "gpu 'half' is not known"),
+        ({"optimizer": "rmsprop"}, "optimizer is 'rmsprop'; choose one of adamw"),
+        ({"precision": "int8"}, "precision is 'int8'; choose one of"),
+        ({"seq": 4096}, "max_position_embeddings 512"),
+    ],
+    ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
+)
+def test_wrong_argument_of_a_plan_is_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        tigon.plan(model_of(), **{"batch": 8, "seq": 64, "memory": "4GiB", **wrong})
+
+
+def test_model_that_is_not_of_transformers_is_refused() -> None:
+    for call in (lambda m: tigon.plan(m, batch=1, seq=8, memory="4GiB"), lambda m: tigon.checkpoint(m, "full")):
+        with pytest.raises(UsageError, match="Linear is not a transformers model"):
+            call(torch.nn.Linear(2, 2))
