@@ -401,6 +401,6 @@ class Objective(Protocol):
         """Decode from prompts of eval samples, for the summary's `decoded`; None if the objective decodes nothing."""
         ...
 
-    def sampled_line(self, found: Mapping[str, Any]) -> str:
+    def sampled_line(self, decoded: Mapping[str, Any]) -> str:
         """One line for the console and the report about the result of `sampled`, without the objective's name."""
         ...
