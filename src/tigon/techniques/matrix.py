@@ -19,7 +19,10 @@ from tigon.techniques.records.technique import PACKAGE_EXTRAS
 
 
 def wrong_values(choices: Choices, name: Callable[[Setting], str] = lambda setting: setting.field) -> tuple[str, ...]:
-    """Returns a sentence for each value that its setting does not allow. name: what to call a setting."""
+    """Returns a sentence for each value that its setting does not allow.
+
+    name: returns the name of a setting in the sentence: its recipe key, or its flag.
+    """
     problems = []
     for setting in SETTINGS.values():
         value = getattr(choices, setting.field)

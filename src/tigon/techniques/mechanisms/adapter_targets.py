@@ -20,7 +20,7 @@ SUBSPACE_INITS = ("pissa", "olora")
 
 @dataclass(frozen=True)
 class Targets:
-    """What gets adapters."""
+    """The parts of a model that get adapters."""
 
     modules: tuple[str, ...]
     """Paths of modules."""
@@ -29,7 +29,7 @@ class Targets:
 
 
 def invalid(target: str) -> str | None:
-    """Why a target cannot be one, as the end of a sentence: a pattern that is no regular expression."""
+    """Returns why a text cannot be a target (it is no regular expression), as the end of a sentence; None if it can."""
     if target in WORDS:
         return None
     try:
@@ -40,7 +40,7 @@ def invalid(target: str) -> str | None:
 
 
 def targets_of(model: Any, targets: tuple[str, ...]) -> Targets:
-    """Find what the targets name.
+    """The modules and parameters that `lora.targets` names.
 
     A target is one of `WORDS`, the name or path of a module, or a regular expression that matches whole paths.
 
