@@ -10,6 +10,8 @@ from backends import HAS_GPU, HAS_TRITON, Backend, kernels_on_the_cpu  # isort: 
 import pytest
 import torch
 
+from second_proofs import check_and_count
+
 
 @pytest.fixture(params=["reference", "kernel"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
@@ -32,7 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves some out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    check_and_count(config, items)
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):

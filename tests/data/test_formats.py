@@ -78,7 +78,10 @@ def test_a_message_of_weight_0_is_not_learned(tmp_path):
 
 
 BAD_ROWS = {
-    "no column": ({"a": 1}, r"columns a fit no known format \(sharegpt: conversations; .*alpaca: instruction and output"),
+    "no column": (
+        {"a": 1},
+        r"columns a fit no known format \(sharegpt: conversations; .*alpaca: instruction and output",
+    ),
     "other names": ({"question": "q", "answer": "a"}, r"data\.columns, such as \{prompt: question"),
     "a pair": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "a preference pair .*train.objective to dpo"),
     "an image": (
