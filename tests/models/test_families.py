@@ -16,6 +16,7 @@ from models_helpers import assert_close, call, loss_and_gradients
 from torch import nn
 
 from backends import HAS_GPU, HAS_TRITON, kernels_on_the_cpu
+from second_proofs import proved_by
 from tigon import ops
 from tigon.errors import OptionError, PatchError
 from tigon.models import MODELS, DeferredLogits, PatchSpec, Verification, patch, unpatch, verify
@@ -50,7 +51,9 @@ def test_patched_family_equals_unpatched_in_fp32(name):
     assert verification.counts["linear_cross_entropy"] == 1
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", proved_by(DIFFERENT, MODELS, "a row is proved in fp32, and rounding depends on the kind of seam alone")
+)
 def test_patched_family_is_as_accurate_as_unpatched_in_bf16(name):
     verification = verify(MODELS[name], dtype=torch.bfloat16)
     assert verification.passed, say(verification)

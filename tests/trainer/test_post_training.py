@@ -15,6 +15,7 @@ from trainer_helpers import TINY_MODEL, records, tree
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
+from second_proofs import proved_by
 from tigon.data import preferences
 from tigon.objectives import post_training_rules
 
@@ -110,7 +111,7 @@ TECHNIQUES = {
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-@pytest.mark.parametrize("objective", ["dpo", "grpo"])
+@pytest.mark.parametrize("objective", proved_by(["dpo"], ["dpo", "grpo"], "TRL's trainers get the same arguments"))
 def test_techniques_of_the_recipe_apply(objective, technique, recipe, tigon, here):
     outcome = tigon("train", recipe(**sections(objective, **TECHNIQUES[technique], output={"sample_tokens": 0})))
     assert outcome.code == 0, outcome.err
