@@ -7,10 +7,18 @@ from collections.abc import Iterator
 # First: it sets what torch and Triton read when they are imported.
 from backends import HAS_GPU, HAS_TRITON, Backend, kernels_on_the_cpu  # isort: skip
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 from second_proofs import check_and_count
+
+# DeepSpeed compiles an operator for minutes if it finds no cache. All tests share one, also those with a cache folder
+# of their own.
+USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(USER_CACHE / "torch_extensions" / "tigon-tests"))
 
 
 @pytest.fixture(params=["reference", "kernel"])
