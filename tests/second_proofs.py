@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 MARKER = "second_proof"
+DIFFERENT = ("llama", "gemma2", "glm4", "cohere", "gpt2", "mixtral", "gpt_oss", "deepseek_v3", "falcon_h1", "llava")
+"""Model families that together have every kind of seam: RMSNorm and LayerNorm, gated, packed and expert MLPs, every
+rope, capped and scaled heads."""
 COLLECTED = pytest.StashKey[tuple[int, int]]()
 """The numbers of first and second proofs that were collected."""
 

@@ -16,7 +16,7 @@ from models_helpers import assert_close, call, loss_and_gradients
 from torch import nn
 
 from backends import HAS_GPU, HAS_TRITON, kernels_on_the_cpu
-from second_proofs import proved_by
+from second_proofs import DIFFERENT, proved_by
 from tigon import ops
 from tigon.errors import OptionError, PatchError
 from tigon.models import MODELS, DeferredLogits, PatchSpec, Verification, patch, unpatch, verify
@@ -28,8 +28,6 @@ from tigon.models.seams.rope import RopeSeam
 from tigon.models.verification.tiny import tiny_batch, tiny_model
 
 CPU = torch.device("cpu")
-# A few of each kind of seam: RMSNorm and LayerNorm, gated, packed and expert MLPs, every rope, capped and scaled heads.
-DIFFERENT = ("llama", "gemma2", "glm4", "cohere", "gpt2", "mixtral", "gpt_oss", "deepseek_v3", "falcon_h1", "llava")
 
 
 def say(verification: Verification) -> str:
