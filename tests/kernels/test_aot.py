@@ -201,5 +201,6 @@ def test_each_fault_is_seen_in_kernels_that_have_all(
 ) -> None:
     faulty = [b for b in report_of(target).faulty if TARGETS[b.target].backend == TARGETS[target].backend]
     assert any(fault(b) for b in faulty)
-    # The first compiles: its faults are read from what the compiler made.
-    assert faulty[0].error is None and (fault is does_not_compile or fault(faulty[0])), faulty[0]
+    # The first compiles: its faults are read from what the compiler made. ptxas (Triton 3.6) makes it without spills.
+    assert faulty[0].error is None
+    assert fault(faulty[0]) or fault in (does_not_compile, spills), faulty[0]
