@@ -1,5 +1,6 @@
 # make demo   set up .venv on first use and train a small model, with a report
-# make test   set up .venv, with DeepSpeed if there is a C++ compiler, and run the tests
+# make test   set up .venv, with DeepSpeed if there is a C++ compiler, and run the tests: each behaviour once
+# make test-all  every test, those too that prove the same thing a second time
 # make check  lint and types; make setup: only set up .venv
 # make docs   the tests of the pages and of examples/
 # make release-check  build the wheel and the sdist, check them, and use the wheel in a fresh environment
@@ -16,14 +17,18 @@ BIN := $(VENV)/bin
 # Sleeping at once costs a third of the speed on an idle machine. Spinning 10,000 times costs nothing measurable.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: demo test setup check lint types docs numeric pages gpu sanitize format release-check workflows clean
+.PHONY: demo test test-all setup check lint types docs numeric pages gpu sanitize format release-check workflows clean
 
 demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
 
-# One core per process.
+# One core per process. tests/second_proofs.py marks what `make test` leaves out.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 test: $(VENV)/.engines
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST) -m "not second_proof"
+
+test-all: $(VENV)/.engines
+	$(PYTEST)
 
 # PyTorch and oneDNN choose their loops by the CPU's instruction set, and different loops round differently. An error
 # bound that holds on this machine by luck fails with one of these sets. Kernels are left out, because Triton's

@@ -7,8 +7,18 @@ from collections.abc import Iterator
 # First: it sets what torch and Triton read when they are imported.
 from backends import HAS_GPU, HAS_TRITON, Backend, kernels_on_the_cpu  # isort: skip
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
+
+from second_proofs import check_and_count
+
+# DeepSpeed compiles an operator for minutes if it finds no cache. All tests share one, also those with a cache folder
+# of their own.
+USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(USER_CACHE / "torch_extensions" / "tigon-tests"))
 
 
 @pytest.fixture(params=["reference", "kernel"])
@@ -32,7 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves some out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    check_and_count(config, items)
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):

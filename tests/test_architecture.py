@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -66,7 +66,11 @@ def room_of(path: Path) -> str:
 
 
 def imports(path: Path, *, module_level: bool = False) -> set[str]:
-    """Dotted names a file imports, `from x import y` as "x.y"; only those that run at import if `module_level`."""
+    """Dotted names a file imports, `from x import y` as "x.y"; only those that run at import if `module_level`.
+
+    A string that names a module of tigon alone, or one of its functions, counts as an import of the module: a registry
+    or `importlib.import_module` imports it.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
     if module_level:
@@ -83,7 +87,15 @@ def imports(path: Path, *, module_level: bool = False) -> set[str]:
         else:
             assert node.level == 0, f"{path}: imports are absolute"
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    if not module_level:
+        names |= modules_in_strings(tree)
     return names
+
+
+def modules_in_strings(tree: ast.AST) -> set[str]:
+    """Modules of tigon that a string names, as `tigon.kernels.norm` or `tigon.kernels.norm:norm_fwd`."""
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {text.partition(":")[0] for text in texts if re.fullmatch(r"tigon(\.\w+)+(:\w+)?", text)} & MODULES.keys()
 
 
 def rooms_imported(path: Path) -> set[str]:
@@ -103,16 +115,42 @@ def test_imports_point_down(path: Path) -> None:
         assert LEVEL[other] > LEVEL[room], f"{room} imports {other}"
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
-    """In a package or across, imports in functions and for types included."""
-    left = {
-        name: {found if found in MODULES else found.rpartition(".")[0] for found in imports(path)}
-        & MODULES.keys() - {name}
-        for name, path in MODULES.items()
-    }
+def test_every_package_has_its_place_in_the_documented_order() -> None:
+    assert {room_of(path) for path in FILES} == LEVEL.keys() | LEAVES | {"__init__"}
+
+
+def files_imported(path: Path) -> set[str]:
+    """The modules of tigon that a file imports, in functions, for types and by their names too."""
+    return {name if name in MODULES else name.rpartition(".")[0] for name in imports(path)} & MODULES.keys()
+
+
+def in_a_circle(imported: Mapping[str, set[str]]) -> set[str]:
+    """The files that import each other in a circle, and those above one."""
+    left = dict(imported)
     while free := {name for name, below in left.items() if not below & left.keys()}:
         left = {name: below for name, below in left.items() if name not in free}
-    assert not left, f"in a circle, or above one: {sorted(left)}"
+    return set(left)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """In a package or across packages."""
+    assert not in_a_circle({name: files_imported(path) - {name} for name, path in MODULES.items()})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from tigon.trainer import run", "import tigon.trainer.run",
+        "def f():\n    from tigon.trainer.run import train",
+        "if TYPE_CHECKING:\n    from tigon.trainer.run import train", 'import_module("tigon.trainer.run")',
+    ],
+)  # fmt: skip
+def test_a_circle_of_two_files_is_found(line: str, tmp_path: Path) -> None:
+    """trainer/run.py imports trainer/prepare.py; the line stands in prepare.py."""
+    (lower := tmp_path / "prepare.py").write_text(line, encoding="utf-8")
+    circle = {"tigon.trainer.run": {"tigon.trainer.prepare"}, "tigon.trainer.prepare": files_imported(lower)}
+    assert in_a_circle(circle) == circle.keys()
+    assert not in_a_circle({**circle, "tigon.trainer.prepare": set()})
 
 
 # --- imports inside functions ----------------------------------------------------------------------------------------
@@ -225,10 +263,10 @@ def private_names_of_others(text: str, room: str) -> list[str]:
         else:
             continue
         for name, full in named.items():
-            other = [*full.split("."), ""][1]
-            if full.split(".")[0] == "tigon" and other not in LEAVES | {room}:
+            package, other, *rest = [*full.split("."), ""]
+            if package == "tigon" and other != room:
                 bound[name] = full
-                if is_private(full):
+                if is_private(".".join(rest if other in LEAVES else (other, *rest))):
                     found.append(f"line {node.lineno}: {full}")
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
@@ -248,11 +286,13 @@ def test_no_package_uses_a_private_name_of_another(path: Path) -> None:
     [
         "from tigon.ops._op import Case", "from tigon.ops import _op", "from tigon.ops.rope import _check",
         "import tigon.ops._op", "from tigon.ops import rope\nrope._check()", "import tigon.ops\ntigon.ops._op",
+        "import tigon.ops.rope as r\nr._check()", "def f():\n    from tigon.ops.rope import _check",
     ],
 )  # fmt: skip
 def test_a_private_name_of_another_package_is_found(text: str) -> None:
     assert private_names_of_others(text, "models") and not private_names_of_others(text, "ops")
     assert not private_names_of_others("from tigon._files import one_line\nself._x", "models")
+    assert private_names_of_others("from tigon._files import _write", "models")
 
 
 # --- libraries, sizes and names --------------------------------------------------------------------------------------

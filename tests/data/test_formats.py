@@ -78,7 +78,10 @@ def test_a_message_of_weight_0_is_not_learned(tmp_path):
 
 
 BAD_ROWS = {
-    "no field": ({"a": 1}, r"keys a fit no known format \(sharegpt: conversations; .*alpaca: instruction and output"),
+    "no column": (
+        {"a": 1},
+        r"columns a fit no known format \(sharegpt: conversations; .*alpaca: instruction and output",
+    ),
     "other names": ({"question": "q", "answer": "a"}, r"data\.columns, such as \{prompt: question"),
     "a pair": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "a preference pair .*train.objective to dpo"),
     "an image": (
@@ -106,7 +109,7 @@ def test_a_row_that_cannot_be_used_is_named_with_what_is_wrong(tmp_path, row, me
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
-def test_columns_name_the_fields_of_a_format(tmp_path):
+def test_data_columns_renames_the_columns_of_a_row(tmp_path):
     row = {"question": "q", "answer": "a", "text": "not this", "messages": []}
     document = one(tmp_path / "d.jsonl", row, columns={"prompt": "question", "completion": "answer"})
     assert document.format == "prompt-completion"

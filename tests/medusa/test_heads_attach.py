@@ -11,6 +11,7 @@ import pytest
 import torch
 from heads_helpers import CPU, MEDUSA, MTP, SHARED, SPECS, batch, gradients, with_heads
 
+from second_proofs import DIFFERENT, proved_by
 from tigon.errors import PatchError, UsageError
 from tigon.medusa import HeadsSpec, Objective, attach, detach, heads_of
 from tigon.medusa.attach import scoring
@@ -188,7 +189,12 @@ WITHOUT_A_ROW = {
 }
 
 
-@pytest.mark.parametrize("family", [*MODELS, *WITHOUT_A_ROW])
+@pytest.mark.parametrize(
+    "family",
+    proved_by(
+        (*DIFFERENT, *WITHOUT_A_ROW), [*MODELS, *WITHOUT_A_ROW], "heads see a trunk and a head of the same kinds"
+    ),
+)
 def test_heads_at_their_start_have_the_logits_of_the_model(family: str) -> None:
     """A head of zeros is the model's own lm_head, one token further ahead."""
     tiny = MODELS[family].tiny if family in MODELS else WITHOUT_A_ROW[family]

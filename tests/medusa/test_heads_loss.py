@@ -19,6 +19,7 @@ from heads_helpers import (
 )
 
 from helpers import farthest
+from second_proofs import DIFFERENT, proved_by
 from tigon.medusa import HeadsSpec, Objective
 from tigon.models import MODELS, patch
 from tigon.models.verification.tiny import tiny_batch, tiny_model
@@ -162,7 +163,7 @@ def test_heads_start_with_the_logits_of_the_lm_head() -> None:
             torch.testing.assert_close(logits, model.lm_head(hidden), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", proved_by(DIFFERENT, MODELS, "heads see a trunk and a head of the same kinds"))
 def test_stage_2_loss_without_weight_for_heads_is_the_loss_of_the_model(family: str) -> None:
     """The families cap or scale their logits or tie their heads."""
     model: Any = tiny_model(family, MODELS[family].tiny, every_expert=True)

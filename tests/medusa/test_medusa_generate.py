@@ -9,6 +9,7 @@ import torch
 from heads_helpers import MEDUSA, MTP, SPECS, with_heads
 
 import tigon
+from second_proofs import DIFFERENT, proved_by
 from tigon.errors import UsageError
 from tigon.medusa import HeadsSpec, Objective, attach, medusa_generate
 from tigon.medusa.generate import _Tree
@@ -51,7 +52,10 @@ def test_decoding_gives_the_text_of_greedy_decoding(spec: HeadsSpec, implementat
     assert model.training is False and model.train().training
 
 
-@pytest.mark.parametrize("family", [name for name in MODELS if name not in (*STATEFUL, *WINDOWED)])
+WITH_A_TREE = [name for name in MODELS if name not in (*STATEFUL, *WINDOWED)]
+
+
+@pytest.mark.parametrize("family", proved_by(DIFFERENT, WITH_A_TREE, "heads see a trunk and a head of the same kinds"))
 def test_every_family_decodes_the_text_of_greedy_decoding(family: str) -> None:
     model = with_heads(HeadsSpec(count=2, shared=True), Objective(), family=family)
     found = medusa_generate(model, prompt(), max_new_tokens=8)

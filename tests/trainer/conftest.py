@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,16 +18,10 @@ for package in ("transformers", "tokenizers", "typer", "rich", "tensorboard", "m
     pytest.importorskip(package)
 
 
-def user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder as the current one, with the tokenizer cache kept inside it."""
     monkeypatch.chdir(tmp_path)
-    # DeepSpeed compiles an operator for a minute if it finds no cache, so its cache folder stays
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(user_cache() / "torch_extensions" / "tigon-tests"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path

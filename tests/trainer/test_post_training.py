@@ -15,6 +15,7 @@ from trainer_helpers import TINY_MODEL, records, tree
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
+from second_proofs import proved_by
 from tigon.data import preferences
 from tigon.objectives import post_training_rules
 
@@ -110,7 +111,7 @@ TECHNIQUES = {
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-@pytest.mark.parametrize("objective", ["dpo", "grpo"])
+@pytest.mark.parametrize("objective", proved_by(["dpo"], ["dpo", "grpo"], "TRL's trainers get the same arguments"))
 def test_techniques_of_the_recipe_apply(objective, technique, recipe, tigon, here):
     outcome = tigon("train", recipe(**sections(objective, **TECHNIQUES[technique], output={"sample_tokens": 0})))
     assert outcome.code == 0, outcome.err
@@ -172,7 +173,10 @@ def test_reward_model_loads_with_its_score(recipe, tigon, here):
     assert not loading["missing_keys"] and model.score.weight.shape == (1, TINY_MODEL["hidden_size"])
 
 
-@pytest.mark.parametrize("objective", OWN)
+@pytest.mark.parametrize(
+    "objective",
+    proved_by(["dpo", "grpo", "distill"], OWN, "rows, optimizer and steps resume as with dpo; nothing is generated"),
+)
 def test_resumed_run_repeats_the_records_of_one_without_interruption(objective, recipe, tigon, here):
     more = {
         "train": {"steps": 4, "log_steps": 2, "save_steps": 1, "eval_steps": 4, "keep_checkpoints": 9},

@@ -21,12 +21,13 @@ from trainer_helpers import SMALL, losses_of, records, rows, small_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forks import forks, in_forks
+from second_proofs import one_of_each, proved_by
 from tigon.cli import app
 from tigon.models import DeferredLogits
 from tigon.models.loading.presets import PRESETS
 from tigon.objectives.recipe_checks import load
 from tigon.recipe.keys import LoraConfig, ModelConfig, OutputConfig, Recipe, TrainConfig
-from tigon.techniques import SETTINGS
+from tigon.techniques import SETTINGS, TECHNIQUES
 from tigon.techniques.optimizers import OPTIMIZERS
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
@@ -276,6 +277,7 @@ def test_refusal_is_printed_by_one_process_only(recipe, here, monkeypatch):
 
 
 ZERO = {"stage 1": 1, "stage 2": 2, "stage 3": 3}
+SAME_STAGES = pytest.mark.second_proof("DeepSpeed's stages 1 and 2 have one optimizer")
 
 
 def succeeds(action: Callable[[int], Any], here: Path, count: int = 1) -> str:
@@ -320,8 +322,10 @@ def zero_rank(recipe: Path, sets: Sequence[str], *, resume: bool = False) -> Non
 
 
 @forks
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("stage", ZERO.values(), ids=ZERO.keys())
+@pytest.mark.parametrize("count", proved_by([2], [1, 2], "a process that shards with another also loads and saves"))
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, id=name, marks=[SAME_STAGES] if stage == 1 else []) for name, stage in ZERO.items()]
+)
 def test_zero_trains_as_a_plain_run_and_resumes(recipe, tigon, here, stage, count):
     """Two processes: the losses of one with twice the rows."""
     need("deepspeed")
@@ -353,7 +357,13 @@ SKIPPING |= {"FSDP2": "sharding.fsdp=true", "DDP": "sharding.gpus=2"}
 
 
 @forks
-@pytest.mark.parametrize("engine", SKIPPING.values(), ids=SKIPPING.keys())
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(engine, id=name, marks=[SAME_STAGES] if name == "ZeRO-1" else [])
+        for name, engine in SKIPPING.items()
+    ],
+)
 def test_step_not_finite_in_one_process_is_skipped_and_the_schedule_goes_on(recipe, here, engine):
     """Two processes: the same losses and learning rates after it as of one that is spoilt in this step."""
     if "zero" in engine:
@@ -469,8 +479,6 @@ def fsdp_rank(recipe: Path, sets: Sequence[str], resume: bool = False) -> None:
     """Accelerate takes FSDP2 for accelerators only: here processes on the CPU are one, by another's name."""
     import accelerate.state as state
 
-    from tigon.techniques import TECHNIQUES
-
     class Words:
         def __getattr__(self, name: str) -> Any:
             return getattr(real, "MULTI_CPU" if name == "MULTI_MUSA" else name)
@@ -528,16 +536,12 @@ TECHNIQUE_RECIPES = sorted((ROOT / "recipes" / "techniques").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", TECHNIQUE_RECIPES, ids=lambda path: path.stem)
 def test_recipe_of_a_technique_uses_it(path):
-    from tigon.techniques import TECHNIQUES
-
     technique = TECHNIQUES[path.stem]
     for gpu in (False, True):
         assert technique.used_by(load(path, gpu_present=lambda gpu=gpu: gpu).choices())
 
 
 def test_every_technique_has_a_recipe():
-    from tigon.techniques import TECHNIQUES
-
     assert {path.stem for path in TECHNIQUE_RECIPES} == set(TECHNIQUES)
 
 
@@ -548,12 +552,17 @@ IN_TWO = {"ddp": train, "zero-1": zero_rank, "zero-2": zero_rank, "zero-3": zero
 ELSEWHERE = ("zero-offload-cpu", "zero-offload-nvme", *IN_TWO)
 
 
+ON_ONE_CPU = [path for path in TECHNIQUE_RECIPES if path.stem not in ELSEWHERE]
+
+
 @pytest.mark.parametrize(
-    "path", [p for p in TECHNIQUE_RECIPES if p.stem not in ELSEWHERE], ids=lambda path: path.stem
+    "path",
+    proved_by(
+        one_of_each(ON_ONE_CPU, lambda path: TECHNIQUES[path.stem].page), ON_ONE_CPU,
+        "a run proves the page's key, and the technique itself is trained by tests of its own", lambda path: path.stem,
+    ),
 )  # fmt: skip
 def test_recipe_of_a_technique_runs_on_the_cpu(path, tigon, here):
-    from tigon.techniques import TECHNIQUES
-
     technique = TECHNIQUES[path.stem]
     if technique.devices == ("cuda",):
         pytest.skip("for GPUs")
@@ -565,6 +574,7 @@ def test_recipe_of_a_technique_runs_on_the_cpu(path, tigon, here):
     assert len(records(here / "runs" / path.stem, "train")) >= 1
 
 
+@pytest.mark.second_proof("each engine trains in two processes above, and the recipe's keys are checked there")
 @forks
 @pytest.mark.parametrize("name", IN_TWO)
 def test_recipe_of_an_engine_runs_in_two_processes(name, here):

@@ -180,8 +180,8 @@ def _half_masked(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_entropy(f: Any, hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    found = f(hidden, weight, ids, outputs=("entropy",))
-    return found.logprob + found.entropy  # type: ignore[no-any-return]
+    result = f(hidden, weight, ids, outputs=("entropy",))
+    return result.logprob + result.entropy  # type: ignore[no-any-return]
 
 
 def _tigon_logprobs(name: str, **fields: Any) -> Impl:

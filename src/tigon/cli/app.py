@@ -79,8 +79,8 @@ def _commands() -> dict[str, Command]:
     """The commands that the files of this folder declare, in the order of the help."""
     names = [info.name for info in pkgutil.iter_modules(cli.__path__) if f"{cli.__name__}.{info.name}" != __name__]
     modules = {name: importlib.import_module(f"{cli.__name__}.{name}") for name in names}
-    found = {name: module.COMMAND for name, module in modules.items() if hasattr(module, "COMMAND")}
-    return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
+    commands = {name: module.COMMAND for name, module in modules.items() if hasattr(module, "COMMAND")}
+    return dict(sorted(commands.items(), key=lambda item: (item[1].place, item[0])))
 
 
 def _app() -> Any:
@@ -107,9 +107,9 @@ def _app() -> Any:
     ) -> None:
         """Train larger batches and longer contexts of Hugging Face language models."""
 
-    for name, found in _commands().items():
-        if isinstance(found.run, typer.Typer):
-            app.add_typer(found.run, name=name)
+    for name, command in _commands().items():
+        if isinstance(command.run, typer.Typer):
+            app.add_typer(command.run, name=name)
         else:
-            app.command(name)(found.run)
+            app.command(name)(command.run)
     return app

@@ -29,12 +29,12 @@ def command(
     """Talk with a trained model: its adapters and heads are loaded, and answers appear while they are generated."""
     from tigon.trained import chat, find, load  # not for --help
 
-    found = find.find(name)
+    trained = find.find(name)
     if no_heads:
-        found = dataclasses.replace(found, heads=None)
-    set_offline_mode([found.weights, found.tokenizer])
+        trained = dataclasses.replace(trained, heads=None)
+    set_offline_mode([trained.weights, trained.tokenizer])
     quiet_loading()
-    loaded = load.load(found, device=load.device_of(device))
+    loaded = load.load(trained, device=load.device_of(device))
     default = 0.0 if loaded.has_heads else chat.DEFAULT_TEMPERATURE
     conversation = chat.Conversation(
         loaded, max_tokens=max_tokens, temperature=default if temperature is None else temperature, system=system

@@ -37,14 +37,14 @@ def command(
     """Write a trained model to a new folder: in another dtype, merged, as GGUF, and to the hub on request."""
     from tigon.trained import export, find  # not for --help
 
-    found = find.find(name)
+    trained = find.find(name)
     wanted = export.Export(target=target, dtype=dtype, merge=merge, gguf=gguf)
-    wanted.check(found)
+    wanted.check(trained)
     if push is not None:
         export.check_repository(push)
-    set_offline_mode([found.weights, found.tokenizer, *([push] if push else [])])
+    set_offline_mode([trained.weights, trained.tokenizer, *([push] if push else [])])
     quiet_loading()
-    for path in export.export(found, wanted):
+    for path in export.export(trained, wanted):
         print(f"{path}  {in_bytes(path.stat().st_size)}")
     if push is not None:
         kind = "public" if public else "private"

@@ -1,6 +1,6 @@
 """The formats of rows that are recognised, and how a row of each becomes a document.
 
-A format is a row of `FORMATS`. The first one whose fields a row has is taken. Formats of rows for post-training are in
+A format is a row of `FORMATS`. The first one whose columns a row has is taken. Formats of rows for post-training are in
 `preferences.py`; the recipe's objective chooses them.
 """
 
@@ -21,24 +21,24 @@ class Format:
     """One format of rows."""
 
     needs: tuple[str, ...]
-    """The fields that identify it."""
+    """The columns that identify it."""
     optional: tuple[str, ...]
     document: Callable[[dict[str, Any], str], Document]
     """Makes the document of a row and its place in the file."""
     instead: str | None = None
-    """A field that may stand for the only one of `needs`."""
+    """A column that may stand for the only one of `needs`."""
 
     def fits(self, row: Mapping[str, Any]) -> bool:
-        """Whether the row has the fields of this format."""
+        """Whether the row has the columns of this format."""
         return all(name in row for name in self.needs) or self.instead in row
 
     @property
-    def fields(self) -> tuple[str, ...]:
+    def columns(self) -> tuple[str, ...]:
         return tuple(name for name in (*self.needs, self.instead, *self.optional) if name)
 
     @property
     def wanted(self) -> str:
-        """The fields that the format needs, for messages."""
+        """The columns that the format needs, for messages."""
         return " and ".join(self.needs) + (f" or {self.instead}" if self.instead else "")
 
 
@@ -46,11 +46,11 @@ def read_row(name: str, row: dict[str, Any], where: str) -> Document:
     """The document of a row in the format `name`.
 
     Raises:
-        DataError: The row lacks a field or has nothing to learn from; the message begins with `where`.
+        DataError: The row lacks a column or has nothing to learn from; the message begins with `where`.
     """
     row_format = FORMATS[name]
     if not row_format.fits(row):
-        raise DataError(f"{where}: keys {_keys(row)}, but data.format: {name} needs {row_format.wanted}")
+        raise DataError(f"{where}: columns {_columns(row)}, but data.format: {name} needs {row_format.wanted}")
     document = row_format.document(row, where)
     answers = [s.text for s in document.segments if s.learned]
     answers += [m.content for m in document.messages if m.role == "assistant" and m.learned]
@@ -64,16 +64,16 @@ def detect(row: Mapping[str, Any], where: str, mapped: Mapping[str, str]) -> str
     """The name of the row's format.
 
     Args:
-        row: The row, with the fields that `mapped` names.
+        row: The row, with the columns that `mapped` names.
         where: Its file and line.
-        mapped: The value of `data.columns`. The format is one that has all of its fields.
+        mapped: The value of `data.columns`. The format is one that has all of its columns.
 
     Raises:
         DataError: No format fits; the message names all of them.
     """
-    for name, row_format in FORMATS.items():
-        if row_format.fits(row) and all(field in row_format.fields for field in mapped):
-            return name
+    for format_name, row_format in FORMATS.items():
+        if row_format.fits(row) and all(name in row_format.columns for name in mapped):
+            return format_name
     if "chosen" in row and "rejected" in row:
         raise DataError(
             f"{where}: a preference pair (chosen, rejected); set train.objective to dpo, orpo or reward, or train on "
@@ -81,25 +81,25 @@ def detect(row: Mapping[str, Any], where: str, mapped: Mapping[str, str]) -> str
         )
     known = "; ".join(f"{name}: {row_format.wanted}" for name, row_format in FORMATS.items())
     raise DataError(
-        f"{where}: keys {_keys(row)} fit no known format ({known}); rename the keys, or map them with data.columns, "
+        f"{where}: columns {_columns(row)} fit no known format ({known}); rename them, or map them with data.columns, "
         "such as {prompt: question, completion: answer}"
     )
 
 
 def mapped_row(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
-    """The row with the fields of `data.columns` (field -> column) added. A column that is mapped loses its name."""
+    """The row with the columns that `data.columns` renames (new name -> name in the row) under their new names."""
     if not columns:
         return row
-    for field, column in columns.items():
+    for new, column in columns.items():
         if column not in row:
             raise DataError(
-                f"{where}: no column {column!r}, which data.columns maps to {field}; the row has {_keys(row)}"
+                f"{where}: no column {column!r}, which data.columns maps to {new}; the row has {_columns(row)}"
             )
     kept = {name: value for name, value in row.items() if name not in columns.values()}
-    return {**kept, **{field: row[column] for field, column in columns.items()}}
+    return {**kept, **{new: row[column] for new, column in columns.items()}}
 
 
-def _keys(row: Mapping[str, Any]) -> str:
+def _columns(row: Mapping[str, Any]) -> str:
     names = [str(name) for name in row]
     return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") or "none"
 
@@ -147,24 +147,24 @@ FORMATS: Mapping[str, Format] = {
     "prompt-completion": Format(("prompt", "completion"), ("tools",), _prompt_completion),
     "text": Format(("text",), (), _text),
 }
-PREFERENCE_FIELDS = ("chosen", "rejected", "label")
-"""Fields of rows for post-training that `data.columns` may name too."""
-FIELDS = (*dict.fromkeys(name for row_format in FORMATS.values() for name in row_format.fields), *PREFERENCE_FIELDS)
+PREFERENCE_COLUMNS = ("chosen", "rejected", "label")
+"""Columns of rows for post-training that `data.columns` may name too."""
+COLUMNS = (*dict.fromkeys(name for row_format in FORMATS.values() for name in row_format.columns), *PREFERENCE_COLUMNS)
 
 
 def check_source(source: Source) -> None:
-    """Raise DataError for a format that is not known, or columns that fit no field or no format."""
+    """Raise DataError for a format that is not known, or for `data.columns` that fits no format."""
     if source.format not in ("auto", *FORMATS):
         raise DataError(
             f"data.format: {source.format!r} ({source.name}) is not known; choose auto, {', '.join(FORMATS)}"
         )
-    for field, column in source.columns.items():
-        if field not in FIELDS:
-            raise DataError(f"data.columns: {field!r} is not a field of a format; the fields are {', '.join(FIELDS)}")
+    for name, column in source.columns.items():
+        if name not in COLUMNS:
+            raise DataError(f"data.columns: no format has a column {name!r}; choose {', '.join(COLUMNS)}")
         if not isinstance(column, str) or not column:
-            raise DataError(f"data.columns: {field} is {column!r}; name the column that holds it, as text")
-    mapped = [field for field in source.columns if field not in PREFERENCE_FIELDS]
+            raise DataError(f"data.columns: {name} is {column!r}; name the column of your data that holds it, as text")
+    mapped = [name for name in source.columns if name not in PREFERENCE_COLUMNS]
     names = FORMATS if source.format == "auto" else (source.format,)
-    if not any(all(field in FORMATS[name].fields for field in mapped) for name in names):
-        known = "; ".join(f"{name}: {', '.join(FORMATS[name].fields)}" for name in names)
-        raise DataError(f"data.columns: no format has all of {', '.join(mapped)}; the fields are {known}")
+    if not any(all(column in FORMATS[name].columns for column in mapped) for name in names):
+        known = "; ".join(f"{name}: {', '.join(FORMATS[name].columns)}" for name in names)
+        raise DataError(f"data.columns: no format has all of {', '.join(mapped)}; the formats have {known}")

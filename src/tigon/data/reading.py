@@ -25,14 +25,14 @@ FIRST_LOOK_S = 0.6
 
 
 def read(
-    sources: Sequence[str | Source], layout: str | RowReader, max_text_mib: float | None, bad: BadRows | None = None,
+    sources: Sequence[str | Source], reader: str | RowReader, max_text_mib: float | None, bad: BadRows | None = None,
     key: str = "data.source",
 ) -> list[Document]:  # fmt: skip
     """Read the documents of `sources` in order, up to `max_text_mib` of text.
 
     Args:
         sources: Files, folders, ids of data sets on the hub, or `python-docs`, with or without their own keys.
-        layout: The format of sources without their own keys, or the reader of rows for post-training.
+        reader: The format of sources without their own keys, or the reader of rows for post-training.
         max_text_mib: The value of `data.max_text_mib`; None: no limit.
         bad: The policy for unusable rows.
         key: The recipe key that names the sources, for messages.
@@ -43,11 +43,11 @@ def read(
     budget_bytes = math.inf if max_text_mib is None else max_text_mib * 2**20
     documents: list[Document] = []
     bad = bad or BadRows()
-    listed = _listed(sources, layout)
+    listed = _listed(sources, reader)
     named.check(listed, key)
     if max_text_mib is None:
         named.check_memory(listed, lambda error: None)
-    for document in _all(listed, layout, max_text_mib, bad):
+    for document in _all(listed, reader, max_text_mib, bad):
         size_bytes = document.at_least_bytes or len(document.text.encode("utf-8", errors="replace"))
         budget_bytes -= size_bytes
         if budget_bytes < 0 and documents:
@@ -106,18 +106,18 @@ def used_by_weight(documents: Sequence[Document]) -> list[Document]:
     return [document for n in rounds for document, uses in zip(documents, n_uses, strict=True) if uses > n]
 
 
-def _listed(sources: Sequence[str | Source], layout: str | RowReader) -> list[Source]:
-    own = layout if isinstance(layout, str) else "auto"
+def _listed(sources: Sequence[str | Source], reader: str | RowReader) -> list[Source]:
+    own = reader if isinstance(reader, str) else "auto"
     return [source if isinstance(source, Source) else Source(source, format=own) for source in sources]
 
 
 def _all(
-    sources: Sequence[Source], layout: str | RowReader, max_text_mib: float | None, bad: BadRows
+    sources: Sequence[Source], reader: str | RowReader, max_text_mib: float | None, bad: BadRows
 ) -> Iterator[Document]:
     for source in sources:
-        reader = source.format if isinstance(layout, str) else layout
-        found = _documents(source, reader, max_text_mib, bad)
-        yield from found if source.weight == 1 else (replace(each, weight=source.weight) for each in found)
+        own = source.format if isinstance(reader, str) else reader
+        documents = _documents(source, own, max_text_mib, bad)
+        yield from documents if source.weight == 1 else (replace(each, weight=source.weight) for each in documents)
 
 
 def _documents(source: Source, reader: str | RowReader, max_text_mib: float | None, bad: BadRows) -> Iterator[Document]:

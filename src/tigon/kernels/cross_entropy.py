@@ -249,8 +249,8 @@ def cross_entropy_fwd_kernel(
                 )  # fmt: skip
                 top = tl.max(edge_m, axis=0)
                 if WANT_PREDICTED:
-                    found = tl.min(tl.where(edge_m == top, edge_best, V), axis=0)
-                    best = tl.where(top > m, found, tl.where(top == m, tl.minimum(found, best), best))
+                    edge_id = tl.min(tl.where(edge_m == top, edge_best, V), axis=0)
+                    best = tl.where(top > m, edge_id, tl.where(top == m, tl.minimum(edge_id, best), best))
                 m = tl.maximum(m, top)
                 s += tl.sum(edge_s, axis=0)
                 sum_wz += tl.sum(edge_wz, axis=0)

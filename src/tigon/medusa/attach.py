@@ -132,9 +132,9 @@ class HeadedSeam(Seam):
                 return base_forward(self, *args, **kwargs)
             from transformers.modeling_outputs import CausalLMOutputWithPast
 
-            found = seam.losses(self, inputs, factors=heads.state.factors(), ranked=heads.state.ranked)
-            heads.state.record.add(found, inputs.get("num_items_in_batch"))
-            return CausalLMOutputWithPast(loss=found.loss)
+            losses = seam.losses(self, inputs, factors=heads.state.factors(), ranked=heads.state.ranked)
+            heads.state.record.add(losses, inputs.get("num_items_in_batch"))
+            return CausalLMOutputWithPast(loss=losses.loss)
 
         def train(self: Any, mode: bool = True) -> Any:
             base_train(self, mode)

@@ -159,13 +159,13 @@ class MtpHeads(nn.Module):
         """
         ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
         given: Tensor = embeds if ids is None else ids  # type: ignore[assignment]  # the trunk requires one of the two
-        found, T = [], given.shape[1]
+        outputs, T = [], given.shape[1]
         for depth, module in enumerate(self.mtp, start=1):
             ahead = given[:, torch.arange(depth, depth + T, device=given.device).clamp(max=T - 1)]
             embedded = ahead if ids is None else model.get_input_embeddings()(ahead)
             hidden_BTH = module(hidden_BTH, embedded, layer_inputs)
-            found.append(hidden_BTH)
-        return found
+            outputs.append(hidden_BTH)
+        return outputs
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """The protocols of a training objective: one for the trainer, one for the planner, and the dataclasses they exchange.
 
 The trainer and the planner import this package. No objective imports either of them; an objective gets what it needs as
-arguments. A run has one objective. It stores no reference to a model, because a comparison builds several models.
+arguments. A run has one objective object. It keeps no reference to a model, because a comparison builds several models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Ordinary training before the run, which makes the model that the objective starts from."""
+    """A training of its own before the run, with the next token's loss. The objective starts from its model."""
 
     train: TrainConfig
     choices: Choices
@@ -41,7 +41,9 @@ class Step:
     done: int
     """Completed optimizer steps."""
     total: int
+    """Optimizer steps of the whole run."""
     log_every: int
+    """Optimizer steps between two records of the training log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class FinalSave:
     folder: Path
     """The run folder."""
     sharded: bool
-    """Whether the weights are sharded over the processes."""
+    """Whether each process holds only a part of each weight, as under ZeRO-3 and FSDP2."""
     is_first: bool
     gathered_state: Callable[[], dict[str, torch.Tensor] | None]
     """Gathers the full state dict of sharded weights; returns None in processes that do not receive it."""
@@ -103,8 +105,8 @@ class MetricSection:
     columns: tuple[MetricColumn, ...]
     rows: tuple[MetricRow, ...]
     tile: str
-    """The words for the first metric of the first row that is no baseline, whose first and last value the report
-    names."""
+    """The label of a box at the top of the report. The box shows the first and the last value of one metric: the first
+    metric of the first row that is no baseline."""
 
     @property
     def tile_metric(self) -> str:
@@ -155,7 +157,7 @@ class TracedModels:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What a run writes before the micro-batches of a step: every sample's completion, by the trained model."""
+    """The completions that the trained model writes before the micro-batches of a step, one for every sample."""
 
     prompt_tokens: int
     """Most tokens of a prompt."""
@@ -164,11 +166,14 @@ class Generation:
 
 
 class PlannedObjective(Protocol):
-    """What the planner needs to know about an objective. Hashable; objectives with equal traces are equal."""
+    """What the planner needs to know about an objective.
+
+    Objects are hashable, and two are equal if their traces are: the planner then traces once for both.
+    """
 
     @property
     def in_study(self) -> bool:
-        """Whether the Liger study's formulas describe a micro-batch."""
+        """Whether the memory formulas of the Liger study (`planner/closed_form.py`) describe a micro-batch."""
         ...
 
     @property
@@ -188,7 +193,10 @@ class PlannedObjective(Protocol):
 
     @property
     def own_parameters(self) -> str | None:
-        """The prefix of the names of the parameters that `attach` adds; they belong to none of the model's layers."""
+        """The prefix of the names of the parameters that `attach` adds; None if it adds none.
+
+        By this prefix the planner tells them from the model's own weights.
+        """
         ...
 
     def attach(self, model: Any) -> Any:
@@ -196,7 +204,10 @@ class PlannedObjective(Protocol):
         ...
 
     def frozen_models(self, trained: FrozenModel, choices: Choices) -> tuple[FrozenModel, ...]:
-        """The models that the run holds beside the trained one. trained: the trained model's name and config."""
+        """The models that the run holds beside the trained one, such as a reference or a teacher.
+
+        trained: the trained model's name and config, which a reference shares.
+        """
         ...
 
     def sequences(self, batch: int) -> int:
@@ -216,11 +227,14 @@ class PlannedObjective(Protocol):
         ...
 
     def head(self, model: Any) -> Any:
-        """The module of the trained or of a frozen model with whose call the phase `loss` begins."""
+        """The module, usually `lm_head`, at whose call the phase `loss` of a forward pass begins.
+
+        model: the trained model, or one of the frozen models.
+        """
         ...
 
     def evaluation_passes(self, model: Any) -> tuple[AbstractContextManager[Any], ...]:
-        """One context per call of `loss` in the evaluation of a batch."""
+        """Evaluation calls `loss` for a batch once inside each of these contexts."""
         ...
 
     def generation(self, seq: int) -> Generation | None:
@@ -232,7 +246,7 @@ class PlannedObjective(Protocol):
         ...
 
     def refusals(self, choices: Choices) -> tuple[str, ...]:
-        """The reasons why a run with these choices cannot minimise the objective, one sentence each."""
+        """The reasons why no run with these techniques can train this objective, one sentence each."""
         ...
 
     def recipe_keys(self) -> Mapping[str, Any]:
@@ -244,7 +258,7 @@ class PlannedObjective(Protocol):
         ...
 
     def description(self) -> str:
-        """What the plan says about the objective after the techniques; empty for causal language modelling."""
+        """The objective's part of the line that describes a planned run; empty for causal language modelling."""
         ...
 
 
@@ -286,7 +300,7 @@ class Objective(Protocol):
 
     @property
     def reads_plain_head(self) -> bool:
-        """Whether the loss reads the weight of `lm_head`, so that an adapter on it would be ignored."""
+        """Whether the loss multiplies with the weight of `lm_head` itself, which would leave out an adapter on it."""
         ...
 
     def planned(self) -> PlannedObjective:
@@ -298,7 +312,7 @@ class Objective(Protocol):
         ...
 
     def no_sample_line(self) -> str:
-        """One line that names the samples which are skipped if weights are sharded."""
+        """Names what the run does not show with sharded weights. The console adds `: the weights are sharded`."""
         ...
 
     def phase(self, choices: Choices, run: Path) -> Phase | None:
@@ -306,11 +320,14 @@ class Objective(Protocol):
         ...
 
     def model(self, run: Path) -> ModelConfig:
-        """The model to load: the recipe's, or the one that `phase` trained. run: the run folder."""
+        """The `model` section to load: the recipe's, or that of the model which `phase` trained.
+
+        run: the run folder.
+        """
         ...
 
     def attach(self, built: Any) -> Any:
-        """Add the objective's modules to `built`, a patched model with its techniques, and return it."""
+        """Add the objective's modules to `built`, and return it. `built` is patched and has its techniques."""
         ...
 
     # --- data --------------------------------------------------------------------------------------------------------
@@ -320,13 +337,19 @@ class Objective(Protocol):
         ...
 
     def collator(self, data: DataConfig, *, pad_id: int, flatten: bool) -> Collator:
-        """What makes batches of the samples. flatten: a batch is one packed row, as flash attention takes it."""
+        """The function that makes a batch of samples.
+
+        Args:
+            data: The recipe's `data` section.
+            pad_id: The id that fills samples up to one length.
+            flatten: Whether a batch is one long packed row, as flash attention takes it.
+        """
         ...
 
     # --- training ----------------------------------------------------------------------------------------------------
 
     def group(self, model: Any, optimizer: Any) -> None:
-        """Change the parameter groups of a new optimizer."""
+        """Change the parameter groups of a new optimizer, for example to give new modules their own learning rate."""
         ...
 
     def begin_step(self, model: Any, step: Step) -> None:
@@ -334,7 +357,13 @@ class Objective(Protocol):
         ...
 
     def loss(self, model: Any, inputs: Mapping[str, Any], of_model: Callable[[], Any]) -> Any:
-        """The loss of a micro-batch. of_model: computes the loss of the model's own forward, as transformers does."""
+        """The loss of a micro-batch.
+
+        Args:
+            model: The trained model, as Accelerate has wrapped it.
+            inputs: The keyword arguments of its forward.
+            of_model: Computes the loss by the model's own forward, as the Trainer of transformers does.
+        """
         ...
 
     def metrics(self, model: Any, reduce: Reduce) -> dict[str, float]:
@@ -342,31 +371,41 @@ class Objective(Protocol):
         ...
 
     def counted(self, model: Any) -> dict[str, Any]:
-        """The sums of this process since the last log, for a checkpoint between two logs."""
+        """What `metrics` has summed up in this process since the last log; a checkpoint between two logs saves it."""
         ...
 
     def resume_counting(self, model: Any, counted: Mapping[str, Any], device: torch.device) -> None:
-        """Restore the sums that `counted` returned."""
+        """Restore, in a resumed run, the sums that `counted` returned."""
         ...
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
-    def begin_evaluation(self) -> None: ...
+    def begin_evaluation(self) -> None:
+        """Called before the first batch of an evaluation; the sums for `evaluation_metrics` begin at 0."""
+        ...
 
     def evaluation_sums(
         self, model: Any, inputs: Mapping[str, Any], counts: bool, precision: Callable[[], AbstractContextManager[Any]]
     ) -> torch.Tensor:
-        """Returns (sum of the losses, number of target tokens) of a batch in fp64; zeros if `counts` is false.
+        """Returns (sum of the losses, number of target tokens) of a batch in fp64.
 
         The result stays on the device. The host must not wait for it: the wait would not end if another process has
         run out of memory in a collective forward pass.
 
-        precision: Makes the autocast context of a forward pass.
+        Args:
+            model: The trained model.
+            inputs: The keyword arguments of its forward.
+            counts: False for a process without samples left, which only takes part in gathering weights. The result
+                is then 0.
+            precision: Makes the autocast context of a forward pass.
         """
         ...
 
     def count_batch(self) -> None:
-        """Add the last batch to the metrics. It did not run out of memory in any process, so none repeats it."""
+        """Add the batch of the last `evaluation_sums` to the sums for `evaluation_metrics`.
+
+        Not called for a batch in which a process ran out of memory: all processes evaluate it again, in smaller parts.
+        """
         ...
 
     def evaluation_metrics(self, reduce: Reduce) -> dict[str, float]:
@@ -374,13 +413,16 @@ class Objective(Protocol):
         ...
 
     def metric_section(self) -> MetricSection | None:
-        """How the report shows the metrics; None: it draws the training loss and the eval loss."""
+        """How the report shows the objective's own metrics; None: it draws the training loss and the eval loss."""
         ...
 
     # --- files -------------------------------------------------------------------------------------------------------
 
     def checkpoint_state(self, model: Any, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
-        """The weights that a checkpoint holds. state: the gathered state dict; None: the model has full weights."""
+        """The weights that a checkpoint holds; None: all weights of the model.
+
+        state: the state dict that was gathered from sharded weights; None if the model's weights are not sharded.
+        """
         ...
 
     def save_beside(self, model: Any, folder: Path) -> None:
@@ -401,6 +443,6 @@ class Objective(Protocol):
         """Decode from prompts of eval samples, for the summary's `decoded`; None if the objective decodes nothing."""
         ...
 
-    def sampled_line(self, found: Mapping[str, Any]) -> str:
+    def sampled_line(self, decoded: Mapping[str, Any]) -> str:
         """One line for the console and the report about the result of `sampled`, without the objective's name."""
         ...

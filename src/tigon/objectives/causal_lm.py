@@ -211,7 +211,7 @@ class CausalLM:
     def sampled(self, built: Any, samples: Sequence[Sample], eos: int | None) -> dict[str, Any] | None:
         return None
 
-    def sampled_line(self, found: Mapping[str, Any]) -> str:
+    def sampled_line(self, decoded: Mapping[str, Any]) -> str:
         raise NotImplementedError("this objective decodes nothing except the text sample")
 
 

@@ -22,8 +22,8 @@ def _found() -> dict[str, type[Objective]]:
     """What the files of this folder declare as `OBJECTIVE`, by the file's name; ordinary training comes last."""
     names = [info.name for info in pkgutil.iter_modules(objectives.__path__) if info.name != _CHOOSES]
     modules = {name: importlib.import_module(f"{objectives.__name__}.{name}") for name in names}
-    found = {name: module.OBJECTIVE for name, module in modules.items() if hasattr(module, "OBJECTIVE")}
-    return {name: found[name] for name in sorted(found, key=lambda name: (name == _TAKES_EVERY_RECIPE, name))}
+    classes = {name: module.OBJECTIVE for name, module in modules.items() if hasattr(module, "OBJECTIVE")}
+    return {name: classes[name] for name in sorted(classes, key=lambda name: (name == _TAKES_EVERY_RECIPE, name))}
 
 
 _BY_NAME = _found()

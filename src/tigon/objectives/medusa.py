@@ -82,8 +82,8 @@ def check(recipe: Recipe, config: Any, shapes: Mapping[str, tuple[int, ...]]) ->
 def _check_agrees(heads: HeadsConfig, spec: HeadsSpec) -> None:
     """Raise RecipeError if a key of the recipe does not match the heads in `heads.start`."""
     output = "shared" if spec.shared else "separate"
-    found = {"kind": spec.kind, "count": spec.count, "layers": spec.layers, "output": output}
-    for name, is_there in found.items():
+    of_start = {"kind": spec.kind, "count": spec.count, "layers": spec.layers, "output": output}
+    for name, is_there in of_start.items():
         wanted = getattr(heads, name)
         if wanted not in (None, "auto", is_there):
             raise RecipeError(
@@ -258,8 +258,8 @@ class MedusaTraining(CausalLM):
         state.ranked = step.done == 0 or (step.done + 1) % step.log_every == 0
 
     def metrics(self, model: Any, reduce: Reduce) -> dict[str, float]:
-        found: dict[str, float] = _heads_of(model).state.record.take(reduce)
-        return found
+        metrics: dict[str, float] = _heads_of(model).state.record.take(reduce)
+        return metrics
 
     def counted(self, model: Any) -> dict[str, Any]:
         return {"heads": _heads_of(model).state.record.state()}
@@ -364,8 +364,8 @@ class MedusaTraining(CausalLM):
     def sampled(self, built: Any, samples: Sequence[Sample], eos: int | None) -> dict[str, Any]:
         return decoded(built, self.recipe.output.sample_tokens, samples, eos)
 
-    def sampled_line(self, found: Mapping[str, Any]) -> str:
-        return decoding_line(found)
+    def sampled_line(self, decoded: Mapping[str, Any]) -> str:
+        return decoding_line(decoded)
 
 
 def _heads_of(model: Any) -> Any:
@@ -422,16 +422,16 @@ def decoded(built: Any, n_tokens: int, samples: Sequence[Sample], eos: int | Non
     }  # fmt: skip
 
 
-def decoding_line(found: Mapping[str, Any]) -> str:
+def decoding_line(decoded: Mapping[str, Any]) -> str:
     """One line for the console and the report about the result of `decoded`."""
-    if "error" in found:
-        return f"no decoding with the heads: {found['error']}"
-    same = "the same text as greedy decoding" if found["same_text"] == found["prompts"] else (
-        f"{found['prompts'] - found['same_text']} of {found['prompts']} texts differ from greedy decoding"
+    if "error" in decoded:
+        return f"no decoding with the heads: {decoded['error']}"
+    same = "the same text as greedy decoding" if decoded["same_text"] == decoded["prompts"] else (
+        f"{decoded['prompts'] - decoded['same_text']} of {decoded['prompts']} texts differ from greedy decoding"
     )  # fmt: skip
     return (
-        f"{found['tokens']} tokens in {found['forward_passes']} forward passes instead of "
-        f"{found['forward_passes_without']}, {found['acceptance_length']:.2f} tokens per pass; {same}"
+        f"{decoded['tokens']} tokens in {decoded['forward_passes']} forward passes instead of "
+        f"{decoded['forward_passes_without']}, {decoded['acceptance_length']:.2f} tokens per pass; {same}"
     )
 
 

@@ -91,8 +91,8 @@ def logprobs_of(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """One forward pass of `model`: the labels' log-probabilities (B, T - 1), and each of `outputs`."""
     traced = TracedModel.of(model)
-    found: tuple[Tensor, ...] = models.call(lambda: token_logprobs(traced, ids_BT, labels_BT, outputs, kept))
-    return found
+    results: tuple[Tensor, ...] = models.call(lambda: token_logprobs(traced, ids_BT, labels_BT, outputs, kept))
+    return results
 
 
 def padded(sequences: int, tokens: int, *names: str) -> dict[str, Tensor]:

@@ -80,7 +80,9 @@ class _Record(_Fields):
 
     def tensor_paths(self, path: str) -> list[str]:
         """The paths of the tensors as `operator.attrgetter` takes them."""
-        return [found for name, kind in self.kinds for found in kind.tensor_paths(f"{path}.{name}".lstrip("."))]
+        return [
+            tensor_path for name, kind in self.kinds for tensor_path in kind.tensor_paths(f"{path}.{name}".lstrip("."))
+        ]
 
     def flatten(self, value: Any) -> list[Any]:
         return self.flatten_all([getattr(value, name) for name, _ in self.kinds])

@@ -116,11 +116,11 @@ class DataConfig:
         "polite and a blunt answer. An entry may be a mapping, such as `{source: a.jsonl, weight: 2}`.",
     )  # fmt: skip
     format: str = key(
-        "auto", "Format of the rows. `auto` recognises it by the keys of each file's first row.",
+        "auto", "Format of the rows. `auto` recognises it by the columns of each file's first row.",
         choices=("auto", *FORMATS),
     )  # fmt: skip
     columns: Mapping[str, Any] | None = key(
-        None, "Names of the columns that hold a format's fields, e.g. `{prompt: question, completion: answer}`."
+        None, "The names that a format's columns have in your data, e.g. `{prompt: question, completion: answer}`."
     )
     subset: str | None = key(None, "Subset (configuration) of a data set on the hub.")
     split: str | None = key(None, "Split of a data set on the hub, e.g. `train[:1000]`; none: `train`.")
@@ -130,7 +130,7 @@ class DataConfig:
     )
     template: str = key(
         "auto", "How rows become text. `auto`: Alpaca's rows and messages use the tokenizer's chat template, or plain "
-        "headers if it has none; `chat`: prompts with completions use it too; `plain`: only plain headers; or a "
+        "headers if it has none; `chat`: rows of `prompt-completion` use it too; `plain`: only plain headers; or a "
         "`.jinja` file, used as with `chat` and saved with the model.",
     )  # fmt: skip
     learn: str = key(
@@ -166,8 +166,8 @@ class DataConfig:
         choices=("error", "truncate", "drop"),
     )  # fmt: skip
     bad_rows: str = key(
-        "error", "If a JSONL row or a text file cannot be used (invalid JSON or UTF-8, unknown keys, an empty answer, "
-        "refused by the chat template): stop and name it, or leave it out (the report counts it).",
+        "error", "If a JSONL row or a text file cannot be used (invalid JSON or UTF-8, unknown columns, an empty "
+        "answer, refused by the chat template): stop and name it, or leave it out (the report counts it).",
         choices=("error", "skip"),
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ _READS_THE_REGISTRY = "matrix"  # imported after it
 
 
 def _declared() -> list[Declaration]:
-    """The declarations of this folder's files."""
+    """Import every file of this folder, and return their declarations."""
     modules = [
         importlib.import_module(f"{__name__}.{info.name}")
         for info in pkgutil.iter_modules(__path__)
@@ -35,7 +35,7 @@ def _declared() -> list[Declaration]:
 
 
 def _complete_choices(settings: Mapping[str, Setting]) -> None:
-    """Give Choices the fields that it does not list."""
+    """Add a field to `Choices` for each setting that `techniques/records/choices.py` does not list."""
     new = {name: setting for name, setting in settings.items() if name not in _places()}
     for name, setting in new.items():
         if setting.new_type is None:
@@ -51,7 +51,7 @@ def _places() -> dict[str, int]:
 
 
 def _first_place(declaration: Declaration) -> int:
-    """The place in Choices of the first field that a declaration is about."""
+    """The position in `Choices` of a declaration's first field; declarations are sorted by it."""
     names = [setting.field for setting in declaration.settings]
     names = names or [technique.chosen[0].field for technique in declaration.techniques]
     return min(_places()[name] for name in names)
@@ -73,4 +73,4 @@ KEY_SWITCHES: tuple[KeySwitch, ...] = tuple(row for one in _DECLARATIONS for row
 PAGES: Mapping[str, str] = {page: title for declaration in _DECLARATIONS for page, title in declaration.pages.items()}
 """Pages of docs/techniques -> their titles."""
 SEARCHED = frozenset(name for name, setting in SETTINGS.items() if setting.search is not None)
-"""The settings that the planner may change if they were left free."""
+"""The settings that the planner may choose if the user has not given them."""

@@ -36,7 +36,7 @@ class _Kernel(NamedTuple):
     """One of PyTorch's causal attentions."""
 
     forward: Callable[..., Any]
-    """(q, k, v, scale) -> (out, log-sum-exp (B, h, T, ...), further arguments of its backward)"""
+    """(q, k, v, scale) -> (out, log-sum-exp (B, h, T, ...), more tensors that its backward takes)"""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     """(dout, q, k, v, out, lse, rest, scale) -> (dq, dk, dv)"""
     shares_key_heads: bool

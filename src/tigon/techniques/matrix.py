@@ -19,14 +19,17 @@ from tigon.techniques.records.technique import PACKAGE_EXTRAS
 
 
 def wrong_values(choices: Choices, name: Callable[[Setting], str] = lambda setting: setting.field) -> tuple[str, ...]:
-    """Returns a sentence for each value that its setting does not allow. name: what to call a setting."""
-    found = []
+    """Returns a sentence for each value that its setting does not allow.
+
+    name: returns the name of a setting in the sentence: its recipe key, or its flag.
+    """
+    problems = []
     for setting in SETTINGS.values():
         value = getattr(choices, setting.field)
         problem = setting.problem(value)
         if problem:
-            found.append(f"{name(setting)} is {value!r}; {problem}")
-    return tuple(found)
+            problems.append(f"{name(setting)} is {value!r}; {problem}")
+    return tuple(problems)
 
 
 def untraceable(choices: Choices) -> tuple[str, ...]:

@@ -72,13 +72,13 @@ class Optimizer:
     """It uses torch.compile, which needs a C++ compiler on a CPU."""
     states: States
     shared_bytes: int = 0
-    """Bytes of state that all parameters share, such as quantisation maps."""
+    """Bytes of state that exist once for all parameters, such as quantisation maps."""
     step_bytes: Callable[[Parameter, int], int] = lambda parameter, rank: 0
     """(parameter, rank) -> bytes of temporaries in one parameter's update."""
     step_leaves: Callable[[Parameter, int], int] = lambda parameter, rank: 0
-    """(parameter, rank) -> bytes of them that are still held at the peak of the next parameter's update."""
+    """(parameter, rank) -> bytes of these temporaries that still live during the next parameter's update."""
     step_holds_all: bool = False
-    """The temporaries of all parameters live at once (foreach). Otherwise one parameter's do."""
+    """Whether the temporaries of all parameters live at the same time, as with foreach; otherwise those of one."""
     step_moves: Callable[[Parameter, int], int] | None = None
     """(parameter, rank) -> bytes of device memory that one parameter's update reads and writes, summed over its ops;
     None: a single pass over weight, gradient and states."""
@@ -92,7 +92,7 @@ class Optimizer:
     """How it changes the numbers that the run computes, compared with AdamW with fp32 states."""
     source: str
     searched: bool = False
-    """The planner tries it if the optimizer is free. The rows are in the order of their change of the numbers."""
+    """Whether the planner may choose it if the user names no optimizer. Rows that change the result less come first."""
     change_rank: int = 0
     last_resort: bool = False
     searched_with: tuple[Condition, ...] = ()
@@ -136,7 +136,7 @@ def _bnb_quantises(parameter: Parameter) -> bool:
 
 
 def _bnb(count: int, *, bits: int, paged: bool) -> States:
-    """bitsandbytes: `count` moments in `bits`; 8-bit ones have an fp32 absolute maximum per 256 elements.
+    """The state of bitsandbytes' optimizers: `count` moments of `bits` bits, and an fp32 scale per 256 8-bit elements.
 
     bitsandbytes==0.50.2 optim/optimizer.py: init_state, get_state_buffer; transformers==5.17 Trainer.create_optimizer
     registers every embedding with 32 bits.
@@ -158,7 +158,7 @@ def _torchao_quantises(parameter: Parameter) -> bool:
 
 
 def _torchao(bits: int) -> States:
-    """torchao: two moments, each with its own scales and its own quantisation map.
+    """The state of torchao's optimizers: two moments, each with its own scales and its own quantisation map.
 
     torchao==0.18.0 optim/adam.py: _new_buffer; Trainer passes block_size 256 for both widths.
     """

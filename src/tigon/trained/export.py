@@ -41,7 +41,7 @@ class Export:
     gguf: str | None = None
     """One of `GGUF_TYPES`, to write a GGUF file beside the weights."""
 
-    def check(self, found: TrainedModel) -> None:
+    def check(self, trained: TrainedModel) -> None:
         """Refuse what cannot be written, before anything is loaded.
 
         Raises:
@@ -53,16 +53,16 @@ class Export:
             raise OptionError(f"--gguf {self.gguf} is not known; choose one of {', '.join(GGUF_TYPES)}.")
         if self.target.exists():
             raise OptionError(f"{self.target} exists; name a new folder.")
-        if found.adapter is None and self.merge:
-            raise OptionError(f"--merge: {found.weights} has no adapters to merge; leave --merge out.")
-        if found.adapter is not None and not self.merge and (self.dtype or self.gguf):
+        if trained.adapter is None and self.merge:
+            raise OptionError(f"--merge: {trained.weights} has no adapters to merge; leave --merge out.")
+        if trained.adapter is not None and not self.merge and (self.dtype or self.gguf):
             given = "--dtype" if self.dtype else "--gguf"
             raise OptionError(f"{given} changes whole weights, and this run trained adapters; add --merge.")
         if self.gguf is not None:
             find_converter()
 
 
-def export(found: TrainedModel, wanted: Export) -> list[Path]:
+def export(trained: TrainedModel, wanted: Export) -> list[Path]:
     """Write a trained model to `wanted.target`.
 
     Returns:
@@ -72,22 +72,22 @@ def export(found: TrainedModel, wanted: Export) -> list[Path]:
         OptionError: as `Export.check`.
         UsageError: the model cannot be loaded, or the GGUF converter failed.
     """
-    wanted.check(found)
+    wanted.check(trained)
     with _new_folder(wanted.target) as folder:
-        if found.adapter is not None and not wanted.merge:
-            shutil.copytree(found.adapter, folder, dirs_exist_ok=True)
+        if trained.adapter is not None and not wanted.merge:
+            shutil.copytree(trained.adapter, folder, dirs_exist_ok=True)
         else:
-            _write_weights(found, wanted, folder)
+            _write_weights(trained, wanted, folder)
         if wanted.gguf is not None:
             _write_gguf(folder, f"{wanted.target.name}-{wanted.gguf}.gguf", wanted.gguf)
     return sorted(path for path in wanted.target.rglob("*") if path.is_file())
 
 
-def _write_weights(found: TrainedModel, wanted: Export, folder: Path) -> None:
-    tokenizer = load_tokenizer_of(found)
-    model = load_weights(found)
-    if found.adapter is not None:
-        model = merged(with_adapter(model, found))
+def _write_weights(trained: TrainedModel, wanted: Export, folder: Path) -> None:
+    tokenizer = load_tokenizer_of(trained)
+    model = load_weights(trained)
+    if trained.adapter is not None:
+        model = merged(with_adapter(model, trained))
     if wanted.dtype is not None:
         model = model.to(DTYPES[wanted.dtype])
     model.save_pretrained(folder, max_shard_size=SHARD_BYTES)

@@ -71,10 +71,10 @@ def _in_run(run: Path) -> TrainedModel:
     heads = run / HEADS if (run / HEADS / CONFIG).is_file() else None
     for folder in (run / ADAPTERS, run / MODEL):
         if (folder / ADAPTER_CONFIG).is_file():
-            found = _with_adapter(folder)
+            trained = _with_adapter(folder)
             break
         if (folder / CONFIG).is_file():
-            found = TrainedModel(weights=str(folder), tokenizer=str(folder))
+            trained = TrainedModel(weights=str(folder), tokenizer=str(folder))
             break
     else:
         # Stage 1 of Medusa leaves a checkpoint's model unchanged and saves the heads alone.
@@ -83,13 +83,13 @@ def _in_run(run: Path) -> TrainedModel:
                 f"{run} holds no trained model: it has no {MODEL}/. Finish it with `tigon train {run / RECIPE} "
                 f"--resume`, or train with output.save_model: true."
             )
-        found = TrainedModel(
+        trained = TrainedModel(
             weights=recipe.model.name, tokenizer=str(run / TOKENIZER), revision=recipe.model.revision,
             trust_remote_code=recipe.model.trust_remote_code,
         )  # fmt: skip
     return TrainedModel(
-        weights=found.weights, tokenizer=found.tokenizer, adapter=found.adapter, heads=heads, revision=found.revision,
-        trust_remote_code=recipe.model.trust_remote_code,
+        weights=trained.weights, tokenizer=trained.tokenizer, adapter=trained.adapter, heads=heads,
+        revision=trained.revision, trust_remote_code=recipe.model.trust_remote_code,
     )  # fmt: skip
 
 

@@ -36,11 +36,11 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def load(found: TrainedModel, *, device: torch.device, dtype: torch.dtype | str = "auto") -> Loaded:
+def load(trained: TrainedModel, *, device: torch.device, dtype: torch.dtype | str = "auto") -> Loaded:
     """Load a trained model.
 
     Args:
-        found: where its files are.
+        trained: where its files are.
         device: the device of the model.
         dtype: the dtype of the weights; "auto" keeps the dtype of the files.
 
@@ -48,58 +48,58 @@ def load(found: TrainedModel, *, device: torch.device, dtype: torch.dtype | str 
         UsageError: the weights, adapters or heads cannot be loaded, or a tensor of the model is missing.
         RecipeError: the tokenizer cannot be loaded.
     """
-    tokenizer = load_tokenizer_of(found)
-    model = load_weights(found, dtype=dtype)
-    if found.adapter is not None:
-        model = with_adapter(model, found)
+    tokenizer = load_tokenizer_of(trained)
+    model = load_weights(trained, dtype=dtype)
+    if trained.adapter is not None:
+        model = with_adapter(model, trained)
     model = model.to(device).eval()
-    if found.heads is not None:
-        _attach_heads(model, found)
-    return Loaded(model, tokenizer, has_heads=found.heads is not None)
+    if trained.heads is not None:
+        _attach_heads(model, trained)
+    return Loaded(model, tokenizer, has_heads=trained.heads is not None)
 
 
-def load_tokenizer_of(found: TrainedModel) -> Any:
+def load_tokenizer_of(trained: TrainedModel) -> Any:
     """The tokenizer. Raises RecipeError if it cannot be loaded."""
-    return load_tokenizer(found.tokenizer, revision=found.revision, trust_remote_code=found.trust_remote_code)
+    return load_tokenizer(trained.tokenizer, revision=trained.revision, trust_remote_code=trained.trust_remote_code)
 
 
-def load_weights(found: TrainedModel, *, dtype: torch.dtype | str = "auto") -> Any:
+def load_weights(trained: TrainedModel, *, dtype: torch.dtype | str = "auto") -> Any:
     """The whole model on the CPU, without adapters. transformers would fill missing tensors with random numbers."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            found.weights, dtype=dtype, revision=found.revision, trust_remote_code=found.trust_remote_code,
+            trained.weights, dtype=dtype, revision=trained.revision, trust_remote_code=trained.trust_remote_code,
             use_safetensors=True, output_loading_info=True,
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UsageError(f"{found.weights} cannot be loaded: {weight_files.one_line(error)}") from None
+        raise UsageError(f"{trained.weights} cannot be loaded: {weight_files.one_line(error)}") from None
     report = weight_files.report_of(info)
     if report.problem:
-        raise UsageError(f"{found.weights}: {report.problem}")
+        raise UsageError(f"{trained.weights}: {report.problem}")
     return model
 
 
-def with_adapter(model: Any, found: TrainedModel) -> Any:
+def with_adapter(model: Any, trained: TrainedModel) -> Any:
     """The model inside PEFT's wrapper, with the saved adapters."""
     import peft
 
-    assert found.adapter is not None
+    assert trained.adapter is not None
     try:
-        return peft.PeftModel.from_pretrained(model, str(found.adapter))
+        return peft.PeftModel.from_pretrained(model, str(trained.adapter))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise UsageError(
-            f"{found.adapter}: its adapters cannot be loaded into {found.weights}: {weight_files.one_line(error)}"
+            f"{trained.adapter}: its adapters cannot be loaded into {trained.weights}: {weight_files.one_line(error)}"
         ) from None
 
 
-def _attach_heads(model: Any, found: TrainedModel) -> None:
-    assert found.heads is not None
-    spec, state = medusa.load_heads(found.heads)
+def _attach_heads(model: Any, trained: TrainedModel) -> None:
+    assert trained.heads is not None
+    spec, state = medusa.load_heads(trained.heads)
     try:
         heads = medusa.attach(model, spec, medusa.Objective(stage=2), state)
     except PatchError as error:
-        raise UsageError(f"{found.heads}: {error} Leave them out with --no-heads.") from None
+        raise UsageError(f"{trained.heads}: {error} Leave them out with --no-heads.") from None
     weight = model.get_output_embeddings().weight
     heads.to(device=weight.device, dtype=weight.dtype).eval()

@@ -12,7 +12,7 @@ from tigon.compat.liger.patching.families import SIGNATURES
 VERSION = "0.8.5"
 """The Liger Kernel version whose names, argument orders and defaults are used."""
 
-_HERE = "tigon.compat.liger"
+_HERE = __name__.rpartition(".")[0]
 
 # Module of liger_kernel.ops -> its names; Functions are in `ops/functions.py`, the rest in `ops/launchers.py`.
 _OPS = {

@@ -99,13 +99,13 @@ def divergence(student: TracedModel, teacher: TracedModel, ids_BT: Tensor, kept:
     hidden_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[index]
     teacher_NG = teacher_BTG.reshape(-1, teacher_BTG.shape[-1])[index]
     teacher_head = teacher.causal.get_output_embeddings()
-    found, _ = student.compute(
+    divergence_N, _ = student.compute(
         hidden_NH,
         Divergence(
             teacher_NG, teacher_head.weight.detach(), None, student.form, teacher.form, beta, with_entropy=True
         ),
     )  # fmt: skip
-    return found
+    return divergence_N
 
 
 @contextmanager

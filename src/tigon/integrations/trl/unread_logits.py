@@ -183,10 +183,12 @@ class UnreadLogitsTrainer:
         methods = [
             name for name in dir(type(trainer)) if inspect.isfunction(inspect.getattr_static(type(trainer), name))
         ]
-        found = {name: owner_of(getattr(type(trainer), name), FUNCTIONS[0]) for name in methods}
-        found |= {name: owner_of(getattr(type(trainer), name), FUNCTIONS[2]) for name in methods if found[name] is None}
-        found = {name: owner for name, owner in found.items() if owner is not None}
-        if not found:
+        owners = {name: owner_of(getattr(type(trainer), name), FUNCTIONS[0]) for name in methods}
+        owners |= {
+            name: owner_of(getattr(type(trainer), name), FUNCTIONS[2]) for name in methods if owners[name] is None
+        }
+        owners = {name: owner for name, owner in owners.items() if owner is not None}
+        if not owners:
             raise PatchError(f"this {type(trainer).__name__} computes its loss from the logits that the model returns")
         forms = {name: observed_logit_map(model) for name, model in models.items()}
         if reasons := [form for form in forms.values() if isinstance(form, str)]:
@@ -202,7 +204,7 @@ class UnreadLogitsTrainer:
         except PatchError:
             self.restore()
             raise
-        for name, owner in found.items():
+        for name, owner in owners.items():
             self._replace_method(trainer, name, owner)
 
     def _replace_forward(self, head: FusedHead, form: LogitForm) -> None:

@@ -63,12 +63,14 @@ class LinearKl(torch.autograd.Function):
         block_bytes, most_kept = call.chunk_bytes
         # A symbolic token count must not decide anything, or every count would need a new compilation.
         keep = any(ctx.want) and isinstance(pair.tokens, int) and keeps_logits(pair, most_kept)
-        found = linear_kl_fwd(pair, call.counts_N, call.options, keep, block_bytes)
+        computed = linear_kl_fwd(pair, call.counts_N, call.options, keep, block_bytes)
         if any(ctx.want):
-            kept = (found.p_kept_NV, found.q_kept_NV) if keep else (None, None)
-            ctx.save_for_backward(*vars(pair).values(), call.counts_N, index, found.stats_8N, found.peaks_2N, *kept)
+            kept = (computed.p_kept_NV, computed.q_kept_NV) if keep else (None, None)
+            ctx.save_for_backward(
+                *vars(pair).values(), call.counts_N, index, computed.stats_8N, computed.peaks_2N, *kept
+            )
         ctx.options, ctx.rows, ctx.block_bytes = call.options, rows, block_bytes
-        return spread(found.value_N, index, rows, 0.0)
+        return spread(computed.value_N, index, rows, 0.0)
 
     @staticmethod
     @first_order

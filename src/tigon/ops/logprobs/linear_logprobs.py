@@ -87,26 +87,26 @@ class LinearLogprobs(torch.autograd.Function):
         block_bytes, most_kept = call.chunk_bytes
         # A symbolic token count must not decide anything, or every count would need a new compilation.
         keep = any(ctx.want) and isinstance(N, int) and keeps_logits(N, V, hidden_NH.element_size(), most_kept)
-        found = linear_logprobs_fwd(HeadTensors(hidden_NH, weight_VH, bias), ids_NK, options, keep, block_bytes)
+        computed = linear_logprobs_fwd(HeadTensors(hidden_NH, weight_VH, bias), ids_NK, options, keep, block_bytes)
         if any(ctx.want):
             # The largest logits are ids like the others in the backward.
-            all_ids = torch.cat([ids_NK.long(), found.topk_ids_NJ], 1) if options.top_k else ids_NK
-            kept = found.kept_NV if keep else None
+            all_ids = torch.cat([ids_NK.long(), computed.topk_ids_NJ], 1) if options.top_k else ids_NK
+            kept = computed.kept_NV if keep else None
             ctx.save_for_backward(
-                hidden_NH, weight_VH, bias, all_ids, found.stats_2N, found.entropy_N, kept, index
+                hidden_NH, weight_VH, bias, all_ids, computed.stats_2N, computed.entropy_N, kept, index
             )  # fmt: skip
         ctx.options, ctx.lse, ctx.rows, ctx.block_bytes, ctx.ids = options, call.lse, rows, block_bytes, ids_NK.shape[1]
         ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
         ctx.set_materialize_grads(False)
-        lse_N = found.stats_2N.sum(0) if call.lse else found.entropy_N.new_empty(0)
+        lse_N = computed.stats_2N.sum(0) if call.lse else computed.entropy_N.new_empty(0)
         ignored = options.ignore_index
         results = Results(
-            _spread(found.logprob_NK, index, rows, 0.0),
+            _spread(computed.logprob_NK, index, rows, 0.0),
             _spread(lse_N, index, rows, 0.0) if call.lse else lse_N,
-            _spread(found.entropy_N, index, rows, 0.0) if options.entropy else found.entropy_N,
-            _spread(found.predicted_N, index, rows, ignored) if options.predicted else found.predicted_N,
-            _spread(found.topk_logprob_NJ, index, rows, 0.0),
-            _spread(found.topk_ids_NJ, index, rows, ignored),
+            _spread(computed.entropy_N, index, rows, 0.0) if options.entropy else computed.entropy_N,
+            _spread(computed.predicted_N, index, rows, ignored) if options.predicted else computed.predicted_N,
+            _spread(computed.topk_logprob_NJ, index, rows, 0.0),
+            _spread(computed.topk_ids_NJ, index, rows, ignored),
         )
         ctx.mark_non_differentiable(results.predicted_N, results.topk_ids_NJ)
         return results
@@ -245,25 +245,25 @@ def linear_logprobs(
         chunk_bytes=default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
     )
     apply = _linear_logprobs if torch.compiler.is_compiling() else _apply
-    found: Results = apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
-    return public(found, ids.shape, rows, options, "lse" in outputs)
+    results: Results = apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
+    return public(results, ids.shape, rows, options, "lse" in outputs)
 
 
 def public(
-    found: Results, ids_shape: torch.Size, rows: torch.Size, options: LogprobOptions, lse: bool
+    results: Results, ids_shape: torch.Size, rows: torch.Size, options: LogprobOptions, lse: bool
 ) -> Tensor | Logprobs:
     """The public function's result: the log-probabilities alone, or `Logprobs`."""
-    logprob = found.logprob_NK.view(ids_shape)
+    logprob = results.logprob_NK.view(ids_shape)
     if not (lse or options.entropy or options.predicted or options.top_k):
         return logprob
     top = (*rows, options.top_k)
     return Logprobs(
         logprob,
-        lse=found.lse_N.view(rows) if lse else None,
-        entropy=found.entropy_N.view(rows) if options.entropy else None,
-        predicted=found.predicted_N.view(rows) if options.predicted else None,
-        topk_logprob=found.topk_logprob_NJ.view(top) if options.top_k else None,
-        topk_ids=found.topk_ids_NJ.view(top) if options.top_k else None,
+        lse=results.lse_N.view(rows) if lse else None,
+        entropy=results.entropy_N.view(rows) if options.entropy else None,
+        predicted=results.predicted_N.view(rows) if options.predicted else None,
+        topk_logprob=results.topk_logprob_NJ.view(top) if options.top_k else None,
+        topk_ids=results.topk_ids_NJ.view(top) if options.top_k else None,
     )
 
 

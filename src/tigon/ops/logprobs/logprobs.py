@@ -87,16 +87,21 @@ class LogprobsOfLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, call: LogprobsCall) -> Results:
         options, ids_NK = call.options, call.ids_NK
-        found = logprobs_fwd(logits_NV, ids_NK, options)
+        computed = logprobs_fwd(logits_NV, ids_NK, options)
         # The largest logits are ids like the others in the backward.
-        all_ids = torch.cat([ids_NK.long(), found.topk_ids_NJ], 1) if options.top_k else ids_NK
-        ctx.save_for_backward(logits_NV, all_ids, found.stats_2N, found.entropy_N)
+        all_ids = torch.cat([ids_NK.long(), computed.topk_ids_NJ], 1) if options.top_k else ids_NK
+        ctx.save_for_backward(logits_NV, all_ids, computed.stats_2N, computed.entropy_N)
         ctx.options, ctx.lse, ctx.ids = options, call.lse, ids_NK.shape[1]
         ctx.set_materialize_grads(False)
-        lse_N = found.stats_2N.sum(0) if call.lse else found.entropy_N.new_empty(0)
-        ctx.mark_non_differentiable(found.predicted_N, found.topk_ids_NJ)
+        lse_N = computed.stats_2N.sum(0) if call.lse else computed.entropy_N.new_empty(0)
+        ctx.mark_non_differentiable(computed.predicted_N, computed.topk_ids_NJ)
         return Results(
-            found.logprob_NK, lse_N, found.entropy_N, found.predicted_N, found.topk_logprob_NJ, found.topk_ids_NJ
+            computed.logprob_NK,
+            lse_N,
+            computed.entropy_N,
+            computed.predicted_N,
+            computed.topk_logprob_NJ,
+            computed.topk_ids_NJ,
         )
 
     @staticmethod
@@ -163,8 +168,8 @@ def logprobs(
     if logits_NV.stride(1) != 1 and V > 1:
         logits_NV = logits_NV.contiguous()
     apply = _logprobs if torch.compiler.is_compiling() else _apply
-    found: Results = apply(logits_NV, LogprobsCall(ids_NK=ids_NK, options=options, lse="lse" in outputs))
-    return public(found, ids.shape, rows, options, "lse" in outputs)
+    results: Results = apply(logits_NV, LogprobsCall(ids_NK=ids_NK, options=options, lse="lse" in outputs))
+    return public(results, ids.shape, rows, options, "lse" in outputs)
 
 
 # --- the record -------------------------------------------------------------------------------------------------------

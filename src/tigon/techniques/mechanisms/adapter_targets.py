@@ -20,7 +20,7 @@ SUBSPACE_INITS = ("pissa", "olora")
 
 @dataclass(frozen=True)
 class Targets:
-    """What gets adapters."""
+    """The parts of a model that get adapters."""
 
     modules: tuple[str, ...]
     """Paths of modules."""
@@ -29,7 +29,7 @@ class Targets:
 
 
 def invalid(target: str) -> str | None:
-    """Why a target cannot be one, as the end of a sentence: a pattern that is no regular expression."""
+    """Returns why a text cannot be a target (it is no regular expression), as the end of a sentence; None if it can."""
     if target in WORDS:
         return None
     try:
@@ -40,7 +40,7 @@ def invalid(target: str) -> str | None:
 
 
 def targets_of(model: Any, targets: tuple[str, ...]) -> Targets:
-    """Find what the targets name.
+    """The modules and parameters that `lora.targets` names.
 
     A target is one of `WORDS`, the name or path of a module, or a regular expression that matches whole paths.
 
@@ -63,21 +63,23 @@ def targets_of(model: Any, targets: tuple[str, ...]) -> Targets:
 def short_names(model: Any, targets: Targets) -> list[str]:
     """The names by which PEFT finds the modules of `targets` and no others: last parts of paths, if they suffice."""
     names = {path.rpartition(".")[2] for path in targets.modules}
-    found = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
-    return sorted(names) if sorted(found) == sorted(targets.modules) else list(targets.modules)
+    same_ends = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
+    return sorted(names) if sorted(same_ends) == sorted(targets.modules) else list(targets.modules)
 
 
 def _found(model: Any, modules: Mapping[str, nn.Module], target: str) -> list[str]:
     wanted = _by_word(model).get(target)
     if wanted is not None:
         return [path for path, module in modules.items() if wanted(module)]
-    found = [path for path in modules if path and (path == target or path.endswith(f".{target}"))]
-    by_pattern = not found
+    matching = [path for path in modules if path and (path == target or path.endswith(f".{target}"))]
+    by_pattern = not matching
     if by_pattern:
-        found = [path for path in modules if path and re.fullmatch(target, path)]
-    adaptable = [path for path in found if _is_adaptable(modules[path])]
+        matching = [path for path in modules if path and re.fullmatch(target, path)]
+    adaptable = [path for path in matching if _is_adaptable(modules[path])]
     # A pattern such as .*mlp.* also matches modules without weights: containers and activations.
-    refused = [path for path in found if path not in adaptable and not (by_pattern and not _has_weights(modules[path]))]
+    refused = [
+        path for path in matching if path not in adaptable and not (by_pattern and not _has_weights(modules[path]))
+    ]
     if refused:
         raise RecipeError(
             f"lora.targets: {target!r} names {refused[0]}, a {type(modules[refused[0]]).__name__}, and PEFT adapts "
@@ -133,8 +135,8 @@ def modules_to_save(model: Any, names: tuple[str, ...]) -> dict[str, list[str]]:
         RecipeError: A name is that of no module.
     """
     modules = dict(model.named_modules())
-    found = {name: [path for path in modules if path and f".{path}".endswith(f".{name}")] for name in names}
-    for name, paths in found.items():
+    paths_of = {name: [path for path in modules if path and f".{path}".endswith(f".{name}")] for name in names}
+    for name, paths in paths_of.items():
         if not paths:
             known = sorted(
                 {path.rpartition(".")[2] for path in modules if path and not path.endswith(tuple("0123456789"))}
@@ -142,7 +144,7 @@ def modules_to_save(model: Any, names: tuple[str, ...]) -> dict[str, list[str]]:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"the nearest is {near[0]}" if near else f"its modules are {', '.join(known[:12])}"
             raise RecipeError(f"lora.modules_to_save: {name!r} names no module of this model; {hint}")
-    return found
+    return paths_of
 
 
 def check(model: Any, *, rank: int, targets: tuple[str, ...], init: str, saved: tuple[str, ...], bias: str,
@@ -161,10 +163,10 @@ def check(model: Any, *, rank: int, targets: tuple[str, ...], init: str, saved: 
     Raises:
         RecipeError: The message names the key.
     """
-    found = targets_of(model, targets)
+    adapted = targets_of(model, targets)
     modules = dict(model.named_modules())
     for name, paths in modules_to_save(model, saved).items():
-        both = next((path for path in paths if path in found.modules), None)
+        both = next((path for path in paths if path in adapted.modules), None)
         if both is not None:
             raise RecipeError(
                 f"lora.modules_to_save: {name!r} names {both}, which also gets an adapter; leave it out of "
@@ -175,8 +177,8 @@ def check(model: Any, *, rank: int, targets: tuple[str, ...], init: str, saved: 
                 f"lora.modules_to_save: {name!r} names linear modules that lora.quantize keeps in integers, which "
                 "cannot be trained; leave it out, or set lora.quantize: false"
             )
-    _check_init(modules, found, rank, init, quantized)
-    owners = modules.items() if bias == "all" else ((path, modules[path]) for path in found.modules)
+    _check_init(modules, adapted, rank, init, quantized)
+    owners = modules.items() if bias == "all" else ((path, modules[path]) for path in adapted.modules)
     if bias != "none" and not any(getattr(module, "bias", None) is not None for _, module in owners):
         where = "the model" if bias == "all" else "lora.targets"
         raise RecipeError(f"lora.bias: {bias}: no module of {where} has a bias; set lora.bias: none")
@@ -187,17 +189,17 @@ def _holds_4_bits(module: nn.Module, model: Any) -> bool:
     return any(isinstance(inner, nn.Linear) and inner is not head for inner in module.modules())
 
 
-def _check_init(modules: Mapping[str, nn.Module], found: Targets, rank: int, init: str, quantized: bool) -> None:
+def _check_init(modules: Mapping[str, nn.Module], adapted: Targets, rank: int, init: str, quantized: bool) -> None:
     if init in ("default", "gaussian"):
         return
-    others = [path for path in found.modules if not isinstance(modules[path], nn.Linear)]
-    if found.parameters or (others and not (init.startswith("pissa") and _is_conv1d(modules[others[0]]))):
-        other = found.parameters[0] if found.parameters else others[0]
+    others = [path for path in adapted.modules if not isinstance(modules[path], nn.Linear)]
+    if adapted.parameters or (others and not (init.startswith("pissa") and _is_conv1d(modules[others[0]]))):
+        other = adapted.parameters[0] if adapted.parameters else others[0]
         raise RecipeError(
             f"lora.init: {init}: PEFT has it for linear modules only, and {other} is none; use lora.init: default, or "
             "leave it out of lora.targets"
         )
-    shapes = {path: modules[path].get_parameter("weight").shape for path in found.modules}
+    shapes = {path: modules[path].get_parameter("weight").shape for path in adapted.modules}
     smallest = min(shapes, key=lambda path: min(shapes[path]))
     size = min(shapes[smallest])
     if init.startswith(SUBSPACE_INITS) and rank > size:

@@ -18,7 +18,7 @@ MAX_LEAVING = 2  # tensors being copied to the host; before a third, the compute
 
 
 class _Waiting:
-    """A tensor on the host, and the tensor saved before it, which the backward pass will need next."""
+    """A tensor that waits on the host. It links to the tensor saved before it, which the backward pass needs next."""
 
     __slots__ = ("__weakref__", "arrived", "device", "earlier", "host", "returned")
 
@@ -77,7 +77,7 @@ class HostOffload:
         return tensor
 
     def _fetch(self, waiting: _Waiting) -> None:
-        """Start the copy back, unless it has started. The tensor is allocated on the compute stream, which uses it."""
+        """Start the copy back, unless it has started. The compute stream allocates the tensor, because it uses it."""
         if waiting.returned is not None:
             return
         waiting.returned = torch.empty_like(waiting.host, device=waiting.device)

@@ -83,7 +83,7 @@ class _Inputs(torch.autograd.Function):
 class _Frame:
     """One call of the function: its inputs, and the tensors that its ops saved."""
 
-    __slots__ = ("again", "args", "autocast", "found", "function", "inputs", "rng", "saved", "task")
+    __slots__ = ("again", "args", "autocast", "function", "inputs", "recomputed", "rng", "saved", "task")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> None:
         tensors = [a for a in args if isinstance(a, Tensor)]
@@ -96,10 +96,10 @@ class _Frame:
         self.rng = _Generators(device)
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         """Shape and dtype of each tensor that an op saved, in order."""
-        self.found: list[Tensor | None] = []
+        self.recomputed: list[Tensor | None] = []
         """The recomputed tensors, until they are used."""
         self.task = -1
-        """The backward pass in which `found` was computed."""
+        """The backward pass in which `recomputed` was filled."""
 
     def pack(self, tensor: Tensor) -> int:
         self.saved.append((tensor.shape, tensor.dtype))
@@ -107,10 +107,10 @@ class _Frame:
 
     def unpack(self, number: int) -> Tensor:
         task = torch._C._current_graph_task_id()
-        if self.task != task or task == -1 or self.found[number] is None:
+        if self.task != task or task == -1 or self.recomputed[number] is None:
             self._recompute()
             self.task = task
-        tensor, self.found[number] = self.found[number], None
+        tensor, self.recomputed[number] = self.recomputed[number], None
         assert tensor is not None
         return tensor
 
@@ -144,7 +144,7 @@ class _Frame:
                 f"{self.function} saved {_summary(self.saved)} in the forward pass and {_summary(got)} when it was "
                 "recomputed; it must save the same tensors both times"
             )
-        self.found = recomputed_tensors
+        self.recomputed = recomputed_tensors
 
 
 def _summary(saved: list[tuple[torch.Size, torch.dtype]]) -> str:

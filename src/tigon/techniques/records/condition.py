@@ -50,8 +50,11 @@ class Exclusion:
 
     when: tuple[Condition, ...]
     reason: str
+    """Why they do not go together."""
     instead: str
+    """The recipe keys to set in their place."""
     source: str
+    """Where the reason was read or seen."""
     untraceable: bool = False
     """The planner cannot predict such a run either, because there would be nothing to train."""
 
@@ -61,7 +64,10 @@ class Exclusion:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyExclusion:
-    """Refuses a recipe if `when` holds and a recipe key that is no field of Choices passes a test of `_TESTS`."""
+    """Refuses a recipe in which `when` holds and the value of `key` passes the test.
+
+    For keys that are no field of `Choices`.
+    """
 
     when: Condition
     key: str
@@ -77,7 +83,7 @@ class KeyExclusion:
 
 @dataclass(frozen=True, kw_only=True)
 class KeySwitch:
-    """Recipe keys that have no effect unless a condition holds."""
+    """Recipe keys that have no effect unless the condition `on` holds. A recipe that sets one without it is refused."""
 
     keys: tuple[str, ...]
     on: Condition

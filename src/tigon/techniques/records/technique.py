@@ -61,7 +61,9 @@ class Technique:
     page: str
     """The page of docs/techniques that explains it, without its extension."""
     saves: str
+    """What takes less memory, in a sentence for the page."""
     costs: str
+    """What it takes in exchange: time, or other memory."""
     effect_on_result: str = SAME
     """Its effect on the result: whether the run computes the same numbers, and what differs if it does not."""
     needs: tuple[str, ...] = ()
@@ -82,8 +84,9 @@ class Technique:
     source: str
 
     change_rank: int = 0
-    """How much it changes a run's numbers from AdamW under autocast, as a rank that was set by hand, not measured. The
-    planner compares sums of ranks to decide which of two runs changes less. 0: it changes nothing."""
+    """How much the results of a run with it differ from those of AdamW under autocast. 0: not at all.
+
+    The ranks were set by hand, not measured. Of two runs, the one with the smaller sum of ranks changes less."""
     rough_time: bool = False
     """The planner models its time only roughly, so it counts as one more rank."""
     last_resort: bool = False

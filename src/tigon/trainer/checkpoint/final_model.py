@@ -62,7 +62,7 @@ class FinalModel:
         adapter_files.save(built, trainer, self.choices, adapters)
         if (merges or self.output.merge) and trainer.is_world_process_zero():
             dtypes = self._dtypes()
-            merged = adapter_files.merged_with_base(adapters, self._on_disk(), dtype=dtypes.widest())
+            merged = adapter_files.merged_with_base(adapters, self._base_checkpoint(), dtype=dtypes.widest())
             dtypes.cast(merged)
             self._write(merged)
 
@@ -91,9 +91,9 @@ class FinalModel:
     def _dtypes(self) -> SavedDtypes:
         if self.output.dtype != "auto":
             return SavedDtypes(_DTYPES[self.output.dtype], {})
-        return SavedDtypes(None, models.stored_dtypes(self._on_disk(), self.config))
+        return SavedDtypes(None, models.stored_dtypes(self._base_checkpoint(), self.config))
 
-    def _on_disk(self) -> ModelConfig:
+    def _base_checkpoint(self) -> ModelConfig:
         """The `model` section of the base checkpoint: the run's `base/` for adapters on a preset, else the recipe's."""
         if self.choices.lora_rank is None or not models.is_preset(self.model.name):
             return self.model

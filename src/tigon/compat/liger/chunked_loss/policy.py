@@ -48,11 +48,11 @@ class LigerFusedLinearGRPOFunction:
         mask = attention_mask != 0
 
         def logps_of(head: Head) -> Tensor:
-            found = ops.linear_logprobs(
+            logps = ops.linear_logprobs(
                 head.hidden, head.weight, selected_token_ids, bias=head.bias, temperature=temperature, mask=mask
             )
-            assert isinstance(found, Tensor)  # no further outputs are requested
-            return found
+            assert isinstance(logps, Tensor)  # no further outputs are requested
+            return logps
 
         if ref_per_token_logps is None:
             reference = reference_of(use_ref_model, ref_input, ref_weight, ref_bias)

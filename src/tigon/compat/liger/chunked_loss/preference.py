@@ -115,11 +115,13 @@ class LigerFusedLinearDPOFunction:
             with torch.no_grad():
                 ref = sequence_logps(reference, target, ignore_index, average_log_prob)
             ref_chosen, ref_rejected = ref.to(pairs.chosen.dtype).chunk(2)
-        found = losses.dpo(
+        per_pair = losses.dpo(
             pairs.chosen, pairs.rejected, ref_chosen, ref_rejected, beta=beta, loss_type=kind,
             label_smoothing=label_smoothing, reference_free=reference is None, discopop_tau=discopop_tau,
         )  # fmt: skip
-        return _mean(found.loss) + alpha * pairs.nll, pairs.results(found.chosen_rewards, found.rejected_rewards)
+        return _mean(per_pair.loss) + alpha * pairs.nll, pairs.results(
+            per_pair.chosen_rewards, per_pair.rejected_rewards
+        )
 
 
 class LigerFusedLinearCPOFunction:
@@ -135,8 +137,10 @@ class LigerFusedLinearCPOFunction:
             Head(_input, weight, bias), target, ignore_index=ignore_index, average=average_log_prob,
             with_nll=compute_nll_loss,
         )  # fmt: skip
-        found = losses.cpo(pairs.chosen, pairs.rejected, beta=beta, label_smoothing=label_smoothing)
-        return _mean(found.loss) + alpha * pairs.nll, pairs.results(found.chosen_rewards, found.rejected_rewards)
+        per_pair = losses.cpo(pairs.chosen, pairs.rejected, beta=beta, label_smoothing=label_smoothing)
+        return _mean(per_pair.loss) + alpha * pairs.nll, pairs.results(
+            per_pair.chosen_rewards, per_pair.rejected_rewards
+        )
 
 
 class LigerFusedLinearSimPOFunction:
@@ -151,8 +155,10 @@ class LigerFusedLinearSimPOFunction:
         pairs = pairs_of(
             Head(_input, weight, bias), target, ignore_index=ignore_index, average=True, with_nll=compute_nll_loss
         )
-        found = losses.simpo(pairs.chosen, pairs.rejected, beta=beta, gamma=gamma, label_smoothing=label_smoothing)
-        return _mean(found.loss) + alpha * pairs.nll, pairs.results(found.chosen_rewards, found.rejected_rewards)
+        per_pair = losses.simpo(pairs.chosen, pairs.rejected, beta=beta, gamma=gamma, label_smoothing=label_smoothing)
+        return _mean(per_pair.loss) + alpha * pairs.nll, pairs.results(
+            per_pair.chosen_rewards, per_pair.rejected_rewards
+        )
 
 
 class LigerFusedLinearORPOFunction:
@@ -168,9 +174,9 @@ class LigerFusedLinearORPOFunction:
             Head(_input, weight, bias), target, ignore_index=ignore_index, average=True, with_nll=compute_nll_loss,
             nll_target=nll_target,
         )  # fmt: skip
-        found = losses.orpo(pairs.chosen, pairs.rejected, beta=beta)
-        return _mean(found.loss) + pairs.nll, pairs.results(
-            found.chosen_rewards, found.rejected_rewards, _mean(found.log_odds_ratio), _mean(found.log_odds)
+        per_pair = losses.orpo(pairs.chosen, pairs.rejected, beta=beta)
+        return _mean(per_pair.loss) + pairs.nll, pairs.results(
+            per_pair.chosen_rewards, per_pair.rejected_rewards, _mean(per_pair.log_odds_ratio), _mean(per_pair.log_odds)
         )
 
 

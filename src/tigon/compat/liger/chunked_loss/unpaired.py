@@ -44,13 +44,13 @@ class LigerFusedLinearKTOFunction:
                 ref_logps = sequence_logps(reference, target, ignore_index, average_log_prob).to(logps.dtype)
         # A KL for each sequence is part of its reference: r - z = log π - (log π_ref + z).
         shift = _shift(kl, logps)
-        found = losses.kto(logps, ref_logps + shift, desirable, beta=beta, loss_type="apo_zero_unpaired")
+        per_sequence = losses.kto(logps, ref_logps + shift, desirable, beta=beta, loss_type="apo_zero_unpaired")
         rewards = beta * (logps.detach() - ref_logps)
         results = (
             *_sums(logps.detach(), desirable), summed_logits(head, desirable), summed_logits(head, ~desirable),
             *_sums(rewards, desirable),
         )  # fmt: skip
-        return found.loss.sum() / max(len(logps), 1), results
+        return per_sequence.loss.sum() / max(len(logps), 1), results
 
 
 def _checked_labels(preference_labels: Tensor | None, sequences: int) -> Tensor:

@@ -113,16 +113,16 @@ def policy_terms(batch: Completions, options: PolicyOptions) -> PolicyTerms:
     beta = options.beta if batch.ref_logps is not None else 0.0
     level: Level = "sequence" if options.importance_sampling_level == "sequence" else "token"
     lengths = {"dr_grpo": options.max_completion_length or mask.shape[1], "luspo": 1}
-    found = losses.grpo(
+    terms = losses.grpo(
         batch.logps, batch.advantages, mask, old_logps=batch.old_logps, ref_logps=batch.ref_logps if beta else None,
         importance_sampling_ratio=_per_row(batch.is_ratio), loss_type=_GRPO[options.loss_type], beta=beta,
         epsilon=options.eps_low, epsilon_high=options.eps_high, delta=options.delta, importance_sampling_level=level,
         use_bias_correction_kl=options.use_bias_correction_kl, max_completion_length=lengths.get(options.loss_type),
         num_items=tokens_of_step(mask, options.num_items_in_batch) if options.loss_type in _PER_STEP else None,
     )  # fmt: skip
-    kl = torch.zeros_like(found.ratio) if found.kl is None else found.kl
-    clipped = (found.clipped_low | found.clipped_high).to(found.ratio.dtype)
-    return PolicyTerms(found.loss, found.per_token, kl.masked_fill(~mask, 0.0), clipped)
+    kl = torch.zeros_like(terms.ratio) if terms.kl is None else terms.kl
+    clipped = (terms.clipped_low | terms.clipped_high).to(terms.ratio.dtype)
+    return PolicyTerms(terms.loss, terms.per_token, kl.masked_fill(~mask, 0.0), clipped)
 
 
 def _per_row(is_ratio: Tensor | None) -> Tensor | None:
