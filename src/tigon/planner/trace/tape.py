@@ -8,9 +8,9 @@ fragmentation depends. If the shallow trace does not repeat, `NotPeriodic` is ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -63,6 +63,20 @@ class Tape:
     segments: list[TapeSegment] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     components: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """The tape as JSON's types, for `of_json`."""
+        segments = [[*one.where, one.events, list(vars(one.cost).values())] for one in self.segments]
+        return {"segments": segments, "sizes": self.sizes, "components": self.components}
+
+    @classmethod
+    def of_json(cls, stored: Mapping[str, Any]) -> Tape:
+        """The tape that `as_json` gave. Raises TypeError, ValueError or LookupError for anything else."""
+        segments = [
+            TapeSegment(Where(phase, layer), events, SegmentCost(*cost))
+            for phase, layer, events, cost in stored["segments"]
+        ]
+        return cls(segments, stored["sizes"], stored["components"])
 
     def peak_bytes(self, component: str) -> int:
         """The most bytes of one component that are held at one time."""
