@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from tigon.data.packing import SampleDataset
-from tigon.planner.trace.trace import decoder_layers
+from tigon.planner.trace.layer_pattern import decoder_layers
 from tigon.profiler.recording.cpu import CpuRecorder
 from tigon.profiler.recording.cuda import CudaRecorder
 from tigon.profiler.recording.journal import Journal, Recorder, Recording

@@ -94,19 +94,22 @@ def unrollable(layers: int, period: int) -> int:
     return 2 + period + (layers - 2) % period
 
 
-def unrolled(tape: Tape, *, period: int, traced: int, layers: int) -> Tape:
-    """The tape of `layers` layers from one of `traced`, whose layers repeat every `period`. Raises NotPeriodic."""
+def unrolled(tape: Tape, *, period: int, traced: int, layers: int, first: int = 1) -> Tape:
+    """The tape of `layers` layers from one of `traced`. The layers [first, first + period) repeat. Raises NotPeriodic.
+
+    Layer `first - 1` is of the same kind as the last layer of the period.
+    """
     if traced == layers:
         return tape
-    return _Unroller(tape, period, traced, layers).run()
+    return _Unroller(tape, first, period, traced, layers).run()
 
 
 class _Unroller:
-    """Copies the layers [1, 1 + period), the pattern, between layer 0 and the last layers."""
+    """Copies the layers [first, first + period), the pattern, between the layers before it and the last layers."""
 
-    def __init__(self, tape: Tape, period: int, traced: int, layers: int) -> None:
+    def __init__(self, tape: Tape, first: int, period: int, traced: int, layers: int) -> None:
         self.tape, self.period, self.shift = tape, period, layers - traced
-        self.first, self.last = 1, 1 + period
+        self.first, self.last = first, first + period
         self.copies = 1 + self.shift // period
         self.out = Tape()
         self.births: dict[Where, list[int]] = {}

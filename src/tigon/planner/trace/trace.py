@@ -12,7 +12,6 @@ import copy
 import functools
 import gc
 import logging
-import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,7 +32,8 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
 from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
-from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
+from tigon.planner.trace.layer_pattern import decoder_layers, layer_pattern, per_layer_lists
+from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrolled
 from tigon.techniques import checkpointing, head_groups, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
 from tigon.techniques.lora import frozen_dtype
@@ -86,38 +86,20 @@ def trace(
     Raises UsageError for a model whose forward cannot be traced without data.
     """
     layers = int(text_config(request.config).num_hidden_layers)
-    period = math.lcm(_period(text_config(request.config)), every_n_layers(request.choices.checkpointing) or 1)
-    depth = unrollable(layers, period)
+    every = every_n_layers(request.choices.checkpointing) or 1
+    pattern = layer_pattern(request.model, request.config, every=every)
+    depth = pattern.depth(layers)
     if whole or depth >= layers:
         return _trace(request, gpu, layers, accumulating, evaluating)
     shallow = _trace(request, gpu, depth, accumulating, evaluating)
+    first, period = pattern.start + 1, pattern.period
     try:
-        shallow.tape = unrolled(shallow.tape, period=period, traced=depth, layers=layers)
+        shallow.tape = unrolled(shallow.tape, first=first, period=period, traced=depth, layers=layers)
         # An evaluation keeps nothing of its layers except autocast's 16-bit copies of their weights.
-        shallow.eval_tape = unrolled(shallow.eval_tape, period=period, traced=depth, layers=layers)
+        shallow.eval_tape = unrolled(shallow.eval_tape, first=first, period=period, traced=depth, layers=layers)
     except NotPeriodic:
         return _trace(request, gpu, layers, accumulating, evaluating)
     return shallow
-
-
-def per_layer_lists(config: Any) -> dict[str, list[Any]]:
-    """The entries of a config that hold one value for each layer, such as `layer_types`."""
-    layers = config.num_hidden_layers
-    return {
-        name: list(value)
-        for name, value in vars(config).items()
-        if isinstance(value, (list, tuple)) and len(value) == layers and layers > 1
-    }
-
-
-def _period(config: Any) -> int:
-    """The number of layers after which the kinds of layers repeat."""
-    lists = list(per_layer_lists(config).values())
-    layers = int(config.num_hidden_layers)
-    for period in range(1, layers + 1):
-        if all(values[i] == values[i - period] for values in lists for i in range(period, layers)):
-            return period
-    return layers
 
 
 def shallow_config(config: Any, layers: int) -> Any:
@@ -198,7 +180,7 @@ class _Frozen:
     def of(cls, request: Request, recorder: TraceRecorder) -> _Frozen:
         text = text_config(request.config)
         layers = int(text.num_hidden_layers)
-        depth = min(layers, unrollable(layers, _period(text)))
+        depth = layer_pattern(request.model, request.config).depth(layers)
         model = _model(request, depth, recorder)
         return cls(model.requires_grad_(False).eval(), layers / depth)
 
@@ -451,13 +433,6 @@ def _twin(weight: Tensor, dtype: torch.dtype) -> nn.Parameter:
 
 def _is_checkpointed(layer: nn.Module) -> bool:
     return bool(getattr(layer, "gradient_checkpointing", False))
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers: the longest list of modules in the model's trunk. An objective's modules are outside."""
-    trunk = getattr(model, "base_model", model)
-    stacks = [list(module) for module in trunk.modules() if isinstance(module, nn.ModuleList)]
-    return max(stacks, key=len)
 
 
 _KEPT = frozenset({*KEPT_OPS, attention.OPERATOR})
