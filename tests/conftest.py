@@ -7,8 +7,13 @@ from collections.abc import Iterator
 # First: it sets what torch and Triton read when they are imported.
 from backends import HAS_GPU, HAS_TRITON, Backend, kernels_on_the_cpu  # isort: skip
 
+import os
+
 import pytest
 import torch
+
+# Tests that say how often a step is traced, and plans of changed sources, must not depend on the user's cache.
+os.environ.setdefault("TIGON_CACHE", "0")
 
 
 @pytest.fixture(params=["reference", "kernel"])

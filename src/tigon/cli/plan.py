@@ -23,9 +23,9 @@ from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.objectives.choose import planned_objective
 from tigon.objectives.medusa import planned_medusa
 from tigon.planner.gpus import find_gpu
+from tigon.planner.remembered_config import real_config, remembered_config
 from tigon.planner.render import charts, terminal
 from tigon.planner.render import explain as explanation
-from tigon.planner.remembered_config import real_config, remembered_config
 from tigon.planner.request import Request
 from tigon.planner.search.recommend import Plan, plan
 from tigon.planner.search.space import SearchProblem

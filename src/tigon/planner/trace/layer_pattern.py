@@ -1,8 +1,8 @@
 """Which of a model's layers are equal, so that a trace of a few layers can stand for all.
 
-Layers differ in two ways. A config may hold a value per layer, such as `layer_types`. A rule in the model's code may give
-layers other modules: the first layers of many mixtures of experts are dense (`first_k_dense_replace`, `mlp_only_layers`).
-The modules and shapes of the model without data show the second.
+Layers differ in two ways. A config may hold a value per layer, such as `layer_types`. The model's code may also give
+layers other modules: the first layers of many mixtures of experts are dense (`first_k_dense_replace`,
+`mlp_only_layers`). The modules and shapes of the model without data show the second.
 """
 
 from __future__ import annotations
