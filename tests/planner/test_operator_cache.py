@@ -41,9 +41,8 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
 
 def _described(result: Any, x: Tensor) -> Any:
     if isinstance(result, Tensor):
-        owner = (
-            "x" if result.untyped_storage()._cdata == x.untyped_storage()._cdata else result.untyped_storage().nbytes()
-        )
+        storage = result.untyped_storage()
+        owner = "x" if storage._cdata == x.untyped_storage()._cdata else storage.nbytes()
         return result is x, result.shape, result.stride(), result.storage_offset(), result.dtype, result.device, owner
     if isinstance(result, (tuple, list)):
         return type(result), [_described(one, x) for one in result]
@@ -72,8 +71,9 @@ def test_tensor_of_another_fake_mode_is_not_served_from_the_cache() -> None:
 
 
 def _compared(traced: Trace) -> Any:
+    """The parts of a trace that two traces without the cache share. Their frees may swap places within the loss."""
     return [
-        ([(one.where, one.events, vars(one.cost)) for one in tape.segments], tape.sizes, tape.components)
+        ([(one.where, sorted(one.events), vars(one.cost)) for one in tape.segments], tape.sizes, tape.components)
         for tape in (traced.tape, traced.eval_tape)
     ]
 

@@ -2,7 +2,7 @@
 
 A file's name is the hash of everything that its content depends on: the question, tigon's own sources, and the versions
 of Python and of the packages that a trace runs. After a change of these, old files are no longer used. The oldest ones
-are deleted when the folder grows beyond `MAX_BYTES`. Each file is written under another name and then renamed, so that a
+are deleted when the folder grows beyond `MAX_BYTES`. Each file is written under another name and then renamed, so a
 reader never sees half of one. Two processes that write the same file write the same content.
 
 Any file that cannot be read is traced again and rewritten. A folder that cannot be written is no error. With
