@@ -142,7 +142,7 @@ def _described(result: Any, args: Sequence[Any], mode: FakeTensorMode) -> _Resul
     _add([], (result,), mode)
     if type(result) is not FakeTensor or result.requires_grad:
         raise _Uncached
-    shape, stride, offset = tuple(result.shape), result.stride(), result.storage_offset()
+    shape, stride, offset = tuple(result.shape), result.stride(), int(result.storage_offset())
     storage = result.untyped_storage()
     owners = [
         place for place, arg in enumerate(args)
