@@ -20,6 +20,9 @@ from second_proofs import check_and_count
 USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(USER_CACHE / "torch_extensions" / "tigon-tests"))
 
+# Tests that say how often a step is traced, and plans of changed sources, must not depend on the user's cache.
+os.environ.setdefault("TIGON_CACHE", "0")
+
 
 @pytest.fixture(params=["reference", "kernel"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from planner_helpers import H200, request_of
 
+from tigon.models import MODELS
+from tigon.models.verification.tiny import SIZES, tiny_config
+from tigon.planner.request import Request
 from tigon.planner.simulate.ledger import Ledger
 from tigon.planner.simulate.playback import GradientRules, offloaded, replay
+from tigon.planner.trace.layer_pattern import Pattern, layer_pattern
 from tigon.planner.trace.tape import BACKWARD, FORWARD, NotPeriodic, Tape, TapeSegment, Where, unrollable, unrolled
 from tigon.planner.trace.trace import trace
 from tigon.techniques.layer_checkpointing import groups_of
+from tigon.techniques.records.choices import Choices
 
 
 def _played(tape: Tape) -> tuple[dict[str, int], dict[str, dict[str, int]], int]:
@@ -54,6 +61,51 @@ def test_groups_of_layers_are_unrolled_each_by_itself(name: str, checkpointing: 
 def test_layers_of_several_kinds_are_unrolled_in_their_order(name: str) -> None:
     request = request_of(name, precision="amp-bf16", kernels="tigon", checkpointing="full")
     assert _played(trace(request, H200).tape) == _played(trace(request, H200, whole=True).tape)
+
+
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LATENT = {
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "moe_intermediate_size": 24,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "start", "period"),
+    [
+        ({"model_type": "qwen3_moe", "num_hidden_layers": 9, "mlp_only_layers": [0, 1], **_EXPERTS}, 2, 1),
+        ({"model_type": "qwen3_moe", "num_hidden_layers": 9, "decoder_sparse_step": 2, **_EXPERTS}, 0, 2),
+        ({"model_type": "deepseek_v3", "num_hidden_layers": 9, "first_k_dense_replace": 3, **_LATENT}, 3, 1),
+        ({"model_type": "gemma2", "num_hidden_layers": 8, "head_dim": 16, "sliding_window": 32}, 0, 2),
+    ],
+    ids=["dense first layers", "every second layer has experts", "latent attention", "sliding windows"],
+)  # fmt: skip
+def test_layers_with_other_modules_are_traced_once_of_each_kind(shape: dict[str, Any], start: int, period: int) -> None:
+    request = request_of(precision="bf16", kernels="none", attention="eager", shape=shape)
+    layers = shape["num_hidden_layers"]
+    assert (pattern := layer_pattern(request.model, request.config)) == Pattern(start, period)
+    assert pattern.depth(layers) < layers
+    few, all_layers = trace(request, H200), trace(request, H200, whole=True)
+    for one, other in ((few.tape, all_layers.tape), (few.eval_tape, all_layers.eval_tape)):
+        assert [(s.where, s.events, vars(s.cost)) for s in one.segments] == [
+            (s.where, s.events, vars(s.cost)) for s in other.segments
+        ]
+        assert (one.sizes, one.components) == (other.sizes, other.components)
+
+
+def test_layers_are_those_of_the_language_model_beside_a_deeper_vision_tower() -> None:
+    config = tiny_config("llava", MODELS["llava"].tiny, SIZES)
+    config.text_config.num_hidden_layers, config.vision_config.num_hidden_layers = 5, 9
+    request = Request(model="llava", config=config, batch=1, seq=32, choices=Choices(precision="bf16", kernels="none"))
+    tape = trace(request, H200, evaluating=False).tape
+    assert {one.where.layer for one in tape.segments if one.where.phase == FORWARD} == {None, *range(5)}
+
+
+def test_layers_without_a_pattern_are_all_traced() -> None:
+    shape = {"model_type": "qwen3_moe", "num_hidden_layers": 6, "mlp_only_layers": [0, 3, 4], **_EXPERTS}
+    request = request_of(shape=shape)
+    assert layer_pattern(request.model, request.config).depth(6) == 6
 
 
 def test_traced_depth_keeps_the_pattern_and_one_layer_on_either_side() -> None:

@@ -17,13 +17,13 @@ from tigon._quiet import quiet_packages
 from tigon.cli.shared import Command
 from tigon.errors import UsageError
 from tigon.models.loading import hub
-from tigon.models.loading.config import load_config
 from tigon.objectives import post_training_rules, recipe_checks
 from tigon.objectives.base import PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
 from tigon.objectives.choose import planned_objective
 from tigon.objectives.medusa import planned_medusa
 from tigon.planner.gpus import find_gpu
+from tigon.planner.remembered_config import real_config, remembered_config
 from tigon.planner.render import charts, terminal
 from tigon.planner.render import explain as explanation
 from tigon.planner.request import Request
@@ -134,9 +134,9 @@ def run(
     free = SEARCHED - set(given)
     if policy == "study" and "kernels" not in given:
         free |= {"kernels"}
-    config = load_config(model)
+    config = remembered_config(model)
     if medusa is not None:
-        planned: PlannedObjective = planned_medusa(model, config, medusa, stage or 1)
+        planned: PlannedObjective = planned_medusa(model, real_config(config), medusa, stage or 1)
     else:
         planned = PlannedCausalLM() if objective == CAUSAL_LM else _post_training(objective, assignments)
     request = Request(

@@ -10,6 +10,7 @@ from tigon.errors import UsageError
 from tigon.models.loading.config import build_on_meta
 from tigon.objectives.base import FrozenModel, PlannedObjective
 from tigon.objectives.causal_lm import PlannedCausalLM
+from tigon.planner.remembered_config import real_config
 from tigon.techniques import matrix
 from tigon.techniques.layer_checkpointing import AUTO, is_by_layer, states_of
 from tigon.techniques.records.choices import Choices
@@ -22,7 +23,7 @@ class Request:
     model: str
     """The model's name, for messages."""
     config: Any
-    """Its transformers config, as `tigon.models.loading.config.load_config` returns it."""
+    """Its transformers config, as `tigon.models.loading.config.load_config` returns it, or a `RememberedConfig`."""
     batch: int
     """Samples of one micro-batch on one GPU."""
     seq: int
@@ -71,7 +72,7 @@ def build(name: str, config: Any) -> Any:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
-        model: Any = build_on_meta(name, config)
+        model: Any = build_on_meta(name, real_config(config))
     for parameter, weight in model.named_parameters():
         if not weight.numel():
             raise UsageError(f"{name}: its config gives {parameter} the shape {tuple(weight.shape)}; no size may be 0.")

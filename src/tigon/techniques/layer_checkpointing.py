@@ -70,8 +70,10 @@ def written(states: Iterable[str]) -> str:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers: the longest list of modules in the model's trunk. An objective's modules are outside."""
+    """The repeated layers: the longest list of modules in the trunk. An objective's modules and a vision tower, which
+    may have more layers, are outside."""
     trunk = getattr(model, "base_model", model)
+    trunk = getattr(trunk, "language_model", trunk)
     stacks = [list(module) for module in trunk.modules() if isinstance(module, nn.ModuleList)]
     return max(stacks, key=len)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from tigon.planner.request import Request, build
-from tigon.planner.trace import adapters
+from tigon.planner.trace import adapters, disk_cache
 from tigon.planner.trace.cache import TraceKey
 from tigon.planner.trace.dispatch_recorder import rounded
 from tigon.planner.trace.trace import weight_dtype
@@ -96,6 +96,25 @@ def model_weights(request: Request) -> ModelWeights:
 
 @functools.lru_cache(maxsize=64)
 def _model_weights(key: TraceKey) -> ModelWeights:
+    question = key.text
+    if question is not None:
+        try:
+            return _of_json(disk_cache.read("weights", question))
+        except (TypeError, ValueError, LookupError):  # none, or another program's
+            pass
+    weights = _built_weights(key)
+    if question is not None:
+        disk_cache.write("weights", question, asdict(weights))
+    return weights
+
+
+def _of_json(stored: Any) -> ModelWeights:
+    weights = tuple(Weight(**{**one, "shape": tuple(one["shape"])}) for one in stored["weights"])
+    vocab, hidden = stored["lm_head_shape"]
+    return ModelWeights(weights, stored["buffer_bytes"], (vocab, hidden))
+
+
+def _built_weights(key: TraceKey) -> ModelWeights:
     request, choices = key.request, key.request.choices
     model: Any = build(request.model, request.config)
     if choices.quantized:

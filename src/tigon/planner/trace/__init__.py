@@ -2,7 +2,10 @@
 
 trace.py                builds the model without data and runs the micro-batch
 dispatch_recorder.py    follows every storage from its allocation to its release
-tape.py                 the recording, and its unrolling from two layers to the model's depth
+operator_cache.py       results of operators that were traced before
+tape.py                 the recording, and its unrolling from a few layers to the model's depth
+layer_pattern.py        which layers repeat
+cache.py, disk_cache.py    traces of this process, and of earlier ones
 attention.py, cuda_autocast.py, cuda_scratch.py    what CUDA does that fake CPU tensors do not show
 adapters.py, liger.py   LoRA and 4-bit weights; Liger Kernel's allocations
 """

@@ -1,5 +1,7 @@
 """The tapes of one estimate, from a cache, because a search needs the same trace several times.
 
+The cache has two levels: the traces of this process, and files with the traces of earlier processes (`disk_cache`).
+
 Two traces share an entry of the cache if all of these are equal:
 
 - the model's name and config, the batch, the sequence length, the block mask and the objective;
@@ -15,18 +17,24 @@ them. A trace with an evaluation replaces the entry that has none.
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from tigon.planner.gpus import Gpu
+from tigon.planner.remembered_config import real_config
 from tigon.planner.request import Request
+from tigon.planner.trace import disk_cache
 from tigon.planner.trace.tape import Tape
 from tigon.planner.trace.trace import Trace, trace
 from tigon.techniques import SETTINGS
 
 _TRACE_FIELDS = tuple(name for name, setting in SETTINGS.items() if setting.traced)
 _MAX_TRACES = 256
+# Python's default text of an object holds its address, which another process does not know.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class TraceKey:
@@ -43,6 +51,17 @@ class TraceKey:
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, TraceKey) and self._parts == other._parts
+
+    @property
+    def text(self) -> str | None:
+        """The key as text that is the same in every process.
+
+        None if the model's or the objective's code is neither tigon's nor transformers', whose versions are known.
+        """
+        request, text = self.request, repr(self._parts)
+        kinds = (type(request.objective).__module__, getattr(request.config, "module", type(request.config).__module__))
+        known = all(module.split(".")[0] in ("tigon", "transformers") for module in kinds)
+        return text if known and not _ADDRESS.search(text) else None
 
 
 @dataclass(frozen=True)
@@ -71,6 +90,23 @@ def _cached_trace(key: TraceKey, gpu: Gpu, *, accumulating: bool = False, evalua
     if cached is None or (evaluating and not cached.eval_tape.segments):
         while len(_traces) >= _MAX_TRACES:
             del _traces[next(iter(_traces))]
-        cached = trace(key.request, gpu, accumulating=accumulating, evaluating=evaluating)
+        cached = _stored_trace(key, gpu, accumulating=accumulating, evaluating=evaluating)
         _traces[key, gpu, accumulating] = cached
     return cached
+
+
+def _stored_trace(key: TraceKey, gpu: Gpu, *, accumulating: bool, evaluating: bool) -> Trace:
+    """The trace from its file, or else traced and written to the file."""
+    question = None
+    if key.text is not None:
+        question = json.dumps([key.text, dataclasses.asdict(gpu), accumulating, evaluating])
+        tapes = disk_cache.read("trace", question)
+        try:
+            return Trace(*(Tape.of_json(tape) for tape in tapes))
+        except (TypeError, ValueError, LookupError):  # none, or another program's
+            pass
+    request = dataclasses.replace(key.request, config=real_config(key.request.config))
+    traced = trace(request, gpu, accumulating=accumulating, evaluating=evaluating)
+    if question is not None:
+        disk_cache.write("trace", question, [traced.tape.as_json(), traced.eval_tape.as_json()])
+    return traced

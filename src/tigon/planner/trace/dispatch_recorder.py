@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tigon.ops.dispatch import PRIMITIVES
+from tigon.planner.trace import operator_cache
 from tigon.planner.trace.tape import Tape, TapeSegment, Where
 
 # The caching allocator's granularity: c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize.
@@ -34,6 +37,25 @@ Scratch = Callable[[tuple[Any, ...]], int]
 """An operator's arguments -> bytes that it allocates and frees besides its outputs."""
 Inplace = Mapping[int, int]
 """Index of an output -> index of the argument whose memory it reuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """What the recorder asks of an operator. PyTorch computes each of these again at every question."""
+
+    name: str
+    primitive: Any
+    """tigon's primitive; None for an operator of PyTorch."""
+    is_mutable: bool
+
+    @classmethod
+    def of(cls, func: Any) -> _Operator:
+        name = func._schema.name
+        return cls(name, PRIMITIVES.get(name), func._schema.is_mutable)
+
+
+_operators: dict[Any, _Operator] = {}
+_DEVICE = torch.ops.prim.device.default
 
 
 class TraceRecorder(TorchDispatchMode):
@@ -100,18 +122,26 @@ class TraceRecorder(TorchDispatchMode):
         if not self._closed:
             self.tape.segments[-1].cost.host_calls += calls
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether PyTorch wraps each dispatch in a switch that turns off torch.compile. Nothing compiles a trace."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        primitive = None if name in self._inplace else PRIMITIVES.get(name)
-        if primitive is None:
-            out = func(*args, **(kwargs or {}))
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # three of five dispatches; each counts as an operator
+            self.tape.segments[-1].cost.host_calls += 1 + self.watching_calls
+            return args[0].fake_device
+        operator = _operators.get(func) or _operators.setdefault(func, _Operator.of(func))
+        name, primitive = operator.name, operator.primitive
+        if primitive is None or name in self._inplace:
+            out = operator_cache.call(func, args, kwargs or {})
         else:
             calls = self.tape.segments[-1].cost.host_calls
             with self:  # the fake allocates the same tensors as the kernel, including temporaries
                 out = primitive.fake(*args)
             self.tape.segments[-1].cost.host_calls = calls
         results = out if isinstance(out, (tuple, list)) else _written(func, args) if out is None else (out,)
-        own_calls = self._host_calls if name in PRIMITIVES else 1
+        own_calls = self._host_calls if primitive is not None else 1
         self.tape.segments[-1].cost.host_calls += own_calls + self.watching_calls
         inplace = _FIRST if _sums_gradients(func, args) else self._inplace.get(name)
         fresh = False
@@ -122,7 +152,7 @@ class TraceRecorder(TorchDispatchMode):
         scratch = self._scratch.get(name)
         if scratch is not None:
             self.transient(scratch(args))
-        if fresh or func._schema.is_mutable or primitive is not None:
+        if fresh or operator.is_mutable or (primitive is not None and name not in self._inplace):
             self._charge(func, name, args, results)
         return out
 

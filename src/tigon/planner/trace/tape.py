@@ -8,9 +8,9 @@ fragmentation depends. If the shallow trace does not repeat, `NotPeriodic` is ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -64,6 +64,20 @@ class Tape:
     sizes: list[int] = field(default_factory=list)
     components: list[str] = field(default_factory=list)
 
+    def as_json(self) -> dict[str, Any]:
+        """The tape as JSON's types, for `of_json`."""
+        segments = [[*one.where, one.events, list(vars(one.cost).values())] for one in self.segments]
+        return {"segments": segments, "sizes": self.sizes, "components": self.components}
+
+    @classmethod
+    def of_json(cls, stored: Mapping[str, Any]) -> Tape:
+        """The tape that `as_json` gave. Raises TypeError, ValueError or LookupError for anything else."""
+        segments = [
+            TapeSegment(Where(phase, layer), events, SegmentCost(*cost))
+            for phase, layer, events, cost in stored["segments"]
+        ]
+        return cls(segments, stored["sizes"], stored["components"])
+
     def peak_bytes(self, component: str) -> int:
         """The most bytes of one component that are held at one time."""
         live = peak = 0
@@ -81,19 +95,19 @@ def unrollable(layers: int, period: int) -> int:
 
 
 def unrolled(tape: Tape, *, period: int, traced: int, layers: int, first: int = 1) -> Tape:
-    """The tape of `layers` layers from one of `traced`, whose layers repeat every `period` from `first` on.
+    """The tape of `layers` layers from one of `traced`. The layers [first, first + period) repeat. Raises NotPeriodic.
 
-    Raises NotPeriodic.
+    Layer `first - 1` is of the same kind as the last layer of the period.
     """
     if traced == layers:
         return tape
-    return _Unroller(tape, period, traced, layers, first).run()
+    return _Unroller(tape, first, period, traced, layers).run()
 
 
 class _Unroller:
-    """Copies the layers [first, first + period), the pattern, between the layers before and after them."""
+    """Copies the layers [first, first + period), the pattern, between the layers before it and the last layers."""
 
-    def __init__(self, tape: Tape, period: int, traced: int, layers: int, first: int) -> None:
+    def __init__(self, tape: Tape, first: int, period: int, traced: int, layers: int) -> None:
         self.tape, self.period, self.shift = tape, period, layers - traced
         self.first, self.last = first, first + period
         self.copies = 1 + self.shift // period

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import gc
 import logging
-import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
 from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
+from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
 from tigon.techniques import checkpointing, head_groups, layer_checkpointing, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
@@ -90,15 +90,17 @@ def trace(
     if layer_checkpointing.is_by_layer(request.choices.checkpointing) and not whole:
         return _trace_groups(request, gpu, accumulating, evaluating)
     layers = int(text_config(request.config).num_hidden_layers)
-    period = math.lcm(_period(text_config(request.config)), every_n_layers(request.choices.checkpointing) or 1)
-    depth = unrollable(layers, period)
+    every = every_n_layers(request.choices.checkpointing) or 1
+    pattern = layer_pattern(request.model, request.config, every=every)
+    depth = pattern.depth(layers)
     if whole or depth >= layers:
         return _trace(request, gpu, layers, accumulating, evaluating)
     shallow = _trace(request, gpu, depth, accumulating, evaluating)
+    first, period = pattern.start + 1, pattern.period
     try:
-        shallow.tape = unrolled(shallow.tape, period=period, traced=depth, layers=layers)
+        shallow.tape = unrolled(shallow.tape, first=first, period=period, traced=depth, layers=layers)
         # An evaluation keeps nothing of its layers except autocast's 16-bit copies of their weights.
-        shallow.eval_tape = unrolled(shallow.eval_tape, period=period, traced=depth, layers=layers)
+        shallow.eval_tape = unrolled(shallow.eval_tape, first=first, period=period, traced=depth, layers=layers)
     except NotPeriodic:
         return _trace(request, gpu, layers, accumulating, evaluating)
     return shallow
@@ -106,10 +108,17 @@ def trace(
 
 def _trace_groups(request: Request, gpu: Gpu, accumulating: bool, evaluating: bool) -> Trace:
     """Trace a model whose layers recompute differently: a few layers of each group, which are then repeated."""
-    text = text_config(request.config)
-    layers, period = int(text.num_hidden_layers), _period(text)
+    layers = int(text_config(request.config).num_hidden_layers)
     groups = layer_checkpointing.groups_of(request.choices.checkpointing)
-    traced = [min(count, unrollable(count, period)) for _, count in groups]
+    pattern = layer_pattern(request.model, request.config)
+    # The layers before the pattern are traced with the first group.
+    before = [pattern.start if number == 0 else 0 for number in range(len(groups))]
+    if groups[0][1] <= pattern.start:
+        return _trace(request, gpu, layers, accumulating, evaluating)
+    traced = [
+        min(count, alone + unrollable(count - alone, pattern.period))
+        for (_, count), alone in zip(groups, before, strict=True)
+    ]
     shallow = ",".join(f"{state}:{count}" for (state, _), count in zip(groups, traced, strict=True))
     choices = dataclasses.replace(request.choices, checkpointing=shallow)
     few = _trace(dataclasses.replace(request, choices=choices), gpu, sum(traced), accumulating, evaluating)
@@ -117,33 +126,12 @@ def _trace_groups(request: Request, gpu: Gpu, accumulating: bool, evaluating: bo
     try:
         for number in reversed(range(len(groups))):
             deeper = depth + groups[number][1] - traced[number]
-            repeat = functools.partial(
-                unrolled, period=period, traced=depth, layers=deeper, first=sum(traced[:number]) + 1
-            )
+            first = sum(traced[:number]) + before[number] + 1
+            repeat = functools.partial(unrolled, period=pattern.period, traced=depth, layers=deeper, first=first)
             few.tape, few.eval_tape, depth = repeat(few.tape), repeat(few.eval_tape), deeper
     except NotPeriodic:
         return _trace(request, gpu, layers, accumulating, evaluating)
     return few
-
-
-def per_layer_lists(config: Any) -> dict[str, list[Any]]:
-    """The entries of a config that hold one value for each layer, such as `layer_types`."""
-    layers = config.num_hidden_layers
-    return {
-        name: list(value)
-        for name, value in vars(config).items()
-        if isinstance(value, (list, tuple)) and len(value) == layers and layers > 1
-    }
-
-
-def _period(config: Any) -> int:
-    """The number of layers after which the kinds of layers repeat."""
-    lists = list(per_layer_lists(config).values())
-    layers = int(config.num_hidden_layers)
-    for period in range(1, layers + 1):
-        if all(values[i] == values[i - period] for values in lists for i in range(period, layers)):
-            return period
-    return layers
 
 
 def shallow_config(config: Any, layers: int) -> Any:
@@ -224,7 +212,7 @@ class _Frozen:
     def of(cls, request: Request, recorder: TraceRecorder) -> _Frozen:
         text = text_config(request.config)
         layers = int(text.num_hidden_layers)
-        depth = min(layers, unrollable(layers, _period(text)))
+        depth = layer_pattern(request.model, request.config).depth(layers)
         model = _model(request, depth, recorder)
         return cls(model.requires_grad_(False).eval(), layers / depth)
 

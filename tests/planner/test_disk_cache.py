@@ -1,0 +1,185 @@
+"""Files of the plan's cache: what is remembered, what makes it invalid, and what is done with damaged files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planner_helpers import H200, request_of
+
+from tigon.models.loading.config import load_config
+from tigon.planner import remembered_config as configs
+from tigon.planner.estimate import estimate
+from tigon.planner.request import Request
+from tigon.planner.simulate import model_states
+from tigon.planner.trace import cache, disk_cache
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TIGON_CACHE", raising=False)
+    _forget()
+    yield tmp_path / "tigon" / "plans"
+    _forget()
+
+
+def _forget() -> None:
+    """Drop what this process remembers, so that the next estimate is that of a new process."""
+    cache._traces.clear()
+    model_states._model_weights.cache_clear()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """The requests that were traced."""
+    requests, plain = [], cache.trace
+
+    def noted(request: Request, *args: Any, **kwargs: Any) -> Any:
+        requests.append(request)
+        return plain(request, *args, **kwargs)
+
+    monkeypatch.setattr(cache, "trace", noted)
+    return requests
+
+
+REQUEST = request_of(precision="bf16", kernels="tigon", evaluated=True, accumulate=2)
+
+
+def test_second_process_gives_the_same_estimate_without_a_trace(
+    traced: list[Request], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = estimate(REQUEST, gpu=H200)
+    assert len(traced) == 2  # the first micro-batch, and a later one
+    _forget()
+    monkeypatch.setattr(model_states, "_built_weights", lambda key: pytest.fail("the model was built"))
+    assert estimate(REQUEST, gpu=H200) == first
+    assert len(traced) == 2
+    assert {path.name.split("-")[0] for path in folder.iterdir()} == {"trace", "weights"}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"batch": 3}, {"seq": 32}, {"masked": True}, {"choices": replace(REQUEST.choices, checkpointing="full")},
+        {"config": request_of(shape={"hidden_size": 32}).config},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)  # fmt: skip
+def test_another_question_is_traced(changed: dict[str, Any], traced: list[Request]) -> None:
+    estimate(REQUEST, gpu=H200)
+    _forget()
+    estimate(replace(REQUEST, **changed), gpu=H200)
+    assert len(traced) == 4
+
+
+def test_files_of_another_version_are_not_used(traced: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
+    estimate(REQUEST, gpu=H200)
+    _forget()
+    monkeypatch.setattr(disk_cache, "_versions", lambda: "another torch")
+    estimate(REQUEST, gpu=H200)
+    assert len(traced) == 4
+
+
+@pytest.mark.parametrize("content", [b"", b"half of a fi", None], ids=["empty", "damaged", "another program's"])
+def test_damaged_files_are_traced_again_and_rewritten(
+    content: bytes | None, traced: list[Request], folder: Path
+) -> None:
+    first = estimate(REQUEST, gpu=H200)
+    whole = {path: path.read_bytes() for path in folder.iterdir()}
+    for path in whole:
+        path.write_bytes(content if content is not None else _with_another_answer(path))
+    _forget()
+    assert estimate(REQUEST, gpu=H200) == first
+    assert len(traced) == 4
+    assert {path: path.read_bytes() for path in folder.iterdir()} == whole
+
+
+def _with_another_answer(path: Path) -> bytes:
+    import json
+    import zlib
+
+    stored = json.loads(zlib.decompress(path.read_bytes()))
+    return zlib.compress(json.dumps({**stored, "answer": {"segments": 3}}).encode())
+
+
+def test_nothing_is_read_or_written_with_tigon_cache_0(
+    traced: list[Request], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIGON_CACHE", "0")
+    estimate(REQUEST, gpu=H200)
+    _forget()
+    estimate(REQUEST, gpu=H200)
+    assert len(traced) == 4
+    assert not folder.exists()
+
+
+def test_folder_that_cannot_be_made_is_no_error(traced: list[Request], tmp_path: Path) -> None:
+    (tmp_path / "tigon").write_text("a file in the folder's place")
+    estimate(REQUEST, gpu=H200)
+    assert len(traced) == 2
+
+
+def test_oldest_files_go_when_the_folder_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        disk_cache.write("trace", str(number), number)
+        for path in folder.iterdir():
+            os.utime(path, (path.stat().st_mtime - 10,) * 2)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    monkeypatch.setattr(disk_cache, "MAX_BYTES", size)
+    disk_cache.write("trace", "the newest", 5)
+    kept = [disk_cache.read("trace", str(number)) for number in range(4)]
+    assert kept[0] is None and kept[3] == 3
+    assert disk_cache.read("trace", "the newest") == 5
+
+
+def test_objective_without_a_text_of_its_own_is_not_written(folder: Path) -> None:
+    class Own(type(REQUEST.objective)):  # type: ignore[misc]
+        pass
+
+    assert cache.TraceKey(replace(REQUEST, objective=Own())).text is None
+
+
+def test_remembered_config_stands_for_the_loaded_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = configs.remembered_config("tigon-demo")
+    assert not isinstance(loaded, configs.RememberedConfig)
+    remembered = configs.remembered_config("tigon-demo")
+    assert isinstance(remembered, configs.RememberedConfig)
+    with monkeypatch.context() as patched:
+        patched.setattr(configs, "load_config", lambda name: pytest.fail("transformers was asked"))
+        assert remembered.to_json_string(use_diff=False) == loaded.to_json_string(use_diff=False)
+        assert remembered.get_text_config().hidden_size == loaded.hidden_size
+    assert remembered.rope_parameters == loaded.rope_parameters  # not a plain value
+    assert configs.real_config(remembered).to_dict() == load_config("tigon-demo").to_dict()
+    with pytest.raises(AttributeError):
+        remembered.no_such_key  # noqa: B018
+
+
+def test_changed_config_file_is_loaded_again(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    request_of().config.save_pretrained(tmp_path)
+    configs.remembered_config(str(file))
+    file.write_text(file.read_text().replace('"hidden_size": 64', '"hidden_size": 32'))
+    assert configs.remembered_config(str(file)).hidden_size == 32
+
+
+def test_repeated_plan_prints_the_same_without_transformers(tmp_path: Path) -> None:
+    script = (
+        "import sys, tigon.cli.plan as plan; plan.run('tigon-demo', gpu='1GiB', batch=2, seq=64, kernels='none', "
+        "checkpointing='none', precision='bf16', optimizer='adamw', as_json=True); "
+        "print('transformers' in sys.modules, file=sys.stderr)"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    first, second = (
+        subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    )
+    assert first.stdout == second.stdout
+    assert (first.stderr.split()[-1], second.stderr.split()[-1]) == ("True", "False")
