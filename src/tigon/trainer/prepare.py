@@ -26,6 +26,7 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import head_groups
 from tigon.trainer import model
 from tigon.trainer.distributed import extension_lock, launch
+from tigon.trainer.evaluation import harness
 from tigon.trainer.guards import adapter_checks, preflight, self_test
 from tigon.trainer.guards.recipe_warnings import RunSize, warnings_of
 from tigon.trainer.rewards import load_rewards
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from tigon.objectives.base import Objective
     from tigon.techniques.records.choices import Choices
     from tigon.techniques.records.technique import RunInfo
+    from tigon.trainer.evaluation.generations import Prompt
     from tigon.trainer.guards.prediction import Prediction
 
 
@@ -49,7 +51,9 @@ def quiet_libraries(recipe: Recipe) -> None:
     """
     data_sets = [source.name for source in (*recipe.data.sources(), *recipe.data.eval_sources()) if source.is_hub]
     teacher = filter(None, [recipe.post_training.teacher])
-    hub.set_offline_mode([recipe.model.name, recipe.data.tokenizer, *teacher, *data_sets])
+    # lm-evaluation-harness reads the data sets of its tasks from the hub.
+    names = [recipe.model.name, recipe.data.tokenizer, *teacher, *data_sets]
+    hub.set_offline_mode(names, needed=bool(recipe.eval.lm_eval))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # about DeepSpeed's calls
@@ -81,6 +85,8 @@ class Prepared:
     """The rows to train on and those for evaluation, if a trainer of TRL takes them; None: it takes the samples."""
     bad_rows: tuple[str, ...] = ()
     """The problems of the first rows that were skipped."""
+    prompts: tuple[Prompt, ...] = ()
+    """The prompts of `eval.generate`."""
     shown: tuple[Encoded, ...] = ()
     """The rows that `data.show` prints."""
     rows_line: tuple[str, ...] = ()
@@ -118,7 +124,9 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
 
 def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     from tigon.trainer import engine  # loads transformers
+    from tigon.trainer.evaluation import generations  # loads transformers
 
+    harness.check(recipe.eval.lm_eval)
     config = model.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
     shapes = model.parameter_shapes(config)
@@ -165,6 +173,9 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         raise _nothing_to_evaluate(recipe, len(eval_docs), eval_packed.n_dropped + n_dropped)
     prompt = _prompt(recipe, tok, eval_samples or train.samples, only_prompt=rows is not None)
     preflight.check_sample(recipe, config, len(prompt))
+    as_chat = chat_template.is_chat(read[0], tok, rendering) if rows is None else preferences.is_chat(read[0])
+    as_chat = as_chat and rendering.template != "plain" and chat_template.has_template(tok)
+    prompts = generations.prompts_of(recipe, tok, config, as_chat=as_chat)
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
     flatten = data.packing and recipe.model.attention.startswith("flash")
     data_summary = {
@@ -184,7 +195,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     return Prepared(
         recipe, device, choices, engine.run_info_of(recipe, config, shapes, device), objective, config, n_parameters,
         tok, train, eval_samples, objective.collator(data, pad_id=pad_id, flatten=flatten), prompt, data_summary,
-        rows=rows, bad_rows=tuple(bad.problems[:3]), shown=tuple(encoded[0][: data.show]),
+        rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
         rows_line=preview.rows_line(read, tok, rendering),
         warnings=frozen_experts + warnings_of(
             recipe, RunSize(n_samples, len(eval_samples), choices.gpus),

@@ -40,7 +40,7 @@ RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (
 # Keys that a resumed run may change, because they do not affect the losses.
 FREE_TO_CHANGE = (
     "comparison.", "output.", "train.log_steps", "train.eval_steps", "train.save_steps", "train.keep_checkpoints",
-    "train.workers", "train.max_skipped_steps", "data.show",
+    "train.workers", "train.max_skipped_steps", "train.load_best", "train.report_to", "data.show", "eval.",
 )  # fmt: skip
 BATCH_SPLIT = ("train.batch_size", "train.gradient_accumulation")  # may change if their product stays
 CHECKPOINTS = "checkpoints"
