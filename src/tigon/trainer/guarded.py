@@ -76,6 +76,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self._grouped = False
         self.gate = NanGuard(self.args.device, self.safeguards.max_skipped_steps)
         self.evaluation_error: str | None = None
+        # The Trainer would remove the last checkpoint at the end if it keeps one and another is the best.
+        self._keep, self.args.save_total_limit = self.args.save_total_limit, None
         self.best_step: int | None = None
         self._saved_step = 0
         self._writing: Path | None = None
@@ -189,6 +191,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         step = Step(done=self.state.global_step, total=self.state.max_steps, log_every=int(self.args.logging_steps))
         self.objective.begin_step(self.model, step)
+        if not self.n_micro_steps:
+            self.restart_clock()  # other callbacks have started trackers meanwhile
         self.n_micro_steps += 1
         self.tokens_since_mark += self.tokens_in(inputs)
         return self.gate.add(super().training_step(model, inputs, *args, **kwargs))
@@ -321,7 +325,7 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def _publish(self, folder: Path, step: int) -> None:
         if self.is_world_process_zero():
             best = self.state.best_global_step if self.args.load_best_model_at_end else None
-            checkpoint.publish(folder, step, self.safeguards.metadata, keep=self.args.save_total_limit, best=best)
+            checkpoint.publish(folder, step, self.safeguards.metadata, keep=self._keep, best=best)
 
     def _write(self, part: Callable[[], None]) -> None:
         """Run one part of a save. If it fails in one process, all processes end the save and the files are removed.

@@ -63,13 +63,25 @@ class Generations(TrainerCallback):  # type: ignore[misc]  # transformers is unt
     """Writes the texts before training and after each evaluation; `finish` writes those of the trained model."""
 
     def __init__(
-        self, run: RunFolder, prompts: Sequence[Prompt], n_tokens: int, tokenizer: Any, announce: Callable[[str], None]
-    ) -> None:
+        self, run: RunFolder, prompts: Sequence[Prompt], n_tokens: int, tokenizer: Any,
+        announce: Callable[[str], None], restart_clock: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Make the callback.
+
+        Args:
+            run: The run folder.
+            prompts: The result of `prompts_of`.
+            n_tokens: Most tokens of a text.
+            tokenizer: The tokenizer of the run.
+            announce: Prints a line.
+            restart_clock: Called after texts, so that tokens/s does not count their time.
+        """
         self._run = run
         self._prompts = prompts
         self._n_tokens = n_tokens
         self._tokenizer = tokenizer
         self._announce = announce
+        self._restart_clock = restart_clock
         self._last_step = -1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -98,6 +110,7 @@ class Generations(TrainerCallback):  # type: ignore[misc]  # transformers is unt
             self._run.append({"event": EVENT, "step": step, "label": label, "prompt": prompt.text, "text": text})
             self._announce(f"generate {label}: {prompt.text!r} -> {text!r}")
         self._last_step = step
+        self._restart_clock()
 
 
 def texts_of(records: Sequence[Any]) -> list[dict[str, Any]]:

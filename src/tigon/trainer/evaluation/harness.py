@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,10 @@ def evaluate(model: Any, tokenizer: Any, tasks: Sequence[str], *, limit: int | N
     finally:
         model.train(was_training)
     results: Mapping[str, Mapping[str, Any]] = (found or {}).get("results", {})
-    return {task: {name: float(v) for name, v in row.items() if _is_number(v)} for task, row in results.items()}
+    return {
+        task: {name: float(value) for name, value in row.items() if "," in name and _is_number(value)}
+        for task, row in results.items()
+    }
 
 
 def run_tasks(
@@ -142,12 +145,15 @@ def _is_number(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep the package's log lines and progress bars off the console."""
+    """Keep the package's log lines and progress bars, and those of the git that it calls, off the console."""
     logger = logging.getLogger("lm_eval")
-    level = logger.level
+    level, console = logger.level, os.dup(2)
     logger.setLevel(logging.ERROR)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stderr(nowhere):
+            os.dup2(nowhere.fileno(), 2)
             yield
     finally:
+        os.dup2(console, 2)
+        os.close(console)
         logger.setLevel(level)

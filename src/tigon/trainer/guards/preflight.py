@@ -50,7 +50,9 @@ def check_packages() -> None:
 def check_trackers(names: Sequence[str]) -> None:
     """Raise RecipeError if the package of a tracker in `train.report_to` is not installed."""
     for name in names:
-        if name in TRACKERS and importlib.util.find_spec(name) is None:
+        spec = importlib.util.find_spec(name) if name in TRACKERS else None
+        # A folder of that name, such as wandb's own output in the current folder, has a spec without an origin.
+        if name in TRACKERS and (spec is None or spec.origin is None):
             raise RecipeError(f"train.report_to: {name} is not installed here: pip install {name}")
 
 

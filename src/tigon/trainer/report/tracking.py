@@ -12,9 +12,12 @@ and a variable that is set already keeps its value.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import io
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +59,13 @@ def _wandb_where(run: Path) -> str:
 
 
 def _mlflow_variables(run: Path) -> dict[str, str]:
+    # mlflow-skinny comes without SQLAlchemy, and keeps its runs in files.
+    folder = run.parent.resolve()
+    in_database = importlib.util.find_spec("sqlalchemy") is not None
     return {
-        "MLFLOW_TRACKING_URI": f"sqlite:///{(run.parent / 'mlflow.db').resolve()}", "MLFLOW_EXPERIMENT_NAME": PROJECT,
-        "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}" if in_database else (folder / "mlruns").as_uri(),
+        "MLFLOW_EXPERIMENT_NAME": PROJECT, **({} if in_database else {"MLFLOW_ALLOW_FILE_STORE": "true"}),
+        "MLFLOW_LOGGING_LEVEL": "WARNING", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true",
     }  # fmt: skip
 
 
@@ -120,7 +127,8 @@ class Trackers(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 
         self._run, self._details, self._announce = run, details, announce
         self._inner: dict[str, Any] = {}
-        self._last: tuple[Any, ...] | None = None
+        self._started: set[str] = set()
+        self._last: tuple[Any, ...] = ()
         for name in names:
             if name in KINDS:
                 for variable, value in KINDS[name].offline(run).items():
@@ -137,14 +145,16 @@ class Trackers(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         args.run_name, args.project = self._run.name, PROJECT
         for name, callback in self._inner.items():
             try:
-                callback.on_train_begin(args, state, control, model=model, **kwargs)
-                KINDS[name].describe(importlib.import_module(name), self._details)
+                with redirect_stdout(io.StringIO()):
+                    callback.on_train_begin(args, state, control, model=model, **kwargs)
+                    KINDS[name].describe(importlib.import_module(name), self._details)
             except Exception as error:  # the packages raise dozens of kinds, for example for a server that is down
                 reason = " ".join(str(error).split())[:200]
                 raise RecipeError(
                     f"train.report_to: {name} cannot start: {type(error).__name__}: {reason}; mend its settings, or "
                     f"leave {name} out"
                 ) from error
+            self._started.add(name)
             self._announce(f"tracker  {name}: {KINDS[name].where(self._run)}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -169,13 +179,14 @@ class Trackers(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 
     def finish(self, figures: Mapping[str, float]) -> None:
         """End the trackers' runs. figures: the run's final figures; empty if the run has failed."""
-        if self._last is None:
-            return
-        args, state, control = self._last
         for name, callback in list(self._inner.items()):
+            if name not in self._started:
+                continue
+            args, state, control = self._last
             try:
-                KINDS[name].finish(importlib.import_module(name), figures, state.global_step)
-                callback.on_train_end(args, state, control)
+                with redirect_stdout(io.StringIO()):
+                    KINDS[name].finish(importlib.import_module(name), figures, state.global_step)
+                    callback.on_train_end(args, state, control)
             except Exception as error:
                 self._drop(name, error)
         self._inner.clear()

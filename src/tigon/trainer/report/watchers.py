@@ -74,8 +74,10 @@ def watch(run: RunFolder, prepared: Prepared, trainer: Any, console: Console, st
     trackers, generations = Trackers(names, run.path, details, announce), None
     stack.callback(trackers.finish, {})  # if the run fails
     if prepared.prompts:
-        generations = Generations(run, prepared.prompts, recipe.eval.generate_tokens, prepared.tokenizer, announce)
-    for callback in filter(None, (MetricsWriter(run, writer), display, trackers, generations)):
+        generations = Generations(
+            run, prepared.prompts, recipe.eval.generate_tokens, prepared.tokenizer, announce, trainer.restart_clock
+        )
+    for callback in filter(None, (MetricsWriter(run, writer), trackers, display, generations)):
         trainer.add_callback(callback)
     return Watchers(run, announce, display, writer, generations, trackers)
 
