@@ -1,7 +1,7 @@
 """Prepares a run: checks the recipe against model and machine, and reads, tokenises and packs the text.
 
 The run folder is created afterwards. Everything that can refuse the run is checked here, when nothing has been written
-except a tokenizer in the user's cache.
+except a tokenizer and tokens in the user's cache.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tigon._install import install_command
-from tigon.data import chat_template, documents, preferences, preview, reading, tokenizer
+from tigon.data import chat_template, documents, preferences, preview, reading, token_cache, tokenizer
 from tigon.data.packing import Collator, fingerprint, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import DataError, RecipeError, TigonError
@@ -90,7 +89,7 @@ class Prepared:
     shown: tuple[Encoded, ...] = ()
     """The rows that `data.show` prints."""
     rows_line: tuple[str, ...] = ()
-    """A line that names the formats of the rows; empty if all data is text."""
+    """Lines that name the formats of the rows, unless all data is text, and the cache that their tokens came from."""
     warnings: tuple[str, ...] = ()
     """Settings of the recipe that are allowed but probably mistakes."""
     wrong_ops: Mapping[str, str] = field(default_factory=dict)
@@ -158,8 +157,10 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     preflight.check_vocabulary(recipe, config, len(tok))
     if objective.trl is not None:
         _check_chat(tok, read[0])
-    encode = partial(tokenizer.encode, tokenizer=tok, vocab_size=config.vocab_size, bad=bad, rendering=rendering)
-    encoded = encode(train_docs), encode(eval_docs) if eval_docs else []
+    cache = token_cache.TokenCache(
+        token_cache.default_folder() if data.cache else None, tok, config.vocab_size, bad, rendering
+    )
+    encoded = cache.encode(train_docs), cache.encode(eval_docs) if eval_docs else []
     rows = None
     if objective.trl is not None:
         rows, encoded = preferences.fitting(row_docs, encoded, data.sequence_length, too_long=data.too_long)
@@ -196,7 +197,7 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         recipe, device, choices, engine.run_info_of(recipe, config, shapes, device), objective, config, n_parameters,
         tok, train, eval_samples, objective.collator(data, pad_id=pad_id, flatten=flatten), prompt, data_summary,
         rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
-        rows_line=preview.rows_line(read, tok, rendering),
+        rows_line=preview.rows_line(read, tok, rendering) + _cache_line(cache),
         warnings=frozen_experts + warnings_of(
             recipe, RunSize(n_samples, len(eval_samples), choices.gpus),
             trains_tokenizer=_trains_tokenizer(recipe)
@@ -204,6 +205,10 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         wrong_ops=self_test.wrong_ops(recipe, choices, device),
         unused_tensors=unused_tensors,
     )  # fmt: skip
+
+
+def _cache_line(cache: token_cache.TokenCache) -> tuple[str, ...]:
+    return (f"tokens   of {cache.n_read:,} documents from the cache, {cache.folder}",) if cache.n_read else ()
 
 
 def _check_teacher(recipe: Recipe, config: Any) -> None:
