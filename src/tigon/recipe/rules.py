@@ -61,7 +61,8 @@ def _switch_of(row: KeySwitch) -> Switch:
     return Switch(row.keys, SETTINGS[row.on.field].key, lambda r: row.on.holds(r.choices()), row.instead)
 
 
-def _watches_eval_loss(recipe: Recipe) -> bool:
+def watches_eval_loss(recipe: Recipe) -> bool:
+    """Whether the run compares the eval losses of its steps."""
     return recipe.train.load_best or recipe.train.early_stopping_patience is not None
 
 
@@ -72,12 +73,12 @@ def _holds_parts(recipe: Recipe) -> bool:
 
 _EVALUATION = (
     Rule(
-        lambda r: _watches_eval_loss(r) and r.train.eval_steps is None,
+        lambda r: watches_eval_loss(r) and r.train.eval_steps is None,
         "train.load_best and train.early_stopping_patience compare evaluations during training; set train.eval_steps, "
         "e.g. 50",
     ),
     Rule(
-        lambda r: _watches_eval_loss(r) and not r.data.has_eval,
+        lambda r: watches_eval_loss(r) and not r.data.has_eval,
         "train.load_best and train.early_stopping_patience need an eval loss; set data.eval_fraction or "
         "data.eval_source",
     ),
@@ -92,11 +93,7 @@ _EVALUATION = (
         "train.load_best: false",
     ),
     Rule(
-        lambda r: _watches_eval_loss(r) and r.heads.stage is not None,
-        "train.load_best and train.early_stopping_patience have not been tried with heads.stage; leave them out",
-    ),
-    Rule(
-        lambda r: _watches_eval_loss(r) and r.train.objective == "grpo",
+        lambda r: watches_eval_loss(r) and r.train.objective == "grpo",
         "train.load_best and train.early_stopping_patience go by the eval loss, which does not measure the rewards of "
         "grpo; leave them out",
     ),

@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from tigon.trainer import run_folder
 from tigon.trainer.checkpoint import checkpoint
 from tigon.trainer.distributed import launch
@@ -67,6 +65,8 @@ def watch(run: RunFolder, prepared: Prepared, trainer: Any, console: Console, st
         details["plan"] = prepared.prediction.as_mapping()
     writer = None
     if "tensorboard" in names:
+        from torch.utils.tensorboard import SummaryWriter
+
         purge_step = checkpoint.step_of(run.checkpoint) + 1 if run.checkpoint else None
         writer = stack.enter_context(SummaryWriter(str(run.path / "tensorboard"), purge_step=purge_step))
         for name, value in details.items():
