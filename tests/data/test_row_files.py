@@ -160,7 +160,8 @@ def _malformed(kind: str, folder: Path) -> tuple[Path, str]:
     if kind == "rows.json":
         lines[2000] = lines[2000].replace(",", "")
         file.write_text("[" + ",\n".join(lines) + "]", encoding="utf-8")
-        return file, f"{file}:2001: not valid JSON at column {lines[2000].index('"completion"') + 1}:"
+        column = lines[2000].index('"completion"') + 1
+        return file, f"{file}:2001: not valid JSON at column {column}:"
     if kind == "rows.csv":
         table[2001] = "q, with a comma, and another"
         file.write_text("\n".join(table), encoding="utf-8")
