@@ -118,5 +118,6 @@ def texts_of(records: Sequence[Any]) -> list[dict[str, Any]]:
     by_prompt: dict[str, list[dict[str, str]]] = {}
     for record in records:
         if record["event"] == EVENT and all(isinstance(record.get(k), str) for k in ("prompt", "label", "text")):
-            by_prompt.setdefault(record["prompt"], []).append({"label": record["label"], "text": record["text"]})
+            shown = record["text"] if record["text"].strip() else repr(record["text"])  # line breaks alone, or nothing
+            by_prompt.setdefault(record["prompt"], []).append({"label": record["label"], "text": shown})
     return [{"prompt": prompt, "texts": texts} for prompt, texts in by_prompt.items()]
