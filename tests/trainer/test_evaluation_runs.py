@@ -46,6 +46,7 @@ def test_the_checkpoint_with_the_lowest_eval_loss_is_kept_and_becomes_the_model(
     assert all(torch.equal(saved[name], kept[name]) for name in saved)
     assert (summary(Path("runs/r"))["best_step"], summary(Path("runs/r"))["eval_loss"]) == (best, losses[best])
     assert f"best     checkpoint of step {best}" in outcome.out
+    assert "missing keys" not in outcome.out + outcome.err  # the tied lm_head.weight is stored once
     assert f"step {best}" in Path("runs/r/report.html").read_text(encoding="utf-8")
 
 

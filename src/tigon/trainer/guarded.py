@@ -160,6 +160,12 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         super()._load_best_model()
         self.best_step = step
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As in the Trainer, but silent about tied weights, which a checkpoint holds once under another name."""
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        if load_result.unexpected_keys or set(load_result.missing_keys) - tied:
+            super()._issue_warnings_after_load(load_result)
+
     def asked_to_stop(self) -> bool:
         """Whether any process received a signal. Every process has to call it at the same point."""
         return self.safeguards.stop is not None and bool(self.safeguards.stop.signal_in_any_process())
