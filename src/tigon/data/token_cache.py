@@ -3,8 +3,8 @@
 A file's name is a hash of everything that the tokens depend on: the documents' text, the tokenizer, the chat template
 and the options. Changed data has another name, so no file is ever out of date. A damaged file is made again.
 
-The fingerprint cache of `datasets` is not used: it needs that package, which local files do without, and its key is a
-hash of pickled functions, which differs between versions of Python for the same rows.
+The fingerprint cache of `datasets` is not used, because tigon reads local files without that package. Its keys also
+hash pickled functions, so they differ between versions of Python for the same rows.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TokenCache:
         return encoded
 
     def _path(self, documents: Sequence[Document]) -> Path | None:
-        """The file for these documents. None if there is no cache, or the tokenizer cannot be written as text."""
+        """The file for these documents. None without a cache, or if the tokenizer cannot be written as text."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if self.folder is None or backend is None or not documents:
             return None

@@ -264,7 +264,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """What is evaluated besides the eval loss: texts that the model writes, and tasks of lm-evaluation-harness."""
+    """Evaluations besides the eval loss: texts that the model writes, and tasks of lm-evaluation-harness."""
 
     generate: tuple[str, ...] = key(
         (), "Prompts that the model continues before training, after each evaluation and at the end, always with the "

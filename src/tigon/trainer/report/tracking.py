@@ -2,11 +2,11 @@
 
 transformers' callbacks end the tracker's run when training ends. The last evaluation, the peak of memory and the tasks
 of lm-evaluation-harness come later, so `Trackers` holds the callbacks and ends them with the run. It also gives every
-tracker the recipe, the environment and the plan, for which the callbacks have no place. TensorBoard's files are written
+tracker the recipe, the environment and the plan, which the callbacks do not take. TensorBoard's files are written
 by `progress.MetricsWriter`.
 
-Nothing leaves the machine unless the user has configured it: `offline` of each row sets the tracker's own variables,
-and a variable that is set already keeps its value.
+Nothing leaves the machine unless the user has configured it. `offline` of each row sets the tracker's own variables.
+A variable that is set already keeps its value.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Tracker:
     finish: Callable[[Any, Mapping[str, float], int], None]
     """Called with the module, the final figures and the last step."""
     where: Callable[[Path], str]
-    """Where the run's files are, and how to see them; for the console."""
+    """Says where the run's files are and how to see them, for the console."""
 
 
 def _wandb_variables(run: Path) -> dict[str, str]:
