@@ -88,7 +88,7 @@ BAD_ROWS = {
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         "message 0: content has a part of type 'image_url'",
     ),
-    "content null": ({"messages": [{"role": "assistant", "content": None}]}, "content is NoneType"),
+    "content null": ({"messages": [{"role": "assistant", "content": None}]}, "content is null"),
     "bad arguments": (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
         "arguments of f is text, but not valid JSON",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from tigon.data.documents import BadRows
-from tigon.data.reading import read
+from tigon.data.reading import first_look, read
 from tigon.data.row_files import READERS, read_rows
-from tigon.data.sources import SUFFIXES
+from tigon.data.sources import SUFFIXES, Source
 from tigon.errors import DataError
 
 ROWS = [{"prompt": "one, two", "completion": "a\nb"}, {"prompt": "é🙂", "completion": 'say "c"'}]
@@ -141,3 +142,49 @@ def test_a_folder_of_rows_is_read_without_the_files_that_describe_it(tmp_path):
     (tmp_path / "dataset_info.json").write_text('{"features": 1}', encoding="utf-8")
     write_parquet(tmp_path / "c.parquet", [{"text": "c"}])
     assert [document.text for document in read([str(tmp_path)], "auto", None)] == ["a", "b", "c"]
+
+
+def _malformed(kind: str, folder: Path) -> tuple[Path, str]:
+    """A file of 3,000 rows whose row 2,001 is wrong, and where the error is."""
+    rows = [{"prompt": f"q {i}", "completion": f"a {i}"} for i in range(3000)]
+    lines, table = [json.dumps(row) for row in rows], ["prompt,completion", *(f"q {i},a {i}" for i in range(3000))]
+    file = folder / kind.split("-")[0]
+    if kind == "rows.jsonl":
+        lines[2000] = lines[2000][:-1]
+        file.write_text("\n".join(lines), encoding="utf-8")
+        return file, f"{file}:2001: not valid JSON at column {len(lines[2000]) + 1}:"
+    if kind == "rows.jsonl-type":
+        lines[2000] = json.dumps({**rows[2000], "completion": 5})
+        file.write_text("\n".join(lines), encoding="utf-8")
+        return file, f"{file}:2001: completion is int"
+    if kind == "rows.json":
+        lines[2000] = lines[2000].replace(",", "")
+        file.write_text("[" + ",\n".join(lines) + "]", encoding="utf-8")
+        column = lines[2000].index('"completion"') + 1
+        return file, f"{file}:2001: not valid JSON at column {column}:"
+    if kind == "rows.csv":
+        table[2001] = "q, with a comma, and another"
+        file.write_text("\n".join(table), encoding="utf-8")
+        return file, f"{file}:2002: 3 fields, but the header has 2 columns"
+    if kind == "rows.csv-quotes":
+        table[2001] = '"q" x,a'
+        file.write_text("\n".join(table), encoding="utf-8")
+        return file, f"{file}:2002: not valid CSV"
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    answers = [None if i == 2000 else f"a {i}" for i in range(3000)]
+    pq.write_table(pa.table({"prompt": [row["prompt"] for row in rows], "completion": answers}), file)
+    return file, f"{file}:2001: completion is null"
+
+
+@pytest.mark.parametrize(
+    "kind", ["rows.jsonl", "rows.jsonl-type", "rows.json", "rows.csv", "rows.csv-quotes", "rows.parquet"]
+)
+def test_the_first_look_names_a_malformed_row_by_file_line_and_column(kind: str, tmp_path: Path) -> None:
+    if kind == "rows.parquet":
+        pytest.importorskip("pyarrow")
+    file, words = _malformed(kind, tmp_path)
+    with pytest.raises(DataError) as error:
+        first_look([Source(str(file))], seconds=60)
+    assert str(error.value).startswith(words)

@@ -92,7 +92,7 @@ BAD_CHATS = {
     "no turn": ({"messages": []}, "not a list of turns"),
     "turn that is text": ({"messages": ["hi"]}, "message 0 is str"),
     "unknown role": ({"messages": [{"role": "wizard", "content": "x"}]}, "role 'wizard'"),
-    "no content": ({"messages": [{"role": "user"}]}, "content is NoneType"),
+    "no content": ({"messages": [{"role": "user"}]}, "content is null"),
     "no assistant": ({"messages": [{"role": "user", "content": "x"}]}, "nothing to learn from"),
 }
 

@@ -255,7 +255,7 @@ ROWS = {
     "empty answer": ("dpo", '{"prompt": "a", "chosen": " ", "rejected": "c"}', r":2: column 'chosen' is empty"),
     "half a message": (
         "dpo", '{"prompt": "a", "chosen": [{"role": "assistant"}], "rejected": "c"}',
-        r":2: column 'chosen': message 0: content is NoneType, not text",
+        r":2: column 'chosen': message 0: content is null, not text",
     ),
     "text and messages": (
         "dpo", '{"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}], "rejected": "c"}',

@@ -7,6 +7,7 @@
 - `reading.py`: reads all sources as documents, each with its file and line.
 - `chat_template.py`: turns messages into text, and finds the assistant's turns in it.
 - `tokenizer.py`: the checkpoint's tokenizer, or a byte-level BPE trained on the data.
+- `token_cache.py`: keeps tokenised documents for the next run with the same data.
 - `packing.py`: packs documents into sequences of tokens, labels and positions. It also has the collator.
 - `preferences.py`: rows for post-training.
 - `preview.py`: prints the formats of the rows, and rows as tokens.

@@ -133,7 +133,8 @@ def string(row: Mapping[str, Any], key: str, where: str) -> str:
     """The text in `row[key]`. Raises DataError, with `where` in front, if it is something else."""
     value = row.get(key)
     if not isinstance(value, str):
-        raise DataError(f"{where}: {key} is {type(value).__name__}, not text; write it as a JSON string")
+        kind = "null" if value is None else type(value).__name__
+        raise DataError(f"{where}: {key} is {kind}, not text; write it as text")
     try:
         value.encode()
     except UnicodeEncodeError as error:  # "\ud83d" alone, half of a character

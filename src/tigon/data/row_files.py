@@ -81,7 +81,8 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _parse_row(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8").removeprefix(BYTE_ORDER_MARK))
+        # Without its end: an error at the end of a line would be in column 1 of the next one.
+        row = json.loads(line.decode("utf-8").removeprefix(BYTE_ORDER_MARK).rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 text (byte {error.start} of the line); convert the file") from None
     except (ValueError, RecursionError) as error:

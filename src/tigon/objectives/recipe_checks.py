@@ -15,7 +15,7 @@ from tigon.errors import RecipeError
 from tigon.objectives import post_training_rules
 from tigon.recipe import recipe_file
 from tigon.recipe.keys import Recipe
-from tigon.recipe.rules import Rule, Rules, Switch, other_keys
+from tigon.recipe.rules import Rule, Rules, Switch, other_keys, watches_eval_loss
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.condition import Condition
 
@@ -148,6 +148,10 @@ def _excludes_heads(row: HeadsExclusion, recipe: Recipe) -> bool:
 RULES = post_training_rules.RULES + Rules(
     (
         *(Rule(partial(_excludes_heads, row), row.reason) for row in _EXCLUSIONS),
+        Rule(
+            lambda r: watches_eval_loss(r) and r.heads.stage is not None,
+            "train.load_best and train.early_stopping_patience have not been tried with heads.stage; leave them out",
+        ),
         Rule(
             lambda r: r.heads.kind == "mtp" and r.heads.layers is not None,
             "heads.layers is for medusa heads, and an MTP module has exactly one transformer layer; leave it out, or "

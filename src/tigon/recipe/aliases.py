@@ -56,6 +56,7 @@ ALIASES: Mapping[str, Alias] = {
         Alias("gradient_checkpointing", "train.checkpointing", HF, _SWITCH, only=True),
         Alias("logging_steps", "train.log_steps", HF),
         Alias("save_total_limit", "train.keep_checkpoints", HF),
+        Alias("load_best_model_at_end", "train.load_best", HF),
         Alias("dataloader_num_workers", "train.workers", HF),
         Alias("run_name", "output.name", HF),
         Alias("r", "lora.rank", PEFT),

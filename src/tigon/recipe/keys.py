@@ -25,6 +25,8 @@ T = TypeVar("T")
 NAME_CHARACTERS = 80
 # Folder names that Windows reserves, with any extension.
 RESERVED_NAMES = r"(?i:con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?"
+TRACKERS = ("wandb", "mlflow", "trackio")
+"""Values of `train.report_to` that need a package of the same name."""
 MAX_COUNT = 1_000_000_000  # for counts without another limit; larger values overflow in some library
 AUTO_PRECISION = "amp-bf16"  # `auto` on a GPU; every combination that amp-bf16 excludes is excluded with fp32 too
 
@@ -150,6 +152,10 @@ class DataConfig:
         "trained on the data.",
     )  # fmt: skip
     vocab_size: int = key(8192, "Vocabulary size of the BPE that `auto` trains.", minimum=300, maximum=262144)
+    cache: bool = key(
+        True, "Keep tokenised data in `~/.cache/tigon/tokens` (or under `$XDG_CACHE_HOME`), so that the next run with "
+        "the same data, tokenizer, template and options does not tokenise it again.",
+    )  # fmt: skip
     sequence_length: int = key(1024, "Tokens per sample.", limits="seq")
     packing: bool = key(
         True,
@@ -178,6 +184,11 @@ class DataConfig:
     def eval_sources(self) -> tuple[Source, ...]:
         """The entries of `eval_source`. Raises DataError for an entry that is wrong."""
         return self._listed(self.eval_source, "data.eval_source")
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether the run evaluates, so that its plan includes the memory of an evaluation."""
+        return self.eval_fraction > 0 or bool(self.eval_source)
 
     @property
     def source_names(self) -> str:
@@ -228,12 +239,44 @@ class TrainConfig:
     save_steps: int | None = key(
         None, "Steps between checkpoints; none: only the final model.", minimum=1, maximum=MAX_COUNT
     )
-    keep_checkpoints: int = key(2, "How many of the newest checkpoints to keep.", minimum=1, maximum=MAX_COUNT)
+    keep_checkpoints: int = key(
+        2, "How many of the newest checkpoints to keep. With `load_best` the best one is kept too.", minimum=1,
+        maximum=MAX_COUNT,
+    )  # fmt: skip
+    load_best: bool = key(
+        False, "At the end, load the checkpoint with the lowest eval loss, and save that model. A new lowest eval loss "
+        "is always saved as a checkpoint. Needs `eval_steps`."
+    )  # fmt: skip
+    early_stopping_patience: int | None = key(
+        None, "End training if the eval loss has not fallen in this many evaluations in a row; none: train to the end. "
+        "Needs `eval_steps`.",
+        minimum=1, maximum=MAX_COUNT,
+    )  # fmt: skip
+    report_to: tuple[str, ...] = key(
+        ("tensorboard",), "Trackers of the run. `tensorboard` writes files; `wandb`, `mlflow` and `trackio` need their "
+        "package, and stay on this machine unless their own variables say otherwise; `none` for none.",
+        choices=("tensorboard", *TRACKERS, "none"),
+    )  # fmt: skip
     max_skipped_steps: int = key(
         3, "Consecutive steps whose loss or gradient may be infinite or NaN. Each is skipped and counted; one more "
         "stops the run.",
         minimum=0, maximum=MAX_COUNT,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluations besides the eval loss: texts that the model writes, and tasks of lm-evaluation-harness."""
+
+    generate: tuple[str, ...] = key(
+        (), "Prompts that the model continues before training, after each evaluation and at the end, always with the "
+        "likeliest token. Chats get the chat template around a prompt.", prose=True,
+    )  # fmt: skip
+    generate_tokens: int = key(64, "Most tokens of each of these texts.", minimum=1, maximum=2048)
+    lm_eval: tuple[str, ...] = key(
+        (), "Tasks of lm-evaluation-harness to run on the trained model: their names, or `.yaml` files."
+    )
+    lm_eval_limit: int | None = key(None, "Rows of each task; none: all of them.", minimum=1, maximum=MAX_COUNT)
 
 
 @dataclass(frozen=True)
@@ -401,6 +444,7 @@ class Recipe:
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
     lora: LoraConfig = LoraConfig()
     sharding: ShardingConfig = ShardingConfig()
     heads: HeadsConfig = HeadsConfig()
@@ -438,8 +482,9 @@ class Recipe:
 
 
 SECTIONS: dict[str, type[Any]] = {
-    "model": ModelConfig, "data": DataConfig, "train": TrainConfig, "lora": LoraConfig, "sharding": ShardingConfig,
-    "heads": HeadsConfig, "post_training": PostTrainingConfig, "comparison": ComparisonConfig, "output": OutputConfig,
+    "model": ModelConfig, "data": DataConfig, "train": TrainConfig, "eval": EvalConfig, "lora": LoraConfig,
+    "sharding": ShardingConfig, "heads": HeadsConfig, "post_training": PostTrainingConfig,
+    "comparison": ComparisonConfig, "output": OutputConfig,
 }  # fmt: skip
 OBJECTIVE_SECTIONS = ("heads", "post_training")
 """The sections that set a training objective."""

@@ -61,6 +61,59 @@ def _switch_of(row: KeySwitch) -> Switch:
     return Switch(row.keys, SETTINGS[row.on.field].key, lambda r: row.on.holds(r.choices()), row.instead)
 
 
+def watches_eval_loss(recipe: Recipe) -> bool:
+    """Whether the run compares the eval losses of its steps."""
+    return recipe.train.load_best or recipe.train.early_stopping_patience is not None
+
+
+def _holds_parts(recipe: Recipe) -> bool:
+    """Whether each process holds only a part of the weights."""
+    return recipe.sharding.zero == 3 or recipe.sharding.fsdp
+
+
+_EVALUATION = (
+    Rule(
+        lambda r: watches_eval_loss(r) and r.train.eval_steps is None,
+        "train.load_best and train.early_stopping_patience compare evaluations during training; set train.eval_steps, "
+        "e.g. 50",
+    ),
+    Rule(
+        lambda r: watches_eval_loss(r) and not r.data.has_eval,
+        "train.load_best and train.early_stopping_patience need an eval loss; set data.eval_fraction or "
+        "data.eval_source",
+    ),
+    Rule(
+        lambda r: r.train.load_best and bool((r.train.save_steps or 0) % (r.train.eval_steps or 1)),
+        "train.load_best needs a train.save_steps that is a multiple of train.eval_steps; change one of them, or leave "
+        "train.save_steps out",
+    ),
+    Rule(
+        lambda r: r.train.load_best and (r.sharding.zero > 0 or r.sharding.fsdp),
+        "train.load_best has not been tried with sharding; set sharding.zero: 0 and sharding.fsdp: false, or "
+        "train.load_best: false",
+    ),
+    Rule(
+        lambda r: watches_eval_loss(r) and r.train.objective == "grpo",
+        "train.load_best and train.early_stopping_patience go by the eval loss, which does not measure the rewards of "
+        "grpo; leave them out",
+    ),
+    Rule(
+        lambda r: bool(r.eval.generate or r.eval.lm_eval) and _holds_parts(r),
+        "eval.generate and eval.lm_eval need whole weights in one process; leave them out, or set sharding.zero to 2 "
+        "or less and sharding.fsdp: false",
+    ),
+    Rule(
+        lambda r: bool(r.eval.generate or r.eval.lm_eval) and r.train.objective == "reward",
+        "eval.generate and eval.lm_eval need a model that writes text, and train.objective: reward trains one that "
+        "gives scores; leave them out",
+    ),
+    Rule(
+        lambda r: bool(r.eval.lm_eval) and r.sharding.gpus > 1,
+        "eval.lm_eval runs in one process, for which the others would wait; set sharding.gpus: 1, or run lm_eval on "
+        "the saved model",
+    ),
+)  # fmt: skip
+
 # The checks that techniques declare, and those of the comparison. `refusals` covers pairs of techniques.
 _RULES = Rules(
     (
@@ -73,6 +126,11 @@ _RULES = Rules(
             lambda r: bool(r.comparison.steps) and r.lora.rank is not None,
             "comparison.steps compares kernels in full fine-tuning; with lora.rank set comparison.steps: 0",
         ),
+        *_EVALUATION,
+        Rule(
+            lambda r: "none" in r.train.report_to and len(r.train.report_to) > 1,
+            "train.report_to names none and a tracker; keep one of them",
+        ),
     ),
     (
         Switch(("output.merge",), "lora.rank", lambda r: r.lora.rank is not None, "lora.rank: 16"),
@@ -80,6 +138,8 @@ _RULES = Rules(
             ("output.merge", "output.dtype", "output.max_shard_size"), "output.save_model",
             lambda r: r.output.save_model, "output.save_model: true",
         ),
+        Switch(("eval.generate_tokens",), "eval.generate", lambda r: bool(r.eval.generate), "eval.generate: [PROMPT]"),
+        Switch(("eval.lm_eval_limit",), "eval.lm_eval", lambda r: bool(r.eval.lm_eval), "eval.lm_eval: [TASK]"),
         *(_switch_of(row) for row in KEY_SWITCHES),
         Switch(
             other_keys("comparison", "steps"), "comparison.steps", lambda r: r.comparison.steps > 0,

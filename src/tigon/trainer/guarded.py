@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 
 from tigon.errors import RecipeError, RunFolderError
 from tigon.objectives.base import Objective, Step
@@ -76,6 +76,9 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self._grouped = False
         self.gate = NanGuard(self.args.device, self.safeguards.max_skipped_steps)
         self.evaluation_error: str | None = None
+        # The Trainer would remove the last checkpoint at the end if it keeps one and another is the best.
+        self._keep, self.args.save_total_limit = self.args.save_total_limit, None
+        self.best_step: int | None = None
         self._saved_step = 0
         self._writing: Path | None = None
         for silent in (PrinterCallback, ProgressCallback):
@@ -99,6 +102,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         except _NothingLeft:  # without this exception the Trainer would take one more step
             self.is_in_train = False
             self._saved_step = self.state.global_step
+            if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+                self._load_best_model()
 
     @property
     def _counted_file(self) -> str:
@@ -109,12 +114,57 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
 
         A resumed run restores them, so that its next record equals that of a run without interruption.
         """
-        return {"gate": self.gate.state(), **self.objective.counted(self.model)}
+        waited = [each.early_stopping_patience_counter for each in self.stoppers()]
+        return {"gate": self.gate.state(), "evaluations_without_progress": waited, **self.objective.counted(self.model)}
 
     def resume_counting(self, counted: Mapping[str, Any]) -> None:
         """Restore what `counted` returned when the checkpoint was saved."""
         self.gate.resume(counted["gate"])
+        for each, waited in zip(self.stoppers(), counted.get("evaluations_without_progress", ()), strict=False):
+            each.early_stopping_patience_counter = int(waited)
         self.objective.resume_counting(self.model, counted, self.args.device)
+
+    def stoppers(self) -> list[EarlyStoppingCallback]:
+        """The callback of train.early_stopping_patience, if the run has one."""
+        return [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+
+    def stopped_early(self) -> bool:
+        """Whether the eval loss has not fallen for as long as train.early_stopping_patience allows."""
+        return any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in self.stoppers())
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """As in the Trainer; a new best one is also saved at once, so that the best model is always on the disk.
+
+        An evaluation that ran out of memory, or that a signal ended, has no loss and is not compared.
+        """
+        if "eval_loss" not in metrics:
+            return False
+        is_best = bool(super()._determine_best_metric(metrics, trial))
+        if is_best and self.args.load_best_model_at_end:
+            self.control.should_save = True
+        return is_best
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint, after comparing it with its manifest.
+
+        Raises:
+            RunFolderError: It is damaged.
+        """
+        path, step = Path(self.state.best_model_checkpoint), self.state.best_global_step
+        problem = checkpoint.problem_of(path, step)
+        if problem is not None:
+            raise RunFolderError(
+                f"{path}: the checkpoint with the lowest eval loss {problem}; continue with the last weights by adding "
+                "--set train.load_best=false --resume"
+            )
+        super()._load_best_model()
+        self.best_step = step
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As in the Trainer, but silent about tied weights, which a checkpoint holds once under another name."""
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        if load_result.unexpected_keys or set(load_result.missing_keys) - tied:
+            super()._issue_warnings_after_load(load_result)
 
     def asked_to_stop(self) -> bool:
         """Whether any process received a signal. Every process has to call it at the same point."""
@@ -147,6 +197,8 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         step = Step(done=self.state.global_step, total=self.state.max_steps, log_every=int(self.args.logging_steps))
         self.objective.begin_step(self.model, step)
+        if not self.n_micro_steps:
+            self.restart_clock()  # other callbacks have started trackers meanwhile
         self.n_micro_steps += 1
         self.tokens_since_mark += self.tokens_in(inputs)
         return self.gate.add(super().training_step(model, inputs, *args, **kwargs))
@@ -252,18 +304,34 @@ class GuardedTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped 
         self._writing = checkpoint.scratch(folder, step)
         try:
             self._write(partial(super()._save_checkpoint, model, trial))
+            self._name_best(checkpoint.scratch(folder, step) / checkpoint.name_of(step))
             self._write(partial(self._save_counted, checkpoint.scratch(folder, step) / checkpoint.name_of(step)))
             self._write(partial(self._publish, folder, step))
         finally:
             self._writing = None
         self._saved_step = step
 
+    def _name_best(self, written: Path | None = None) -> None:
+        """Set the path of the best checkpoint, which the Trainer has looked for in the scratch folder of the present.
+
+        written: A checkpoint that is being written, whose state gets the path too.
+        """
+        step = self.state.best_global_step
+        if not self.args.load_best_model_at_end or not step:
+            return
+        path = Path(self.args.output_dir) / checkpoint.name_of(step)
+        exists = path.is_dir() or (written is not None and written.name == path.name)
+        self.state.best_model_checkpoint = str(path) if exists else None
+        if written is not None and self.is_world_process_zero():
+            self.state.save_to_json(str(written / "trainer_state.json"))
+
     def _save_counted(self, folder: Path) -> None:
         (folder / self._counted_file).write_text(json.dumps(self.counted()), encoding="utf-8")
 
     def _publish(self, folder: Path, step: int) -> None:
         if self.is_world_process_zero():
-            checkpoint.publish(folder, step, self.safeguards.metadata, keep=self.args.save_total_limit)
+            best = self.state.best_global_step if self.args.load_best_model_at_end else None
+            checkpoint.publish(folder, step, self.safeguards.metadata, keep=self._keep, best=best)
 
     def _write(self, part: Callable[[], None]) -> None:
         """Run one part of a save. If it fails in one process, all processes end the save and the files are removed.
@@ -318,7 +386,8 @@ class _Boundaries(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # A resumed state has the log and save intervals of the earlier recipe; use those of the present one.
         state.compute_steps(args, state.max_steps)
-        if state.global_step >= state.max_steps:
+        self._trainer._name_best()
+        if state.global_step >= state.max_steps or self._trainer.stopped_early():
             raise _NothingLeft
         use_exact_beta_powers(innermost(self._trainer.optimizer))
         self._trainer.restart_clock()

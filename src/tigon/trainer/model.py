@@ -429,15 +429,33 @@ KERNELS: Mapping[str, Callable[[Any], Any]] = {
 def sample(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, seed: int) -> str:
     """Generate `n_tokens` after `prompt` at temperature 0.8, and return the text. Keeps the global random state."""
     device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        return _generated(model, tokenizer, prompt, n_tokens, do_sample=True, temperature=0.8, top_k=50)
+
+
+def continuation(model: Any, tokenizer: Any, prompt: list[int], n_tokens: int) -> str:
+    """The likeliest text after `prompt`: at most `n_tokens`, up to the token that ends a text."""
+    more = {} if tokenizer.eos_token_id is None else {"eos_token_id": tokenizer.eos_token_id}
+    if (declared := model.generation_config.eos_token_id) is not None:
+        more = {"eos_token_id": declared}
+    # None unsets what a checkpoint's own generation config sets for sampling.
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    return _generated(model, tokenizer, prompt, n_tokens, skip_special=True, **greedy, **more)
+
+
+def _generated(
+    model: Any, tokenizer: Any, prompt: list[int], n_tokens: int, *, skip_special: bool = False, **how: Any
+) -> str:
+    device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
-        torch.manual_seed(seed)
+    with torch.no_grad():
         ids = model.generate(
             input_ids=torch.tensor([prompt], device=device), attention_mask=torch.ones(1, len(prompt), device=device),
-            max_new_tokens=n_tokens, do_sample=True, temperature=0.8, top_k=50, use_cache=True,
+            max_new_tokens=n_tokens, use_cache=True,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            **how,
         )  # fmt: skip
     model.train(was_training)
-    return str(tokenizer.decode(ids[0, len(prompt) :].tolist()))
+    return str(tokenizer.decode(ids[0, len(prompt) :].tolist(), skip_special_tokens=skip_special))

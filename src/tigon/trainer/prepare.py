@@ -1,7 +1,7 @@
 """Prepares a run: checks the recipe against model and machine, and reads, tokenises and packs the text.
 
 The run folder is created afterwards. Everything that can refuse the run is checked here, when nothing has been written
-except a tokenizer in the user's cache.
+except a tokenizer and tokens in the user's cache.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tigon._install import install_command
-from tigon.data import chat_template, documents, preferences, preview, reading, tokenizer
+from tigon.data import chat_template, documents, preferences, preview, reading, token_cache, tokenizer
 from tigon.data.packing import Collator, fingerprint, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX
 from tigon.errors import DataError, RecipeError, TigonError
@@ -26,6 +25,7 @@ from tigon.recipe.keys import Recipe
 from tigon.techniques import head_groups, layer_checkpointing
 from tigon.trainer import model
 from tigon.trainer.distributed import extension_lock, launch
+from tigon.trainer.evaluation import harness
 from tigon.trainer.guards import adapter_checks, auto_checkpointing, preflight, self_test
 from tigon.trainer.guards.recipe_warnings import RunSize, warnings_of
 from tigon.trainer.rewards import load_rewards
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tigon.objectives.base import Objective
     from tigon.techniques.records.choices import Choices
     from tigon.techniques.records.technique import RunInfo
+    from tigon.trainer.evaluation.generations import Prompt
     from tigon.trainer.guards.prediction import Prediction
 
 
@@ -49,7 +50,9 @@ def quiet_libraries(recipe: Recipe) -> None:
     """
     data_sets = [source.name for source in (*recipe.data.sources(), *recipe.data.eval_sources()) if source.is_hub]
     teacher = filter(None, [recipe.post_training.teacher])
-    hub.set_offline_mode([recipe.model.name, recipe.data.tokenizer, *teacher, *data_sets])
+    # lm-evaluation-harness reads the data sets of its tasks from the hub.
+    names = [recipe.model.name, recipe.data.tokenizer, *teacher, *data_sets]
+    hub.set_offline_mode(names, needed=bool(recipe.eval.lm_eval))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # about DeepSpeed's calls
@@ -81,10 +84,12 @@ class Prepared:
     """The rows to train on and those for evaluation, if a trainer of TRL takes them; None: it takes the samples."""
     bad_rows: tuple[str, ...] = ()
     """The problems of the first rows that were skipped."""
+    prompts: tuple[Prompt, ...] = ()
+    """The prompts of `eval.generate`."""
     shown: tuple[Encoded, ...] = ()
     """The rows that `data.show` prints."""
     rows_line: tuple[str, ...] = ()
-    """A line that names the formats of the rows; empty if all data is text."""
+    """Lines that name the formats of the rows, unless all data is text, and the cache that their tokens came from."""
     warnings: tuple[str, ...] = ()
     """Settings of the recipe that are allowed but probably mistakes."""
     wrong_ops: Mapping[str, str] = field(default_factory=dict)
@@ -119,7 +124,9 @@ def prepare(recipe: Recipe, device: torch.device) -> Prepared:
 
 def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     from tigon.trainer import engine  # loads transformers
+    from tigon.trainer.evaluation import generations  # loads transformers
 
+    harness.check(recipe.eval.lm_eval)
     config = model.load_config(recipe.model)
     preflight.check_lengths(recipe, config)
     shapes = model.parameter_shapes(config)
@@ -153,8 +160,10 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     preflight.check_vocabulary(recipe, config, len(tok))
     if objective.trl is not None:
         _check_chat(tok, read[0])
-    encode = partial(tokenizer.encode, tokenizer=tok, vocab_size=config.vocab_size, bad=bad, rendering=rendering)
-    encoded = encode(train_docs), encode(eval_docs) if eval_docs else []
+    cache = token_cache.TokenCache(
+        token_cache.default_folder() if data.cache else None, tok, config.vocab_size, bad, rendering
+    )
+    encoded = cache.encode(train_docs), cache.encode(eval_docs) if eval_docs else []
     rows = None
     if objective.trl is not None:
         rows, encoded = preferences.fitting(row_docs, encoded, data.sequence_length, too_long=data.too_long)
@@ -168,6 +177,9 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         raise _nothing_to_evaluate(recipe, len(eval_docs), eval_packed.n_dropped + n_dropped)
     prompt = _prompt(recipe, tok, eval_samples or train.samples, only_prompt=rows is not None)
     preflight.check_sample(recipe, config, len(prompt))
+    as_chat = chat_template.is_chat(read[0], tok, rendering) if rows is None else preferences.is_chat(read[0])
+    as_chat = as_chat and rendering.template != "plain" and chat_template.has_template(tok)
+    prompts = generations.prompts_of(recipe, tok, config, as_chat=as_chat)
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
     flatten = data.packing and recipe.model.attention.startswith("flash")
     data_summary = {
@@ -187,8 +199,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     return Prepared(
         recipe, device, choices, engine.run_info_of(recipe, config, shapes, device), objective, config, n_parameters,
         tok, train, eval_samples, objective.collator(data, pad_id=pad_id, flatten=flatten), prompt, data_summary,
-        rows=rows, bad_rows=tuple(bad.problems[:3]), shown=tuple(encoded[0][: data.show]),
-        rows_line=preview.rows_line(read, tok, rendering),
+        rows=rows, bad_rows=tuple(bad.problems[:3]), prompts=prompts, shown=tuple(encoded[0][: data.show]),
+        rows_line=preview.rows_line(read, tok, rendering) + _cache_line(cache),
         warnings=frozen_experts + warnings_of(
             recipe, RunSize(n_samples, len(eval_samples), choices.gpus),
             trains_tokenizer=_trains_tokenizer(recipe)
@@ -196,6 +208,10 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
         wrong_ops=self_test.wrong_ops(recipe, choices, device),
         unused_tensors=unused_tensors,
     )  # fmt: skip
+
+
+def _cache_line(cache: token_cache.TokenCache) -> tuple[str, ...]:
+    return (f"tokens   of {cache.n_read:,} documents from the cache, {cache.folder}",) if cache.n_read else ()
 
 
 def _check_teacher(recipe: Recipe, config: Any) -> None:

@@ -28,6 +28,7 @@ from tigon.techniques.sharding import weights_are_sharded
 from tigon.trainer import model, run_folder
 from tigon.trainer.checkpoint import checkpoint, final_model, nvme_swap
 from tigon.trainer.distributed import launch, signals
+from tigon.trainer.evaluation import harness
 from tigon.trainer.guards import fault_messages, prediction, preflight, self_test, system_limits
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.prepare import Prepared, prepare, quiet_libraries
@@ -68,6 +69,7 @@ def train(
     if require is not None:
         require(path, recipe)
     preflight.check_process(recipe.train.workers)
+    preflight.check_trackers(recipe.train.report_to)
     _check_data(recipe)
     run = run_folder.find(recipe.output, recipe) if resume else None
     if run is None:
@@ -364,20 +366,13 @@ def _train(
     Returns:
         The trainer, and a mapping with `eval_loss` (None without eval samples), `train_s` and `memory`.
     """
-    from torch.utils.tensorboard import SummaryWriter
-
     from tigon.trainer import guarded  # loads transformers
-    from tigon.trainer.report.progress import MetricsWriter, ProgressDisplay  # loads transformers
+    from tigon.trainer.report.watchers import watch  # loads transformers
 
     trainer = _make_trainer(run, prepared, built, stop)
     started_s = time.perf_counter()
-    purge_step = checkpoint.step_of(run.checkpoint) + 1 if run.checkpoint else None
-    display = ProgressDisplay(console)
     with ExitStack() as stack:
-        if launch.rank() == 0:
-            writer = stack.enter_context(SummaryWriter(str(run.path / "tensorboard"), purge_step=purge_step))
-            for callback in (MetricsWriter(run, writer), display):
-                trainer.add_callback(callback)
+        watchers = watch(run, prepared, trainer, console, stack)
         try:
             trainer.train(resume_from_checkpoint=str(run.checkpoint) if run.checkpoint else None)
         except Exception as error:
@@ -387,10 +382,12 @@ def _train(
                 raise
             raise fault_messages.unreadable(run, error) from error
         finally:
-            display.close()
+            watchers.display.close()
         outcome = {
             "train_s": time.perf_counter() - started_s,
             "memory": prediction.compared(prepared.prediction, prepared.device),
+            "best_step": trainer.best_step,
+            "stopped_early_step": trainer.state.global_step if trainer.stopped_early() else None,
         }
         stop.promise = "ending once everything is saved"
         _end_if_asked(prepared, trainer)
@@ -400,11 +397,30 @@ def _train(
             _save_model(run, prepared, built, trainer)
         eval_loss = _final_eval_loss(trainer) if prepared.eval_samples else None
         _end_if_asked(prepared, trainer)
-        return trainer, {"eval_loss": eval_loss, **outcome}
+        watchers.write_texts(built, trainer.state.global_step, trainer.best_step)
+        outcome |= {"eval_loss": eval_loss, "eval_perplexity": _perplexity(prepared, eval_loss)}
+        if prepared.recipe.eval.lm_eval:  # may take hours, in which a killed run keeps what it has learned
+            trainer.save_last()
+        outcome["lm_eval"] = harness.run_tasks(
+            run, built, prepared.tokenizer, prepared.recipe.eval, prepared.recipe.train.batch_size, watchers.announce
+        )
+        watchers.finish(outcome)
+        return trainer, outcome
+
+
+def _perplexity(prepared: Prepared, eval_loss: float | None) -> float | None:
+    """exp of the eval loss; None if it is not the loss per token of one head."""
+    from tigon.trainer.trainer import perplexity  # loads transformers
+
+    if eval_loss is None or prepared.rows is not None or prepared.objective.metric_section() is not None:
+        return None
+    return next(iter(perplexity(eval_loss)), None)
 
 
 def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.StopRequest) -> Any:
     """tigon's trainer, or TRL's if the objective names one."""
+    from transformers import EarlyStoppingCallback
+
     from tigon.trainer import engine, guarded  # loads transformers
     from tigon.trainer import trainer as trainers  # loads transformers
 
@@ -416,16 +432,20 @@ def _make_trainer(run: RunFolder, prepared: Prepared, built: Any, stop: signals.
     if prepared.rows is not None:
         from tigon.trainer import post_training  # loads transformers
 
-        return post_training.make(run.path, prepared, built, safeguards)
-    args = trainers.arguments(
-        recipe.train, prepared.choices, prepared.run_info, folder=run.path / "checkpoints", device=prepared.device,
-        evaluate=bool(prepared.eval_samples),
-    )  # fmt: skip
-    eval_samples = SampleDataset(prepared.eval_samples) if prepared.eval_samples else None
-    return trainers.TigonTrainer(
-        built, args, prepared.collator, SampleDataset(prepared.train.samples), eval_samples,
-        engine.make_optimizer(recipe.train, prepared.choices), safeguards, prepared.objective,
-    )  # fmt: skip
+        trainer: Any = post_training.make(run.path, prepared, built, safeguards)
+    else:
+        args = trainers.arguments(
+            recipe.train, prepared.choices, prepared.run_info, folder=run.path / "checkpoints", device=prepared.device,
+            evaluate=bool(prepared.eval_samples),
+        )  # fmt: skip
+        eval_samples = SampleDataset(prepared.eval_samples) if prepared.eval_samples else None
+        trainer = trainers.TigonTrainer(
+            built, args, prepared.collator, SampleDataset(prepared.train.samples), eval_samples,
+            engine.make_optimizer(recipe.train, prepared.choices), safeguards, prepared.objective,
+        )  # fmt: skip
+    if recipe.train.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(recipe.train.early_stopping_patience))
+    return trainer
 
 
 def _end_if_asked(prepared: Prepared, trainer: Any) -> None:
@@ -445,6 +465,8 @@ def _final_eval_loss(trainer: Any) -> float | None:
     """
     from tigon.trainer.trainer import EvaluationFailed  # loads transformers
 
+    if trainer.best_step is not None:  # the weights are those of this step
+        return float(trainer.state.best_metric)
     for record in reversed(trainer.state.log_history):
         if "eval_loss" in record and record["step"] == trainer.state.global_step:
             return float(record["eval_loss"])
@@ -488,13 +510,20 @@ def _conclude(console: Console, run: RunFolder, summary: dict[str, Any], objecti
 
     from tigon.trainer.report.progress import format_bytes  # loads transformers
 
+    if summary["stopped_early_step"] is not None:
+        line = f"stopped  at step {summary['stopped_early_step']}: the eval loss fell no more"
+        console.print(f"{line} (train.early_stopping_patience)", markup=False, soft_wrap=True)
     if summary["eval_loss"] is not None and summary["unigram_entropy"] is None:
         console.print(f"eval loss {summary['eval_loss']:.4f}", markup=False)
     elif summary["eval_loss"] is not None:
         gap = summary["unigram_entropy"] - summary["eval_loss"]
         side = "below" if gap > 0 else "above"
         line = f"eval loss {summary['eval_loss']:.4f} nats, {abs(gap):.2f} {side} the unigram entropy"
+        if summary["eval_perplexity"] is not None:
+            line += f"; perplexity {summary['eval_perplexity']:,.2f}"
         console.print(line, markup=False)
+    if summary["best_step"] is not None:
+        console.print(f"best     checkpoint of step {summary['best_step']}, loaded and saved", markup=False)
     if summary["decoded"]:
         line = f"{objective.name:<8} {objective.sampled_line(summary['decoded'])}"
         console.print(line, markup=False, soft_wrap=True)

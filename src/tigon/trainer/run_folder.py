@@ -4,6 +4,8 @@
     environment.json   versions and hardware
     data.json          samples, tokens, unigram entropy, fingerprint
     metrics.jsonl      one record per line, in order of time; `event` is the kind of record
+    lm_eval.json       results of `eval.lm_eval`
+    wandb/             of `train.report_to: wandb`
     tensorboard/       the same records as scalars
     checkpoints/       checkpoint-N, to resume from; each with a manifest of its files
     tokenizer/         the tokenizer of the run
@@ -15,7 +17,8 @@
     report.md, report.html
     summary.json       written last, so a folder without it is an incomplete run
 
-The folder is created after every check has passed. A run writes nothing outside it except the tokenizer cache.
+The folder is created after every check has passed. A run writes nothing outside it except the caches of
+tokenizers and tokens, and what the trackers of `train.report_to` keep for all runs of a folder.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ RECIPE, METRICS, SUMMARY, DATA, ENVIRONMENT = (
 # Keys that a resumed run may change, because they do not affect the losses.
 FREE_TO_CHANGE = (
     "comparison.", "output.", "train.log_steps", "train.eval_steps", "train.save_steps", "train.keep_checkpoints",
-    "train.workers", "train.max_skipped_steps", "data.show",
+    "train.workers", "train.max_skipped_steps", "train.load_best", "train.report_to", "data.show", "data.cache",
+    "eval.",
 )  # fmt: skip
 BATCH_SPLIT = ("train.batch_size", "train.gradient_accumulation")  # may change if their product stays
 CHECKPOINTS = "checkpoints"

@@ -12,6 +12,7 @@ If one process fails, all processes learn of it before the next collective. Othe
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -85,6 +86,11 @@ def argument_values(
         "prediction_loss_only": True,
         "ddp_find_unused_parameters": False,
     }
+    if evaluate and train.eval_steps and (train.load_best or train.early_stopping_patience is not None):
+        values |= {"metric_for_best_model": "loss", "greater_is_better": False}
+    if evaluate and train.eval_steps and train.load_best:
+        values["load_best_model_at_end"] = True
+        values["save_strategy"] = "steps" if train.save_steps else "best"
     for technique in TECHNIQUES.values():
         if technique.used_by(choices):
             values |= technique.arguments(choices, run_info)
@@ -162,6 +168,8 @@ class TigonTrainer(GuardedTrainer):
             self.model.train(was_training)
         total, n_learned = self.accelerator.reduce(sums).tolist()
         metrics = {f"{metric_key_prefix}_loss": total / n_learned}
+        if self.objective.metric_section() is None:  # otherwise the loss is a weighted sum of several heads' losses
+            metrics |= {f"{metric_key_prefix}_perplexity": value for value in perplexity(total / n_learned)}
         self.log(dict(metrics))
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -222,6 +230,14 @@ class TigonTrainer(GuardedTrainer):
             self.evaluation_error = str(error)
             self.control.should_evaluate = False
             return {}
+
+
+def perplexity(loss: float) -> tuple[float, ...]:
+    """(exp of a loss in nats per token,); empty if it exceeds the range of floats."""
+    try:
+        return (math.exp(loss),)
+    except OverflowError:
+        return ()
 
 
 def _is_sharded(model: Any) -> bool:

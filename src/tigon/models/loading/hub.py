@@ -18,13 +18,15 @@ UNREACHABLE = (socket.gaierror, TimeoutError, ConnectionError)
 NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
 
 
-def set_offline_mode(names: Iterable[str]) -> None:
-    """Set HF_HUB_OFFLINE=1, unless the user has set it or one of `names` is a hub id and the hub answers.
+def set_offline_mode(names: Iterable[str], *, needed: bool = False) -> None:
+    """Set HF_HUB_OFFLINE=1, unless the user has set it or the hub is needed and answers.
+
+    It is needed if one of `names` is a hub id, or if `needed` says so.
 
     Files that were downloaded before are found in either mode. Call this before importing transformers, which reads the
     variable at import.
     """
-    if "HF_HUB_OFFLINE" not in os.environ and not (any(map(is_hub_id, names)) and hub_is_reachable()):
+    if "HF_HUB_OFFLINE" not in os.environ and not ((needed or any(map(is_hub_id, names))) and hub_is_reachable()):
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 

@@ -179,8 +179,7 @@ def choose(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu) -> tuple[lis
     Raises:
         RecipeError: Nothing fits.
     """
-    evaluated = recipe.data.eval_fraction > 0 or bool(recipe.data.eval_source)
-    request = request_of(recipe, config, choices, evaluated=evaluated)
+    request = request_of(recipe, config, choices, evaluated=recipe.data.has_eval)
     recommendation = alternative(request, gpu, free_in(recipe))
     if recommendation is None:
         needs = estimate_option(request, gpu).estimate.device_bytes

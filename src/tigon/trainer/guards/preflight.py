@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import tigon
 from tigon._install import install_command
 from tigon.errors import RecipeError, RunFolderError
 from tigon.profiler.recording.device import total_bytes
-from tigon.recipe.keys import Recipe
+from tigon.recipe.keys import TRACKERS, Recipe
 from tigon.techniques import matrix
 from tigon.techniques.lora import frozen_dtype
 from tigon.techniques.optimizers import OPTIMIZERS, Parameter
@@ -45,6 +45,15 @@ def check_packages() -> None:
     version = importlib.metadata.version("transformers")
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TRANSFORMERS:
         raise RecipeError(f"transformers {version} is installed, 5.8 or newer is needed: {install_command('train')}")
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise RecipeError if the package of a tracker in `train.report_to` is not installed."""
+    for name in names:
+        spec = importlib.util.find_spec(name) if name in TRACKERS else None
+        # A folder of that name, such as wandb's own output in the current folder, has a spec without an origin.
+        if name in TRACKERS and (spec is None or spec.origin is None):
+            raise RecipeError(f"train.report_to: {name} is not installed here: pip install {name}")
 
 
 def check_process(workers: int = 0) -> None:
@@ -220,8 +229,10 @@ def check_disk(recipe: Recipe, choices: Choices, shapes: Mapping[str, tuple[int,
     """
     model_sizes = sizes(choices, shapes)
     needed_bytes = 32 * 2**20  # reports, charts, logs
-    if recipe.train.save_steps is not None and choices.lora_rank is None:
-        needed_bytes += (recipe.train.keep_checkpoints + 1) * (model_sizes.weights + model_sizes.states)
+    train = recipe.train
+    if (train.save_steps is not None or train.load_best or recipe.eval.lm_eval) and choices.lora_rank is None:
+        n_checkpoints = train.keep_checkpoints + 1 + train.load_best
+        needed_bytes += n_checkpoints * (model_sizes.weights + model_sizes.states)
     writes_weights = choices.lora_rank is None or recipe.output.merge or is_preset(recipe.model.name)
     if recipe.output.save_model and writes_weights:
         needed_bytes += model_sizes.weights

@@ -64,7 +64,7 @@ def warnings_of(recipe: Recipe, size: RunSize, *, trains_tokenizer: bool) -> tup
             f"train.log_steps is {train.log_steps}, {but_steps}: only the first step is recorded",
         ),
         (
-            train.keep_checkpoints != TrainConfig.keep_checkpoints and train.save_steps is None,
+            train.keep_checkpoints != TrainConfig.keep_checkpoints and train.save_steps is None and not train.load_best,
             f"train.keep_checkpoints {train.keep_checkpoints} has no effect, because train.save_steps is not given",
         ),
         (

@@ -37,6 +37,7 @@ class MetricsWriter(TrainerCallback):  # type: ignore[misc]  # transformers is u
     """
 
     def __init__(self, folder: RunFolder, writer: Any) -> None:
+        """Make the callback. writer: TensorBoard's SummaryWriter; None: write metrics.jsonl alone."""
         self._folder = folder
         self._writer = writer
         self._resumes = folder.checkpoint is not None
@@ -53,7 +54,7 @@ class MetricsWriter(TrainerCallback):  # type: ignore[misc]  # transformers is u
             # TRL logs None or NaN for a metric without a value, such as the reward of good answers if there are none.
             logs = {name: value for name, value in logs.items() if value is not None and math.isfinite(value)}
             self._folder.append({"event": event, "step": state.global_step, **logs})
-            for name, value in logs.items():
+            for name, value in logs.items() if self._writer is not None else ():
                 self._writer.add_scalar(f"{event}/{name.removeprefix('eval_')}", value, state.global_step)
 
 
@@ -86,7 +87,9 @@ class ProgressDisplay(TrainerCallback):  # type: ignore[misc]
         if "eval_loss" in logs:
             self._eval_loss = logs["eval_loss"]
             if self._live is None:
-                self._line(f"step {state.global_step}/{state.max_steps}  eval loss {self._eval_loss:.4f}")
+                line = f"step {state.global_step}/{state.max_steps}  eval loss {self._eval_loss:.4f}"
+                perplexity = logs.get("eval_perplexity")
+                self._line(line if perplexity is None else f"{line}  perplexity {perplexity:,.2f}")
         if "loss" not in logs:
             return
         done = state.global_step - self._first_step

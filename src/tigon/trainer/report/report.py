@@ -16,6 +16,8 @@ from typing import Any
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import MetricRow, MetricSection, Objective
 from tigon.trainer import run_folder
+from tigon.trainer.evaluation.generations import texts_of
+from tigon.trainer.evaluation.harness import rows_of
 from tigon.trainer.guards.prediction import comparison_line
 from tigon.trainer.report import charts
 from tigon.trainer.report.charts import value_of
@@ -65,6 +67,11 @@ def _view(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> d
         "comparison_note": _comparison_note(recipe.comparison.steps, on_gpu),
         "memory_note": "Memory is the memory that PyTorch has allocated on the GPU." if on_gpu else
         "Memory is the resident set of the whole process, including Python and libraries.",
+        "texts": texts_of(run.records()),
+        "tasks": [
+            {"task": task, "metric": metric, "value": f"{value:.4f}", "error": "" if dev is None else f"{dev:.4f}"}
+            for task, metric, value, dev in rows_of(summary.get("lm_eval") or {})
+        ],
         "sample": summary["sample"] if recipe.output.sample_tokens and writes_text else None,
         "data": [(name.replace("_", " "), _number(value)) for name, value in data.items() if name != "fingerprint"],
         "environment": [(k.replace("_", " "), value) for part in environment.values() for k, value in part.items()],
@@ -87,6 +94,8 @@ def tiles(
     if summary["eval_loss"] is not None:
         unit = " (nats per token)" if summary["unigram_entropy"] is not None else ""
         tiles.append((f"final eval loss{unit}", f"{summary['eval_loss']:.4f}"))
+        if summary.get("eval_perplexity") is not None:
+            tiles.append(("perplexity of the eval text", f"{summary['eval_perplexity']:,.2f}"))
     if summary["unigram_entropy"] is not None:
         tiles.append(("unigram entropy of the eval text", f"{summary['unigram_entropy']:.4f}"))
     if train:
@@ -102,6 +111,10 @@ def tiles(
         ]
     if summary.get("memory"):
         tiles.append(("peak memory per GPU, predicted and measured", comparison_line(summary["memory"])))
+    if summary.get("best_step") is not None:
+        tiles.append(("checkpoint with the lowest eval loss, which is the saved model", f"step {summary['best_step']}"))
+    if summary.get("stopped_early_step") is not None:
+        tiles.append(("stopped early, because the eval loss fell no more", f"step {summary['stopped_early_step']}"))
     tiles.append(("training time", format_seconds(summary["train_s"])))
     if summary.get("skipped_steps"):
         tiles.append(("skipped steps (loss or gradient not finite)", str(summary["skipped_steps"])))

@@ -1,0 +1,100 @@
+"""The callbacks that show and record a run while it trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tigon.trainer import run_folder
+from tigon.trainer.checkpoint import checkpoint
+from tigon.trainer.distributed import launch
+from tigon.trainer.evaluation import harness
+from tigon.trainer.evaluation.generations import Generations
+from tigon.trainer.report.progress import MetricsWriter, ProgressDisplay
+from tigon.trainer.report.tracking import Trackers
+from tigon.trainer.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tigon.trainer.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class Watchers:
+    """The callbacks of one run. Processes other than the main one have only the display, which is quiet there."""
+
+    run: RunFolder
+    announce: Callable[[str], None]
+    display: ProgressDisplay
+    writer: Any = None
+    generations: Generations | None = None
+    trackers: Trackers | None = None
+
+    def write_texts(self, model: Any, step: int, best_step: int | None) -> None:
+        """Write the texts of `eval.generate` by the trained model; see `Generations.finish`."""
+        if self.generations is not None:
+            self.generations.finish(model, step, best_step)
+
+    def finish(self, outcome: Mapping[str, Any]) -> None:
+        """Give the trackers the figures of the whole run, and end them."""
+        if self.trackers is None:
+            return
+        figures = final_figures(self.run, outcome)
+        last = max((int(record["step"]) for record in self.run.records()), default=0)
+        for name, value in figures.items() if self.writer is not None else ():
+            self.writer.add_scalar(name, value, last)
+        self.trackers.finish(figures)
+
+
+def watch(run: RunFolder, prepared: Prepared, trainer: Any, console: Console, stack: ExitStack) -> Watchers:
+    """Add the callbacks to the trainer. stack: closes their files when training ends."""
+    recipe = prepared.recipe
+    names, display = recipe.train.report_to, ProgressDisplay(console)
+
+    def announce(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    if launch.rank() > 0:
+        return Watchers(run, announce, display)
+    details = {"recipe": recipe.as_mapping(), "environment": run.read_json(run_folder.ENVIRONMENT)}
+    if prepared.prediction is not None:
+        details["plan"] = prepared.prediction.as_mapping()
+    writer = None
+    if "tensorboard" in names:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = checkpoint.step_of(run.checkpoint) + 1 if run.checkpoint else None
+        writer = stack.enter_context(SummaryWriter(str(run.path / "tensorboard"), purge_step=purge_step))
+        for name, value in details.items():
+            writer.add_text(name, f"```json\n{json.dumps(value, indent=2)}\n```")
+    trackers, generations = Trackers(names, run.path, details, announce), None
+    stack.callback(trackers.finish, {})  # if the run fails
+    if prepared.prompts:
+        generations = Generations(
+            run, prepared.prompts, recipe.eval.generate_tokens, prepared.tokenizer, announce, trainer.restart_clock
+        )
+    for callback in filter(None, (MetricsWriter(run, writer), trackers, display, generations)):
+        trainer.add_callback(callback)
+    return Watchers(run, announce, display, writer, generations, trackers)
+
+
+def final_figures(run: RunFolder, outcome: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of the whole run, for trackers.
+
+    Args:
+        run: The run folder.
+        outcome: The part of the run's summary that `run.py` has when training ends.
+    """
+    train = [record for record in run.records() if record["event"] == "train"]
+    names = ("eval_loss", "eval_perplexity", "train_s", "best_step", "stopped_early_step")
+    figures = {f"final/{name}": outcome[name] for name in names}
+    figures["final/memory_peak_bytes"] = max((record["memory_peak_bytes"] for record in train), default=None)
+    for kind, values in (outcome["memory"] or {}).items():
+        figures[f"final/{kind}_peak_allocated_bytes"] = values["peak_allocated_bytes"]
+    for task, metric, value, _ in harness.rows_of(outcome["lm_eval"] or {}):
+        figures[f"lm_eval/{task}/{metric}"] = value
+    return {name: float(value) for name, value in figures.items() if value is not None}
