@@ -6,6 +6,7 @@
 # make workflows      lint .github/workflows
 # make numeric  run the numerical tests with the instruction sets of older x86 CPUs
 # make pages  write docs/ again: measured parts from the records in benchmarks/results, examples by running them
+# make site   build the site of docs/ into build/site; make notebooks: run examples/notebooks and keep their outputs
 # make gpu    run the tests that need a GPU, with $(PYTHON); make sanitize: run kernels under NVIDIA's checkers
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 # Sleeping at once costs a third of the speed on an idle machine. Spinning 10,000 times costs nothing measurable.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: demo test setup check lint types docs numeric pages gpu sanitize format release-check workflows clean
+.PHONY: demo test setup check lint types docs numeric pages site notebooks gpu sanitize format release-check workflows clean
 
 demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
@@ -39,7 +40,7 @@ setup: $(VENV)/.ready
 
 check: lint types
 
-PYTHON_FOLDERS := src tests benchmarks examples
+PYTHON_FOLDERS := src tests benchmarks examples tools
 lint: $(VENV)/.ready
 	$(BIN)/ruff check $(PYTHON_FOLDERS)
 	$(BIN)/ruff format --check $(PYTHON_FOLDERS)
@@ -57,9 +58,18 @@ docs: $(VENV)/.ready
 pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.study --into docs/study.md
 	$(BIN)/python -m benchmarks.pages.medusa
+	$(BIN)/python -m benchmarks.pages.front_page
 	PYTHONPATH=tests $(BIN)/python tests/techniques/technique_pages.py
 	PYTHONPATH=tests $(BIN)/python tests/integrations/trainers_page.py
-	$(BIN)/python tests/docs/page_examples.py
+	PYTHONPATH=. $(BIN)/python tests/docs/page_examples.py
+
+# The site in build/site. Every link and anchor is checked.
+site: $(VENV)/.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.site: $(VENV)/.ready
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install --editable '.[docs]'
+	touch $@
 
 gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/ops tests/nn tests/models tests/convergence tests/integration tests/bench

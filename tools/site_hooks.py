@@ -34,7 +34,8 @@ def on_config(config: Any) -> Any:
     """The words OPS and API of the navigation stand for the generated pages."""
     generated = sorted(site_pages.pages())
     places = {
-        name: [place for place in generated if place.startswith(f"reference/{name.lower()}/")] for name in ("OPS", "API")
+        name: [place for place in generated if place.startswith(f"reference/{name.lower()}/")]
+        for name in ("OPS", "API")
     }
 
     def expanded(item: Any) -> Any:

@@ -60,12 +60,11 @@ def op(name: str) -> str:
     row = OPS[name]
     lines = [f"# `{name}`", "", f"::: {_home(getattr(tigon, name))}", ""]
     if row.errors:
-        lines += [
-            "## Numerical error", "",
-            f"The largest relative error against fp64 over {len(row.cases)} cases, outputs and gradients, on an H200. It "
-            f"may be at most {row.error_factor:g} times that of the unfused PyTorch op.", "",
-            "| dtype | error |", "|---|---:|", *(f"| {dtype} | {error:.1e} |" for dtype, error in row.errors.items()), "",
-        ]  # fmt: skip
+        bound = f"at most {row.error_factor:g} times that of the unfused PyTorch op"
+        lines += ["## Numerical error", ""]
+        lines += [f"The largest relative error against fp64 over {len(row.cases)} cases, on an H200. It may be {bound}."]
+        lines += ["", "| dtype | error |", "|---|---:|"]
+        lines += [*(f"| {dtype} | {error:.1e} |" for dtype, error in row.errors.items()), ""]
     if maths := _maths(name):
         lines += ["## Maths", "", f"From [the mathematics of the ops](../../math.md). {maths}", ""]
     return "\n".join(lines)
@@ -109,14 +108,15 @@ def _walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _option(parameter: Any) -> str:
-    words = ", ".join(f"`{option}`" for option in parameter.opts)
     if parameter.param_type_name == "argument":
-        words = f"`{parameter.make_metavar(None) if False else (parameter.metavar or parameter.name.upper())}`"
-    elif parameter.metavar:
-        words += f" `{parameter.metavar}`"
+        words = f"`{parameter.metavar or parameter.name.upper()}`"
+    else:
+        words = ", ".join(f"`{option}`" for option in parameter.opts)
+        words += f" `{parameter.metavar}`" if parameter.metavar else ""
     default = parameter.default
-    shown = f"`{default}`" if default not in (None, False, ()) and not callable(default) else ""
-    return f"| {words} | {_cell(getattr(parameter, 'help', None) or '')} | {shown if 'PydanticUndefined' not in shown else ''} |"
+    shown = isinstance(default, str | int | float) and default is not False
+    about = _cell(getattr(parameter, "help", None) or "")
+    return f"| {words} | {about} | {f'`{default}`' if shown else ''} |"
 
 
 def _cell(text: str) -> str:
@@ -127,7 +127,7 @@ def recipe_keys() -> str:
     """Every recipe key, one heading each, so that the search finds it."""
     from tigon.recipe.keys import SECTIONS
 
-    lines = ["# Recipe keys", "", "[`tigon train`](../train.md) explains recipes. Each key is also a `--set` option.", ""]
+    lines = ["# Recipe keys", "", "[Recipes](../train.md) are explained elsewhere; this page is for the search.", ""]
     for section, form in SECTIONS.items():
         lines += [f"## `{section}`", "", (inspect.getdoc(form) or "").strip(), ""]
         for field in dataclasses.fields(form):

@@ -85,7 +85,7 @@ def load_class(name: str) -> Any:
     ("cfg", "says"),
     [
         ({"tigon_leave_out": ["ropes"]}, "tigon_leave_out has ropes"),
-        ({"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, "remove one of the two"),
+        ({"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, "remove one of them"),
     ],
 )
 def test_wrong_configuration_is_refused_by_name(plugin: Any, cfg: dict[str, Any], says: str) -> None:

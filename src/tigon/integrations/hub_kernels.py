@@ -46,9 +46,7 @@ class RotaryEmbedding(nn.Module):
     can_torch_compile = True
     has_backward = True
 
-    def forward(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         return ops.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
 
