@@ -71,6 +71,13 @@ $(VENV)/.site: $(VENV)/.ready
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install --editable '.[docs]'
 	touch $@
 
+notebooks: $(VENV)/.notebooks
+	$(BIN)/python tools/run_notebooks.py examples/notebooks/*.ipynb
+
+$(VENV)/.notebooks: $(VENV)/.ready
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install --editable '.[notebooks]'
+	touch $@
+
 gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/ops tests/nn tests/models tests/convergence tests/integration tests/bench
 

@@ -83,6 +83,8 @@ def _link(link: re.Match[str], source: str, place: str, config: Any) -> str:
         inside = OUTSIDE[target]
     elif target.startswith("docs/") and (ROOT / target).is_file():
         inside = target.removeprefix("docs/")
+    elif not (ROOT / target).exists():
+        return link[0]  # mkdocs names it
     else:
         kind = "tree" if (ROOT / target).is_dir() else "blob"
         return f"{link[1]}{config['repo_url']}/{kind}/main/{target}{anchor}{link[4]}"

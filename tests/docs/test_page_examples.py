@@ -34,6 +34,7 @@ from page_examples import (
 
 from tigon import __version__
 from tigon.errors import TigonError
+from tigon.recipe.aliases import key_of
 from tigon.recipe.keys import SECTIONS
 
 BLOCKS = {page: read_blocks(page) for page in pages()}
@@ -43,8 +44,8 @@ SLOW = ["docs/profile.md"]
 """Pages with examples that only `make pages` runs; each names its versions, commit and date."""
 NO_KEYS = {"data.json", "output.register_hook"}
 """Files and attributes that look like a key of a recipe."""
-OTHERS_FLAGS = {"--speculative-config"}
-"""Options of vLLM, PyTorch's launcher and others that pages name."""
+OTHERS_FLAGS = {"--speculative-config", "--external_plugins"}
+"""Options of vLLM, ms-swift, PyTorch's launcher and others that pages name."""
 WITHOUT_OUTPUT = {"docs/architecture.md": "src/tigon/"}
 """Blocks of plain text: the page, and how the block begins."""
 
@@ -103,7 +104,9 @@ def test_yaml_of_the_page_is_part_of_a_recipe(block: Block) -> None:
     tree = yaml.safe_load(block.body)
     assert tree.keys() <= SECTIONS.keys(), block.id
     for section, values in tree.items():
-        assert values.keys() <= keys_of(section), f"{block.id}: {section}"
+        assert {key_of(f"{section}.{name}") for name in values} <= {
+            f"{section}.{name}" for name in keys_of(section)
+        }, f"{block.id}: {section}"
 
 
 # --- what pages name -------------------------------------------------------------------------------------------------
