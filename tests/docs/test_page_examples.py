@@ -104,9 +104,9 @@ def test_yaml_of_the_page_is_part_of_a_recipe(block: Block) -> None:
     tree = yaml.safe_load(block.body)
     assert tree.keys() <= SECTIONS.keys(), block.id
     for section, values in tree.items():
-        assert {key_of(f"{section}.{name}") for name in values} <= {
-            f"{section}.{name}" for name in keys_of(section)
-        }, f"{block.id}: {section}"
+        assert {key_of(f"{section}.{name}") for name in values} <= {f"{section}.{name}" for name in keys_of(section)}, (
+            f"{block.id}: {section}"
+        )
 
 
 # --- what pages name -------------------------------------------------------------------------------------------------

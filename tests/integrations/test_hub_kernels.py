@@ -11,10 +11,10 @@ import torch
 kernels = pytest.importorskip("kernels", reason="kernels is not installed (pip install kernels)")
 transformers = pytest.importorskip("transformers")
 
-from kernels import LocalLayerRepository, Mode, kernelize, use_kernel_mapping  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 from transformers.utils.kernel_config import KernelConfig  # noqa: E402
 
+from kernels import LocalLayerRepository, Mode, kernelize, use_kernel_mapping  # noqa: E402
 from tigon.errors import UsageError  # noqa: E402
 from tigon.integrations import hub_kernels  # noqa: E402
 

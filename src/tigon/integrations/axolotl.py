@@ -59,9 +59,7 @@ class TigonPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl is optional
             raise UsageError(f"tigon_leave_out has {', '.join(unknown)}; it takes {', '.join(OPS)}.")
         others = [one for one in _get(cfg, "plugins") or () if str(one).endswith(OTHERS)]
         if others:
-            raise UsageError(
-                f"plugins has {others[0]}, which replaces the same layers as tigon; remove one of them."
-            )
+            raise UsageError(f"plugins has {others[0]}, which replaces the same layers as tigon; remove one of them.")
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Patch the model, before adapters are added.
