@@ -60,11 +60,9 @@ def op(name: str) -> str:
     row = OPS[name]
     lines = [f"# `{name}`", "", f"::: {_home(getattr(tigon, name))}", ""]
     if row.errors:
-        bound = f"at most {row.error_factor:g} times that of the unfused PyTorch op"
+        bound = f"it may be at most {row.error_factor:g} times that of the unfused PyTorch op"
         lines += ["## Numerical error", ""]
-        lines += [
-            f"The largest relative error against fp64 over {len(row.cases)} cases, on an H200. It may be {bound}."
-        ]
+        lines += [f"The largest relative error against fp64 on an H200, over {len(row.cases)} cases; {bound}."]
         lines += ["", "| dtype | error |", "|---|---:|"]
         lines += [*(f"| {dtype} | {error:.1e} |" for dtype, error in row.errors.items()), ""]
     if maths := _maths(name):

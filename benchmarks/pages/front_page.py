@@ -112,7 +112,7 @@ def _group(parts: list[str], y: int, title: str, bars: Sequence[Bar]) -> int:
 
 
 def measured() -> str:
-    """What the records hold for the three, one row per experiment."""
+    """The table of the three, one row per experiment of the records."""
     rows = ["| on one H200, full fine-tuning | Hugging Face | Liger 0.8.5 | tigon |", "|---|---:|---:|---:|"]
     for model, name in PAPER_MODELS.items():
         cells = (_peak_and_speed(_paper(model, variant)) for variant in NAMES)
