@@ -3,8 +3,8 @@
     trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[TigonCallback(sequence_length=2048)])
     trainer.train()
 
-It patches the model when the Trainer is built, and plans the run when the training begins. Every record of the log holds
-the measured peak beside the planned one. At the end of the training the patch is undone.
+It patches the model when the Trainer is built, and plans the run when the training begins. Every record of the log
+holds the measured peak beside the planned one. At the end of the training the patch is undone.
 """
 
 from __future__ import annotations
