@@ -53,7 +53,7 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format $(PYTHON_FOLDERS)
 
 docs: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs tests/examples
+	TIGON_EVERY_NOTEBOOK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs tests/examples
 
 pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.study --into docs/study.md
