@@ -7,6 +7,7 @@
 # make workflows      lint .github/workflows
 # make numeric  run the numerical tests with the instruction sets of older x86 CPUs
 # make pages  write docs/ again: measured parts from the records in benchmarks/results, examples by running them
+# make site   build the site of docs/ into build/site; make notebooks: run examples/notebooks and keep their outputs
 # make gpu    run the tests that need a GPU, with $(PYTHON); make sanitize: run kernels under NVIDIA's checkers
 
 PYTHON ?= python3
@@ -17,7 +18,8 @@ BIN := $(VENV)/bin
 # Sleeping at once costs a third of the speed on an idle machine. Spinning 10,000 times costs nothing measurable.
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: demo test test-all setup check lint types docs numeric pages gpu sanitize format release-check workflows clean
+.PHONY: demo test test-all setup check lint types docs numeric pages site notebooks gpu sanitize format release-check
+.PHONY: workflows clean
 
 demo: $(VENV)/.ready
 	$(BIN)/tigon train recipes/quickstart.yaml
@@ -44,7 +46,7 @@ setup: $(VENV)/.ready
 
 check: lint types
 
-PYTHON_FOLDERS := src tests benchmarks examples
+PYTHON_FOLDERS := src tests benchmarks examples tools
 lint: $(VENV)/.ready
 	$(BIN)/ruff check $(PYTHON_FOLDERS)
 	$(BIN)/ruff format --check $(PYTHON_FOLDERS)
@@ -57,14 +59,30 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format $(PYTHON_FOLDERS)
 
 docs: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs tests/examples
+	TIGON_EVERY_NOTEBOOK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs tests/examples
 
 pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.study --into docs/study.md
 	$(BIN)/python -m benchmarks.pages.medusa
+	$(BIN)/python -m benchmarks.pages.front_page
 	PYTHONPATH=tests $(BIN)/python tests/techniques/technique_pages.py
 	PYTHONPATH=tests $(BIN)/python tests/integrations/trainers_page.py
-	$(BIN)/python tests/docs/page_examples.py
+	PYTHONPATH=. $(BIN)/python tests/docs/page_examples.py
+
+# The site in build/site. Every link and anchor is checked.
+site: $(VENV)/.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.site: $(VENV)/.ready
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install --editable '.[docs]'
+	touch $@
+
+notebooks: $(VENV)/.notebooks
+	$(BIN)/python tools/run_notebooks.py examples/notebooks/*.ipynb
+
+$(VENV)/.notebooks: $(VENV)/.ready
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install --editable '.[notebooks]'
+	touch $@
 
 gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/ops tests/nn tests/models tests/convergence tests/integration tests/bench

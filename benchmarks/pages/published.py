@@ -59,3 +59,7 @@ AMD_GAINS: Mapping[str, Gain] = {
     "gemma-7b": Gain(-0.55, 0.10, None),
     "mistral-7b": Gain(-0.26, 0.18, None),
 }
+
+UNSLOTH_QLORA_8B: Mapping[str, int] = {"8 GB": 2972, "16 GB": 40724, "24 GB": 78475, "48 GB": 191728, "80 GB": 342733}
+"""Longest sequence of one sample by size of card: Llama 3.1 8B Instruct, QLoRA of rank 32 on all linear layers.
+Source: https://unsloth.ai/docs/basics/unsloth-benchmarks, read on 2026-11-24."""

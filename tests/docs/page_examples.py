@@ -165,7 +165,7 @@ def workspace() -> Iterator[Path]:
     """A folder like a checkout, as the current one, into which examples may write."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as name:
-        for linked in ("recipes", "benchmarks", "docs"):
+        for linked in ("recipes", "benchmarks", "docs", "examples"):
             (Path(name) / linked).symlink_to(ROOT / linked)
         os.chdir(name)
         try:

@@ -34,6 +34,7 @@ from page_examples import (
 
 from tigon import __version__
 from tigon.errors import TigonError
+from tigon.recipe.aliases import key_of
 from tigon.recipe.keys import SECTIONS
 
 BLOCKS = {page: read_blocks(page) for page in pages()}
@@ -43,9 +44,9 @@ SLOW = ["docs/profile.md"]
 """Pages with examples that only `make pages` runs; each names its versions, commit and date."""
 NO_KEYS = {"data.json", "output.register_hook"}
 """Files and attributes that look like a key of a recipe."""
-OTHERS_FLAGS = {"--speculative-config"}
-"""Options of vLLM, PyTorch's launcher and others that pages name."""
-WITHOUT_OUTPUT = {"README.md": "src/tigon/"}
+OTHERS_FLAGS = {"--speculative-config", "--external_plugins"}
+"""Options of vLLM, ms-swift, PyTorch's launcher and others that pages name."""
+WITHOUT_OUTPUT = {"docs/architecture.md": "src/tigon/"}
 """Blocks of plain text: the page, and how the block begins."""
 
 
@@ -84,7 +85,8 @@ def test_every_example_left_out_here_is_listed_and_says_when_it_was_made() -> No
 @pytest.mark.parametrize("page", BLOCKS)
 def test_every_block_of_the_page_is_of_a_kind_that_is_checked(page: str) -> None:
     fenced = [block for block in BLOCKS[page] if block.kind not in ("hidden", "printed")]
-    assert len(re.findall(r"^ *```", text_of(page), re.MULTILINE)) == 2 * len(fenced)
+    shown = re.sub(r"^<!-- prints -->.*?^<!-- /prints -->$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    assert len(re.findall(r"^ *```", shown, re.MULTILINE)) == 2 * len(fenced)
     assert not re.search(r"\n\n {4}(?:tigon|make|python|pip) ", text_of(page)), "a command that is not in a ```sh block"
     for block in BLOCKS[page]:
         if block.kind == "text":
@@ -102,7 +104,9 @@ def test_yaml_of_the_page_is_part_of_a_recipe(block: Block) -> None:
     tree = yaml.safe_load(block.body)
     assert tree.keys() <= SECTIONS.keys(), block.id
     for section, values in tree.items():
-        assert values.keys() <= keys_of(section), f"{block.id}: {section}"
+        assert {key_of(f"{section}.{name}") for name in values} <= {f"{section}.{name}" for name in keys_of(section)}, (
+            f"{block.id}: {section}"
+        )
 
 
 # --- what pages name -------------------------------------------------------------------------------------------------
@@ -249,13 +253,22 @@ def anchors(file: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_readme_names_the_folders_of_the_package() -> None:
-    tree = next(block.body for block in BLOCKS["README.md"] if block.kind == "text")
+def test_the_page_about_the_architecture_names_the_folders_of_the_package() -> None:
+    tree = next(block.body for block in BLOCKS["docs/architecture.md"] if block.kind == "text")
     named = set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
     package = ROOT / "src" / "tigon"
     assert named == {entry.name for entry in package.iterdir() if (entry / "__init__.py").exists()}
-    pages_named = re.findall(r"[\w-]+\.md", tree)
-    assert {*pages_named} == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_every_page_is_linked_from_another() -> None:
+    linked = {
+        ((ROOT / page).parent / link.partition("#")[0]).resolve()
+        for page in BLOCKS
+        for link in re.findall(r"\]\(([^)\s]+\.md[^)\s]*)\)", text_of(page))
+        if not link.startswith("http")
+    }
+    lost = {page for page in BLOCKS if page.startswith("docs/") and (ROOT / page).resolve() not in linked}
+    assert not lost - {"docs/index.md"}
 
 
 # --- the check itself ------------------------------------------------------------------------------------------------

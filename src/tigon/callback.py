@@ -1,0 +1,154 @@
+"""`TigonCallback`: tigon in the Hugging Face Trainer and the trainers built on it, as one callback.
+
+    trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[TigonCallback(sequence_length=2048)])
+    trainer.train()
+
+It patches the model when the Trainer is built, and plans the run when the training begins. Every record of the log
+holds the measured peak beside the planned one. At the end of the training the patch is undone.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from tigon.errors import PatchError, TigonError
+from tigon.models import PatchReport, patch
+from tigon.models.patch import unwrap
+from tigon.planner.estimate import Estimate, estimate
+from tigon.planner.gpus import GIB, Gpu, find_gpu
+from tigon.planner.request import Request
+from tigon.recipe.aliases import ALIASES
+from tigon.techniques.records.choices import Choices
+from tigon.trainer.guards.prediction import gpu_here
+
+LOG = logging.getLogger(__name__)
+PEAK, PLANNED = "tigon_peak_gib", "tigon_planned_peak_gib"
+"""Names in the Trainer's logs."""
+
+
+class NotPlanned(TigonError):
+    """The planner does not know an option of this run."""
+
+
+class TigonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not checked
+    """Patches, plans and measures a run of the Hugging Face Trainer, and undoes the patch at its end.
+
+    Args:
+        sequence_length: tokens per sample, for the plan. None: `args.max_length` if the Trainer's arguments have it (as
+            TRL's SFTConfig), otherwise the run is not planned.
+        gpu: a name or size as for `tigon plan --gpu`. None: the GPU of this process; on a CPU the run is not planned.
+        masked: whether batches are padded, so that attention gets a mask.
+        flags: flags of `tigon.patch`, such as `rope=False`.
+    """
+
+    def __init__(
+        self, *, sequence_length: int | None = None, gpu: str | None = None, masked: bool = False, **flags: bool | None
+    ) -> None:
+        self.sequence_length, self.gpu, self.masked, self.flags = sequence_length, gpu, masked, flags
+        self.report: PatchReport | None = None
+        """What was patched; None before the Trainer is built and after the patch is undone."""
+        self.plan: Estimate | None = None
+        self.unplanned: str | None = None
+        """Why there is no plan."""
+        self.peak_bytes: int | None = None
+        """The most memory that PyTorch had allocated on the GPU; None on a CPU."""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Patch the model before the Trainer wraps it."""
+        if model is not None and self.report is None:
+            self.report = patch(model, **self.flags)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Patch, if the callback was added to a finished Trainer, and plan."""
+        self.on_init_end(args, state, control, model)
+        self.plan = self.unplanned = self.peak_bytes = None
+        try:
+            self.plan = self._planned(args, unwrap(model))
+        except TigonError as reason:
+            self.unplanned = str(reason)
+        if args.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(args.device)
+        if state.is_world_process_zero:
+            planned = f"planned peak {self.plan.peak_allocated_bytes / GIB:.2f} GiB" if self.plan else self.unplanned
+            LOG.warning("tigon: %s", planned)  # transformers shows warnings by default
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the measured and the planned peak to this record."""
+        if args.device.type == "cuda":
+            self.peak_bytes = torch.cuda.max_memory_allocated(args.device)
+        peaks = {PEAK: self.peak_bytes, PLANNED: self.plan.peak_allocated_bytes if self.plan else None}
+        for record in (logs, state.log_history[-1] if state.log_history else None):
+            if record is not None:
+                record.update({name: round(peak / GIB, 3) for name, peak in peaks.items() if peak is not None})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Undo the patch. A model that was wrapped after the patch keeps it, with a warning."""
+        if self.report is None:
+            return
+        try:
+            self.report.undo()
+        except PatchError as reason:
+            LOG.warning("tigon: the patch stays: %s", reason)
+        else:
+            self.report = None
+
+    def _planned(self, args: Any, model: Any) -> Estimate:
+        choices = choices_of(args, model)
+        length = self.sequence_length or getattr(args, "max_length", None)
+        if length is None:
+            raise NotPlanned("not planned: TigonCallback needs sequence_length, the tokens per sample")
+        request = Request(
+            model=type(model).__name__, config=model.config, batch=args.per_device_train_batch_size, seq=int(length),
+            choices=choices, masked=self.masked, clipped=bool(args.max_grad_norm),
+            evaluated=str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no",
+        )  # fmt: skip
+        return estimate(request, gpu=self._gpu(args, choices))
+
+    def _gpu(self, args: Any, choices: Choices) -> Gpu:
+        if self.gpu is not None:
+            return find_gpu(self.gpu)
+        if args.device.type != "cuda":
+            raise NotPlanned("not planned: plans are for GPUs; TigonCallback(gpu='24GiB') plans for another machine")
+        return gpu_here(args.device, choices)
+
+
+def choices_of(args: Any, model: Any) -> Choices:
+    """The planner's choices for a Trainer's arguments and its model, PEFT's adapters included.
+
+    Raises:
+        NotPlanned: the planner does not know an option.
+    """
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in ALIASES["optim"].values:
+        raise NotPlanned(f"not planned: the planner does not know optim={name}")
+    if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
+        raise NotPlanned("not planned: TigonCallback does not read DeepSpeed's and FSDP's settings; use `tigon plan`")
+    adapters = _adapters(model)
+    weights = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    pure = not adapters and weights == {torch.bfloat16}
+    precision = "bf16" if pure else "amp-bf16" if args.bf16 else "amp-fp16" if args.fp16 else "fp32"
+    # transformers 5.23 renames gradient_checkpointing; older releases have only that name.
+    recomputes = getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing
+    return Choices(
+        precision=precision, optimizer=ALIASES["optim"].values[name], checkpointing="full" if recomputes else "none",
+        accumulate=args.gradient_accumulation_steps, gpus=args.world_size, **adapters,
+    )  # fmt: skip
+
+
+def _adapters(model: Any) -> dict[str, Any]:
+    """The fields of `Choices` for PEFT's LoRA; empty without adapters."""
+    configs = getattr(model, "peft_config", None)
+    if not configs or not any("lora_" in name for name, _ in model.named_parameters()):
+        return {}
+    config = next(iter(configs.values()))
+    targets = config.target_modules
+    return {
+        "lora_rank": config.r, "lora_dropout": config.lora_dropout, "lora_rslora": config.use_rslora,
+        "lora_dora": config.use_dora, "lora_bias": config.bias,
+        "lora_targets": (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
+        "quantized": bool(getattr(model, "is_loaded_in_4bit", False)),
+    }  # fmt: skip

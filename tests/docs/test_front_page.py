@@ -1,0 +1,53 @@
+"""The tables and the picture of README.md are those that the committed records give."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from benchmarks.pages import front_page, published, what_fits
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_tables_of_the_readme_are_those_of_the_records() -> None:
+    text = front_page.DOCUMENT.read_text(encoding="utf-8")
+    assert front_page.written(text) == text, "make pages writes them again"
+
+
+def test_picture_is_that_of_the_records_and_has_colours_for_dark_pages() -> None:
+    text = front_page.PICTURE.read_text(encoding="utf-8")
+    assert text == front_page.picture(), "make pages draws it again"
+    assert "prefers-color-scheme: dark" in text
+    root = ElementTree.fromstring(text)
+    shown = [element.text or "" for element in root.iter(f"{SVG}text")]
+    width = float(root.attrib["width"])
+    bars = [(float(bar.attrib["x"]), float(bar.attrib["width"])) for bar in root.iter(f"{SVG}rect")]
+    assert len(bars) == 7 and all(x + length < width for x, length in bars)
+    assert {"8", "112", "304"} <= set(shown)
+
+
+def test_largest_value_is_the_largest_that_ran() -> None:
+    ran = {
+        point["axes"][front_page.BATCH]
+        for point in front_page.points("batch")
+        if point["variant"] == "unpatched" and point["status"] == "ok"
+    }
+    assert front_page.largest("batch", "unpatched", front_page.BATCH) == max(ran) == 8
+
+
+def test_planned_record_has_every_cell_of_the_table() -> None:
+    record = json.loads(what_fits.RECORD.read_text(encoding="utf-8"))
+    assert record["tokens"].keys() == what_fits.ROWS.keys()
+    assert all(row.keys() == what_fits.CARDS.keys() for row in record["tokens"].values())
+    assert all(row["8 GB"] <= row["24 GB"] <= row["80 GB"] for row in record["tokens"].values())
+    assert published.UNSLOTH_QLORA_8B.keys() == what_fits.CARDS.keys()
+
+
+def test_table_shows_a_dash_where_nothing_fits() -> None:
+    tokens = {row: dict.fromkeys(what_fits.CARDS, 0) for row in what_fits.ROWS}
+    assert what_fits.table({"tokens": tokens}).count("–") == len(what_fits.ROWS) * len(what_fits.CARDS)
