@@ -27,6 +27,8 @@ from tigon.techniques.records.choices import Choices
 WORTH = 1.05
 """A recipe that changes the numbers more must make a step this many times faster. A smaller gain may be an artefact: an
 optimizer with smaller states moves fewer bytes, but the time of its extra arithmetic is not modelled."""
+GPUS_PER_HOST = 8
+"""More GPUs than this are assumed to be in several machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +38,21 @@ class Option:
     request: Request
     estimate: Estimate
 
-    def fits(self, gpu: Gpu) -> bool:
-        """Whether the run fits into the GPU's memory; the allocator returns cached blocks to the device if it must."""
-        return self.estimate.device_bytes <= gpu.memory_bytes
+    def fits(self, gpu: Gpu, host_bytes: int | None = None) -> bool:
+        """Whether the run fits into the GPU's memory; the allocator returns cached blocks to the device if it must.
+
+        host_bytes: the host memory that offloading may use; None: any amount.
+        """
+        return self.estimate.device_bytes <= gpu.memory_bytes and self.host_excess(host_bytes) <= 0
+
+    def host_excess(self, host_bytes: int | None) -> int:
+        """The bytes that offloading needs beyond `host_bytes` on a host with at most GPUS_PER_HOST of the GPUs."""
+        return 0 if host_bytes is None else self.all_host_bytes - host_bytes
+
+    @property
+    def all_host_bytes(self) -> int:
+        """Pinned host memory of all the GPUs of one host."""
+        return self.estimate.host_bytes * min(self.request.choices.gpus, GPUS_PER_HOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +93,14 @@ class Plan:
     problem: SearchProblem
     """Its GPU has the memory of `gpu` minus the headroom."""
     gpu: Gpu
-    method: str
+    estimator: str
+    """`trace` or `study`: what predicted the requested configuration."""
     option: Option
     """The requested configuration and its estimate."""
     recommended: tuple[Recommendation, ...]
+    """Smallest change of the run's numbers first; by the ladder, its one result."""
+    fallback: str
+    """The name of the change without which nothing fits; empty if there is none."""
     refused: tuple[str, ...]
     """The reasons why combinations were not tried."""
     ladder: tuple[RungResult, ...]
@@ -109,15 +127,15 @@ def plan(problem: SearchProblem, *, method: Method = "trace", by: str = "search"
     gpu, problem = problem.gpu, replace(problem, gpu=space.with_headroom(problem.gpu))
     reach = ForkedCall(max_sizes, problem.request, problem.gpu)
     ladder: tuple[RungResult, ...] = ()
+    fallback = ""
     if by == "study":
         ladder, recommended, refused = _try_ladder(problem)
     else:
-        recommended, refused = search(problem)
+        recommended, refused, fallback = recommendations(problem)
     best_max_sizes = max_sizes(recommended[0].option.request, problem.gpu) if recommended else None
     return Plan(
-        problem=problem, gpu=gpu, method=method, option=option, recommended=tuple(recommended), refused=refused,
-        ladder=ladder, max_sizes=reach.result(),
-        best_max_sizes=best_max_sizes,
+        problem=problem, gpu=gpu, estimator=method, option=option, recommended=tuple(recommended), fallback=fallback,
+        refused=refused, ladder=ladder, max_sizes=reach.result(), best_max_sizes=best_max_sizes,
     )  # fmt: skip
 
 
@@ -158,13 +176,13 @@ class _Search:
                     if number == 0:
                         return self.keep(best, rejected)
                     break
-                if option.fits(problem.gpu):
+                if option.fits(problem.gpu, problem.host_bytes):
                     best = option if best is None or _speed(option) > _speed(best) else best
                     break
                 rejected.append(
                     Rejected(
                         choices=tried, batch=batch, device_bytes=option.estimate.device_bytes,
-                        reason=why_not(option, problem.gpu),
+                        reason=why_not(option, problem.gpu, problem.host_bytes),
                     )
                 )  # fmt: skip
         return self.keep(best, rejected)
@@ -253,6 +271,44 @@ def search(problem: SearchProblem) -> tuple[list[Recommendation], tuple[str, ...
     return sorted(best, key=lambda one: -_speed(one.option)), tuple(outcome.refused)
 
 
+def recommendations(problem: SearchProblem) -> tuple[list[Recommendation], tuple[str, ...], str]:
+    """Returns (recommendations, smallest change first; why combinations were not tried; the fallback's name or "").
+
+    A fallback is tried if nothing fits, or if everything that fits keeps states on a host whose memory is not known.
+    """
+    found, refused = search(problem)
+    used = ""
+    for fallback in problem.fallbacks:
+        if used or any(not _needs_host(one, problem) for one in found):
+            break
+        request = fallback.applied(problem.request)
+        if not refusals(request, request.choices):
+            more, reasons = search(replace(problem, request=request))
+            found, refused = [*found, *more], tuple(dict.fromkeys((*refused, *reasons)))
+            used = fallback.name if more else ""
+    found.sort(key=lambda one: (space.request_rank(one.option.request), -_speed(one.option)))
+    if found and found[0].option.request.masked:
+        found += _across_documents(found[0].option, problem)
+        found.sort(key=lambda one: space.request_rank(one.option.request))
+    return found, refused, used
+
+
+def _needs_host(one: Recommendation, problem: SearchProblem) -> bool:
+    """Whether a recommendation keeps data on a host of which the memory is not known."""
+    result = one.option.estimate
+    return problem.host_bytes is None and result.host_bytes + result.nvme_bytes > 0
+
+
+def _across_documents(option: Option, problem: SearchProblem) -> list[Recommendation]:
+    """`option` with attention across documents, if it needs a mask for documents alone and is faster without one."""
+    if option.request.objective.pads:
+        return []
+    joined = estimate_option(replace(option.request, masked=False), problem.gpu)
+    if _speed(joined) < WORTH * _speed(option) or not joined.fits(problem.gpu, problem.host_bytes):
+        return []
+    return [Recommendation(option=joined, cheaper=())]
+
+
 def _missing_here(choices: Choices) -> tuple[str, ...]:
     try:
         matrix.check(choices, device="cuda")
@@ -274,9 +330,11 @@ def _beats(a: Option, b: Option) -> bool:
     return ranks[0] <= ranks[1] and _speed(a) * (WORTH if ranks[0] < ranks[1] else 1.0) > _speed(b)
 
 
-def why_not(option: Option, gpu: Gpu) -> str:
+def why_not(option: Option, gpu: Gpu, host_bytes: int | None = None) -> str:
     """Why a configuration does not fit: the memory needed and available, and the largest component."""
     result = option.estimate
+    if result.device_bytes <= gpu.memory_bytes and host_bytes is not None:
+        return f"needs {option.all_host_bytes / GIB:.2f} of {host_bytes / GIB:.2f} GiB of host memory"
     largest = max(result.components, key=lambda name: result.components[name])
     has = gpu.memory_bytes / GIB
     return (
