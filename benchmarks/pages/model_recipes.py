@@ -5,8 +5,8 @@
     python -m benchmarks.pages.model_recipes --check         # print what differs from a new plan, and write nothing
 
 A recipe is named by the smallest class of GPU memory that it fits: of each class the planner's table has a GPU whose
-usable memory is among the smallest. The planner chooses the activation checkpointing and the split of the batch. It
-may use no memory of the host, because it does not know the reader's.
+usable memory is among the smallest. A step has 16 rows of 2,048 tokens, one at a time. No recipe uses memory of the
+host, because its size is not known.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tigon.planner.gpus import GIB, Gpu, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.search import space
 from tigon.planner.search.largest_batch import longest_sequence
-from tigon.planner.search.recommend import Option, estimate_option, search
+from tigon.planner.search.recommend import Option, estimate_option
 from tigon.planner.search.space import SearchProblem
 
 FOLDER, PAGE = Path("recipes/models"), Path("docs/model-recipes.md")
@@ -31,6 +31,13 @@ BEGIN, END = "<!-- model recipes -->", "<!-- /model recipes -->"
 CLASSES: Mapping[int, str] = {12: "rtx-4070", 16: "rtx-5080", 24: "a10", 48: "l40s", 80: "a100-80gb"}
 """GB that the maker names -> the GPU of the planner's table that stands for the class."""
 SEQUENCE, EFFECTIVE_BATCH = 2048, 16
+KINDS = ("none", "full")
+SETTINGS: tuple[Mapping[str, str], ...] = (
+    {"precision": "amp-bf16", "optimizer": "adamw"},
+    {"precision": "bf16", "optimizer": "adamw"},
+    {"precision": "bf16", "optimizer": "adamw-8bit"},
+)
+"""Smallest change of the numbers first. With adapters only the first is tried, because their states are small."""
 
 
 @dataclass(frozen=True)
@@ -80,26 +87,36 @@ class Row:
         return FOLDER / self.model.name / f"{self.method}-{self.gb}gb.yaml"
 
 
-def problem(model: Model, method: str, gb: int) -> SearchProblem:
-    """The search for the recipe of a model and method on a GPU of this class."""
-    flags = Flags(
-        target=model.hub_id, gpu=find_gpu(CLASSES[gb]), batch=EFFECTIVE_BATCH, seq=SEQUENCE, method=method,
-        host_memory="0B", given={"zero": 0, "fsdp": False, "offload": "none"},
+def asked(model: Model, method: str, gb: int, **given: object) -> SearchProblem:
+    """The question for the run of a model and method on a GPU of this class, with these settings."""
+    found = problem_of(
+        Flags(
+            target=model.hub_id, gpu=find_gpu(CLASSES[gb]), batch=1, seq=SEQUENCE, method=method,
+            given={"accumulate": EFFECTIVE_BATCH, **given},
+        )
     )  # fmt: skip
-    found = problem_of(flags)
-    # Adapters are small, so neither 8-bit states nor bf16 weights of adapters save anything worth their change.
-    free = found.free - ({"precision", "optimizer"} if method != "full" else set())
-    return replace(found, free=free, gpu=space.with_headroom(found.gpu))
+    return replace(found, gpu=space.with_headroom(found.gpu))
 
 
 def chosen(model: Model, method: str) -> Row | None:
-    """The recipe for the smallest class of memory that fits; None if none does."""
-    for gb in CLASSES:
-        asked = problem(model, method, gb)
-        found, _ = search(asked)
-        if found:
-            best = min(found, key=lambda one: space.request_rank(one.option.request)).option
-            return Row(model, method, gb, best, longest(best.request, asked.gpu))
+    """The recipe for the smallest class of memory that fits, with the first of SETTINGS that fits any; None if none.
+
+    Within the class, activations are recomputed only if they do not fit.
+    """
+    largest = max(CLASSES)
+    for settings in SETTINGS if method == "full" else SETTINGS[:1]:
+        options = {}
+        for kind in KINDS:
+            problem = asked(model, method, largest, checkpointing=kind, **settings)
+            options[kind] = estimate_option(problem.request, problem.gpu)
+        for gb, name in CLASSES.items():
+            room = space.with_headroom(find_gpu(name)).memory_bytes
+            for kind in KINDS:
+                if options[kind].estimate.device_bytes <= room:
+                    problem = asked(model, method, gb, checkpointing=kind, **settings)
+                    option = estimate_option(problem.request, problem.gpu)
+                    if option.fits(problem.gpu):
+                        return Row(model, method, gb, option, longest(problem.request, problem.gpu))
     return None
 
 
@@ -123,7 +140,7 @@ def text(model: Model, method: str, gb: int, request: Request) -> str:
     """The recipe file."""
     choices, path = request.choices, FOLDER / model.name / f"{method}-{gb}gb.yaml"
     lines = [
-        f"# {TITLES[method]} of {model.hub_id.split('/')[1]} on a GPU with {gb} GB. docs/model-recipes.md has its plan.",
+        f"# {TITLES[method]} of {model.hub_id} on a GPU with {gb} GB; docs/model-recipes.md has the plan.",
         "# The text is what every Python carries, to try the recipe; name your own rows.",
         "#",
         f"#     tigon train {path} --set data.source=rows.jsonl",
@@ -177,6 +194,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="choose recipes again only for models whose name contains this")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a new plan differs")
     arguments = parser.parse_args()
+    new: dict[Path, Row] = {}
     for model in MODELS if not arguments.check else ():
         for method in model.methods if arguments.only in model.name else ():
             row = chosen(model, method)
@@ -187,8 +205,9 @@ def main() -> None:
                 continue
             row.path.parent.mkdir(parents=True, exist_ok=True)
             row.path.write_text(text(model, method, row.gb, row.option.request), encoding="utf-8")
+            new[row.path] = row
             print(f"{row.path}: {row.option.estimate.device_bytes / GIB:.1f} GiB", file=sys.stderr, flush=True)
-    rows = [replanned(model, method, path) for model, method, path in recipe_files()]
+    rows = [new.get(path) or replanned(model, method, path) for model, method, path in recipe_files()]
     if not arguments.check:
         write_table(rows)
     elif table(rows) not in PAGE.read_text(encoding="utf-8"):
