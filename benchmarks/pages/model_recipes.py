@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tigon.cli.plan_request import Flags, problem_of
-from tigon.planner.gpus import GIB, Gpu, find_gpu
+from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.search import space
-from tigon.planner.search.largest_batch import longest_sequence
 from tigon.planner.search.recommend import Option, estimate_option
 from tigon.planner.search.space import SearchProblem
 
@@ -80,7 +79,6 @@ class Row:
     method: str
     gb: int
     option: Option
-    longest: int
 
     @property
     def path(self) -> Path:
@@ -116,7 +114,7 @@ def chosen(model: Model, method: str) -> Row | None:
                     problem = asked(model, method, gb, checkpointing=kind, **settings)
                     option = estimate_option(problem.request, problem.gpu)
                     if option.fits(problem.gpu):
-                        return Row(model, method, gb, option, longest(problem.request, problem.gpu))
+                        return Row(model, method, gb, option)
     return None
 
 
@@ -125,15 +123,9 @@ def replanned(model: Model, method: str, path: Path) -> Row:
     found = re.search(r"-(\d+)gb\.yaml$", path.name)
     assert found is not None, path
     gb = int(found[1])
-    asked = problem_of(Flags(target=str(path), gpu=find_gpu(CLASSES[gb])))
-    option = estimate_option(asked.request, asked.gpu)
-    return Row(model, method, gb, option, longest(asked.request, space.with_headroom(asked.gpu)))
-
-
-def longest(request: Request, gpu: Gpu) -> int:
-    """The longest row of a recipe with one row per micro-batch and every layer recomputed."""
-    choices = replace(request.choices, checkpointing="full", accumulate=1)
-    return longest_sequence(replace(request, batch=1, choices=choices), gpu)
+    problem = problem_of(Flags(target=str(path), gpu=find_gpu(CLASSES[gb])))
+    option = estimate_option(problem.request, problem.gpu)
+    return Row(model, method, gb, option)
 
 
 def text(model: Model, method: str, gb: int, request: Request) -> str:
@@ -160,8 +152,8 @@ def text(model: Model, method: str, gb: int, request: Request) -> str:
 
 def table(rows: list[Row]) -> str:
     """The Markdown table."""
-    head = "| recipe | GPU of the plan | needs (GiB) | of (GiB) | micro-batch | longest row | tokens/s | changes |"
-    lines = [head, "|---|---|--:|--:|---|--:|--:|---|"]
+    head = "| recipe | GPU of the plan | needs (GiB) | of (GiB) | micro-batch | tokens/s | changes |"
+    lines = [head, "|---|---|--:|--:|---|--:|---|"]
     for row in rows:
         gpu, request, result = find_gpu(CLASSES[row.gb]), row.option.request, row.option.estimate
         link = f"[{row.model.name}/{row.path.name}](../{row.path})"
@@ -169,7 +161,7 @@ def table(rows: list[Row]) -> str:
         split = f"{request.batch} x {request.choices.accumulate}, {request.choices.checkpointing}"
         lines.append(
             f"| {link} | {gpu.name} | {result.device_bytes / GIB:.1f} | {gpu.memory_bytes / GIB:.1f} | {split} | "
-            f"{row.longest:,} | {result.tokens_per_s:,.0f} | {changes} |"
+            f"{result.tokens_per_s:,.0f} | {changes} |"
         )
     return "\n".join(lines)
 
