@@ -1,4 +1,4 @@
-"""Finds the recipes that fit a GPU: a search, fastest first, or the study's ladder, whose changes add up one by one.
+"""Finds the recipes that fit a GPU: a search, or the study's ladder, whose changes add up one by one.
 
 The search starts with the classes of recipes that change a run's numbers least. Within a class and a placement of its
 states it tries the kinds of checkpointing from the fastest on. It tries each kind with the whole batch, then with
