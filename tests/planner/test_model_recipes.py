@@ -43,10 +43,9 @@ def test_every_recipe_stands_in_the_table_and_belongs_to_a_model_and_method():
     assert known == set(FILES)
 
 
-def test_every_model_has_a_recipe_for_each_method_that_fits_80_gb():
-    names = {(path.split("/")[0], path.split("/")[1].split("-")[0]) for path in FILES}
-    expected = {(model.name, method) for model in model_recipes.MODELS for method in model.methods}
-    assert names == expected
+def test_every_model_has_one_recipe_for_each_of_its_methods():
+    names = sorted((path.split("/")[0], path.split("/")[1].split("-")[0]) for path in FILES)
+    assert names == sorted((model.name, method) for model in model_recipes.MODELS for method in model.methods)
 
 
 def test_every_recipe_is_what_the_script_writes_for_its_settings():
@@ -66,7 +65,7 @@ def check_plan(name: str) -> None:
     assert option.fits(space.with_headroom(problem.gpu))
     assert cells[1] == problem.gpu.name and float(cells[3]) == round(problem.gpu.memory_bytes / GIB, 1)
     assert float(cells[2]) == pytest.approx(option.estimate.device_bytes / GIB, rel=OTHER_VERSIONS, abs=0.06)
-    assert float(cells[6].replace(",", "")) == pytest.approx(option.estimate.tokens_per_s, rel=OTHER_VERSIONS)
+    assert float(cells[5].replace(",", "")) == pytest.approx(option.estimate.tokens_per_s, rel=OTHER_VERSIONS)
 
 
 @pytest.mark.parametrize("name", SAMPLE)
