@@ -59,7 +59,6 @@ MODELS = (
     Model("llama-3.2-3b", "meta-llama/Llama-3.2-3B-Instruct"),
     Model("phi-4-mini", "microsoft/Phi-4-mini-instruct"),
     Model("qwen3-4b", "Qwen/Qwen3-4B"),
-    Model("gemma-3-4b", "google/gemma-3-4b-it", ("full", "lora")),
     Model("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", ("full",)),
     Model("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"),
     Model("qwen3-8b", "Qwen/Qwen3-8B", ("full", "lora")),

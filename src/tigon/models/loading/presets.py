@@ -14,14 +14,6 @@ _LLAMA3_ROPE = {
 }  # fmt: skip
 
 
-def _gemma3_rope(**of_full: Any) -> dict[str, dict[str, Any]]:
-    """Gemma 3's rotary embeddings: of layers without a window, changed by `of_full`, and of layers with one."""
-    return {
-        "full_attention": {"rope_type": "default", "rope_theta": 1000000.0} | of_full,
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    }
-
-
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # 1.8 M parameters, for a CPU. The vocabulary is large relative to the layers, as in commonly fine-tuned models.
     "tigon-demo": {
@@ -118,22 +110,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912,
         "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
         "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-        "query_pre_attn_scalar": 256, "sliding_window": 512, "rope_parameters": _gemma3_rope(),
-    },
-    # with its vision tower, as the checkpoint has it
-    "gemma-3-4b": {
-        "model_type": "gemma3",
-        "text_config": {
-            "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 1024,
-            "rope_parameters": _gemma3_rope(rope_type="linear", factor=8.0),
+        "query_pre_attn_scalar": 256, "sliding_window": 512,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
-        "vision_config": {
-            "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
-            "image_size": 896, "patch_size": 14,
-        },
-        "mm_tokens_per_image": 256,
     },
     # The published longrope scales 48 frequencies; the shape of the model does not depend on them.
     "phi-4-mini": {
@@ -190,7 +171,6 @@ HUB_SHAPES: Mapping[str, str] = {
     "Qwen/Qwen3-4B": "qwen3-4b",
     "Qwen/Qwen3-8B": "qwen3-8b",
     "google/gemma-3-1b-it": "gemma-3-1b",
-    "google/gemma-3-4b-it": "gemma-3-4b",
     "meta-llama/Llama-3.2-1B-Instruct": "llama-3.2-1b",
     "meta-llama/Llama-3.2-3B-Instruct": "llama-3.2-3b",
     "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
@@ -198,4 +178,4 @@ HUB_SHAPES: Mapping[str, str] = {
     "mistralai/Mistral-7B-Instruct-v0.3": "mistral-7b-v0.3",
     "unsloth/gpt-oss-20b-BF16": "gpt-oss-20b",
 }
-"""Hub ids of recipes/models -> the preset with the checkpoint's shape, so that a plan needs no download."""
+"""Hub ids -> the preset with the checkpoint's shape, so that a plan needs no download."""
