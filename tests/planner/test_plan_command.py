@@ -84,7 +84,7 @@ def test_report_and_explanation_have_the_numbers_of_the_json(answer, capsys):
 
 
 def test_study_method_and_study_ladder_are_available(capsys):
-    study = json.loads(printed(capsys, method="study", policy="study", batch=4, as_json=True))
+    study = json.loads(printed(capsys, estimator="study", policy="study", batch=4, as_json=True))
     parameters = study["components"]["weights"] // 4
     assert study["components"]["optimizer"] == 8 * parameters and study["components"]["logits"] == 0
     assert [row["rung"] for row in study["ladder"]][:2] == ["nothing", "fused kernels"]
@@ -158,7 +158,13 @@ WRONG = {
     "effective batch": ({"gpus": 4, "effective_batch": 6}, "not a multiple"),
     "pair": ({"optimizer": "galore", "zero": 3}, "projects whole matrices"),
     "offload": ({"offload": "cpu"}, "neither is on"),
-    "method": ({"method": "guess"}, "--method is 'guess'"),
+    "method": ({"method": "guess"}, "--method is 'guess'; choose one of auto, full, lora, qlora"),
+    "estimator": ({"estimator": "guess"}, "--estimator is 'guess'"),
+    "method and rank": ({"method": "full", "lora_rank": 8}, "--lora contradicts --method full"),
+    "method and 4 bits": ({"method": "lora", "quantized": True}, "--qlora contradicts --method lora"),
+    "host memory": ({"host_memory": "much"}, "give a size such as 64GiB"),
+    "no bf16": ({"gpu": "t4", "precision": "bf16"}, "t4 has no bf16"),
+    "a key of a recipe": ({"assignments": ["train.steps=3"]}, "requires a recipe"),
     "attention": ({"attention": "flash_attention_2"}, "sdpa, eager"),
 }
 
@@ -210,7 +216,9 @@ def test_example_in_the_document_has_the_current_numbers():
 
     text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
     example = text.partition("$ tigon plan llama-3.2-1b --gpu 24GiB --batch 4 --seq 8192\n")[2].partition("```")[0]
-    request = Request(model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=4, seq=8192, choices=Choices())
+    request = Request(
+        model="llama-3.2-1b", config=load_config("llama-3.2-1b"), batch=4, seq=8192, choices=Choices(), masked=True
+    )
     found = estimate(request, gpu=find_gpu("24GiB"))
     gib = {name: size / 2**30 for name, size in {**found.components, **found.phases}.items()}
     said = dict(re.findall(r"([a-z]+)(?: <)? +(\d+\.\d\d)(?= |$)", example.partition("does not fit")[0], re.MULTILINE))

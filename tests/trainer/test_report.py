@@ -92,7 +92,10 @@ def test_the_page_loads_nothing(finished):
 
 def test_charts_are_inlined_and_every_reference_finds_its_element(finished):
     text = (finished / "report.html").read_text(encoding="utf-8")
-    assert text.count("<svg") == 3 and "<metadata>" not in text
+    assert text.count("<svg") == 6 and "<metadata>" not in text, "three charts, each also for a phone"
+    assert text.count('id="phone-loss-') and not re.search(r"(fill|stroke): #(ffffff|1f2937|6b7280|e5e7eb)", text), (
+        "ink, lines and background follow the page's colours"
+    )
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids)), "two charts share an id"
     assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= set(ids)

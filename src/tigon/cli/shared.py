@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+UNLIMITED = 100_000
+"""Columns of a file or a pipe, which has no edge to wrap at."""
 
 
 @dataclass(frozen=True)
@@ -20,3 +28,11 @@ class Command:
 def gpus_as_override(gpus: int | None) -> list[str]:
     """`--gpus N` as `--set sharding.gpus=N`."""
     return [] if gpus is None else [f"sharding.gpus={gpus}"]
+
+
+def stdout_console() -> Console:
+    """A console for standard output that wraps at a terminal's width, or at COLUMNS, but never in a pipe or a file."""
+    from rich.console import Console
+
+    wide = not sys.stdout.isatty() and not os.environ.get("COLUMNS")
+    return Console(highlight=False, width=UNLIMITED if wide else None)

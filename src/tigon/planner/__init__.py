@@ -10,6 +10,6 @@ closed_form.py     the formulas of the Liger study (docs/study.md), for comparis
 trace/             one micro-batch of the real model code on fake tensors
 simulate/          memory by component, the caching allocator, the roofline
 engines/           what one rank holds under DDP, ZeRO and FSDP2
-search/            which recipes fit, fastest first
+search/            which recipes fit
 render/            the result as text, JSON, charts or a recipe
 """

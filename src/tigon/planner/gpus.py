@@ -58,6 +58,11 @@ class Gpu:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it multiplies bf16 matrices: NVIDIA's from Ampere (8.0) on, and AMD's of this table."""
+        return self.arch == (0, 0) or self.arch >= (8, 0)
+
 
 def _gpu(
     name: str, memory_gib: float, tensor_tflops: float, fp32_tflops: float, bandwidth_gbs: float, *,
@@ -103,19 +108,28 @@ _ROWS = (
     # GeForce: NVIDIA's white papers on GA102, Ada and Blackwell rate 16-bit products with fp32 sums at twice fp32.
     _gpu("rtx-5080", 15.5, 112.6, 56.3, 960, arch=(12, 0), sm_count=84, link_gbs=50, peer_gbs=50),
     _gpu("rtx-4080", 15.6, 97.5, 48.7, 717, arch=(8, 9), sm_count=76, link_gbs=24, peer_gbs=24),
+    # 4060 Ti: NVIDIA's specification of 22.06 fp32 TFLOP/s, 34 SMs, 288 GB/s and 8 lanes of PCIe 4.
+    _gpu("rtx-4060-ti", 15.6, 44.1, 22.1, 288, arch=(8, 9), sm_count=34, link_gbs=12, peer_gbs=12),
+    _gpu("rtx-4060-ti-8gb", 7.6, 44.1, 22.1, 288, arch=(8, 9), sm_count=34, link_gbs=12, peer_gbs=12),
     _gpu("rtx-4070", 11.6, 58.3, 29.1, 504, arch=(8, 9), sm_count=46, link_gbs=24, peer_gbs=24),
     _gpu("rtx-3060", 11.6, 25.4, 12.7, 360, arch=(8, 6), sm_count=28, link_gbs=24, peer_gbs=24),
     _gpu("rtx-3090", 23.6, 71, 35.6, 936, arch=(8, 6), sm_count=82, link_gbs=24, peer_gbs=24),
     _gpu("l4", 22.2, 121, 30.3, 300, arch=(8, 9), sm_count=58, link_gbs=24, peer_gbs=24),
     _gpu("a10", 22.2, 125, 31.2, 600, arch=(8, 6), sm_count=72, link_gbs=24, peer_gbs=24),
     _gpu("t4", 14.6, 65, 8.1, 320, arch=(7, 5), sm_count=40, link_gbs=12, peer_gbs=12),
+    # NVIDIA's V100 data sheet (SXM2); it has no bf16.
+    _gpu("v100-32gb", 31.7, 125, 15.7, 900, arch=(7, 0), sm_count=80, link_gbs=12, peer_gbs=130),
+    _gpu("v100-16gb", 15.8, 125, 15.7, 900, arch=(7, 0), sm_count=80, link_gbs=12, peer_gbs=130),
     _gpu("mi300x", 191.7, 1307, 163.4, 5300, arch=(0, 0), sm_count=304, link_gbs=50, peer_gbs=370),
 )
 
 GPUS: Mapping[str, Gpu] = {row.name: row for row in _ROWS}
 
 # What people type -> the row's name.
-_SHORT_NAMES = {"a100": ("a100-80gb",), "h100-sxm": ("h100",), "6000-ada": ("rtx-6000-ada",)}
+_SHORT_NAMES = {
+    "a100": "a100-80gb", "h100-sxm": "h100", "6000-ada": "rtx-6000-ada", "v100": "v100-16gb", "4060ti": "rtx-4060-ti",
+    "4060ti-8gb": "rtx-4060-ti-8gb",
+}  # fmt: skip
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b", re.IGNORECASE)
 _LETTERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -136,19 +150,19 @@ def row_of(name: str, total_bytes: int) -> Gpu:
 def find_gpu(text: str) -> Gpu:
     """The GPU with this name (`h200`, `RTX 4090`), or a GPU with this much memory (`24GiB`, `80GB`).
 
-    A size takes its rates from the known GPU with the nearest memory. Raises UsageError for an unknown name, and for a
-    size below 1 GiB.
+    A size takes its rates from the known GPU with bf16 and the nearest memory. Raises UsageError for an unknown name,
+    and for a size below 1 GiB.
     """
     memory_bytes = size_bytes(text)
     if memory_bytes is not None:
         if memory_bytes < GIB:
             raise UsageError(f"gpu {text!r} is less than 1 GiB; give a size such as 24GiB, or a name.")
-        like = min(_ROWS, key=lambda row: abs(row.memory_bytes - memory_bytes))
+        like = min((row for row in _ROWS if row.has_bf16), key=lambda row: abs(row.memory_bytes - memory_bytes))
         return replace(like, name=text.strip(), memory_bytes=memory_bytes, source=f"rates of the {like.name}")
     name = re.sub(r"[\s_]+", "-", text.strip().lower())
     for prefix in ("nvidia-", "tesla-", "geforce-", "rtx-", "rtx"):
         name = name.removeprefix(prefix)
-    for known in (name, f"rtx-{name}", *_SHORT_NAMES.get(name, ())):
+    for known in (name, f"rtx-{name}", _SHORT_NAMES.get(name, name)):
         if known in GPUS:
             return GPUS[known]
     near = difflib.get_close_matches(name, GPUS, n=1)

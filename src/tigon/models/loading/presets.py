@@ -13,6 +13,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # 1.8 M parameters, for a CPU. The vocabulary is large relative to the layers, as in commonly fine-tuned models.
     "tigon-demo": {
@@ -29,6 +30,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    },
+    "smollm2-1.7b": {
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 130000.0},
     },
     "llama-3.2-1b": {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
@@ -72,6 +79,18 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+    "qwen3-1.7b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "qwen3-4b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
     "qwen3-8b": {
         "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
         "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -85,6 +104,43 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
         "sliding_window": 4096, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    # five layers with a window of 512 tokens before each layer without
+    "gemma-3-1b": {
+        "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912,
+        "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256, "sliding_window": 512,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    # The published longrope scales 48 frequencies; the shape of the model does not depend on them.
+    "phi-4-mini": {
+        "model_type": "phi3", "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 8192,
+        "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True, "sliding_window": 262144, "pad_token_id": 199999, "bos_token_id": 199999,
+        "eos_token_id": 199999,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+    },
+    # 20.9 B parameters, of which 3.6 B compute each token; without the checkpoint's 4-bit storage of the experts
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "sliding_window": 128,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096, "truncate": False,
+        },
+    },
+    "mistral-7b-v0.3": {
+        "model_type": "mistral", "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
     # the three models that the Liger Kernel paper measures in addition to llama-3-8b
     "gemma-7b": {
@@ -106,3 +162,20 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
 }  # fmt: skip
+
+HUB_SHAPES: Mapping[str, str] = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": "smollm2-1.7b",
+    "Qwen/Qwen3-0.6B": "qwen3-0.6b",
+    "Qwen/Qwen3-1.7B": "qwen3-1.7b",
+    "Qwen/Qwen3-4B": "qwen3-4b",
+    "Qwen/Qwen3-8B": "qwen3-8b",
+    "google/gemma-3-1b-it": "gemma-3-1b",
+    "meta-llama/Llama-3.2-1B-Instruct": "llama-3.2-1b",
+    "meta-llama/Llama-3.2-3B-Instruct": "llama-3.2-3b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "microsoft/Phi-4-mini-instruct": "phi-4-mini",
+    "mistralai/Mistral-7B-Instruct-v0.3": "mistral-7b-v0.3",
+    "unsloth/gpt-oss-20b-BF16": "gpt-oss-20b",
+}
+"""Hub ids -> the preset with the checkpoint's shape, so that a plan needs no download."""

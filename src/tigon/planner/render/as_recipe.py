@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tigon.planner.request import Request
+from tigon.planner.search import space
 from tigon.recipe.keys import OBJECTIVE_SECTIONS
 from tigon.techniques import SETTINGS, TECHNIQUES
 from tigon.techniques.records.choices import Choices
@@ -28,7 +31,7 @@ def keys(request: Request) -> dict[str, Any]:
         if setting.always_written or value != getattr(default, field):
             values[setting.key] = list(value) if isinstance(value, tuple) else value
     values |= request.objective.recipe_keys()
-    if not request.masked and not request.objective.pads:
+    if space.crosses_documents(request):
         values["data.cross_document_attention"] = True
     if not request.clipped:
         values["train.max_grad_norm"] = 0
@@ -40,16 +43,32 @@ def keys(request: Request) -> dict[str, Any]:
     return dict(sorted(values.items(), key=lambda item: order.index(item[0].partition(".")[0])))
 
 
+def changed_keys(before: Request, after: Request) -> dict[str, Any]:
+    """The recipe keys that differ in `after`, with their new values, which may be defaults."""
+    old, new = keys(before), keys(after)
+    default = keys(replace(before, choices=Choices()))
+    changed = {key: value for key, value in new.items() if old.get(key, default.get(key)) != value}
+    return {key: value for key, value in changed.items() if key != "model.name"}
+
+
 def model_name(name: str) -> str:
     """The value for `model.name`: the path of a config.json becomes its folder."""
     path = Path(name)
     return str(path.parent) if path.is_file() else name
 
 
-def command(request: Request) -> str:
-    """The `tigon train` command that sets the keys; data and steps come from the recipe it names."""
-    words = (f"{key}={word(value)}" for key, value in keys(request).items())
-    return shlex.join(["tigon", "train", RECIPE_FILE, *(part for word in words for part in ("--set", word))])
+def command(request: Request, asked: Request | None = None, base: Sequence[str] = ()) -> str:
+    """The `tigon train` command of a run; data and steps come from the recipe it names.
+
+    Args:
+        request: the run.
+        asked: the run of the recipe that `base` trains; the command then sets only the keys that differ from it.
+        base: the words of that command.
+    """
+    values = keys(request) if asked is None else changed_keys(asked, request)
+    words = (f"{key}={word(value)}" for key, value in values.items())
+    start = base or ("tigon", "train", RECIPE_FILE)
+    return shlex.join([*start, *(part for word in words for part in ("--set", word))])
 
 
 def yaml_text(request: Request, *, steps: int = 100) -> str:

@@ -118,7 +118,7 @@ def _by_the_study(plan: Plan) -> Iterator[str]:
         f"The study's formulas give {total:.2f} GiB: 16 bytes per parameter, batch x seq x hidden x 2 x layers of "
         "checkpoints, and batch x seq x vocab x 4 x 3 of logits unless the loss is fused. Compared with the trace:"
     )
-    if plan.method == "trace":
+    if plan.estimator == "trace":
         yield from closed_form.differences(request, dict(plan.option.estimate.components), theirs)
     else:
         yield from plan.option.estimate.notes[1:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from tigon.planner.render import as_recipe
 from tigon.planner.request import Request
 from tigon.planner.search import space
 from tigon.planner.search.largest_batch import MaxSizes
+from tigon.planner.search.longest import LongestRow
 from tigon.planner.search.option import Option
 from tigon.planner.search.recommend import Plan, Recommendation, Rejected, against, label
 from tigon.planner.simulate.ledger import COMPONENTS
@@ -41,7 +42,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
     """The whole plan as JSON values, in bytes and seconds."""
     option, request, gpu = plan.option, plan.option.request, plan.gpu
     return {
-        "model": request.model, "batch": request.batch, "seq": request.seq, "method": plan.method,
+        "model": request.model, "batch": request.batch, "seq": request.seq, "estimator": plan.estimator,
         "evaluated": request.evaluated, "choices": asdict(request.choices),
         **_objective_sections(request),
         "gpu": {
@@ -49,11 +50,12 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
         },
         **asdict(option.estimate),
         "outside_bytes": non_allocator_bytes(gpu, request.choices),
-        "fits": option.fits(gpu),
+        "fits": option.fits(gpu, plan.problem.host_bytes),
         "headroom": space.HEADROOM,
         "largest_batch": _max_sizes(plan, "largest_batch"),
         "longest_sequence": _max_sizes(plan, "longest_sequence"),
-        "recommended": [_recommendation(one) for one in plan.recommended],
+        "recommended": [_recommendation(plan, one) for one in plan.recommended],
+        "fallback": plan.fallback,
         "ladder": [
             {
                 "rung": step.rung, "fits": step.fits, "reason": step.reason,
@@ -81,15 +83,16 @@ def _max_sizes(plan: Plan, name: str) -> dict[str, int | None]:
     return {"requested": getattr(plan.max_sizes, name), "recommended": None if best is None else getattr(best, name)}
 
 
-def _recommendation(one: Recommendation) -> dict[str, Any]:
+def _recommendation(plan: Plan, one: Recommendation) -> dict[str, Any]:
     request, result = one.option.request, one.option.estimate
     return {
         "label": label(request.choices), "batch": request.batch, "choices": asdict(request.choices),
         "peak_allocated_bytes": result.peak_allocated_bytes, "peak_reserved_bytes": result.peak_reserved_bytes,
         "device_bytes": result.device_bytes, "host_bytes": result.host_bytes, "nvme_bytes": result.nvme_bytes,
         "step_s": result.step_s, "tokens_per_s": result.tokens_per_s, "components": dict(result.components),
-        "precision_cost": dict(space.changes(request.choices)), "needs": needs(one.option),
-        "cheaper": [_rejected(other) for other in one.cheaper], "command": as_recipe.command(request),
+        "precision_cost": dict(space.changes(request.choices)), "changes": space.change_names(request),
+        "needs": needs(one.option),
+        "cheaper": [_rejected(other) for other in one.cheaper], "command": _command(plan, one),
         "yaml": as_recipe.yaml_text(request),
     }  # fmt: skip
 
@@ -110,46 +113,64 @@ def needs(option: Option) -> list[str]:
 # --- the terminal ----------------------------------------------------------------------------------------------------
 
 
-def show(plan: Plan, console: Console) -> None:
-    """Print the whole plan."""
+def show(plan: Plan, console: Console, *, details: bool = False) -> None:
+    """Print the plan. details: also what every recommendation changes and rejects, its command, and the first as YAML.
+
+    The short form is what a person reads before a run; the details are for one who compares the recommendations.
+    """
     request, gpu = plan.option.request, plan.gpu
     micro_batch = f"{_samples(request.batch)} of {request.seq:,} tokens{_sequences(request)}"
     gpus = f"{request.choices.gpus} x {gpu.name}" if request.choices.gpus > 1 else gpu.name
     console.print(f"[bold]{request.model}[/bold], {micro_batch}, on {gpus} ({gib(gpu.memory_bytes)})")
-    _show_option(plan.option, gpu, console)
+    _show_option(plan, console)
     if plan.ladder:
         console.print(_ladder_table(plan))
     if plan.recommended:
         _recommendations(plan, console)
+        if details:
+            _details(plan, console)
     else:
-        console.print(
-            "[bold]No recipe that was tried fits.[/bold] Lower --batch or --seq, leave out options so that they may "
-            "change, add GPUs, or train adapters with --lora 16."
-        )
+        console.print(f"\n[bold]No recipe that was tried fits.[/bold] {_what_to_change(plan)}", soft_wrap=True)
     _reach(plan, console)
+    if not details:
+        console.print("--explain shows each number's parts, why other recipes were rejected, and every command.")
+
+
+def _what_to_change(plan: Plan) -> str:
+    request, tried = plan.option.request, plan.problem.fallbacks
+    ways = ["Lower --batch or --seq", "leave out options so that they may change", "add GPUs"]
+    if request.choices.lora_rank is None and not tried:
+        ways.append("train adapters with --method lora")
+    elif not request.choices.quantized and not tried:
+        ways.append("keep the frozen weights in 4 bits with --method qlora")
+    return f"{', '.join(ways[:-1])}, or {ways[-1]}."
 
 
 def gib(n_bytes: float) -> str:
     return f"{n_bytes / GIB:.2f} GiB"
 
 
-def _show_option(option: Option, gpu: Gpu, console: Console) -> None:
+def _show_option(plan: Plan, console: Console) -> None:
+    option, gpu = plan.option, plan.gpu
     result = option.estimate
     objective = option.request.objective.description()
     console.print(f"as asked: {', '.join(filter(None, (label(option.request.choices), objective)))}", markup=False)
     console.print(_table(result))
     console.print(bar(result, gpu))
-    console.print(verdict(option, gpu), markup=False, soft_wrap=True)
+    console.print(verdict(option, gpu, plan.problem.host_bytes), markup=False, soft_wrap=True)
     for note in result.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
-def verdict(option: Option, gpu: Gpu) -> str:
-    """One line: peak, whether it fits, time."""
+def verdict(option: Option, gpu: Gpu, host_bytes: int | None = None) -> str:
+    """One line: peak, whether it fits, time. host_bytes: the host memory that offloading may use; None: any amount."""
     result, left = option.estimate, gpu.memory_bytes - option.estimate.device_bytes
     fits = f"fits, {gib(left)} to spare" if left >= 0 else f"does not fit: {gib(-left)} too much"
     if 0 <= left < space.HEADROOM * gpu.memory_bytes:
         fits += ", less than a prediction may miss"
+    if host_bytes is not None and option.host_excess(host_bytes) > 0:
+        needed = f"offloading needs {gib(option.all_host_bytes)} of host memory, and only {gib(host_bytes)} may be used"
+        fits = f"does not fit: {needed}" if left >= 0 else f"{fits}, and {needed}"
     elsewhere = "".join(
         f", {gib(size)} {where}" for size, where in ((result.host_bytes, "on the host"), (result.nvme_bytes, "on NVMe"))
         if size
@@ -210,32 +231,59 @@ def _recommendations(plan: Plan, console: Console) -> None:
     from rich.table import Table
 
     room = gib(plan.problem.gpu.memory_bytes)
-    console.print(f"\n[bold]Recipes that fit[/bold] in {room} ({space.HEADROOM:.0%} stay free), fastest first")
+    if plan.fallback:
+        own = plan.problem.request
+        on_host = any(
+            (one.option.request.choices.lora_rank, one.option.request.choices.quantized)
+            == (own.choices.lora_rank, own.choices.quantized)
+            for one in plan.recommended
+        )
+        what = "everything that fits keeps states on the host" if on_host else "nothing that was tried fits"
+        console.print(f"\n[bold]Without {plan.fallback}, {what}.[/bold]")
+    order = "smallest change of the numbers first"
+    console.print(f"\n[bold]Recipes that fit[/bold] in {room} ({space.HEADROOM:.0%} stay free), {order}")
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("#", "recipe", "batch", "GPU GiB", "host GiB", "step", "tokens/s"):
-        table.add_column(title, justify="left" if title == "recipe" else "right")
+    for title in ("#", "recipe", "batch", "GPU GiB", "host GiB", "step", "tokens/s", "changes"):
+        table.add_column(title, justify="left" if title in ("recipe", "changes") else "right")
     for number, one in enumerate(plan.recommended, 1):
         result, request = one.option.estimate, one.option.request
         table.add_row(
             str(number), label(request.choices), f"{request.batch} x {request.choices.accumulate}",
             f"{result.device_bytes / GIB:.2f}", f"{result.host_bytes / GIB:.2f}", seconds(result.step_s),
-            f"{result.tokens_per_s:,.0f}",
+            f"{result.tokens_per_s:,.0f}", ", ".join(space.change_names(request)) or "nothing",
         )  # fmt: skip
     console.print(table)
+    console.print(f"\nTrain with the first: {_command(plan, plan.recommended[0])}", markup=False, soft_wrap=True)
+    packages = needs(plan.recommended[0].option)
+    if packages:
+        console.print(f"It needs {', '.join(packages)}.", markup=False)
+
+
+def _details(plan: Plan, console: Console) -> None:
     for number, one in enumerate(plan.recommended, 1):
-        details = [f"{name}: {cost}" for name, cost in space.changes(one.option.request.choices).items()]
+        request = one.option.request
+        details = [f"{name}: {cost}" for name, cost in space.changes(request.choices).items()]
+        if space.crosses_documents(request):
+            details.append(f"{space.CROSS_DOCUMENT}: tokens attend to earlier documents of their sample.")
         packages = needs(one.option)
         if packages:
             details.append(f"needs {', '.join(packages)}")
         rejected = sorted(one.cheaper, key=lambda other: other.device_bytes)[:_SHOWN_REJECTED]
-        chosen = one.option.request.choices
-        details += [f"rejected: {against(chosen, other.choices, other.batch)}: {other.reason}" for other in rejected]
-        console.print(f"\n{number}. {label(one.option.request.choices)}", markup=False, style="bold")
-        for line in details:
+        details += [
+            f"rejected: {against(request.choices, other.choices, other.batch)}: {other.reason}" for other in rejected
+        ]
+        console.print(f"\n{number}. {label(request.choices)}", markup=False, style="bold")
+        for line in (*details, _command(plan, one)):
             console.print(f"   {line}", markup=False, soft_wrap=True)
-        console.print(f"   {as_recipe.command(one.option.request)}", markup=False, soft_wrap=True)
-    console.print(f"\nthe first as {as_recipe.RECIPE_FILE}; set your data and steps:", markup=False)
-    console.print(as_recipe.yaml_text(plan.recommended[0].option.request), markup=False)
+    if not plan.problem.command:
+        console.print(f"\nthe first as {as_recipe.RECIPE_FILE}; set your data and steps:", markup=False)
+        console.print(as_recipe.yaml_text(plan.recommended[0].option.request), markup=False)
+
+
+def _command(plan: Plan, one: Recommendation) -> str:
+    """The command that trains a recommendation: of the user's recipe if the plan is of one."""
+    base = plan.problem.command
+    return as_recipe.command(one.option.request, plan.problem.request if base else None, base)
 
 
 def _sequences(request: Request) -> str:
@@ -275,3 +323,37 @@ def _reach(plan: Plan, console: Console) -> None:
             f"longest sequence with {_samples(n_samples)}: {seq}",
             markup=False, soft_wrap=True,
         )  # fmt: skip
+
+
+def show_longest(rows: Sequence[LongestRow], console: Console) -> None:
+    """Print the longest row of each configuration."""
+    from rich.table import Table
+
+    batch = rows[0].request.batch
+    console.print(f"\n[bold]Longest row[/bold] in micro-batches of {_samples(batch)}")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("tokens", "recipe", "GPU GiB", "host GiB", "step", "tokens/s", "changes"):
+        table.add_column(title, justify="left" if title in ("recipe", "changes") else "right")
+    for row in rows:
+        changed = ", ".join(space.change_names(row.request)) or "nothing"
+        if row.option is None:
+            table.add_row("none", label(row.request.choices), "", "", "", "", changed)
+            continue
+        result = row.option.estimate
+        table.add_row(
+            f"{row.request.seq:,}", label(row.request.choices), f"{result.device_bytes / GIB:.2f}",
+            f"{row.option.all_host_bytes / GIB:.2f}", seconds(result.step_s), f"{result.tokens_per_s:,.0f}", changed,
+        )  # fmt: skip
+    console.print(table)
+
+
+def longest_mapping(row: LongestRow) -> dict[str, Any]:
+    """The longest row of a configuration as JSON values."""
+    result = row.option.estimate if row.option is not None else None
+    return {
+        "label": label(row.request.choices), "batch": row.request.batch, "choices": asdict(row.request.choices),
+        "changes": space.change_names(row.request), "longest_sequence": row.request.seq if result else 0,
+        "device_bytes": result.device_bytes if result else None, "step_s": result.step_s if result else None,
+        "host_bytes": row.option.all_host_bytes if row.option else None,
+        "tokens_per_s": result.tokens_per_s if result else None,
+    }  # fmt: skip

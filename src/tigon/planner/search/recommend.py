@@ -1,4 +1,4 @@
-"""Finds the recipes that fit a GPU: a search, fastest first, or the study's ladder, whose changes add up one by one.
+"""Finds the recipes that fit a GPU: a search, or the study's ladder, whose changes add up one by one.
 
 The search starts with the classes of recipes that change a run's numbers least. Within a class and a placement of its
 states it tries the kinds of checkpointing from the fastest on. It tries each kind with the whole batch, then with
@@ -71,10 +71,14 @@ class Plan:
     problem: SearchProblem
     """Its GPU has the memory of `gpu` minus the headroom."""
     gpu: Gpu
-    method: str
+    estimator: str
+    """`trace` or `study`: what predicted the requested configuration."""
     option: Option
     """The requested configuration and its estimate."""
     recommended: tuple[Recommendation, ...]
+    """Smallest change of the run's numbers first; by the ladder, its one result."""
+    fallback: str
+    """The name of the change without which nothing fits; empty if there is none."""
     refused: tuple[str, ...]
     """The reasons why combinations were not tried."""
     ladder: tuple[RungResult, ...]
@@ -101,15 +105,15 @@ def plan(problem: SearchProblem, *, method: Method = "trace", by: str = "search"
     gpu, problem = problem.gpu, replace(problem, gpu=space.with_headroom(problem.gpu))
     reach = ForkedCall(max_sizes, problem.request, problem.gpu)
     ladder: tuple[RungResult, ...] = ()
+    fallback = ""
     if by == "study":
         ladder, recommended, refused = _try_ladder(problem)
     else:
-        recommended, refused = search(problem)
+        recommended, refused, fallback = recommendations(problem)
     best_max_sizes = max_sizes(recommended[0].option.request, problem.gpu) if recommended else None
     return Plan(
-        problem=problem, gpu=gpu, method=method, option=option, recommended=tuple(recommended), refused=refused,
-        ladder=ladder, max_sizes=reach.result(),
-        best_max_sizes=best_max_sizes,
+        problem=problem, gpu=gpu, estimator=method, option=option, recommended=tuple(recommended), fallback=fallback,
+        refused=refused, ladder=ladder, max_sizes=reach.result(), best_max_sizes=best_max_sizes,
     )  # fmt: skip
 
 
@@ -149,7 +153,7 @@ class _Search:
                     if number == 0:
                         return self.keep(best, rejected)
                     break
-                if option.fits(problem.gpu):
+                if option.fits(problem.gpu, problem.host_bytes):
                     best = option if best is None or _speed(option) > _speed(best) else best
                     break
                 rejected.append(self.too_large(option))
@@ -172,7 +176,7 @@ class _Search:
             if isinstance(option, Rejected):
                 rejected.append(option)
                 return best
-            if not option.fits(problem.gpu):
+            if not option.fits(problem.gpu, problem.host_bytes):
                 rejected.append(self.too_large(option))
                 return best
             if self.beaten(option) or (best is not None and _speed(option) <= _speed(best)):
@@ -184,7 +188,7 @@ class _Search:
         request = option.request
         return Rejected(
             choices=request.choices, batch=request.batch, device_bytes=option.estimate.device_bytes,
-            reason=why_not(option, self.problem.gpu),
+            reason=why_not(option, self.problem.gpu, self.problem.host_bytes),
         )  # fmt: skip
 
     def keep(self, best: Option | None, rejected: list[Rejected]) -> None:
@@ -274,6 +278,44 @@ def search(problem: SearchProblem) -> tuple[list[Recommendation], tuple[str, ...
     return sorted(best, key=lambda one: -_speed(one.option)), tuple(outcome.refused)
 
 
+def recommendations(problem: SearchProblem) -> tuple[list[Recommendation], tuple[str, ...], str]:
+    """Returns (recommendations, smallest change first; why combinations were not tried; the fallback's name or "").
+
+    A fallback is tried if nothing fits, or if everything that fits keeps states on a host whose memory is not known.
+    """
+    found, refused = search(problem)
+    used = ""
+    for fallback in problem.fallbacks:
+        if used or any(not _needs_host(one, problem) for one in found):
+            break
+        request = fallback.applied(problem.request)
+        if not refusals(request, request.choices):
+            more, reasons = search(replace(problem, request=request))
+            found, refused = [*found, *more], tuple(dict.fromkeys((*refused, *reasons)))
+            used = fallback.name if more else ""
+    found.sort(key=lambda one: (space.request_rank(one.option.request), -_speed(one.option)))
+    if found and found[0].option.request.masked:
+        found += _across_documents(found[0].option, problem)
+        found.sort(key=lambda one: space.request_rank(one.option.request))
+    return found, refused, used
+
+
+def _needs_host(one: Recommendation, problem: SearchProblem) -> bool:
+    """Whether a recommendation keeps data on a host of which the memory is not known."""
+    result = one.option.estimate
+    return problem.host_bytes is None and result.host_bytes + result.nvme_bytes > 0
+
+
+def _across_documents(option: Option, problem: SearchProblem) -> list[Recommendation]:
+    """`option` with attention across documents, if it needs a mask for documents alone and is faster without one."""
+    if option.request.objective.pads:
+        return []
+    joined = estimate_option(replace(option.request, masked=False), problem.gpu)
+    if _speed(joined) < WORTH * _speed(option) or not joined.fits(problem.gpu, problem.host_bytes):
+        return []
+    return [Recommendation(option=joined, cheaper=())]
+
+
 def _missing_here(choices: Choices) -> tuple[str, ...]:
     try:
         matrix.check(choices, device="cuda")
@@ -295,9 +337,11 @@ def _beats(a: Option, b: Option) -> bool:
     return ranks[0] <= ranks[1] and _speed(a) * (WORTH if ranks[0] < ranks[1] else 1.0) > _speed(b)
 
 
-def why_not(option: Option, gpu: Gpu) -> str:
+def why_not(option: Option, gpu: Gpu, host_bytes: int | None = None) -> str:
     """Why a configuration does not fit: the memory needed and available, and the largest component."""
     result = option.estimate
+    if result.device_bytes <= gpu.memory_bytes and host_bytes is not None:
+        return f"needs {option.all_host_bytes / GIB:.2f} of {host_bytes / GIB:.2f} GiB of host memory"
     largest = max(result.components, key=lambda name: result.components[name])
     has = gpu.memory_bytes / GIB
     return (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tigon.planner.gpus import Gpu
@@ -26,6 +26,27 @@ HEADROOM = 0.02
 # --- the search ------------------------------------------------------------------------------------------------------
 
 MAX_SPLITS = 5
+CROSS_DOCUMENT = "cross-document attention"
+CROSS_DOCUMENT_RANK = 2
+"""How much attention across documents changes a run, on the scale of `Technique.change_rank`."""
+_WITHOUT_BF16: Mapping[str, tuple[Any, ...]] = {"precision": ("amp-fp16",)}
+"""The candidates of a setting on GPUs without bf16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fallback:
+    """A change of the run that the search makes only if nothing fits without it."""
+
+    name: str
+    """For the report: what fits where nothing else does."""
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Choices."""
+    cross_document: bool = False
+    """Whether attention crosses documents, which needs no mask."""
+
+    def applied(self, request: Request) -> Request:
+        masked = request.masked and not self.cross_document
+        return replace(request, choices=replace(request.choices, **self.choices), masked=masked)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +62,12 @@ class SearchProblem:
     """Recommend only recipes whose packages this machine has."""
     effective_batch: int | None = None
     """Samples per optimizer step over all GPUs; None: as many as the request has."""
+    host_bytes: int | None = None
+    """Memory of the host that offloading may use; None: any amount."""
+    fallbacks: tuple[Fallback, ...] = ()
+    """Changes to try one after another, each alone, if nothing fits."""
+    command: tuple[str, ...] = ()
+    """The words of the `tigon train` command that runs the request, if it is a recipe's."""
 
     @property
     def samples_per_step(self) -> int:
@@ -80,6 +107,24 @@ def change_rank(choices: Choices) -> int:
     return sum(technique.change_rank + technique.rough_time for technique in used(choices))
 
 
+def crosses_documents(request: Request) -> bool:
+    """Whether attention crosses the documents of a packed sample. FlashAttention keeps them apart without a mask."""
+    return not (request.masked or request.objective.pads or request.choices.attention.startswith("flash"))
+
+
+def request_rank(request: Request) -> int:
+    """How much a run's techniques and its attention across documents change its numbers."""
+    return change_rank(request.choices) + CROSS_DOCUMENT_RANK * crosses_documents(request)
+
+
+def change_names(request: Request) -> list[str]:
+    """The names of all that changes a run's numbers, smallest change first."""
+    ranks = {name: TECHNIQUES[name].change_rank for name in changes(request.choices)}
+    if crosses_documents(request):
+        ranks[CROSS_DOCUMENT] = CROSS_DOCUMENT_RANK
+    return sorted(ranks, key=lambda name: ranks[name])
+
+
 def least_cost(choices: Choices) -> float:
     """Lower bound of a step's time, as a multiple of its time without recomputation."""
     return math.prod(technique.least_cost for technique in used(choices))
@@ -105,6 +150,8 @@ def _searched(search: Search) -> list[Setting]:
 
 def _values(problem: SearchProblem, choices: Choices, setting: Setting) -> tuple[Any, ...]:
     """The values that the search tries for a setting: its candidates, or the value that the user gave."""
+    if setting.field in problem.free and not problem.gpu.has_bf16 and setting.field in _WITHOUT_BF16:
+        return _WITHOUT_BF16[setting.field]
     if setting.field in problem.free:
         return setting.candidates(problem.request.config)
     return (getattr(choices, setting.field),)

@@ -1,24 +1,50 @@
-"""Sets the look of every chart, and turns a chart into SVG text."""
+"""Sets the look of every chart, and turns a chart into SVG text for a file or for a page."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import warnings
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
+PAGE_COLOURS: Mapping[str, str] = {INK: "ink", MUTED: "soft", GRID: "line", "#ffffff": "page"}
+"""Colours of a chart -> the style variables of the report pages, which differ in dark mode."""
+WIDE, NARROW = 8.4, 4.2
+"""Inches."""
+_for_phone: ContextVar[bool] = ContextVar("for_phone", default=False)
+
+
+@contextlib.contextmanager
+def for_phone() -> Iterator[None]:
+    """Draw figures half as wide, with their panels one below the other, so that text is readable on a phone."""
+    token = _for_phone.set(True)
+    try:
+        yield
+    finally:
+        _for_phone.reset(token)
+
+
+def legend_columns(wide: int) -> int:
+    """How many columns a legend over the whole figure may have, of which `wide` fit a wide figure."""
+    return min(wide, 2) if _for_phone.get() else wide
 
 
 def new_figure(panels: int, *, columns: int, height: float = 3.2) -> tuple[Any, Any]:
-    """A matplotlib figure of `height` inches with `panels` axes in rows of `columns`."""
+    """A matplotlib figure of `height` inches with `panels` axes in rows of `columns`; see `for_phone`."""
     import matplotlib
     from matplotlib.figure import Figure
 
     # Keep text as text: files are small, the same on every machine, and readable by a screen reader.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "tigon", "font.family": "sans-serif",
                                 "font.size": 9})  # fmt: skip
-    figure = Figure(figsize=(8.4, height), layout="constrained")
+    width = WIDE
+    if _for_phone.get():
+        width, height, columns = NARROW, height * min(columns, panels), 1
+    figure = Figure(figsize=(width, height), layout="constrained")
     lines = -(-panels // columns)
     all_axes = [figure.add_subplot(lines, columns, i + 1) for i in range(panels)]
     for axes in all_axes:
@@ -35,6 +61,7 @@ def svg(figure: Any, name: str) -> str:
 
     Ids are prefixed with the chart's name, so that several fit on a page.
     """
+    name = f"phone-{name}" if _for_phone.get() else name
     buffer = io.StringIO()
     with warnings.catch_warnings():
         # matplotlib's font lacks most scripts; it only measures text here, and the viewer shows it in another font
@@ -44,3 +71,10 @@ def svg(figure: Any, name: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+
+
+def on_page(text: str) -> str:
+    """An SVG that is part of an HTML page: its ink, lines and background follow the page's colours."""
+    for colour, variable in PAGE_COLOURS.items():
+        text = re.sub(rf"(?<=: ){colour}\b", f"var(--{variable}, {colour})", text)
+    return text

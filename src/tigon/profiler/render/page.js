@@ -121,7 +121,7 @@ class Chart {
     for (let at = Math.ceil(this.from / wanted) * wanted; at <= this.to; at += wanted) {
       pen.textAlign = this.x(at) > MARGIN.left + this.width - 30 ? "right" : "center";
       const value = (alongTime ? Number(at.toPrecision(8)) : this.eventAt(at) + 1).toLocaleString("en");
-      pen.fillText(alongTime ? value + " ms" : "#" + value, this.x(at), MARGIN.top + this.height + 15);
+      pen.fillText(alongTime ? value + " ms" : "event " + value, this.x(at), MARGIN.top + this.height + 15);
     }
   }
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tigon.profiler.render.figure import on_page
 from tigon.sweep import failures, self_test
 from tigon.sweep.report import charts
 from tigon.sweep.report.charts import GIB, axis_words
@@ -36,7 +37,7 @@ def write(results: Mapping[str, Any], path: Path) -> None:
     here = Path(__file__).parent
     page = Environment(autoescape=True).from_string((here / "report.html.j2").read_text(encoding="utf-8"))
     # the charts are our own markup; nothing else is exempt from escaping
-    safe = {name: Markup(text) for name, text in drawn.items()}
+    safe = {name: Markup(on_page(text)) for name, text in drawn.items()}
     folder.write_text(path / "report.html", page.render(**view, charts=safe))
     plain = Environment(finalize=escape_markdown, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
     plain.filters["fenced"] = fenced
@@ -67,7 +68,7 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = results["points"]
     counts = {status: sum(row["status"] == status for row in rows) for status in
               dict.fromkeys(row["status"] for row in rows)}  # fmt: skip
-    tiles = [(status, f"{count:,}") for status, count in counts.items()]
+    tiles = [("measured" if status == failures.OK else status, f"{count:,}") for status, count in counts.items()]
     ok = [row for row in rows if row["status"] == failures.OK]
     if ok:
         fast = max(ok, key=lambda row: float(row["tokens_per_s"]))

@@ -41,7 +41,7 @@ def resolved(recipe: Recipe, device: torch.device) -> Recipe:
         config = models.load_config(recipe.model)
         preflight.check_lengths(recipe, config)
         choices = preflight.check_techniques(recipe, device)
-        evaluated = recipe.data.eval_fraction > 0 or bool(recipe.data.eval_source)
+        evaluated = recipe.data.has_eval
         request = prediction.request_of(recipe, config, choices, evaluated=evaluated)
         chosen, line = chosen_for(recipe, request, prediction.gpu_here(device, choices))
     except TigonError as error:  # the checks that follow refuse the recipe, or the planner cannot trace the model

@@ -36,8 +36,6 @@ from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import preflight
 
-GPUS_PER_HOST = 8
-"""More GPUs than this are assumed to be in several machines."""
 SNAPSHOT = "memory_snapshot-{rank}.pickle"
 ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
 """The variable's name that every version of PyTorch reads."""
@@ -68,7 +66,7 @@ class Prediction:
                 f"warning  the run needs {gib(estimate.device_bytes)} with the CUDA context, but {self.gpu} has "
                 f"{gib(self.gpu.memory_bytes)}: it will run out of memory. {what_fits(self, command)}"
             )
-        host_bytes = estimate.host_bytes * min(self.option.request.choices.gpus, GPUS_PER_HOST)
+        host_bytes = self.option.all_host_bytes
         if host_bytes > host_free_bytes():
             lines.append(
                 f"warning  offloading needs {gib(host_bytes)} of host memory, but {gib(host_free_bytes())} are free: "
@@ -138,14 +136,6 @@ def alternative(request: Request, gpu: Gpu, free: frozenset[str]) -> Option | No
     return next(one.option for one in recommendations if space.change_rank(one.option.request.choices) == least)
 
 
-def changed_keys(before: Request, after: Request) -> dict[str, Any]:
-    """The recipe keys that differ in `after`, with their new values, which may be defaults."""
-    old, new = as_recipe.keys(before), as_recipe.keys(after)
-    default = as_recipe.keys(replace(before, choices=Choices()))
-    keys = {key: value for key, value in new.items() if old.get(key, default.get(key)) != value}
-    return {key: value for key, value in keys.items() if key != "model.name"}
-
-
 def what_fits(prediction: Prediction, command: str, *, failed: bool = False) -> str:
     """A sentence that names a configuration that fits and the command that runs it.
 
@@ -164,7 +154,7 @@ def what_fits(prediction: Prediction, command: str, *, failed: bool = False) -> 
             "No setting that the recipe leaves at its default makes it fit: lower data.sequence_length or "
             "train.batch_size, use more GPUs, or train adapters with lora.rank."
         )
-    changed = changed_keys(prediction.option.request, best.request)
+    changed = as_recipe.changed_keys(prediction.option.request, best.request)
     words = shlex.join(part for key, value in changed.items() for part in ("--set", f"{key}={as_recipe.word(value)}"))
     costs = "".join(f" ({name}: {cost})" for name, cost in space.changes(best.request.choices).items())
     return f"This fits: {label(best.request.choices)}, {gib(best.estimate.device_bytes)}{costs}: {command} {words}"
@@ -188,7 +178,7 @@ def choose(recipe: Recipe, config: Any, choices: Choices, gpu: Gpu) -> tuple[lis
             f"({gib(gpu.memory_bytes)}; unchanged, it needs {gib(needs)}); lower data.sequence_length or "
             "train.batch_size, or set lora.rank"
         )
-    changed = changed_keys(request, recommendation.request)
+    changed = as_recipe.changed_keys(request, recommendation.request)
     assignments = [f"{key}={as_recipe.word(value)}" for key, value in changed.items()]
     description = ", ".join(assignments) if assignments else "nothing to change"
     return (

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tigon.objectives.base import MetricSection
-from tigon.profiler.render.figure import GRID, INK, MUTED, new_figure, svg
+from tigon.profiler.render.figure import GRID, INK, MUTED, legend_columns, new_figure, svg
 
 ACCENT, SECOND, BASELINE = "#c2410c", "#0f766e", MUTED
 _COLOURS = (ACCENT, SECOND, "#4338ca", "#a16207", "#be185d")
@@ -33,7 +33,7 @@ def draw(
         charts[section.name] = _metrics(section, train, eval_records, summary["unigram_entropy"])
     elif train:
         charts["loss"] = _loss(train, eval_records, summary["unigram_entropy"])
-    if train:
+    if len(train) > 1:  # a line needs two points
         charts["throughput"] = _throughput(train)
     measured = [row for row in summary["comparison"] if not row["error"]]
     if measured:
@@ -43,7 +43,8 @@ def draw(
 
 def _loss(train: Sequence[Any], eval_records: Sequence[Any], entropy: float) -> str:
     figure, (axes,) = new_figure(1, columns=1)
-    axes.plot([r["step"] for r in train], [r["loss"] for r in train], color=ACCENT, label="training")
+    one = "o" if len(train) == 1 else ""  # a line needs two points
+    axes.plot([r["step"] for r in train], [r["loss"] for r in train], marker=one, color=ACCENT, label="training")
     if eval_records:
         axes.plot([r["step"] for r in eval_records], [r["eval_loss"] for r in eval_records], "o-", color=SECOND, ms=4,
                   label="eval")  # fmt: skip
@@ -80,7 +81,7 @@ def _metrics(section: MetricSection, train: Sequence[Any], eval_records: Sequenc
         elif column.is_nats:
             axes.axhline(entropy, color=BASELINE, ls="--", lw=1, label="unigram entropy")
     handles, labels = first.get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=min(len(labels), 6))
+    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=legend_columns(min(len(labels), 6)))
     return svg(figure, section.name)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tigon.objectives import recipe_checks
 from tigon.objectives.base import MetricRow, MetricSection, Objective
+from tigon.profiler.render.figure import for_phone, on_page
 from tigon.trainer import run_folder
 from tigon.trainer.evaluation.generations import texts_of
 from tigon.trainer.evaluation.harness import rows_of
@@ -38,8 +39,14 @@ def write(run: RunFolder, summary: Mapping[str, Any], objective: Objective) -> N
     view = _view(run, summary, objective)
     here = Path(__file__).parent
     html = Environment(autoescape=True).from_string((here / "report.html.j2").read_text(encoding="utf-8"))
+    with for_phone():
+        narrow = charts.draw(run.records(), summary, objective.metric_section())
     # Only the charts are exempt from escaping, because tigon itself draws them.
-    run.write_text("report.html", html.render(**view, charts={name: Markup(svg) for name, svg in drawn.items()}))
+    both = {
+        name: Markup(f'<div class="wide">{on_page(svg)}</div><div class="phone">{on_page(narrow[name])}</div>')
+        for name, svg in drawn.items()
+    }
+    run.write_text("report.html", html.render(**view, charts=both))
     plain = Environment(finalize=escape_markdown, keep_trailing_newline=True)
     plain.filters["fenced"] = fenced
     markdown = plain.from_string((here / "report.md.j2").read_text(encoding="utf-8")).render(**view, charts=drawn)
@@ -170,8 +177,17 @@ def _comparison_note(steps: int, on_gpu: bool) -> str:
     how = "as PyTorch's allocator counts it" if on_gpu else "summed over PyTorch's allocations and releases"
     return (
         f"Each row is {steps} steps from the same seed, weights and samples. The largest difference compares the loss "
-        f"of every step with the first row's. Peak memory is the peak of the last step, {how}. Tokens/s is the median "
-        "of the steps between the first and the last."
+        f"of every step with the first row's. Peak memory is the peak of the last step, {how}. {_speed_note(steps - 2)}"
+    )
+
+
+def _speed_note(timed: int) -> str:
+    """How tokens/s was measured, and how far it can be trusted. timed: steps between the first and the last."""
+    if timed <= 1:
+        return "Tokens/s is of a single step, so a difference between rows may be chance; raise comparison.steps."
+    return (
+        f"Tokens/s is the median of the {timed} steps between the first and the last, measured once: a difference of a "
+        "few percent may be chance."
     )
 
 

@@ -1,0 +1,207 @@
+"""Write recipes/models/ and the table of docs/model-recipes.md: one recipe per model and method.
+
+    python -m benchmarks.pages.model_recipes                 # plan every model again, and write recipes and table
+    python -m benchmarks.pages.model_recipes --only qwen3    # of models whose name contains this
+    python -m benchmarks.pages.model_recipes --check         # print what differs from a new plan, and write nothing
+
+A recipe is named by the smallest class of GPU memory that it fits: of each class the planner's table has a GPU whose
+usable memory is among the smallest. A step has 16 rows of 2,048 tokens, one at a time. No recipe uses memory of the
+host, because its size is not known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tigon.cli.plan_request import Flags, problem_of
+from tigon.planner.gpus import GIB, find_gpu
+from tigon.planner.request import Request
+from tigon.planner.search import space
+from tigon.planner.search.recommend import Option, estimate_option
+from tigon.planner.search.space import SearchProblem
+
+FOLDER, PAGE = Path("recipes/models"), Path("docs/model-recipes.md")
+BEGIN, END = "<!-- model recipes -->", "<!-- /model recipes -->"
+CLASSES: Mapping[int, str] = {12: "rtx-4070", 16: "rtx-5080", 24: "a10", 48: "l40s", 80: "a100-80gb"}
+"""GB that the maker names -> the GPU of the planner's table that stands for the class."""
+SEQUENCE, EFFECTIVE_BATCH = 2048, 16
+KINDS = ("none", "full")
+SETTINGS: tuple[Mapping[str, str], ...] = (
+    {"precision": "amp-bf16", "optimizer": "adamw"},
+    {"precision": "bf16", "optimizer": "adamw"},
+    {"precision": "bf16", "optimizer": "adamw-8bit"},
+)
+"""Smallest change of the numbers first. With adapters only the first is tried, because their states are small."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the hub."""
+
+    name: str
+    """Its folder under recipes/models."""
+    hub_id: str
+    methods: tuple[str, ...] = ("full", "lora", "qlora")
+
+
+MODELS = (
+    Model("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", ("full", "lora")),
+    Model("qwen3-0.6b", "Qwen/Qwen3-0.6B"),
+    Model("gemma-3-1b", "google/gemma-3-1b-it"),
+    Model("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct"),
+    Model("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct"),
+    Model("qwen3-1.7b", "Qwen/Qwen3-1.7B"),
+    Model("llama-3.2-3b", "meta-llama/Llama-3.2-3B-Instruct"),
+    Model("phi-4-mini", "microsoft/Phi-4-mini-instruct"),
+    Model("qwen3-4b", "Qwen/Qwen3-4B"),
+    Model("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", ("full",)),
+    Model("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"),
+    Model("qwen3-8b", "Qwen/Qwen3-8B", ("full", "lora")),
+)
+LEARNING_RATES: Mapping[str, str] = {"full": "1.0e-5", "lora": "2.0e-4", "qlora": "2.0e-4"}
+TITLES: Mapping[str, str] = {"full": "Full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe and its plan."""
+
+    model: Model
+    method: str
+    gb: int
+    option: Option
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / self.model.name / f"{self.method}-{self.gb}gb.yaml"
+
+
+def asked(model: Model, method: str, gb: int, **given: object) -> SearchProblem:
+    """The question for the run of a model and method on a GPU of this class, with these settings."""
+    found = problem_of(
+        Flags(
+            target=model.hub_id, gpu=find_gpu(CLASSES[gb]), batch=1, seq=SEQUENCE, method=method,
+            given={"accumulate": EFFECTIVE_BATCH, **given},
+        )
+    )  # fmt: skip
+    return replace(found, gpu=space.with_headroom(found.gpu))
+
+
+def chosen(model: Model, method: str) -> Row | None:
+    """The recipe for the smallest class of memory that fits, with the first of SETTINGS that fits any; None if none.
+
+    Within the class, activations are recomputed only if they do not fit.
+    """
+    largest = max(CLASSES)
+    for settings in SETTINGS if method == "full" else SETTINGS[:1]:
+        options = {}
+        for kind in KINDS:
+            problem = asked(model, method, largest, checkpointing=kind, **settings)
+            options[kind] = estimate_option(problem.request, problem.gpu)
+        for gb, name in CLASSES.items():
+            room = space.with_headroom(find_gpu(name)).memory_bytes
+            for kind in KINDS:
+                if options[kind].estimate.device_bytes <= room:
+                    problem = asked(model, method, gb, checkpointing=kind, **settings)
+                    option = estimate_option(problem.request, problem.gpu)
+                    if option.fits(problem.gpu):
+                        return Row(model, method, gb, option)
+    return None
+
+
+def replanned(model: Model, method: str, path: Path) -> Row:
+    """The plan of a recipe as it stands in its file."""
+    found = re.search(r"-(\d+)gb\.yaml$", path.name)
+    assert found is not None, path
+    gb = int(found[1])
+    problem = problem_of(Flags(target=str(path), gpu=find_gpu(CLASSES[gb])))
+    option = estimate_option(problem.request, problem.gpu)
+    return Row(model, method, gb, option)
+
+
+def text(model: Model, method: str, gb: int, request: Request) -> str:
+    """The recipe file."""
+    choices, path = request.choices, FOLDER / model.name / f"{method}-{gb}gb.yaml"
+    lines = [
+        f"# {TITLES[method]} of {model.hub_id} on a GPU with {gb} GB; docs/model-recipes.md has the plan.",
+        "# The text is what every Python carries, to try the recipe; name your own rows.",
+        "#",
+        f"#     tigon train {path} --set data.source=rows.jsonl",
+        "model:", f"  name: {model.hub_id}",
+        "data:", "  source: python-docs", f"  sequence_length: {request.seq}",
+        "train:", "  epochs: 1", f"  batch_size: {request.batch}", f"  gradient_accumulation: {choices.accumulate}",
+        f"  learning_rate: {LEARNING_RATES[method]}", "  warmup_steps: 10", f"  precision: {choices.precision}",
+        f"  optimizer: {choices.optimizer}", f"  checkpointing: {choices.checkpointing}",
+    ]  # fmt: skip
+    if method != "full":
+        lines += ["lora:", "  rank: 16", "  targets: all-linear"]
+    if method == "qlora":
+        lines.append("  quantize: true")
+    lines += ["output:", f"  name: {model.name}-{method}", "  if_exists: number"]
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: list[Row]) -> str:
+    """The Markdown table."""
+    head = "| recipe | GPU of the plan | needs (GiB) | of (GiB) | micro-batch | tokens/s | changes |"
+    lines = [head, "|---|---|--:|--:|---|--:|---|"]
+    for row in rows:
+        gpu, request, result = find_gpu(CLASSES[row.gb]), row.option.request, row.option.estimate
+        link = f"[{row.model.name}/{row.path.name}](../{row.path})"
+        changes = ", ".join(name for name in space.change_names(request) if name not in TITLES) or "nothing"
+        split = f"{request.batch} x {request.choices.accumulate}, {request.choices.checkpointing}"
+        lines.append(
+            f"| {link} | {gpu.name} | {result.device_bytes / GIB:.1f} | {gpu.memory_bytes / GIB:.1f} | {split} | "
+            f"{result.tokens_per_s:,.0f} | {changes} |"
+        )
+    return "\n".join(lines)
+
+
+def recipe_files() -> Iterator[tuple[Model, str, Path]]:
+    """The models' recipes that exist, in the order of MODELS."""
+    for model in MODELS:
+        for method in model.methods:
+            for path in sorted((FOLDER / model.name).glob(f"{method}-*gb.yaml")):
+                yield model, method, path
+
+
+def write_table(rows: list[Row]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="choose recipes again only for models whose name contains this")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a new plan differs")
+    arguments = parser.parse_args()
+    new: dict[Path, Row] = {}
+    for model in MODELS if not arguments.check else ():
+        for method in model.methods if arguments.only in model.name else ():
+            row = chosen(model, method)
+            for old in (FOLDER / model.name).glob(f"{method}-*gb.yaml"):
+                old.unlink()
+            if row is None:
+                print(f"{model.name} {method}: fits no class", file=sys.stderr)
+                continue
+            row.path.parent.mkdir(parents=True, exist_ok=True)
+            row.path.write_text(text(model, method, row.gb, row.option.request), encoding="utf-8")
+            new[row.path] = row
+            print(f"{row.path}: {row.option.estimate.device_bytes / GIB:.1f} GiB", file=sys.stderr, flush=True)
+    rows = [new.get(path) or replanned(model, method, path) for model, method, path in recipe_files()]
+    if not arguments.check:
+        write_table(rows)
+    elif table(rows) not in PAGE.read_text(encoding="utf-8"):
+        print(table(rows))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""What `tigon plan` is asked: a search problem from a model's name and flags, or from a recipe and flags."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tigon._quiet import quiet_packages
+from tigon.errors import UsageError
+from tigon.models.loading import hub
+from tigon.models.loading.config import load_config
+from tigon.models.loading.presets import HUB_SHAPES
+from tigon.objectives import post_training_rules, recipe_checks
+from tigon.objectives.base import PlannedObjective
+from tigon.objectives.causal_lm import PlannedCausalLM
+from tigon.objectives.choose import planned_objective
+from tigon.objectives.medusa import planned_medusa
+from tigon.planner.gpus import GIB, Gpu, size_bytes
+from tigon.planner.remembered_config import real_config, remembered_config
+from tigon.planner.render import as_recipe
+from tigon.planner.request import Request
+from tigon.planner.search.checkpointing import fastest
+from tigon.planner.search.space import CROSS_DOCUMENT, Fallback, SearchProblem, with_headroom
+from tigon.recipe.keys import Recipe
+from tigon.techniques import SEARCHED, SETTINGS, layer_checkpointing
+from tigon.techniques.lora import DEFAULT_RANK
+from tigon.techniques.optimizers import OPTIMIZERS
+from tigon.techniques.records.choices import LIMITS, Choices
+
+DEFAULT_BATCH, DEFAULT_SEQ = 8, 1024
+"""The defaults of train.batch_size and data.sequence_length in a recipe."""
+EVALUATED = True
+"""A recommended recipe evaluates, because the default of data.eval_fraction is not 0."""
+MOST = 1 << 20
+"""Limit for batch sizes and counts of micro-batches. Beyond it tensor sizes overflow 64 bits."""
+CAUSAL_LM = "causal_lm"
+RECIPE_ENDINGS = (".yaml", ".yml")
+AUTO = "auto"
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "full": {"lora_rank": None, "quantized": False},
+    "lora": {"lora_rank": DEFAULT_RANK, "quantized": False},
+    "qlora": {"lora_rank": DEFAULT_RANK, "quantized": True},
+}
+"""What --method trains, as fields of Choices; each needs less memory than the one before it."""
+MASK_SHARE = 0.01
+"""Attention across documents is a fallback only if one sample's mask takes at least this share of the GPU's memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of `tigon plan` that describe the run."""
+
+    target: str
+    """A model or a recipe file."""
+    gpu: Gpu
+    batch: int | None = None
+    seq: int | None = None
+    effective_batch: int | None = None
+    method: str = AUTO
+    host_memory: str | None = None
+    medusa: int | None = None
+    stage: int | None = None
+    objective: str = CAUSAL_LM
+    assignments: Sequence[str] = ()
+    free_kernels: bool = False
+    """Whether the search may change the kernels, as the study's ladder does."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Choices that were given."""
+
+    @property
+    def is_recipe(self) -> bool:
+        return self.target.endswith(RECIPE_ENDINGS)
+
+
+def problem_of(flags: Flags) -> SearchProblem:
+    """The search problem that the flags describe.
+
+    Raises:
+        UsageError: A flag has an unknown value or a value out of range, or flags exclude each other.
+        RecipeError: The recipe cannot be read or is refused.
+    """
+    _check_sizes({"batch": flags.batch, "seq": flags.seq, "effective-batch": flags.effective_batch})
+    given = _with_method(flags.method, flags.given)
+    _check_settings(given)
+    host_bytes = _host_bytes(flags.host_memory)
+    problem = (_of_recipe if flags.is_recipe else _of_model)(replace(flags, given=given))
+    if problem.request.choices.precision in ("amp-bf16", "bf16") and not flags.gpu.has_bf16:
+        used = problem.request.choices.precision
+        raise UsageError(f"{flags.gpu} has no bf16, so --precision {used} does not run on it; use amp-fp16.")
+    fallbacks = _fallbacks(flags, problem.request) if flags.method == AUTO else ()
+    return replace(problem, host_bytes=host_bytes, fallbacks=fallbacks)
+
+
+# --- from a model ----------------------------------------------------------------------------------------------------
+
+
+def _of_model(flags: Flags) -> SearchProblem:
+    given, batch = dict(flags.given), flags.batch
+    _quiet([flags.target])
+    chooses = given.get("checkpointing") == layer_checkpointing.AUTO
+    if chooses:
+        del given["checkpointing"]  # the recommendations choose it too
+    choices = replace(Choices(), **given)
+    if not flags.gpu.has_bf16 and "precision" not in given:
+        choices = replace(choices, precision="amp-fp16")
+    if flags.effective_batch is not None:
+        batch = _micro_batch(flags.effective_batch, batch, choices.gpus, given.get("accumulate"))
+    free = SEARCHED - set(given)
+    config = remembered_config(HUB_SHAPES.get(flags.target, flags.target))
+    if flags.medusa is not None:
+        planned: PlannedObjective = planned_medusa(flags.target, real_config(config), flags.medusa, flags.stage or 1)
+    elif flags.objective == CAUSAL_LM:
+        planned = PlannedCausalLM()
+    else:
+        planned = _post_training(flags.objective, flags.assignments)
+    request = Request(
+        model=flags.target, config=config, batch=DEFAULT_BATCH if batch is None else batch,
+        seq=DEFAULT_SEQ if flags.seq is None else flags.seq, choices=choices,
+        clipped=not OPTIMIZERS[choices.optimizer].in_backward, masked=not choices.attention.startswith("flash"),
+        objective=planned, evaluated=EVALUATED,
+    )  # fmt: skip
+    if chooses:
+        request = fastest(request, with_headroom(flags.gpu)).request
+    return SearchProblem(
+        request=request, free=free | _free_kernels(flags), gpu=flags.gpu, effective_batch=flags.effective_batch
+    )
+
+
+def check_objective(
+    objective: str, heads: Mapping[str, int | None], assignments: Sequence[str], words: Mapping[str, str]
+) -> None:
+    """Refuse an unknown objective, and flags that do not go with it. heads: --medusa and --stage."""
+    names = ", ".join(post_training_rules.TAKES)
+    if objective == "medusa":
+        raise UsageError("--objective medusa: use --medusa N for the heads.")
+    if objective != CAUSAL_LM and objective not in post_training_rules.TAKES:
+        raise UsageError(f"--objective {objective} is not one of {CAUSAL_LM}, {names}.")
+    if objective == CAUSAL_LM:
+        if heads["stage"] is not None and heads["medusa"] is None:
+            raise UsageError(f"--stage {heads['stage']} requires --medusa N; add --medusa 3.")
+        if assignments:
+            raise UsageError(f"--set {assignments[0]} requires a recipe, or --objective with one of {names}.")
+        return
+    for name, value in heads.items():
+        if value is not None:
+            raise UsageError(f"--{name} {value} trains heads, which --objective {objective} does not; leave one out.")
+    if "study" in words.values():
+        name = next(name for name, value in words.items() if value == "study")
+        raise UsageError(f"--{name} study describes {CAUSAL_LM}, not --objective {objective}; leave --{name} out.")
+
+
+def _post_training(objective: str, assignments: Sequence[str]) -> PlannedObjective:
+    for text in assignments:
+        if not text.strip().startswith("post_training."):
+            raise UsageError(
+                f"--set {text}: a plan of a model takes keys of post_training, such as post_training.beta=0.1; the "
+                "other settings are flags (tigon plan --help). A plan of a recipe takes every key."
+            )
+    return planned_objective(recipe_checks.of_assignments([*assignments, f"train.objective={objective}"]))
+
+
+# --- from a recipe ---------------------------------------------------------------------------------------------------
+
+
+def _of_recipe(flags: Flags) -> SearchProblem:
+    """The run of `tigon train RECIPE.yaml` with the flags as `--set`, on the flags' GPU."""
+    from tigon.trainer import model as models  # not for --help
+    from tigon.trainer.guards import auto_checkpointing, prediction, preflight  # not for --help
+    from tigon.trainer.prepare import quiet_libraries  # not for --help
+
+    path = Path(flags.target)
+    assignments = [*flags.assignments, *_assignments(flags, path)]
+    recipe = recipe_checks.load(path, assignments, gpu_present=lambda: True)
+    if recipe.train.device == "cpu":
+        raise UsageError(
+            f"{path}: train.device is cpu, and a plan is of a run on a GPU; add --set train.device=auto to plan it."
+        )
+    quiet_libraries(recipe)
+    shape = HUB_SHAPES.get(recipe.model.name)
+    config = models.load_config(recipe.model) if shape is None else load_config(shape)
+    preflight.check_lengths(recipe, config)
+    choices = replace(recipe.choices(precision=_precision(recipe, flags.gpu)), gpus=max(recipe.sharding.gpus, 1))
+    evaluated = recipe.data.has_eval
+    request = prediction.request_of(recipe, config, choices, evaluated=evaluated)
+    free = (prediction.free_in(recipe) - set(flags.given)) | _free_kernels(flags)
+    if recipe.train.checkpointing == layer_checkpointing.AUTO:
+        recipe, _ = auto_checkpointing.chosen_for(recipe, request, flags.gpu)
+        chosen = replace(
+            choices, checkpointing=recipe.train.checkpointing, accumulate=recipe.train.gradient_accumulation
+        )
+        request = prediction.request_of(recipe, config, chosen, evaluated=evaluated)
+    words = (word for text in assignments for word in ("--set", text))
+    return SearchProblem(
+        request=request, free=free, gpu=flags.gpu, effective_batch=flags.effective_batch,
+        command=("tigon", "train", str(path), *words),
+    )  # fmt: skip
+
+
+def _precision(recipe: Recipe, gpu: Gpu) -> str:
+    """The precision that `tigon train` chooses on this GPU for `auto`."""
+    return recipe.train.precision if recipe.train.precision != "auto" else "amp-bf16" if gpu.has_bf16 else "fp32"
+
+
+def _assignments(flags: Flags, path: Path) -> list[str]:
+    """The flags as `--set` assignments of the recipe.
+
+    Raises:
+        UsageError: A flag is only for a plan of a model.
+    """
+    for name, value in (("medusa", flags.medusa), ("stage", flags.stage)):
+        if value is not None:
+            raise UsageError(f"--{name} is for a plan of a model; for {path} use --set with keys of heads.")
+    if flags.objective != CAUSAL_LM:
+        raise UsageError(f"--objective is for a plan of a model; for {path} use --set train.objective.")
+    recipe = recipe_checks.load(path, flags.assignments, gpu_present=lambda: True, checked=False)
+    by_method = METHODS.get(flags.method, {})
+    given = {
+        name: value
+        for name, value in flags.given.items()
+        if name not in by_method or getattr(recipe.choices(), name) != value
+    }
+    if by_method.get("lora_rank") and recipe.lora.rank is not None:
+        given.pop("lora_rank", None)  # --method keeps the recipe's rank
+    values = {SETTINGS[name].key: value for name, value in given.items()}
+    if flags.batch is not None:
+        values["train.batch_size"] = flags.batch
+    if flags.seq is not None:
+        values["data.sequence_length"] = flags.seq
+    if flags.effective_batch is not None:
+        each = values.get("train.batch_size", recipe.train.batch_size) * given.get("gpus", recipe.sharding.gpus)
+        if flags.effective_batch % each:
+            raise UsageError(
+                f"--effective-batch {flags.effective_batch} is not a multiple of {each}, the samples of {path}'s "
+                "micro-batches on all GPUs; give --batch too."
+            )
+        values["train.gradient_accumulation"] = flags.effective_batch // each
+    return [f"{key}={'null' if value is None else as_recipe.word(value)}" for key, value in values.items()]
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+def _free_kernels(flags: Flags) -> frozenset[str]:
+    return frozenset({"kernels"} if flags.free_kernels and "kernels" not in flags.given else ())
+
+
+def _with_method(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given settings, those that their flags imply (--qlora alone means a rank), and those of --method."""
+    if method != AUTO and method not in METHODS:
+        raise UsageError(f"--method is {method!r}; choose one of {', '.join([AUTO, *METHODS])}.")
+    chosen = METHODS.get(method, {})
+    for name, value in given.items():
+        flag = SETTINGS[name].flag
+        if name in chosen and flag is not None and bool(chosen[name]) != bool(value):
+            raise UsageError(f"--{flag.name} contradicts --method {method}; leave one of them out.")
+    flags = [flag for name in given if (flag := SETTINGS[name].flag) is not None]
+    return {**chosen, **{name: value for flag in flags for name, value in flag.implies}, **given}
+
+
+def _fallbacks(flags: Flags, request: Request) -> tuple[Fallback, ...]:
+    """What to try if nothing fits: attention across documents if the mask is large, and then fewer trained weights."""
+    found = []
+    if request.masked and not request.objective.pads and request.seq**2 >= MASK_SHARE * flags.gpu.memory_bytes:
+        found.append(Fallback(name=CROSS_DOCUMENT, cross_document=True))
+    if not {"lora_rank", "quantized"} & set(flags.given):
+        choices = request.choices
+        now = ("qlora" if choices.quantized else "lora") if choices.lora_rank is not None else "full"
+        for name in list(METHODS)[list(METHODS).index(now) + 1 :]:
+            changed = dict(METHODS[name]) | ({"lora_rank": choices.lora_rank} if choices.lora_rank else {})
+            words = "QLoRA adapters on 4-bit weights" if changed["quantized"] else "LoRA adapters"
+            found.append(Fallback(name=words, choices=changed))
+    return tuple(found)
+
+
+def _host_bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    found = size_bytes(text)
+    if found is None or found > (1 << 20) * GIB:
+        raise UsageError(f"--host-memory is {text!r}; give a size such as 64GiB.")
+    return found
+
+
+def _check_sizes(sizes: Mapping[str, int | None]) -> None:
+    for name, value in sizes.items():
+        least, _ = LIMITS.get(name, (1, None))
+        if value is not None and value < least:
+            raise UsageError(f"--{name} is {value}; it must be at least {least}.")
+        if value is not None and value > MOST and name != "seq":  # the model limits --seq
+            raise UsageError(f"--{name} is {value}; it must be at most {MOST}.")
+
+
+def _check_settings(given: Mapping[str, Any]) -> None:
+    """Check each setting by its own rules, with the flag's name in the message."""
+    for name, value in given.items():
+        setting, flag = SETTINGS[name], SETTINGS[name].flag
+        assert flag is not None
+        problem = (replace(setting, words=flag.words) if flag.words else setting).problem(value)
+        if problem is None and isinstance(value, int) and value > MOST:
+            problem = f"it must be at most {MOST}"
+        if problem is not None:
+            raise UsageError(f"--{flag.name} is {value!r}; {problem}.")
+
+
+def _micro_batch(effective_batch: int, batch: int | None, gpus: int, accumulate: int | None) -> int | None:
+    """Samples per micro-batch if --effective-batch and --accumulate are both given, else `batch`."""
+    each = gpus * (accumulate or 1)
+    if effective_batch % each:
+        divisor = f"--gpus {gpus}" + (f" x --accumulate {accumulate}" if accumulate else "")
+        raise UsageError(f"--effective-batch {effective_batch} is not a multiple of {divisor}.")
+    if accumulate is None:
+        return batch
+    if batch not in (None, effective_batch // each):
+        raise UsageError(
+            f"--batch {batch} x --accumulate {accumulate} x --gpus {gpus} is not --effective-batch {effective_batch}; "
+            "leave one of them out."
+        )
+    return effective_batch // each
+
+
+def _quiet(models: Sequence[str]) -> None:
+    """Disable the network unless a model is a hub id, and silence libraries. Call before importing transformers."""
+    hub.set_offline_mode(models)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # tigon turns the relevant warnings into errors
+    quiet_packages()

@@ -1,0 +1,79 @@
+"""recipes/models: each is what its script writes, stands in the table of docs/model-recipes.md, and fits its GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich")
+from benchmarks.pages import model_recipes
+from tigon.cli.plan_request import Flags, problem_of
+from tigon.planner.gpus import GIB, find_gpu
+from tigon.planner.search import space
+from tigon.planner.search.recommend import estimate_option
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = ("smollm2-135m/lora-12gb.yaml", "qwen3-0.6b/qlora-12gb.yaml")
+"""Small models, and a frozen base in 4 bits; `make test-all` plans every recipe."""
+OTHER_VERSIONS = 0.05
+"""How far a plan may be from the table's with other versions of torch and transformers."""
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def rows() -> dict[str, list[str]]:
+    """model/file -> the cells of its row in the table."""
+    page = (ROOT / model_recipes.PAGE).read_text(encoding="utf-8")
+    table = page.partition(model_recipes.BEGIN)[2].partition(model_recipes.END)[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    return {found[1]: cells for cells in lines if (found := re.match(r"\[(.+?)\]", cells[0]))}
+
+
+FILES = sorted(str(path.relative_to(ROOT / "recipes/models")) for path in (ROOT / "recipes/models").glob("*/*.yaml"))
+
+
+def test_every_recipe_stands_in_the_table_and_belongs_to_a_model_and_method():
+    assert FILES and sorted(rows()) == FILES
+    known = {str(path.relative_to(model_recipes.FOLDER)) for _, _, path in model_recipes.recipe_files()}
+    assert known == set(FILES)
+
+
+def test_every_model_has_one_recipe_for_each_of_its_methods():
+    names = sorted((path.split("/")[0], path.split("/")[1].split("-")[0]) for path in FILES)
+    assert names == sorted((model.name, method) for model in model_recipes.MODELS for method in model.methods)
+
+
+def test_every_recipe_is_what_the_script_writes_for_its_settings():
+    for model, method, path in model_recipes.recipe_files():
+        gb = int(path.stem.removeprefix(f"{method}-").removesuffix("gb"))
+        request = problem_of(Flags(target=str(path), gpu=find_gpu(model_recipes.CLASSES[gb]))).request
+        assert path.read_text(encoding="utf-8") == model_recipes.text(model, method, gb, request)
+        assert (request.choices.lora_rank is None) == (method == "full")
+        assert request.choices.quantized == (method == "qlora")
+
+
+def check_plan(name: str) -> None:
+    cells = rows()[name]
+    gb = int(re.search(r"-(\d+)gb", name)[1])
+    problem = problem_of(Flags(target=f"recipes/models/{name}", gpu=find_gpu(model_recipes.CLASSES[gb])))
+    option = estimate_option(problem.request, problem.gpu)
+    assert option.fits(space.with_headroom(problem.gpu))
+    assert cells[1] == problem.gpu.name and float(cells[3]) == round(problem.gpu.memory_bytes / GIB, 1)
+    assert float(cells[2]) == pytest.approx(option.estimate.device_bytes / GIB, rel=OTHER_VERSIONS, abs=0.06)
+    assert float(cells[5].replace(",", "")) == pytest.approx(option.estimate.tokens_per_s, rel=OTHER_VERSIONS)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_recipe_fits_the_gpu_that_it_is_named_by(name):
+    check_plan(name)
+
+
+@pytest.mark.second_proof("the sample above shows each method; this plans every recipe")
+@pytest.mark.parametrize("name", [name for name in FILES if name not in SAMPLE])
+def test_every_other_recipe_fits_the_gpu_that_it_is_named_by(name):
+    check_plan(name)
