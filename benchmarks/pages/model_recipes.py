@@ -22,7 +22,7 @@ from tigon.cli.plan_request import Flags, problem_of
 from tigon.planner.gpus import GIB, find_gpu
 from tigon.planner.request import Request
 from tigon.planner.search import space
-from tigon.planner.search.recommend import Option, estimate_option
+from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.space import SearchProblem
 
 FOLDER, PAGE = Path("recipes/models"), Path("docs/model-recipes.md")

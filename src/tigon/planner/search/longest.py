@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from tigon.planner.request import Request, refusals
 from tigon.planner.search import space
 from tigon.planner.search.largest_batch import longest_sequence
-from tigon.planner.search.recommend import Option, Plan, estimate_option
+from tigon.planner.search.option import Option, estimate_option
+from tigon.planner.search.recommend import Plan
 from tigon.techniques import tiling
 
 TRIED = 3
