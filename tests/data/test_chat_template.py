@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tigon.data.chat_template import Rendering, choose, segments_of
+from tigon.data.chat_template import PLAIN_HEADERS, Rendering, choose, segments_of
 from tigon.data.documents import Document, Message, Segment
 from tigon.data.preview import pieces, rows_line
 from tigon.data.tokenizer import END_OF_TEXT, IGNORE_INDEX, encode, train_bpe
@@ -175,6 +175,18 @@ def test_a_template_that_cannot_be_used_is_named(tok, tmp_path):
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def test_plain_headers_and_the_template_that_is_saved_for_them_write_the_same(tok):
+    """`tigon chat` and other programs read the template from the saved tokenizer."""
+    turns = (("system", "be kind"), ("user", "hello"), ("assistant", "hi\n"), ("user", "why"), ("assistant", "so"))
+    document = Document("row", messages=tuple(Message(role, text) for role, text in turns))
+    assert not tok.chat_template
+    plain = segments_of(document, tok, Rendering())
+    tok.chat_template = PLAIN_HEADERS
+    assert segments_of(document, tok, Rendering()) == plain
+    opened = tok.apply_chat_template([{"role": "user", "content": "why"}], tokenize=False, add_generation_prompt=True)
+    assert opened == "### User:\nwhy\n\n### Assistant:\n"
 
 
 def test_all_tokens_are_learned_if_the_recipe_says_so(tok):

@@ -24,6 +24,11 @@ from tigon.errors import DataError, RecipeError
 
 WORDS = ("auto", "chat", "plain")
 MAX_TEMPLATE_BYTES = 2**20
+PLAIN_HEADERS = (
+    "{% for message in messages %}### {{ message.role | capitalize }}:\n{{ message.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}### Assistant:\n{% endif %}"
+)
+"""The plain headers as a template. A tokenizer without one is saved with it, so that others write chats as the run."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _STAND_INS = ("0Q0", "1Z1")
 """Answers that stand in for the assistant's. They differ in every character, so one of them differs from any answer."""

@@ -178,6 +178,8 @@ def _prepare(recipe: Recipe, device: torch.device) -> Prepared:
     prompt = _prompt(recipe, tok, eval_samples or train.samples, only_prompt=rows is not None)
     preflight.check_sample(recipe, config, len(prompt))
     as_chat = chat_template.is_chat(read[0], tok, rendering) if rows is None else preferences.is_chat(read[0])
+    if rows is None and as_chat and not chat_template.has_template(tok):
+        tok.chat_template = chat_template.PLAIN_HEADERS  # the rows are encoded already, with the same text
     as_chat = as_chat and rendering.template != "plain" and chat_template.has_template(tok)
     prompts = generations.prompts_of(recipe, tok, config, as_chat=as_chat)
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
