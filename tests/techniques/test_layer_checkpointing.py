@@ -131,6 +131,27 @@ def test_adapters_attached_before_or_after_keep_the_gradients(when):
         assert all(torch.equal(got[name], want) for name, want in found[0].items())
 
 
+def test_adapters_in_one_op_keep_the_gradients_and_stay_one_op(monkeypatch):
+    peft = pytest.importorskip("peft")
+    from tigon.models.seams import lora
+
+    calls: list[Any] = []
+    real = lora.ops.lora_linear
+    monkeypatch.setattr(lora.ops, "lora_linear", lambda *a, **k: calls.append(k) or real(*a, **k))
+
+    def adapted() -> Any:
+        torch.manual_seed(3)
+        config = peft.LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(llama(), config).train()
+        patch(model)
+        return model
+
+    check_equal(adapted, ALL_FOUR, ("elementwise",) * 4, ("mlp",) * 4)
+    calls.clear()
+    gradients(adapted(), ("elementwise",) * 4)
+    assert len(calls) == 4 * 7, "once for each layer: no product is repeated"
+
+
 def backward_counts(states: tuple[str, ...]) -> Counter[str]:
     model = llama()
     apply(model, states)

@@ -164,7 +164,14 @@ class _PartlyKept:
     def _replace(self) -> None:
         """Replace the forwards of the linear layers and of a recomputed MLP. Adapters are there by the first pass."""
         recomputed_modules = set() if self.mlp is None else {*self.mlp.modules()}
-        linears = [m for m in self.layer.modules() if isinstance(m, nn.Linear) and m not in recomputed_modules]
+        # A LoRA layer that is one op stands for the linear layers inside it.
+        whole = [m for m in self.layer.modules() if getattr(m, "saves_only_inputs", False)]
+        inside = {part for module in whole for part in module.modules() if part is not module}
+        linears = [
+            m
+            for m in self.layer.modules()
+            if m not in recomputed_modules and (m in whole or (isinstance(m, nn.Linear) and m not in inside))
+        ]
         for module in (*linears, *([] if self.mlp is None else [self.mlp])):
             self.replaced.append((module, vars(module).get("forward")))
             module.forward = _InLayer(self, module.forward, recomputes=module is self.mlp)

@@ -61,7 +61,8 @@ class LoraSeam(Seam):
             )
             return y.to(x.dtype) if quantised else y  # as bitsandbytes does
 
-        return {"forward": forward}
+        # Activation checkpointing may drop the input of such a layer, as that of a linear layer.
+        return {"forward": forward, "saves_only_inputs": True}
 
 
 def _variant_name(variant: Any) -> str:
