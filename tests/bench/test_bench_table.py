@@ -16,7 +16,9 @@ from tigon.errors import BenchError
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
-RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*/*.json"))
+PLANNED = "planned"
+"""A folder beside the GPUs': what the planner predicts, and nobody measured."""
+RECORDS = sorted(path for path in (ROOT / "benchmarks" / "results").glob("*/*.json") if path.parent.name != PLANNED)
 NOT_MEASURED = "Not measured yet."
 
 
