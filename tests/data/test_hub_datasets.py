@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import pytest
@@ -115,14 +116,25 @@ def test_a_path_is_no_data_set_of_the_hub(name):
         sources.check([Source(name)])
 
 
-def test_a_data_set_of_the_hub_allows_the_network(monkeypatch):
-    asked = []
-    monkeypatch.setattr(hub, "set_offline_mode", asked.extend)
+@pytest.fixture
+def asked(monkeypatch):
+    """Each call of `set_offline_mode`: the names, and whether the hub is needed whatever they are."""
+    calls = []
+    monkeypatch.setattr(hub, "set_offline_mode", lambda names, *, needed: calls.append(([*names], needed)))
+    return calls
+
+
+def test_a_data_set_of_the_hub_allows_the_network(asked):
     recipe = Recipe()
     prepare.quiet_libraries(recipe)
-    assert not any(map(hub.is_hub_id, asked))
-    import dataclasses
-
     data = dataclasses.replace(recipe.data, source=("owner/name",), eval_source=({"source": "owner/other"},))
     prepare.quiet_libraries(dataclasses.replace(recipe, data=data))
-    assert {"owner/name", "owner/other"} <= set(asked)
+    (plain, plain_needed), (named, _) = asked
+    assert not any(map(hub.is_hub_id, plain)) and not plain_needed
+    assert {"owner/name", "owner/other"} <= set(named)
+
+
+def test_tasks_of_an_evaluation_need_the_hub(asked):
+    recipe = Recipe()
+    prepare.quiet_libraries(dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, lm_eval=("piqa",))))
+    assert asked[0][1] is True
