@@ -1,4 +1,7 @@
-"""A plain loop with Accelerate: patch first, then `prepare`. Accumulation and clipping are Accelerate's."""
+"""A training loop with Accelerate: patch the model, then call `prepare`.
+
+Accumulation and clipping are Accelerate's.
+"""
 
 import torch
 from accelerate import Accelerator

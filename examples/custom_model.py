@@ -1,4 +1,4 @@
-"""One op in a model of your own: the loss from hidden states and the head's weight, without the logits."""
+"""A model that is not from transformers: the loss from its hidden states and its head's weight, without logits."""
 
 import torch
 import torch.nn.functional as F

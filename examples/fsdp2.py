@@ -1,4 +1,6 @@
-"""FSDP2: patch, then shard each layer and the model. Start it with PyTorch's launcher:
+"""FSDP2 on two processes: patch the model, then shard each layer and the whole model.
+
+Start it with PyTorch's launcher:
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp2.py
 

@@ -1,4 +1,7 @@
-"""The Hugging Face Trainer: patch the model before the Trainer gets it. The losses stay those of the unpatched run."""
+"""The Trainer of transformers with a patched model.
+
+Patch the model before the Trainer gets it. The losses stay those of the unpatched run.
+"""
 
 import tempfile
 

@@ -1,4 +1,4 @@
-"""Measure the peak memory of a training step, unpatched and patched. It works on the CPU and on CUDA.
+"""The peak memory of a training step, without and with the patch. It works on the CPU and on CUDA.
 
 `tigon profile RECIPE.yaml` draws the memory over a step, and names the calls at the peak.
 """

@@ -1,4 +1,4 @@
-"""Medusa: train heads that predict several tokens ahead, then decode with them.
+"""Medusa heads: train heads that predict several tokens ahead, then decode with them.
 
 Stage 2 trains the model and the heads together. Decoding gives the text of greedy decoding in fewer forward passes.
 """

@@ -1,4 +1,4 @@
-"""A training loop of your own: load and patch in one call, then train as with any model.
+"""A training loop in plain PyTorch: load and patch a model in one call, then train it.
 
 The loss never holds the logits of all tokens. `num_items_in_batch` divides the summed loss by the labels of the whole
 step, so that two micro-batches give the gradient of one large batch.

@@ -1,4 +1,4 @@
-"""Patch a model, compare its loss and gradients with those of the unpatched model, and undo the patch."""
+"""Patch a model, compare its loss and gradients with the unpatched model's, and undo the patch."""
 
 import copy
 
