@@ -170,7 +170,7 @@ EXPONENTIALS = {
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @each_target
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [name for name, op in OPS.items() if op.has_kernel])
 def test_kernel_compiles_without_unexplained_faults(
     report_of: Callable[[str], Report], op: str, target: str, fault: Callable[[Binary], bool]
 ) -> None:
@@ -184,6 +184,11 @@ def test_kernel_compiles_without_unexplained_faults(
 def test_every_known_fault_still_occurs(report_of: Callable[[str], Report], known: Known) -> None:
     """Then its row must go too, or it would hide the next one."""
     assert any(known.fault(b) and known.explains(b) for b in report_of(FIRST[0]).binaries)
+
+
+def test_op_without_kernels_launches_none(report_of: Callable[[str], Report]) -> None:
+    launching = {name for b in report_of(FIRST[0]).binaries for name, _ in b.used_by}
+    assert launching == {name for name, op in OPS.items() if op.has_kernel}
 
 
 @each_target
