@@ -57,6 +57,15 @@ def without_phases(recipe: Recipe) -> Recipe:
     )
 
 
+def auto_divides_batch(recipe: Recipe) -> bool:
+    """Whether `train.checkpointing: auto` also chooses the micro-batch.
+
+    Not if the recipe divides the batch itself, nor in post-training, which compares the samples of a micro-batch.
+    """
+    undivided = recipe.train.gradient_accumulation == Choices().accumulate
+    return undivided and not post_training_rules.is_post_training(recipe)
+
+
 def require_heads(path: Path, recipe: Recipe) -> None:
     """Refuse a recipe without heads; `tigon medusa` calls it.
 

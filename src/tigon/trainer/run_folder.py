@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tigon.errors import RunFolderError
-from tigon.objectives.recipe_checks import loads_saved
+from tigon.objectives.recipe_checks import auto_divides_batch, loads_saved
 from tigon.recipe.keys import OutputConfig, Recipe
 from tigon.techniques.layer_checkpointing import AUTO
 from tigon.trainer.checkpoint import checkpoint
@@ -327,13 +327,11 @@ def newest(output: OutputConfig) -> Path | None:
 
 
 def _differences(before: Recipe, now: Recipe) -> list[tuple[str, Any, Any]]:
-    if now.train.checkpointing == AUTO and _samples(before) == _samples(now):
+    if now.train.checkpointing == AUTO:
         # The run's recipe has the choice that `auto` stood for.
-        was = before.train
-        train = replace(
-            now.train, checkpointing=was.checkpointing, batch_size=was.batch_size,
-            gradient_accumulation=was.gradient_accumulation,
-        )  # fmt: skip
+        was, train = before.train, replace(now.train, checkpointing=before.train.checkpointing)
+        if auto_divides_batch(now) and _samples(before) == _samples(now):
+            train = replace(train, batch_size=was.batch_size, gradient_accumulation=was.gradient_accumulation)
         now = replace(now, train=train)
     old, new = before.as_mapping(), now.as_mapping()
     return [

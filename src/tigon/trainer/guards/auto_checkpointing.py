@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from tigon.errors import TigonError
-from tigon.objectives.post_training_rules import is_post_training
+from tigon.objectives.recipe_checks import auto_divides_batch
 from tigon.planner.gpus import Gpu
 from tigon.planner.render.terminal import gib, seconds
 from tigon.planner.request import Request
@@ -16,7 +16,6 @@ from tigon.planner.search import space
 from tigon.planner.search.checkpointing import choose
 from tigon.recipe.keys import Recipe
 from tigon.techniques.layer_checkpointing import AUTO
-from tigon.techniques.records.choices import Choices
 from tigon.trainer import model as models
 from tigon.trainer.distributed import launch
 from tigon.trainer.guards import prediction, preflight
@@ -74,9 +73,9 @@ def chosen_for(recipe: Recipe, request: Request, gpu: Gpu) -> tuple[Recipe, str]
 
 
 def _splits(recipe: Recipe, request: Request) -> Sequence[tuple[int, int]]:
-    """The micro-batches to choose from. Post-training compares the samples of a micro-batch with each other."""
+    """The micro-batches to choose from."""
     one = [(request.batch, request.choices.accumulate)]
-    if recipe.train.gradient_accumulation != Choices().accumulate or is_post_training(recipe):
+    if not auto_divides_batch(recipe):
         return one
     samples, refused = request.batch, request.objective.batch_refusal
     sizes = [size for size in range(samples, 0, -1) if samples % size == 0 and refused(size) is None]
