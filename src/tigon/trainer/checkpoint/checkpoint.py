@@ -67,14 +67,14 @@ def clear(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def publish(folder: Path, step: int, metadata: Mapping[str, Any], keep: int, best: int | None = None) -> None:
+def publish(folder: Path, step: int, metadata: Mapping[str, Any], keep: int | None, best: int | None = None) -> None:
     """Complete the checkpoint in `scratch(folder, step)`, move it into place, and remove all but the newest `keep`.
 
     Args:
         folder: The `checkpoints` folder of the run.
         step: The optimizer step of the checkpoint.
         metadata: The settings and versions that a resumed run compares with its own.
-        keep: The number of checkpoints to keep, with this one.
+        keep: The number of checkpoints to keep, with this one; None: all.
         best: The step of a checkpoint that is kept too, however old it is.
     """
     written = scratch(folder, step) / name_of(step)
@@ -89,7 +89,7 @@ def publish(folder: Path, step: int, metadata: Mapping[str, Any], keep: int, bes
         shutil.rmtree(before, ignore_errors=True)
     others = sorted((n, path) for n, path in _numbered(folder) if n != step)
     later = [path for n, path in others if n > step]  # written before the run was resumed from an earlier step
-    earlier = [(n, path) for n, path in others if n < step][: -(keep - 1) or None]
+    earlier = [] if keep is None else [(n, path) for n, path in others if n < step][: -(keep - 1) or None]
     for path in later + [path for n, path in earlier if n != best]:
         _remove(path)
 
