@@ -10,9 +10,13 @@ from tigon.planner.search.largest_batch import longest_sequence
 from tigon.planner.search.option import Option, estimate_option
 from tigon.planner.search.recommend import Plan
 from tigon.techniques import tiling
+from tigon.techniques.layer_checkpointing import AUTO
 
 TRIED = 3
 """Kinds of recomputation that are tried beside the recommended one. The last kinds save the most memory."""
+
+MOST = "full"
+"""What `auto` chooses for every layer of the longest row that it makes fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,7 @@ def longest_rows(plan: Plan, *, keep_batch: bool) -> tuple[LongestRow, ...]:
     # The search takes layers in pieces only for long rows.
     long = replace(problem, request=replace(first, seq=max(first.seq, tiling.TILE_TOKENS + 1)))
     kinds = space.recomputations(long, first.choices)
+    kinds = [{**kept, "checkpointing": MOST} if kept.get("checkpointing") == AUTO else kept for kept in kinds]
     requests = [first, *(replace(first, choices=replace(first.choices, **kept)) for kept in kinds[-TRIED:])]
     if first.masked and not first.objective.pads:
         requests.append(replace(requests[-1], masked=False))
