@@ -125,9 +125,11 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
             f"{': ' if reasons else ''}{'; '.join(reasons)}. Nothing was changed."
         )
     changed_ids = {id(change.module) for change in decision.changes}
+    # A module that another flag's seam fits is not left alone. The adapter of a head is, as far as the loss goes: the
+    # loss is not fused.
     decision.refused = [
-        entry for entry in decision.refused if id(entry[1]) not in changed_ids
-    ]  # another flag's seam fits
+        entry for entry in decision.refused if id(entry[1]) not in changed_ids or entry[2].flag in LOSS_FLAGS
+    ]
     _apply(decision.changes)
     return _report(model, spec, decision, flags)
 
