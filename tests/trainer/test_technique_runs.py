@@ -452,9 +452,10 @@ def test_random_weights_are_drawn_on_the_gpu_only_if_they_fit(choices, free_byte
 @pytest.mark.parametrize("name", PRESETS)
 def test_weights_drawn_module_by_module_have_the_same_distribution(name):
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    heads |= {"head_dim": 16} if "head_dim" in PRESETS[name] else {}
-    model = ModelConfig(name=name, config={**small, **heads}, attention="eager")
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    small |= {"head_dim": 16} if "head_dim" in PRESETS[name] else {}
+    small |= {token: 0 for token in ("pad_token_id", "bos_token_id", "eos_token_id") if token in PRESETS[name]}
+    model = ModelConfig(name=name, config=small, attention="eager")
     config = models.load_config(model)
     plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     whole = dict(plain.named_parameters())
@@ -467,7 +468,9 @@ def test_weights_drawn_module_by_module_have_the_same_distribution(name):
     assert whole.keys() == drawn.keys()
     for key, want in whole.items():
         got = drawn[key]
-        if want.ndim == 1:
+        if want.ndim == 1 and want.unique().numel() > 1:  # drawn, but too few numbers for a distribution
+            assert 0 < float(got.detach().abs().max()) < 6 * config.initializer_range, key
+        elif want.ndim == 1:
             assert torch.equal(got, want), key
         else:
             assert float(got.detach().std()) == pytest.approx(float(want.detach().std()), rel=0.1), key
@@ -538,7 +541,10 @@ TECHNIQUE_RECIPES = sorted((ROOT / "recipes" / "techniques").glob("*.yaml"))
 def test_recipe_of_a_technique_uses_it(path):
     technique = TECHNIQUES[path.stem]
     for gpu in (False, True):
-        assert technique.used_by(load(path, gpu_present=lambda gpu=gpu: gpu).choices())
+        recipe = load(path, gpu_present=lambda gpu=gpu: gpu)
+        # `auto` stands for a choice, so Recipe.choices() has another value.
+        choices = replace(recipe.choices(), checkpointing=recipe.train.checkpointing)
+        assert technique.used_by(choices)
 
 
 def test_every_technique_has_a_recipe():
@@ -568,8 +574,10 @@ def test_recipe_of_a_technique_runs_on_the_cpu(path, tigon, here):
         pytest.skip("for GPUs")
     for package in technique.needs:
         need(package)
+    by_layer = ":" in load(path, gpu_present=lambda: False).train.checkpointing  # for the preset's number of layers
+    smaller = [text for text in SMALLER if not (by_layer and "num_hidden_layers" in text)]
     with torch.compiler.set_stance("force_eager"):
-        outcome = tigon("train", path, *(word for text in SMALLER for word in ("--set", text)))
+        outcome = tigon("train", path, *(word for text in smaller for word in ("--set", text)))
     assert outcome.code == 0, outcome.err
     assert len(records(here / "runs" / path.stem, "train")) >= 1
 

@@ -250,6 +250,7 @@ def _problem_of(config: Any) -> str | None:
         tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
         # Pass a mask: without one, transformers makes a mask or reads the positions, and meta tensors lack values.
         mask = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta")
+        built = built.to(torch.bfloat16)  # PyTorch's grouped products of experts take no other dtype on this device
         with torch.no_grad():
             assert built.train()(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False).loss.ndim == 0
     except Exception as error:  # models raise any type of error for a wrong shape
