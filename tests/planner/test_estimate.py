@@ -209,9 +209,6 @@ def test_estimate_matches_measured_steps(row: tuple[Any, ...]) -> None:
 # reserved GiB, ms of a step), each under the mistake that it would show.
 RUNS: dict[str, tuple[dict[str, Any], str, int, int, float, float, float]] = {
     "a kernel for groups of heads in fp32": ({"precision": "fp32"}, "llama-3.2-1b", 2, 1024, 24.89, 25.99, 361),
-    "4-bit products in 16 bits": (
-        {"lora_rank": 16, "quantized": True, "lora_base": "fp32"}, "qwen3-0.6b", 4, 2048, 17.71, 18.44, 172,
-    ),
     "temporaries of a step as one block": ({"optimizer": "sgd"}, "llama-3.2-1b", 4, 2048, 20.93, 20.98, 140),
     "an Adafactor that moves as little as AdamW": (
         {"optimizer": "adafactor", "precision": "bf16", "checkpointing": "full"},

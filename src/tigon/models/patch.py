@@ -118,7 +118,9 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
         _decide_layers(model, spec, flag, flags[flag], decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
         _decide_loss(model, spec, flags, decision)
-    if not decision.changes and not decision.patched and any(flag is not False for flag in flags.values()):
+    # Most models have no adapters, so a flag for them that was left out asks for nothing.
+    asked = any(on is not False and (on or name not in ADAPTER_FLAGS) for name, on in flags.items())
+    if not decision.changes and not decision.patched and asked:
         reasons = sorted({reason for *_, reason in decision.refused})
         raise PatchError(
             f"nothing in this {type(model).__name__} can run an op of tigon"

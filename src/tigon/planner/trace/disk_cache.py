@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tigon
 from tigon._files import open_regular
 
 MAX_BYTES = 64 << 20
@@ -45,7 +44,7 @@ def folder() -> Path | None:
 def _versions() -> str:
     """The hash of tigon's sources, and the versions of Python and of the packages."""
     sources = hashlib.sha256()
-    root = Path(tigon.__file__).parent
+    root = Path(__file__).parents[2]
     for path in sorted(root.rglob("*.py")):
         content = path.read_bytes()
         sources.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
