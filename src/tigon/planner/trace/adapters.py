@@ -99,7 +99,7 @@ def _fused(layer: Any, x: Tensor) -> Tensor:
     def dense() -> Tensor:
         base.multiplied()
         # Made from the adapter: the op keeps this function until its backward, and x must not live as long.
-        return a.new_empty((base.out_features, base.in_features), dtype=dtype)
+        return a.new_empty((base.out_features, base.in_features), dtype=dtype)  # type: ignore[no-any-return]
 
     dropout = layer.lora_dropout[name]
     y: Any = lora_linear(
