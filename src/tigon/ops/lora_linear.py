@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
-from tigon.ops.dispatch import check_dtype, check_number, first_order
+from tigon.ops.dispatch import check_dtype, check_number, first_order, planned_device
 from tigon.ops.lm_head import no_autocast, product_dtype, product_into
 
 # N tokens, H input width, F output width, R rank.
@@ -45,42 +45,44 @@ def _dense(stored_FH: Tensor | None, made: Callable[[], Tensor] | None, dtype: t
 class LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NH: Tensor, weight: Weight, bias: Tensor | None, lora_a_RH: Tensor, lora_b_FR: Tensor,
-        adapter_x_NH: Tensor | None, scaling: float,
+        ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, lora_a_RH: Tensor, lora_b_FR: Tensor,
+        adapter_x: Tensor | None, scaling: float,
     ) -> Tensor:  # fmt: skip
         stored_FH, ctx.made = (None, weight) if callable(weight) else (weight, None)
-        entering_NH = x_NH if adapter_x_NH is None else adapter_x_NH
-        a_RH, b_FR = lora_a_RH.to(x_NH.dtype), lora_b_FR.to(x_NH.dtype)
-        with no_autocast(x_NH):
-            y_NF = F.linear(x_NH, _dense(stored_FH, ctx.made, x_NH.dtype), bias)
-            h_NR = F.linear(entering_NH, a_RH)
-            y_NF.addmm_(h_NR, b_FR.t(), alpha=scaling)
-        ctx.save_for_backward(x_NH, stored_FH, lora_a_RH, lora_b_FR, adapter_x_NH, h_NR)
+        a_RH, b_FR = lora_a_RH.to(x.dtype), lora_b_FR.to(x.dtype)
+        with no_autocast(x):
+            # y has x's leading dimensions from the start: a view of it would show a gated unit two holders.
+            y = F.linear(x, _dense(stored_FH, ctx.made, x.dtype), bias)
+            h_NR = F.linear(x if adapter_x is None else adapter_x, a_RH).flatten(0, -2)
+            y.view(-1, y.shape[-1]).addmm_(h_NR, b_FR.t(), alpha=scaling)
+        ctx.save_for_backward(x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR)
         ctx.scaling = scaling
-        return y_NF
+        return y
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy_NF: Tensor) -> tuple[Tensor | None, ...]:
-        x_NH, stored_FH, lora_a_RH, lora_b_FR, adapter_x_NH, h_NR = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, stored_FH, lora_a_RH, lora_b_FR, adapter_x, h_NR = ctx.saved_tensors
         want_x, want_weight, want_bias, want_a, want_b, want_entering, _ = ctx.needs_input_grad
         s: float = ctx.scaling
-        apart = adapter_x_NH is not None
+        apart = adapter_x is not None
         dx = dw = db = da = d_b = d_entering = None
-        with no_autocast(x_NH):
-            g_NR = dy_NF @ lora_b_FR.to(x_NH.dtype) if want_a or want_entering or (want_x and not apart) else None
+        dy_NF = dy.reshape(-1, dy.shape[-1])
+        with no_autocast(x):
+            g_NR = dy_NF @ lora_b_FR.to(x.dtype) if want_a or want_entering or (want_x and not apart) else None
             if want_x:
-                dx = dy_NF @ _dense(stored_FH, ctx.made, x_NH.dtype)
+                dx = dy_NF @ _dense(stored_FH, ctx.made, x.dtype)
                 if not apart and g_NR is not None:
-                    dx.addmm_(g_NR, lora_a_RH.to(x_NH.dtype), alpha=s)
+                    dx.addmm_(g_NR, lora_a_RH.to(x.dtype), alpha=s)
+                dx = dx.view(x.shape)
             if want_entering:
-                d_entering = (g_NR @ lora_a_RH.to(x_NH.dtype)).mul_(s)
+                d_entering = (g_NR @ lora_a_RH.to(x.dtype)).mul_(s).view(x.shape)
             if want_weight:
-                dw = dy_NF.t() @ x_NH
+                dw = dy_NF.t() @ x.flatten(0, -2)
             if want_bias:
                 db = dy_NF.sum(0)
             if want_a and g_NR is not None:
-                da = _small_gradient(g_NR.t(), adapter_x_NH if apart else x_NH, lora_a_RH, s)
+                da = _small_gradient(g_NR.t(), (adapter_x if apart else x).flatten(0, -2), lora_a_RH, s)
             if want_b:
                 d_b = _small_gradient(dy_NF.t(), h_NR, lora_b_FR, s)
         return dx, dw, db, da, d_b, d_entering, None
@@ -88,6 +90,9 @@ class LoraLinear(torch.autograd.Function):
 
 def _small_gradient(left: Tensor, right: Tensor, like: Tensor, scaling: float) -> Tensor:
     """scaling · left @ right in the parameter's dtype. An fp32 adapter's gradient is never rounded to 16 bits."""
+    if planned_device(left) != left.device.type:
+        # A plan for a GPU traces on the CPU, whose product into fp32 casts both factors. A GPU's does not.
+        return (left @ right).to(like.dtype).mul_(scaling)
     gradient = torch.empty_like(like, memory_format=torch.contiguous_format)
     product_into(left, right, gradient, accumulate=False)
     return gradient.mul_(scaling)
@@ -137,11 +142,11 @@ def lora_linear(
         entering = x if adapter_x is None else adapter_x
         low = F.linear(F.linear(entering, lora_a.to(dtype)), lora_b.to(dtype))
         return F.linear(x, weight().to(dtype) if callable(weight) else weight, bias) + low * scaling
-    y = LoraLinear.apply(
-        x.reshape(-1, x.shape[-1]), weight, bias, lora_a, lora_b,
-        None if adapter_x is None else adapter_x.reshape(-1, x.shape[-1]), float(scaling),
-    )  # fmt: skip
-    return y.view(*x.shape[:-1], lora_b.shape[0])  # type: ignore[no-any-return]
+    one_row = x.ndim == 1
+    if one_row:
+        x, adapter_x = x.unsqueeze(0), None if adapter_x is None else adapter_x.unsqueeze(0)
+    y: Tensor = LoraLinear.apply(x, weight, bias, lora_a, lora_b, adapter_x, float(scaling))
+    return y.squeeze(0) if one_row else y
 
 
 def _check(
