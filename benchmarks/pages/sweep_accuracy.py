@@ -85,7 +85,7 @@ KNOWN: Mapping[tuple[str, str], tuple[float, str]] = {
             ("galore-layerwise", 0.36), ("paged-adamw", 0.29),
         )
     },
-    **{(f"techniques: {name}", "step time"): (0.51, _PEFTS_LAYERS) for name in ("lora", "qlora")},
+    **{(f"techniques: {name}", "step time"): (0.57, _PEFTS_LAYERS) for name in ("lora", "qlora")},
     ("batch: Liger batch_size=32", "step time"): (0.32, _FOUR),
     ("sequence", "step time"): (0.28, _FOUR),
     ("ladder", "step time"): (
