@@ -10,20 +10,18 @@ the same tokens as `full` with the same micro-batch, so the losses of both must 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
+import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
 import tigon
-from tigon.bench.record import environment
+from benchmarks import step_record
 from tigon.models.loading.config import load_config
 from tigon.planner.gpus import GIB, Gpu, find_gpu, row_of
 from tigon.planner.request import Request
@@ -170,13 +168,11 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="a small model; also without a GPU")
-    parser.add_argument("--json", type=Path, help="the file for the record")
-    given = parser.parse_args()
+    given = step_record.options(__doc__)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and not given.tiny:
-        parser.error("Llama-3.2-1B needs a GPU; add --tiny to measure a small model on the CPU")
+        sys.exit("Llama-3.2-1B needs a GPU; add --tiny to measure a small model on the CPU")
+    record = step_record.StepRecord("measure_checkpointing", device)
     request, gpu = request_of(given.tiny), gpu_here()
     training = Training(request, device)
     if device.type == "cuda":
@@ -186,9 +182,7 @@ def main() -> None:
     for limit in limits_of(request, gpu, given.tiny):
         rows.append(row_for(limit, request, gpu, training))
         print(line(rows[-1]), flush=True)
-    if given.json is not None:
-        record = {"environment": environment(device), "model": request.model, "seq": request.seq, "rows": rows}
-        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    record.write(given.json, model=request.model, seq=request.seq, rows=rows)
 
 
 if __name__ == "__main__":

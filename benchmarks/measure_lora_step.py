@@ -10,20 +10,17 @@ take turns, twice.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
-import importlib.metadata
 import importlib.util
 import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import tigon
+from benchmarks import step_record
 
 # Their types are incomplete, and mypy checks this file.
 peft, transformers = (importlib.import_module(name) for name in ("peft", "transformers"))
@@ -127,34 +124,17 @@ def measure(tiny: bool, four_bit: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--tiny", action="store_true", help="a small model")
-    parser.add_argument("--json", type=Path, metavar="RECORD", help="write the record to this file")
-    options = parser.parse_args()
-    from tigon.bench.record import environment
-
-    start_s = time.monotonic()
-    versions = environment(torch.device(DEVICE))
-    versions["versions"] |= {"peft": peft.__version__}
-    kinds = [False]
-    if importlib.util.find_spec("bitsandbytes"):
-        versions["versions"] |= {"bitsandbytes": importlib.metadata.version("bitsandbytes")}
-        kinds.append(True)
+    given = step_record.options(__doc__)
+    four_bit = importlib.util.find_spec("bitsandbytes") is not None
+    packages = ("peft", "bitsandbytes") if four_bit else ("peft",)
+    record = step_record.StepRecord("measure_lora_step", torch.device(DEVICE), packages)
     lines = []
-    for four_bit in kinds:
-        lines += measure(options.tiny, four_bit)
+    for quantised in (False, True) if four_bit else (False,):
+        lines += measure(given.tiny, quantised)
         gc.collect()
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
-    record = {
-        "environment": versions,
-        "command": " ".join(["python -m benchmarks.measure_lora_step", *sys.argv[1:]]),
-        "measurements": lines,
-        "seconds": round(time.monotonic() - start_s, 1),
-    }
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    record.write(given.json, measurements=lines)
 
 
 if __name__ == "__main__":

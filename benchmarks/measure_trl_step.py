@@ -15,7 +15,6 @@ measurement:
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import json
@@ -23,13 +22,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import tigon
+from benchmarks import step_record
 from tigon.integrations.trl import fuse
 
 # Their types are incomplete, and mypy checks this file.
@@ -196,15 +195,8 @@ def one_line(make: Callable[[str], Made], kind: str, how: str) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--tiny", action="store_true", help="a small model")
-    parser.add_argument("--json", type=Path, metavar="RECORD", help="write the record to this file")
-    options = parser.parse_args()
-    from tigon.bench.record import environment
-
-    start_s = time.monotonic()
-    versions = environment(torch.device(DEVICE))
-    versions["versions"] |= {"trl": trl.__version__, "peft": peft.__version__}
+    given = step_record.options(__doc__)
+    record = step_record.StepRecord("measure_trl_step", torch.device(DEVICE), ("trl", "peft"))
     lines = []
     for how in ("trl", "tigon", "logits", "head"):
         for make in (dpo, grpo):
@@ -214,18 +206,7 @@ def main() -> None:
                 gc.collect()
                 if DEVICE == "cuda":
                     torch.cuda.empty_cache()
-    record = {
-        "environment": versions,
-        "command": " ".join(["python -m benchmarks.measure_trl_step", *sys.argv[1:]]),
-        "pairs": PAIRS,
-        "completions": COMPLETIONS,
-        "tokens_per_sequence": SEQ,
-        "measurements": lines,
-        "seconds": round(time.monotonic() - start_s, 1),
-    }
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    record.write(given.json, pairs=PAIRS, completions=COMPLETIONS, tokens_per_sequence=SEQ, measurements=lines)
 
 
 if __name__ == "__main__":

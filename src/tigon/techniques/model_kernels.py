@@ -6,6 +6,9 @@ from tigon.techniques.records.condition import Condition, Exclusion
 from tigon.techniques.records.setting import Flag, Setting
 from tigon.techniques.records.technique import Declaration
 
+OF_TIGON = frozenset({"tigon", "no-flce"})
+"""Values of `model.kernels` that patch the model with tigon's ops."""
+
 # The planner changes the kernels only on request, because the others are slower.
 _KERNELS = Setting(
     field="kernels", key="model.kernels",

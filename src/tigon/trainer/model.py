@@ -22,6 +22,7 @@ from tigon.models.loading.presets import PRESETS
 from tigon.models.loading.weight_files import one_line
 from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS
 from tigon.recipe.keys import ModelConfig
+from tigon.techniques import model_kernels
 
 # Keys that every transformers config has and that do not change a model's shape.
 NO_SHAPE = frozenset({
@@ -402,7 +403,7 @@ def patch(model: Any, kernels: str, **ops: bool) -> Any:
 
 def patch_adapters(model: Any, kernels: str) -> None:
     """Fuse the adapters that a technique added after `patch`, if `kernels` are tigon's."""
-    if kernels in ("tigon", "no-flce"):
+    if kernels in model_kernels.OF_TIGON:
         patch_model(model, **dict.fromkeys((*LAYER_FLAGS, *LOSS_FLAGS), False))
 
 

@@ -48,21 +48,27 @@ class LoraSeam(Seam):
             adapter = None if args or kwargs else _plain_adapter(self, x)
             if adapter is None:
                 return plain_forward(self, x, *args, **kwargs)
-            layer, dropout = self.base_layer, self.lora_dropout[adapter]
-            quantised = _is_4bit(layer)
-            y = ops.lora_linear(
-                x,
-                _dequantise(layer) if quantised else layer.weight,
-                self.lora_A[adapter].weight,
-                self.lora_B[adapter].weight,
-                scaling=self.scaling[adapter],
-                bias=layer.bias,
-                adapter_x=None if isinstance(dropout, nn.Identity) or not self.training else dropout(x),
-            )
-            return y.to(x.dtype) if quantised else y  # as bitsandbytes does
+            layer = self.base_layer
+            if _is_4bit(layer):
+                return adapted(self, x, adapter, _dequantise(layer)).to(x.dtype)  # as bitsandbytes does
+            return adapted(self, x, adapter, layer.weight)
 
         # Activation checkpointing may drop the input of such a layer, as that of a linear layer.
         return {"forward": forward, "saves_only_inputs": True}
+
+
+def adapted(module: Any, x: Tensor, adapter: str, weight: Tensor | Callable[[], Tensor]) -> Tensor:
+    """The result of PEFT's layer `module` with one adapter. weight: that of the layer, or a function that makes it."""
+    dropout = module.lora_dropout[adapter]
+    return ops.lora_linear(
+        x,
+        weight,
+        module.lora_A[adapter].weight,
+        module.lora_B[adapter].weight,
+        scaling=module.scaling[adapter],
+        bias=module.base_layer.bias,
+        adapter_x=None if isinstance(dropout, nn.Identity) or not module.training else dropout(x),
+    )
 
 
 def _variant_name(variant: Any) -> str:

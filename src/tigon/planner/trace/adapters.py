@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tigon._install import install_command
 from tigon.errors import UsageError
 from tigon.models.patch import patch
+from tigon.models.seams import lora
 from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS
-from tigon.ops import lora_linear
 from tigon.techniques import TECHNIQUES
 from tigon.techniques.records.choices import Choices
 from tigon.techniques.records.technique import RunInfo
@@ -90,7 +90,7 @@ def _adapted(layer: Any, x: Tensor) -> Tensor:
 def _fused(layer: Any, x: Tensor) -> Tensor:
     """The forward of `tigon.models.seams.lora` around a 4-bit layer, with a dense weight that holds no data."""
     name, base = layer.active_adapters[0], layer.base_layer
-    a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+    a: Tensor = layer.lora_A[name].weight
     autocast = torch.is_autocast_enabled("cpu")
     if not autocast and a.dtype != x.dtype:
         return _adapted(layer, x)
@@ -99,14 +99,9 @@ def _fused(layer: Any, x: Tensor) -> Tensor:
     def dense() -> Tensor:
         base.multiplied()
         # Made from the adapter: the op keeps this function until its backward, and x must not live as long.
-        return a.new_empty((base.out_features, base.in_features), dtype=dtype)  # type: ignore[no-any-return]
+        return a.new_empty((base.out_features, base.in_features), dtype=dtype)
 
-    dropout = layer.lora_dropout[name]
-    y: Any = lora_linear(
-        x, dense, a, b, scaling=layer.scaling[name], bias=base.bias,
-        adapter_x=None if isinstance(dropout, nn.Identity) or not layer.training else dropout(x),
-    )  # fmt: skip
-    return y.to(x.dtype)  # type: ignore[no-any-return]
+    return lora.adapted(layer, x, name, dense).to(x.dtype)
 
 
 def attach(model: Any, choices: Choices, fused: bool) -> None:

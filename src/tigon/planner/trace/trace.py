@@ -35,7 +35,7 @@ from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
-from tigon.techniques import checkpointing, head_groups, layer_checkpointing, tiling
+from tigon.techniques import checkpointing, head_groups, layer_checkpointing, model_kernels, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
 from tigon.techniques.layer_checkpointing import decoder_layers
 from tigon.techniques.lora import frozen_dtype
@@ -190,7 +190,7 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
         adapters.quantize(model, functools.partial(recorder.count_host, NF4_CALLS))
     _patch(model, choices.kernels, recorder)
     if choices.lora_rank is not None:
-        adapters.attach(model, choices, fused=choices.kernels in ("tigon", "no-flce"))
+        adapters.attach(model, choices, fused=choices.kernels in model_kernels.OF_TIGON)
     head_groups.check_groups(config, choices.attention_groups)
     if choices.mlp_tile_tokens:
         tiling.tile(model, choices.mlp_tile_tokens)

@@ -15,6 +15,7 @@ from tigon.errors import KernelError
 from tigon.ops import OPS, dispatch
 from tigon.ops.self_test import check_op
 from tigon.recipe.keys import Recipe
+from tigon.techniques import model_kernels
 from tigon.techniques.records.choices import Choices
 
 # The flag of `tigon.patch` for each op that a patch uses.
@@ -31,7 +32,7 @@ def wrong_ops(recipe: Recipe, choices: Choices, device: torch.device) -> dict[st
     Raises:
         KernelError: An op fails and the recipe sets `model.self_test: strict`.
     """
-    patched = choices.kernels in ("tigon", "no-flce")
+    patched = choices.kernels in model_kernels.OF_TIGON
     if recipe.model.self_test == "off" or not patched or not dispatch.uses_kernel(torch.empty(1, device=device)):
         return {}
     failures = {}
