@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -128,6 +128,8 @@ class Launch:
     attributes: dict[Any, Any]
     options: dict[str, Any]
     key: str
+    also: tuple[tuple[str, str], ...] = ()
+    """(op, case) of launches of the same kernel that are left out because this one does the most."""
 
     @property
     def kernel(self) -> str:
@@ -272,6 +274,16 @@ def covering(launches: list[Launch]) -> Iterator[Launch]:
         yield best
 
 
+def one_of_each_kernel(launches: list[Launch]) -> Iterator[Launch]:
+    """For each kernel, the launch that does the most; it names what launches the others."""
+    by_kernel: dict[str, list[Launch]] = {}
+    for launch in launches:
+        by_kernel.setdefault(launch.kernel, []).append(launch)
+    for alike in by_kernel.values():
+        most = max(alike, key=lambda launch: launch.demand)
+        yield replace(most, also=tuple((x.op, x.case) for x in alike if x is not most))
+
+
 def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
     def launching_of(target: Target) -> tuple[Any, ...]:
         return target.backend, target.shared_bytes, target.chip and target.chip.logits_tile
@@ -296,7 +308,7 @@ def all_launches(targets: list[str], every: bool) -> Iterator[Launch]:
                 if every:
                     yield from here
                 elif TARGETS[name].once or not thorough:
-                    yield from {launch.kernel: launch for launch in sorted(here, key=lambda x: x.demand)}.values()
+                    yield from one_of_each_kernel(here)
                 else:
                     yield from covering(here)
 
@@ -434,7 +446,7 @@ def compile_all(launches: Iterable[Launch]) -> list[Binary]:
     first: dict[Any, Launch] = {}
     for launch in launches:
         key = (launch.target, launch.kernel, launch.key)
-        users.setdefault(key, []).append((launch.op, launch.case))
+        users.setdefault(key, []).extend([(launch.op, launch.case), *launch.also])
         # One user with aligned rows is enough for the launch to be one.
         if key not in first or launch.aligned:
             first[key] = launch
