@@ -71,7 +71,7 @@ def first_cases() -> list[Any]:
 # does not depend on numbers on these alone; the reference and a GPU run it on every case.
 OTHER_WAYS = (
     "partial-interleaved", "packed", "none", "class-weight-smoothing", "mean-chunks-bias", "none-chunks-bias",
-    "all-outputs-blocks", "several-ids", "half-masked", "forward-blocks-bias", "jsd-beta-blocks",
+    "all-outputs-blocks", "several-ids", "half-masked", "forward-blocks-bias", "jsd-beta-blocks", "gpt-oss", "outside",
 )  # fmt: skip
 
 

@@ -124,6 +124,7 @@ DRAWN = {
     "linear_logprobs": _same_options("linear_logprobs", st.tuples(_integers(1, 20), _integers(1, 20), _CLASSES)),
     "linear_kl": _same_options("linear_kl", st.tuples(_integers(1, 20), _integers(1, 20), _CLASSES)),
     "logprobs": _same_options("logprobs", _ROWS),
+    "experts": _same_options("experts", st.tuples(*[_integers(1, limit) for limit in (20, 3, 5, 20)])),
     "lora_linear": _same_options("lora_linear", st.tuples(*[_integers(1, 20)] * 3, _integers(1, 8))),
     "multi_head_linear_cross_entropy": _same_options(
         "multi_head_linear_cross_entropy",

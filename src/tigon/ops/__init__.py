@@ -9,6 +9,7 @@ import importlib
 import pkgutil
 
 from tigon.ops._op import Case, Cost, Op
+from tigon.ops.experts import ExpertUnit, experts
 from tigon.ops.glu import geglu, swiglu
 from tigon.ops.layer_norm import layer_norm
 from tigon.ops.logprobs.linear_kl import linear_kl
@@ -42,10 +43,12 @@ __all__ = [
     "OPS",
     "Case",
     "Cost",
+    "ExpertUnit",
     "Logprobs",
     "Op",
     "add_rms_norm",
     "cross_entropy",
+    "experts",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

@@ -1,0 +1,350 @@
+"""The experts of a mixture: products of token-slots that are sorted by expert, and the gated unit between two products.
+
+A slot is one of the K choices of a token; slot s belongs to token s // K. The S = T · K slots are sorted by expert. The
+rows of expert e are Offsets[e] to Offsets[e + 1]. Order[m] is the slot of sorted row m. Slots whose expert is not in
+0 ... E - 1 lie outside all these ranges, and no kernel reads their rows.
+
+    grouped product     y_m = W_e x_m + b_e             x gathered by token, or y scattered to its slot
+    weight gradient     dW_e = Σ_m a_m b_mᵀ             one tile of one expert per program, over the expert's rows
+    bias gradient       db_e = Σ_m w_m x_m
+    combine             y_t = Σ_k w_tk z_tk
+
+Nothing is padded to a capacity, nothing waits for the host, and no sum uses atomics. Each tile has one accumulator in
+fp32 with one `tl.dot` per step.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tigon.kernels import _device
+from tigon.kernels._launch import launch
+from tigon.kernels._math import INTERPRETED
+from tigon.kernels.glu import INV_SQRT_2PI, SQRT_HALF, TANH_CUBIC, TANH_SCALE
+
+ROW_BLOCK = 1024
+
+
+@triton.jit
+def _multiply(a, b, acc):
+    """acc + a @ b with fp32 accumulation; fp32 factors keep all their bits."""
+    if INTERPRETED:  # the interpreter multiplies the bits of bf16 as integers
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def grouped_product_kernel(
+    X, W, Bias, Order, Offsets, Y, N, K, E, top_k, stride_x, stride_we, stride_wn, stride_wk,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """y of sorted row m, from x of its token (GATHER) or x's row m, to the row of its slot (SCATTER) or to row m."""
+    experts = tl.arange(0, BLOCK_E)
+    firsts = tl.load(Offsets + experts, mask=experts < E, other=0)
+    ends = tl.load(Offsets + experts + 1, mask=experts < E, other=0)
+    tiles = tl.cdiv(ends - firsts, BLOCK_M)
+    tile_ends = tl.cumsum(tiles, axis=0)
+    column_tiles = tl.cdiv(N, BLOCK_N)
+    for at in range(tl.program_id(0), tl.sum(tiles, axis=0) * column_tiles, PROGRAMS):
+        row_tile = at // column_tiles
+        expert = tl.sum((tile_ends <= row_tile).to(tl.int32), axis=0)
+        chosen = experts == expert
+        first = tl.sum(tl.where(chosen, firsts + (row_tile - tile_ends + tiles) * BLOCK_M, 0), axis=0)
+        end = tl.sum(tl.where(chosen, ends, 0), axis=0)
+        rows = first + tl.arange(0, BLOCK_M)
+        cols = at % column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = rows < end
+        slots = tl.load(Order + rows, mask=inside, other=0).to(tl.int64) if GATHER or SCATTER else rows.to(tl.int64)
+        from_rows = slots // top_k if GATHER else rows.to(tl.int64)
+        w_base = W + expert.to(tl.int64) * stride_we
+        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            ks = k + tl.arange(0, BLOCK_K)
+            x_at = X + from_rows[:, None] * stride_x + ks[None, :]
+            x = tl.load(x_at, mask=inside[:, None] & (ks < K)[None, :], other=0.0)
+            w_at = w_base + ks.to(tl.int64)[:, None] * stride_wk + cols.to(tl.int64)[None, :] * stride_wn
+            w = tl.load(w_at, mask=(ks < K)[:, None] & (cols < N)[None, :], other=0.0)
+            acc = _multiply(x, w, acc)
+        if HAS_BIAS:
+            acc += tl.load(Bias + expert.to(tl.int64) * N + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        to_rows = slots if SCATTER else rows.to(tl.int64)
+        y_at = Y + to_rows[:, None] * N + cols[None, :]
+        tl.store(y_at, acc.to(Y.dtype.element_ty), mask=inside[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
+def grouped_weight_gradient_kernel(
+    A, B, Order, Offsets, DW, P, Q, top_k, stride_a, stride_b, stride_e, stride_p, stride_q,
+    GATHER_A: tl.constexpr, GATHER_B: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """A tile of dW_e; zero for an expert without rows."""
+    p_tiles, q_tiles = tl.cdiv(P, BLOCK_P), tl.cdiv(Q, BLOCK_Q)
+    expert = tl.program_id(0) // (p_tiles * q_tiles)
+    ps = tl.program_id(0) // q_tiles % p_tiles * BLOCK_P + tl.arange(0, BLOCK_P)
+    qs = tl.program_id(0) % q_tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    end = tl.load(Offsets + expert + 1)
+    acc = tl.zeros([BLOCK_P, BLOCK_Q], dtype=tl.float32)
+    for start in range(tl.load(Offsets + expert), end, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        inside = rows < end
+        rows_a, rows_b = rows.to(tl.int64), rows.to(tl.int64)
+        if GATHER_A or GATHER_B:
+            tokens = tl.load(Order + rows, mask=inside, other=0).to(tl.int64) // top_k
+            if GATHER_A:
+                rows_a = tokens
+            if GATHER_B:
+                rows_b = tokens
+        a_at = A + rows_a[:, None] * stride_a + ps[None, :]
+        a = tl.load(a_at, mask=inside[:, None] & (ps < P)[None, :], other=0.0)
+        b_at = B + rows_b[:, None] * stride_b + qs[None, :]
+        b = tl.load(b_at, mask=inside[:, None] & (qs < Q)[None, :], other=0.0)
+        acc = _multiply(tl.trans(a), b, acc)
+    at = expert.to(tl.int64) * stride_e + ps.to(tl.int64)[:, None] * stride_p + qs.to(tl.int64)[None, :] * stride_q
+    tl.store(DW + at, acc.to(DW.dtype.element_ty), mask=(ps < P)[:, None] & (qs < Q)[None, :])
+
+
+@triton.jit
+def grouped_sum_kernel(
+    X, Weight, Order, Offsets, DB, N, top_k, stride_x,
+    GATHER: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(N, BLOCK_N)
+    expert = tl.program_id(0) // tiles
+    cols = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = tl.load(Offsets + expert + 1)
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(tl.load(Offsets + expert), end, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        inside = rows < end
+        from_rows = rows.to(tl.int64)
+        slots = from_rows
+        if GATHER or WEIGHTED:
+            slots = tl.load(Order + rows, mask=inside, other=0).to(tl.int64)
+        if GATHER:
+            from_rows = slots // top_k
+        x_at = X + from_rows[:, None] * stride_x + cols[None, :]
+        x = tl.load(x_at, mask=inside[:, None] & (cols < N)[None, :], other=0.0).to(tl.float32)
+        if WEIGHTED:
+            x *= tl.load(Weight + slots, mask=inside, other=0.0)[:, None]
+        total += x
+    sums = tl.sum(total, axis=0)
+    tl.store(DB + expert.to(tl.int64) * N + cols, sums.to(DB.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit
+def combine_kernel(Z, Weight, Expert, Y, H, E, top_k, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    tiles = tl.cdiv(H, BLOCK)
+    token = (tl.program_id(0) // tiles).to(tl.int64)
+    cols = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for k in range(top_k):
+        slot = token * top_k + k
+        expert = tl.load(Expert + slot)
+        there = (expert >= 0) & (expert < E)
+        z = tl.load(Z + slot * H + cols, mask=(cols < H) & there, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            z *= tl.load(Weight + slot)
+        total += z
+    tl.store(Y + token * H + cols, total.to(Y.dtype.element_ty), mask=cols < H)
+
+
+@triton.jit
+def _load_halves(Row, j, F, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    """gate and up of one row in fp32, at columns j to j + BLOCK."""
+    if INTERLEAVED:
+        cols = 2 * j + tl.arange(0, 2 * BLOCK)
+        both = tl.load(Row + cols, mask=cols < 2 * F, other=0.0).to(tl.float32)
+        g, u = tl.split(tl.reshape(both, (BLOCK, 2)))
+    else:
+        cols = j + tl.arange(0, BLOCK)
+        g = tl.load(Row + cols, mask=cols < F, other=0.0).to(tl.float32)
+        u = tl.load(Row + F + cols, mask=cols < F, other=0.0).to(tl.float32)
+    return g, u
+
+
+@triton.jit
+def _unit(g, u, alpha, limit, up_offset, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr):
+    """f(g), df/dg, u + offset, and du of the clamped u, each 0 where a clamp cuts."""
+    dg_cut = g <= limit if LIMITED else g == g
+    du_cut = (u >= -limit) & (u <= limit) if LIMITED else u == u
+    if LIMITED:
+        # a comparison keeps NaN, which tl.minimum would drop
+        g = tl.where(g > limit, limit, g)
+        u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
+    if ACTIVATION == "silu":
+        s = tl.sigmoid(alpha * g)
+        f = g * s
+        df = s + f * (1.0 - s) * alpha
+    elif ACTIVATION == "gelu":
+        cdf = 0.5 * (1.0 + tl.math.erf(g * SQRT_HALF))
+        f = g * cdf
+        df = cdf + g * INV_SQRT_2PI * tl.exp(-0.5 * g * g)
+    else:
+        s = tl.sigmoid(TANH_SCALE * (g + TANH_CUBIC * g * g * g))
+        f = g * s
+        df = s + f * (1.0 - s) * TANH_SCALE * (1.0 + 3.0 * TANH_CUBIC * g * g)
+    return f, tl.where(dg_cut, df, 0.0), u + up_offset, tl.where(du_cut, 1.0, 0.0)
+
+
+@triton.jit
+def unit_fwd_kernel(
+    Pre, Y, F, alpha, limit, up_offset,
+    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(F, BLOCK)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    j = tl.program_id(0) % tiles * BLOCK
+    g, u = _load_halves(Pre + row * 2 * F, j, F, INTERLEAVED, BLOCK)
+    f, _, u, _ = _unit(g, u, alpha, limit, up_offset, ACTIVATION, LIMITED)
+    cols = j + tl.arange(0, BLOCK)
+    tl.store(Y + row * F + cols, (f * u).to(Y.dtype.element_ty), mask=cols < F)
+
+
+@triton.jit
+def unit_bwd_kernel(
+    Pre, DA, Weight, Order, Offsets, DPre, WY, DWeight, F, E, alpha, limit, up_offset,
+    WANT_DPRE: tl.constexpr, WANT_WY: tl.constexpr, WANT_DWEIGHT: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One sorted row: dpre, w · y, and dw = <da, y>. A slot without an expert has dw = 0."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(Order + row).to(tl.int64)
+    weight = tl.load(Weight + slot)
+    there = (row >= tl.load(Offsets)) & (row < tl.load(Offsets + E))
+    width = tl.where(there, F, 0)
+    dot = tl.zeros([BLOCK], dtype=tl.float32)
+    for j in range(0, width, BLOCK):
+        cols = j + tl.arange(0, BLOCK)
+        g, u = _load_halves(Pre + row * 2 * F, j, F, INTERLEAVED, BLOCK)
+        f, df, u, du = _unit(g, u, alpha, limit, up_offset, ACTIVATION, LIMITED)
+        if WANT_WY:
+            tl.store(WY + row * F + cols, (weight * f * u).to(WY.dtype.element_ty), mask=cols < F)
+        if WANT_DPRE or WANT_DWEIGHT:
+            da = tl.load(DA + row * F + cols, mask=cols < F, other=0.0).to(tl.float32)
+        if WANT_DWEIGHT:
+            dot += da * f * u
+        if WANT_DPRE:
+            dy = weight * da
+            dg, du = (dy * u * df).to(DPre.dtype.element_ty), (dy * f * du).to(DPre.dtype.element_ty)
+            if INTERLEAVED:
+                both = 2 * j + tl.arange(0, 2 * BLOCK)
+                tl.store(DPre + row * 2 * F + both, tl.reshape(tl.join(dg, du), (2 * BLOCK,)), mask=both < 2 * F)
+            else:
+                tl.store(DPre + row * 2 * F + cols, dg, mask=cols < F)
+                tl.store(DPre + row * 2 * F + F + cols, du, mask=cols < F)
+    if WANT_DWEIGHT:
+        tl.store(DWeight + slot, tl.sum(dot, axis=0))
+
+
+def _tile(x):
+    """(rows or left columns, columns, reduction, warps) of a product's tile. Chosen to fit every chip; not measured."""
+    if INTERPRETED.value:
+        return 16, 16, 16, 4
+    return (64, 64, 32, 4) if x.dtype is torch.float32 else (128, 128, 64, 8)
+
+
+def _warps(block):
+    """Eight elements of a row for each lane of AMD's warps, so that 16-bit rows are loaded 16 bytes at a time."""
+    return max(block // 512, 1)
+
+
+def _rows(x):
+    """x with unit stride along its last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def grouped_product(x, weight, bias, order, offsets, top_k, gather, scatter):
+    """Launch the product; weight is (E, N, K) with any strides. Returns (S, N)."""
+    x, S, (E, N, K) = _rows(x), order.shape[0], weight.shape
+    y = x.new_empty((S, N))
+    if y.numel():
+        m, n, k, warps = _tile(x)
+        most = (_device.cdiv(S, m) + min(E, S)) * _device.cdiv(N, n)
+        programs = min(most, _device.multiprocessors(x.device.index) * 2)
+        launch(
+            grouped_product_kernel, (programs,), x, num_warps=warps,
+            X=x, W=weight, Bias=None if bias is None else bias.contiguous(), Order=order, Offsets=offsets, Y=y,
+            N=N, K=K, E=E, top_k=top_k, stride_x=x.stride(0), stride_we=weight.stride(0), stride_wn=weight.stride(1),
+            stride_wk=weight.stride(2), GATHER=gather, SCATTER=scatter, HAS_BIAS=bias is not None,
+            BLOCK_E=_device.next_power_of_2(E), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, PROGRAMS=programs,
+        )  # fmt: skip
+    return y
+
+
+def grouped_weight_gradient(a, b, order, offsets, weight, top_k, gather_a, gather_b):
+    """Launch the weight gradient, in the shape, strides and dtype of `weight`."""
+    a, b, dw = _rows(a), _rows(b), torch.empty_like(weight)
+    E, P, Q = dw.shape
+    if dw.numel():
+        p, q, m, warps = _tile(a)
+        launch(
+            grouped_weight_gradient_kernel, (E * _device.cdiv(P, p) * _device.cdiv(Q, q),), a, num_warps=warps,
+            A=a, B=b, Order=order, Offsets=offsets, DW=dw, P=P, Q=Q, top_k=top_k, stride_a=a.stride(0),
+            stride_b=b.stride(0), stride_e=dw.stride(0), stride_p=dw.stride(1), stride_q=dw.stride(2),
+            GATHER_A=gather_a, GATHER_B=gather_b, BLOCK_P=p, BLOCK_Q=q, BLOCK_M=m,
+        )  # fmt: skip
+    return dw
+
+
+def grouped_sum(x, weights, order, offsets, top_k, gather):
+    """Launch the sum of each expert's rows, times their weights if there are any. Returns (E, N)."""
+    x, E = _rows(x), offsets.shape[0] - 1
+    sums = x.new_empty((E, x.shape[1]))
+    if sums.numel():
+        block = min(_device.next_power_of_2(x.shape[1]), 128)
+        launch(
+            grouped_sum_kernel, (E * _device.cdiv(x.shape[1], block),), x, num_warps=4,
+            X=x, Weight=weights, Order=order, Offsets=offsets, DB=sums, N=x.shape[1], top_k=top_k,
+            stride_x=x.stride(0), GATHER=gather, WEIGHTED=weights is not None, BLOCK_M=32, BLOCK_N=block,
+        )  # fmt: skip
+    return sums
+
+
+def combine(z, weights, experts, number_of_experts):
+    """Launch the sum over the slots of each token. Returns (T, H)."""
+    (T, top_k), H = experts.shape, z.shape[1]
+    y = z.new_empty((T, H))
+    if y.numel():
+        block = min(_device.next_power_of_2(H), ROW_BLOCK)
+        launch(
+            combine_kernel, (T * _device.cdiv(H, block),), z, num_warps=_warps(block),
+            Z=z, Weight=weights, Expert=experts, Y=y, H=H, E=number_of_experts, top_k=top_k,
+            WEIGHTED=weights is not None, BLOCK=block,
+        )  # fmt: skip
+    return y
+
+
+def unit_fwd(pre, activation, alpha, limit, up_offset, interleaved):
+    """Launch the gated unit of (S, 2F). Returns (S, F)."""
+    S, F = pre.shape[0], pre.shape[1] // 2
+    y = pre.new_empty((S, F))
+    if y.numel():
+        block = min(_device.next_power_of_2(F), ROW_BLOCK)
+        launch(
+            unit_fwd_kernel, (S * _device.cdiv(F, block),), pre, num_warps=_warps(block),
+            Pre=pre, Y=y, F=F, alpha=float(alpha), limit=float(limit), up_offset=float(up_offset),
+            ACTIVATION=activation, LIMITED=limit != float("inf"), INTERLEAVED=interleaved, BLOCK=block,
+        )  # fmt: skip
+    return y
+
+
+def unit_bwd(
+    pre, da, weights, order, offsets, activation, alpha, limit, up_offset, interleaved, want_dpre, want_wy, want_dweight
+):
+    """Launch the unit's backward. Returns (dpre, w · y, dweights by slot), each empty where not wanted."""
+    S, F = pre.shape[0], pre.shape[1] // 2
+    dpre = pre.new_empty(pre.shape if want_dpre else (0,))
+    wy = pre.new_empty((S, F) if want_wy else (0,))
+    dweights = weights.new_empty((S,) if want_dweight else (0,))
+    if S:
+        block = min(_device.next_power_of_2(F), ROW_BLOCK)
+        launch(
+            unit_bwd_kernel, (S,), pre, num_warps=_warps(block),
+            Pre=pre, DA=da, Weight=weights, Order=order, Offsets=offsets, DPre=dpre, WY=wy, DWeight=dweights, F=F,
+            E=offsets.shape[0] - 1, alpha=float(alpha), limit=float(limit), up_offset=float(up_offset),
+            WANT_DPRE=want_dpre, WANT_WY=want_wy, WANT_DWEIGHT=want_dweight, ACTIVATION=activation,
+            LIMITED=limit != float("inf"), INTERLEAVED=interleaved, BLOCK=block,
+        )  # fmt: skip
+    return dpre, wy, dweights

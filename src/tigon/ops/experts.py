@@ -1,0 +1,524 @@
+"""The experts of a mixture (Shazeer et al. 2017, arXiv 1701.06538), each a gated MLP, as one op:
+
+    y_t = Σ_k w_tk · (D_e unit(G_e x_t + b_e) + c_e)        e = the k-th expert of token t
+
+The T · K token-slots are sorted by expert, stably. The first product reads its rows through the sorted order, so no
+sorted copy of the hidden states exists. The second product writes each row to its slot, and one pass sums the weighted
+slots of a token in fp32. No expert has a capacity, so no token is dropped and nothing is padded.
+
+    saved       hidden, the weights of the slots, the order, and pre = G_e x + b_e
+    backward    da = D_eᵀ dy                dw = <da, unit(pre)> + <dy, c_e>
+                dpre = w · da · unit'(pre)  dx = Σ_k G_eᵀ dpre
+                dD_e = Σ dy (w · unit)ᵀ     dG_e = Σ dpre xᵀ        db_e = Σ dpre       dc_e = Σ w · dy
+
+The backward computes the gated unit again. It needs no product of the forward again: dw follows from da, so that the
+experts' results are not saved. All sums have a fixed order; two runs give the same bits.
+
+An index outside 0 ... E - 1 chooses no expert: the slot adds nothing and its weight's gradient is 0, as in transformers
+with expert parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.errors import OptionError, ShapeError
+from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.dispatch import Differentiable, Primitive, check_dtype, check_number, first_order
+from tigon.ops.lm_head import no_autocast, product_dtype
+
+# T tokens, K experts per token, S = T · K slots, E experts, H hidden, F inner width of an expert.
+
+_KERNELS = "tigon.kernels.experts"
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertUnit:
+    """The gated unit of an expert: f(min(g, limit)) · (clamp(u, -limit, limit) + up_offset).
+
+    GPT-OSS has `ExpertUnit(alpha=1.702, limit=7.0, up_offset=1.0, interleaved=True)`.
+    """
+
+    activation: str = "silu"
+    """f: "silu", "gelu" or "gelu_tanh"."""
+    alpha: float = 1.0
+    """For silu: f(g) = g · sigmoid(alpha · g)."""
+    limit: float = math.inf
+    """The bound of gate (from above) and up (from both sides)."""
+    up_offset: float = 0.0
+    """Added to up."""
+    interleaved: bool = False
+    """The columns of the first product are gate, up, gate, up, ... instead of all of gate and then all of up."""
+
+    def __post_init__(self) -> None:
+        if self.activation not in _ACTIVATIONS:
+            raise OptionError(f"activation={self.activation!r} is not known; choose one of {', '.join(_ACTIVATIONS)}.")
+        for name in ("alpha", "limit", "up_offset"):
+            check_number(name, getattr(self, name))
+        if not self.limit > 0:
+            raise OptionError(f"limit={self.limit} must be above 0; leave it out for no limit.")
+        if self.alpha != 1.0 and self.activation != "silu":
+            raise OptionError(f"alpha={self.alpha} belongs to silu; activation is {self.activation!r}.")
+
+    @property
+    def values(self) -> tuple[str, float, float, float, bool]:
+        """The unit as arguments of an operator."""
+        return self.activation, float(self.alpha), float(self.limit), float(self.up_offset), self.interleaved
+
+    def __call__(self, pre: Tensor) -> Tensor:
+        """The unfused formula."""
+        g, u = _halves(pre, self.interleaved)
+        if self.limit != math.inf:
+            g, u = g.clamp(max=self.limit), u.clamp(min=-self.limit, max=self.limit)
+        if self.activation == "silu":
+            f = F.silu(g) if self.alpha == 1.0 else g * torch.sigmoid(g * self.alpha)
+        else:
+            f = F.gelu(g, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return f * (u + self.up_offset if self.up_offset else u)
+
+
+def _halves(pre: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return pre[..., ::2], pre[..., 1::2]
+    half = pre.shape[-1] // 2
+    return pre[..., :half], pre[..., half:]
+
+
+# --- the composite path ---
+
+
+def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+    """(expert, its sorted rows), without the experts that have none."""
+    ends = offsets.tolist()
+    for expert, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+        if start < end:
+            yield expert, slice(start, end)
+
+
+def _product_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, offsets: Tensor, top_k: int,
+    gather: bool, scatter: bool,
+) -> Tensor:  # fmt: skip
+    y = x.new_zeros(order.shape[0], weight.shape[1])
+    for expert, rows in _groups(offsets):
+        slots = order[rows]
+        part = F.linear(
+            x[slots // top_k] if gather else x[rows], weight[expert], None if bias is None else bias[expert]
+        )
+        y[slots if scatter else rows] = part
+    return y
+
+
+def _weight_gradient_reference(
+    a: Tensor, b: Tensor, order: Tensor, offsets: Tensor, weight: Tensor, top_k: int, gather_a: bool, gather_b: bool
+) -> Tensor:
+    dw = torch.zeros_like(weight)
+    for expert, rows in _groups(offsets):
+        tokens = order[rows] // top_k
+        dw[expert] = (a[tokens] if gather_a else a[rows]).t() @ (b[tokens] if gather_b else b[rows])
+    return dw
+
+
+def _sum_reference(
+    x: Tensor, weights: Tensor | None, order: Tensor, offsets: Tensor, top_k: int, gather: bool
+) -> Tensor:
+    sums = x.new_zeros(offsets.shape[0] - 1, x.shape[1])
+    for expert, rows in _groups(offsets):
+        slots = order[rows]
+        part = (x[slots // top_k] if gather else x[rows]).to(torch.promote_types(x.dtype, torch.float32))
+        sums[expert] = (part if weights is None else part * weights[slots, None]).sum(0)
+    return sums
+
+
+def _combine_reference(z: Tensor, weights: Tensor | None, experts: Tensor, number_of_experts: int) -> Tensor:
+    T, top_k = experts.shape
+    parts = z.to(torch.promote_types(z.dtype, torch.float32)).view(T, top_k, z.shape[1])
+    parts = parts.masked_fill(((experts < 0) | (experts >= number_of_experts))[:, :, None], 0.0)
+    return (parts if weights is None else parts * weights.view(T, top_k, 1)).sum(1).to(z.dtype)
+
+
+def _unit_parts(pre: Tensor, unit: ExpertUnit) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """f(g), df/dg, u + offset, and du of the clamped u, as in kernels/experts.py."""
+    from_dtype = torch.promote_types(pre.dtype, torch.float32)
+    g, u = (half.to(from_dtype) for half in _halves(pre, unit.interleaved))
+    dg_cut, du_cut = g <= unit.limit, (u >= -unit.limit) & (u <= unit.limit)
+    g, u = g.clamp(max=unit.limit), u.clamp(min=-unit.limit, max=unit.limit)
+    if unit.activation == "gelu":
+        cdf = torch.special.ndtr(g)
+        f, df = g * cdf, cdf + g * torch.exp(-0.5 * g * g) * 0.3989422804014327
+    elif unit.activation == "silu":
+        s = torch.sigmoid(unit.alpha * g)
+        f = g * s
+        df = s + f * (1 - s) * unit.alpha
+    else:
+        scale, cubic = 1.5957691216057308, 0.044715
+        s = torch.sigmoid(scale * (g + cubic * g**3))
+        f = g * s
+        df = s + f * (1 - s) * scale * (1 + 3 * cubic * g * g)
+    return f, df.where(dg_cut, 0.0), u + unit.up_offset, du_cut.to(from_dtype)
+
+
+def _unit(activation: str, alpha: float, limit: float, up_offset: float, interleaved: bool) -> ExpertUnit:
+    return ExpertUnit(activation=activation, alpha=alpha, limit=limit, up_offset=up_offset, interleaved=interleaved)
+
+
+def _unit_fwd_reference(
+    pre: Tensor, activation: str, alpha: float, limit: float, up_offset: float, interleaved: bool
+) -> Tensor:
+    f, _, u, _ = _unit_parts(pre, _unit(activation, alpha, limit, up_offset, interleaved))
+    return (f * u).to(pre.dtype)
+
+
+def _unit_bwd_reference(
+    pre: Tensor, da: Tensor | None, weights: Tensor, order: Tensor, offsets: Tensor,
+    activation: str, alpha: float, limit: float, up_offset: float, interleaved: bool,
+    want_dpre: bool, want_wy: bool, want_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dpre, wy, dweights = _unit_bwd_fake(
+        pre, da, weights, order, offsets, activation, alpha, limit, up_offset, interleaved,
+        want_dpre, want_wy, want_dweight,
+    )  # fmt: skip
+    f, df, u, du = _unit_parts(pre, _unit(activation, alpha, limit, up_offset, interleaved))
+    weight = weights[order, None]
+    if want_wy:
+        wy.copy_(weight * f * u)
+    if da is not None:
+        rows = torch.arange(len(order), device=order.device)
+        there = (rows >= offsets[0]) & (rows < offsets[-1])
+        if want_dweight:
+            dweights[order] = (da.to(f.dtype) * f * u).sum(1).where(there, 0.0)
+        if want_dpre:
+            dy = weight * da
+            dg, d_up = _halves(dpre, interleaved)
+            dg.copy_(dy * u * df)
+            d_up.copy_(dy * f * du)
+    return dpre, wy, dweights
+
+
+def _unit_bwd_fake(
+    pre: Tensor, da: Tensor | None, weights: Tensor, order: Tensor, offsets: Tensor,
+    activation: str, alpha: float, limit: float, up_offset: float, interleaved: bool,
+    want_dpre: bool, want_wy: bool, want_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    S, width = pre.shape
+    return (
+        pre.new_empty(pre.shape if want_dpre else (0,)),
+        pre.new_empty((S, width // 2) if want_wy else (0,)),
+        weights.new_empty((S,) if want_dweight else (0,)),
+    )
+
+
+# --- the operators ---
+
+grouped_product = Primitive(
+    "grouped_product",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor order, Tensor offsets, int top_k, bool gather, bool scatter)"
+    " -> Tensor",
+    reference=_product_reference,
+    kernel=f"{_KERNELS}:grouped_product",
+    fake=lambda x, weight, bias, order, *_: x.new_empty((order.shape[0], weight.shape[1])),
+)
+grouped_weight_gradient = Primitive(
+    "grouped_weight_gradient",
+    "(Tensor a, Tensor b, Tensor order, Tensor offsets, Tensor weight, int top_k, bool gather_a, bool gather_b)"
+    " -> Tensor",
+    reference=_weight_gradient_reference,
+    kernel=f"{_KERNELS}:grouped_weight_gradient",
+    fake=lambda a, b, order, offsets, weight, *_: torch.empty_like(weight),
+)
+grouped_sum = Primitive(
+    "grouped_sum",
+    "(Tensor x, Tensor? weights, Tensor order, Tensor offsets, int top_k, bool gather) -> Tensor",
+    reference=_sum_reference,
+    kernel=f"{_KERNELS}:grouped_sum",
+    fake=lambda x, weights, order, offsets, *_: x.new_empty((offsets.shape[0] - 1, x.shape[1])),
+)
+combine_slots = Primitive(
+    "combine_slots",
+    "(Tensor z, Tensor? weights, Tensor experts, int number_of_experts) -> Tensor",
+    reference=_combine_reference,
+    kernel=f"{_KERNELS}:combine",
+    fake=lambda z, weights, experts, number_of_experts: z.new_empty((experts.shape[0], z.shape[1])),
+)
+_UNIT = "str activation, float alpha, float limit, float up_offset, bool interleaved"
+expert_unit_fwd = Primitive(
+    "expert_unit_fwd",
+    f"(Tensor pre, {_UNIT}) -> Tensor",
+    reference=_unit_fwd_reference,
+    kernel=f"{_KERNELS}:unit_fwd",
+    fake=lambda pre, *_: pre.new_empty((pre.shape[0], pre.shape[1] // 2)),
+)
+expert_unit_bwd = Primitive(
+    "expert_unit_bwd",
+    f"(Tensor pre, Tensor? da, Tensor weights, Tensor order, Tensor offsets, {_UNIT},"
+    " bool want_dpre, bool want_wy, bool want_dweight) -> (Tensor, Tensor, Tensor)",
+    reference=_unit_bwd_reference,
+    kernel=f"{_KERNELS}:unit_bwd",
+    fake=_unit_bwd_fake,
+)
+
+
+def _sorted_slots(experts_TK: Tensor, number_of_experts: int) -> tuple[Tensor, Tensor]:
+    """(the slots in the order of their experts, the first sorted row of each expert and the end of the last)."""
+    sorted_experts, order = torch.sort(experts_TK.reshape(-1), stable=True)
+    bounds = torch.arange(number_of_experts + 1, device=experts_TK.device, dtype=sorted_experts.dtype)
+    return order, torch.searchsorted(sorted_experts, bounds, out_int32=True)
+
+
+class Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor,
+        gate_up_bias: Tensor | None, down_bias: Tensor | None,
+        activation: str, alpha: float, limit: float, up_offset: float, interleaved: bool,
+    ) -> Tensor:  # fmt: skip
+        unit = (activation, alpha, limit, up_offset, interleaved)
+        E, top_k = gate_up.shape[0], top_k_index.shape[1]
+        with no_autocast(hidden):
+            experts_TK = top_k_index.contiguous()
+            order, offsets = _sorted_slots(experts_TK, E)
+            weights = top_k_weights.reshape(-1).to(torch.promote_types(top_k_weights.dtype, torch.float32))
+            pre = grouped_product(hidden, gate_up, gate_up_bias, order, offsets, top_k, True, False)
+            y = expert_unit_fwd(pre, *unit)
+            z = grouped_product(y, down, down_bias, order, offsets, top_k, False, True)
+            del y
+            out = combine_slots(z, weights, experts_TK, E)
+        ctx.save_for_backward(hidden, experts_TK, weights, order, offsets, pre, gate_up, down, down_bias)
+        ctx.unit, ctx.weights_dtype, ctx.weights_shape = unit, top_k_weights.dtype, top_k_weights.shape
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        with no_autocast(dy):
+            return _backward(ctx, dy)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    hidden, experts_TK, weights, order, offsets, pre, gate_up, down, down_bias = ctx.saved_tensors
+    want_x, _, want_w, want_gate_up, want_down, want_b, want_c = ctx.needs_input_grad[:7]
+    want_dpre, top_k = want_x or want_gate_up or want_b, experts_TK.shape[1]
+    dx = dw = d_gate_up = d_down = db = dc = None
+    da = None
+    if want_dpre or want_w:
+        da = grouped_product(dy, down.transpose(1, 2), None, order, offsets, top_k, True, False)
+    dpre, wy, dweights = expert_unit_bwd(
+        pre, da, weights, order, offsets, *ctx.unit, want_dpre, want_down, want_w
+    )  # fmt: skip
+    del da
+    if want_w:
+        if down_bias is not None:
+            dweights = dweights + _bias_part(dy, down_bias, experts_TK).to(dweights.dtype)
+        dw = dweights.view(ctx.weights_shape).to(ctx.weights_dtype)
+    if want_down:
+        d_down = grouped_weight_gradient(dy, wy, order, offsets, down, top_k, True, False)
+    del wy
+    if want_c:
+        dc = grouped_sum(dy, weights, order, offsets, top_k, True)
+    if want_b:
+        db = grouped_sum(dpre, None, order, offsets, top_k, False)
+    if want_gate_up:
+        d_gate_up = grouped_weight_gradient(dpre, hidden, order, offsets, gate_up, top_k, False, True)
+    if want_x:
+        slots = grouped_product(dpre, gate_up.transpose(1, 2), None, order, offsets, top_k, False, True)
+        dx = combine_slots(slots, None, experts_TK, gate_up.shape[0])
+    return dx, None, dw, d_gate_up, d_down, db, dc, None, None, None, None, None
+
+
+def _bias_part(dy: Tensor, down_bias: Tensor, experts_TK: Tensor) -> Tensor:
+    """<dy, c_e> of every slot; 0 for a slot without an expert."""
+    E = down_bias.shape[0]
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    of_all = dy.to(wide) @ down_bias.to(wide).t()
+    picked = of_all.gather(1, experts_TK.long().clamp(0, E - 1))
+    return picked.masked_fill((experts_TK < 0) | (experts_TK >= E), 0.0).reshape(-1)
+
+
+_experts = Differentiable(
+    "experts",
+    Experts.apply,
+    "(Tensor hidden, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias,"
+    f" Tensor? down_bias, {_UNIT}) -> Tensor",
+)
+
+_PLAIN_UNIT = ExpertUnit()
+
+
+def experts(
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    unit: ExpertUnit = _PLAIN_UNIT,
+    transposed: bool = False,
+) -> Tensor:
+    """The weighted sum of each token's experts, each expert a gated MLP.
+
+    Args:
+        hidden: (T, H), fp16, bf16, fp32 or fp64. Under autocast, hidden and all weights are cast to autocast's dtype.
+        top_k_index: (T, K), int32 or int64, the experts of each token. An index outside 0 ... E - 1 chooses no expert.
+        top_k_weights: (T, K), any of the four dtypes; it multiplies the experts' results.
+        gate_up: (E, 2F, H), the first projection of each expert: all rows of gate, then all of up, unless the unit says
+            that they alternate.
+        down: (E, H, F), the second projection.
+        gate_up_bias: (E, 2F) or None.
+        down_bias: (E, H) or None.
+        unit: the gated unit; by default silu(gate) · up.
+        transposed: gate_up is (E, H, 2F) and down is (E, F, H), as in GPT-OSS. They are read in place.
+
+    Returns:
+        (T, H), in hidden's dtype.
+
+    Raises:
+        ShapeError: a tensor has the wrong shape, or the tensors are on several devices.
+        DtypeError: a dtype is not supported.
+        OptionError: top_k_index is not int32 or int64.
+        DoubleBackwardError: in backward, with create_graph=True.
+    """
+    if transposed and gate_up.ndim == 3 and down.ndim == 3:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    _check(hidden, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias)
+    dtype = product_dtype(hidden, gate_up, down)
+    if top_k_weights.dtype is torch.float64 and dtype is not torch.float64:
+        top_k_weights = top_k_weights.float()  # no kernel computes in fp64
+    arguments = (
+        hidden.to(dtype), top_k_index, top_k_weights, gate_up.to(dtype), down.to(dtype),
+        None if gate_up_bias is None else gate_up_bias.to(dtype), None if down_bias is None else down_bias.to(dtype),
+        *unit.values,
+    )  # fmt: skip
+    out: Tensor = _experts(*arguments) if torch.compiler.is_compiling() else Experts.apply(*arguments)
+    return out.to(hidden.dtype)
+
+
+def _check(
+    hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None,
+) -> None:  # fmt: skip
+    check_dtype(hidden, top_k_weights, gate_up, down, gate_up_bias, down_bias)
+    if top_k_index.dtype not in (torch.int32, torch.int64):
+        raise OptionError(f"top_k_index is {top_k_index.dtype}; it must be int32 or int64.")
+    if hidden.ndim != 2 or top_k_index.ndim != 2 or gate_up.ndim != 3 or not gate_up.shape[0] or gate_up.shape[1] % 2:
+        raise ShapeError(
+            f"hidden is {tuple(hidden.shape)}, top_k_index {tuple(top_k_index.shape)} and gate_up "
+            f"{tuple(gate_up.shape)}; they must be (T, H), (T, K) and (E, 2F, H) with at least one expert."
+        )
+    (T, H), (E, twice, _) = hidden.shape, gate_up.shape
+    wanted = {
+        "top_k_index": (top_k_index, (T, top_k_index.shape[1])), "top_k_weights": (top_k_weights, top_k_index.shape),
+        "gate_up": (gate_up, (E, twice, H)), "down": (down, (E, H, twice // 2)),
+        "gate_up_bias": (gate_up_bias, (E, twice)), "down_bias": (down_bias, (E, H)),
+    }  # fmt: skip
+    for name, (tensor, shape) in wanted.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ShapeError(f"{name} is {tuple(tensor.shape)}; with hidden {(T, H)} it must be {tuple(shape)}.")
+        if tensor is not None and tensor.device != hidden.device:
+            raise ShapeError(f"{name} is on {tensor.device} and hidden on {hidden.device}; move them to one device.")
+
+
+def experts_oracle(
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    unit: ExpertUnit = _PLAIN_UNIT,
+    transposed: bool = False,
+) -> Tensor:
+    """The unfused formula: a loop over the experts."""
+    if transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    out = torch.zeros_like(hidden)
+    for e in range(gate_up.shape[0]):
+        token, k = torch.where(top_k_index == e)
+        y = unit(F.linear(hidden[token], gate_up[e], None if gate_up_bias is None else gate_up_bias[e]))
+        z = F.linear(y, down[e], None if down_bias is None else down_bias[e])
+        out = out.index_add(0, token, (z * top_k_weights[token, k, None]).to(out.dtype))
+    return out
+
+
+# --- the record ---
+
+GPT_OSS_UNIT = ExpertUnit(alpha=1.702, limit=7.0, up_offset=1.0, interleaved=True)
+
+
+def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """A case's shape is (T, K, E, H)."""
+    T, K, E, H = case.shape
+    options = dict(case.options)
+    inner = options.pop("inner", 8)
+    route, biased = options.pop("route", "random"), options.pop("biased", False)
+    scale, weights_dtype = options.pop("scale", 1.0), options.pop("weights_dtype", dtype)
+    transposed = options.get("transposed", False)
+    index = torch.rand(T, max(E, K), device=device).argsort(1)[:, :K] % E
+    if route == "one":
+        index = torch.full_like(index, E - 1)
+    elif route == "half":  # every second expert has no tokens
+        index = index // 2 * 2
+    elif route == "outside":
+        index[::3] = E
+        index[1::3, 0] = -1
+    gate_up = randn(E, 2 * inner, H, dtype=dtype, device=device, scale=scale * H**-0.5)
+    down = randn(E, H, inner, dtype=dtype, device=device, scale=inner**-0.5)
+    if transposed:
+        gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    return {
+        "hidden": randn(T, H, dtype=dtype, device=device),
+        "top_k_index": index,
+        "top_k_weights": torch.rand(T, K, device=device).to(weights_dtype),
+        "gate_up": gate_up,
+        "down": down,
+        "gate_up_bias": randn(E, 2 * inner, dtype=dtype, device=device) if biased else None,
+        "down_bias": randn(E, H, dtype=dtype, device=device) if biased else None,
+        **options,
+    }
+
+
+def _cost(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: Tensor, down: Tensor, **_: Any) -> Cost:
+    S, H = top_k_index.numel(), hidden.shape[1]
+    inner = gate_up.numel() // (2 * gate_up.shape[0] * H)
+    slots = hidden.element_size() * S
+    # per slot: x, pre, y, z forward; dy, da, pre, dpre, wy, x and dx backward. The weights are read twice, written once.
+    moved = slots * (2 * H + 6 * inner) + slots * (5 * H + 11 * inner) + 3 * (gate_up.nbytes + down.nbytes)
+    saved = hidden.nbytes + slots * 2 * inner + 24 * S
+    return Cost(moved_bytes=moved, saved_bytes=saved, flops=18 * S * H * inner)
+
+
+EXPERTS = Op(
+    name="experts",
+    call=experts,
+    oracle=experts_oracle,
+    make=_make,
+    grads=("hidden", "top_k_weights", "gate_up", "down", "gate_up_bias", "down_bias"),
+    cases=(
+        Case(id="mixture", shape=(9, 2, 4, 24), options={"inner": 20}),
+        Case(
+            id="gpt-oss", shape=(7, 2, 3, 16),
+            options={"inner": 6, "biased": True, "transposed": True, "unit": GPT_OSS_UNIT, "scale": 5.0},
+        ),
+        Case(id="no-tokens-for-some", shape=(24, 2, 6, 16), options={"route": "half"}),
+        Case(id="one-expert-has-all", shape=(10, 1, 3, 16), options={"route": "one"}),
+        Case(id="outside", shape=(9, 2, 3, 16), options={"route": "outside", "biased": True}),
+        Case(id="gelu", shape=(6, 2, 3, 16), options={"unit": ExpertUnit(activation="gelu")}),
+        Case(
+            id="gelu-tanh", shape=(6, 2, 3, 16),
+            options={"unit": ExpertUnit(activation="gelu_tanh"), "weights_dtype": torch.float32},
+        ),
+        Case(id="qwen3-30b", shape=(512, 8, 128, 2048), options={"inner": 768}, small=False),
+    ),
+    cost=_cost,
+)  # fmt: skip
