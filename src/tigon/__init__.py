@@ -10,8 +10,10 @@ import typing as _typing
 from tigon import errors, losses, nn
 from tigon.models import AutoModelForCausalLM, PatchReport, patch
 from tigon.ops import (
+    ExpertUnit,
     add_rms_norm,
     cross_entropy,
+    experts,
     geglu,
     layer_norm,
     linear_cross_entropy,
@@ -33,12 +35,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoModelForCausalLM",
+    "ExpertUnit",
     "PatchReport",
     "__version__",
     "add_rms_norm",
     "checkpoint",
     "cross_entropy",
     "errors",
+    "experts",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

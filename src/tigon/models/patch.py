@@ -25,12 +25,20 @@ from tigon.models.seams.base import (
     vendor,
 )
 from tigon.models.seams.loss import CausalLMSeam, HeadSeam, peel
-from tigon.models.spec import ADAPTER_FLAGS, ADAPTER_SEAMS, LAYER_FLAGS, LOSS_FLAGS, PatchSpec
+from tigon.models.spec import (
+    ADAPTER_FLAGS,
+    ADAPTER_SEAMS,
+    LAYER_FLAGS,
+    LOSS_FLAGS,
+    OPT_IN_FLAGS,
+    OPT_IN_SEAMS,
+    PatchSpec,
+)
 from tigon.models.structure import structural_row
 from tigon.models.table import MODELS
 
 Flags = Mapping[str, bool | None]
-ALL_FLAGS = (*LAYER_FLAGS, *ADAPTER_FLAGS, *LOSS_FLAGS)
+ALL_FLAGS = (*LAYER_FLAGS, *ADAPTER_FLAGS, *OPT_IN_FLAGS, *LOSS_FLAGS)
 
 # Objections that do not name the package that caused them. Another package's kernels often refuse the probe's tensors.
 UNTOLD = ("cannot be compared", "overridden on the instance")
@@ -61,6 +69,7 @@ def patch(
     rope: bool | None = None,
     mlp: bool | None = None,
     lora: bool | None = None,
+    experts: bool | None = None,
     cross_entropy: bool | None = None,
     linear_cross_entropy: bool | None = None,
     **unknown: bool | None,
@@ -76,6 +85,7 @@ def patch(
             `torch.compile` and before FSDP or DeepSpeed wrap the model.
         rms_norm, layer_norm, rope, mlp: the ops inside the decoder layers; mlp includes mixture-of-experts layers.
         lora: PEFT's LoRA layers, dense or 4-bit, each as one op. Add the adapters before `patch`.
+        experts: the experts of a mixture as one op. None means off, because its kernels are not measured yet.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
         linear_cross_entropy: in training with labels, the loss is computed inside the head, without logits.
 
@@ -98,6 +108,7 @@ def patch(
         "rope": rope,
         "mlp": mlp,
         "lora": lora,
+        "experts": experts,
         "cross_entropy": cross_entropy,
         "linear_cross_entropy": linear_cross_entropy,
     }
@@ -114,12 +125,15 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
     decision = _Decision(
         home=package_of(type(model)), patched=sum(isinstance(m, PatchedModule) for m in model.modules())
     )
+    # First, so that the seam of the experts' activation leaves these modules to it.
+    for flag in (flag for flag in OPT_IN_FLAGS if flags[flag]):
+        _decide_layers(model, spec, flag, True, decision)
     for flag in (*LAYER_FLAGS, *ADAPTER_FLAGS):
         _decide_layers(model, spec, flag, flags[flag], decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
         _decide_loss(model, spec, flags, decision)
     # Most models have no adapters, so a flag for them that was left out asks for nothing.
-    asked = any(on is not False and (on or name not in ADAPTER_FLAGS) for name, on in flags.items())
+    asked = any(on is not False and (on or name not in (*ADAPTER_FLAGS, *OPT_IN_FLAGS)) for name, on in flags.items())
     if not decision.changes and not decision.patched and asked:
         reasons = sorted({reason for *_, reason in decision.refused})
         raise PatchError(
@@ -181,7 +195,7 @@ def spec_of(model: nn.Module) -> PatchSpec:
 
 
 def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None, decision: _Decision) -> None:
-    seams = ADAPTER_SEAMS.get(flag) or spec.seams.get(flag, ())
+    seams = ADAPTER_SEAMS.get(flag) or OPT_IN_SEAMS.get(flag) or spec.seams.get(flag, ())
     patched = any(isinstance(m, PatchedModule) and m._tigon_seam.flag == flag for m in model.modules())
     if on is False:
         if patched:
@@ -189,8 +203,12 @@ def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None
         return
     accepted = False
     fitted: dict[type, Seam] = {}
+    changed = {id(change.module) for change in decision.changes}
     for path, module in model.named_modules():
         candidates = [] if isinstance(module, PatchedModule) else [seam for seam in seams if seam.candidate(module)]
+        if candidates and id(module) in changed:
+            accepted = True
+            continue
         # Try first the seam that fitted another module of this class.
         first = fitted.get(type(module))
         candidates = [seam for seam in candidates if seam is first] + [s for s in candidates if s is not first]

@@ -8,16 +8,20 @@ from types import MappingProxyType
 from typing import Any
 
 from tigon.models.seams.base import Seam
+from tigon.models.seams.experts import ExpertsOpSeam
 from tigon.models.seams.logits import LogitAttributes
 from tigon.models.seams.lora import LoraSeam
 from tigon.models.seams.rope import RopeSeam
 
 LAYER_FLAGS = ("rms_norm", "layer_norm", "mlp", "rope")
 ADAPTER_FLAGS = ("lora",)
+# Off unless True: the GPU kernels are not measured yet, and transformers has a fast implementation.
+OPT_IN_FLAGS = ("experts",)
 LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
 
 # Adapters are PEFT's modules, whatever the family.
 ADAPTER_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"lora": (LoraSeam(),)})
+OPT_IN_SEAMS: Mapping[str, tuple[Seam, ...]] = MappingProxyType({"experts": (ExpertsOpSeam(),)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ with expert parallelism.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def _halves(pre: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
     """(expert, its sorted rows), without the experts that have none."""
     ends = offsets.tolist()
-    for expert, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+    for expert, (start, end) in enumerate(itertools.pairwise(ends)):
         if start < end:
             yield expert, slice(start, end)
 
@@ -492,7 +493,7 @@ def _cost(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up: T
     S, H = top_k_index.numel(), hidden.shape[1]
     inner = gate_up.numel() // (2 * gate_up.shape[0] * H)
     slots = hidden.element_size() * S
-    # per slot: x, pre, y, z forward; dy, da, pre, dpre, wy, x and dx backward. The weights are read twice, written once.
+    # per slot: x, pre, y, z forward; dy, da, pre, dpre, wy, x, dx backward. Weights: read twice, written once.
     moved = slots * (2 * H + 6 * inner) + slots * (5 * H + 11 * inner) + 3 * (gate_up.nbytes + down.nbytes)
     saved = hidden.nbytes + slots * 2 * inner + 24 * S
     return Cost(moved_bytes=moved, saved_bytes=saved, flops=18 * S * H * inner)

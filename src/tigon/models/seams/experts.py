@@ -1,0 +1,164 @@
+"""The experts of a mixture as one op, for modules of transformers' experts interface.
+
+The interface gives a module its weights in three dimensions and flags for their layout. A module's gated unit is read
+from its attributes and compared with its own `_apply_gate`, so a unit that no `ExpertUnit` describes is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tigon import ops
+from tigon.errors import PatchError
+from tigon.models.seams.base import Seam, is_dtensor
+from tigon.models.seams.mlp import gated_op
+from tigon.models.verification import probe
+from tigon.ops import ExpertUnit
+
+_ACTIVATION_OF = {"tanh": "gelu_tanh", "none": "gelu"}
+
+
+def _activation(module: Any) -> str | None:
+    """The name of the module's activation in `ExpertUnit`; silu if its code calls silu directly."""
+    act = getattr(module, "act_fn", None)
+    if act is None:
+        return "silu"
+    gated = gated_op(act)
+    if gated is None or gated is ops.swiglu:
+        return None if gated is None else "silu"
+    return _ACTIVATION_OF[gated.keywords["approximate"]]  # type: ignore[attr-defined]
+
+
+def unit_of(module: Any) -> ExpertUnit | None:
+    """The gated unit that the module's attributes describe, or None."""
+    activation = _activation(module)
+    if activation is None:
+        return None
+    alpha = getattr(module, "alpha", getattr(module, "swiglu_alpha", None))
+    limit = getattr(module, "limit", getattr(module, "swiglu_limit", None))
+    return ExpertUnit(
+        activation=activation,
+        alpha=1.0 if alpha is None else float(alpha),
+        limit=math.inf if limit is None else float(limit),
+        up_offset=0.0 if alpha is None else 1.0,
+        interleaved=not module.is_concatenated,
+    )
+
+
+def _rows() -> tuple[Tensor]:
+    """Rows of gate and up, some of them beyond any limit."""
+    return (torch.cat([probe.random(3, 8, seed=1), 20.0 * probe.random(3, 8, seed=2)]).requires_grad_(),)
+
+
+def unit_objection(module: Any) -> str | None:
+    """Why the op cannot compute this module's experts, or None."""
+    if not getattr(module, "has_gate", True):
+        return "its experts have no gate"
+    if getattr(module, "has_post_expert_norm", False):
+        return "its experts have a norm behind them"
+    unit = unit_of(module)
+    if unit is None:
+        return f"its activation {type(module.act_fn).__name__} has no gated op"
+    return probe.disagreement(
+        partial(probe.make_stand_in, module), _rows, lambda _, pre: unit(pre), type(module)._apply_gate
+    )
+
+
+def run_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The op on the weights of a module of the interface."""
+    unit = unit_of(module)
+    if unit is None:
+        raise PatchError(f"tigon's experts: {type(module).__name__} has an activation without a gated op.")
+    return ops.experts(
+        hidden, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj, unit=unit,
+        gate_up_bias=module.gate_up_proj_bias if module.has_bias else None,
+        down_bias=module.down_proj_bias if module.has_bias else None, transposed=module.is_transposed,
+    )  # fmt: skip
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The implementation "tigon" of transformers' experts interface.
+
+    Raises:
+        PatchError: the module's experts are not those of the op. The message says how they differ.
+    """
+    if not torch.compiler.is_compiling():  # a comparison of numbers has no place in a graph
+        _check_once(self)
+    return run_experts(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _check_once(module: Any) -> None:
+    key = (type(module), unit_of(module), module.has_gate)
+    if key not in _checked:
+        objection = unit_objection(module)
+        if objection is not None:
+            raise PatchError(
+                f'experts_implementation="tigon" cannot run {type(module).__name__}: {objection}. '
+                'Call set_experts_implementation("grouped_mm").'
+            )
+        _checked.add(key)
+
+
+_checked: set[tuple[type, ExpertUnit | None, bool]] = set()
+
+
+class ExpertsOpSeam(Seam):
+    """Calls the op instead of the implementation that the config names. It is used on request alone."""
+
+    op: ClassVar[str] = "experts"
+    flag: ClassVar[str] = "experts"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def candidate(self, module: nn.Module) -> bool:
+        return hasattr(module, "is_transposed") and callable(getattr(type(module), "_apply_gate", None))
+
+    def objection(self, module: nn.Module) -> str | None:
+        state: Any = module
+        objection = unit_objection(state)
+        if objection is not None:
+            return objection
+        attributes = {"num_experts": _EXPERTS}
+        make = partial(probe.make_stand_in, module, parameters=_shapes(state), attributes=attributes)
+        forward: Any = type(module).forward
+        return probe.disagreement(make, _probe_inputs, self.namespace(type(module))["forward"], forward)
+
+    def namespace(self, base: type[nn.Module]) -> dict[str, Any]:
+        plain_forward: Any = base.forward
+
+        def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            if is_dtensor(self.gate_up_proj) or is_dtensor(hidden_states) or unit_of(self) is None:
+                return plain_forward(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+            return run_experts(self, hidden_states, top_k_index, top_k_weights)
+
+        return {"forward": forward}
+
+
+_EXPERTS, _INNER = 3, 4
+
+
+def _shapes(module: Any) -> Mapping[str, tuple[int, ...]]:
+    """The stand-in's weights, in the module's layout."""
+    up, down = (2 * _INNER, probe.WIDTH), (probe.WIDTH, _INNER)
+    if module.is_transposed:
+        up, down = up[::-1], down[::-1]
+    shapes: dict[str, tuple[int, ...]] = {"gate_up_proj": (_EXPERTS, *up), "down_proj": (_EXPERTS, *down)}
+    if module.has_bias:
+        shapes |= {"gate_up_proj_bias": (_EXPERTS, 2 * _INNER), "down_proj_bias": (_EXPERTS, probe.WIDTH)}
+    return shapes
+
+
+def _probe_inputs() -> tuple[Tensor, ...]:
+    hidden = probe.random(5, probe.WIDTH, seed=1).requires_grad_()
+    index = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]])
+    return hidden, index, probe.random(5, 2, seed=3).abs().requires_grad_()
