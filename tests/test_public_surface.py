@@ -12,12 +12,14 @@ import tigon
 
 PUBLIC = [
     "AutoModelForCausalLM",
+    "ExpertUnit",
     "PatchReport",
     "__version__",
     "add_rms_norm",
     "checkpoint",
     "cross_entropy",
     "errors",
+    "experts",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

@@ -74,5 +74,5 @@ def test_experts_without_a_gate_are_refused_with_the_way_on() -> None:
     experts.register()
     module = tiny_model("mixtral").model.layers[0].mlp.experts  # type: ignore[union-attr]
     module.has_gate = False
-    with pytest.raises(PatchError, match="no gate.*grouped_mm"):
+    with pytest.raises(PatchError, match=r"no gate.*grouped_mm"):
         experts.experts_forward(module, torch.randn(2, 32), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))

@@ -186,6 +186,7 @@ def test_functorch_gets_the_right_gradient_or_a_clear_error(op: Op, case: Case, 
 
 # Under autocast these inputs are cast to 16 bits; the others keep their dtype, as their PyTorch formulas keep fp32.
 AUTOCAST_TO_16_BITS = {
+    "experts": ("hidden", "gate_up", "down", "gate_up_bias", "down_bias"),
     "linear_cross_entropy": ("hidden", "weight", "bias"),
     "linear_kl": ("hidden", "weight", "bias", "teacher_hidden", "teacher_weight", "teacher_bias"),
     "linear_logprobs": ("hidden", "weight", "bias"),
