@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def measure(shape: Shape, tokens: int, skewed: bool, device: str, dtype: torch.d
             if device != "cpu":
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-            ms = timed_ms(lambda name=name: step(module, name, inputs, dy), device)
+            ms = timed_ms(partial(step, module, name, inputs, dy), device)
             if device != "cpu":
                 peaks[name] = torch.cuda.max_memory_allocated() - before
             if turn >= 2:  # the first two compile and warm up
