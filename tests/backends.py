@@ -17,7 +17,6 @@ import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 # Before torch: some virtual machines advertise AMX and trap on its first instruction, in a plain bf16 product of
 # PyTorch's. One instruction set below it costs the small products of these tests nothing.
