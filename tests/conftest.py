@@ -7,6 +7,7 @@ from collections.abc import Iterator
 # First: it sets what torch and Triton read when they are imported.
 from backends import HAS_GPU, HAS_TRITON, Backend, kernels_on_the_cpu  # isort: skip
 
+import gc
 import os
 from pathlib import Path
 
@@ -43,6 +44,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:overflow encountered:RuntimeWarning:triton")
     config.addinivalue_line("filterwarnings", "ignore:invalid value encountered:RuntimeWarning:triton")
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton")
+
+
+MODULE = pytest.StashKey[object]()
+"""The module of the last test."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Runs and compilations collect garbage often, and would search every imported library for it each time."""
+    module = getattr(item, "module", None)
+    if item.session.stash.get(MODULE, None) is not module:
+        item.session.stash[MODULE] = module
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves some out
