@@ -9,6 +9,8 @@ from backends import HAS_GPU, HAS_TRITON, Backend, kernels_on_the_cpu  # isort: 
 
 import gc
 import os
+import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,10 @@ import torch
 from second_proofs import check_and_count
 
 # DeepSpeed compiles an operator for minutes if it finds no cache. All tests share one, also those with a cache folder
-# of their own.
+# of their own. Each environment has its own: two would compile it in turn, because its command has their paths.
 USER_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(USER_CACHE / "torch_extensions" / "tigon-tests"))
+OPERATORS = f"tigon-tests-{zlib.crc32(sys.prefix.encode()):08x}"
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(USER_CACHE / "torch_extensions" / OPERATORS))
 
 # Tests that say how often a step is traced, and plans of changed sources, must not depend on the user's cache.
 os.environ.setdefault("TIGON_CACHE", "0")
