@@ -29,6 +29,7 @@ from tigon.models.patch import patch
 from tigon.models.seams.loss import causal_lm_loss
 from tigon.models.tracing import attention_replaced
 from tigon.objectives.base import TracedModels
+from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
 from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
@@ -39,6 +40,7 @@ from tigon.techniques import checkpointing, head_groups, layer_checkpointing, mo
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
 from tigon.techniques.layer_checkpointing import decoder_layers
 from tigon.techniques.lora import frozen_dtype
+from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.precision import WEIGHT_DTYPES
 from tigon.techniques.records.choices import Choices
 
@@ -194,6 +196,8 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     head_groups.check_groups(config, choices.attention_groups)
     if choices.mlp_tile_tokens:
         tiling.tile(model, choices.mlp_tile_tokens)
+    if choices.accumulation_fusion:
+        fuse_linears(model)
     return model
 
 
@@ -302,8 +306,9 @@ class _Run:
         model.train()
         self._checkpoint()
         handles = self._watch()
+        fused = self.request.choices.accumulation_fusion
         try:
-            with recorder:
+            with recorder, accumulation_fusion() if fused else contextlib.nullcontext():
                 inputs = self._inputs()
                 loss = self._loss(inputs, recorder)
                 recorder.mark(Where("loss"), "logits")

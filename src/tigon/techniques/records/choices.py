@@ -43,6 +43,7 @@ class Choices:
     reshard: bool = True
     offload: str = "none"
     accumulate: int = 1
+    accumulation_fusion: bool = False
 
 
 def add_fields(new: Iterable[tuple[str, Any, Any]]) -> None:
