@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tigon
 from helpers import relative_error
@@ -108,6 +109,30 @@ def test_recomputed_layers_keep_their_gradients(states: tuple[str, str], written
     assert written
     for name, expected in want.items():
         torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_checkpoint_that_runs_the_backward_of_its_recomputation_keeps_its_gradients(written: list[Any]) -> None:
+    def checkpointed() -> Any:
+        model = model_of()
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+        return model
+
+    want, got = gradients(checkpointed(), fused=False), gradients(checkpointed(), fused=True)
+    assert len(written) == sum(isinstance(m, nn.Linear) for m in model_of().modules())
+    for name, expected in want.items():
+        torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_recomputation_does_not_repeat_the_product_of_the_last_layer() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    fuse_linears(nn.ModuleList([layer]))
+    x = torch.ones(2, 4, requires_grad=True)
+    with accumulation_fusion(), torch.profiler.profile() as profile:
+        checkpoint(lambda x: layer(x.tanh()), x, use_reentrant=False).sum().backward()
+    names = [event.name for event in profile.events()]
+    assert names.count("aten::tanh") == 2  # recomputed, because the layer saves it
+    assert names.count("aten::mm") == 3  # y, dx and dW
 
 
 def test_mlps_in_tiles_accumulate_as_before_and_the_rest_is_fused(written: list[tuple[int, ...]]) -> None:

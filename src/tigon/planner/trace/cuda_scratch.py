@@ -55,8 +55,8 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
     """Context in which tigon's ops plan for a GPU of `arch`. ignored: number of ignored labels in a micro-batch.
 
     It replaces:
-    - functions of the losses, of linear_logprobs, of linear_kl and of fused linear layers, which depend on values, on the device, or on
-      whether a tensor is fake;
+    - functions of the losses, of linear_logprobs, of linear_kl and of fused linear layers, which depend on values, on
+      the device, or on whether a tensor is fake;
     - dropout, whose mask has the input's dtype on a CPU and one byte per element on CUDA;
     - the product of experts, whose fake rejects fp32, which CUDA multiplies expert by expert.
     """

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.ops.accumulation_fusion import LeafGradient, gradient_to_add_to
-from tigon.ops.lm_head import no_autocast, product_dtype, product_into
+from tigon.ops.lm_head import keeps_graph, no_autocast, product_dtype, product_into
 
 # N tokens, H input width, F output width.
 
@@ -55,21 +55,44 @@ class FusedLinear:
         dtype = product_dtype(input, weight)
         bias = None if bias is None else bias.to(dtype)
         # A cast weight is no leaf. Without a gradient its cast does nothing in the backward.
-        y: Tensor = _FusedLinear.apply(input.to(dtype), weight.to(dtype), bias, leaf)
+        x, weight = input.to(dtype), weight.to(dtype)
+        # A recomputation ends when all tensors are saved. A function saves its own after its forward, so that the last
+        # layer's product would be computed for nothing.
+        recomputing = torch._C._current_graph_task_id() != -1
+        saved = (_Saved.apply(x, weight),) if recomputing else ()
+        y: Tensor = _FusedLinear.apply(x, weight, bias, leaf, saved)
         return y
+
+
+class _Saved(torch.autograd.Function):
+    """A node that saves the input and the weight of a layer before the layer computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_FH: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight_FH)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing depends on this node")
 
 
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_FH: Tensor, bias: Tensor | None, leaf: LeafGradient) -> Tensor:
-        ctx.save_for_backward(x, weight_FH)
-        ctx.leaf = leaf
+    def forward(
+        ctx: Any, x: Tensor, weight_FH: Tensor, bias: Tensor | None, leaf: LeafGradient, saved: tuple[Tensor, ...]
+    ) -> Tensor:
+        ctx.leaf, ctx.saved = leaf, saved
+        if not saved:
+            ctx.save_for_backward(x, weight_FH)
         return F.linear(x, weight_FH, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight_FH = ctx.saved_tensors
-        want_x, want_weight, want_bias, _ = ctx.needs_input_grad
+        x, weight_FH = ctx.saved[0].grad_fn.saved_tensors if ctx.saved else ctx.saved_tensors
+        if not keeps_graph():
+            ctx.saved = ()
+        want_x, want_weight, want_bias, *_ = ctx.needs_input_grad
         dx = dw = db = None
         dy_NF = dy.reshape(-1, dy.shape[-1])
         with no_autocast(x):
@@ -83,4 +106,4 @@ class _FusedLinear(torch.autograd.Function):
                     product_into(dy_NF.t(), x_NH, grad_FH, accumulate=True)
             if want_bias:
                 db = dy_NF.sum(0)
-        return dx, dw, db, None
+        return dx, dw, db, None, None
