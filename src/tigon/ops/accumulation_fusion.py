@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 _TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 _steps = 0
-"""Training steps that allow the fusion now. It is not per thread, because a GPU's backward runs in autograd's thread."""
+"""Training steps that allow the fusion now. Not per thread: a GPU's backward runs in a thread of autograd."""
 
 
 @contextlib.contextmanager
