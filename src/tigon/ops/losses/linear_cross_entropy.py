@@ -180,6 +180,8 @@ class LinearCrossEntropyCall:
     chunk_bytes: Sequence[int]
     """(least, most)"""
     fp32_accumulate: bool
+    memory_bytes: int
+    """The most bytes of logits and of the weight's gradient; 0 for no limit."""
 
     def gathered(self) -> tuple[Tensor, Tensor | None]:
         """(target, token_weight) of the tokens that count."""
@@ -200,7 +202,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         if index is not None:
             hidden_NH = hidden_NH.index_select(0, index)
         target, token_weight = call.gathered()
-        plan = plan_for(hidden_NH, weight_VH, call.per_row, want, call.chunk_bytes, call.fp32_accumulate)
+        plan = plan_for(
+            hidden_NH, weight_VH, call.per_row, want, call.chunk_bytes, call.fp32_accumulate, call.memory_bytes
+        )
         stored, left = common.gradient_scales(
             hidden_NH.dtype, call.inv_denominator, token_weight, class_weight, call.options
         )
@@ -399,6 +403,7 @@ def linear_cross_entropy(
     token_weight: Tensor | None = None,
     chunk_bytes: int | None = None,
     fp32_accumulate: bool = True,
+    memory_bytes: int | None = None,
     outputs: tuple[str, ...] = (),
 ) -> Tensor | LossOutput:
     """Compute `cross_entropy(hidden @ weight.T + bias, target)` without holding all the logits.
@@ -416,6 +421,9 @@ def linear_cross_entropy(
         fp32_accumulate: False sums the chunks' bf16 weight gradients in bf16. This halves the memory of the largest
             tensor and adds one rounding per chunk. More than 7 chunks are summed in fp32 anyway, because the error
             would grow. Not available for fp16, where the sums would overflow.
+        memory_bytes: the most bytes of logits and of the weight's gradient together, in place of the two options above.
+            The fastest chunks that fit are taken: first the default, then smaller chunks, then bf16 weight gradients
+            of up to 7 chunks summed in bf16. If nothing fits, the smallest are taken. hidden's gradient is not counted.
         ignore_index, reduction, label_smoothing, softcap, logit_scale, z_loss, num_items, token_weight, outputs:
             as in `cross_entropy`.
 
@@ -427,8 +435,9 @@ def linear_cross_entropy(
         ShapeError: hidden, weight, bias, target, class_weight, token_weight or num_items has the wrong shape; V or H
             is 0 (a weight with 0 elements is sharded); or the tensors are on several devices.
         DtypeError: hidden, weight or bias is none of the four floats, or as in `cross_entropy`.
-        OptionError: as in `cross_entropy`; chunk_bytes is not a positive integer; fp32_accumulate=False with fp16; or
-            target was prepared with shifts or another ignore_index.
+        OptionError: as in `cross_entropy`; chunk_bytes or memory_bytes is not a positive integer; memory_bytes together
+            with chunk_bytes or fp32_accumulate=False; fp32_accumulate=False with fp16; or target was prepared with
+            shifts or another ignore_index.
         LabelError: as in `cross_entropy`.
         DoubleBackwardError: in backward, with create_graph=True.
     """
@@ -446,6 +455,9 @@ def linear_cross_entropy(
     )  # fmt: skip
     _check_linear(hidden, weight, bias, labels, class_weight, token_weight)
     check_chunk_bytes(chunk_bytes)
+    check_chunk_bytes(memory_bytes, "memory_bytes")
+    if memory_bytes is not None and (chunk_bytes is not None or not fp32_accumulate):
+        raise OptionError("memory_bytes chooses the chunks and their sum; leave out chunk_bytes and fp32_accumulate.")
     leaf = LeafGradient.of(weight)
     hidden, weight, bias = settle_dtypes(hidden, weight, bias)
     if not fp32_accumulate and hidden.dtype == torch.float16:
@@ -471,6 +483,7 @@ def linear_cross_entropy(
         predicted=common.wants_predicted(outputs),
         chunk_bytes=default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
         fp32_accumulate=fp32_accumulate,
+        memory_bytes=memory_bytes or 0,
     )
     hidden_NH = hidden.reshape(-1, hidden.shape[-1])
     compiling = torch.compiler.is_compiling()
@@ -499,7 +512,7 @@ def _check_linear(
 
 def linear_cross_entropy_oracle(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, class_weight: Tensor | None = None,
-    chunk_bytes: int | None = None, fp32_accumulate: bool = True, **options: Any,
+    chunk_bytes: int | None = None, fp32_accumulate: bool = True, memory_bytes: int | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """The unfused formula: one product, logits in the product's dtype, then the loss in at least fp32."""
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
@@ -548,6 +561,7 @@ LINEAR_CROSS_ENTROPY = Op(
         Case(id="fp32-weight", shape=(2, 21, 24, 100), options={"weight_dtype": torch.float32}),
         Case(id="odd-vocab", shape=(9, 16, 4099), options={"chunk_bytes": 40_000}),
         Case(id="nothing-ignored", shape=(12, 16, 64), options={"ignored": 0.0, "chunk_bytes": 500}),
+        Case(id="within-memory", shape=(2, 21, 24, 100), options={"memory_bytes": (24 + 10) * 100 * 2}),
         Case(id="16-chunks", shape=(2048, 64, 4000), options={"chunk_bytes": 1 << 20}, small=False),
         Case(id="llama-1b-head", shape=(4, 512, 2048, 128256), options={"chunk_bytes": 128 * MIB}, small=False),
     ),

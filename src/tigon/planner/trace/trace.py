@@ -36,7 +36,7 @@ from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
-from tigon.techniques import checkpointing, head_groups, layer_checkpointing, model_kernels, tiling
+from tigon.techniques import checkpointing, head_groups, layer_checkpointing, loss_memory, model_kernels, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
 from tigon.techniques.layer_checkpointing import decoder_layers
 from tigon.techniques.lora import frozen_dtype
@@ -198,6 +198,8 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
         tiling.tile(model, choices.mlp_tile_tokens)
     if choices.accumulation_fusion:
         fuse_linears(model)
+    if choices.loss_memory_mib:
+        loss_memory.limit_loss_memory(model, choices.loss_memory_mib)
     return model
 
 
