@@ -21,7 +21,7 @@ def limit_loss_memory(model: Any, memory_mib: int) -> None:
     """Let the head of a patched model compute its loss within `memory_mib`, on this instance only."""
     for layer in model.get_output_embeddings().modules():
         if isinstance(layer, nn.Linear):
-            layer.loss_memory_bytes = memory_mib * MIB  # read by models/seams/loss.py
+            vars(layer)["loss_memory_bytes"] = memory_mib * MIB  # read by models/seams/loss.py
 
 
 def _limit(model: Any, choices: Choices, run_info: RunInfo) -> Any:
