@@ -132,7 +132,7 @@ class LossCall:
         """Whether each hidden state has a label. False if a model slices its logits after the head."""
         return hidden.shape[:-1].numel() == self.target.numel()
 
-    def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, memory_bytes: int | None = None) -> Tensor:
         """hidden (..., H), weight (V, H), bias (V,) or None -> loss (), as in transformers' ForCausalLMLoss."""
         self.vocab_size = weight.shape[0]
         if torch.compiler.is_compiling() or not self._unwritten(self._read_at, self.target):
@@ -149,6 +149,7 @@ class LossCall:
             num_items=_on(hidden.device, self.num_items),
             logit_scale=self.logit_map.scale,
             softcap=self.logit_map.softcap,
+            memory_bytes=memory_bytes,
             outputs=() if self.metrics is None else ("predicted",),
         )
         if isinstance(result, Tensor):
@@ -281,7 +282,7 @@ class HeadSeam(Seam):
                 return plain_forward(self, input)
             if not call.fits(input):
                 return plain_forward(self, input)
-            loss = call.answer(input, self.weight, self.bias)
+            loss = call.answer(input, self.weight, self.bias, vars(self).get("loss_memory_bytes"))
             if torch.compiler.is_compiling() or type(loss) is not Tensor:  # fake tensors cannot defer logits
                 traced = TracedLogits(loss, plain_forward, self, input)
                 call.answered(traced.source)

@@ -24,6 +24,7 @@ from torch import Tensor
 from tigon.errors import OptionError, ShapeError
 from tigon.ops import dispatch
 from tigon.ops._op import Case, Cost, Op, randn
+from tigon.ops.accumulation_fusion import LeafGradient, gradient_to_add_to
 from tigon.ops.dispatch import Differentiable, can_bypass_dispatcher, first_order
 from tigon.ops.lm_head import (
     check_head,
@@ -39,6 +40,7 @@ from tigon.ops.losses import common
 from tigon.ops.losses.chunk_loop import (
     ChunkOptions,
     ChunkTensors,
+    add_exp_weight_grad,
     chunk_loop,
     exp_hidden_grad,
     exp_weight_grad,
@@ -178,6 +180,8 @@ class LinearCrossEntropyCall:
     chunk_bytes: Sequence[int]
     """(least, most)"""
     fp32_accumulate: bool
+    memory_bytes: int
+    """The most bytes of logits and of the weight's gradient; 0 for no limit."""
 
     def gathered(self) -> tuple[Tensor, Tensor | None]:
         """(target, token_weight) of the tokens that count."""
@@ -191,14 +195,16 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, call: LinearCrossEntropyCall,
-        grad_enabled: bool,
+        grad_enabled: bool, leaf: LeafGradient | None,
     ) -> LossResults:  # fmt: skip
         want = tuple(grad_enabled and need for need in ctx.needs_input_grad[:3])
         rows, index, class_weight = hidden_NH.shape[0], call.index, call.class_weight
         if index is not None:
             hidden_NH = hidden_NH.index_select(0, index)
         target, token_weight = call.gathered()
-        plan = plan_for(hidden_NH, weight_VH, call.per_row, want, call.chunk_bytes, call.fp32_accumulate)
+        plan = plan_for(
+            hidden_NH, weight_VH, call.per_row, want, call.chunk_bytes, call.fp32_accumulate, call.memory_bytes
+        )
         stored, left = common.gradient_scales(
             hidden_NH.dtype, call.inv_denominator, token_weight, class_weight, call.options
         )
@@ -215,7 +221,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 predicted=call.predicted,
             ),
         )  # fmt: skip
-        ctx.plan, ctx.options, ctx.want, ctx.rows = plan, call.options, want, rows
+        ctx.plan, ctx.options, ctx.want, ctx.rows, ctx.leaf = plan, call.options, want, rows, leaf
         ctx.dtypes = (hidden_NH.dtype, weight_VH.dtype, None if bias is None else bias.dtype)
         if plan.mode == "keep":
             ctx.save_for_backward(
@@ -246,7 +252,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         grads = _BACKWARD[ctx.plan.mode](ctx, dloss)
-        return *(g if want else None for g, want in zip(grads, ctx.want, strict=True)), None, None
+        return *(g if want else None for g, want in zip(grads, ctx.want, strict=True)), None, None, None
 
 
 def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
@@ -255,15 +261,22 @@ def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     x_dtype, w_dtype, b_dtype = ctx.dtypes
     scale = dloss if left is None else dloss * left
     dx = dw = None
+    grad_VH = gradient_to_add_to(ctx.leaf) if want_weight else None
     # dW first, so that the scaled X is freed before dX is allocated.
     if factors.numel():
         factors = factors * scale
-        dw = exp_weight_grad(g_NV, x_NH, factors, target) if want_weight else None
+        if grad_VH is not None:
+            add_exp_weight_grad(g_NV, x_NH, factors, target, grad_VH)
+        elif want_weight:
+            dw = exp_weight_grad(g_NV, x_NH, factors, target)
         dx = exp_hidden_grad(g_NV, weight_VH, factors, target, index, ctx.rows) if want_hidden else None
         return dx, dw, None
     with no_autocast(g_NV):
-        if want_weight:
-            dw = _weight_grad(g_NV, x_NH, scale, w_dtype)
+        if grad_VH is not None:
+            _weight_grad_into(g_NV, x_NH, scale, grad_VH, accumulate=True)
+        elif want_weight:
+            dw = x_NH.new_empty((g_NV.shape[1], x_NH.shape[1]), dtype=w_dtype)
+            _weight_grad_into(g_NV, x_NH, scale, dw, accumulate=False)
         if want_hidden:
             # An fp16 gradient stays in fp32 until the loss scale is applied.
             product = x_NH.new_empty(x_NH.shape, dtype=scale.dtype if x_dtype == torch.float16 else x_dtype)
@@ -272,24 +285,26 @@ def _backward_keep(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dw, (db * scale).to(b_dtype) if want_bias else None
 
 
-def _weight_grad(g_NV: Tensor, x_NH: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale · Gᵀ X in `dtype`.
+def _weight_grad_into(g_NV: Tensor, x_NH: Tensor, scale: Tensor, out_VH: Tensor, *, accumulate: bool) -> None:
+    """out (+)= scale · Gᵀ X.
 
     The scale is applied to X, which is V / N times smaller than dW. In fp16 a loss scale on X would overflow, so the
     product is computed in fp32 and scaled, a block of rows at a time.
     """
-    V, H = g_NV.shape[1], x_NH.shape[1]
-    out = x_NH.new_empty((V, H), dtype=dtype)
+    V, H = out_VH.shape
     if x_NH.dtype != torch.float16:
-        product_into(g_NV.t(), common.scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype), out, accumulate=False)
-        return out
+        scaled = common.scale_rows(x_NH, scale, None, x_NH.shape[0], x_NH.dtype)
+        product_into(g_NV.t(), scaled, out_VH, accumulate=accumulate)
+        return
     most = max(TILE, _PRODUCT_BYTES // (H * scale.element_size()) // TILE * TILE)
     product = x_NH.new_empty((min(most, V), H), dtype=scale.dtype)
     for start in range(0, V, most):
-        rows = out[start : start + most]
+        rows = out_VH[start : start + most]
         product_into(g_NV.t()[start : start + most], x_NH, product[: len(rows)], accumulate=False)
-        torch.mul(product[: len(rows)], scale, out=rows)
-    return out
+        if accumulate:
+            rows.addcmul_(product[: len(rows)], scale)
+        else:
+            torch.mul(product[: len(rows)], scale, out=rows)
 
 
 def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
@@ -300,7 +315,11 @@ def _backward_stream(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     dw, once = ctx.dw, not keeps_graph()
     if once:
         ctx.dw = None  # the rest of the model's backward needs its memory
-    if once and dw.dtype == w_dtype and can_bypass_dispatcher((dw,)):
+    grad_VH = gradient_to_add_to(ctx.leaf) if want_weight else None
+    if grad_VH is not None:
+        grad_VH.addcmul_(dw, scale)  # summed in fp32 and rounded once
+        dw = None
+    elif once and dw.dtype == w_dtype and can_bypass_dispatcher((dw,)):
         dw = _scaled_in_place(dw, scale)
     elif want_weight:
         dw = common.scale_rows(dw, scale, None, dw.shape[0], w_dtype)
@@ -339,9 +358,12 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         ),
     )  # fmt: skip
     dx, dw, db = results.dx_NH, results.dw_VH, results.db_V
+    grad_VH = gradient_to_add_to(ctx.leaf) if want_weight else None
+    if grad_VH is not None:
+        grad_VH.addcmul_(dw, left)
     return (
         common.scale_rows(dx, left, index, ctx.rows, x_dtype) if want_hidden else None,
-        common.scale_rows(dw, left, None, dw.shape[0], w_dtype) if want_weight else None,
+        common.scale_rows(dw, left, None, dw.shape[0], w_dtype) if want_weight and grad_VH is None else None,
         (db * left).to(b_dtype) if want_bias else None,
     )
 
@@ -349,10 +371,16 @@ def _backward_recompute(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
 _BACKWARD = {"keep": _backward_keep, "stream": _backward_stream, "recompute": _backward_recompute}
 
 
-def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCrossEntropyCall) -> LossResults:
+def _run(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCrossEntropyCall, leaf: LeafGradient | None
+) -> LossResults:
     # The grad mode is passed in, because it is always off inside forward and needs_input_grad ignores no_grad.
     grad_enabled = torch.is_grad_enabled()
-    return LossResults(*LinearCrossEntropy.apply(hidden, weight, bias, call, grad_enabled))
+    return LossResults(*LinearCrossEntropy.apply(hidden, weight, bias, call, grad_enabled, leaf))
+
+
+def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCrossEntropyCall) -> LossResults:
+    return _run(hidden, weight, bias, call, None)
 
 
 _linear_cross_entropy = Differentiable("linear_cross_entropy", _apply)
@@ -375,6 +403,7 @@ def linear_cross_entropy(
     token_weight: Tensor | None = None,
     chunk_bytes: int | None = None,
     fp32_accumulate: bool = True,
+    memory_bytes: int | None = None,
     outputs: tuple[str, ...] = (),
 ) -> Tensor | LossOutput:
     """Compute `cross_entropy(hidden @ weight.T + bias, target)` without holding all the logits.
@@ -392,6 +421,9 @@ def linear_cross_entropy(
         fp32_accumulate: False sums the chunks' bf16 weight gradients in bf16. This halves the memory of the largest
             tensor and adds one rounding per chunk. More than 7 chunks are summed in fp32 anyway, because the error
             would grow. Not available for fp16, where the sums would overflow.
+        memory_bytes: the most bytes of logits and of the weight's gradient together, in place of the two options above.
+            The fastest chunks that fit are taken: first the default, then smaller chunks, then bf16 weight gradients
+            of up to 7 chunks summed in bf16. If nothing fits, the smallest are taken. hidden's gradient is not counted.
         ignore_index, reduction, label_smoothing, softcap, logit_scale, z_loss, num_items, token_weight, outputs:
             as in `cross_entropy`.
 
@@ -403,8 +435,9 @@ def linear_cross_entropy(
         ShapeError: hidden, weight, bias, target, class_weight, token_weight or num_items has the wrong shape; V or H
             is 0 (a weight with 0 elements is sharded); or the tensors are on several devices.
         DtypeError: hidden, weight or bias is none of the four floats, or as in `cross_entropy`.
-        OptionError: as in `cross_entropy`; chunk_bytes is not a positive integer; fp32_accumulate=False with fp16; or
-            target was prepared with shifts or another ignore_index.
+        OptionError: as in `cross_entropy`; chunk_bytes or memory_bytes is not a positive integer; memory_bytes together
+            with chunk_bytes or fp32_accumulate=False; fp32_accumulate=False with fp16; or target was prepared with
+            shifts or another ignore_index.
         LabelError: as in `cross_entropy`.
         DoubleBackwardError: in backward, with create_graph=True.
     """
@@ -422,6 +455,10 @@ def linear_cross_entropy(
     )  # fmt: skip
     _check_linear(hidden, weight, bias, labels, class_weight, token_weight)
     check_chunk_bytes(chunk_bytes)
+    check_chunk_bytes(memory_bytes, "memory_bytes")
+    if memory_bytes is not None and (chunk_bytes is not None or not fp32_accumulate):
+        raise OptionError("memory_bytes chooses the chunks and their sum; leave out chunk_bytes and fp32_accumulate.")
+    leaf = LeafGradient.of(weight)
     hidden, weight, bias = settle_dtypes(hidden, weight, bias)
     if not fp32_accumulate and hidden.dtype == torch.float16:
         raise OptionError(
@@ -446,9 +483,13 @@ def linear_cross_entropy(
         predicted=common.wants_predicted(outputs),
         chunk_bytes=default_chunk_bytes(hidden) if chunk_bytes is None else (chunk_bytes, chunk_bytes),
         fp32_accumulate=fp32_accumulate,
+        memory_bytes=memory_bytes or 0,
     )
-    apply = _linear_cross_entropy if torch.compiler.is_compiling() else _apply
-    results: LossResults = apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, call)
+    hidden_NH = hidden.reshape(-1, hidden.shape[-1])
+    compiling = torch.compiler.is_compiling()
+    results: LossResults = (
+        _linear_cross_entropy(hidden_NH, weight, bias, call) if compiling else _run(hidden_NH, weight, bias, call, leaf)
+    )
     return results.public(labels, call.per_row, outputs, ignore_index)
 
 
@@ -471,7 +512,7 @@ def _check_linear(
 
 def linear_cross_entropy_oracle(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, class_weight: Tensor | None = None,
-    chunk_bytes: int | None = None, fp32_accumulate: bool = True, **options: Any,
+    chunk_bytes: int | None = None, fp32_accumulate: bool = True, memory_bytes: int | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """The unfused formula: one product, logits in the product's dtype, then the loss in at least fp32."""
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
@@ -520,6 +561,7 @@ LINEAR_CROSS_ENTROPY = Op(
         Case(id="fp32-weight", shape=(2, 21, 24, 100), options={"weight_dtype": torch.float32}),
         Case(id="odd-vocab", shape=(9, 16, 4099), options={"chunk_bytes": 40_000}),
         Case(id="nothing-ignored", shape=(12, 16, 64), options={"ignored": 0.0, "chunk_bytes": 500}),
+        Case(id="within-memory", shape=(2, 21, 24, 100), options={"memory_bytes": (24 + 10) * 100 * 2}),
         Case(id="16-chunks", shape=(2048, 64, 4000), options={"chunk_bytes": 1 << 20}, small=False),
         Case(id="llama-1b-head", shape=(4, 512, 2048, 128256), options={"chunk_bytes": 128 * MIB}, small=False),
     ),

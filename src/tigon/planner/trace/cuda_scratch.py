@@ -19,6 +19,7 @@ from tigon.ops import dispatch
 from tigon.ops.lm_head import worth_gathering
 from tigon.ops.logprobs import blocks, kl_blocks
 from tigon.planner.trace.dispatch_recorder import Scratch, TraceRecorder
+from tigon.techniques.mechanisms import fused_linear
 
 # Imported by name, because the attribute `tigon.ops.linear_cross_entropy` is the function, not a module.
 _LOSS: Any = importlib.import_module("tigon.ops.losses.linear_cross_entropy")
@@ -54,8 +55,8 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
     """Context in which tigon's ops plan for a GPU of `arch`. ignored: number of ignored labels in a micro-batch.
 
     It replaces:
-    - functions of the losses, of linear_logprobs and of linear_kl, which depend on values, on the device, or on
-      whether a tensor is fake;
+    - functions of the losses, of linear_logprobs, of linear_kl and of fused linear layers, which depend on values, on
+      the device, or on whether a tensor is fake;
     - dropout, whose mask has the input's dtype on a CPU and one byte per element on CUDA;
     - the product of experts, whose fake rejects fp32, which CUDA multiplies expert by expert.
     """
@@ -109,6 +110,7 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
     replaced: dict[tuple[Any, str], Callable[..., Any]] = {
         (_LOSS, "_rows_that_count"): rows_that_count,
         (_LOSS, "product_into"): product_into,
+        (fused_linear, "product_into"): product_into,
         (_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
         (_MULTI_HEAD_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
         (_LOGPROBS, "_rows_that_count"): tokens_that_count,

@@ -29,16 +29,18 @@ from tigon.models.patch import patch
 from tigon.models.seams.loss import causal_lm_loss
 from tigon.models.tracing import attention_replaced
 from tigon.objectives.base import TracedModels
+from tigon.ops.accumulation_fusion import accumulation_fusion
 from tigon.planner.gpus import Gpu
 from tigon.planner.request import Request, build, text_config
 from tigon.planner.trace import adapters, attention, cuda_autocast, cuda_scratch, liger
 from tigon.planner.trace.dispatch_recorder import HOST_CALLS, TraceRecorder
 from tigon.planner.trace.layer_pattern import layer_pattern, per_layer_lists
 from tigon.planner.trace.tape import NotPeriodic, Tape, Where, unrollable, unrolled
-from tigon.techniques import checkpointing, head_groups, layer_checkpointing, model_kernels, tiling
+from tigon.techniques import checkpointing, head_groups, layer_checkpointing, loss_memory, model_kernels, tiling
 from tigon.techniques.checkpointing import KEPT_OPS, every_n_layers
 from tigon.techniques.layer_checkpointing import decoder_layers
 from tigon.techniques.lora import frozen_dtype
+from tigon.techniques.mechanisms.fused_linear import fuse_linears
 from tigon.techniques.precision import WEIGHT_DTYPES
 from tigon.techniques.records.choices import Choices
 
@@ -194,6 +196,10 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     head_groups.check_groups(config, choices.attention_groups)
     if choices.mlp_tile_tokens:
         tiling.tile(model, choices.mlp_tile_tokens)
+    if choices.accumulation_fusion:
+        fuse_linears(model)
+    if choices.loss_memory_mib:
+        loss_memory.limit_loss_memory(model, choices.loss_memory_mib)
     return model
 
 
@@ -302,8 +308,9 @@ class _Run:
         model.train()
         self._checkpoint()
         handles = self._watch()
+        fused = self.request.choices.accumulation_fusion
         try:
-            with recorder:
+            with recorder, accumulation_fusion() if fused else contextlib.nullcontext():
                 inputs = self._inputs()
                 loss = self._loss(inputs, recorder)
                 recorder.mark(Where("loss"), "logits")

@@ -43,6 +43,8 @@ class Choices:
     reshard: bool = True
     offload: str = "none"
     accumulate: int = 1
+    accumulation_fusion: bool = False
+    loss_memory_mib: int = 0
 
 
 def add_fields(new: Iterable[tuple[str, Any, Any]]) -> None:
