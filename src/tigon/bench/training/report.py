@@ -40,6 +40,8 @@ def into_document(run: TrainRecord, path: Path, document: Path) -> None:
     except OSError as error:
         raise BenchError(f"{document} cannot be read: {error.strerror}.") from None
     new = replace_section(text, f"training {name}", section(run, name))
+    if "<!-- codes -->" in text:
+        new = replace_section(new, "codes", table.codes())
     beside = document.parent / _chart_folder(name)
     drawn = {beside / f"{chart}.svg": svg for chart, svg in _draw(run).items()}
     write_files({**drawn, document: new})

@@ -20,7 +20,7 @@ from tigon.errors import OptionError
 from tigon.models.patch import patch
 from tigon.planner import model_plan
 from tigon.techniques import SETTINGS, checkpointing
-from tigon.techniques.layer_checkpointing import is_by_layer
+from tigon.techniques.layer_checkpointing import STATES, is_by_layer
 
 WHOLE, FITS, AUTO = "whole", "fits", "auto"
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -175,11 +175,10 @@ def parse(text: str, flag: str = "--variant") -> Variant:
     if name not in CODES:
         raise OptionError(f"{flag} {text}: {name!r} is not known; choose one of {', '.join(CODES)}.")
     usual = ("none", "full", AUTO) if name == "tigon" else ("none", "full")
-    if recomputed not in usual and not (name == "tigon" and is_by_layer(recomputed)):
-        or_states = ", or layers such as full:7,none:9" if name == "tigon" else ""
+    by_layer = name == "tigon" and is_by_layer(recomputed) and not SETTINGS["checkpointing"].problem(recomputed)
+    if recomputed not in usual and not by_layer:
+        or_states = f", or layers such as full:7,none:9 ({', '.join(STATES)})" if name == "tigon" else ""
         raise OptionError(f"{flag} {text}: {name} recomputes {', '.join(usual)}{or_states}; got {recomputed!r}.")
-    if is_by_layer(recomputed) and (problem := SETTINGS["checkpointing"].problem(recomputed)):
-        raise OptionError(f"{flag} {text}: {problem}.")
     micro = micro if at else WHOLE
     if micro not in (WHOLE, FITS) and not (micro.isdecimal() and int(micro) > 0):
         raise OptionError(f"{flag} {text}: the micro-batch is {micro!r}; write {FITS}, {WHOLE} or a number of samples.")
