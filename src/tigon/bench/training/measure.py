@@ -178,7 +178,8 @@ class CaseRun:
         """Warm up and time the steps of one variant, from the starting weights."""
         trainee, ready = self.trainee, entry.ready
         assert ready is not None
-        timing.release(self.device)
+        if self.device.type == "cuda":
+            timing.release(self.device)
         trainee.restore()
         losses: list[torch.Tensor] = []
         with ready.active():
@@ -216,7 +217,8 @@ class CaseRun:
         """The time by kind of one step and, on a CPU, the peak of another, because measuring it slows the step down."""
         trainee, ready, cuda = self.trainee, entry.ready, self.device.type == "cuda"
         assert ready is not None
-        timing.release(self.device)
+        if cuda:
+            timing.release(self.device)
         trainee.restore()
         with ready.active():
             trainee.step(ready.loss, 0, entry.micro)
