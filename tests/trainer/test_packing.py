@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -114,9 +115,9 @@ def test_flattened_batch_has_the_document_bounds_that_transformers_derives_from_
 def attend_by_bounds(module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, scaling, **_):
     """A flash kernel's attention, for the CPU: it knows the documents by the bounds only."""
     bounds = cu_seq_lens_q.tolist()
-    assert max(stop - start for start, stop in zip(bounds, bounds[1:], strict=False)) == max_length_q
+    assert max(stop - start for start, stop in itertools.pairwise(bounds)) == max_length_q
     outputs = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         part = [tensor[:, :, start:stop] for tensor in (query, key, value)]
         outputs.append(torch.nn.functional.scaled_dot_product_attention(
             *part, is_causal=True, scale=scaling, enable_gqa=True

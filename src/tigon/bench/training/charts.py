@@ -10,7 +10,14 @@ from tigon.bench.training.time_by_kind import KINDS
 from tigon.profiler.render.figure import GRID, INK, MUTED, new_figure, svg
 
 # One colour per code, as in the charts of the kernels.
-CODE_COLOURS = {"hf": "#9ca3af", "compile": "#0f766e", "liger": "#1d4ed8", "trl": "#be185d", "tigon": "#c2410c"}
+CODE_COLOURS = {
+    "hf": "#9ca3af",
+    "compile": "#0f766e",
+    "liger": "#1d4ed8",
+    "trl": "#be185d",
+    "tigon": "#c2410c",
+    "tigon-add": "#fb923c",
+}
 KIND_COLOURS = {
     "products": "#1d4ed8", "attention": "#7e22ce", "fused": "#c2410c", "optimizer": "#a16207", "rest": "#9ca3af",
     "idle": GRID,

@@ -47,6 +47,8 @@ class Code:
     NotImplementedError if it does not support the model."""
     kernels: str | None = None
     """The value of `model.kernels` by which the planner knows it."""
+    ours: bool = False
+    """Whether tigon recomputes, so that `auto` and the states of layers exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +65,10 @@ class Variant:
     def name(self) -> str:
         return f"{self.code.name}:{self.recomputed}{'' if self.micro == WHOLE else f'@{self.micro}'}"
 
-    @property
-    def is_ours(self) -> bool:
-        return self.code.name == "tigon"
-
     def prepare(self, model: nn.Module, recomputed: str) -> Ready:
         """The variant on a copy of `model` that shares its parameters. recomputed: instead of `auto`."""
         own: Any = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-        if self.is_ours:
+        if self.code.ours:
             ready = self.code.prepare(own)
             model_plan.checkpoint(own, recomputed)
             return ready
@@ -150,6 +148,11 @@ def _tigon(model: Any) -> Ready:
     return Ready(_by_forward(model))
 
 
+def _tigon_add(model: Any) -> Ready:
+    patch(model, add_rms_norm=True)
+    return Ready(_by_forward(model))
+
+
 CODES: Mapping[str, Code] = {
     code.name: code
     for code in (
@@ -158,7 +161,9 @@ CODES: Mapping[str, Code] = {
         Code(name="liger", meaning="transformers with Liger Kernel's patch", prepare=_liger, kernels="liger"),
         Code(name="trl", meaning="transformers with the head that TRL's SFTTrainer adds (`add_fused_lm_head`)",
              prepare=_trl),
-        Code(name="tigon", meaning="transformers with `tigon.patch`", prepare=_tigon, kernels="tigon"),
+        Code(name="tigon", meaning="transformers with `tigon.patch`", prepare=_tigon, kernels="tigon", ours=True),
+        Code(name="tigon-add", meaning="`tigon` with `tigon.patch(model, add_rms_norm=True)`; the planner's `auto` and "
+             "predictions are those of `tigon`", prepare=_tigon_add, kernels="tigon", ours=True),
     )
 }  # fmt: skip
 
@@ -174,10 +179,11 @@ def parse(text: str, flag: str = "--variant") -> Variant:
     recomputed, at, micro = rest.partition("@")
     if name not in CODES:
         raise OptionError(f"{flag} {text}: {name!r} is not known; choose one of {', '.join(CODES)}.")
-    usual = ("none", "full", AUTO) if name == "tigon" else ("none", "full")
-    by_layer = name == "tigon" and is_by_layer(recomputed) and not SETTINGS["checkpointing"].problem(recomputed)
+    ours = CODES[name].ours
+    usual = ("none", "full", AUTO) if ours else ("none", "full")
+    by_layer = ours and is_by_layer(recomputed) and not SETTINGS["checkpointing"].problem(recomputed)
     if recomputed not in usual and not by_layer:
-        or_states = f", or layers such as full:7,none:9 ({', '.join(STATES)})" if name == "tigon" else ""
+        or_states = f", or layers such as full:7,none:9 ({', '.join(STATES)})" if ours else ""
         raise OptionError(f"{flag} {text}: {name} recomputes {', '.join(usual)}{or_states}; got {recomputed!r}.")
     micro = micro if at else WHOLE
     if micro not in (WHOLE, FITS) and not (micro.isdecimal() and int(micro) > 0):
