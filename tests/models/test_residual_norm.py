@@ -142,6 +142,22 @@ def test_copies_and_pickles_stay_fused(fused_calls):
         assert torch.equal(train(twin)[0], expected) and len(fused_calls) == 2
 
 
+def test_fused_layer_compiles_into_one_graph():
+    model = build("llama")
+    tigon.patch(model, add_rms_norm=True)
+    layer, x = model.model.layers[0], torch.randn(2, 12, 16)
+    tables = model.model.rotary_emb(x, torch.arange(12)[None])
+    targets: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    assert torch.equal(compiled(x, position_embeddings=tables), layer(x, position_embeddings=tables))
+    assert "tigon.add_rms_norm.default" in targets
+
+
 def test_second_patch_changes_nothing():
     model = build("llama")
     tigon.patch(model, add_rms_norm=True)

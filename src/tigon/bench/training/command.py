@@ -43,7 +43,7 @@ class TrainOptions:
     resume: bool = False
     plot_dir: Path | None = None
     command: str = ""
-    """What was typed, for the record."""
+    """The command as it was typed, for the record."""
 
 
 def bench_train(options: TrainOptions) -> TrainRecord:
@@ -68,6 +68,7 @@ def bench_train(options: TrainOptions) -> TrainRecord:
         environment=environment(device), ceilings=timing.ceilings(device, _CEILING_REPETITIONS), rounds=options.rounds,
         steps=options.steps,
     )  # fmt: skip
+    timing.free_flush_buffer()
     timing.release(device)
     print(table.provenance(run), flush=True)
     if options.resume and options.json_path is not None:

@@ -34,7 +34,7 @@ class StepMeasurement:
     memory, does not fit (no micro-batch fits the limit), or failed."""
     detail: str = ""
     recomputed: str | None = None
-    """What the backward pass recomputes: that of the variant, or what `auto` chose."""
+    """The backward pass recomputes this: the variant's own value, or the choice of `auto`."""
     micro_batch: int | None = None
     step_ms: Spread | None = None
     tokens_per_s: float | None = None
@@ -64,7 +64,7 @@ class CaseRecord:
     limit_bytes: int | None
     """The memory limit of `fits` and `auto`."""
     flops: int | None
-    """Of a step, without recomputation."""
+    """FLOPs of a step, without recomputation."""
     tigon_commit: str | None = None
     date: str | None = None
     command: str = ""

@@ -88,8 +88,8 @@ class Trainee:
     def flops(self) -> int | None:
         """Floating-point operations of a step, without recomputation; None for a mixture of experts.
 
-        6 per token and weight of a matrix product, and 6 x tokens x sequence x width per attention layer, of which a
-        causal mask needs half of 12. A sliding window needs less, which is not counted.
+        A token costs 6 per weight of a matrix product. It costs 6 x sequence x width per attention layer, which is half
+        of the whole matrix, because of the causal mask. A sliding window would need less.
         """
         text = text_config(self.config)
         embeddings = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
