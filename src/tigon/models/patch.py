@@ -25,12 +25,14 @@ from tigon.models.seams.base import (
     vendor,
 )
 from tigon.models.seams.loss import CausalLMSeam, HeadSeam, peel
-from tigon.models.spec import ADAPTER_FLAGS, ADAPTER_SEAMS, LAYER_FLAGS, LOSS_FLAGS, PatchSpec
+from tigon.models.seams.norm import NormSeam
+from tigon.models.seams.residual_norm import ResidualNormSeam, norm_after_residual
+from tigon.models.spec import ADAPTER_FLAGS, ADAPTER_SEAMS, LAYER_FLAGS, LOSS_FLAGS, OPTIONAL_FLAGS, PatchSpec
 from tigon.models.structure import structural_row
 from tigon.models.table import MODELS
 
 Flags = Mapping[str, bool | None]
-ALL_FLAGS = (*LAYER_FLAGS, *ADAPTER_FLAGS, *LOSS_FLAGS)
+ALL_FLAGS = (*LAYER_FLAGS, *ADAPTER_FLAGS, *OPTIONAL_FLAGS, *LOSS_FLAGS)
 
 # Objections that do not name the package that caused them. Another package's kernels often refuse the probe's tensors.
 UNTOLD = ("cannot be compared", "overridden on the instance")
@@ -61,6 +63,7 @@ def patch(
     rope: bool | None = None,
     mlp: bool | None = None,
     lora: bool | None = None,
+    add_rms_norm: bool | None = None,
     cross_entropy: bool | None = None,
     linear_cross_entropy: bool | None = None,
     **unknown: bool | None,
@@ -76,6 +79,8 @@ def patch(
             `torch.compile` and before FSDP or DeepSpeed wrap the model.
         rms_norm, layer_norm, rope, mlp: the ops inside the decoder layers; mlp includes mixture-of-experts layers.
         lora: PEFT's LoRA layers, dense or 4-bit, each as one op. Add the adapters before `patch`.
+        add_rms_norm: only if True: the residual addition and the norm that follows it inside a decoder layer, in one
+            pass. The norm has to run rms_norm.
         cross_entropy: the loss if logits exist (eval with labels, or a head that cannot be fused).
         linear_cross_entropy: in training with labels, the loss is computed inside the head, without logits.
 
@@ -98,6 +103,7 @@ def patch(
         "rope": rope,
         "mlp": mlp,
         "lora": lora,
+        "add_rms_norm": add_rms_norm,
         "cross_entropy": cross_entropy,
         "linear_cross_entropy": linear_cross_entropy,
     }
@@ -116,10 +122,13 @@ def apply_row(model: nn.Module, spec: PatchSpec, flags: Flags | None = None) -> 
     )
     for flag in (*LAYER_FLAGS, *ADAPTER_FLAGS):
         _decide_layers(model, spec, flag, flags[flag], decision)
+    if flags["add_rms_norm"]:
+        _decide_residual_norms(model, decision)
     if any(flags[flag] is not False for flag in LOSS_FLAGS):
         _decide_loss(model, spec, flags, decision)
     # Most models have no adapters, so a flag for them that was left out asks for nothing.
-    asked = any(on is not False and (on or name not in ADAPTER_FLAGS) for name, on in flags.items())
+    quiet = (*ADAPTER_FLAGS, *OPTIONAL_FLAGS)
+    asked = any(on is not False and (on or name not in quiet) for name, on in flags.items())
     if not decision.changes and not decision.patched and asked:
         reasons = sorted({reason for *_, reason in decision.refused})
         raise PatchError(
@@ -204,6 +213,29 @@ def _decide_layers(model: nn.Module, spec: PatchSpec, flag: str, on: bool | None
         raise PatchError(
             f"{flag}: nothing in this {type(model).__name__} can run it: {reasons}. "
             f"Nothing was changed; pass {flag}=False to leave it alone."
+        )
+
+
+def _decide_residual_norms(model: nn.Module, decision: _Decision) -> None:
+    """Fuse the residual addition of every layer whose norm has, or is about to get, tigon's rms_norm."""
+    seam = ResidualNormSeam()
+    if any(isinstance(m, PatchedModule) and m._tigon_seam == seam for m in model.modules()):
+        return
+    normed = {id(change.module) for change in decision.changes if isinstance(change.seam, NormSeam)}
+    normed |= {id(m) for m in model.modules() if isinstance(m, PatchedModule) and isinstance(m._tigon_seam, NormSeam)}
+    accepted = False
+    for path, module in model.named_modules():
+        if isinstance(module, PatchedModule) or not seam.candidate(module):
+            continue
+        norm = norm_after_residual(type(module)) or ""
+        if id(getattr(module, norm, None)) in normed:
+            accepted = _judge(path, module, [seam], decision) or accepted
+        else:
+            decision.refused.append((path, module, seam, f"its {norm} does not run rms_norm"))
+    if not accepted:
+        reasons = decision.reasons(seam.flag) or "no layer adds the residual right before a norm"
+        raise PatchError(
+            f"add_rms_norm=True, but {reasons}. Nothing was changed; leave add_rms_norm out, or pass False."
         )
 
 

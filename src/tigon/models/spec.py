@@ -14,6 +14,8 @@ from tigon.models.seams.rope import RopeSeam
 
 LAYER_FLAGS = ("rms_norm", "layer_norm", "mlp", "rope")
 ADAPTER_FLAGS = ("lora",)
+# Off unless they are True.
+OPTIONAL_FLAGS = ("add_rms_norm",)
 LOSS_FLAGS = ("linear_cross_entropy", "cross_entropy")
 
 # Adapters are PEFT's modules, whatever the family.
