@@ -11,6 +11,7 @@ import torch
 from tigon.data.packing import Collator, Sample, pack, unigram_entropy
 from tigon.data.tokenizer import IGNORE_INDEX, Encoded
 from tigon.errors import DataError
+from tigon.techniques.checkpointing import enable
 
 LENGTHS = (3, 9, 1, 20, 8, 2, 7)
 
@@ -138,7 +139,7 @@ def test_flattened_batch_trains_like_the_packed_one(checkpointed):
         if flatten:
             model.config._attn_implementation = "attend_by_bounds"
         if checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            enable(model)
         model(**Collator(pad_id=7, packing=True, flatten=flatten)(rows)).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, gradient in gradients[0].items():
