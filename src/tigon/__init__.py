@@ -12,6 +12,7 @@ from tigon.models import AutoModelForCausalLM, PatchReport, patch
 from tigon.ops import (
     add_rms_norm,
     cross_entropy,
+    fp8_linear,
     geglu,
     layer_norm,
     linear_cross_entropy,
@@ -38,6 +39,7 @@ __all__ = [
     "add_rms_norm",
     "checkpoint",
     "cross_entropy",
+    "fp8_linear",
     "errors",
     "geglu",
     "layer_norm",
