@@ -8,7 +8,7 @@ from __future__ import annotations
 import typing as _typing
 
 from tigon import errors, losses, nn
-from tigon.models import AutoModelForCausalLM, PatchReport, patch
+from tigon.models import AutoModelForCausalLM, PatchReport, patch, patch_fp8
 from tigon.ops import (
     add_rms_norm,
     cross_entropy,
@@ -39,8 +39,8 @@ __all__ = [
     "add_rms_norm",
     "checkpoint",
     "cross_entropy",
-    "fp8_linear",
     "errors",
+    "fp8_linear",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
@@ -52,6 +52,7 @@ __all__ = [
     "multi_head_linear_cross_entropy",
     "nn",
     "patch",
+    "patch_fp8",
     "plan",
     "prepare_targets",
     "rms_norm",

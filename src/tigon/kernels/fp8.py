@@ -22,7 +22,7 @@ from tigon.kernels._launch import launch
 from tigon.kernels._math import INTERPRETED
 
 # M rows, K columns. Tiles of 64 x 128: a transposed store then writes 64 consecutive bytes. Not tuned.
-BLOCK_M, BLOCK_K = 64, 128
+BLOCK_M, BLOCK_K, WARPS = 64, 128, 8
 
 ALIGNMENT = 16
 """The summed dimension of an FP8 product is a multiple of this, so transposed rows are filled up with zeros."""
@@ -126,7 +126,7 @@ def fp8_amax(x_MK, rowwise):
     if x_MK.numel():
         launch(
             amax_kernel, (cdiv(M, BLOCK_M), cdiv(K, BLOCK_K)), x_MK, X=x_MK, AMAX=amax.view(torch.int32), M=M, K=K,
-            ROWWISE=rowwise, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=4,
+            ROWWISE=rowwise, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=WARPS,
         )  # fmt: skip
     return amax
 
@@ -151,7 +151,7 @@ def fp8_cast(x_MK, amax, rowwise, want_rows, want_columns, gradient):
         ROWS=_bytes(rows), COLUMNS=_bytes(columns), ROW_SCALES=row_scales, COLUMN_SCALES=column_scales, M=M, K=K,
         PADDED=P, ROWWISE=rowwise, WANT_ROWS=want_rows, WANT_COLUMNS=want_columns, MANTISSA=mantissa,
         NATIVE=not INTERPRETED.value and chip is not None and chip.casts_to_fp8, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K,
-        num_warps=4,
+        num_warps=WARPS,
     )  # fmt: skip
     return rows, columns, row_scales, column_scales
 

@@ -180,6 +180,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling
             raise ShapeError(f"{name} is on {t.device}, x is on {x.device}; move one of them.")
     dtype = product_dtype(x, weight)
     x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if not torch.is_grad_enabled():
+        weight = weight.detach()  # a function's `needs_input_grad` does not know of no_grad
     run = _fp8_linear if torch.compiler.is_compiling() else Fp8Linear.apply
     if x.ndim == 1:
         return run(x.unsqueeze(0), weight, bias, scaling).squeeze(0)  # type: ignore[no-any-return, no-untyped-call]
