@@ -133,7 +133,9 @@ def choices_of(args: Any, model: Any) -> Choices:
     pure = not adapters and weights == {torch.bfloat16}
     fp8 = fp8_options(model) if pure else None
     options = {f"fp8_{name}": value for name, value in (fp8 or {}).items()}
-    precision = ("bf16" if fp8 is None else "fp8") if pure else "amp-bf16" if args.bf16 else "amp-fp16" if args.fp16 else "fp32"
+    precision = (
+        ("bf16" if fp8 is None else "fp8") if pure else "amp-bf16" if args.bf16 else "amp-fp16" if args.fp16 else "fp32"
+    )
     # transformers 5.23 renames gradient_checkpointing; older releases have only that name.
     recomputes = getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing
     return Choices(

@@ -68,16 +68,17 @@ def _cast(
     x_MK: Tensor, amax: Tensor, rowwise: bool, want_rows: bool, want_columns: bool, gradient: bool
 ) -> _Cast:  # fmt: skip
     M, dtype = x_MK.shape[0], format_of(rowwise, gradient)
-    largest = torch.finfo(dtype).max
     amax = torch.where(amax < _SMALLEST, _SMALLEST, amax)
-    scales = amax / largest
+    # A number divided by a tensor would be multiplied by its rounded reciprocal, and the kernel divides.
+    largest = torch.full_like(amax, torch.finfo(dtype).max)
+    scales, factors = amax / largest, largest / amax
     rows = columns = row_scales = column_scales = None
     if want_rows:
-        row_scales, of_row = (scales[:M].clone(), amax[:M, None]) if rowwise else (scales, amax)
-        rows = (x_MK.float() * (largest / of_row)).to(dtype)
+        row_scales, factor = (scales[:M].clone(), factors[:M, None]) if rowwise else (scales, factors)
+        rows = (x_MK.float() * factor).to(dtype)
     if want_columns:
-        column_scales, of_column = (scales[M:].clone(), amax[M:]) if rowwise else (scales.clone(), amax)
-        q_MK = (x_MK.float() * (largest / of_column)).to(dtype)
+        column_scales, factor = (scales[M:].clone(), factors[M:]) if rowwise else (scales.clone(), factors)
+        q_MK = (x_MK.float() * factor).to(dtype)
         columns = torch.zeros(x_MK.shape[1], _padded(M), dtype=dtype, device=x_MK.device)
         columns.view(torch.uint8)[:, :M] = q_MK.view(torch.uint8).t()
     return rows, columns, row_scales, column_scales
@@ -140,12 +141,10 @@ def _product(
     y = torch.empty(*leading, N, dtype=dtype, device=a_MK.device)
     y_MN = y.view(a_MK.shape[0], N)
     if _runs_on_tensor_cores(a_MK, b_NK, dtype):
-        scales = (a_scales[:, None].expand(a_MK.shape[0], 1), b_scales[None].expand(1, N)) if rowwise else (
-            a_scales, b_scales
-        )  # fmt: skip
+        if rowwise:
+            a_scales, b_scales = a_scales[:, None].contiguous(), b_scales[None].contiguous()
         torch._scaled_mm(
-            a_MK, b_NK.t(), *(s.contiguous() for s in scales), bias=bias, out_dtype=dtype, use_fast_accum=fast,
-            out=y_MN,
+            a_MK, b_NK.t(), a_scales, b_scales, bias=bias, out_dtype=dtype, use_fast_accum=fast, out=y_MN
         )  # fmt: skip
         return y
     wide = torch.float64 if dtype is torch.float64 else torch.float32

@@ -90,9 +90,7 @@ def forward_product(x: Tensor, weight_FH: Tensor, bias: Tensor | None, scaling: 
     cast = _input_operand(x, scaling, columns)
     amax = fp8_amax(weight_FH, scaling == "rowwise")
     w = operand(weight_FH, scaling, rows=True, columns=False, amax=amax)
-    y = fp8_product(
-        cast.rows, w.rows, cast.row_scales, w.row_scales, bias, list(x.shape[:-1]), x.dtype, FAST_FORWARD
-    )
+    y = fp8_product(cast.rows, w.rows, cast.row_scales, w.row_scales, bias, list(x.shape[:-1]), x.dtype, FAST_FORWARD)
     return Forward(y, cast, amax)
 
 
@@ -184,8 +182,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling
         weight = weight.detach()  # a function's `needs_input_grad` does not know of no_grad
     run = _fp8_linear if torch.compiler.is_compiling() else Fp8Linear.apply
     if x.ndim == 1:
-        return run(x.unsqueeze(0), weight, bias, scaling).squeeze(0)  # type: ignore[no-any-return, no-untyped-call]
-    return run(x, weight, bias, scaling)  # type: ignore[no-any-return, no-untyped-call]
+        return run(x.unsqueeze(0), weight, bias, scaling).squeeze(0)  # type: ignore[no-any-return]
+    return run(x, weight, bias, scaling)  # type: ignore[no-any-return]
 
 
 def check_scaling(scaling: str) -> None:
@@ -203,7 +201,7 @@ def _rounded(x: Tensor, dim: int | None, dtype: torch.dtype) -> Tensor:
     if not x.numel():
         return x
     amax = (wide.abs().amax() if dim is None else wide.abs().amax(dim, keepdim=True)).clamp_min(1e-30)
-    largest = torch.finfo(dtype).max
+    largest = torch.full_like(amax, torch.finfo(dtype).max)
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     return ((wide * (largest / amax)).to(dtype).to(exact) * (amax / largest).to(exact)).to(x.dtype)
 
@@ -234,11 +232,8 @@ class _Unfused(torch.autograd.Function):
 def fp8_linear_oracle(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str = "tensorwise"
 ) -> Tensor:  # fmt: skip
-    """The products of the rounded factors. The rounding to FP8 itself is no error here; `QUANTISATION_ERRORS` has it."""
-    return _Unfused.apply(x, weight, bias, scaling)  # type: ignore[no-any-return, no-untyped-call]
-
-
-QUANTISATION_ERRORS = {"tensorwise": {}, "rowwise": {}}  # type: ignore[var-annotated]
+    """The products of the rounded factors. The rounding to FP8 is no error here: `quantisation_errors` records it."""
+    return _Unfused.apply(x, weight, bias, scaling)  # type: ignore[no-any-return]
 
 
 def _make(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -280,5 +275,10 @@ FP8_LINEAR = Op(
     ),
     cost=_cost,
     straight_through=True,
-    errors={"fp32": 1.0, "bf16": 1.0, "fp16": 1.0},
+    # On a CPU, over the small cases and 64 rows of the large one; not yet measured on an H200.
+    errors={"fp32": 1.4e-07, "bf16": 1.8e-03, "fp16": 2.5e-04},
+    quantisation_errors={
+        "tensorwise": {"output 0": 3.8e-02, "gradient of x": 5.9e-02, "gradient of weight": 5.9e-02},
+        "rowwise": {"output 0": 3.7e-02, "gradient of x": 3.7e-02, "gradient of weight": 3.7e-02},
+    },
 )

@@ -29,7 +29,7 @@ from tigon.errors import OptionError, ShapeError
 from tigon.ops._op import Case, Cost, Op, randn
 from tigon.ops.dispatch import check_dtype, check_number, first_order, planned_device
 from tigon.ops.fp8 import operand
-from tigon.ops.fp8_linear import check_scaling, fp8_linear, forward_product, input_gradient
+from tigon.ops.fp8_linear import check_scaling, forward_product, fp8_linear, input_gradient
 from tigon.ops.lm_head import no_autocast, product_dtype, product_into
 
 # N tokens, H input width, F output width, R rank.
@@ -168,7 +168,7 @@ def lora_linear(
     one_row = x.ndim == 1
     if one_row:
         x, adapter_x = x.unsqueeze(0), None if adapter_x is None else adapter_x.unsqueeze(0)
-    y = LoraLinear.apply(x, weight, bias, lora_a, lora_b, adapter_x, float(scaling), fp8)
+    y: Tensor = LoraLinear.apply(x, weight, bias, lora_a, lora_b, adapter_x, float(scaling), fp8)
     return y.squeeze(0) if one_row else y
 
 

@@ -26,12 +26,14 @@ def _fp32(choices: Choices, run_info: RunInfo) -> Mapping[str, Any]:
 _PRECISION = Setting(
     field="precision", key="train.precision",
     help="`amp-bf16`, `amp-fp16`: autocast over fp32 weights; `bf16`: weights, gradients and optimizer in bf16 too; "
-    "`fp8`: as `bf16`, with the decoder layers' matmuls in FP8; `auto`: amp-bf16 on a GPU that supports bf16, otherwise fp32.",
+    "`fp8`: as `bf16`, with the decoder layers' matmuls in FP8; `auto`: amp-bf16 on a GPU that supports bf16, "
+    "otherwise fp32.",
     words=("fp32", "amp-bf16", "amp-fp16", "bf16", "fp8"), recipe_word="auto",
     renamed={"pure-bf16": "bf16", "fp16": "amp-fp16"},
     flag=Flag(name="precision", help="fp32, amp-bf16, amp-fp16, bf16 or fp8."),
     traced=True, search="run", always_written=True, label=lambda choices: choices.precision,
-    # fp8 changes the numbers of every product, so it is chosen on request only. fp32 is slower and larger than amp-bf16, and every GPU of the planner's table has bf16.
+    # fp32 is slower and larger than amp-bf16, and every GPU of the planner's table has bf16. fp8 rounds the factors of
+    # every product to 4 bits, so the planner does not choose it unasked.
     candidates=lambda config: ("amp-bf16", "bf16"),
 )  # fmt: skip
 

@@ -100,7 +100,7 @@ def check_device(recipe: Recipe) -> torch.device:
         raise RecipeError(f"train.precision is {precision}, which {torch.cuda.get_device_name()} lacks; use amp-fp16")
     if precision == "fp8" and device.type == "cuda" and not has_fp8(device):
         raise RecipeError(
-            f"train.precision is fp8, whose products {torch.cuda.get_device_name()} lacks (NVIDIA's GPUs from Ada, 8.9, "
+            f"train.precision is fp8, whose products {torch.cuda.get_device_name()} lacks (NVIDIA's GPUs from Ada, 8.9 "
             "on have them); use bf16"
         )
     if attention.startswith("flash_attention"):
