@@ -163,8 +163,8 @@ def lora_linear(
         entering = x if adapter_x is None else adapter_x
         low = F.linear(F.linear(entering, lora_a.to(dtype)), lora_b.to(dtype))
         dense = weight().to(dtype) if callable(weight) else weight
-        y = F.linear(x, dense, bias) if fp8 is None else fp8_linear(x, dense, bias, scaling=fp8)
-        return y + low * scaling
+        wide = F.linear(x, dense, bias) if fp8 is None else fp8_linear(x, dense, bias, scaling=fp8)
+        return wide + low * scaling
     one_row = x.ndim == 1
     if one_row:
         x, adapter_x = x.unsqueeze(0), None if adapter_x is None else adapter_x.unsqueeze(0)
