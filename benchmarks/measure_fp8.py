@@ -7,7 +7,7 @@ Four parts:
 
 errors    `fp8_linear` against fp64 products of the same rounded factors, and against the unrounded formula.
 kernels   amax, the casts in GB/s, and one product in bf16 and in FP8 with each scaling and both ways to sum.
-linears   forward and backward of each linear module of a layer, bf16 and FP8 in turns, and torchao's if it is installed.
+linears   forward and backward of each linear module of a layer, bf16 and FP8 in turns, and torchao's if installed.
 steps     a training step in bf16 and FP8 in turns, with its peak memory and the planner's prediction.
 
 The proof that training converges alike is two runs of `tigon train`, whose eval losses the reports hold:
@@ -67,7 +67,7 @@ def median_ms(call: Callable[[], Any], repeats: int = 15) -> float:
             begin_s = time.perf_counter()
             call()
             times.append((time.perf_counter() - begin_s) * 1e3)
-    return round(sorted(times)[repeats // 2], 4)
+    return float(round(sorted(times)[repeats // 2], 4))
 
 
 def factors(tokens: int, H: int, F_: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,7 +86,8 @@ def results(call: Callable[..., Tensor], x: Tensor, weight: Tensor, dy: Tensor) 
     """y, dx and dW."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     y = call(x, weight)
-    return (y.detach(), *torch.autograd.grad(y, (x, weight), dy.to(y.dtype)))
+    dx, dw = torch.autograd.grad(y, (x, weight), dy.to(y.dtype))
+    return y.detach(), dx, dw
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
