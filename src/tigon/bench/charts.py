@@ -36,6 +36,7 @@ DIMENSIONS = {
     "geglu": ("tokens", "width"),
     "cross_entropy": ("tokens", "vocabulary"),
     "linear_cross_entropy": ("tokens", "hidden size", "vocabulary"),
+    "fp8_linear": ("tokens", "input width", "output width"),
     "logprobs": ("tokens", "vocabulary"),
     "linear_logprobs": ("tokens", "hidden size", "vocabulary"),
     "linear_kl": ("tokens", "hidden size", "vocabulary"),
