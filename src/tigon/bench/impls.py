@@ -66,7 +66,7 @@ MEANINGS: Mapping[str, str] = {
     "lora_linear",
     "four products": "the same with the logits computed twice, for implementations that do not keep them",
     "six products": "logits of student and teacher, each computed twice, and the student's two gradients",
-    "16-bit products": "a linear layer's output and both gradients by `torch.mm` without FP8; fp8_linear is to be faster",
+    "16-bit products": "a linear layer's output and both gradients by `torch.mm`, which fp8_linear is to beat",
 }
 """What each implementation is, for the docs."""
 
