@@ -8,10 +8,11 @@ from __future__ import annotations
 import typing as _typing
 
 from tigon import errors, losses, nn
-from tigon.models import AutoModelForCausalLM, PatchReport, patch
+from tigon.models import AutoModelForCausalLM, PatchReport, patch, patch_fp8
 from tigon.ops import (
     add_rms_norm,
     cross_entropy,
+    fp8_linear,
     geglu,
     layer_norm,
     linear_cross_entropy,
@@ -39,6 +40,7 @@ __all__ = [
     "checkpoint",
     "cross_entropy",
     "errors",
+    "fp8_linear",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
@@ -50,6 +52,7 @@ __all__ = [
     "multi_head_linear_cross_entropy",
     "nn",
     "patch",
+    "patch_fp8",
     "plan",
     "prepare_targets",
     "rms_norm",

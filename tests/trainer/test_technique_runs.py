@@ -514,10 +514,11 @@ def test_fsdp2_trains_as_a_plain_run_and_resumes(recipe, tigon, here):
 
 
 @forks
-@pytest.mark.parametrize("precision", ["fp32", "amp-bf16"])
-def test_fsdp2_with_adapters_or_autocast_trains_as_a_plain_run(recipe, tigon, here, precision):
+@pytest.mark.parametrize("precision", ["fp32", "amp-bf16", "fp8"])
+def test_fsdp2_with_adapters_autocast_or_fp8_trains_as_a_plain_run(recipe, tigon, here, precision):
     need("peft")
     sets = ["lora.rank=4"] if precision == "fp32" else [f"train.precision={precision}", "train.checkpointing=selective"]
+    sets += ["train.fp8_bf16_layers=0", "train.fp8_scaling=rowwise"] if precision == "fp8" else []
     path = recipe("one.yaml", model={"kernels": "tigon"}, output={"save_model": True, "name": "one"})
     run_fsdp(here, path, "fsdp", "train.batch_size=2", *sets)
     base = here / "runs" / "fsdp" / "base"  # adapters are merged into the preset as it was written there

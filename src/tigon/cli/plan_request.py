@@ -87,6 +87,8 @@ def problem_of(flags: Flags) -> SearchProblem:
     _check_settings(given)
     host_bytes = _host_bytes(flags.host_memory)
     problem = (_of_recipe if flags.is_recipe else _of_model)(replace(flags, given=given))
+    if problem.request.choices.precision == "fp8" and not flags.gpu.has_fp8:
+        raise UsageError(f"{flags.gpu} has no FP8 products (NVIDIA's from Ada, 8.9 on have); use --precision bf16.")
     if problem.request.choices.precision in ("amp-bf16", "bf16") and not flags.gpu.has_bf16:
         used = problem.request.choices.precision
         raise UsageError(f"{flags.gpu} has no bf16, so --precision {used} does not run on it; use amp-fp16.")

@@ -40,6 +40,11 @@ class Chip:
     """None: cuBLAS or hipBLAS computes the logits, and a second pass reads them. A chip gets a tile only if it has
     tensor descriptors (TMA) and Triton's product was measured to be as fast as the vendor's on it."""
 
+    @property
+    def casts_to_fp8(self) -> bool:
+        """Whether it has instructions for OCP FP8 and FP8 tensor cores that tigon uses: NVIDIA's from Ada (8.9) on."""
+        return isinstance(self.arch, tuple) and self.arch >= (8, 9)
+
 
 CHIPS = (
     Chip(names="A100", arch=(8, 0)),

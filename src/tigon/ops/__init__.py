@@ -9,6 +9,7 @@ import importlib
 import pkgutil
 
 from tigon.ops._op import Case, Cost, Op
+from tigon.ops.fp8_linear import fp8_linear
 from tigon.ops.glu import geglu, swiglu
 from tigon.ops.layer_norm import layer_norm
 from tigon.ops.logprobs.linear_kl import linear_kl
@@ -46,6 +47,7 @@ __all__ = [
     "Op",
     "add_rms_norm",
     "cross_entropy",
+    "fp8_linear",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

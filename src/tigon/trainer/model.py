@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
-from tigon.errors import RecipeError, UsageError
+from tigon.errors import PatchError, RecipeError, UsageError
+from tigon.models import PatchReport
 from tigon.models import patch as patch_model
+from tigon.models import patch_fp8 as to_fp8
 from tigon.models.loading import weight_files
 from tigon.models.loading.config import check_counts, declared_in, is_hub_id
 from tigon.models.loading.presets import PRESETS
@@ -23,6 +25,7 @@ from tigon.models.loading.weight_files import one_line
 from tigon.models.spec import LAYER_FLAGS, LOSS_FLAGS
 from tigon.recipe.keys import ModelConfig
 from tigon.techniques import model_kernels
+from tigon.techniques.records.choices import Choices
 
 # Keys that every transformers config has and that do not change a model's shape.
 NO_SHAPE = frozenset({
@@ -405,6 +408,20 @@ def patch_adapters(model: Any, kernels: str) -> None:
     """Fuse the adapters that a technique added after `patch`, if `kernels` are tigon's."""
     if kernels in model_kernels.OF_TIGON:
         patch_model(model, **dict.fromkeys((*LAYER_FLAGS, *LOSS_FLAGS), False))
+
+
+def patch_fp8(model: Any, choices: Choices, report: Any) -> None:
+    """Run the products of the decoder layers in FP8 as the choices say, and add that to the patch report.
+
+    Raises:
+        RecipeError: No linear layer can.
+    """
+    try:
+        fp8 = to_fp8(model, scaling=choices.fp8_scaling, bf16_layers=choices.fp8_bf16_layers)
+    except PatchError as error:
+        raise RecipeError(f"train.precision is fp8, but {error}") from None
+    if isinstance(report, PatchReport):
+        report.extend(fp8)
 
 
 def _tigon(model: Any, **ops: bool) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tigon import ops
 from tigon.models.seams.base import Seam, is_dtensor
+from tigon.models.seams.fp8 import fp8_scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class LoraSeam(Seam):
 
     def objection(self, module: nn.Module) -> str | None:
         base: Any = getattr(module, "base_layer", None)
-        if type(base) is not nn.Linear and not _is_4bit(base):
+        if type(base) is not nn.Linear and fp8_scaling(base) is None and not _is_4bit(base):
             return f"its layer is a {type(base).__name__}; only torch's Linear and bitsandbytes' Linear4bit are fused"
         if getattr(module, "fan_in_fan_out", False):
             return "its weight is stored as (in, out)"
@@ -67,6 +68,7 @@ def adapted(module: Any, x: Tensor, adapter: str, weight: Tensor | Callable[[], 
         module.lora_B[adapter].weight,
         scaling=module.scaling[adapter],
         bias=module.base_layer.bias,
+        fp8=fp8_scaling(module.base_layer),
         adapter_x=None if isinstance(dropout, nn.Identity) or not module.training else dropout(x),
     )
 

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tigon.errors import UsageError
+from tigon.models.fp8 import patch_fp8
 from tigon.models.patch import patch
 from tigon.models.seams.loss import causal_lm_loss
 from tigon.models.tracing import attention_replaced
@@ -89,11 +90,14 @@ def trace(
     whole: trace every layer instead of repeating a few. evaluating: trace an evaluation batch too.
     Raises UsageError for a model whose forward cannot be traced without data.
     """
-    if layer_checkpointing.is_by_layer(request.choices.checkpointing) and not whole:
-        return _trace_groups(request, gpu, accumulating, evaluating)
     layers = int(text_config(request.config).num_hidden_layers)
+    bf16_layers = request.choices.fp8_bf16_layers if request.choices.precision == "fp8" else 0
+    if layer_checkpointing.is_by_layer(request.choices.checkpointing) and not whole:
+        if bf16_layers:  # the groups' layers are not all of one kind
+            return _trace(request, gpu, layers, accumulating, evaluating)
+        return _trace_groups(request, gpu, accumulating, evaluating)
     every = every_n_layers(request.choices.checkpointing) or 1
-    pattern = layer_pattern(request.model, request.config, every=every)
+    pattern = layer_pattern(request.model, request.config, every=every).between(bf16_layers)
     depth = pattern.depth(layers)
     if whole or depth >= layers:
         return _trace(request, gpu, layers, accumulating, evaluating)
@@ -193,6 +197,8 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     _patch(model, choices.kernels, recorder)
     if choices.lora_rank is not None:
         adapters.attach(model, choices, fused=choices.kernels in model_kernels.OF_TIGON)
+    if choices.precision == "fp8":
+        patch_fp8(model, scaling=choices.fp8_scaling, bf16_layers=choices.fp8_bf16_layers)
     head_groups.check_groups(config, choices.attention_groups)
     if choices.mlp_tile_tokens:
         tiling.tile(model, choices.mlp_tile_tokens)

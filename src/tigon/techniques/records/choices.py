@@ -19,6 +19,8 @@ class Choices:
     """The settings of one run. The defaults are the recipe's, unless the setting has a `recipe_default`."""
 
     precision: str = "amp-bf16"
+    fp8_scaling: str = "tensorwise"
+    fp8_bf16_layers: int = 1
     optimizer: str = "adamw"
     galore_rank: int = 128
     checkpointing: str = "none"

@@ -18,6 +18,7 @@ import torch
 import tigon
 from tigon._install import install_command
 from tigon.errors import RecipeError, RunFolderError
+from tigon.ops.fp8 import has_fp8
 from tigon.profiler.recording.device import total_bytes
 from tigon.recipe.keys import TRACKERS, Recipe
 from tigon.techniques import matrix
@@ -97,6 +98,11 @@ def check_device(recipe: Recipe) -> torch.device:
     precision, attention = recipe.train.precision, recipe.model.attention
     if precision in ("amp-bf16", "bf16") and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
         raise RecipeError(f"train.precision is {precision}, which {torch.cuda.get_device_name()} lacks; use amp-fp16")
+    if precision == "fp8" and device.type == "cuda" and not has_fp8(device):
+        raise RecipeError(
+            f"train.precision is fp8, whose products {torch.cuda.get_device_name()} lacks (NVIDIA's GPUs from Ada, 8.9 "
+            "on have them); use bf16"
+        )
     if attention.startswith("flash_attention"):
         _check_flash(attention, device, resolve_precision(precision, device))
     return device
