@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from tigon.models.seams.logits import LogitAttributes
 from tigon.models.seams.mlp import ExpertsSeam, GatedMlpSeam
-from tigon.models.seams.norm import LayerNormSeam, NormSeam
+from tigon.models.seams.norm import GatedNormSeam, LayerNormSeam, NormSeam
 from tigon.models.seams.rope import RopeSeam
 from tigon.models.spec import PatchSpec
 from tigon.models.structure import GATED_MLPS, LAYER_NORMS, RMS_NORMS
@@ -16,6 +16,7 @@ from tigon.models.structure import GATED_MLPS, LAYER_NORMS, RMS_NORMS
 LLAMA = (NormSeam(),)
 FP32_WEIGHT = (NormSeam(casting="fp32"),)
 GEMMA = (NormSeam(casting="gemma", offset=1.0, eps="eps"),)
+GATED_NORM = (GatedNormSeam(),)
 LAYER = (LayerNormSeam(),)
 COHERE = (LayerNormSeam(eps="variance_epsilon"),)
 NEMOTRON = (LayerNormSeam(offset=1.0),)
@@ -64,7 +65,7 @@ _ROWS = (
         tiny={"mlp_only_layers": [0]},
     ),
     PatchSpec(
-        model_type="qwen3_next", norm=GEMMA, mlp=GATED + EXPERTS, rope=HALF,
+        model_type="qwen3_next", norm=GEMMA + GATED_NORM, mlp=GATED + EXPERTS, rope=HALF,
         tiny={"layer_types": ["linear_attention", "full_attention"]},
     ),
     PatchSpec(model_type="phi3", norm=LLAMA, mlp=PACKED, rope=HALF),

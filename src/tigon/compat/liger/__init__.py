@@ -14,8 +14,9 @@ The folders mirror Liger's packages:
     liger_kernel.utils           utils.py
     ops without a kernel here    compositions/   Functions, functional and modules, from PyTorch's and tigon's ops
 
-`offered.py` lists every name with its file, `absent.py` the names that tigon lacks with the reason, and `aliases.py` lets
-`import liger_kernel` find them. Another package of Liger becomes a folder of its name and rows of `offered.py`.
+`offered.py` lists every name with its file, `absent.py` lists the names that tigon lacks with the reason, and
+`aliases.py` lets `import liger_kernel` find them. Another package of Liger becomes a folder of its name and rows of
+`offered.py`.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def _replacement(original: FunctionType, rotation: _Rotation) -> Callable[..., A
     heads_default = parameters[heads_at + tensors].default if heads_at is not None else 1
 
     def apply_to_one(x: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **keywords: Any) -> Tensor:
-        if is_dtensor(x):
+        if is_dtensor(x) or x.ndim != 4:
             return original(x, cos, sin, *rest, **keywords)  # type: ignore[no-any-return]
         heads_dim = keywords.get("unsqueeze_dim", heads_default)
         if heads_at is not None and len(rest) > heads_at:
@@ -147,6 +147,9 @@ def _replacement(original: FunctionType, rotation: _Rotation) -> Callable[..., A
         heads_dim = keywords.get("unsqueeze_dim", heads_default)
         if heads_at is not None and len(rest) > heads_at:
             heads_dim = rest[heads_at]
+        if q.ndim == 3:  # (T, H, D), as in vision towers, which pack the images into one sequence
+            q_rotated, k_rotated = rotation(q[None], k[None], cos, sin, 2)
+            return q_rotated[0], k_rotated[0]
         return rotation(q, k, cos, sin, heads_dim)
 
     return apply_to_one if tensors == 3 else apply_rotary_pos_emb
@@ -164,22 +167,27 @@ def _disagreement(original: FunctionType, replacement: Callable[..., Any]) -> st
     if not one and list(parameters)[:4] != ["q", "k", "cos", "sin"]:
         return f"its parameters are ({', '.join(parameters)}) instead of (q, k, cos, sin, ...)"
     n_compared = 0
+    widths = (probe.WIDTH, probe.WIDTH // 2)
+    forms: list[tuple[dict[str, Any], Callable[[], tuple[Tensor, ...]]]] = []
     for heads_dim in (1, 2) if "unsqueeze_dim" in parameters else (1,):
         keywords = {"unsqueeze_dim": heads_dim} if "unsqueeze_dim" in parameters else {}
-        for width in (probe.WIDTH, probe.WIDTH // 2):
-            inputs = functools.partial(_rotary_inputs, width, heads_dim, one)
-            if not _accepts(original, inputs, keywords):
-                continue
-            n_compared += 1
-            reason = probe.disagreement(
-                nn.Module,
-                inputs,
-                lambda _, *qkcs, keywords=keywords: replacement(*qkcs, **keywords),
-                lambda _, *qkcs, keywords=keywords: original(*qkcs, **keywords),
-            )
-            if reason is not None:
-                return reason
-    return None if n_compared else "it does not take q and k (B, heads, T, D) with tables of D or D / 2 columns"
+        forms += [(keywords, functools.partial(_rotary_inputs, width, heads_dim, one)) for width in widths]
+    if not one:
+        forms += [({}, functools.partial(_packed_inputs, width)) for width in widths]
+    for keywords, inputs in forms:
+        if not _accepts(original, inputs, keywords):
+            continue
+        n_compared += 1
+        reason = probe.disagreement(
+            nn.Module,
+            inputs,
+            lambda _, *qkcs, keywords=keywords: replacement(*qkcs, **keywords),
+            lambda _, *qkcs, keywords=keywords: original(*qkcs, **keywords),
+        )
+        if reason is not None:
+            return reason
+    shapes = "(B, heads, T, D) or (T, heads, D)"
+    return None if n_compared else f"it does not take q and k {shapes} with tables of D or D / 2 columns"
 
 
 def _rotary_inputs(width: int, heads_dim: int, one: bool) -> tuple[Tensor, ...]:
@@ -192,6 +200,12 @@ def _rotary_inputs(width: int, heads_dim: int, one: bool) -> tuple[Tensor, ...]:
         rotated = [x.transpose(1, 2) for x in rotated]
     cos, sin = probe.random(2, 5, width, seed=2), probe.random(2, 5, width, seed=7)
     return *(x.detach().requires_grad_() for x in rotated), cos, sin
+
+
+def _packed_inputs(width: int) -> tuple[Tensor, ...]:
+    """q (5, 4, WIDTH) and k (5, 2, WIDTH) without a batch, cos and sin (5, width)."""
+    rotated = (probe.random(5, heads, probe.WIDTH, seed=heads).requires_grad_() for heads in (4, 2))
+    return *rotated, probe.random(5, width, seed=2), probe.random(5, width, seed=7)
 
 
 def _accepts(function: FunctionType, inputs: Callable[[], tuple[Tensor, ...]], keywords: dict[str, Any]) -> bool:
