@@ -58,6 +58,12 @@ def _pairs_to_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: 
     return ops.rope(q, k, cos, sin, unsqueeze_dim=heads_dim)
 
 
+def _interleaved_half_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
+    """Interleaved pairs; each angle is in the table once. Tables of complex numbers are of this form."""
+    cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+    return ops.rope(q, k, cos, sin, interleaved=True, unsqueeze_dim=heads_dim)
+
+
 _Rotation = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 STYLES: Mapping[str, _Rotation] = MappingProxyType(
     {
@@ -66,13 +72,17 @@ STYLES: Mapping[str, _Rotation] = MappingProxyType(
         "half-tables": _half_tables,
         "interleaved-from-halves": _interleaved_from_halves,
         "pairs-to-halves": _pairs_to_halves,
+        "interleaved-half-tables": _interleaved_half_tables,
     }
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSeam(Seam):
-    """An attention module whose forward calls a global `apply_...rotary...(q, k, cos, sin, ...)`."""
+    """An attention module whose forward calls a global `apply_...rotary...(q, k, cos, sin, ...)`.
+
+    One complex table, called `freqs_cis`, may take the place of cos and sin.
+    """
 
     op: ClassVar[str] = "rope"
     flag: ClassVar[str] = "rope"
@@ -114,12 +124,38 @@ def _match(function: FunctionType, styles: tuple[str, ...]) -> Callable[..., Any
     """The replacement for a rotary function of one of `styles`, or the reason why it fits none of them."""
     reasons = []
     for style in styles:
-        replacement = _replacement(function, STYLES[style])
-        reason = _disagreement(function, replacement)
-        if reason is None:
-            return replacement
+        reason = ""
+        for replacement in _replacements(function, STYLES[style]):
+            found = _disagreement(function, replacement)
+            if found is None:
+                return replacement
+            reason = found
         reasons.append(reason if len(styles) == 1 else f"as {style}, {reason}")
     return reasons[0] if len(styles) == 1 else f"it is none of {', '.join(styles)} ({reasons[0]})"
+
+
+def _replacements(original: FunctionType, rotation: _Rotation) -> list[Callable[..., Any]]:
+    """Functions with the parameters of `original` that use `rotation`.
+
+    The name of a complex table's parameter does not say where the heads are, so there are two.
+    """
+    if _takes_complex_table(original):
+        return [_of_complex_table(original, rotation, heads_dim) for heads_dim in (1, 2)]
+    return [_replacement(original, rotation)]
+
+
+def _of_complex_table(original: FunctionType, rotation: _Rotation, heads_dim: int) -> Callable[..., Any]:
+    def apply_rotary_emb(q: Tensor, k: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+        if is_dtensor(q) or freqs_cis.ndim != 3 or not freqs_cis.is_complex():
+            return original(q, k, freqs_cis)  # type: ignore[no-any-return]
+        table = freqs_cis.to(q.device)
+        return rotation(q, k, table.real, table.imag, heads_dim)
+
+    return apply_rotary_emb
+
+
+def _takes_complex_table(function: FunctionType) -> bool:
+    return list(inspect.signature(function).parameters)[2:] == ["freqs_cis"]
 
 
 def _replacement(original: FunctionType, rotation: _Rotation) -> Callable[..., Any]:
@@ -160,24 +196,17 @@ def _rotates_one(function: FunctionType) -> bool:
     return list(inspect.signature(function).parameters)[1:3] == ["cos", "sin"]
 
 
+_Form = tuple[dict[str, Any], Callable[[], tuple[Tensor, ...]]]
+"""Keywords and inputs of a rotary function."""
+
+
 def _disagreement(original: FunctionType, replacement: Callable[..., Any]) -> str | None:
-    """How `replacement` differs from `original`, for every table width and head dimension that `original` accepts."""
-    parameters = inspect.signature(original).parameters
-    one = _rotates_one(original)
-    if not one and list(parameters)[:4] != ["q", "k", "cos", "sin"]:
+    """How `replacement` differs from `original`, for every form of inputs that `original` accepts."""
+    parameters = list(inspect.signature(original).parameters)
+    if parameters[:4] != ["q", "k", "cos", "sin"] and not (_rotates_one(original) or _takes_complex_table(original)):
         return f"its parameters are ({', '.join(parameters)}) instead of (q, k, cos, sin, ...)"
-    n_compared = 0
-    widths = (probe.WIDTH, probe.WIDTH // 2)
-    forms: list[tuple[dict[str, Any], Callable[[], tuple[Tensor, ...]]]] = []
-    for heads_dim in (1, 2) if "unsqueeze_dim" in parameters else (1,):
-        keywords = {"unsqueeze_dim": heads_dim} if "unsqueeze_dim" in parameters else {}
-        forms += [(keywords, functools.partial(_rotary_inputs, width, heads_dim, one)) for width in widths]
-    if not one:
-        forms += [({}, functools.partial(_packed_inputs, width)) for width in widths]
-    for keywords, inputs in forms:
-        if not _accepts(original, inputs, keywords):
-            continue
-        n_compared += 1
+    accepted = [(keywords, inputs) for keywords, inputs in _forms(original) if _accepts(original, inputs, keywords)]
+    for keywords, inputs in accepted:
         reason = probe.disagreement(
             nn.Module,
             inputs,
@@ -187,7 +216,23 @@ def _disagreement(original: FunctionType, replacement: Callable[..., Any]) -> st
         if reason is not None:
             return reason
     shapes = "(B, heads, T, D) or (T, heads, D)"
-    return None if n_compared else f"it does not take q and k {shapes} with tables of D or D / 2 columns"
+    return None if accepted else f"it does not take q and k {shapes} with tables of D or D / 2 columns"
+
+
+def _forms(original: FunctionType) -> Iterator[_Form]:
+    """Every table width and place of the heads, for a function with the parameters of `original`."""
+    if _takes_complex_table(original):
+        for heads_dim in (1, 2):
+            yield {}, functools.partial(_complex_inputs, heads_dim)
+        return
+    one = _rotates_one(original)
+    has_heads_dim = "unsqueeze_dim" in inspect.signature(original).parameters
+    for width in (probe.WIDTH, probe.WIDTH // 2):
+        for heads_dim in (1, 2) if has_heads_dim else (1,):
+            keywords = {"unsqueeze_dim": heads_dim} if has_heads_dim else {}
+            yield keywords, functools.partial(_rotary_inputs, width, heads_dim, one)
+        if not one:
+            yield {}, functools.partial(_packed_inputs, width)
 
 
 def _rotary_inputs(width: int, heads_dim: int, one: bool) -> tuple[Tensor, ...]:
@@ -200,6 +245,12 @@ def _rotary_inputs(width: int, heads_dim: int, one: bool) -> tuple[Tensor, ...]:
         rotated = [x.transpose(1, 2) for x in rotated]
     cos, sin = probe.random(2, 5, width, seed=2), probe.random(2, 5, width, seed=7)
     return *(x.detach().requires_grad_() for x in rotated), cos, sin
+
+
+def _complex_inputs(heads_dim: int) -> tuple[Tensor, ...]:
+    """q and k as in `_rotary_inputs`, and a complex table (2, 5, WIDTH / 2)."""
+    q, k, cos, sin = _rotary_inputs(probe.WIDTH // 2, heads_dim, one=False)
+    return q, k, torch.complex(cos, sin)
 
 
 def _packed_inputs(width: int) -> tuple[Tensor, ...]:
