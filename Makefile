@@ -67,6 +67,7 @@ pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.front_page
 	PYTHONPATH=tests $(BIN)/python tests/techniques/technique_pages.py
 	PYTHONPATH=tests $(BIN)/python tests/integrations/trainers_page.py
+	PYTHONPATH=tests $(BIN)/python tests/compat/liger_page.py
 	PYTHONPATH=. $(BIN)/python tests/docs/page_examples.py
 
 # The site in build/site. Every link and anchor is checked.
