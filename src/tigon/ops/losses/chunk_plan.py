@@ -94,7 +94,11 @@ def plan_for(
     hidden_NH: Tensor, weight_VH: Tensor, per_row: bool, want: tuple[bool, ...], chunk_bytes: Sequence[int],
     fp32_accumulate: bool,
 ) -> Plan:  # fmt: skip
-    """The plan of a call. chunk_bytes: (least, most). want: the gradients of hidden, weight and bias."""
+    """The plan of a call. chunk_bytes: (least, most).
+
+    want: the gradients of hidden, weight and bias, and of an adapter's low-rank hidden states and second matrix, whose
+    sum is too small to count.
+    """
     (N, H), V, itemsize = hidden_NH.shape, weight_VH.shape[0], hidden_NH.element_size()
     least, most = chunk_bytes
     if not isinstance(N, int):
@@ -102,6 +106,6 @@ def plan_for(
         mode: Mode = "loss" if not any(want) else "recompute" if per_row else "stream"
         return Plan(mode, max(1, least // (V * itemsize)), fp32_accumulate)
     return make_chunk_plan(
-        N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want[0],
+        N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want[0] or any(want[3:]),
         want_weight=want[1] or want[2], fp32_accumulate=fp32_accumulate,
     )  # fmt: skip
