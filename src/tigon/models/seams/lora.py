@@ -45,7 +45,7 @@ class LoraSeam(Seam):
         plain_forward: Callable[..., Tensor] = base.forward
 
         def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            adapter = None if args or kwargs else _plain_adapter(self, x)
+            adapter = None if args or kwargs else plain_adapter(self, x)
             if adapter is None:
                 return plain_forward(self, x, *args, **kwargs)
             layer = self.base_layer
@@ -59,7 +59,13 @@ class LoraSeam(Seam):
 
 def adapted(module: Any, x: Tensor, adapter: str, weight: Tensor | Callable[[], Tensor]) -> Tensor:
     """The result of PEFT's layer `module` with one adapter. weight: that of the layer, or a function that makes it."""
-    dropout = module.lora_dropout[adapter]
+    return after_dropout(module, x, adapter, weight, dropped(module, x, adapter))
+
+
+def after_dropout(
+    module: Any, x: Tensor, adapter: str, weight: Tensor | Callable[[], Tensor], adapter_x: Tensor | None
+) -> Tensor:
+    """As `adapted`. adapter_x: the result of `dropped`."""
     return ops.lora_linear(
         x,
         weight,
@@ -67,8 +73,14 @@ def adapted(module: Any, x: Tensor, adapter: str, weight: Tensor | Callable[[], 
         module.lora_B[adapter].weight,
         scaling=module.scaling[adapter],
         bias=module.base_layer.bias,
-        adapter_x=None if isinstance(dropout, nn.Identity) or not module.training else dropout(x),
+        adapter_x=adapter_x,
     )
+
+
+def dropped(module: Any, x: Tensor, adapter: str) -> Tensor | None:
+    """What the adapter reads instead of x: x after its dropout, or None without one."""
+    dropout = module.lora_dropout[adapter]
+    return None if isinstance(dropout, nn.Identity) or not module.training else dropout(x)
 
 
 def _variant_name(variant: Any) -> str:
@@ -88,7 +100,7 @@ def _dequantise(layer: Any) -> Callable[[], Tensor]:
     return lambda: dequantize_4bit(weight.data, weight.quant_state)
 
 
-def _plain_adapter(module: Any, x: Tensor) -> str | None:
+def plain_adapter(module: Any, x: Tensor) -> str | None:
     """The name of the one adapter that the op can compute now, or None."""
     active = module.active_adapters
     if module.disable_adapters or module.merged or len(active) != 1 or active[0] not in module.lora_A:
