@@ -176,3 +176,20 @@ def test_adapter_of_a_frozen_head_computes_no_gradient_of_the_head() -> None:
 def test_adapter_that_does_not_fit_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         linear_cross_entropy(**{**arguments(), **change}, target=torch.arange(6))
+
+
+def test_adapter_that_was_added_after_the_patch_is_fused_by_a_second_patch() -> None:
+    twin = adapted()
+    model = adapted().unload()
+    first = tigon.patch(model, rms_norm=False, mlp=False, rope=False)
+    model = peft.get_peft_model(model, twin.peft_config["default"])
+    model.load_state_dict(twin.state_dict())
+    second = tigon.patch(model, rms_norm=False, mlp=False, rope=False)
+    assert replaced(second)["lm_head"] == "linear_cross_entropy"
+    got, gradients = step(model)
+    want, expected = step(twin)
+    assert type(got.logits) is DeferredLogits and got.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
+    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-7)
+    second.undo()
+    first.undo()
+    assert torch.equal(step(model)[0].loss, want.loss)

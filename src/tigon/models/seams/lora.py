@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon import ops
-from tigon.models.seams.base import Seam, is_dtensor
+from tigon.models.seams.base import PatchedModule, Seam, is_dtensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class LoraSeam(Seam):
 
     def objection(self, module: nn.Module) -> str | None:
         base: Any = getattr(module, "base_layer", None)
-        if type(base) is not nn.Linear and not _is_4bit(base):
+        if not is_plain_linear(base) and not _is_4bit(base):
             return f"its layer is a {type(base).__name__}; only torch's Linear and bitsandbytes' Linear4bit are fused"
         if getattr(module, "fan_in_fan_out", False):
             return "its weight is stored as (in, out)"
@@ -81,6 +81,11 @@ def dropped(module: Any, x: Tensor, adapter: str) -> Tensor | None:
     """What the adapter reads instead of x: x after its dropout, or None without one."""
     dropout = module.lora_dropout[adapter]
     return None if isinstance(dropout, nn.Identity) or not module.training else dropout(x)
+
+
+def is_plain_linear(layer: Any) -> bool:
+    """Whether the layer is torch's Linear, or one whose loss tigon had fused before it got an adapter."""
+    return type(layer) is nn.Linear or (isinstance(layer, PatchedModule) and layer._tigon_base is nn.Linear)
 
 
 def _variant_name(variant: Any) -> str:

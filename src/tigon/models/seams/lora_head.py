@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from tigon.models.seams.lora import LoraSeam, after_dropout, dropped, plain_adapter
+from tigon.models.seams.lora import LoraSeam, after_dropout, dropped, is_plain_linear, plain_adapter
 from tigon.models.seams.loss import deferred, requested_loss, warn_full_logits, whole
 
 
@@ -30,7 +30,7 @@ class LoraHeadSeam(LoraSeam):
 
     def objection(self, module: nn.Module) -> str | None:
         base: Any = getattr(module, "base_layer", None)
-        if type(base) is not nn.Linear:
+        if not is_plain_linear(base):
             return f"its layer is a {type(base).__name__}; the fused loss needs torch's Linear"
         return super().objection(module)
 

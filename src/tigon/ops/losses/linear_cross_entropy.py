@@ -577,7 +577,9 @@ LINEAR_CROSS_ENTROPY = Op(
         # A head with a LoRA adapter.
         *(
             Case(
-                id=f"lora-{mode}", shape=(2, 21, 24, 100), options={"rank": 4, "scaling": 2.0, **options},
+                id=f"lora-{mode}",
+                shape=(2, 21, 24, 100),
+                options={"rank": 4, "scaling": 2.0, **options},
                 product_orders=8,
             )
             for mode, options in {
