@@ -1,4 +1,4 @@
-"""A person's path on a CPU: a checkpoint and Alpaca rows, a plan, LoRA that is killed and resumed, a chat, an export."""
+"""A path on a CPU: a checkpoint and Alpaca rows, a plan, LoRA that is killed and resumed, a chat, an export."""
 
 from __future__ import annotations
 

@@ -559,6 +559,12 @@ def _cost(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Cos
     )
 
 
+LORA_OPTIONS: dict[str, dict[str, Any]] = {
+    "keep": {"scaling": 2.0, "adapter_dtype": torch.float32},
+    "chunks": {"scaling": 2.0, "adapter_hidden": True, "chunk_bytes": 11 * 100 * 4},
+    "each-token": {"scaling": 0.75, "reduction": "none", "bias": True, "chunk_bytes": 11 * 100 * 4},
+}
+
 LINEAR_CROSS_ENTROPY = Op(
     name="linear_cross_entropy",
     call=linear_cross_entropy,
@@ -576,17 +582,8 @@ LINEAR_CROSS_ENTROPY = Op(
         Case(id="fp32-weight", shape=(2, 21, 24, 100), options={"weight_dtype": torch.float32}),
         # A head with a LoRA adapter.
         *(
-            Case(
-                id=f"lora-{mode}",
-                shape=(2, 21, 24, 100),
-                options={"rank": 4, "scaling": 2.0, **options},
-                product_orders=8,
-            )
-            for mode, options in {
-                "keep": {"adapter_dtype": torch.float32},
-                "chunks": {"adapter_hidden": True, "chunk_bytes": 11 * 100 * 4},
-                "each-token": {"reduction": "none", "scaling": 0.75, "bias": True, "chunk_bytes": 11 * 100 * 4},
-            }.items()
+            Case(id=f"lora-{mode}", shape=(2, 21, 24, 100), options={"rank": 4, **options}, product_orders=8)
+            for mode, options in LORA_OPTIONS.items()
         ),
         Case(id="odd-vocab", shape=(9, 16, 4099), options={"chunk_bytes": 40_000}),
         Case(id="nothing-ignored", shape=(12, 16, 64), options={"ignored": 0.0, "chunk_bytes": 500}),
