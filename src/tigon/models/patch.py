@@ -24,6 +24,7 @@ from tigon.models.seams.base import (
     replaced_by_package_reason,
     vendor,
 )
+from tigon.models.seams.lora_head import LoraHeadSeam
 from tigon.models.seams.loss import CausalLMSeam, HeadSeam, peel
 from tigon.models.seams.norm import NormSeam
 from tigon.models.seams.residual_norm import ResidualNormSeam, norm_after_residual
@@ -310,6 +311,14 @@ def output_head(model: nn.Module) -> str | None:
 
 def _decide_head(head: nn.Module, path: str, decision: _Decision) -> bool:
     """Whether a module under the head's path will compute the loss."""
+    layer = next((change for change in decision.changes if change.module is head), None)
+    with_adapter = LoraHeadSeam(lora_linear=layer is not None)
+    if with_adapter.candidate(head):
+        if not _judge(path, head, [with_adapter], decision):
+            return False
+        if layer is not None:
+            decision.changes.remove(layer)  # the head's seam does its work too
+        return True
     linears = [m for m in peel(head) if isinstance(m, nn.Linear)]
     if not linears:
         reason = f"it is a {type(head).__module__}.{type(head).__name__}; training computes the full logits through it"

@@ -150,7 +150,8 @@ def plan_for(
 ) -> Plan:  # fmt: skip
     """The plan of a call.
 
-    chunk_bytes: (least, most). want: the gradients of hidden, weight and bias. memory_bytes: 0 for no limit.
+    chunk_bytes: (least, most). want: the gradients of hidden, weight and bias, and of an adapter's low-rank hidden
+    states and second matrix, whose sum is too small to count. memory_bytes: 0 for no limit.
     """
     (N, H), V, itemsize = hidden_NH.shape, weight_VH.shape[0], hidden_NH.element_size()
     least, most = chunk_bytes
@@ -158,13 +159,13 @@ def plan_for(
         # A symbolic token count must not decide anything, or every count would need a new compilation.
         mode: Mode = "loss" if not any(want) else "recompute" if per_row else "stream"
         return Plan(mode, max(1, least // (V * itemsize)), fp32_accumulate)
-    want_weight = want[1] or want[2]
+    want_hidden, want_weight = want[0] or any(want[3:]), want[1] or want[2]
     if memory_bytes:
         return plan_within(
-            memory_bytes, N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want[0],
+            memory_bytes, N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want_hidden,
             want_weight=want_weight, may_sum_in_16_bits=hidden_NH.dtype == torch.bfloat16,
         )  # fmt: skip
     return make_chunk_plan(
-        N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want[0], want_weight=want_weight,
+        N, H, V, itemsize, chunk_bytes=(least, most), per_row=per_row, want_hidden=want_hidden, want_weight=want_weight,
         fp32_accumulate=fp32_accumulate,
     )  # fmt: skip

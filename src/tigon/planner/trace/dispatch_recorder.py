@@ -256,7 +256,11 @@ def _fp8_product(args: Mapping[str, Any]) -> float:
 def _chunked_loss(args: Mapping[str, Any]) -> float:
     """FLOPs of the logits, and of the gradients if the forward computes them."""
     made = 0 if args["keep"] else args["want_hidden"] + args["want_weight"]
-    return float(2 * math.prod(args["hidden_NH"].shape) * args["weight_VH"].shape[0] * (1 + made))
+    flops = float(2 * math.prod(args["hidden_NH"].shape) * args["weight_VH"].shape[0] * (1 + made))
+    if (low_NR := args["low_NR"]) is not None:
+        made = 0 if args["keep"] else args["want_low"] + args["want_lora_b"]
+        flops += 2 * math.prod(low_NR.shape) * args["lora_b_VR"].shape[0] * (1 + made)
+    return flops
 
 
 def _hidden_grad(args: Mapping[str, Any]) -> float:

@@ -59,6 +59,8 @@ the forward pass and in the recomputation. With 16 tiny layers on a CPU it was 3
 NF4_CALLS = 55
 """CPU time of one product with a 4-bit weight, as a number of operators (bitsandbytes 0.50.2: the Python code of
 MatMul4Bit and its nested scales). It is 0.17 ms, fitted to Llama-3.2-1B's and Qwen3-0.6B's steps on an H200."""
+NF4_KERNELS = 3
+"""Kernels of one dequantisation: the scales, their offset, the weight (bitsandbytes 0.50.2, dequantize_4bit)."""
 AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
 
 
@@ -193,10 +195,11 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
         text_config(config)._attn_implementation = "eager"
     model: Any = build(request.model, config)
     if choices.quantized:
-        adapters.quantize(model, functools.partial(recorder.count_host, NF4_CALLS))
-    _patch(model, choices.kernels, recorder)
+        adapters.quantize(model, functools.partial(_count_dequantisation, recorder))
+    fused_lora = choices.kernels in model_kernels.OF_TIGON
     if choices.lora_rank is not None:
-        adapters.attach(model, choices, fused=choices.kernels in model_kernels.OF_TIGON)
+        adapters.attach(model, choices, fused=fused_lora)
+    _patch(model, choices.kernels, recorder, lora=fused_lora)
     if choices.precision == "fp8":
         patch_fp8(model, scaling=choices.fp8_scaling, bf16_layers=choices.fp8_bf16_layers)
     head_groups.check_groups(config, choices.attention_groups)
@@ -207,6 +210,11 @@ def _model(request: Request, layers: int, recorder: TraceRecorder) -> Any:
     if choices.loss_memory_mib:
         loss_memory.limit_loss_memory(model, choices.loss_memory_mib)
     return model
+
+
+def _count_dequantisation(recorder: TraceRecorder, moved_bytes: int) -> None:
+    recorder.count(moved_bytes=moved_bytes, launches=NF4_KERNELS)
+    recorder.count_host(NF4_CALLS - NF4_KERNELS)
 
 
 @dataclass
@@ -266,12 +274,12 @@ def _foreign_code(name: str) -> Iterator[None]:
         log.setLevel(before)
 
 
-def _patch(model: Any, kernels: str, recorder: TraceRecorder) -> None:
+def _patch(model: Any, kernels: str, recorder: TraceRecorder, lora: bool) -> None:
     flags = PATCH_FLAGS[kernels]
     if flags is None:
         return
 
-    patch(model, **flags)
+    patch(model, **flags, lora=None if lora else False)
     if kernels == "no-flce":
         model.loss_function = causal_lm_loss
     if kernels == "liger":

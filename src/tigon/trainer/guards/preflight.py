@@ -176,14 +176,14 @@ def check_sample(recipe: Recipe, config: Any, n_prompt: int) -> None:
 
 def check_vocabulary(recipe: Recipe, config: Any, tokenizer_size: int) -> None:
     """Raise RecipeError if the tokenizer has more tokens than the model's embedding has rows."""
-    if tokenizer_size > config.vocab_size:
+    rows = config.get_text_config().vocab_size  # a config of text and images has it inside
+    if tokenizer_size > rows:
         if recipe.data.tokenizer == "auto":
-            fix = f"set data.vocab_size to {config.vocab_size} or less"
+            fix = f"set data.vocab_size to {rows} or less"
         else:
             fix = f"use the model's own tokenizer, or set model.config.vocab_size to {tokenizer_size} or more"
         raise RecipeError(
-            f"the tokenizer has {tokenizer_size} tokens, but {recipe.model.name} has a vocabulary of "
-            f"{config.vocab_size}; {fix}"
+            f"the tokenizer has {tokenizer_size} tokens, but {recipe.model.name} has a vocabulary of {rows}; {fix}"
         )
 
 
