@@ -65,6 +65,7 @@ pages: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.pages.study --into docs/study.md
 	$(BIN)/python -m benchmarks.pages.medusa
 	$(BIN)/python -m benchmarks.pages.front_page
+	$(BIN)/python -m benchmarks.pages.support
 	PYTHONPATH=tests $(BIN)/python tests/techniques/technique_pages.py
 	PYTHONPATH=tests $(BIN)/python tests/integrations/trainers_page.py
 	PYTHONPATH=. $(BIN)/python tests/docs/page_examples.py
@@ -98,9 +99,7 @@ release-check:
 	PYTHON=$(PYTHON) sh tools/release_check.sh build/release
 
 workflows:
-	PYTHON=$(PYTHON) sh tools/setup_tools.sh build/workflows workflows
-	build/workflows/bin/actionlint
-	build/workflows/bin/zizmor --offline --quiet .github
+	PYTHON=$(PYTHON) sh tools/lint_workflows.sh build/workflows
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
