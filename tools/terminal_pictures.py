@@ -33,7 +33,7 @@ from rich.text import Text
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "img" / "terminal"
 COMMANDS: Mapping[str, str] = {
-    "plan": "tigon plan llama-3.1-8b --gpu rtx-4090 --batch 1 --seq 32768 --qlora --checkpointing full",
+    "plan": "tigon plan llama-3.1-8b --gpu rtx-4090 --batch 1 --seq 32768",
     "train": "tigon train examples/first-run/recipe.yaml",
     "doctor": "tigon doctor smollm2-135m",
 }
