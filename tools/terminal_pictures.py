@@ -33,11 +33,12 @@ from rich.text import Text
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "img" / "terminal"
 COMMANDS: Mapping[str, str] = {
-    "plan": "tigon plan llama-3.1-8b --gpu rtx-4090 --batch 1 --seq 32768",
+    "plan": "tigon plan llama-3.1-8b --gpu rtx-4090 --batch 1 --seq 32768 --qlora",
     "train": "tigon train examples/first-run/recipe.yaml",
     "doctor": "tigon doctor smollm2-135m",
 }
 COLUMNS, MOST_LINES = 110, 200
+_KERNEL = re.compile(r" on (Linux)-\S+")
 _WEB_FONT = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)
 
 
@@ -78,6 +79,8 @@ def _line(cells: Any) -> Text:
     for style, run in itertools.groupby((cells[column] for column in range(COLUMNS)), key=_style):
         line.append("".join(cell.data for cell in run), style)
     line.rstrip()
+    if kernel := _KERNEL.search(line.plain):  # of tigon doctor: the release of the kernel says nothing to a reader
+        line = line[: kernel.end(1)]
     return line
 
 
