@@ -40,6 +40,8 @@ WAYS = {"light": Way(1200, 1000), "dark": Way(1200, 1000, dark=True), "phone": W
 
 def take(page: Path, name: str, folder: Path) -> None:
     """Write the pictures of a page."""
+    if not page.is_file():
+        raise SystemExit(f"{page} is not a file")  # a browser shows an error page instead, and reports success
     for title, way in WAYS.items():
         picture = folder / f"{name}-{title}.png"
         visited = _framed(page, way) if title == "phone" else page

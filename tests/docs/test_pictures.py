@@ -70,3 +70,9 @@ def test_pictures_are_taken_of_a_page_in_a_browser(tmp_path: Path) -> None:
     with Image.open(tmp_path / "page-light.png") as image:
         mark = image.convert("RGB").getpixel((10, 10))
     assert max(abs(a - b) for a, b in zip(mark, (0xC2, 0x41, 0x0C), strict=True)) < 8, "a small mark keeps its colour"
+
+
+def test_page_that_is_missing_gives_an_error_instead_of_a_picture(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"gone\.html is not a file"):
+        page_pictures.take(tmp_path / "gone.html", "page", tmp_path)
+    assert not [*tmp_path.iterdir()]
