@@ -47,6 +47,7 @@ class Chip:
 
 
 CHIPS = (
+    Chip(names="RTX 20, T4", arch=(7, 5)),
     Chip(names="A100", arch=(8, 0)),
     Chip(names="RTX 30", arch=(8, 6)),
     Chip(names="RTX 40, L4, L40S", arch=(8, 9)),
@@ -61,6 +62,9 @@ CHIPS = (
     Chip(names="MI210, MI250X", arch="gfx90a"),
     Chip(names="MI300X, MI325X", arch="gfx942"),
     Chip(names="MI350X, MI355X", arch="gfx950"),
+    Chip(names="RX 7900, PRO W7900", arch="gfx1100"),
+    Chip(names="Ryzen AI Max", arch="gfx1151"),
+    Chip(names="RX 9070, AI PRO R9700", arch="gfx1201"),
 )
 _INTERPRETER = Chip(
     names="Triton's interpreter",
