@@ -529,6 +529,22 @@ def test_fsdp2_with_adapters_autocast_or_fp8_trains_as_a_plain_run(recipe, tigon
     assert got == pytest.approx(want, rel=1e-4 if precision == "fp32" else 5e-3)
 
 
+def test_fp8_run_resumes_with_the_losses_of_the_whole_run(recipe, tigon, here):
+    train = {"precision": "fp8", "fp8_bf16_layers": 0, "save_steps": 2}
+    path = recipe("one.yaml", model={"kernels": "tigon"}, train=train, output={"name": "whole"})
+    assert tigon("train", path).code == 0
+    cut_back(here / "runs", "whole")
+    assert tigon("train", path, "--set", "output.name=cut", "--resume").code == 0
+    assert losses(here / "runs" / "cut") == losses(here / "runs" / "whole")
+
+
+def test_fp8_without_a_layer_that_can_run_in_it_is_refused_in_one_line(recipe, tigon):
+    outcome = tigon("train", recipe("one.yaml", train={"precision": "fp8", "fp8_bf16_layers": 8}))
+    assert outcome.code == 2
+    assert "train.precision is fp8, but nothing in this LlamaForCausalLM can run in FP8" in outcome.err
+    assert outcome.err.strip().count("\n") == 0
+
+
 def test_choices_and_model_have_the_same_names_for_kernels():
     from tigon.trainer.model import KERNELS as appliers
 
