@@ -40,7 +40,7 @@ _MOST_16_BIT_ADDENDS = 7
 _FULL_RATE_TOKENS = 2048
 """Products of chunks of this many tokens run at full rate. With 1024 they take 1.1 times as long (H200)."""
 _FEWEST_TOKENS = 512
-"""A limit of memory makes no smaller chunks with an fp32 sum. With 256 the sum's product takes 4 times as long (H200)."""
+"""A limit of memory makes no smaller chunks with an fp32 sum, whose product takes 4 times as long for 256 (H200)."""
 
 Mode = Literal["keep", "stream", "recompute", "loss"]
 
