@@ -103,7 +103,7 @@ from tigon.compat import liger
 liger.install()
 import liger_kernel.transformers as transformers
 assert not hasattr(transformers, "LigerSoftmax")
-assert getattr(transformers, "LigerDyT", None) is None
+assert getattr(transformers, "LigerVocabParallelCrossEntropy", None) is None
 try:
     transformers.LigerSoftmax
 except AttributeError as error:
