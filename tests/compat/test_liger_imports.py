@@ -102,14 +102,14 @@ def test_missing_attribute_raises_an_attribute_error_with_its_name() -> None:
 from tigon.compat import liger
 liger.install()
 import liger_kernel.transformers as transformers
-assert not hasattr(transformers, "LigerSoftmax")
+assert not hasattr(transformers, "LigerORPOTrainer")
 assert getattr(transformers, "LigerVocabParallelCrossEntropy", None) is None
 try:
-    transformers.LigerSoftmax
+    transformers.LigerORPOTrainer
 except AttributeError as error:
     print(error)
 """)
-    assert "no counterpart of liger_kernel.transformers.LigerSoftmax" in out
+    assert "no counterpart of liger_kernel.transformers.LigerORPOTrainer" in out
 
 
 def test_uninstall_removes_every_trace() -> None:
