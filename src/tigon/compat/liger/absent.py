@@ -128,6 +128,7 @@ def reason_for(name: str) -> str | None:
     """Why tigon lacks a dotted name under `liger_kernel`, or None if no row has it."""
     relative = name.removeprefix("liger_kernel.")
     for absent in ABSENT:
-        if any(fnmatchcase(relative, pattern) for pattern in absent.names):
+        # `megatron.*` has the module `megatron` too.
+        if any(fnmatchcase(relative, pattern) or pattern == f"{relative}.*" for pattern in absent.names):
             return absent.reason
     return None
