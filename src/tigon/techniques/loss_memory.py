@@ -37,7 +37,6 @@ _MEMORY = Setting(
     minimum=0, traced=True, flag=Flag(name="loss-memory-mib", metavar="N", help="MiB of the fused loss; 0: default."),
     label=lambda choices: f"loss in {choices.loss_memory_mib} MiB" if choices.loss_memory_mib else "",
 )  # fmt: skip
-_OTHER_LOSSES = ("medusa", "dpo", "kto", "orpo", "grpo", "distill", "reward")
 
 DECLARATION = Declaration(
     settings=(_MEMORY,),
@@ -57,19 +56,14 @@ DECLARATION = Declaration(
         Exclusion(
             when=(_LIMITED, Condition("kernels", "is one of", ("none", "no-flce", "liger"))),
             reason="only tigon's linear cross entropy has this limit",
-            instead="model.kernels: tigon, or train.loss_memory_mib: 0", source="tigon.models.seams.loss",
+            instead="model.kernels: tigon, or train.loss_memory_mib: 0", source="models/seams/loss.py",
         ),
     ),
     key_exclusions=(
         KeyExclusion(
-            when=_LIMITED, key="train.objective", test="is one of", wanted=_OTHER_LOSSES,
+            when=_LIMITED, key="train.objective", test="is not one of", wanted=("auto", "causal_lm"),
             reason="train.loss_memory_mib limits the loss of the next token, which this train.objective does not use; "
             "set train.loss_memory_mib: 0",
-        ),
-        KeyExclusion(
-            when=_LIMITED, key="heads.stage", test="is not", wanted=None,
-            reason="train.loss_memory_mib limits the loss of one head, and heads.stage adds more; set "
-            "train.loss_memory_mib: 0",
         ),
     ),
 )  # fmt: skip

@@ -158,22 +158,10 @@ exp_weight_grad = Primitive(
 )
 
 
-def _add_exp_weight_grad_body(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Tensor, grad_VH: Tensor) -> None:
+def add_exp_weight_grad(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Tensor, grad_VH: Tensor) -> None:
+    """As `exp_weight_grad`, added to `grad`. No compiler sees it, so it is no operator."""
     with no_autocast(e_NV):
         _exp_weight_grad_into(e_NV, x_NH, factors, target, grad_VH, accumulate=True)
-
-
-def _add_exp_weight_grad_fake(e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Tensor, grad_VH: Tensor) -> None:
-    torch.empty_like(x_NH)
-
-
-add_exp_weight_grad = Primitive(
-    "linear_cross_entropy_add_exp_weight_grad",
-    "(Tensor e, Tensor hidden, Tensor factors, Tensor target, Tensor(a!) grad) -> ()",
-    composite=_add_exp_weight_grad_body,
-    fake=_add_exp_weight_grad_fake,
-)
-"""As `exp_weight_grad`, added to `grad`."""
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------

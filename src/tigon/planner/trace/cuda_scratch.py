@@ -97,6 +97,12 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
         # cuBLAS adds a product of 16-bit factors to an fp32 sum without casting the factors.
         recorder.count(flops=2.0 * math.prod(a.shape) * b.shape[1], dtype=a.dtype)
 
+    def add_exp_weight_grad(
+        e_NV: Tensor, x_NH: Tensor, factors: Tensor, target: Tensor, grad_VH: Tensor
+    ) -> None:  # fmt: skip
+        torch.empty_like(x_NH)  # the scaled rows
+        recorder.count(moved_bytes=sum(t.nbytes for t in (e_NV, x_NH, factors, target, grad_VH)))
+
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if inplace or not training or not 0 < p < 1:
             return plain_dropout(input, p, training, inplace)
@@ -110,6 +116,7 @@ def planned_for_cuda(recorder: TraceRecorder, *, arch: tuple[int, int], ignored:
     replaced: dict[tuple[Any, str], Callable[..., Any]] = {
         (_LOSS, "_rows_that_count"): rows_that_count,
         (_LOSS, "product_into"): product_into,
+        (_LOSS, "add_exp_weight_grad"): add_exp_weight_grad,
         (fused_linear, "product_into"): product_into,
         (_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
         (_MULTI_HEAD_LOSS, "can_bypass_dispatcher"): lambda tensors: True,
